@@ -38,11 +38,13 @@ format: $(VENV)/.installed ## format the code with ruff
 fuzz: $(VENV)/.installed ## run commands on mutated checkpoints for ten minutes; FUZZ="--seed N --cases N --seconds N"
 	PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(FUZZ)
 
-kills: $(VENV)/.installed ## kill runs before and after every operation on their folder, and resume them
-	for scenario in quantize dequantize overwrite stream pipeline parts streamed-parts; do folder=$$(mktemp -d) && \
-	  $(BIN)/python tests/interruptions.py $$scenario $$folder > $$folder/points && rm -r $$folder/out && \
+SCENARIOS := quantize dequantize overwrite stream pipeline parts streamed-parts push calibrated experts single-file
+
+kills: $(VENV)/.installed ## kill runs before and after every operation on their folder, and resume them; then by other signals
+	for scenario in $(SCENARIOS); do for points in 1000000 "60 signals"; do folder=$$(mktemp -d) && \
+	  $(BIN)/python tests/interruptions.py $$scenario $$folder $$points > $$folder/points && rm -r $$folder/out && \
 	  ! grep -v '"status": 0, "differing": \[\], "looks finished and is not": false' $$folder/points && \
-	  echo "$$scenario: $$(wc -l < $$folder/points) points" || exit 1; done
+	  echo "$$scenario: $$(wc -l < $$folder/points) points" || exit 1; done; done
 
 gpu: $(VENV)/.installed ## test compiled kernels against bitsandbytes CUDA (needs an NVIDIA GPU)
 	$(BIN)/python -m pytest -m gpu

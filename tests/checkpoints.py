@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+EXPERTS = 2  # of a mixture
+
 
 def write_source(folder: Path, layers: int = 6) -> Path:
     """Writes a checkpoint of two shards, whose larger weights take several pieces of 64 KiB."""
@@ -38,6 +40,39 @@ def write_source(folder: Path, layers: int = 6) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def write_mixture(folder: Path) -> Path:
+    """Writes a mixture of one layer, whose experts are stored one by one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    tensors = {"model.embed_tokens.weight": random(96, 64)}
+    tensors["model.layers.0.mlp.gate.weight"] = random(EXPERTS, 64)
+    for expert in range(EXPERTS):
+        place = f"model.layers.0.mlp.experts.{expert}"
+        for name, shape in {
+            "gate_proj": (32, 64),
+            "up_proj": (32, 64),
+            "down_proj": (64, 32),
+        }.items():
+            tensors[f"{place}.{name}.weight"] = random(*shape)
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": EXPERTS,
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "vocab_size": 96,
+        "dtype": "bfloat16",
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_templates as templates
+from checkpoints import write_mixture
 from fuzz_case import Case, Kind, is_same, passes_verify
 from fuzz_hub import hub_case
 from mutations import mutate_checkpoint
@@ -150,7 +151,9 @@ def tamper(chosen: random.Random, folder: Path, work: Path) -> None:
         mutate_checkpoint(chosen, folder)
         return
     victims = [path for path in folder.rglob("*") if not path.is_symlink()]
-    victim = chosen.choice([*victims, folder])
+    if folder.name == ".nf4conv":
+        victims.append(folder)  # OUT itself may be a link: that is the user's own
+    victim = chosen.choice(victims)
     name = chosen.choice(("thesis", "shards", "nowhere", ""))
     if victim.is_dir():
         shutil.rmtree(victim)
@@ -231,7 +234,7 @@ _SOURCES: dict[str, Callable[[Path], None]] = {
     "fp4": lambda folder: templates.four_bit(folder, quant_type="fp4"),
     "our own result": templates.own,
     "diffusers pipeline": templates.diffusers,
-    "mixture": templates.mixture,
+    "mixture": write_mixture,
     **{encode.__name__: templates.encoded(encode) for encode in ENCODINGS},
 }
 

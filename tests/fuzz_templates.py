@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from checkpoints import write_source
+from checkpoints import EXPERTS, write_mixture, write_source
 from click.testing import CliRunner
 from four_bit import pack
 from four_bit import write as write_packed
@@ -25,7 +25,6 @@ UP = "model.layers.0.mlp.up_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 CARD = "---\nlicense: mit\nlanguage:\n- en\ntags: [a, b]\n---\n# A model\n"
 PART_OPTIONS = ("--max-shard-size", "60kB", "--checksum")
-EXPERTS = 2
 
 
 def run(*arguments: object) -> Any:
@@ -136,7 +135,7 @@ def adapter(folder: Path) -> None:
 def adapter_of_experts(folder: Path) -> None:
     """Writes a mixture as `base`, and as `adapter` one that changes its fused experts."""
     folder.mkdir()
-    mixture(folder / "base")
+    write_mixture(folder / "base")
     place = "base_model.model.model.layers.0.mlp.experts"
     tensors = {
         f"{place}.lora_A.weight": torch.randn(2 * EXPERTS, 64),
@@ -156,34 +155,6 @@ def _write_adapter(
     (folder / "README.md").write_text("# An adapter\n")
 
 
-def mixture(folder: Path) -> Path:
-    """Writes a mixture of one layer, whose experts are stored one by one."""
-    tensors = {"model.embed_tokens.weight": torch.randn(96, 64).bfloat16()}
-    tensors["model.layers.0.mlp.gate.weight"] = torch.randn(EXPERTS, 64).bfloat16()
-    for expert in range(EXPERTS):
-        place = f"model.layers.0.mlp.experts.{expert}"
-        for name, shape in {
-            "gate_proj": (32, 64),
-            "up_proj": (32, 64),
-            "down_proj": (64, 32),
-        }.items():
-            tensors[f"{place}.{name}.weight"] = torch.randn(shape).bfloat16()
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": EXPERTS,
-        "num_hidden_layers": 1,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "vocab_size": 96,
-        "dtype": "bfloat16",
-    }
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 # --- results, whole and unfinished ----------------------------------------------------------------
 
 
@@ -197,7 +168,7 @@ def finished(folder: Path) -> None:
 
 def packed_experts(folder: Path) -> None:
     folder.mkdir()
-    mixture(folder / "source")
+    write_mixture(folder / "source")
     done("quantize", folder / "source", folder / "out", *PART_OPTIONS, "--moe", "packed")
     shutil.copytree(folder / "out", folder / "expected")
 

@@ -1,11 +1,12 @@
 """Kills a run before and after every operation that changes its folder, and repeats the command
 each time.
 
-    python tests/interruptions.py SCENARIO FOLDER [POINTS]
+    python tests/interruptions.py SCENARIO FOLDER [POINTS [signals]]
     python tests/interruptions.py --at-once FOLDER
 
-The first prints a JSON line for each kill point, or for POINTS of them. The second prints one for
-each number of parts that run at once.
+The first prints a JSON line for each kill point, or for POINTS of them; with `signals`, other
+signals come in turn instead of SIGKILL. The second prints one for each number of parts that run at
+once.
 
 This is a program of its own, so that forks start from a warm interpreter. A kill point is an open
 for writing, a write, an fsync, a truncation, a rename, a removal or a new folder. After every third
@@ -17,47 +18,59 @@ import itertools
 import json
 import os
 import random
+import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoints import contents, write_source
+os.environ["OMP_NUM_THREADS"] = "1"  # threads of OpenMP would not survive a fork
 
-# none of these imports the Hub's client, which must know the address of our server before
-from nf4conv.commands.dequantize import dequantize_checkpoint
+from checkpoints import contents, write_source
+from scenarios import OPTIONS, RUN, Scenario, scenario, start_server
+
+from nf4conv.__main__ import _leave
 from nf4conv.commands.finish import finish_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import OutputError
-from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.options import SourceOptions
+from nf4conv.system.signals import handle_end
 
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    # whose default action ends the process
+    "hang up": signal.SIGHUP,
+    "quit": signal.SIGQUIT,
+    # that the program handles
+    "interrupt": signal.SIGINT,
+    "stop": signal.SIGTERM,
+    # that raises KeyboardInterrupt where somebody uses the Python API
+    "raise": signal.SIGINT,
+}
 
-# serves a checkpoint as org/name until its stdin ends, and prints its address
-SERVER = """
-import sys
-from pathlib import Path
-from hub_server import HUB, Repo
-repo = Repo()
-repo.commit({path.name: path.read_bytes() for path in Path(sys.argv[1]).iterdir()})
-HUB.repos["org/name"] = repo
-print(HUB.url, flush=True)
-sys.stdin.read()
-"""
+
+def prepare_signal(how: str) -> None:
+    """Handles a signal as the program does, as Python does, or by its default action."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if how == "raise":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    elif how in ("interrupt", "stop"):
+        signal.signal(SIGNALS[how], signal.SIG_DFL)
+        handle_end(_leave)
+    elif how != "kill":
+        signal.signal(SIGNALS[how], signal.SIG_DFL)
 
 
 class Counter:
-    """Counts operations, and kills this process before or after one of them.
+    """Counts operations, and sends this process a signal before or after one of them.
 
-    A kill before a write happens halfway through it.
+    SIGKILL before a write comes halfway through it.
     """
 
     NAMES = (
@@ -65,11 +78,13 @@ class Counter:
         "rmdir", "mkdir",
     )  # fmt: skip
 
-    def __init__(self, kill_at: int | None, *, is_before: bool = True) -> None:
+    def __init__(self, kill_at: int | None, *, is_before: bool = True, how: str = "kill") -> None:
         self.calls = 0
         self._kill_at = kill_at
         self._is_before = is_before
-        self._lock = threading.Lock()
+        self._number = SIGNALS[how]
+        prepare_signal(how)
+        self._lock = threading.RLock()  # a handler of the signal writes, too
         for name in self.NAMES:  # which pathlib and shutil look up in os at each call
             setattr(os, name, self._count(name, getattr(os, name)))
 
@@ -81,123 +96,16 @@ class Counter:
                 self.calls += 1
                 is_last = self.calls == self._kill_at
                 if is_last and self._is_before:
-                    if name in ("write", "pwrite"):
+                    if name in ("write", "pwrite") and self._number == signal.SIGKILL:
                         descriptor, data, *position = arguments
                         function(descriptor, data[: len(data) // 2], *position)
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(os.getpid(), self._number)
                 done = function(*arguments, **named)
-                if is_last:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if is_last and not self._is_before:
+                    os.kill(os.getpid(), self._number)
                 return done
 
         return counted
-
-
-@dataclass
-class Scenario:
-    """A command that is interrupted.
-
-    Attributes:
-        run: runs it into a folder.
-        prepare: puts into the folder what was there before.
-        mark: the file without which no loader takes the folder for a model.
-    """
-
-    run: Callable[[Path], Any]
-    prepare: Callable[[Path], None] = lambda _: None
-    mark: str = "config.json"
-
-
-def scenario(name: str, folder: Path) -> Scenario:
-    """Prepares a scenario in a folder."""
-    source = write_source(folder / "source", layers=4)
-    if name == "overwrite":
-        return overwriting(folder, source)
-    if name == "dequantize":
-        return dequantizing(folder, source)
-    if name == "pipeline":
-        return quantizing_pipeline(folder, source)
-    place: str | Path = source
-    where = None
-    if name in ("stream", "streamed-parts"):
-        start_server(source)
-        place = "org/name"
-        where = SourceOptions(stream=True, cache_dir=folder / "cache")
-
-    def quantize(out: Path) -> None:
-        quantize_checkpoint(place, out, OPTIONS, RUN, where=where)
-
-    def quantize_in_parts(out: Path) -> None:
-        for number in (2, 3, 1):
-            part = replace(RUN, part=f"{number}/3")
-            quantize_checkpoint(place, out, OPTIONS, part, where=where)
-        finish_checkpoint(out)
-
-    scenarios = {
-        "quantize": quantize,
-        "stream": quantize,
-        "parts": quantize_in_parts,
-        "streamed-parts": quantize_in_parts,
-    }
-    return Scenario(scenarios[name])
-
-
-def overwriting(folder: Path, source: Path) -> Scenario:
-    old = folder / "old"
-    quantize_checkpoint(source, old, replace(OPTIONS, quant_type="fp4"), RUN)
-
-    def overwrite(out: Path) -> None:
-        quantize_checkpoint(source, out, OPTIONS, replace(RUN, overwrite=True))
-
-    return Scenario(overwrite, prepare=lambda out: shutil.copytree(old, out))
-
-
-def dequantizing(folder: Path, source: Path) -> Scenario:
-    packed = folder / "packed"
-    quantize_checkpoint(source, packed, OPTIONS, RUN)
-
-    def dequantize(out: Path) -> None:
-        dequantize_checkpoint(packed, out, DequantizeOptions(max_shard_size=150_000), RUN)
-
-    return Scenario(dequantize)
-
-
-def quantizing_pipeline(folder: Path, source: Path) -> Scenario:
-    pipeline = write_pipeline(folder / "pipeline", source)
-
-    def quantize(out: Path) -> None:
-        quantize_checkpoint(pipeline, out, OPTIONS, RUN)
-
-    return Scenario(quantize, mark="model_index.json")
-
-
-def write_pipeline(folder: Path, source: Path) -> Path:
-    """Writes a diffusers pipeline with two submodels that are copies of a checkpoint."""
-    index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline"}
-    folder.mkdir()
-    for submodel in ("text_encoder", "text_encoder_2"):
-        shutil.copytree(source, folder / submodel)
-        index[submodel] = ["transformers", "LlamaModel"]
-    (folder / "scheduler").mkdir()
-    (folder / "scheduler/scheduler_config.json").write_text("{}")
-    (folder / "model_index.json").write_text(json.dumps(index))
-    return folder
-
-
-def start_server(source: Path) -> subprocess.Popen[str]:
-    """Starts a Hub in a process of its own, which ends with this one."""
-    words = [sys.executable, "-c", SERVER, str(source)]
-    here = Path(__file__).parent
-    server = subprocess.Popen(
-        words, cwd=here, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdout is not None
-    os.environ |= {
-        "HF_ENDPOINT": server.stdout.readline().strip(),
-        "HF_HOME": str(source.parent / "hub home"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    return server
 
 
 def in_fork(work: Callable[[], object], *, is_loud: bool = True) -> int:
@@ -250,19 +158,24 @@ def differing(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:
     return sorted(name for name in names if found.get(name) != expected.get(name))
 
 
-def attempt(made: Scenario, out: Path, kill_at: int | None, *, is_before: bool) -> int:
-    """Runs in a fork that is killed at an operation, or not at all. Returns the wait status."""
+def attempt(
+    made: Scenario, out: Path, kill_at: int | None, *, is_before: bool, how: str = "kill"
+) -> int:
+    """Runs in a fork that gets a signal at an operation, or none. Returns the wait status."""
 
     def work() -> None:
-        Counter(kill_at, is_before=is_before)
+        Counter(kill_at, is_before=is_before, how=how)
         try:
             made.run(out)
         except OutputError as error:
             # it is complete, and what may be left of the work folder has been removed
-            if "exists and is not empty" not in str(error) or not (out / made.mark).exists():
+            reasons = ("exists and is not empty", "holds weights already")
+            if not any(reason in str(error) for reason in reasons):
+                raise
+            if not (out / made.mark).exists():
                 raise
 
-    return status_of(in_fork(work))
+    return status_of(in_fork(work, is_loud=how == "kill"))
 
 
 def kill_at_random(
@@ -347,23 +260,27 @@ def main() -> None:
     chosen = random.Random(total)
     if len(sys.argv) > 3:
         points = sorted(chosen.sample(points, min(int(sys.argv[3]), len(points))))
+    hows = list(SIGNALS)[1:] if sys.argv[4:] == ["signals"] else ["kill"]
     out = folder / "out"
     for number, (kill_at, is_before) in enumerate(points):
         shutil.rmtree(out, ignore_errors=True)
         made.prepare(out)
         before = finished(out, made.mark)
-        attempt(made, out, kill_at, is_before=is_before)
+        how = hows[number % len(hows)]
+        first = attempt(made, out, kill_at, is_before=is_before, how=how)
         found = finished(out, made.mark)
+        wrong = made.elsewhere(out, False)
         second = chosen.randint(1, total) if number % 3 == 0 else None
         if second is not None:
-            attempt(made, out, second, is_before=chosen.random() < 0.5)
+            attempt(made, out, second, is_before=chosen.random() < 0.5, how=how)
         status = attempt(made, out, None, is_before=True)
+        is_unlike = found is not None and found not in (expected, before)
         result = {
-            "killed": [kill_at, is_before, second],
+            "killed": [kill_at, is_before, second, how, first],
             "of": total,
             "status": status,
-            "differing": differing(contents(out), expected),
-            "looks finished and is not": found is not None and found not in (expected, before),
+            "differing": differing(contents(out), expected) + made.elsewhere(out, True),
+            "looks finished and is not": is_unlike or bool(wrong),
         }
         print(json.dumps(result), flush=True)
 

@@ -3,6 +3,7 @@ one line, with the file, before the work.
 """
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -122,6 +123,12 @@ def test_files_that_are_no_arrays(here: Path, content: bytes, what: str):
     else:
         done = command("quantize", here / "source", here / "new", "--calibrate", ids)
     assert refused(done).startswith(f"{ids}: is no array of numpy that can be read")
+
+
+def test_a_pipe_is_not_waited_for(here: Path):
+    (here / "ids.npy").unlink()
+    os.mkfifo(here / "ids.npy")
+    assert refused(evaluate(here)) == f"{here / 'ids.npy'}: is no file"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "complex64", "U3", "M8[s]"])

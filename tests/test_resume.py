@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import contents, write_source
@@ -21,24 +22,49 @@ OPTIONS = QuantizeOptions(max_shard_size=60_000)
 RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
 
 
-@pytest.mark.parametrize("scenario", ["quantize", "dequantize", "overwrite", "stream", "pipeline"])
-def test_killed_at_any_operation_and_resumed_gives_the_same_bytes(tmp_path: Path, scenario: str):
-    """At a few of all of them, which `make kills` tries one by one."""
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("interruptions.py")),
-        scenario,
-        str(tmp_path),
-        str(POINTS),
-    ]
+def interrupted(folder: Path, scenario: str, points: int, *more: str) -> list[dict[str, Any]]:
+    """Returns what came of interruptions at some operations."""
+    program = Path(__file__).with_name("interruptions.py")
+    command = [sys.executable, str(program), scenario, str(folder), str(points), *more]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     results = [json.loads(line) for line in process.stdout.splitlines()]
-    assert len(results) == POINTS
+    assert len(results) == points
     for result in results:
         assert result["status"] == 0, (result, process.stderr)
         assert result["differing"] == [], result
         assert not result["looks finished and is not"], result
+    return results
+
+
+@pytest.mark.parametrize("scenario", ["quantize", "dequantize", "overwrite", "stream", "pipeline"])
+def test_killed_at_any_operation_and_resumed_gives_the_same_bytes(tmp_path: Path, scenario: str):
+    """At a few of all of them, which `make kills` tries one by one."""
+    interrupted(tmp_path, scenario, POINTS)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("scenario", ["push", "experts", "single-file", "calibrated"])
+def test_other_runs_that_are_killed_end_in_the_same_bytes(tmp_path: Path, scenario: str):
+    interrupted(tmp_path, scenario, 5)
+
+
+def test_signals_end_a_run_and_the_next_goes_on(tmp_path: Path):
+    """SIGHUP and SIGQUIT by default, SIGINT and SIGTERM as handled, KeyboardInterrupt in Python."""
+    results = interrupted(tmp_path, "quantize", 15, "signals")
+    ended = {
+        result["killed"][3]: result["killed"][4] for result in results if result["killed"][4] != 0
+    }
+    assert set(ended) <= {"hang up", "quit", "interrupt", "stop", "raise"}
+    assert len(ended) >= 3
+    for how, status in ended.items():
+        by_signal = {"hang up": signal.SIGHUP, "quit": signal.SIGQUIT}
+        if how in by_signal:
+            assert os.WIFSIGNALED(status)
+            assert os.WTERMSIG(status) == by_signal[how]
+        else:
+            expected = {"interrupt": 130, "stop": 143, "raise": 3}[how]
+            assert os.waitstatus_to_exitcode(status) == expected
 
 
 def stop_after_the_first_shard(

@@ -89,6 +89,18 @@ def test_a_flipped_bit_is_found_by_its_checksum(source: Path, tmp_path: Path, ho
         act()
 
 
+def test_a_shard_that_is_not_listed_is_refused(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    run = replace(RUN, checksum=True)
+    quantize_checkpoint(source, out, OPTIONS, run)
+    manifest = out / "SHA256SUMS"
+    lines = manifest.read_text().splitlines(keepends=True)
+    shard = largest(out).name
+    manifest.write_text("".join(line for line in lines if shard not in line))
+    with pytest.raises(OutputError, match=rf"{shard}.*is not in SHA256SUMS"):
+        quantize_checkpoint(source, out, OPTIONS, run)
+
+
 def test_verify_looks_again(source: Path, tmp_path: Path):
     out = tmp_path / "out"
     run = replace(RUN, verify=True)

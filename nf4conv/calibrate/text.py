@@ -155,6 +155,8 @@ def read_ids(path: Path) -> npt.NDArray[np.integer[Any]]:
     Raises:
         PlanError: they are no integers, or cannot be read.
     """
+    if path.exists() and not path.is_file():
+        raise PlanError(f"{path}: is no file", path=path)  # numpy would wait at a pipe
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy raises anything for what is no array

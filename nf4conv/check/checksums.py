@@ -1,7 +1,7 @@
 """Checks SHA256SUMS against the files that it lists."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
@@ -24,12 +24,15 @@ class _Entry(NamedTuple):
     sha256: str  # hexadecimal, in lower case
 
 
-def check_checksums(structure: Structure, workers: int) -> bool:
+def check_checksums(
+    structure: Structure, workers: int, weights: Collection[Path] | None = None
+) -> bool:
     """Notes every file that is not what the manifest says.
 
     Args:
         structure: the checkpoint.
         workers: threads that read files.
+        weights: the files that must be listed; None for those that hold its tensors.
 
     Returns:
         True if there is a manifest.
@@ -39,7 +42,9 @@ def check_checksums(structure: Structure, workers: int) -> bool:
         return False
     listed = list(_entries(structure, manifest))
     names = {entry.name for entry in listed}
-    for file in sorted({tensor.file for tensor in structure.tensors.values()}):
+    if weights is None:
+        weights = {tensor.file for tensor in structure.tensors.values()}
+    for file in sorted(weights):
         if file.name not in names:
             structure.note("checksums", file, "", f"is not in {manifest.name}")
     with ThreadPoolExecutor(workers) as pool:

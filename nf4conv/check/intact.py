@@ -47,14 +47,20 @@ def require_sound(out: Path) -> None:
     _raise_first(out, structure)
 
 
-def require_checksums(out: Path) -> None:
+def require_checksums(out: Path, shards: Iterable[Shard]) -> None:
     """Checks every file that SHA256SUMS lists, if a result has one.
 
+    Args:
+        out: the folder of the result.
+        shards: the files that a plan makes, which must be listed.
+
     Raises:
-        OutputError: a file is not the one that was listed; the error names it.
+        OutputError: a file is not the one that was listed, or a shard is not listed; the error
+            names it.
     """
     structure = Structure(out)
-    check_checksums(structure, len(usable_cores()))
+    weights = [out / shard.name for shard in shards]
+    check_checksums(structure, len(usable_cores()), weights)
     _raise_first(out, structure)
 
 

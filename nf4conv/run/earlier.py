@@ -85,7 +85,7 @@ def find_earlier(
     require_planned(out, plan.output.shards)
     _require_enough(run, verification, out)
     if plan.part is None:
-        require_checksums(out)
+        require_checksums(out, plan.output.shards)
     tidy(out)
     progress(plan.bytes_to_read)
     size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)

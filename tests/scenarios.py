@@ -1,0 +1,247 @@
+"""Commands that tests interrupt, and what they work on."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from checkpoints import contents, write_mixture, write_source
+from safetensors.torch import save_file
+
+# none of these imports the Hub's client, which must know the address of our server before
+from nf4conv.commands.dequantize import dequantize_checkpoint
+from nf4conv.commands.finish import finish_checkpoint
+from nf4conv.commands.quantize import quantize_checkpoint
+from nf4conv.options import (
+    DequantizeOptions,
+    PushOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+)
+
+OPTIONS = QuantizeOptions(max_shard_size=60_000)
+RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
+
+# serves a checkpoint as org/name until its stdin ends, and prints its address; for each name of a
+# repository that it reads, it prints the hashes of the files in it
+SERVER = """
+import hashlib, json, sys
+from pathlib import Path
+from hub_server import HUB, Repo
+repo = Repo()
+repo.commit({path.name: path.read_bytes() for path in Path(sys.argv[1]).iterdir()})
+HUB.repos["org/name"] = repo
+print(HUB.url, flush=True)
+for line in sys.stdin:
+    found = HUB.repos.get(line.strip())
+    files = {} if found is None else found.files
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    print(json.dumps(sums), flush=True)
+"""
+
+
+@dataclass
+class Scenario:
+    """A command that is interrupted.
+
+    Attributes:
+        run: runs it into a folder.
+        prepare: puts into the folder what was there before.
+        mark: the file without which no loader takes the folder for a model.
+        elsewhere: says what is wrong outside the folder: (the folder, whether all must be there).
+    """
+
+    run: Callable[[Path], Any]
+    prepare: Callable[[Path], None] = lambda _: None
+    mark: str = "config.json"
+    elsewhere: Callable[[Path, bool], list[str]] = lambda *_: []
+
+
+def scenario(name: str, folder: Path) -> Scenario:
+    """Prepares a scenario in a folder."""
+    source = write_source(folder / "source", layers=4)
+    makers: dict[str, Callable[[Path, Path], Scenario]] = {
+        "overwrite": overwriting,
+        "dequantize": dequantizing,
+        "pipeline": quantizing_pipeline,
+        "push": pushing,
+        "calibrated": calibrating,
+        "experts": packing_experts,
+        "single-file": writing_one_file,
+    }
+    if name in makers:
+        return makers[name](folder, source)
+    place: str | Path = source
+    where = None
+    if name in ("stream", "streamed-parts"):
+        start_server(source)
+        place = "org/name"
+        where = SourceOptions(stream=True, cache_dir=folder / "cache")
+
+    def quantize(out: Path) -> None:
+        quantize_checkpoint(place, out, OPTIONS, RUN, where=where)
+
+    def quantize_in_parts(out: Path) -> None:
+        for number in (2, 3, 1):
+            part = replace(RUN, part=f"{number}/3")
+            quantize_checkpoint(place, out, OPTIONS, part, where=where)
+        finish_checkpoint(out)
+
+    scenarios = {
+        "quantize": quantize,
+        "stream": quantize,
+        "parts": quantize_in_parts,
+        "streamed-parts": quantize_in_parts,
+    }
+    return Scenario(scenarios[name])
+
+
+def overwriting(folder: Path, source: Path) -> Scenario:
+    old = folder / "old"
+    quantize_checkpoint(source, old, replace(OPTIONS, quant_type="fp4"), RUN)
+
+    def overwrite(out: Path) -> None:
+        quantize_checkpoint(source, out, OPTIONS, replace(RUN, overwrite=True))
+
+    return Scenario(overwrite, prepare=lambda out: shutil.copytree(old, out))
+
+
+def dequantizing(folder: Path, source: Path) -> Scenario:
+    packed = folder / "packed"
+    quantize_checkpoint(source, packed, OPTIONS, RUN)
+
+    def dequantize(out: Path) -> None:
+        dequantize_checkpoint(packed, out, DequantizeOptions(max_shard_size=150_000), RUN)
+
+    return Scenario(dequantize)
+
+
+def quantizing_pipeline(folder: Path, source: Path) -> Scenario:
+    pipeline = write_pipeline(folder / "pipeline", source)
+
+    def quantize(out: Path) -> None:
+        quantize_checkpoint(pipeline, out, OPTIONS, RUN)
+
+    return Scenario(quantize, mark="model_index.json")
+
+
+def pushing(_: Path, source: Path) -> Scenario:
+    """Each run that begins anew pushes to a repository of its own, and resumes into the same."""
+    server = start_server(source)
+    numbers = count()
+    repo = ["me/made"]
+
+    def prepare(__: Path) -> None:
+        repo[0] = f"me/made-{next(numbers)}"
+
+    def push(out: Path) -> None:
+        where = PushOptions(push_to_hub=repo[0], token="hf_writer")
+        quantize_checkpoint(source, out, OPTIONS, RUN, push=where)
+
+    def elsewhere(out: Path, must_be_whole: bool) -> list[str]:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(f"{repo[0]}\n")
+        server.stdin.flush()
+        pushed = json.loads(server.stdout.readline())
+        pushed.pop(".gitattributes", None)
+        if not pushed and not must_be_whole:
+            return []
+        made = contents(out).items()
+        sums = {name: hashlib.sha256(content).hexdigest() for name, content in made}
+        sums = {name: digest for name, digest in sums.items() if ".nf4conv/" not in name}
+        return [] if pushed == sums else [f"pushed: {sorted(pushed)}"]
+
+    return Scenario(push, prepare, elsewhere=elsewhere)
+
+
+def calibrating(folder: Path, _: Path) -> Scenario:
+    import transformers
+
+    torch.manual_seed(0)
+    settings = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    source = folder / "model"
+    model = transformers.LlamaForCausalLM(settings).bfloat16()
+    model.save_pretrained(source, max_shard_size="60KB")
+    text = folder / "ids.npy"
+    np.save(text, np.arange(2048, dtype=np.int32) * 37 % 96)
+    options = replace(OPTIONS, calibrate=(str(text),), calibration_tokens=512)
+
+    def calibrate(out: Path) -> None:
+        quantize_checkpoint(source, out, options, RUN)
+
+    return Scenario(calibrate)
+
+
+def packing_experts(folder: Path, _: Path) -> Scenario:
+    source = write_mixture(folder / "mixture")
+    options = replace(OPTIONS, moe="packed", max_shard_size=12_000)
+
+    def pack(out: Path) -> None:
+        quantize_checkpoint(source, out, options, RUN)
+
+    return Scenario(pack)
+
+
+def writing_one_file(folder: Path, _: Path) -> Scenario:
+    source = folder / "image/original.safetensors"
+    source.parent.mkdir()
+    torch.manual_seed(0)
+    shapes = {"double_blocks.0.img_attn.qkv": (768, 256), "img_in": (64, 64)}
+    tensors = {f"{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    save_file(tensors, source)
+    name = "nf4.safetensors"
+
+    def write(out: Path) -> None:
+        options = QuantizeOptions(single_file=True)
+        quantize_checkpoint(source, out / name, options, replace(RUN, checksum=False))
+
+    return Scenario(write, prepare=lambda out: out.mkdir(), mark=name)
+
+
+def write_pipeline(folder: Path, source: Path) -> Path:
+    """Writes a diffusers pipeline with two submodels that are copies of a checkpoint."""
+    index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline"}
+    folder.mkdir()
+    for submodel in ("text_encoder", "text_encoder_2"):
+        shutil.copytree(source, folder / submodel)
+        index[submodel] = ["transformers", "LlamaModel"]
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler/scheduler_config.json").write_text("{}")
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def start_server(source: Path) -> subprocess.Popen[str]:
+    """Starts a Hub in a process of its own, which ends with this one."""
+    words = [sys.executable, "-c", SERVER, str(source)]
+    here = Path(__file__).parent
+    server = subprocess.Popen(
+        words, cwd=here, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    os.environ |= {
+        "HF_ENDPOINT": server.stdout.readline().strip(),
+        "HF_HOME": str(source.parent / "hub home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    return server
