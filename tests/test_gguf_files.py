@@ -4,8 +4,11 @@ tests/test_gguf_sources.py compares with llama.cpp's converter, tests/test_ggml.
 """
 
 import json
+import os
 import struct
+import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from nf4conv.cli import main
 from nf4conv.codec.decode.ggml.decoding import decode_ggml
 from nf4conv.errors import SourceError
+from nf4conv.report.text.terminal import printable
 from nf4conv.sources.gguf.header import read_gguf_header
 from nf4conv.sources.opening import open_source
 
@@ -301,3 +305,34 @@ def test_the_source_is_never_cleared(tmp_path: Path):
     result = run("dequantize", path, tmp_path, "--overwrite", "--device", "cpu")
     assert result.exit_code == 2, result.output
     assert path.exists()
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("GGUF_MUTATIONS", "150"))))
+def test_mutations_are_read_or_refused(tmp_path: Path, seed: int):
+    """Whatever is changed in a header, opening ends soon, in a checkpoint or in one line."""
+    random = Random(seed)
+    path = write_gguf(tmp_path / "model.gguf", types=TYPES)
+    whole = bytearray(path.read_bytes())
+    end = whole.index(b"output.weight", 1000) + 60  # the last record
+    for _ in range(random.choice((1, 1, 2, 8))):
+        place = random.randrange(end)
+        size = random.choice((1, 4, 8))
+        whole[place : place + size] = random.choice(
+            (random.randbytes(size), b"\xff" * size, b"\0" * size, struct.pack("<Q", 2**62)[:size])
+        )
+    path.write_bytes(whole[: random.choice((len(whole), len(whole), random.randrange(end)))])
+    begin = time.monotonic()
+    said = _opened_or_refused(path)
+    assert "\n" not in printable(said)
+    assert "model.gguf" in said
+    assert time.monotonic() - begin < 5
+
+
+def _opened_or_refused(path: Path) -> str:
+    """What a user would read: the name of the source, or an error."""
+    try:
+        source = open_source(path)
+    except SourceError as error:
+        return str(error)
+    assert all(tensor.start >= 0 for tensor in source.tensors)
+    return str(source)
