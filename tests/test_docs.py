@@ -107,6 +107,15 @@ def runnable() -> list[tuple[str, str]]:
     return [(language, text) for needs, language, text in found if not needs or LLAMA_CPP]
 
 
+def test_every_recipe_of_the_readme_is_run():
+    """All blocks but those that install are run, in their order."""
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^([^\n]*)\n```(?:bash|python)\n(.*?)^```$", text, re.M | re.S)
+    unmarked = [block for above, block in blocks if not above.startswith("<!-- runnable")]
+    assert len(blocks) > 6
+    assert all(block.startswith("pip install ") for block in unmarked)
+
+
 @pytest.mark.oracle
 def test_the_recipes_of_the_readme(tmp_path: Path, hub: Hub):
     """In one folder, one after the other, by programs of their own; the Hub is that of
