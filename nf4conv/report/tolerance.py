@@ -8,9 +8,10 @@ absmax, where the theory gives 0.092 and 0.099. The third, with its heavier tail
 tolerance.
 
 The errors of calibrated weights are no measure of their quality: codes are moved away from their
-own weights to make up for the errors of others. Those of a small trained model lie between 0.10 and
-0.18 with NF4 at blocksize 64 (docs/calibration.md); the tolerance is four times the error of
-searched scales, by which a weight that is another one, or none, is still noticed.
+own weights to make up for the errors of others. So no integral gives them. They are measured on two
+small trained models: the least and the largest. The tolerance is four times the error of searched
+scales, 1.4 to 1.7 times the largest, by which a weight that is another one, or none, is still
+noticed (docs/verify.md, benchmarks/calibration_errors.py).
 
 docs/verify.md derives the integral, and tests/test_verify.py computes it. The errors of searched
 scales are measured, by tests/test_searched_checkpoints.py.
@@ -28,10 +29,11 @@ class ExpectedErrors(NamedTuple):
     """The relative errors that a format gives.
 
     Attributes:
-        normal: the error of weights from a normal distribution.
-        heavy: the error of weights from Student's t distribution with 7 degrees of freedom.
-        tolerance: the error of weights from Student's t distribution with 4 degrees of freedom;
-            the largest that verification lets pass by default.
+        normal: the error of weights from a normal distribution; of calibrated weights the least.
+        heavy: the error of weights from Student's t distribution with 7 degrees of freedom; of
+            calibrated weights the largest.
+        tolerance: the error of weights from Student's t distribution with 4 degrees of freedom, or
+            four times that of searched weights; the largest that verification lets pass by default.
     """
 
     normal: float
