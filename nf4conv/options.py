@@ -284,6 +284,8 @@ class DequantizeOptions:
             "rank-major", as PEFT does, or "expert-major", as Unsloth did before 2026-09-17. None
             (default) takes what the adapter says, else PEFT's, but refuses an adapter of Unsloth
             that says nothing.
+        non_finite: what to do with a weight whose scales are NaN or infinite. "refuse" (default)
+            ends the run, and says which; "keep" decodes it to NaN, and says so.
     """
 
     dtype: Dtype | None = None
@@ -292,9 +294,11 @@ class DequantizeOptions:
     max_shard_size: int = 10**9
     lora: tuple[str, ...] = ()
     lora_experts: LoraExperts | None = None
+    non_finite: NonFinite = "refuse"
 
     def __post_init__(self) -> None:
-        require_one_of(self, {"dtype": DTYPES, "lora_experts": LORA_EXPERTS})
+        allowed = {"dtype": DTYPES, "lora_experts": LORA_EXPERTS, "non_finite": NON_FINITE}
+        require_one_of(self, allowed)
         take_names(self, "include", "exclude", "lora")
         require_at_least(self, 1, "max_shard_size")
 

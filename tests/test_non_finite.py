@@ -72,6 +72,55 @@ def test_keep_decodes_them_to_16_bits_and_says_so(tmp_path: Path, double_quant: 
     assert tensors[OTHER].dtype == torch.uint8
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("double_quant", "damage"), DAMAGES)
+def test_dequantize_refuses_what_decodes_to_nan(
+    tmp_path: Path, double_quant: bool, damage: str, value: float
+):
+    source = packed_source(tmp_path / "source", double_quant, damage, value)
+    with pytest.raises(SourceError, match=rf"{NAME}: has scales that are NaN or infinite.*keep"):
+        dequantize_checkpoint(source, tmp_path / "out", run=RUN)
+    assert not (tmp_path / "out").exists()
+    keep = DequantizeOptions(non_finite="keep")
+    report = dequantize_checkpoint(source, tmp_path / "out", keep, RUN)
+    assert [note for note in report.notes if note.startswith(f"{NAME}: has scales that are NaN")]
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    assert not tensors[NAME].isfinite().all()
+    assert tensors[OTHER].isfinite().all()
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["plain", "below an adapter"])
+def test_dequantize_refuses_it_below_an_adapter_too(tmp_path: Path, model: Path, merged: bool):
+    packed = tmp_path / "packed"
+    quantize_checkpoint(model, packed, QuantizeOptions(double_quant=False), RUN)
+    path = packed / "model.safetensors"
+    tensors = load_file(path)
+    name = min(name for name in tensors if name.endswith("q_proj.weight.absmax"))
+    tensors[name][0] = math.nan
+    save_file(tensors, path, {"format": "pt"})
+    lora = (str(adapter_with(tmp_path / "adapter", model, 1.0)),) if merged else ()
+    with pytest.raises(SourceError, match=r"q_proj\.weight: has scales that are NaN or infinite"):
+        dequantize_checkpoint(packed, tmp_path / "out", DequantizeOptions(lora=lora), RUN)
+
+
+@pytest.mark.parametrize(("double_quant", "damage"), DAMAGES)
+def test_what_float16_cannot_hold_is_told(tmp_path: Path, double_quant: bool, damage: str):
+    source = packed_source(tmp_path / "source", double_quant, damage, 1e6)
+    in_float16 = DequantizeOptions(dtype="float16")
+    told = rf"{NAME}: [\d,]+ of 12,288 values are too large for float16; --dtype bf16 holds them"
+    with pytest.raises(SourceError, match=told):
+        dequantize_checkpoint(source, tmp_path / "out", in_float16, RUN)
+    dequantize_checkpoint(source, tmp_path / "wide", run=RUN)
+    assert load_file(tmp_path / "wide/model.safetensors")[NAME].isfinite().all()
+
+
+def test_the_largest_values_of_float16_are_decoded(tmp_path: Path):
+    source = packed_source(tmp_path / "source", False, "absmax", 65504.0)
+    dequantize_checkpoint(source, tmp_path / "out", DequantizeOptions(dtype="float16"), RUN)
+    decoded = load_file(tmp_path / "out/model.safetensors")[NAME]
+    assert decoded.abs().max() == 65504
+
+
 # --- adapters -------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,9 @@ from nf4conv.plan.parts import plan_part
 from nf4conv.report.loading import loading_of_plan
 from nf4conv.report.results.runs import DequantizeReport
 from nf4conv.report.rows.weights import VerificationSummary
-from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
+from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
+from nf4conv.run.scales import check_scales
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable
@@ -214,10 +215,19 @@ def _write_one(
     plan: DequantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
 ) -> DequantizeReport:
     """Carries out the plan of one checkpoint."""
-    card = partial(_card, plan)
-    write = partial(write_checkpoint, plan, out, run, progress, card)
+    write = partial(_decode, plan, out, run, progress)
     written = found_or_written(plan, out, run, progress, write)
     return DequantizeReport.of_run(written.report, decoded=plan.totals().decoded)
+
+
+def _decode(
+    plan: DequantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
+) -> Written:
+    """Looks at the scales of all weights, and writes the checkpoint."""
+    keep = plan.options.non_finite == "keep"
+    notes = check_scales(list(plan.output.jobs), plan.source, run, keep=keep)
+    plan = replace(plan, notes=(*plan.notes, *notes))
+    return write_checkpoint(plan, out, run, progress, partial(_card, plan))
 
 
 def _card(

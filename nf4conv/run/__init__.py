@@ -6,6 +6,8 @@ writing.py       opens the devices that make shards, and divides shards into tas
 verifying.py     verifies the values of a checkpoint
 comparing.py     compares tensors of two checkpoints
 audit.py         checks what has just been written against its source
+reading.py       opens a reader of a source, wherever its files are
+scales.py        looks at the scales of weights in 4 bits before they are decoded
 loop.py          runs tasks by a few workers that each read, compute and write
 worker.py        is one thread: its reader, its buffer, its devices
 shards.py        follows a shard that is being written

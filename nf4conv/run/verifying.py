@@ -13,8 +13,10 @@ from nf4conv.report.verified import Measured
 from nf4conv.run.device.choice import open_devices
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline
+from nf4conv.run.reading import open_reader
 from nf4conv.run.tasks.prove import CheckpointProof, plan_proof
 from nf4conv.sources.reader import Reader
+from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight
 
 _log: Final = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ def verify_values(
     pairs: Pairs,
     run: RunOptions,
     progress: Callable[[int], None],
+    source: Source | None = None,
 ) -> Measured:
     """Looks at the values of a checkpoint.
 
@@ -36,6 +39,7 @@ def verify_values(
         pairs: what is to be compared with what; empty without a source.
         run: how to use the machine.
         progress: told how many more bytes have been read, from any thread.
+        source: the checkpoint that is compared with, whose files may still be on the Hub.
     """
     plan = plan_proof(pairs)
     devices = open_devices(lambda: plan.jobs, plan.format, run, is_measured=True)
@@ -44,7 +48,7 @@ def verify_values(
     same: set[str] = set()
     if plan.jobs or plan.kept:
         pipeline = make_pipeline(devices.backends, run, progress)
-        with Reader() as reader:
+        with open_reader(source) as reader:
             proof = CheckpointProof(plan, reader, progress)
             pipeline.run(proof.tasks(devices, pipeline.piece), reader)
         proved = proof.proved()
@@ -68,7 +72,8 @@ def verify_values(
         return Measured(devices.name, results, copies)
     unlike = {name: copy for name, copy in copies.items() if name not in same}
     started = time.perf_counter()
-    _diagnose(unproved, unlike, pairs, devices.torch, run, progress)
+    with open_reader(source) as reader:
+        _diagnose(unproved, unlike, pairs, devices.torch, run, progress, reader)
     seconds = time.perf_counter() - started
     _log.info("looked at the values of %d tensors in %.1f s", len(unproved) + len(unlike), seconds)
     return Measured(devices.torch.name, results, copies)
@@ -81,6 +86,7 @@ def _diagnose(
     torch: TorchBackend,
     run: RunOptions,
     progress: Callable[[int], None],
+    reader: Reader,
 ) -> None:
     """Finds out how weights and other tensors differ from what their sources give."""
     from nf4conv.run.tasks import diagnose  # importing torch takes seconds
@@ -96,4 +102,4 @@ def _diagnose(
         name = copy_pair.tensor.name
         if name in copies:
             tasks.append(diagnose.copy_tasks(copies[name], copy_pair.original, torch, piece))
-    pipeline.run(chain.from_iterable(tasks))
+    pipeline.run(chain.from_iterable(tasks), reader)

@@ -5,9 +5,10 @@ from typing import Any
 import click
 
 import nf4conv
+from nf4conv.choices import NON_FINITE
 from nf4conv.cli.chosen import check_hub_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
-from nf4conv.cli.help import Command, examples
+from nf4conv.cli.help import Command, Group, examples, option
 from nf4conv.cli.options import (
     dtype_option,
     exclude_option,
@@ -45,6 +46,14 @@ from nf4conv.report.text.runs import dequantization_lines
 @max_shard_size_option
 @include_option("Decode only weights whose names match. May be given again.")
 @exclude_option("Leave weights whose names match in 4 bits. May be given again.")
+@option(
+    "--non-finite",
+    group=Group.WEIGHTS,
+    type=click.Choice(NON_FINITE),
+    default="refuse",
+    show_default=True,
+    help="Refuse weights whose scales are NaN or infinite, or decode them to NaN.",
+)
 @repository_and_stream_options
 @writing_machine_options
 @writing_display_options

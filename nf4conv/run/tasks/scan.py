@@ -2,10 +2,9 @@
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from nf4conv.format.layout import Format, block_count
 from nf4conv.options import RunOptions
@@ -13,8 +12,8 @@ from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline
 from nf4conv.run.pieces import pieces_of
+from nf4conv.run.reading import open_reader
 from nf4conv.run.worker import Worker
-from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
@@ -22,26 +21,69 @@ _LARGEST_SUM: Final = 3e38
 """Of the scales of a weight, whose mean double quantization takes in float32."""
 
 
+class UnfitValues(NamedTuple):
+    """Counts values of a tensor that cannot be stored."""
+
+    not_finite: int
+    too_large: int
+
+
 class _Counts:
-    """Values that cannot be packed, counted by the name of the tensor and the reason."""
+    """Counts values by the name of the tensor."""
 
     def __init__(self) -> None:
-        self.counts = Counter[tuple[str, str]]()
+        self.found: dict[str, UnfitValues] = {}
         self._lock = threading.Lock()
 
     def add(self, name: str, not_finite: int, too_large: int) -> None:
         with self._lock:
-            self.counts[name, "NaN or infinite"] += not_finite
-            self.counts[name, "too large for double quantization"] += too_large
+            before = self.found.get(name, UnfitValues(0, 0))
+            self.found[name] = UnfitValues(
+                before.not_finite + not_finite, before.too_large + too_large
+            )
 
 
 def _count_piece(
-    backend: TorchBackend, tensor: TensorInfo, limit: float, counts: _Counts, worker: Worker
+    backend: TorchBackend,
+    name: str,
+    tensor: TensorInfo,
+    limit: float,
+    counts: _Counts,
+    worker: Worker,
 ) -> None:
     """Counts the values of a piece of a tensor; the limit is that of a magnitude."""
     from nf4conv.run.device.on_torch.device import device_of  # importing torch takes seconds
 
-    counts.add(tensor.name, *device_of(worker, backend).count_unpackable(tensor, limit))
+    counts.add(name, *device_of(worker, backend).count_unpackable(tensor, limit))
+
+
+def count_values(
+    tensors: Mapping[str, TensorInfo], limits: Mapping[str, float], run: RunOptions, source: Source
+) -> Mapping[str, UnfitValues]:
+    """Counts the values of tensors that are NaN or infinite, or whose magnitude is too large.
+
+    Args:
+        tensors: the tensors, by name.
+        limits: the largest magnitude of each, by the same names.
+        run: how to use the machine.
+        source: the checkpoint that they belong to.
+
+    Returns:
+        What was counted of each tensor, by name.
+    """
+    found = _Counts()
+    torch = TorchBackend(run.device)
+    pipeline = make_pipeline([torch], run, lambda _: None)
+    tasks = []
+    for name, tensor in tensors.items():
+        most = pipeline.piece * 8 // DTYPE_BITS[tensor.dtype]
+        tasks += [
+            partial(_count_piece, torch, name, piece.tensor, limits[name], found)
+            for piece in pieces_of(tensor, most)
+        ]
+    with open_reader(source) as reader:
+        pipeline.run(tasks, reader)
+    return found.found
 
 
 def find_unpackable(
@@ -54,35 +96,15 @@ def find_unpackable(
     Returns:
         (count, reason) by the name of the tensor; tensors without such values are left out.
     """
-    found = _Counts()
     largest = _LARGEST_SUM if format.double_quant else math.inf
-    torch = TorchBackend(run.device)
-    pipeline = make_pipeline([torch], run, lambda _: None)
     tensors = {job.source.name: job.source for job in jobs}
-    tasks = []
-    for tensor in tensors.values():
-        limit = largest / (block_count(tensor.elements, format.blocksize) or 1)
-        most = pipeline.piece * 8 // DTYPE_BITS[tensor.dtype]
-        tasks += [
-            partial(_count_piece, torch, piece.tensor, limit, found)
-            for piece in pieces_of(tensor, most)
-        ]
-    with _open_reader(source) as reader:
-        pipeline.run(tasks, reader)
+    limits = {}
+    for name, tensor in tensors.items():
+        limits[name] = largest / (block_count(tensor.elements, format.blocksize) or 1)
     unpackable = {}
-    for (name, reason), count in sorted(found.counts.items(), reverse=True):
-        if count:
-            unpackable[name] = (count, reason)
+    for name, count in sorted(count_values(tensors, limits, run, source).items()):
+        if count.not_finite:
+            unpackable[name] = (count.not_finite, "NaN or infinite")
+        elif count.too_large:
+            unpackable[name] = (count.too_large, "too large for double quantization")
     return unpackable
-
-
-def _open_reader(source: Source) -> Reader:
-    """Opens a reader of a source, some files of which may still have to be fetched."""
-    fetched = source.fetched
-    if fetched is None or fetched.repository is None or not fetched.absent:
-        return Reader()
-    from nf4conv.sources.remote.stream import (
-        RemoteReader,  # importing huggingface_hub takes a while
-    )
-
-    return RemoteReader(fetched.repository, fetched.absent)

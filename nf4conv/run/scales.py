@@ -1,0 +1,126 @@
+"""Looks at the scales of weights in 4 bits before they are decoded.
+
+A scale that is NaN or infinite makes a block of NaN, and a large one makes values that float16
+cannot hold. Reading the scales costs little: they take an eighth of the codes' bytes, and a few
+bytes of a weight with double quantization.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from nf4conv.errors import SourceError
+from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.options import RunOptions
+from nf4conv.plan.jobs import CopyJob, Job
+from nf4conv.run.reading import open_reader
+from nf4conv.sources.reader import Reader
+from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import Bitsandbytes4bit, StackedExperts, TensorInfo
+
+_AT_A_TIME: Final = 4  # weights
+_CHUNK: Final = 2**22  # bytes of scales that are read at once
+_FIRST_TOO_LARGE: Final = 65520.0
+"""The least magnitude that float16 rounds to infinity."""
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight in 4 bits, or an expert of a stack of them, that a job decodes."""
+
+    job: CopyJob
+    encoding: Bitsandbytes4bit
+
+
+def check_scales(
+    jobs: Sequence[Job], source: Source, run: RunOptions, *, keep: bool
+) -> tuple[str, ...]:
+    """Checks that weights decode to finite values.
+
+    Args:
+        jobs: what is written.
+        source: the checkpoint, files of which may still be on the Hub.
+        run: how to use the machine.
+        keep: True to write weights that decode to NaN or infinity, and to say so.
+
+    Returns:
+        A line for each weight that decodes to NaN or infinity.
+
+    Raises:
+        SourceError: a weight decodes to NaN or infinity, and `keep` is False; or finite scales
+            decode to values that float16 cannot hold.
+    """
+    notes = []
+    large = []
+    for weight, largest in _largest_of(list(_weights(jobs)), source):
+        where = f"{weight.job.source.file}: {weight.job.name}"
+        if not math.isfinite(largest):
+            if not keep:
+                raise SourceError(
+                    f"{where}: has scales that are NaN or infinite, and would decode to NaN; "
+                    f"repair the checkpoint, or write it all the same: --non-finite keep"
+                )
+            notes.append(f"{weight.job.name}: has scales that are NaN or infinite, decoded as such")
+        elif weight.job.dtype == "F16" and largest >= _FIRST_TOO_LARGE:
+            large.append(weight.job)
+    if large:
+        _refuse_overflow(large, source, run)
+    return tuple(notes)
+
+
+def _weights(jobs: Sequence[Job]) -> Iterator[_Weight]:
+    for job in jobs:
+        if isinstance(job, CopyJob):
+            for encoding in _encodings(job.source.unmerged):
+                yield _Weight(job, encoding)
+
+
+def _encodings(tensor: TensorInfo) -> Iterator[Bitsandbytes4bit]:
+    if isinstance(tensor.encoding, Bitsandbytes4bit):
+        yield tensor.encoding
+    elif isinstance(tensor.encoding, StackedExperts):
+        for _, part in tensor.encoding.parts:
+            yield from _encodings(part)
+
+
+def _largest_of(weights: Sequence[_Weight], source: Source) -> Iterator[tuple[_Weight, float]]:
+    """Yields each weight with a magnitude that no decoded value exceeds; NaN if one is NaN."""
+    with open_reader(source) as reader, ThreadPoolExecutor(_AT_A_TIME) as pool:
+        encodings = [weight.encoding for weight in weights]
+        largest = pool.map(partial(_largest_scale, reader), encodings)
+        yield from zip(weights, largest, strict=True)
+
+
+def _largest_scale(reader: Reader, encoding: Bitsandbytes4bit) -> float:
+    scales = encoding.absmax if encoding.nested_absmax is None else encoding.nested_absmax
+    largest = 0.0
+    for start in range(scales.start, scales.stop, _CHUNK):
+        buffer = bytearray(min(_CHUNK, scales.stop - start))
+        reader.read_into(scales.file, start, memoryview(buffer))
+        # numpy's maximum of values with a NaN among them is NaN
+        found = float(np.abs(np.frombuffer(buffer, "<f4")).max())
+        if not math.isfinite(found):
+            return found
+        largest = max(largest, found)
+    return largest + abs(encoding.nested_offset)
+
+
+def _refuse_overflow(jobs: Sequence[CopyJob], source: Source, run: RunOptions) -> None:
+    """Raises a SourceError if a decoded value is too large for float16."""
+    from nf4conv.run.tasks.scan import count_values  # importing torch takes seconds
+
+    wide: Mapping[str, TensorInfo] = {job.name: job.source._replace(dtype="F32") for job in jobs}
+    limits = dict.fromkeys(wide, math.nextafter(_FIRST_TOO_LARGE, 0))
+    found = count_values(wide, limits, run, source)
+    for name, count in found.items():
+        tensor = wide[name]
+        if count.too_large:
+            raise SourceError(
+                f"{tensor.file}: {name}: {count.too_large:,} of {tensor.elements:,} values are too "
+                f"large for {DTYPE_NAMES['F16']}; --dtype bf16 holds them"
+            )
