@@ -15,15 +15,24 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Params4bit
 from click.testing import CliRunner
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nf4conv.cli import main
 from nf4conv.codec.ops import dequantize_4bit as decode
 from nf4conv.codec.ops import quantize_4bit
+from nf4conv.commands import quantize_one
+from nf4conv.commands.inspect import inspect_checkpoint
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
-from nf4conv.errors import Nf4convError, OutputError, PlanError
-from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.errors import Nf4convError, OutputError, PlanError, VerificationError
+from nf4conv.options import (
+    PushOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+    VerifyOptions,
+)
 
 pytestmark = pytest.mark.oracle
 CPU = RunOptions(device="cpu")
@@ -303,8 +312,8 @@ def test_the_output_is_one_file_and_never_a_half_of_one(tmp_path, monkeypatch):
     assert not out.exists()
     assert quantize_checkpoint(source, out, ONE, CPU).shards_resumed == 1
     content = out.read_bytes()
-    with pytest.raises(OutputError, match="exists"):
-        quantize_checkpoint(source, out, ONE, CPU)
+    assert quantize_checkpoint(source, out, ONE, CPU).already_complete
+    assert out.read_bytes() == content
     shown = CliRunner().invoke(
         main, ["quantize", str(source), "--single-file", str(out), "--overwrite", "--device", "cpu"]
     )
@@ -314,3 +323,85 @@ def test_the_output_is_one_file_and_never_a_half_of_one(tmp_path, monkeypatch):
 
 def stop(*_: object) -> None:
     raise OutputError("stopped")
+
+
+def searched(folder: Path, *, verify: bool = False) -> tuple[Path, Path]:
+    """A source, and the single file that is made of it with searched scales."""
+    source, out = write(folder / "source", "flux"), folder / "nf4.safetensors"
+    options = QuantizeOptions(single_file=True, scales="search")
+    quantize_checkpoint(source, out, options, RunOptions(device="cpu", verify=verify))
+    return source, out
+
+
+def test_a_single_file_says_how_it_was_made(tmp_path):
+    source, out = searched(tmp_path)
+    with safe_open(out, "pt") as file:
+        metadata = file.metadata()
+    record = json.loads(metadata["nf4conv.json"])
+    assert metadata["format"] == "pt"
+    assert record["options"]["scales"] == "search"
+    assert [group["scales"] for group in record["weights"]] == ["search"]
+    assert "verified" not in record
+    for options in (None, VerifyOptions(exact=True)):
+        found = verify_checkpoint(out, source, options, CPU)
+        assert found.passed, found.verdict
+        assert found.made == record
+    assert verify_checkpoint(out, run=CPU).passed
+
+
+def test_no_repair_of_a_sound_single_file_is_advised(tmp_path):
+    _, out = searched(tmp_path)
+    found = inspect_checkpoint(out)
+    assert not [finding for finding in found.findings if finding.is_fault]
+    plan = plan_quantization(out)
+    assert plan.totals().stay == plan.totals().packed == len(FLUX)
+    assert {weight.format.scales for weight in plan.weights.values()} == {"search"}
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+def test_the_same_command_again_says_already_complete(tmp_path, verify):
+    source, out = searched(tmp_path, verify=verify)
+    before = out.read_bytes()
+    command = ["quantize", str(source), str(out), "--single-file", "--scales", "search"]
+    command += ["--device", "cpu", *(["--verify"] if verify else [])]
+    again = CliRunner().invoke(main, command)
+    assert again.exit_code == 0, again.output
+    assert "already complete" in again.output
+    assert out.read_bytes() == before
+    other = CliRunner().invoke(main, [*command, "--blocksize", "128"])
+    assert other.exit_code == 2
+    assert "holds the result of another job (nf4conv.json: blocksize was" in other.output
+
+
+def test_a_damaged_single_file_is_not_complete(tmp_path):
+    source, out = searched(tmp_path, verify=True)
+    before = out.read_bytes()
+    options = QuantizeOptions(single_file=True, scales="search")
+    out.write_bytes(before[:-1])
+    with pytest.raises(OutputError, match="is damaged"):
+        quantize_checkpoint(source, out, options, CPU)
+    middle = len(before) // 2
+    flipped = bytes([before[middle] ^ 1])
+    out.write_bytes(before[:middle] + flipped + before[middle + 1 :])
+    with pytest.raises(VerificationError, match="--overwrite makes it anew"):
+        quantize_checkpoint(source, out, options, RunOptions(device="cpu", verify=True))
+    foreign = tmp_path / "foreign.safetensors"
+    save_file({"a": torch.ones(1)}, foreign)
+    with pytest.raises(OutputError, match="exists; choose another file"):
+        quantize_checkpoint(source, foreign, options, CPU)
+
+
+def test_what_an_interrupted_run_leaves_is_cleared_away(tmp_path, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    source = write(tmp_path / "source", "flux")
+    out = tmp_path / "nf4.safetensors"
+    with monkeypatch.context() as patched:
+        patched.setattr(quantize_one, "remove", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_checkpoint(source, out, ONE, CPU)
+    left = out.with_name(f"{out.name}.unfinished")
+    assert left.exists()
+    assert quantize_checkpoint(source, out, ONE, CPU).already_complete
+    assert not left.exists()

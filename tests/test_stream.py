@@ -20,8 +20,9 @@ from safetensors.torch import save
 import nf4conv.sources.remote.asking as asking_module
 from nf4conv import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from nf4conv.cli import main
-from nf4conv.errors import OutputError, SourceError
+from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.options import SourceOptions
+from nf4conv.sources.header import read_header
 from nf4conv.sources.remote.contents import RemoteFile, check_content
 from nf4conv.sources.remote.hub import Repository
 from nf4conv.sources.remote.stream import ShardStream
@@ -468,3 +469,25 @@ def test_content_is_checked_by_the_hash_that_the_hub_knows(
     """The hashes of "hello": sha256sum, git hash-object."""
     (tmp_path / "x").write_bytes(b"hello")
     assert check_content(tmp_path / "x", file) == problem
+
+
+@pytest.mark.parametrize("kind", ["packed", "kept"])
+def test_verify_looks_again_at_what_was_streamed(hub, tmp_path, where, kind):
+    publish(hub, checkpoint())
+    out = tmp_path / "out"
+    run = RunOptions(device="cpu", workers=2, verify=True)
+    first = quantize_checkpoint(REPO, out, OPTIONS, run, where=where)
+    again = quantize_checkpoint(REPO, out, OPTIONS, run, where=where)
+    assert again.already_complete
+    assert again.verification is not None
+    assert first.verification is not None
+    assert again.verification.to_record() == first.verification.to_record()
+
+    shard = max(out.glob("*.safetensors"))
+    wanted = "norm1.weight" if kind == "kept" else "up_proj.weight"
+    found = next(tensor for tensor in read_header(shard) if tensor.name.endswith(wanted))
+    content = bytearray(shard.read_bytes())
+    content[found.start + 8] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(VerificationError, match=f"verification failed: .*{wanted}"):
+        quantize_checkpoint(REPO, out, OPTIONS, run, where=where)

@@ -7,12 +7,11 @@ state, weight after weight in the order of the record.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.errors import SourceError, named
-from nf4conv.sources.record import MAKING, read_record
+from nf4conv.sources.record import MAKING
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
 
@@ -34,7 +33,7 @@ def check_calibrated(structure: Structure, pairs: Pairs) -> None:
     for pair in pairs.weights:
         if pair.weight.format.scales == "calibrated" and not is_in_4_bits(pair.job.source):
             calibrated.add(pair.weight.name)
-    for block in _recorded_blocks(structure.folder):
+    for block in _recorded_blocks(structure):
         names = [name for name in block["gains"] if name in structure.weights]
         if len(names) < len(block["gains"]):
             continue  # that weights are missing is noted elsewhere
@@ -48,9 +47,9 @@ def check_calibrated(structure: Structure, pairs: Pairs) -> None:
         structure.note("exact", structure.weights[name].values.file, name, text)
 
 
-def _recorded_blocks(folder: Path) -> Iterator[Mapping[str, Any]]:
+def _recorded_blocks(structure: Structure) -> Iterator[Mapping[str, Any]]:
     """Yields what nf4conv.json says of calibrated blocks."""
-    record = read_record(folder) or {}
+    record = structure.record or {}
     found = record.get("calibrated")
     blocks = found.get("blocks") if isinstance(found, dict) else None
     if not isinstance(blocks, list):

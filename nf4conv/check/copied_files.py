@@ -14,7 +14,7 @@ from nf4conv.output.folder import OWN_NAMES
 from nf4conv.sources.auxiliary import auxiliary_files
 from nf4conv.sources.own_files import is_file
 from nf4conv.sources.reader import digest_of, read_json
-from nf4conv.sources.record import MAKING, read_record
+from nf4conv.sources.record import MAKING
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
 from nf4conv.system.names import FolderNames
@@ -59,7 +59,7 @@ def check_copied_files(structure: Structure, source: Source) -> None:
     if source.config is None:
         return
     names = auxiliary_files(source.folder, source.root)
-    is_ours = read_record(structure.folder) is not None
+    is_ours = structure.record is not None
     check_files(structure, source.folder, names, is_ours=is_ours)
 
 

@@ -24,7 +24,6 @@ from nf4conv.models.config import (
 )
 from nf4conv.models.releases import with_keys_of_both
 from nf4conv.sources.reader import read_json
-from nf4conv.sources.record import read_record
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
 
@@ -65,7 +64,7 @@ def check_model_config(structure: Structure, source: Source, *, exact: bool) -> 
         if exact:
             structure.note(CHECK, "config.json", "", "is missing; the source has one")
         return
-    record = read_record(structure.folder)
+    record = structure.record
     if record is None:
         found = _differences_of_others(source.config, config, _dtypes_of(structure), "")
     else:

@@ -15,7 +15,7 @@ from typing import Any
 from nf4conv.errors import SourceError
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_json
-from nf4conv.sources.record import recorded_scales
+from nf4conv.sources.record import read_record, scales_in
 from nf4conv.sources.source import Source, read_tensor
 from nf4conv.sources.stored_weights import StoredWeight, Structure, check_weight, split_component
 from nf4conv.sources.tensors import TensorInfo
@@ -52,7 +52,8 @@ def read_structure(path: Path) -> Structure:
         found = _find_files(structure)
     else:
         raise SourceError(f"{path}: no such file or folder", path=path)
-    structure.scales = recorded_scales(structure.folder)
+    structure.record = read_record(path)
+    structure.scales = scales_in(structure.record)
     readable = _read_headers(structure, found.files)
     if found.weight_map is not None:
         _check_index(structure, found.weight_map, readable)
@@ -70,7 +71,8 @@ def structure_of(source: Source) -> Structure:
     """
     tensors = {tensor.name: tensor for tensor in source.tensors}
     structure = Structure(source.folder, tensors, read=partial(read_tensor, source))
-    structure.scales = recorded_scales(source.folder)
+    structure.record = read_record(source.recorded_in)
+    structure.scales = scales_in(structure.record)
     return look_at(structure)
 
 

@@ -27,7 +27,7 @@ def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -
     """
     default = Format("nf4", 64, True, dtype)
     if source is not None:
-        default = common_format(source.tensors, source.folder) or default
+        default = common_format(source.tensors, source.recorded_in) or default
     double_quant = options.double_quant
     if double_quant is None:
         double_quant = default.double_quant

@@ -58,18 +58,18 @@ def stored_format(tensor: TensorInfo) -> Format | None:
     )
 
 
-def common_format(tensors: Iterable[TensorInfo], folder: Path) -> Format | None:
+def common_format(tensors: Iterable[TensorInfo], place: Path) -> Format | None:
     """Returns the format in which most elements are packed; None where nothing is in 4 bits.
 
     Its scales are those of most elements in 4 bits.
 
     Args:
         tensors: the tensors of a checkpoint.
-        folder: where the checkpoint is.
+        place: the folder of the checkpoint, or its only file.
     """
     elements: Counter[Format] = Counter()
     elements_by_scales: Counter[str] = Counter()
-    scales_of = recorded_scales(folder)
+    scales_of = recorded_scales(place)
     for tensor in tensors:
         format = stored_format(tensor.unmerged)
         if format is not None:
@@ -231,7 +231,7 @@ def weights_that_stay(
         if stored.decodes_like(format):
             parts += _small_parts(tensor)
     small = read_together(source, parts)
-    scales_of = recorded_scales(source.folder)
+    scales_of = recorded_scales(source.recorded_in)
     found: dict[str, Stored | str] = {}
     for tensor, stored in packed:
         scales = _scales_of(tensor, scales_of)

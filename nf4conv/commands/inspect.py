@@ -123,7 +123,7 @@ def _experts(sources: Mapping[str, Source], tensors: Sequence[InspectedRow]) -> 
 
 def _first_record(sources: Iterable[Source]) -> Mapping[str, Any] | None:
     for source in sources:
-        record = read_record(source.folder)
+        record = read_record(source.recorded_in)
         if record:
             return record
     return None
@@ -201,7 +201,7 @@ def _findings(source: Source, contents: Mapping[str, bytes]) -> Sequence[Finding
     structure = Structure(
         source.folder,
         tensors,
-        scales=recorded_scales(source.folder),
+        scales=recorded_scales(source.recorded_in),
         read=lambda tensor: contents[tensor.name],
     )
     check_config(look_at(structure))

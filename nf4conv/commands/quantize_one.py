@@ -29,10 +29,11 @@ from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import Card, Written, require_apart, write_checkpoint
 from nf4conv.run.device.protocol import CastError, NonFiniteError
-from nf4conv.run.earlier import found_or_written
+from nf4conv.run.earlier import find_earlier_file, found_or_written
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.source import Source
+from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.removal import remove
 
 if TYPE_CHECKING:
@@ -245,9 +246,14 @@ def write_one(
         written = found_or_written(plan, out, run, progress, write)
     except NonFiniteError as error:
         raise _describe_non_finite(error.job, plan, run) from error
-    report = written.report
-    if report.already_complete and run.verify and plan.part is None:
+    if written.report.already_complete and run.verify and plan.part is None:
         _verify_again(plan, out, run, progress)
+    return _report_of(plan, out, written)
+
+
+def _report_of(plan: QuantizationPlan, out: Path, written: Written) -> QuantizeReport:
+    """Adds what a plan tells to the report of what came of it."""
+    report = written.report
     totals, loading = plan.totals(), loading_of_plan(plan)
     if plan.part is None:
         report = replace(report, bytes_before=_source_bytes(plan.source))
@@ -292,9 +298,6 @@ def _verify_again(
     Raises:
         VerificationError: it is not what quantizing the source gives.
     """
-    fetched = plan.source.fetched
-    if fetched is not None and fetched.absent:
-        return  # a streamed source is not here to be compared with
     from nf4conv.commands.verify import verify_result  # few runs need to import it
 
     report = verify_result(out, plan.source, VerifyOptions(tolerance=run.tolerance), run, progress)
@@ -337,9 +340,18 @@ def _write_one_file(
         raise PlanError("--single-file: --push-to-hub and --checksum are for folders")
     if out.suffix != ".safetensors":
         raise PlanError(f"{out}: --single-file writes one file, such as OUT.safetensors", path=out)
-    if out.exists() and not run.overwrite:
-        raise OutputError(f"{out}: exists; choose another file, or --overwrite", path=out)
     folder = out.with_name(f"{out.name}.unfinished")
+    if out.exists() and not run.overwrite:
+        found = find_earlier_file(plan, out, run)
+        if found is None:
+            raise OutputError(f"{out}: exists; choose another file, or --overwrite", path=out)
+        if run.verify:
+            _verify_again(plan, out, run, progress)
+        else:
+            progress(plan.bytes_to_read)
+        if folder.is_dir() and not is_unfinished(folder):
+            remove(folder.parent, folder.name)  # left by a run that ended at its last step
+        return _report_of(plan, out, found)
     report = write_one(plan, folder, run, progress)
     (folder / plan.output.shards[0].name).replace(out)
     remove(folder.parent, folder.name)

@@ -32,7 +32,7 @@ from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.diffusers.original_names import with_original_names
 from nf4conv.sources.opening import open_stored
-from nf4conv.sources.record import MAKING, headers_digest, read_record
+from nf4conv.sources.record import MAKING, headers_digest
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
@@ -297,7 +297,7 @@ def _headers_of(tensors: Iterable[TensorInfo]) -> set[tuple[str, str, tuple[int,
 
 def _check_origin(structure: Structure, source: Source) -> None:
     """Notes a record that the checkpoint was made from other tensors than those of the source."""
-    record = read_record(structure.folder)
+    record = structure.record
     if record is None or record["source"].get("headers_sha256") == headers_digest(source):
         return
     made_from = record["source"].get("id")
@@ -346,7 +346,7 @@ def _verify_checkpoint(
     plan: VerificationPlan, run: RunOptions, progress: Callable[[int], None]
 ) -> VerifyReport:
     started = time.perf_counter()
-    measured = verify_values(plan.structure.weights, plan.pairs, run, progress)
+    measured = verify_values(plan.structure.weights, plan.pairs, run, progress, plan.source)
     with_checksums = check_checksums(plan.structure, run.workers or len(usable_cores()))
     return verification_report(
         str(plan.path),

@@ -136,7 +136,7 @@ def _copied(
         components: the jobs that copy the tensors beside them, by the name of the tensor.
     """
     contents = read_together(source, list(states.values()))
-    scales_of = recorded_scales(source.folder)
+    scales_of = recorded_scales(source.recorded_in)
     for name, state in states.items():
         job = values.get(name)
         if not isinstance(job, CopyJob):

@@ -65,6 +65,11 @@ class QuantizationPlan(WritingPlan):
         """Returns True if any part of the plan packs a weight."""
         return any(isinstance(job, PackJob) for job in self.whole.jobs)
 
+    @property
+    def is_single_file(self) -> bool:
+        """Returns True if its only file is the whole result, with the record in its header."""
+        return self.options.single_file
+
     def decided(self) -> dict[str, Any]:
         """Returns what was found while planning and must be found again when a run resumes."""
         decided: dict[str, Any] = {"tensors kept for NaN or infinity": sorted(self.non_finite)}

@@ -12,7 +12,6 @@ from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.results.checks import VerifyReport, VerifySettings
 from nf4conv.report.rows.weights import CheckResult, WeightKind, WeightRow
 from nf4conv.report.weights import weight_faults, weight_kinds, weight_row
-from nf4conv.sources.record import read_record
 from nf4conv.sources.stored_weights import Finding, Structure
 
 
@@ -78,7 +77,7 @@ def verification_report(
         passed=passed,
         checks=checks,
         findings=findings,
-        made=read_record(structure.folder),
+        made=structure.record,
         weights=rows,
         kinds=tuple(weight_kinds(rows)),
         sizes=sizes,

@@ -5,6 +5,7 @@
 config.json is last: it makes the folder a checkpoint.
 """
 
+import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
 from nf4conv.errors import OutputError, VerificationError
 from nf4conv.format import units
@@ -33,6 +34,7 @@ from nf4conv.run.loop import MemoryUse, Pipeline, Task, make_pipeline
 from nf4conv.run.shards import ShardProgress, ShardTask, streamed
 from nf4conv.run.writing import writing_devices, writing_tasks
 from nf4conv.sources.reader import Reader
+from nf4conv.sources.record import for_header
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.unfinished import finished_shards
 from nf4conv.system.files import let_go
@@ -47,6 +49,8 @@ _log: Final = logging.getLogger(__name__)
 Card: TypeAlias = Callable[[int, VerificationSummary | None], str | None]
 """Writes the result's README.md, given the bytes of its weight files and what verification found;
 None for a result without one."""
+
+PlanT = TypeVar("PlanT", bound=WritingPlan)
 
 _SHARDS_AT_A_TIME: Final = 8
 """Measured on Linux: writes to one file do not overlap (2.5 GB/s from 8 threads, tmpfs or disk).
@@ -91,6 +95,8 @@ def write_checkpoint(
     """
     started = time.perf_counter()
     require_apart(plan.source.folder, out)
+    if plan.is_single_file:
+        plan = _with_room_for_record(plan)
     kept = _kept_bytes(plan, out, run)
     progress(kept)  # at once: importing torch may take longer than all else
     devices = writing_devices(plan.output, run)
@@ -133,6 +139,15 @@ def _kept_bytes(plan: WritingPlan, out: Path, run: RunOptions) -> int:
         return 0
     shards = {shard.name: shard for shard in plan.output.shards}
     return sum(shards[name].source_bytes for name in finished_shards(out, shards))
+
+
+def _with_room_for_record(plan: PlanT) -> PlanT:
+    """Returns the plan of a single file whose header has room for the record."""
+    record = {**plan.record, "verified": VerificationSummary.LONGEST_RECORD}
+    room = len(json.dumps(for_header(record)))
+    [shard] = plan.output.shards
+    larger = replace(shard, header_size=shard.header_size + room + -room % 8)
+    return replace(plan, output=replace(plan.output, shards=(larger,)))
 
 
 def ignore(count: int) -> None:
@@ -300,8 +315,18 @@ class _Writing:
         writers.callback(writer.close)
         audit = self._audit()
         finished = partial(self._finish_shard, shard, writer, audit)
-        progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit, reader)
+        metadata = partial(self._metadata, audit) if self.plan.is_single_file else None
+        progress = ShardProgress(
+            shard, self.plan.output.format, writer, finished, audit, reader, metadata
+        )
         return writing_tasks(progress, self.devices, self.pipeline.piece)
+
+    def _metadata(self, audit: "AuditOfWritten | None") -> dict[str, str]:
+        """Returns the record of a single file, all of which has been written and looked at."""
+        record = dict(self.plan.record)
+        if audit is not None:
+            record["verified"] = audit.summary().to_record()
+        return for_header(record)
 
     def _audit(self) -> "AuditOfWritten | None":
         """Returns what looks at everything that is written to a shard, if anything does."""

@@ -301,6 +301,7 @@ def _open_file(path: Path) -> Source:
         config=_read_config(folder, folder),
         stem=STEMS[0],
         stamps=headers.stamps,
+        is_file=True,
     )
 
 

@@ -252,8 +252,21 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
         SourceError: the file cannot be read, is too large, or holds no JSON object, or one that is
             nested too deeply.
     """
+    return parse_object(path, read_small(path, most))
+
+
+def parse_object(path: Path, text: str | bytes) -> dict[str, Any]:
+    """Returns the JSON object that a file holds.
+
+    Args:
+        path: the file, to name it in an error.
+        text: what was read of it.
+
+    Raises:
+        SourceError: it is no JSON object, or one that is nested too deeply.
+    """
     try:
-        content = json.loads(read_small(path, most))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not JSON: {error}", path=path) from error
     if not isinstance(content, dict):

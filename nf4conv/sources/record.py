@@ -15,6 +15,8 @@ It holds no path and no time, so that equal runs write equal bytes.
                       adapters          that were merged into it
     verified          with --verify: what was measured
 
+A single file (`quantize --single-file`) has the same in its header, as metadata "nf4conv.json".
+
 By it, a rerun of a finished job knows that there is nothing left to do. Release 0.1.0 wrote schema
 1, which has neither weights nor not_packed: its options hold what was decided for all weights.
 """
@@ -30,7 +32,8 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError, named
 from nf4conv.format.codebook import RECORDED_SCALES
-from nf4conv.sources.reader import each, read_json
+from nf4conv.sources.header import read_metadata
+from nf4conv.sources.reader import each, parse_object, read_json
 from nf4conv.sources.source import AdapterFiles, Source
 from nf4conv.system.files import read_at
 
@@ -144,15 +147,41 @@ def as_bytes(record: Mapping[str, Any]) -> bytes:
     return f"{text}\n".encode(errors="backslashreplace")  # an escape, in JSON
 
 
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """Returns what a checkpoint says about its making; None if there is no record to be read."""
-    path = folder / MAKING
+def read_record(place: Path) -> dict[str, Any] | None:
+    """Returns what a checkpoint says about its making; None if there is no record to be read.
+
+    Args:
+        place: the folder of the checkpoint; or its only file, whose header then has the record.
+    """
     try:
+        if place.is_file():
+            return record_in_header(place) or read_record(place.parent)
+        path = place / MAKING
         if not path.is_file():
             return None
-        record = read_json(path, _LARGEST)
+        return _checked(read_json(path, _LARGEST))
     except (OSError, SourceError):
         return None
+
+
+def record_in_header(file: Path) -> dict[str, Any] | None:
+    """Returns what the header of a weight file says about its making; None if it says nothing."""
+    try:
+        text = read_metadata(file).get(MAKING, "")
+        if len(text) > _LARGEST:
+            return None
+        return _checked(parse_object(file, text))
+    except (OSError, SourceError):
+        return None
+
+
+def for_header(record: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the metadata by which the header of a weight file holds a record."""
+    return {MAKING: json.dumps(record)}
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the content of an nf4conv.json if it has what every reader needs, otherwise None."""
     is_record = isinstance(record.get("options"), dict) and isinstance(record.get("source"), dict)
     return record if is_record else None
 
@@ -193,15 +222,19 @@ def _scales_or_absmax(scales: object) -> str:
     return scales if isinstance(scales, str) and scales in RECORDED_SCALES else "absmax"
 
 
-def recorded_scales(folder: Path) -> Callable[[str], str]:
+def recorded_scales(place: Path) -> Callable[[str], str]:
     """Returns a function that tells how a weight was scaled, of RECORDED_SCALES, given its name.
 
-    It says "absmax" unless the nf4conv.json in the folder says otherwise.
+    It says "absmax" unless the record of the checkpoint says otherwise.
 
     Args:
-        folder: where the checkpoint is.
+        place: the folder of the checkpoint, or its only file.
     """
-    record = read_record(folder)
+    return scales_in(read_record(place))
+
+
+def scales_in(record: Mapping[str, Any] | None) -> Callable[[str], str]:
+    """Returns a function that tells how a weight was scaled, given its name, by a record."""
     groups = [] if record is None else recorded_weights(record)
     others = "absmax"
     named_scales: dict[str, str] = {}

@@ -60,6 +60,7 @@ class Source:
             local source.
         adapters: the adapters that have been merged into it.
         place: what the user named, if that is not `folder`: a GGUF file.
+        is_file: True if it is one weight file, whatever lies beside it.
     """
 
     folder: Path
@@ -73,6 +74,12 @@ class Source:
     fetched: "Fetched | None" = None
     adapters: tuple[AdapterFiles, ...] = ()
     place: str | None = None
+    is_file: bool = False
+
+    @property
+    def recorded_in(self) -> Path:
+        """Returns where the record of its making is: its folder, or its only file."""
+        return self.files[0] if self.is_file else self.folder
 
     def __str__(self) -> str:
         if self.place is not None:

@@ -113,6 +113,7 @@ class Structure:
         findings: what is wrong so far.
         read: reads a small tensor.
         scales: tells how a weight is said to be scaled, of codebook.SCALES, given its name.
+        record: what it says of its making; None if it says nothing that can be read.
     """
 
     folder: Path
@@ -122,6 +123,7 @@ class Structure:
     findings: list[Finding] = field(default_factory=list)
     read: Callable[[TensorInfo], bytes] = read_bytes
     scales: Callable[[str], str] = lambda _: "absmax"
+    record: Mapping[str, Any] | None = None
 
     def note(
         self, check: str, file: Path | str, tensor: str, text: str, *, is_fault: bool = True

@@ -42,7 +42,7 @@ def storages(outs: Sequence[Source]) -> list[Storage]:
 
 def _structure(out: Source) -> Structure:
     tensors = {tensor.name: tensor for tensor in out.tensors}
-    return look_at(Structure(out.folder, tensors, scales=recorded_scales(out.folder)))
+    return look_at(Structure(out.folder, tensors, scales=recorded_scales(out.recorded_in)))
 
 
 def _bits(structure: Structure, linear: set[str]) -> float | None:
