@@ -58,7 +58,9 @@ def open_unchanged(folder: DiffusersFolder, name: str, where: SourceOptions) -> 
             decode = f"nf4conv dequantize {shlex.quote(folder.place)} DECODED --include '{name}/*'"
             raise PlanError(
                 f"{folder.place}: {name}/{finding.line()}; this submodel would stay as it is; "
-                f"decode it first: {decode}"
+                f"decode it first: {decode}",
+                path=folder.folder / name,
+                tensor=finding.tensor or None,
             )
     return stored
 

@@ -63,7 +63,9 @@ def check_scales(
             if not keep:
                 raise SourceError(
                     f"{where}: has scales that are NaN or infinite, and would decode to NaN; "
-                    f"repair the checkpoint, or write it all the same: --non-finite keep"
+                    f"repair the checkpoint, or write it all the same: --non-finite keep",
+                    path=weight.job.source.file,
+                    tensor=weight.job.name,
                 )
             notes.append(f"{weight.job.name}: has scales that are NaN or infinite, decoded as such")
         elif weight.job.dtype == "F16" and largest >= _FIRST_TOO_LARGE:
@@ -122,5 +124,7 @@ def _refuse_overflow(jobs: Sequence[CopyJob], source: Source, run: RunOptions) -
         if count.too_large:
             raise SourceError(
                 f"{tensor.file}: {name}: {count.too_large:,} of {tensor.elements:,} values are too "
-                f"large for {DTYPE_NAMES['F16']}; --dtype bf16 holds them"
+                f"large for {DTYPE_NAMES['F16']}; --dtype bf16 holds them",
+                path=tensor.file,
+                tensor=name,
             )

@@ -146,7 +146,8 @@ def refuse_adapter(model: str | Path, folder: Path) -> None:
     merge = f"nf4conv dequantize {shlex.quote(base)} MERGED --lora {shlex.quote(str(folder))}"
     raise PlanError(
         f"{model}: has an {ADAPTER_CONFIG}, so that transformers would load {base} instead; merge "
-        f"the adapter first: {merge}; or remove that file"
+        f"the adapter first: {merge}; or remove that file",
+        path=folder,
     )
 
 
