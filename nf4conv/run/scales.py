@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-import numpy as np
-
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import RunOptions
@@ -99,13 +97,14 @@ def _largest_of(weights: Sequence[_Weight], source: Source) -> Iterator[tuple[_W
 
 
 def _largest_scale(reader: Reader, encoding: Bitsandbytes4bit) -> float:
+    from nf4conv.codec.finite import largest_magnitude  # importing numpy takes a moment
+
     scales = encoding.absmax if encoding.nested_absmax is None else encoding.nested_absmax
     largest = 0.0
     for start in range(scales.start, scales.stop, _CHUNK):
         buffer = bytearray(min(_CHUNK, scales.stop - start))
         reader.read_into(scales.file, start, memoryview(buffer))
-        # numpy's maximum of values with a NaN among them is NaN
-        found = float(np.abs(np.frombuffer(buffer, "<f4")).max())
+        found = largest_magnitude(memoryview(buffer))
         if not math.isfinite(found):
             return found
         largest = max(largest, found)
