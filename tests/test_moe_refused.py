@@ -1,6 +1,8 @@
 """Damaged checkpoints with 4-bit experts are refused in a line that names a tensor."""
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +13,14 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("transformers", minversion="5.8")
 pytestmark = pytest.mark.oracle
 
+import stacked_experts  # noqa: E402
 from mixtures import Packing, build, pack, save  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import nf4conv.moe  # noqa: E402, F401 - what is tested
-from nf4conv.errors import CodecError  # noqa: E402
+from nf4conv import QuantizeOptions, dequantize_checkpoint, quantize_checkpoint  # noqa: E402
+from nf4conv.errors import CodecError, PlanError  # noqa: E402
+from nf4conv.moe.tensor import Experts4bit  # noqa: E402
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 Tensors = dict[str, torch.Tensor]
@@ -121,3 +126,47 @@ def test_damaged_scales(folders, tmp_path):
 
     message = refused(folders["stacked-False"], tmp_path, damage)
     assert "model.layers.0.mlp.experts.down_proj (experts.down_proj): expert 1: absmax" in message
+
+
+def test_experts_on_the_disk(folders, tmp_path):
+    """accelerate's offloading, which transformers allows if the config asks for it."""
+    folder = shutil.copytree(folders["packed-True"], tmp_path / "mixture")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["llm_int8_enable_fp32_cpu_offload"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    others = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0")
+    device_map = {**dict.fromkeys(others, "cpu"), "model.layers.1": "disk"}
+    with pytest.raises(
+        CodecError, match=r"layers\.1\.mlp\.experts\.\w+: packed experts cannot stay"
+    ):
+        AutoModelForCausalLM.from_pretrained(
+            folder, device_map=device_map, offload_folder=tmp_path / "disk"
+        )
+
+
+def test_families_without_a_loader(tmp_path):
+    """transformers would leave their packed experts out, and compute with random weights."""
+    for architecture, moe in (("DbrxForCausalLM", "packed"), ("JetMoeForCausalLM", "packed")):
+        folder = tmp_path / architecture
+        stacked_experts.build(architecture).save_pretrained(folder)
+        quantize_checkpoint(folder, tmp_path / f"{architecture}-4", QuantizeOptions(moe=moe))
+        with pytest.raises(CodecError, match="nf4conv dequantize") as error:
+            AutoModelForCausalLM.from_pretrained(tmp_path / f"{architecture}-4")
+        assert "\n" not in str(error.value)
+    dbrx = tmp_path / "DbrxForCausalLM"
+    with pytest.raises(PlanError, match="no loader reads in 4 bits"):
+        quantize_checkpoint(dbrx, tmp_path / "out", QuantizeOptions(moe="stacked"))
+
+
+def test_the_stacks_of_jetmoe_load(tmp_path):
+    """Those of its attention too."""
+    model = stacked_experts.build("JetMoeForCausalLM")
+    model.save_pretrained(tmp_path / "source")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", QuantizeOptions(moe="stacked"))
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
+    decoded = load_file(tmp_path / "back/model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    packed = {name: each for name, each in loaded.named_parameters() if type(each) is Experts4bit}
+    assert len(packed) == 8  # two stacks of the attention and two of the rest, in two layers
+    for name, weight in packed.items():
+        assert torch.equal(weight.decoded(), decoded[name]), name

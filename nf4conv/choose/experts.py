@@ -393,7 +393,7 @@ def readers_of(
             break
     else:
         return None
-    if not all(layout.has_loader for layout in layouts_of(config)):
+    if not is_stack and not all(layout.has_loader for layout in layouts_of(config)):
         text = "experts are packed, which no loader reads for this family; nf4conv dequantize does"
         return Readers(text, has_loader=False)
     if is_stack:

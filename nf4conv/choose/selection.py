@@ -16,6 +16,7 @@ from nf4conv.choose.experts import Experts, alike_in_layers, check_layout, reade
 from nf4conv.choose.wishes import Wishes
 from nf4conv.errors import PlanError
 from nf4conv.format.units import size
+from nf4conv.models.expert_layouts import ExpertStack
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
 from nf4conv.options import QuantizeOptions
@@ -240,16 +241,13 @@ def _decide_stack(
     """Decides for a tensor that stacks experts; None for one that the other rules decide about."""
     if tensor.name not in experts.stacks or not tensor.elements:
         return None
+    if moe == "stacked":
+        _check_stack(tensor.name, experts.stacks[tensor.name].stack, evidence)
     if any(family.splits_experts for family in evidence.families):
         if unwanted:
             raise PlanError(
                 f"{tensor.name}: {unwanted}, but transformers loads the experts of this family "
                 f"packed only"
-            )
-        if moe == "stacked":
-            raise PlanError(
-                f"{tensor.name}: --moe stacked: transformers loads the experts of this family one "
-                f"by one"
             )
         return Pack(experts.matrices_of(tensor), "experts, one nn.Linear each")
     if moe is None and is_in_4_bits(tensor):
@@ -264,6 +262,19 @@ def _decide_stack(
             return Keep(Why.FEW_ROWS)
         return Pack(matrices, "experts, taken out of their stack")
     return Pack((PackedMatrix(tensor.name, tensor.shape),), "experts, as the stack that they are")
+
+
+def _check_stack(name: str, stack: ExpertStack, evidence: Evidence) -> None:
+    """Raises a PlanError if no loader takes a packed stack of this family."""
+    if any(family.splits_experts for family in evidence.families):
+        raise PlanError(
+            f"{name}: --moe stacked: transformers loads the experts of this family one by one"
+        )
+    if stack.is_flat:
+        raise PlanError(
+            f"{name}: --moe stacked: the experts of this family lie below each other in a matrix, "
+            f"which no loader reads in 4 bits; --moe portable keeps them in 16 bits"
+        )
 
 
 def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:

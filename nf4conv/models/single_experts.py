@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from nf4conv.models.expert_layouts import (
     INKLING,
+    STANDARD,
     ExpertLayout,
     ExpertStack,
     are_stacked,
@@ -27,8 +28,10 @@ _SINGLE_OF_UNSLOTH: Final = re.compile(
     r"^(.*(?:^|\.)experts)\.(gate_up_proj|down_proj)s\.(\d{1,9})\.(weight|bias)$"
 )
 
-_STACKED_WITHOUT_TOWERS: Final = "minimax_m3_vl_text"
-"""A model type that is stored stacked as a model of its own, and singly as a part of another."""
+_STACKED_WITHOUT_TOWERS: Final = ("minimax_m3_vl_text", "glm4v_moe_text", "qwen3_vl_moe_text")
+"""Model types that are stored as transformers 5 computes, stacked and [out, in], as models of their
+own, but singly or [in, out] as parts of another.
+"""
 
 _USUAL_NAMES: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """The names that most families have for what others call w1, w2 and w3."""
@@ -72,7 +75,9 @@ def single_expert(name: str) -> SingleExpert | None:
 
 def stacked_layouts(config: Mapping[str, Any]) -> tuple[ExpertLayout, ...]:
     """Returns the layouts in which a model's experts are stored; none if they are stored singly."""
-    if are_stacked(config) or config.get("model_type") == _STACKED_WITHOUT_TOWERS:
+    if config.get("model_type") in _STACKED_WITHOUT_TOWERS:
+        return (STANDARD,)
+    if are_stacked(config):
         return layouts_of(config)
     return ()
 

@@ -57,7 +57,8 @@ def _process_model_before_weight_loading(own: Callable[..., Any]) -> Callable[..
         result = own(self, model, *args, **kwargs)
         self._nf4conv = None
         if self.pre_quantized:
-            self._nf4conv = look_at_packed(model, kwargs.get("checkpoint_files"))
+            files = kwargs.get("checkpoint_files")
+            self._nf4conv = look_at_packed(model, files, kwargs.get("device_map"))
         else:
             self._nf4conv = look_at_16_bits(model, self.modules_to_not_convert)
         return result

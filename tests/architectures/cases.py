@@ -436,22 +436,20 @@ STACKED_MIXTURES = _names("""
     Mistral4ForSequenceClassification AriaForConditionalGeneration DiffusionGemmaForBlockDiffusion
     Inkling2ForConditionalGeneration InklingForConditionalGeneration Mistral4ForCausalLM
     MuseSparkForConditionalGeneration Qwen3VLMoeForConditionalGeneration DiffusionGemmaModel
-    Glm4vMoeTextModel OpenAIPrivacyFilterModel Qwen3VLMoeTextModel
+    Glm4vMoeTextModel OpenAIPrivacyFilterModel Qwen3VLMoeTextModel JetMoeForCausalLM
+    JetMoeForSequenceClassification
 """)
 """Mixtures that transformers 5 saves with a layer's experts in one tensor."""
 
 MIXTURE_EXCEPTIONS = {
-    "JetMoeForCausalLM": "its experts are attention heads, which stay in 16 bits",
-    "JetMoeForSequenceClassification": "its experts are attention heads, which stay in 16 bits",
-    "Glm4vMoeTextModel": "loads; saved without its vision part, it is not put back into the layout "
-    "of transformers by `dequantize`",
-    "Qwen3VLMoeTextModel": "loads; saved without its vision part, it is not put back into the "
-    "layout of transformers by `dequantize`",
+    "JetMoeForCausalLM": "loads with `--moe stacked`; packed one by one it is refused",
+    "JetMoeForSequenceClassification": "loads with `--moe stacked`; packed one by one it is "
+    "refused",
     "OpenAIPrivacyFilterModel": "computes experts in float32, for which packed ones are decoded "
     "without rounding to bfloat16 first; outputs differ by such a rounding",
 }
 """Mixtures that do not compute with packed experts, to the last bit, what they compute with decoded
-ones.
+ones, or only with stacks of them.
 """
 
 GENERATE_UNKNOWN = _names("""

@@ -73,11 +73,9 @@ def _own_units(projection: Projection, groups: int) -> int:
 @cache
 def _is_measured(device: torch.device) -> bool:
     """Return True for a GPU on which the kernel was measured."""
-    from nf4conv.codec.kernels.product.launches import CAPABILITY  # importing Triton is slow
+    from nf4conv.codec.kernels.product.launches import is_hopper  # importing Triton is slow
 
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device)[0] == CAPABILITY
+    return device.type == "cuda" and is_hopper(device)
 
 
 @cache

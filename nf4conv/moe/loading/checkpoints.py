@@ -7,10 +7,18 @@ import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from nf4conv.errors import CodecError
 from nf4conv.moe.conditions import quantizes
-from nf4conv.moe.loading.headers import PackedNames, check_completeness, read_packed_names
+from nf4conv.moe.loading.headers import (
+    PackedNames,
+    check_completeness,
+    check_family,
+    read_packed_names,
+)
+
+_PARALLEL_EXPERTS: Final = (".input_linear.weight", ".output_linear.weight")
 
 log = logging.getLogger("nf4conv.moe")
 
@@ -30,18 +38,39 @@ class Loading:
     parameters: set[str] = field(default_factory=set)
 
 
-def look_at_packed(model: Any, files: Any) -> Loading | None:
+def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
     """Reads which weights of a checkpoint are packed; None if it has no packed experts, or they are
     somebody else's to load.
 
     Raises:
-        CodecError: an expert, or a tensor of one, is missing.
+        CodecError: an expert, or a tensor of one, is missing, the family has no loader, or experts
+            are to stay on the disk.
     """
     names = read_packed_names(files or ())
-    if not names.experts or not expert_parameters(model) or _stands_back():
+    if not names.experts or _stands_back():
         return None
+    check_family(names, getattr(model.config, "model_type", ""))
+    parameters = expert_parameters(model)
+    if not parameters:
+        return None
+    _check_devices(parameters, device_map)
     check_completeness(names)
     return Loading(model, names)
+
+
+def _check_devices(parameters: Iterable[str], device_map: Any) -> None:
+    """Raises CodecError if accelerate is to keep packed experts on the disk.
+
+    It writes tensors there by the address of their values, of which packed experts have several.
+    """
+    devices = device_map if isinstance(device_map, dict) else {}
+    for module, device in devices.items():
+        for name in parameters:
+            if device == "disk" and (module == "" or name.startswith(f"{module}.")):
+                raise CodecError(
+                    f"{name}: packed experts cannot stay on the disk (device_map): give the module "
+                    f'a GPU or "cpu"; nf4conv.moe.offload keeps experts in host memory'
+                )
 
 
 def look_at_16_bits(model: Any, skipped: list[str] | None) -> Loading | None:
@@ -63,11 +92,13 @@ def look_at_16_bits(model: Any, skipped: list[str] | None) -> Loading | None:
 
 def expert_parameters(model: Any) -> list[str]:
     """Returns the names of the 3-D parameters of routed experts."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 3 and ".experts." in f".{name}"
-    ]
+    names = []
+    for name, parameter in model.named_parameters():
+        # JetMoe has no module of that name around the experts of its MLP
+        is_of_experts = ".experts." in f".{name}" or name.endswith(_PARALLEL_EXPERTS)
+        if parameter.dim() == 3 and is_of_experts:
+            names.append(name)
+    return names
 
 
 def _stands_back() -> bool:

@@ -90,6 +90,24 @@ def check_completeness(names: PackedNames) -> None:
         _check_group(group)
 
 
+def check_family(names: PackedNames, model_type: str) -> None:
+    """Raises CodecError for a family whose experts transformers holds in a way that packed ones do
+    not fit.
+
+    Without this it would leave them out, and compute with random weights.
+    """
+    if model_type == "dbrx":
+        raise CodecError(
+            "dbrx: nf4conv.moe loads no packed experts of this family; nf4conv dequantize brings "
+            "the checkpoint back to 16 bits, and --moe portable keeps them so"
+        )
+    if model_type == "jetmoe" and any(map(_ONE_OF_EXPERTS.match, names.experts)):
+        raise CodecError(
+            "jetmoe: nf4conv.moe loads packed experts of this family as stacks only: quantize the "
+            "source with --moe stacked, or bring the checkpoint back by nf4conv dequantize"
+        )
+
+
 def _check_components(name: str, names: PackedNames) -> None:
     """Raises CodecError if a weight lacks codes, absmax, code values or its quant state."""
     components = names.components[name]
