@@ -86,3 +86,24 @@ def test_what_is_wrong_otherwise_gets_no_hint(hub: Hub, tmp_path: Path):
     assert "Invalid rev id: never" in error
     assert "hf auth login" not in error
     assert "offline" not in error
+
+
+def test_no_network_to_push_to(tmp_path: Path):
+    """Nothing is computed for a result that cannot be pushed."""
+    source = write_source(tmp_path / "source")
+    environment = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{closed_port()}",
+        "HF_HOME": str(tmp_path),
+        "HF_TOKEN": "hf_token",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "nf4conv", "quantize", str(source), str(tmp_path / "out")]
+    done = subprocess.run(
+        [*command, "--device", "cpu", "--push-to-hub", "me/x"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(r"Error: --push-to-hub me/x: .+; you seem offline\n", done.stderr)
+    assert not (tmp_path / "out").exists()

@@ -52,6 +52,7 @@ TESTED_ELSEWHERE = {
     "nf4conv.codec.finite": "test_non_finite.py",
     "nf4conv.codec.kernels.experts": "test_experts_kernels.py",
     "nf4conv.codec.kernels.rounding": "test_rounding_kernels.py",
+    "nf4conv.codec.patching": "test_patching.py",
     "nf4conv.codec.rounding": "test_rounding.py",
     "nf4conv.moe": "test_moe_loader.py",
 }
@@ -177,6 +178,11 @@ def test_quantize_and_verify(source: Path, packed: Path, tmp_path: Path):
     run("quantize", source, out, "--device", "cpu", "--verify", "--tolerance", 0.3)
     written = (out / "model.safetensors").read_bytes()
     assert written == (packed / "model.safetensors").read_bytes()
+
+
+def test_options_as_keywords(source: Path, packed: Path):
+    assert nf4conv.inspect(packed).totals.packed
+    assert nf4conv.verify(packed, source, tolerance=0.3, device="cpu").passed
 
 
 def test_two_processes(source: Path, tmp_path: Path):
