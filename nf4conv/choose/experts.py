@@ -407,12 +407,12 @@ def readers_of(
             "installed reads"
         )
     else:
-        others = "transformers 4.57, vLLM's bitsandbytes plugin and Unsloth"
+        others = "vLLM's bitsandbytes plugin and Unsloth"
         if quant_type == "fp4":
-            others = "transformers 4.57 and Unsloth"
+            others = "Unsloth"
         text = (
             f"experts are packed one by one, which transformers 5 with nf4conv installed reads; "
-            f"where they know the model, {others} read it too"
+            f"where it knows the model, transformers 4.57 does too, and by their code {others}"
         )
         return Readers(text, has_loader=True, in_transformers_4=True)
     return Readers(text, has_loader=True)
