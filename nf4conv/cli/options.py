@@ -112,7 +112,7 @@ _gguf_file_option = option(
     "--gguf-file",
     group=Group.SOURCE,
     metavar="NAME",
-    help="Take the GGUF file with this name in SRC.",
+    help="Take the GGUF file with this name, of several in a folder.",
 )
 _config_from_option = option(
     "--config-from",
