@@ -169,7 +169,7 @@ def attempt(
             made.run(out)
         except OutputError as error:
             # it is complete, and what may be left of the work folder has been removed
-            reasons = ("exists and is not empty", "holds weights already")
+            reasons = ("exists and is not empty", "holds weights already", "exists; choose another")
             if not any(reason in str(error) for reason in reasons):
                 raise
             if not (out / made.mark).exists():

@@ -210,3 +210,32 @@ def test_the_index_of_a_hub_is_json(hub: Hub, where: SourceOptions):
     with pytest.raises(SourceError, match="has no weight_map"):
         open_source(REPO, where)
     assert huggingface_hub.__version__
+
+
+ANSWERS = [
+    (200, b"<html>Sign in to the hotel's network</html>"),
+    (200, b"null"),
+    (200, b"[]"),
+    (200, b"[" * 5000),
+    (200, b'{"siblings": [5], "sha": "x"}'),
+    (200, b'{"id": "a/b", "sha": "../../x", "siblings": []}'),
+    (200, b'{"id": "a/b", "sha": "%s", "siblings": [{"rfilename": "../x"}]}' % (b"a" * 40)),
+    (200, b'{"id": "a/b", "sha": "%s", "siblings": [{"rfilename": 5}]}' % (b"a" * 40)),
+    (
+        200,
+        b'{"id": "a/b", "sha": "%s", "siblings": [{"rfilename": "a", "size": -1}]}' % (b"a" * 40),
+    ),
+    (
+        200,
+        b'{"id": "a/b", "sha": "%s", "siblings": [{"rfilename": "a", "blobId": 5}]}' % (b"a" * 40),
+    ),
+]
+
+
+@pytest.mark.parametrize(("status", "body"), ANSWERS, ids=repr)
+def test_answers_that_make_no_sense(hub: Hub, where: SourceOptions, status: int, body: bytes):
+    hub.faults = [Fault("GET /api/models", times=99, change=lambda _: (status, body, {}))]
+    error = inspect("--cache-dir", str(where.cache_dir))
+    assert error.startswith(f"{REPO}: ")
+    assert "bug" not in error
+    assert error.count("\n") == 1

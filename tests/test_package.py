@@ -100,7 +100,14 @@ def test_bitsandbytes_finds_the_loader_of_experts(built: Built):
 def test_the_source_distribution_holds_what_its_tests_need(built: Built):
     for folder in ("nf4conv", "tests", "docs", "benchmarks"):
         assert {f"{folder}/{path}" for path in files_below(ROOT / folder)} <= built.sdist_files
-    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile"):
+    for name in (
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "LICENSE",
+        "Makefile",
+    ):
         assert name in built.sdist_files
     assert {"pyproject.toml", "hatch_build.py"} <= built.sdist_files
 

@@ -18,6 +18,8 @@ from nf4conv.system.signals import (
     is_unread,
 )
 
+_NO_THREADS: Final = "can't start new thread"  # Python's words
+
 PRINTS_JSON: Final = "nf4conv.prints_json"
 """Is the key in click's meta under which stands whether the command is to print JSON."""
 
@@ -117,6 +119,13 @@ def _explained(error: Exception, command: str) -> str:
         return f"{error.filename or command}: {error.strerror or error}"
     if isinstance(error, MemoryError):
         return "out of memory; try fewer --workers, or a smaller --buffer-size"
+    if isinstance(error, RuntimeError) and _NO_THREADS in str(error):
+        return (
+            "the system starts no more threads; try fewer --workers, or allow more of them "
+            "(ulimit -u)"
+        )
+    if isinstance(error, ValueError) and str(error).startswith("embedded null"):
+        return "a name holds a zero character, which no file's name can"
     found = f"{type(error).__name__}: {error}"
     return (
         f"{found[:300]}: this is a bug in nf4conv, please report it; "

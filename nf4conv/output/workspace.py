@@ -17,6 +17,7 @@ fingerprint is refused. A finished shard is kept if it still is what was written
 what it was when it was read.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -41,6 +42,9 @@ from nf4conv.sources.unfinished import (
 from nf4conv.system.files import sync_folder
 from nf4conv.system.locking import IS_REMOVED_WHILE_HELD, hold, open_lock
 from nf4conv.system.removal import remove, remove_contents
+
+_IS_HELD: Final = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK, 36)
+"""Errors of a lock that somebody else holds; Windows says 36."""
 
 _MARKS: Final = ("config.json", "model_index.json", "adapter_config.json")
 """Files by which a loader takes a folder for something whole, beside an index."""
@@ -131,6 +135,12 @@ class Workspace(OutputFolder):
             is_current = False
         except OSError as error:
             os.close(lock)
+            if error.errno not in _IS_HELD:
+                raise OutputError(
+                    f"{path}: cannot be locked ({error.strerror or error}), so nothing would keep "
+                    f"a second run out; choose a folder on a file system that has locks",
+                    path=path,
+                ) from error
             raise OutputError(
                 f"{self.out}: another nf4conv is writing here", path=self.out
             ) from error
