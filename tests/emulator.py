@@ -48,6 +48,7 @@ SKIPPED = (
     "prefetch",
     "fence",
     "cp.async.wait",
+    "cp.async.commit",
     "wgmma.fence",
     "wgmma.commit",
     "wgmma.wait",
@@ -393,7 +394,8 @@ class Machine:
         """Takes registers of other lanes: of one by number, or of the one across ("bfly")."""
         lanes = np.arange(self.threads)
         segment = int(names[3], 0) >> 8 & 31
-        sources = lanes // 32 * 32 + (lanes % 32 & segment | int(names[2]))
+        asked = (self.get(names[2]) & np.uint64(31)).astype(np.int64)
+        sources = lanes // 32 * 32 + (lanes % 32 & segment | asked & ~segment)
         if "bfly" in parts:
             sources = lanes ^ int(names[2])
         self.put(names[0], self.get(names[1])[sources], mask)

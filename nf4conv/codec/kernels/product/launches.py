@@ -220,11 +220,7 @@ def prepare_product(
 
         return multiply_parts
 
-    order = _launch_order.prepare(
-        device, (dtype, dtype, 1), (_TILE,), dtype, num_warps=4, begins_early=True
-    )
-    pairs = m * k // 2
-    order_programs = -(-pairs // _TILE)
+    order = prepare_order(device, dtype)
     space = m * k  # x in order, and the parts behind it
     if shift > 0:
         space += parts_size
@@ -236,7 +232,7 @@ def prepare_product(
         address = ordered.data_ptr()
         target = out.data_ptr() if shift == 0 else address + 2 * m * k
         stream = current_stream()
-        order(order_programs, stream, x.data_ptr(), address, pairs)
+        order(stream, x.data_ptr(), address, m * k)
         launch(programs, stream, address, target, *weight, *behind)
         if shift > 0:
             add(stream, target, out.data_ptr(), m * n)
@@ -268,6 +264,23 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 def stream_of(device: torch.device) -> Callable[[], int]:
     """Return a function that returns the device's current stream."""
     return partial(driver.active.get_current_stream, device.index)
+
+
+def prepare_order(device: torch.device, dtype: torch.dtype) -> Callable[[int, int, int, int], None]:
+    """Prepare to bring x into the order in which `wgmma` reads it.
+
+    Returns:
+        A function of a stream, the address of x, that of the result, and its elements.
+    """
+    launch = _launch_order.prepare(
+        device, (dtype, dtype, 1), (_TILE,), dtype, num_warps=4, begins_early=True
+    )
+
+    def order(stream: int, x: int, out: int, count: int) -> None:
+        pairs = count // 2
+        launch(-(-pairs // _TILE), stream, x, out, pairs)
+
+    return order
 
 
 def prepare_sum(
