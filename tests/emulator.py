@@ -489,12 +489,9 @@ def multiply(
     division = launches.divide(shape, n, k, programs)
     shift = division.split_shift
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
-    ordered = x
-    if shape.wgmma:
-        ordered = x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()
     pairs = tables.pair_table(decoding.quant_type, x.dtype, torch.device("cpu"))
     buffers = {}
-    for i, tensor in enumerate((ordered, out, packed, *decoding.pointers(), pairs), start=1):
+    for i, tensor in enumerate((x, out, packed, *decoding.pointers(), pairs), start=1):
         buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
     norm = np.float32(1 / tables.MULTIPLES[decoding.quant_type, x.dtype])
     scaling = [(decoding.blocksize // 64).bit_length() - 1, int(norm.view(np.uint32))]

@@ -278,65 +278,16 @@ def wide_assembly(dtype: tl.dtype) -> str:
 
 
 @triton.constexpr_function
-def arrive_assembly(fence: bool) -> str:
-    """Wait until all of a tile of x has been copied, and with `fence` until `wgmma` can see it.
-
-    Operands: $0 and $1 the thread.
-    """
-    lines = ["cp.async.wait_all;"]
-    if fence:
-        lines += ["fence.proxy.async.shared::cta;"]
-    return "\n".join([*lines, "bar.sync 0;", "mov.b32 $0, $1;"])
-
-
-@triton.constexpr_function
 def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
-    """Multiply a part of a stage, `copied` blocks of it, with tiles of x in shared memory: by
-    `wgmma`, or by `mma` where the shape says so.
+    """Multiply a part of a stage, `copied` blocks of it, with tiles of x in shared memory: `mma`.
 
-    A tile is 64 k of 8 * column_tiles rows of x, 128 bytes a row, whose 16-byte pieces stand in the
-    order that the tensor cores expect. The products of one *group*, a row tile and a block, are
-    under way while the next group is decoded.
+    A tile is 64 k of 8 * column_tiles rows of x, 128 bytes a row, whose 16-byte pieces stand in an
+    order in which no two lanes meet in a bank. Lane (g, t) loads 16 k of column g, those that it
+    holds of the weight, in two pieces. They serve all row tiles.
 
     Operands: the totals, for each row tile and column tile two of row g, two of row g + 8; the
     totals before; for each slot two words of each block; scales; 4 * lane in each byte; the address
     of the tiles. `shape` is a launches.Shape.
-    """
-    if not shape.wgmma:
-        text: str = _mma_assembly(dtype, shape, part)
-        return text
-    sums = 4 * shape.column_tiles  # of a group
-    groups = shape.copied * (shape.slots // 2)
-    tiles = _operand_of_lane(shape) + 1
-    lines = [
-        "{",
-        ".reg .b32 b, a, l, h, v<32>;",
-        f".reg .f32 c<{2 * sums}>, s;",
-        ".reg .b64 d, e;",
-        ".reg .pred p;",
-        "mov.u32 b, pairs;",
-        # d: the descriptor of the tiles: rows of 128 bytes, swizzled
-        f"shr.u32 a, ${tiles}, 4;",
-        "cvt.u64.u32 d, a;",
-        "or.b64 d, d, 0x4000004000010000;",
-    ]
-    for group in range(groups):
-        lines += _multiply_group(dtype, shape, part, group)
-        if group > 0:
-            lines += ["wgmma.wait_group.sync.aligned 1;"]
-            lines += _add_group(shape, part, group - 1)
-    lines += ["wgmma.wait_group.sync.aligned 0;"]
-    lines += _add_group(shape, part, groups - 1)
-    lines += ["}"]
-    return "\n".join(lines)
-
-
-@triton.constexpr_function
-def _mma_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
-    """Do what `tile_assembly` does by `mma`.
-
-    x is in its own order: lane (g, t) loads 16 k of column g, those that it holds of the weight, in
-    two pieces of 16 bytes. They serve all row tiles.
     """
     tiles = _operand_of_lane(shape) + 1
     lines = [
@@ -413,62 +364,6 @@ def _operand_of_lane(shape: Any) -> int:
     """Return the number of the operand of `tile_assembly` that is 4 * lane in each byte."""
     operand: int = _operand_of_scales(shape) + shape.scales
     return operand
-
-
-@triton.constexpr_function
-def _multiply_group(dtype: tl.dtype, shape: Any, part: int, group: int) -> list[str]:
-    """Decode a group of a part of a stage and begin its products.
-
-    The sums will be in c0 … or behind the middle of these: neighbouring groups take turns.
-    """
-    kind = dtype.name.replace("fp", "f")
-    sums = 4 * shape.column_tiles
-    row_tiles = shape.slots // 2
-    block_of_part = group // row_tiles
-    row_tile = group % row_tiles
-    first_word = 2 * shape.totals + 2 * (part * shape.copied + block_of_part)
-    v = group % 2 * 16
-    lines = []
-    for i in range(4):
-        slot = 2 * row_tile + i // 2
-        word = first_word + slot * 2 * shape.blocks + i % 2
-        lines += [_decode(word, _operand_of_lane(shape), v + 4 * i)]
-    lines += [
-        f"add.s64 e, d, {block_of_part * sums * 16};",
-        "setp.ne.b32 p, 0, 0;",  # false: the first product overwrites the sums
-        "wgmma.fence.sync.aligned;",
-    ]
-    wgmma = f"wgmma.mma_async.sync.aligned.m64n{2 * sums}k16.f32.{kind}.{kind}"
-    registers = ", ".join(f"c{group % 2 * sums + i}" for i in range(sums))
-    for i in range(v, v + 8, 2):
-        left = f"{{v{i}, v{i + 8}, v{i + 1}, v{i + 9}}}"
-        lines += [
-            f"{wgmma} {{{registers}}}, {left}, e, p, 1, 1, 0;",
-            "add.s64 e, e, 2;",
-            "setp.eq.b32 p, 0, 0;",
-        ]
-    lines += ["wgmma.commit_group.sync.aligned;"]
-    return lines
-
-
-@triton.constexpr_function
-def _add_group(shape: Any, part: int, group: int) -> list[str]:
-    """Add the sums of a group, times their scales, to the totals."""
-    sums = 4 * shape.column_tiles
-    row_tiles = shape.slots // 2
-    block_of_part = group // row_tiles
-    row_tile = group % row_tiles
-    block = part * shape.copied + block_of_part
-    lines = []
-    for i in range(sums):
-        if i % 2 == 0:
-            slot = 2 * row_tile + i // 2 % 2
-            lines += [_scale(_operand_of_scales(shape), slot * shape.blocks + block)]
-        target = row_tile * sums + i
-        # the first block finds the totals of before in other registers
-        before = target if block_of_part > 0 else shape.totals + target
-        lines += [f"fma.rn.f32 ${target}, c{group % 2 * sums + i}, s, ${before};"]
-    return lines
 
 
 @triton.constexpr_function

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
-from nf4conv.codec.kernels.product import dense, launches
+from nf4conv.codec.kernels.product import dense, launches, panel
 from nf4conv.codec.kernels.product.launches import Product, stream_of
 from nf4conv.codec.quant_state import Addresses, Form
 
@@ -50,14 +50,15 @@ def prepare_multiply(
         device: a GPU that runs the kernels.
         matrix: the kind of weight.
     """
+    way = _way(x_shape[:-1].numel(), matrix, dtype, device)
     n, _, form, alignment = matrix
-    rows = x_shape[:-1].numel()
-    is_short = 0 < rows <= launches.SHAPES[-1].rows
-    if not is_short or why_decoded(matrix, dtype):
+    if way == "decoded":
         multiply = _prepare_decoded(dtype, device, matrix)
-    elif _is_odd(matrix):
+    elif way == "dense":
         aligned = alignment == 16
         multiply = _with_bias(dense.prepare_dense(x_shape, dtype, device, n, form, aligned))
+    elif way == "panel":
+        multiply = _with_bias(panel.prepare_panel(x_shape, dtype, device, n, form))
     else:
         multiply = _with_bias(launches.prepare_product(x_shape, dtype, device, n, form))
     if torch.cuda.device_count() == 1:
@@ -70,6 +71,22 @@ def prepare_multiply(
             return multiply(x, weight, bias)
 
     return multiply_there
+
+
+def _way(
+    rows: int, matrix: Matrix, dtype: torch.dtype, device: torch.device
+) -> Literal["fused", "panel", "dense", "decoded"]:
+    """Return what multiplies so many rows of x with a weight."""
+    if rows == 0 or why_decoded(matrix, dtype):
+        return "decoded"
+    most = launches.shapes_of(device)[-1].rows
+    if matrix.k % 64 > 0 or matrix.form.blocksize < 64 or matrix.alignment < 16:
+        return "dense" if rows <= dense.TILES[-1].columns else "decoded"
+    if rows <= most:
+        return "fused"
+    if rows <= panel.MOST_ROWS and launches.is_hopper(device):
+        return "panel"
+    return "decoded"
 
 
 def why_decoded(matrix: Matrix, dtype: torch.dtype) -> str:
@@ -86,11 +103,6 @@ def why_decoded(matrix: Matrix, dtype: torch.dtype) -> str:
     if elements >= launches.MOST_ELEMENTS or elements == 0:
         return f"{elements} elements are too many or none"
     return ""
-
-
-def _is_odd(matrix: Matrix) -> bool:
-    """Return True if only dense.py reads a weight."""
-    return matrix.k % 64 > 0 or matrix.form.blocksize < 64 or matrix.alignment < 16
 
 
 def _with_bias(product: Product) -> Multiply:

@@ -56,7 +56,7 @@ def product_kernel(
     u % splits of k and tile u // splits of rows, splits = 1 << split_shift.
 
     Pointers to tensors:
-        x_ptr: [m, k] bfloat16 or float16; in the order of launches.order_kernel for `wgmma`.
+        x_ptr: [m, k] bfloat16 or float16.
         out_ptr: [splits, m, n] bfloat16, float16 or float32, written.
         packed_ptr: [n, k / 2] uint8.
         absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr: Decoding.pointers().
@@ -296,7 +296,7 @@ def _tile_stage(
     Two tiles of x take turns. The next part of x is copied while one is worked on; behind the last
     part of this stage comes the first of the next, which begins at k = following.
     """
-    wait: tl.constexpr = text.arrive_assembly(SHAPE.wgmma)
+    wait: tl.constexpr = "cp.async.wait_all; bar.sync 0; mov.b32 $0, $1;"
     outputs: tl.constexpr = "f" * SHAPE.totals
     inputs: tl.constexpr = outputs + "r" * SHAPE.words + "f" * SHAPE.scales + "rr"
     for part in tl.static_range(0 + SHAPE.parts):

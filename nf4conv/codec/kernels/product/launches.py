@@ -49,8 +49,6 @@ class Shape:
         blocks: of 64 k in a stage of a warp, for each of its ranges: 2 if wide.
         copied: blocks whose x is copied to shared memory at once; 0 if wide.
         nested: True if absmax is uint8 codes.
-        wgmma: True to multiply tiles by `wgmma`, for which x is brought into another order; by
-            `mma` otherwise.
         early: True to begin before the kernel before has ended.
         wide: True for the wide kernel, False for the tile kernel.
         apart: rows of W from slot to slot.
@@ -64,7 +62,6 @@ class Shape:
         shared_bytes: of the sums of a wide kernel; otherwise of two tiles of x, of which one is
             multiplied while the other is copied.
         parts: parts of a stage, each with a tile of x.
-        reads_in_order: True if x is read in its own order.
         registers: of a thread at most: a multiprocessor holds two programs.
         plain: the shape for absmax in float32.
     """
@@ -77,7 +74,6 @@ class Shape:
     blocks: int
     copied: int
     nested: bool = True
-    wgmma: bool = False
     early: bool = True
     wide: bool = field(init=False)
     apart: int = field(init=False)
@@ -90,7 +86,6 @@ class Shape:
     held: int = field(init=False)
     shared_bytes: int = field(init=False)
     parts: int = field(init=False)
-    reads_in_order: bool = field(init=False)
     registers: int = field(init=False)
     plain: "Shape" = field(init=False, repr=False)
 
@@ -112,7 +107,6 @@ class Shape:
         self.sums = 128 // self.ranges**2
         self.held = 2 * self.ranges
         self.parts = self.blocks // max(self.copied, 1)
-        self.reads_in_order = not self.wgmma
         self.registers = min(65536 // (64 * self.warps), 255)
         self.plain = replace(self, nested=False) if self.nested else self
 
@@ -128,12 +122,15 @@ SHAPES = (
     Shape(rows=8, ranges=1, column_tiles=1, warps=8, slots=2, blocks=4, copied=4),
     Shape(rows=16, ranges=1, column_tiles=2, warps=8, slots=2, blocks=4, copied=4),
     Shape(rows=32, ranges=1, column_tiles=4, warps=4, slots=4, blocks=2, copied=2),
-    Shape(rows=64, ranges=1, column_tiles=8, warps=4, slots=4, blocks=2, copied=1, wgmma=True),
+    Shape(rows=64, ranges=1, column_tiles=8, warps=4, slots=4, blocks=2, copied=1),
 )
-"""By rows of x on Hopper, the fastest of the sweep in docs/kernels.md."""
+"""By rows of x, the fastest of the sweep in docs/kernels.md."""
 
-OTHER_SHAPES = tuple(replace(one, wgmma=False, early=False) for one in SHAPES)
-"""The same for other GPUs."""
+HOPPER_SHAPES = SHAPES[:-1]
+"""The same on Hopper, which has panel.py for more rows."""
+
+OTHER_SHAPES = tuple(replace(one, early=False) for one in SHAPES)
+"""The same on other GPUs."""
 
 
 Product = Callable[[torch.Tensor, Addresses], torch.Tensor]
@@ -194,7 +191,7 @@ def prepare_product(
         begins_early=shape.early,
     )
     current_stream = stream_of(device)
-    if shape.reads_in_order and shift == 0:
+    if shift == 0:
 
         def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
             x = readable(x)
@@ -206,45 +203,28 @@ def prepare_product(
 
     add = prepare_sum(device, dtype, 1 << shift, shape.early)
     parts_size = (2 * m * n) << shift  # float32, in 16-bit elements
-    if shape.reads_in_order:
 
-        def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
-            x = readable(x)
-            out = x.new_empty(out_shape)
-            parts = x.new_empty(parts_size)
-            target = parts.data_ptr()
-            stream = current_stream()
-            launch(programs, stream, x.data_ptr(), target, *weight, *behind)
-            add(stream, target, out.data_ptr(), m * n)
-            return out
-
-        return multiply_parts
-
-    order = prepare_order(device, dtype)
-    space = m * k  # x in order, and the parts behind it
-    if shift > 0:
-        space += parts_size
-
-    def multiply_ordered(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+    def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
         x = readable(x)
         out = x.new_empty(out_shape)
-        ordered = x.new_empty(space)
-        address = ordered.data_ptr()
-        target = out.data_ptr() if shift == 0 else address + 2 * m * k
+        parts = x.new_empty(parts_size)
+        target = parts.data_ptr()
         stream = current_stream()
-        order(stream, x.data_ptr(), address, m * k)
-        launch(programs, stream, address, target, *weight, *behind)
-        if shift > 0:
-            add(stream, target, out.data_ptr(), m * n)
+        launch(programs, stream, x.data_ptr(), target, *weight, *behind)
+        add(stream, target, out.data_ptr(), m * n)
         return out
 
-    return multiply_ordered
+    return multiply_parts
 
 
 def shape_of(rows: int, device: torch.device) -> Shape:
     """Return the shape for so many rows of x."""
-    shapes = SHAPES if is_hopper(device) else OTHER_SHAPES
-    return next(one for one in shapes if rows <= one.rows)
+    return next(one for one in shapes_of(device) if rows <= one.rows)
+
+
+def shapes_of(device: torch.device) -> tuple[Shape, ...]:
+    """Return the shapes for a GPU."""
+    return HOPPER_SHAPES if is_hopper(device) else OTHER_SHAPES
 
 
 def is_hopper(device: torch.device) -> bool:

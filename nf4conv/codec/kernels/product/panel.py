@@ -1,4 +1,4 @@
-"""x · Wᵀ for 33 to hundreds of rows on Hopper: weights are decoded, scaled and rounded in registers
+"""x · Wᵀ for 33 to 128 rows on Hopper: weights are decoded, scaled and rounded in registers
 while the tensor cores multiply those before, `wgmma` with the weight as the left operand.
 
 A program, two warpgroups, computes 128 · row_tiles rows of W for `columns` rows of x, over all k or
@@ -16,6 +16,7 @@ import nf4conv.codec.kernels.product.panel_assembly as text
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.product.assembly import constraints, result_types
 from nf4conv.codec.kernels.product.launches import (
+    MOST_SPLITS,
     Product,
     prepare_order,
     prepare_sum,
@@ -59,7 +60,47 @@ class Panel:
         self.plain = replace(self, nested=False) if self.nested else self
 
 
-PANELS: Final = (Panel(1, 64), Panel(2, 64), Panel(1, 128), Panel(2, 128))
+MOST_ROWS: Final = 128
+"""Rows of x at most: decoding and the library's product are faster above."""
+
+_NARROW: Final = Panel(1, 64)
+_WIDE: Final = ((Panel(1, 128), 0.85), (Panel(2, 128), 1.4))
+"""Panels for more than 64 rows, and what a step of one takes, in µs, in the sweep of
+docs/kernels.md.
+"""
+
+
+def choose_panel(m: int, n: int, k: int, processors: int) -> tuple[Panel, int]:
+    """Return the panel and the parts of k that take least time.
+
+    A multiprocessor computes its programs one after the other, and parts are written and read.
+
+    Args:
+        m: rows of x.
+        n: rows of the weights.
+        k: columns of both.
+        processors: multiprocessors of the GPU.
+    """
+    panels = ((_NARROW, 0.5),) if m <= _NARROW.columns else _WIDE
+    best = (float("inf"), _NARROW, 1)
+    for panel, microseconds in panels:
+        tiles = -(-m // panel.columns) * -(-n // (128 * panel.row_tiles))
+        for parts in range(MOST_SPLITS, 0, -1):
+            turns = -(-tiles * parts // processors)
+            cost = turns * _steps(k, parts) * microseconds
+            if parts > 1:
+                cost += parts * m * n * 8 / 3.5e6
+            best = min(best, (cost, panel, parts), key=_cost_of)
+    return best[1:]
+
+
+def _cost_of(choice: tuple[float, Panel, int]) -> float:
+    return choice[0]
+
+
+def _steps(k: int, parts: int) -> int:
+    """Return the blocks of 64 k of a part: an even number."""
+    return -(-k // (128 * parts)) * 2
 
 
 def prepare_panel(
@@ -68,8 +109,7 @@ def prepare_panel(
     device: torch.device,
     n: int,
     form: Form,
-    panel: Panel,
-    parts: int,
+    chosen: tuple[Panel, int] | None = None,
 ) -> Product:
     """Prepare to multiply all x of one shape with all weights of one shape.
 
@@ -80,8 +120,7 @@ def prepare_panel(
         n: rows of the weights; n · k is below launches.MOST_ELEMENTS.
         form: of the weights; the blocksize is a multiple of 64, the packed codes begin at a
             multiple of 16 bytes.
-        panel: what a program computes at once.
-        parts: into how many k is divided, each with a sum of its own.
+        chosen: the panel, and into how many parts k is divided; by default `choose_panel`'s.
 
     Returns:
         A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
@@ -89,9 +128,11 @@ def prepare_panel(
     k = x_shape[-1]
     m = x_shape.numel() // k
     out_shape = (*x_shape[:-1], n)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    panel, parts = chosen or choose_panel(m, n, k, processors)
     if not form.nested:
         panel = panel.plain
-    steps = -(-k // (128 * parts)) * 2
+    steps = _steps(k, parts)
     parts = -(-k // (64 * steps))
     programs = -(-m // panel.columns) * -(-n // (128 * panel.row_tiles)) * parts
     table = value_table(form.quant_type, device).data_ptr()
@@ -173,6 +214,18 @@ def panel_kernel(
     row = tl.program_id(0) // column_tiles % row_tiles * ROWS
     part = tl.program_id(0) // (column_tiles * row_tiles)
     thread = tl.arange(0, 256)
+    # L2 stays up to date, whatever the kernel before writes
+    for turn in tl.static_range(0 + PANEL.row_tiles):
+        near = tl.minimum(row + turn * 128 + thread // 2, n - 1).to(tl.int64) * (k // 2)
+        near += tl.minimum(part * steps * 32 + thread % 2 * 128, k // 2 - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [packed_ptr.to(tl.int64) + near],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     # what follows must come after it: the kernel before may have written all else
     start: tl.constexpr = "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;"
     thread = tl.inline_asm_elementwise(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 TILES: Final = 3
-"""Tiles of x in shared memory: one is multiplied, one may still be read, one is copied to."""
+"""Tiles of x in shared memory: one is multiplied, two are being copied."""
 
 
 @triton.constexpr_function
@@ -28,8 +28,8 @@ def loop_assembly(dtype: tl.dtype, shape: Any) -> str:
     for i in range(shape.totals):
         lines += [f"mov.f32 ${i}, 0f00000000;"]
     lines += [*_copy(shape), *_copy(shape), "sub.u32 block, block, 2;"]
-    lines += [*_load_words(shape, 0), *_load_scale(shape, 1)]
-    lines += [*_next_scale(shape), "add.u32 ahead, block, 1;", *_load_scale(shape, 1)]
+    lines += [*_load_words(shape, 0), *_load_scale(shape)]
+    lines += [*_next_scale(shape), "add.u32 ahead, block, 1;", *_load_scale(shape)]
     lines += ["$$Lpanel:"]
     for turn in range(2):
         lines += _turn(dtype, shape, turn)
@@ -41,6 +41,9 @@ def loop_assembly(dtype: tl.dtype, shape: Any) -> str:
     ]
     return "\n".join(lines)
 
+
+AHEAD: Final = 8
+"""Blocks between the one that is multiplied and the one that is brought to L2."""
 
 LETTERS: Final = "rllllfllrrrrrrr"
 """Kinds of the operands behind the totals."""
@@ -178,20 +181,34 @@ def _advance(shape: Any, register: str) -> list[str]:
 
 
 @triton.constexpr_function
-def _load_words(shape: Any, turn: int) -> list[str]:
-    """Load the words of the next block to the registers of a turn; behind the last block, none."""
+def _load_words(shape: Any, turn: int, guard: str = "") -> list[str]:
+    """Load the words of the next block to the registers of a turn; with a guard such as "@p "."""
     lines = []
     for slot in range(2 * shape.row_tiles):
         w = 2 * (turn * 2 * shape.row_tiles + slot)
         lines += [
-            f"ld.global.nc.L1::no_allocate.L2::128B.v2.b32 {{w{w}, w{w + 1}}}, [r{slot}];",
+            f"{guard}ld.global.nc.L1::no_allocate.L2::128B.v2.b32 {{w{w}, w{w + 1}}}, [r{slot}];",
             f"add.s64 r{slot}, r{slot}, 32;",
         ]
     return lines
 
 
 @triton.constexpr_function
-def _load_scale(shape: Any, _: int) -> list[str]:
+def _prefetch(shape: Any) -> list[str]:
+    """Bring words of blocks behind the next to L2; one lane of a quad does for all four."""
+    lines = [
+        f"add.u32 a, block, {AHEAD};",
+        "mad.lo.u32 a, t, 16777216, a;",  # beyond all blocks, for the other lanes
+        "setp.lt.u32 p, a, blocks;",
+    ]
+    for slot in range(2 * shape.row_tiles):
+        # the address is already that of the block behind the next
+        lines += [f"@p prefetch.global.L2 [r{slot}+{32 * AHEAD - 64}];"]
+    return lines
+
+
+@triton.constexpr_function
+def _load_scale(shape: Any) -> list[str]:
     """Load the scale of block `ahead` as it is stored: code and nnested, or nnested alone."""
     lines = [
         "sub.u32 a, blocks, 1;",
@@ -244,18 +261,17 @@ def _turn(dtype: tl.dtype, shape: Any, turn: int) -> list[str]:
     for slot in range(slots):
         lines += [f"shfl.sync.idx.b32 s{slot}, s, {slot}, 0x1c03, -1;"]
     # what the next two blocks need is on its way meanwhile
-    lines += ["add.u32 a, block, 1;", "setp.lt.u32 p, a, blocks;", "mov.b32 b, 0;"]
-    for slot in range(slots):
-        w = 2 * ((1 - turn) * slots + slot)
-        lines += [
-            f"@p ld.global.nc.L1::no_allocate.L2::128B.v2.b32 {{w{w}, w{w + 1}}}, [r{slot}];",
-            f"add.s64 r{slot}, r{slot}, 32;",
-        ]
-    lines += [*_next_scale(shape), "add.u32 ahead, block, 2;", *_load_scale(shape, turn)]
+    lines += ["add.u32 a, block, 1;", "setp.lt.u32 p, a, blocks;"]
+    lines += _load_words(shape, 1 - turn, "@p ")
+    if turn == 0:
+        lines += _prefetch(shape)
+    lines += [*_next_scale(shape), "add.u32 ahead, block, 2;", *_load_scale(shape)]
     for slot in range(slots):
         for word in range(2):
             lines += _decode(dtype, shape, turn, slot, word)
     lines += [
+        # behind the barrier no warp reads the tile before, which the next copy overwrites
+        "wgmma.wait_group.sync.aligned 0;",
         "cp.async.wait_group 1;",
         "fence.proxy.async.shared::cta;",
         "bar.sync 0;",
@@ -276,7 +292,7 @@ def _turn(dtype: tl.dtype, shape: Any, turn: int) -> list[str]:
             left = f"{{v{v}, v{v + 8}, v{v + 1}, v{v + 9}}}"
             lines += [f"{wgmma} {{{sums}}}, {left}, y, one, 1, 1, 0;"]
         lines += ["add.s64 y, y, 2;"]
-    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 1;"]
+    lines += ["wgmma.commit_group.sync.aligned;"]
     return [*lines, *_advance(shape, "read")]
 
 
