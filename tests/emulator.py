@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
-from nf4conv.codec.kernels.product import kernel, launches
+from nf4conv.codec.kernels.product import kernel, launches, panel
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
 Bits = np.ndarray  # [threads] uint64
@@ -507,7 +507,59 @@ def multiply(
     return parts.sum(0, dtype=torch.float32).to(x.dtype)
 
 
+def multiply_panel(
+    x: torch.Tensor, packed: torch.Tensor, state: QuantState, shape: panel.Panel, parts: int
+) -> torch.Tensor:
+    """Multiplies with panel_kernel, as its programs one after the other."""
+    decoding = decoding_of(state)
+    m, k = x.shape
+    n = state.shape[0]
+    steps = panel._steps(k, parts)
+    out = torch.full((parts, m, n), float("nan"))
+    ordered = x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()
+    values = tables.value_table(decoding.quant_type, torch.device("cpu"))
+    buffers = {}
+    for i, tensor in enumerate((ordered, out, packed, *decoding.pointers(), values), start=1):
+        buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
+    shift = (decoding.blocksize // 64).bit_length() - 1
+    given = [*(i * GLOBAL for i in buffers), m, n, k, steps, shift, 0, 0]
+    parameters = {f"panel_kernel_param_{i}": value for i, value in enumerate(given)}
+    programs = -(-m // shape.columns) * -(-n // (128 * shape.row_tiles)) * parts
+    machine = Machine(compiled_panel(shape, x.dtype), 256, parameters, buffers, programs)
+    for program in range(programs):
+        machine.run(program)
+    sums = torch.from_numpy(buffers[2]).view(torch.float32).view(out.shape)
+    return sums.sum(0).to(x.dtype)
+
+
+def compiled_panel(shape: panel.Panel, dtype: torch.dtype) -> str:
+    """Compiles panel_kernel and returns its PTX."""
+    absmax = "*u8" if shape.nested else "*fp32"
+    kind = "*bf16" if dtype == torch.bfloat16 else "*fp16"
+    pointers = (kind, "*fp32", "*u8", absmax, "*fp32", "*fp32", "*fp32", "*i32")
+    names = panel.panel_kernel.arg_names
+    signature = dict(zip(names[:8], pointers, strict=True)) | dict.fromkeys(names[8:13], "i32")
+    signature["PANEL"] = "constexpr"
+    source = ASTSource(fn=panel.panel_kernel, signature=signature, constexprs={"PANEL": shape})
+    options = {"num_warps": 8, "launch_pdl": True, "enable_fp_fusion": False}
+    return triton.compile(source, target=TARGETS[True], options=options).asm["ptx"]
+
+
+def run_panels() -> None:
+    """Multiplies with every panel: what hangs over an edge, odd numbers of blocks, parts."""
+    for shape, m, n, k, blocksize, parts, dtype in (
+        (panel.Panel(1, 64), 40, 150, 320, 64, 1, torch.bfloat16),
+        (panel.Panel(2, 128, nested=False), 130, 300, 448, 128, 2, torch.float16),
+        (panel.Panel(1, 128), 100, 130, 192, 64, 1, torch.bfloat16),
+    ):
+        packed, state = packed_weight(n, k, "nf4", blocksize, shape.nested)
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
+        assert_close_to_exact(multiply_panel(x, packed, state, shape, parts), x, packed, state)
+        print("panel", shape, m, n, k, blocksize, dtype)
+
+
 if __name__ == "__main__":
+    run_panels()
     for m, n, k, quant_type, blocksize, nested, dtype in (
         (1, 37, 576, "nf4", 64, True, torch.bfloat16),
         (1, 300, 4160, "nf4", 64, True, torch.bfloat16),

@@ -2,12 +2,14 @@
 it.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
-from nf4conv.codec.kernels.product import choosing
+from nf4conv.codec.kernels.product import choosing, launches
 from nf4conv.codec.quant_state import decoding_of
 
 pytestmark = pytest.mark.gpu
@@ -16,6 +18,17 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300)
 
 
+@pytest.fixture(params=["", "not Hopper"])
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels for this GPU, then those for GPUs that are not Hopper."""
+    if request.param:
+        monkeypatch.setattr(launches, "CAPABILITY", 0)
+    choosing.prepare_multiply.cache_clear()
+    yield
+    choosing.prepare_multiply.cache_clear()
+
+
+@pytest.mark.usefixtures("capability")
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 4096], ids="b{}".format)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -23,7 +36,7 @@ ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300)
 def test_rows_of_any_number(
     dtype: torch.dtype, quant_type: str, blocksize: int, nested: bool
 ) -> None:
-    for n, k in ((1, 64), (7, 33), (200, 1088), (300, 192), (4096, 4160), (33, 14336)):
+    for n, k in ((1, 64), (7, 33), (70, 96), (200, 1088), (300, 192), (4096, 4160), (33, 14336)):
         packed, state = packed_weight(n, k, quant_type, blocksize, nested, "cuda")
         bias = torch.randn(n, device="cuda").to(dtype)
         for m in ROWS:
