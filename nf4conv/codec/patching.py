@@ -53,6 +53,9 @@ def unpatch_linear_4bit(model: torch.nn.Module) -> int:
 
     Returns:
         The number of layers that were patched.
+
+    Example:
+        nf4conv.unpatch_linear_4bit(model)
     """
     restored = 0
     for _, module in _linear_4bit_layers(model):
@@ -77,6 +80,9 @@ def decoded_linear_4bit(
 
     Returns:
         By name of the layer, the reason. Empty if a kernel multiplies with each.
+
+    Example:
+        print(nf4conv.decoded_linear_4bit(model))
     """
     reasons = {}
     for name, module in _linear_4bit_layers(model):
