@@ -188,6 +188,22 @@ def test_every_flip_of_a_copied_file_is_found(ours):
     assert not faults(ours)
 
 
+def test_what_nf4conv_json_claims_is_compared_with_what_is_stored(ours):
+    path = ours / "out/nf4conv.json"
+    before = path.read_bytes()
+    record = json.loads(before)
+    [group] = record["weights"]
+    for field in ("quant_type", "blocksize", "double_quant", "quant_storage", "dtype", "count"):
+        for other in flipped(group[field]):
+            changed = {**record, "weights": [{**group, field: other}]}
+            path.write_text(json.dumps(changed))
+            assert {fault.check for fault in faults(ours)} == {"record"}, field
+    path.write_text(json.dumps({**record, "not_packed": {"bfloat16": 1000}}))
+    assert {fault.check for fault in faults(ours)} == {"record"}
+    path.write_bytes(before)
+    assert not faults(ours)
+
+
 def save_with_bitsandbytes(source: Path, out: Path) -> None:
     """Quantizes as users of transformers do, on a CPU."""
     wish = transformers.BitsAndBytesConfig(

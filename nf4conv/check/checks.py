@@ -24,6 +24,7 @@ CHECKS: Final[Mapping[str, str]] = {
     ),
     "names": "the tensors are those of the source",
     "model config": "config.json describes the model of the source",
+    "record": "nf4conv.json says what is stored",
     "copied files": "the files beside the weights are those of the source",
     "copies": "tensors that are not packed equal the source's",
     "codes": "every code is the nearest to its value in the source",

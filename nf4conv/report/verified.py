@@ -68,7 +68,7 @@ def verification_report(
     if source is not None:
         ran.update(WITH_SOURCE)
     if options.exact:
-        ran.update(("copied files", "exact"))
+        ran.update(("record", "copied files", "exact"))
     checks = _check_results(ran, findings)
     settings = _settings(options, structure, measured.device)
     return VerifyReport(

@@ -1,0 +1,75 @@
+"""Compares nf4conv.json with what is stored: formats and numbers of weights, and other tensors."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.sources.record import MAKING, any_number
+from nf4conv.sources.stored_weights import StoredWeight, Structure
+
+CHECK: Final = "record"
+
+_OF_FORMAT: Final = ("quant_type", "blocksize", "double_quant", "quant_storage", "dtype")
+
+
+def check_record(structure: Structure) -> None:
+    """Notes everything that nf4conv.json says of the stored tensors and that is not so.
+
+    Release 0.1.0 said nothing of them.
+
+    Args:
+        structure: the checkpoint, which gets the findings.
+    """
+    record = structure.record
+    groups = None if record is None else record.get("weights")
+    if record is None or not isinstance(groups, list):
+        return
+    for text in (*_wrong_groups(structure, groups), *_wrong_counts(structure, record)):
+        structure.note(CHECK, MAKING, "", text)
+
+
+def _wrong_groups(structure: Structure, groups: list[Any]) -> Iterator[str]:
+    """Yields what groups of weights say that is not so."""
+    places: dict[str, int] = {}
+    others = -1
+    for number, group in enumerate(groups):
+        names = group.get("names") if isinstance(group, Mapping) else None
+        if isinstance(names, list):
+            places.update({str(name): number for name in names})
+        else:
+            others = number
+    counts = Counter[int]()
+    for name, weight in structure.weights.items():
+        number = places.get(name, places.get(any_number(name), others))
+        group = groups[number] if number >= 0 else {}
+        counts[number] += 1
+        wrong = _wrong_field(group, weight)
+        if wrong is not None:
+            yield f"{name}: {wrong}"
+            return  # one says it: a checkpoint may have thousands
+    for number, group in enumerate(groups):
+        claimed = group.get("count") if isinstance(group, Mapping) else None
+        if claimed != counts[number]:
+            stored = counts[number]
+            yield f"group {number + 1} has {claimed!r:.50} weights, but {stored:,} are there"
+
+
+def _wrong_field(group: Any, weight: StoredWeight) -> str | None:
+    """Returns in what a weight is not as its group says; None if it is."""
+    for field in _OF_FORMAT:
+        claimed = group.get(field) if isinstance(group, Mapping) else None
+        stored = getattr(weight.format, field)
+        if claimed != stored:
+            return f"{field} is {claimed!r:.50}, but it is stored as {stored!r}"
+    return None
+
+
+def _wrong_counts(structure: Structure, record: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a difference in the numbers of tensors that are not packed."""
+    stored = Counter(
+        DTYPE_NAMES.get(tensor.dtype, tensor.dtype) for tensor in structure.plain.values()
+    )
+    claimed = record.get("not_packed")
+    if claimed != dict(stored):
+        yield f"not_packed is {claimed!r:.100}, but {dict(sorted(stored.items()))} are there"
