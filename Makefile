@@ -188,7 +188,7 @@ $(VENV)/floors-quick/.installed: $(VENV)/.installed
 	touch $@
 
 test-floors-quick: $(VENV)/floors-quick/.installed ## run a part of that, with the torch that is installed, for CI
-	$(VENV)/floors-quick/bin/python -m pytest -m "not gpu and not oracle" $(addprefix tests/test_,cli.py making.py header.py layout.py hub.py hub_faults.py stream.py)
+	$(VENV)/floors-quick/bin/python -m pytest -m "not gpu and not oracle" $(addprefix tests/test_,cli.py making.py header.py layout.py hub.py hub_faults.py stream.py push.py)
 
 docs/architectures.md: $(VENV)/transformers-4/.installed ## write the tables of what the sweep finds, here and in selection.md
 	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python

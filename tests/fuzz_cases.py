@@ -1,5 +1,6 @@
 """Says what the fuzzing target mutates, which command then runs, and what is wrong with its end."""
 
+import json
 import os
 import random
 import shutil
@@ -110,6 +111,27 @@ def keeps_weights(words: list[object], out: Path, expected: Path, finished: Any)
         if not is_same(path, out / path.name):
             return f"{path.name} is damaged, and exit code 0"
     return passes_verify(words, out, finished)
+
+
+def exact_case(chosen: random.Random, whole: Path, work: Path) -> Case:
+    """Changes a byte of a weight or of a copied file, or a value of the config."""
+    out = work / "out"
+    shutil.copytree(whole / "out", out)
+    (out / "SHA256SUMS").unlink()
+    names = [path.name for path in out.glob("*.safetensors")]
+    name = chosen.choice([*names, "tokenizer.json", "config.json", "config.json"])
+    path = out / name
+    if name == "config.json":
+        config = json.loads(path.read_text())
+        key = chosen.choice(("architectures", "model_type", "vocab_size"))
+        config[key] = chosen.choice((None, 7, "x", ["x"], {}))
+        path.write_text(json.dumps(config))
+    else:
+        content = bytearray(path.read_bytes())
+        content[chosen.randrange(len(content))] ^= 1 << chosen.randrange(8)
+        path.write_bytes(content)
+    words: list[object] = ["verify", out, "--source", whole / "source", "--exact"]
+    return Case(words, out, lambda done: None if done.exit_code else f"{name}: not seen", True)
 
 
 def unfinished_case(chosen: random.Random, whole: Path, work: Path) -> Case:
@@ -246,6 +268,7 @@ KINDS: dict[str, Kind] = {
     "packed experts": Kind(templates.packed_experts, finished_case),
     "unfinished result": Kind(templates.unfinished, unfinished_case),
     "records of a run": Kind(templates.unfinished, unfinished_case),
+    "flips under --exact": Kind(templates.finished, exact_case),
     "single file": Kind(templates.single_file, single_file_case),
     "evaluate": Kind(templates.runnable, evaluate_case),
     "calibrate": Kind(templates.runnable, calibrate_case),
