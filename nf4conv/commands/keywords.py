@@ -39,6 +39,8 @@ class Place(TypedDict, total=False):
     local_files_only: bool
     subfolder: str | None
     variant: str | None
+    gguf_file: str | None
+    config_from: str | None
 
 
 class StreamedPlace(Place, total=False):
@@ -101,6 +103,7 @@ class Quantizing(WritingMachine, StreamedPlace, total=False):
 class Dequantizing(WritingMachine, StreamedPlace, total=False):
     """Names the keywords of `dequantize`: DequantizeOptions, RunOptions, SourceOptions."""
 
+    non_finite: NonFinite
     dtype: Dtype | None
     include: tuple[str, ...] | list[str]
     exclude: tuple[str, ...] | list[str]
