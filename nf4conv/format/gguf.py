@@ -21,9 +21,13 @@ class BlockType(NamedTuple):
     size: int
 
 
-BLOCK_TYPES: Final = {
+_DTYPES: Final = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
+    30: BlockType("BF16", 1, 2),
+}
+
+_EVENLY_SPACED: Final = {
     2: BlockType("Q4_0", 32, 18),
     3: BlockType("Q4_1", 32, 20),
     6: BlockType("Q5_0", 32, 22),
@@ -34,6 +38,9 @@ BLOCK_TYPES: Final = {
     12: BlockType("Q4_K", 256, 144),
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
+}
+
+_OTHERS: Final = {
     16: BlockType("IQ2_XXS", 256, 66),
     17: BlockType("IQ2_XS", 256, 74),
     18: BlockType("IQ3_XXS", 256, 98),
@@ -43,12 +50,13 @@ BLOCK_TYPES: Final = {
     22: BlockType("IQ2_S", 256, 82),
     23: BlockType("IQ4_XS", 256, 136),
     29: BlockType("IQ1_M", 256, 56),
-    30: BlockType("BF16", 1, 2),
     34: BlockType("TQ1_0", 256, 54),
     35: BlockType("TQ2_0", 256, 66),
     39: BlockType("MXFP4", 32, 17),
     40: BlockType("NVFP4", 64, 36),
 }
+
+BLOCK_TYPES: Final = {**_DTYPES, **_EVENLY_SPACED, **_OTHERS}
 """The types of weights that are decoded; a test compares them with the package `gguf`."""
 
 PLAIN: Final = ("F32", "F16", "BF16")

@@ -6,6 +6,11 @@ All functions take and return [n, k] tensors: a row for each block.
 import torch
 
 
+def parts(block: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
+    """Divides blocks into their parts, by the bytes that each part has."""
+    return list(torch.split(block, list(sizes), dim=1))
+
+
 def fields(block: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """Takes fields of a few bits out of bytes.
 
@@ -22,7 +27,9 @@ def fields(block: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=block.device)
     runs = block.reshape(len(block), -1, 1, run)
-    found: torch.Tensor = (runs >> shifts.view(1, 1, -1, 1)) & (2**bits - 1)
+    shifted = runs >> shifts.view(-1, 1)
+    mask = 2**bits - 1
+    found: torch.Tensor = shifted & mask
     return found.flatten(1)
 
 
@@ -38,8 +45,11 @@ def bits_of_words(words: torch.Tensor, bits: int, step: int, count: int) -> torc
     Returns:
         [n, k * count] in the words' dtype.
     """
-    shifts = torch.arange(0, step * count, step, device=words.device)
-    found: torch.Tensor = (words.unsqueeze(2) >> shifts) & (2**bits - 1)
+    stop = step * count
+    shifts = torch.arange(0, stop, step, device=words.device)
+    shifted = words.unsqueeze(2) >> shifts
+    mask = 2**bits - 1
+    found: torch.Tensor = shifted & mask
     return found.flatten(1)
 
 
@@ -56,12 +66,15 @@ def signed(block: torch.Tensor) -> torch.Tensor:
 def words_16(block: torch.Tensor) -> torch.Tensor:
     """Returns little-endian words of 16 bits: [n, 2k] uint8 → [n, k] int32."""
     pairs = block.reshape(len(block), -1, 2).int()
-    return pairs[..., 0] | pairs[..., 1] << 8
+    low, high = pairs.unbind(2)
+    return low | high << 8
 
 
 def words_32(block: torch.Tensor) -> torch.Tensor:
     """Returns little-endian words of 32 bits: [n, 4k] uint8 → [n, k] int64."""
-    low, high = words_16(block).long().reshape(len(block), -1, 2).unbind(2)
+    words = words_16(block).long()
+    pairs = words.reshape(len(block), -1, 2)
+    low, high = pairs.unbind(2)
     return low | high << 16
 
 

@@ -2,29 +2,51 @@
 
 import torch
 
-from nf4conv.codec.decode.ggml.bytes import bits_of_words, fields, halves, signed, words_16
+from nf4conv.codec.decode.ggml.bytes import bits_of_words, fields, halves, parts, signed, words_16
 from nf4conv.codec.decode.ggml.simple import NON_LINEAR
 
 
-def _scaled(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Multiplies codes with the scales of their groups: [n, groups] and [n, 256]."""
-    grouped = codes.view(*scale.shape, -1)
-    return (scale.unsqueeze(2) * grouped).flatten(1)
+def _scaled(
+    scale: torch.Tensor,
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+) -> torch.Tensor:
+    """Multiplies codes with the scales of their groups.
+
+    Args:
+        scale: [n, 2] uint8: the scale of each block, in half precision.
+        scales: [n, groups] float32: what it is multiplied with.
+        codes: [n, 256] float32.
+
+    Returns:
+        [n, 256] float32.
+    """
+    factors = halves(scale) * scales
+    grouped = codes.view(*scales.shape, -1)
+    products = factors.unsqueeze(2) * grouped
+    return products.flatten(1)
 
 
-def _scaled_from(scale: torch.Tensor, minimum: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Multiplies codes with the scales of their groups, and subtracts the groups' minimums."""
-    grouped = codes.view(*scale.shape, -1)
-    return (scale.unsqueeze(2) * grouped - minimum.unsqueeze(2)).flatten(1)
+def _less(
+    values: torch.Tensor,
+    minimum: torch.Tensor,
+    minimums: torch.Tensor,
+) -> torch.Tensor:
+    """Subtracts the minimums of groups, which are nested like their scales."""
+    subtracted = halves(minimum) * minimums
+    grouped = values.view(*minimums.shape, -1)
+    differences = grouped - subtracted.unsqueeze(2)
+    return differences.flatten(1)
 
 
 def decode_q2_k(block: torch.Tensor) -> torch.Tensor:
     """Decodes [16 scales and minimums of 4 bits | 64 bytes of codes | scale | minimum]."""
-    scales = block[:, :16]
-    codes = fields(block[:, 16:80], 2, 32).float()
-    scale = halves(block[:, 80:82]) * (scales & 15).float()
-    minimum = halves(block[:, 82:84]) * (scales >> 4).float()
-    return _scaled_from(scale, minimum, codes)
+    nested, packed, scale, minimum = parts(block, 16, 64, 2, 2)
+    codes = fields(packed, 2, 32).float()
+    scales = (nested & 15).float()
+    minimums = (nested >> 4).float()
+    values = _scaled(scale, scales, codes)
+    return _less(values, minimum, minimums)
 
 
 def decode_q3_k(block: torch.Tensor) -> torch.Tensor:
@@ -32,12 +54,13 @@ def decode_q3_k(block: torch.Tensor) -> torch.Tensor:
 
     The high bit counts upside down: 4 is subtracted where it is 0.
     """
-    high = fields(block[:, :32], 1, 32)
-    low = fields(block[:, 32:96], 2, 32)
-    scales = fields(block[:, 96:104], 4, 8) | fields(block[:, 104:108], 2, 4) << 4
-    scale = halves(block[:, 108:110]) * (scales.float() - 32)
-    codes = low.float() - 4 * (1 - high.float())
-    return _scaled(scale, codes)
+    high, low, low_scales, high_scales, scale = parts(block, 32, 64, 8, 4, 2)
+    high_bits = fields(high_scales, 2, 4) << 4
+    scales = fields(low_scales, 4, 8) | high_bits
+    codes = fields(low, 2, 32).float()
+    missing = 1 - fields(high, 1, 32).float()
+    codes = codes - 4 * missing
+    return _scaled(scale, scales.float() - 32, codes)
 
 
 def _scales_and_minimums(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,40 +69,48 @@ def _scales_and_minimums(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     The first four are whole in bytes 0 to 7. The other four have their low bits in bytes 8 to 11
     and their high bits above the first four.
     """
-    first, second, mixed = packed.view(len(packed), 3, 4).unbind(1)
-    scales = torch.cat([first & 63, (mixed & 15) | (first >> 2 & 48)], dim=1)
-    minimums = torch.cat([second & 63, (mixed >> 4) | (second >> 2 & 48)], dim=1)
+    first, second, mixed = parts(packed, 4, 4, 4)
+    high_of_scales = first >> 2 & 48
+    high_of_minimums = second >> 2 & 48
+    last_scales = mixed & 15 | high_of_scales
+    last_minimums = mixed >> 4 | high_of_minimums
+    scales = torch.cat([first & 63, last_scales], dim=1)
+    minimums = torch.cat([second & 63, last_minimums], dim=1)
     return scales.float(), minimums.float()
 
 
 def decode_q4_k(block: torch.Tensor) -> torch.Tensor:
     """Decodes [scale | minimum | 12 bytes of scales and minimums | 128 bytes of codes]."""
-    scales, minimums = _scales_and_minimums(block[:, 4:16].contiguous())
-    scale = halves(block[:, :2]) * scales
-    minimum = halves(block[:, 2:4]) * minimums
-    return _scaled_from(scale, minimum, fields(block[:, 16:], 4, 32).float())
+    scale, minimum, nested, packed = parts(block, 2, 2, 12, 128)
+    scales, minimums = _scales_and_minimums(nested)
+    codes = fields(packed, 4, 32)
+    values = _scaled(scale, scales, codes.float())
+    return _less(values, minimum, minimums)
 
 
 def decode_q5_k(block: torch.Tensor) -> torch.Tensor:
     """Decodes what Q4_K has, with 32 bytes of fifth bits before the codes."""
-    scales, minimums = _scales_and_minimums(block[:, 4:16].contiguous())
-    scale = halves(block[:, :2]) * scales
-    minimum = halves(block[:, 2:4]) * minimums
-    codes = fields(block[:, 48:], 4, 32) | fields(block[:, 16:48], 1, 32) << 4
-    return _scaled_from(scale, minimum, codes.float())
+    scale, minimum, nested, high, low = parts(block, 2, 2, 12, 32, 128)
+    scales, minimums = _scales_and_minimums(nested)
+    fifth = fields(high, 1, 32) << 4
+    codes = fields(low, 4, 32) | fifth
+    values = _scaled(scale, scales, codes.float())
+    return _less(values, minimum, minimums)
 
 
 def decode_q6_k(block: torch.Tensor) -> torch.Tensor:
     """Decodes [128 bytes of low bits | 64 of high bits | 16 int8 scales | scale]."""
-    scale = halves(block[:, 208:210]) * signed(block[:, 192:208])
-    codes = fields(block[:, :128], 4, 64) | fields(block[:, 128:192], 2, 32) << 4
-    return _scaled(scale, codes.float() - 32)
+    low, high, nested, scale = parts(block, 128, 64, 16, 2)
+    high_bits = fields(high, 2, 32) << 4
+    codes = fields(low, 4, 64) | high_bits
+    return _scaled(scale, signed(nested), codes.float() - 32)
 
 
 def decode_iq4_xs(block: torch.Tensor) -> torch.Tensor:
     """Decodes [scale | 8 high bits of scales | 4 bytes of their low bits | 128 bytes of codes]."""
-    high = bits_of_words(words_16(block[:, 2:4]), 2, 2, 8)
-    low = fields(block[:, 4:8], 4, 1).int()
-    scale = halves(block[:, :2]) * ((low | high << 4) - 32).float()
+    scale, high, low, packed = parts(block, 2, 2, 4, 128)
+    high_bits = bits_of_words(words_16(high), 2, 2, 8) << 4
+    nested = fields(low, 4, 1).int() | high_bits
     table = torch.tensor(NON_LINEAR, dtype=torch.float32, device=block.device)
-    return _scaled(scale, table[fields(block[:, 8:], 4, 16).long()])
+    codes = fields(packed, 4, 16).long()
+    return _scaled(scale, nested.float() - 32, table[codes])

@@ -152,12 +152,11 @@ def _decode(
             return _decode_halves(tensor, encoding, parts)
         case GgufBlocks():
             return _decode_gguf(encoding, values, dtype)
-        case Columns():
-            raise AssertionError(f"{tensor.name}: columns are only read as a part of a weight")
         case Bitsandbytes4bit():
             return decode_packed(parts, dtype, is_transposed=encoding.is_transposed)
         case Strided():
             return torch.as_strided(values, tensor.shape, encoding.strides).to(dtype).contiguous()
+    raise AssertionError(f"{tensor.name}: columns are only read as a part of a weight")
 
 
 def _decode_fp4(
