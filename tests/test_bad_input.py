@@ -281,8 +281,8 @@ def test_a_damaged_source_is_refused(tmp_path, damage, message):
         ("empty", "neither safetensors weights nor a pytorch_model.bin in it"),
         (
             "llama.cpp",
-            "neither safetensors weights nor a pytorch_model.bin in it; it has GGUF files, which "
-            "are not read",
+            "neither safetensors weights nor a pytorch_model.bin in it; it has GGUF files: name "
+            "one, --gguf-file NAME",
         ),
         (
             "loose",
@@ -438,6 +438,7 @@ def test_a_checkpoint_of_empty_tensors(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     save_file({"a.weight": torch.zeros(0, 64)}, source / "model.safetensors")
+    (source / "config.json").write_text('{"model_type": "llama"}')
     assert quantize(source, tmp_path / "out", "--dry-run").exit_code == 0
     assert "no tensor of this checkpoint would be packed" in refused(
         quantize(source, tmp_path / "out")

@@ -28,6 +28,7 @@ TWO = replace(ONE, device="cpu,cpu")
 OF_THE_RUN = {
     "out",
     "loading",
+    "push",
     "seconds",
     "pipeline_seconds",
     "seconds_by_activity",
