@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -140,7 +141,8 @@ def test_decoded_values_that_a_cast_would_make_infinite_are_refused(tmp_path, tr
         dequantize_checkpoint(
             tmp_path / "packed", tmp_path / "half", DequantizeOptions("float16"), CPU
         )
-    assert str(caught.value) == refusal(tmp_path / "packed", name, "float16")
+    message = rf"{name}: [\d,]+ of 12,288 values are too large for float16; --dtype bf16 holds them"
+    assert re.search(message, str(caught.value))
 
 
 def test_decoding_to_a_weight_s_own_dtype_is_no_cast(tmp_path):

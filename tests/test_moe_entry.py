@@ -178,10 +178,10 @@ def test_stands_back_for_unsloth(checkpoint, monkeypatch, caplog):
 
     files = [str(checkpoint / "model.safetensors")]
     model = build("qwen3_moe")
-    assert look_at_packed(model, files) is not None
+    assert look_at_packed(model, files, None) is not None
     monkeypatch.setitem(sys.modules, "unsloth", sys)
     with caplog.at_level(logging.WARNING, logger="nf4conv"):
-        assert look_at_packed(model, files) is None
+        assert look_at_packed(model, files, None) is None
     assert "stands back" in caplog.text
 
 

@@ -15,7 +15,6 @@ An option on the command line wins. No file is read unless --config names it: a 
 to lie in the current folder must not decide about the bytes of a checkpoint.
 """
 
-import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,11 +23,6 @@ from typing import Any, Final
 import click
 
 from nf4conv.cli.errors import PRINTS_JSON
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _MOST_BYTES: Final = 1_000_000
 """A larger file is something else, and reading it would take memory."""
@@ -70,6 +64,10 @@ def take_options(ctx: click.Context, _param: click.Parameter, path: Path | None)
 
 def _read(path: Path, ctx: click.Context) -> dict[str, Any]:
     """Reads a TOML file."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -147,6 +145,8 @@ def _check_keys(
 
 def _similar(name: str, known: Iterable[str]) -> str:
     """Returns advice for a misspelt name, or nothing."""
+    import difflib  # every start of the program would wait for it
+
     found = difflib.get_close_matches(name.replace("_", "-"), list(known), n=1)
     if not found:
         return ""

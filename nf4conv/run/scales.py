@@ -66,7 +66,7 @@ def check_scales(
                     tensor=weight.job.name,
                 )
             notes.append(f"{weight.job.name}: has scales that are NaN or infinite, decoded as such")
-        elif weight.job.dtype == "F16" and largest >= _FIRST_TOO_LARGE:
+        elif _is_cast_to_float16(weight) and largest >= _FIRST_TOO_LARGE:
             large.append(weight.job)
     if large:
         _refuse_overflow(large, source, run)
@@ -78,6 +78,14 @@ def _weights(jobs: Sequence[Job]) -> Iterator[_Weight]:
         if isinstance(job, CopyJob):
             for encoding in _encodings(job.source.unmerged):
                 yield _Weight(job, encoding)
+
+
+def _is_cast_to_float16(weight: _Weight) -> bool:
+    """Returns True if a weight is decoded to float16 and was of another dtype before.
+
+    One that was float16 before decodes to what bitsandbytes makes of it, infinity included.
+    """
+    return weight.job.dtype == "F16" and weight.encoding.dtype != "F16"
 
 
 def _encodings(tensor: TensorInfo) -> Iterator[Bitsandbytes4bit]:

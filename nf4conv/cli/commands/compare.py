@@ -20,7 +20,6 @@ from nf4conv.cli.options import (
     verbose_log_option,
 )
 from nf4conv.cli.parameters import Place
-from nf4conv.report.text.checks import comparison_lines
 from nf4conv.report.text.progress_bar import progress
 
 
@@ -47,6 +46,8 @@ def compare(a: str, b: str, **values: Any) -> None:
     A and B are folders, weight files, or models on the Hub, in any format. Exit codes: 0 all bytes
     are equal, or no tensor differs by more than the tolerance; 1 tensors differ; 2 bad input.
     """
+    from nf4conv.report.text.checks import comparison_lines  # importing it holds up --help
+
     display = chosen(Display, values)
     run = chosen(nf4conv.RunOptions, values)
     options = chosen(nf4conv.CompareOptions, values)

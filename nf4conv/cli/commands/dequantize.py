@@ -21,9 +21,7 @@ from nf4conv.cli.options import (
     writing_machine_options,
 )
 from nf4conv.cli.parameters import Place
-from nf4conv.report.text.contents import plan_lines
 from nf4conv.report.text.progress_bar import progress
-from nf4conv.report.text.runs import dequantization_lines
 
 
 @click.command(
@@ -64,6 +62,9 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     folder, a .safetensors file, or a model on the Hugging Face Hub. OUT loads as any 16-bit model,
     and llama.cpp converts it to GGUF.
     """
+    from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
+    from nf4conv.report.text.runs import dequantization_lines  # importing it holds up --help
+
     display = chosen(Display, values)
     run = chosen(nf4conv.RunOptions, values)
     options = chosen(nf4conv.DequantizeOptions, values)

@@ -9,7 +9,6 @@ from nf4conv.cli.chosen import chosen
 from nf4conv.cli.display import Display
 from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import json_options
-from nf4conv.report.text.contents import environment_lines
 
 
 @click.command(cls=Command, epilog=examples("env", "env --json"))
@@ -19,6 +18,8 @@ def env(**values: Any) -> None:
 
     A bug report should contain this.
     """
+    from nf4conv.report.text.contents import environment_lines  # importing it holds up --help
+
     display = chosen(Display, values)
     found = nf4conv.environment()
     display.show(found, environment_lines(found))

@@ -19,7 +19,6 @@ from nf4conv.cli.options import (
     verbose_log_option,
 )
 from nf4conv.cli.parameters import NonNegative, Place, WholeNumber
-from nf4conv.report.text.evaluations import evaluation_lines
 from nf4conv.report.text.progress_bar import Ticking
 
 
@@ -80,6 +79,8 @@ def evaluate(outs: tuple[str, ...], source: str, device: str, **values: Any) -> 
     tokens.
     """
     from tqdm import tqdm  # this import takes a moment, for which --help must not wait
+
+    from nf4conv.report.text.evaluations import evaluation_lines  # importing it holds up --help
 
     display = chosen(Display, values)
     options = chosen(nf4conv.EvaluateOptions, values)

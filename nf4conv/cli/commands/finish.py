@@ -10,7 +10,6 @@ from nf4conv.cli.display import Display
 from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import json_options, verbose_log_option
 from nf4conv.cli.parameters import Place
-from nf4conv.report.text.runs import finish_lines
 
 
 @click.command(
@@ -26,6 +25,8 @@ def finish(out: str, **values: Any) -> None:
     OUT is a folder. nf4conv names every missing or damaged file, and the part that makes it. It
     does not need the source, and may be repeated.
     """
+    from nf4conv.report.text.runs import finish_lines  # importing it holds up --help
+
     display = chosen(Display, values)
     found = nf4conv.finish_checkpoint(out)
     display.show(found, finish_lines(found))

@@ -10,7 +10,6 @@ from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import all_option, json_options, repository_options, verbose_log_option
 from nf4conv.cli.parameters import Place
-from nf4conv.report.text.contents import inspection_lines
 
 
 @click.command(
@@ -31,6 +30,8 @@ def inspect(path: str, **values: Any) -> None:
     Lists formats, sizes, bits per parameter, and what is unusual. PATH is a folder or a weight
     file. REPO is a model on the Hugging Face Hub; nf4conv does not download its weights.
     """
+    from nf4conv.report.text.contents import inspection_lines  # importing it holds up --help
+
     display = chosen(Display, values)
     where = chosen(nf4conv.SourceOptions, values)
     check_hub_options(where, path)

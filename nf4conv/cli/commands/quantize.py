@@ -30,9 +30,7 @@ from nf4conv.cli.options import (
     writing_machine_options,
 )
 from nf4conv.cli.parameters import Dtype, Place, Size, WholeNumber
-from nf4conv.report.text.contents import plan_lines
 from nf4conv.report.text.progress_bar import progress
-from nf4conv.report.text.runs import quantization_lines
 
 
 @click.command(
@@ -226,6 +224,9 @@ def quantize(source: str, out: str, **values: Any) -> None:
     asked for, by default their own, stay bit for bit. In a diffusers pipeline, nf4conv packs
     denoisers and text encoders; --include 'transformer/*' chooses submodels.
     """
+    from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
+    from nf4conv.report.text.runs import quantization_lines  # importing it holds up --help
+
     display = chosen(Display, values)
     run = chosen(nf4conv.RunOptions, values)
     options = chosen(nf4conv.QuantizeOptions, values)

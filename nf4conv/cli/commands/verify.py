@@ -23,7 +23,6 @@ from nf4conv.cli.options import (
     verbose_option,
 )
 from nf4conv.cli.parameters import Place
-from nf4conv.report.text.checks import verification_lines
 from nf4conv.report.text.progress_bar import progress
 
 
@@ -67,6 +66,8 @@ def verify(path: str, source: str | None, report: Path | None, **values: Any) ->
     PATH is a folder or a .safetensors file, made by any tool. Exit codes: 0 everything is right, 1
     something is wrong, 2 nf4conv could not verify it.
     """
+    from nf4conv.report.text.checks import verification_lines  # importing it holds up --help
+
     display = chosen(Display, values)
     run = chosen(nf4conv.RunOptions, values)
     options = chosen(nf4conv.VerifyOptions, values)
