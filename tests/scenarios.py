@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,8 @@ repo.commit({path.name: path.read_bytes() for path in Path(sys.argv[1]).iterdir(
 HUB.repos["org/name"] = repo
 print(HUB.url, flush=True)
 for line in sys.stdin:
-    found = HUB.repos.get(line.strip())
+    what, name = line.split()
+    found = HUB.repos.pop(name, None) if what == "forget" else HUB.repos.get(name)
     files = {} if found is None else found.files
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     print(json.dumps(sums), flush=True)
@@ -136,24 +136,25 @@ def quantizing_pipeline(folder: Path, source: Path) -> Scenario:
 
 
 def pushing(_: Path, source: Path) -> Scenario:
-    """Each run that begins anew pushes to a repository of its own, and resumes into the same."""
+    """Each run that begins anew finds no repository, and pushes to the same one: cards name it."""
     server = start_server(source)
-    numbers = count()
-    repo = ["me/made"]
+
+    def ask(what: str) -> dict[str, str]:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(f"{what} me/made\n")
+        server.stdin.flush()
+        return json.loads(server.stdout.readline())
 
     def prepare(__: Path) -> None:
-        repo[0] = f"me/made-{next(numbers)}"
+        ask("forget")
 
     def push(out: Path) -> None:
-        where = PushOptions(push_to_hub=repo[0], token="hf_writer")
+        where = PushOptions(push_to_hub="me/made", token="hf_writer")
         quantize_checkpoint(source, out, OPTIONS, RUN, push=where)
 
     def elsewhere(out: Path, must_be_whole: bool) -> list[str]:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(f"{repo[0]}\n")
-        server.stdin.flush()
-        pushed = json.loads(server.stdout.readline())
+        pushed = ask("show")
         pushed.pop(".gitattributes", None)
         if not pushed and not must_be_whole:
             return []

@@ -515,9 +515,7 @@ def test_decoded_values_too_large_for_the_dtype(tmp_path: Path, stored: torch.dt
         ),
     ):
         command(packed, tmp_path / f"{engine} wide", DequantizeOptions(dtype="float32"))
-        refused = pytest.raises(
-            SourceError, match=rf"{DOWN}: has values too large for float16, to which"
-        )
+        refused = pytest.raises(SourceError, match=rf"{DOWN}: .* values are too large for float16")
         with nullcontext() if stored == torch.float16 else refused:
             command(packed, tmp_path / engine, DequantizeOptions(dtype="float16"))
     same(tmp_path / "bare wide", tmp_path / "torch wide")

@@ -23,10 +23,18 @@ def check_record(structure: Structure) -> None:
     """
     record = structure.record
     groups = None if record is None else record.get("weights")
-    if record is None or not isinstance(groups, list):
+    if record is None or not _claims_something(groups):
         return
+    assert isinstance(groups, list)
     for text in (*_wrong_groups(structure, groups), *_wrong_counts(structure, record)):
         structure.note(CHECK, MAKING, "", text)
+
+
+def _claims_something(groups: object) -> bool:
+    """Returns True if a record describes weights as nf4conv does; not if somebody else wrote it."""
+    if not isinstance(groups, list):
+        return False
+    return any(isinstance(group, Mapping) and "quant_type" in group for group in groups)
 
 
 def _wrong_groups(structure: Structure, groups: list[Any]) -> Iterator[str]:

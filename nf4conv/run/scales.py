@@ -8,7 +8,7 @@ bytes of a weight with double quantization.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -125,7 +125,8 @@ def _refuse_overflow(jobs: Sequence[CopyJob], source: Source, run: RunOptions) -
 
     wide: Mapping[str, TensorInfo] = {job.name: job.source._replace(dtype="F32") for job in jobs}
     limits = dict.fromkeys(wide, math.nextafter(_FIRST_TOO_LARGE, 0))
-    found = count_values(wide, limits, run, source)
+    on_cpu = replace(run, device="cpu")  # few weights are looked at, whatever device computes
+    found = count_values(wide, limits, on_cpu, source)
     for name, count in found.items():
         tensor = wide[name]
         if count.too_large:
