@@ -188,6 +188,27 @@ def test_every_flip_of_a_copied_file_is_found(ours):
     assert not faults(ours)
 
 
+@pytest.mark.parametrize(
+    ("true", "false"),
+    [
+        ("| 4-bit data type | NF4 |", "| 4-bit data type | FP4 |"),
+        ("| block size | 64 |", "| block size | 32 |"),
+        ("| block size | 64 |", "| block size | 64 (3 weights), 128 (4 weights) |"),
+        ("| double quantization | yes |", "| double quantization | no |"),
+    ],
+)
+def test_what_the_card_claims_is_compared_with_what_is_stored(ours, true: str, false: str):
+    card = ours / "out/README.md"
+    before = card.read_text()
+    assert true in before
+    card.write_text(before.replace(true, false))
+    [fault] = faults(ours)
+    assert (fault.check, fault.file) == ("record", "README.md")
+    card.write_text(f"{before}\nAnything else that people write.\n")
+    assert not faults(ours)
+    card.write_text(before)
+
+
 def test_what_nf4conv_json_claims_is_compared_with_what_is_stored(ours):
     path = ours / "out/nf4conv.json"
     before = path.read_bytes()

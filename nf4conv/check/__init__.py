@@ -5,7 +5,7 @@ structure.py         looks at all files of a 4-bit checkpoint and notes every fa
 config_check.py      checks config.json against the tensors
 model_config.py      compares config.json with that of the source
 model_keys.py        lists what tools change in config.json without changing the model
-record_check.py      compares nf4conv.json with what is stored
+record_check.py      compares nf4conv.json and the card with what is stored
 copied_files.py      compares the files beside the weights with those of the source
 skip_list_check.py   checks llm_int8_skip_modules against what is packed
 experts_check.py     checks that the experts of each layer are whole, and packed alike

@@ -1,5 +1,9 @@
-"""Compares nf4conv.json with what is stored: formats and numbers of weights, and other tensors."""
+"""Compares what nf4conv.json and the card say with what is stored.
 
+That is formats and numbers of weights, and of nf4conv.json the tensors that are not packed, too.
+"""
+
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -9,6 +13,11 @@ from nf4conv.sources.record import MAKING, any_number
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 
 CHECK: Final = "record"
+
+_CARD: Final = "README.md"
+_LARGEST_CARD: Final = 2**22  # bytes
+_ROW: Final = re.compile(r"^\| (?P<label>[^|]+) \| (?P<text>[^|]*) \|$", re.MULTILINE)
+_PART: Final = re.compile(r" \([\d,]+ weights\)$")
 
 _OF_FORMAT: Final = ("quant_type", "blocksize", "double_quant", "quant_storage", "dtype")
 
@@ -28,6 +37,36 @@ def check_record(structure: Structure) -> None:
     assert isinstance(groups, list)
     for text in (*_wrong_groups(structure, groups), *_wrong_counts(structure, record)):
         structure.note(CHECK, MAKING, "", text)
+
+
+def check_card(structure: Structure) -> None:
+    """Notes the rows of the card's table that are not so; people may write anything around it.
+
+    A card of somebody else, without nf4conv.json, is not looked at.
+
+    Args:
+        structure: the checkpoint, which gets the findings.
+    """
+    card = structure.folder / _CARD
+    if structure.record is None or not card.is_file() or card.stat().st_size > _LARGEST_CARD:
+        return
+    text = card.read_text(encoding="utf-8", errors="replace")
+    claimed = {row["label"]: row["text"] for row in _ROW.finditer(text)}
+    formats = [weight.format for weight in structure.weights.values()]
+    stored = {
+        "4-bit data type": {format.quant_type.upper() for format in formats},
+        "block size": {str(format.blocksize) for format in formats},
+        "double quantization": {"yes" if format.double_quant else "no" for format in formats},
+    }
+    for label, values in stored.items():
+        if label in claimed and _values_in(claimed[label]) != values:
+            there = " and ".join(sorted(values))
+            structure.note(CHECK, _CARD, "", f"{label} is {claimed[label]:.50}, but it is {there}")
+
+
+def _values_in(text: str) -> set[str]:
+    """Returns the values that a row of the card names, with their numbers of weights or without."""
+    return {_PART.sub("", part) for part in text.split(", ")}
 
 
 def _claims_something(groups: object) -> bool:

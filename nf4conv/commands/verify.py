@@ -20,7 +20,7 @@ from nf4conv.check.config_check import check_config, check_exact_config
 from nf4conv.check.copied_files import check_copied_files, check_files
 from nf4conv.check.model_config import check_model_config, check_model_index
 from nf4conv.check.pairing import Pairs, pair
-from nf4conv.check.record_check import check_record
+from nf4conv.check.record_check import check_card, check_record
 from nf4conv.check.structure import read_structure
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.units import size
@@ -274,6 +274,7 @@ def _plan_pairs(
         check_calibrated(structure, pairs)
         check_record(structure)
         if path.is_dir():
+            check_card(structure)
             check_copied_files(structure, source)
     _check_origin(structure, source)
     return VerificationPlan(path, options, structure, config, source, pairs)
