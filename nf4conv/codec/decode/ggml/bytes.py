@@ -80,4 +80,5 @@ def words_32(block: torch.Tensor) -> torch.Tensor:
 
 def signs(bits: torch.Tensor) -> torch.Tensor:
     """Returns 1 for bits that are 0, and -1 for bits that are 1, in float32."""
-    return 1 - 2 * bits.float()
+    minuses = bits.float()
+    return 1 - 2 * minuses
