@@ -8,6 +8,7 @@ is the weight. Which model a file is they tell by the shapes of layers outside t
 """
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -389,6 +390,14 @@ def test_a_damaged_single_file_is_not_complete(tmp_path):
     save_file({"a": torch.ones(1)}, foreign)
     with pytest.raises(OutputError, match="exists; choose another file"):
         quantize_checkpoint(source, foreign, options, CPU)
+
+
+def test_an_output_that_is_a_pipe_is_refused(tmp_path):
+    """Opening it would wait for ever."""
+    source, out = write(tmp_path / "source", "flux"), tmp_path / "out.safetensors"
+    os.mkfifo(out)
+    with pytest.raises(OutputError, match=r"out\.safetensors: exists; choose another file"):
+        quantize_checkpoint(source, out, ONE, CPU)
 
 
 def test_what_an_interrupted_run_leaves_is_cleared_away(tmp_path, monkeypatch):
