@@ -116,7 +116,7 @@ def test_a_server_says_when_to_come_back(hub: Hub, monkeypatch: pytest.MonkeyPat
 
 
 def asking_repository() -> Callable[[], object]:
-    from nf4conv.sources.remote.hub import Repository
+    from nf4conv.sources.remote.repository import Repository
 
     return lambda: Repository(REPO, SourceOptions())
 

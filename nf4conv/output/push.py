@@ -22,7 +22,7 @@ from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-def
 
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.sources.remote.asking import is_unreachable, one_line, patiently
-from nf4conv.sources.remote.hub import LIBRARY, PATIENCE, abort_transfers
+from nf4conv.sources.remote.repository import LIBRARY, PATIENCE, abort_transfers
 from nf4conv.system.background import Background, outlast
 
 _log: Final = logging.getLogger(__name__)

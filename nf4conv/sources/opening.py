@@ -5,7 +5,6 @@ another quantization encoded are presented as the float tensors they stand for (
 """
 
 import logging
-import re
 import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -23,7 +22,7 @@ from nf4conv.sources.gguf.opening import open_gguf
 from nf4conv.sources.header import LENGTH_BYTES, MOST_TENSORS, header_stop, parse_header
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.pickles.header import read_pickle_header
-from nf4conv.sources.places import from_address
+from nf4conv.sources.places import from_address, is_repo_id
 from nf4conv.sources.reader import each, read_json
 from nf4conv.sources.source import Source, read_tensor, read_together
 from nf4conv.sources.stamps import Stamp, stamp_and_head
@@ -45,7 +44,6 @@ _log: Final = logging.getLogger(__name__)
 
 _HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
 _HINT: Final = "; models on the Hub are named org/name, such as openai-community/gpt2"
-_REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def open_source(source: str | Path, where: SourceOptions | None = None) -> Source:
@@ -176,11 +174,6 @@ def _open(source: str, where: SourceOptions) -> Source:
         raise AdapterError(_how_to_merge(source, where)) from error
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise SourceError(f"{error.filename or path}: {error.strerror or error}") from error
-
-
-def is_repo_id(text: str) -> bool:
-    """Returns True if a source that is no path may be a repository on the Hub."""
-    return _REPO_ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
 def _how_to_merge(adapter: str, where: SourceOptions) -> str:

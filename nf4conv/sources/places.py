@@ -12,6 +12,12 @@ from nf4conv.options import SourceOptions
 _SCHEMES: Final = ("hf", "http", "https")
 _HOSTS: Final = ("huggingface.co", "www.huggingface.co", "hf.co")
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*")
+_REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def is_repo_id(text: str) -> bool:
+    """Returns True if a source that is no path may be a repository on the Hub."""
+    return _REPO_ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
 def from_address(source: str, where: SourceOptions) -> tuple[str, SourceOptions]:

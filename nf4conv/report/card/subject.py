@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.plan.provenance import Provenance
 from nf4conv.report.rows.weights import VerificationSummary
-from nf4conv.sources.opening import is_repo_id
 from nf4conv.sources.original_card import OriginalCard
+from nf4conv.sources.places import is_repo_id
 from nf4conv.sources.record import name_of
 from nf4conv.sources.source import AdapterFiles, Source
 

@@ -31,9 +31,9 @@ from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.patterns import Patterns
 from nf4conv.sources.header import read_header
-from nf4conv.sources.opening import is_repo_id
 from nf4conv.sources.own_files import require_own
 from nf4conv.sources.pickles.header import read_pickle_header
+from nf4conv.sources.places import is_repo_id
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.source import AdapterFiles
 from nf4conv.sources.tensors import TensorInfo

@@ -15,9 +15,8 @@ from typing import Final
 from nf4conv.errors import NoDiffusersFolderError, SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.auxiliary import auxiliary_names
-from nf4conv.sources.opening import is_repo_id
 from nf4conv.sources.own_files import own_files, require_own
-from nf4conv.sources.places import from_address
+from nf4conv.sources.places import from_address, is_repo_id
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.weight_files import MODEL_INDEX, find_weights
 

@@ -22,7 +22,7 @@ from nf4conv.errors import Nf4convError, OutputError, SourceError
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.remote.asking import HUB_ERRORS, one_line, patiently
 from nf4conv.sources.remote.contents import RemoteFile, check_content
-from nf4conv.sources.remote.hub import PATIENCE, Repository, abort_transfers
+from nf4conv.sources.remote.repository import PATIENCE, Repository, abort_transfers
 from nf4conv.system.background import Background, outlast
 
 FILES_ON_DISK: Final = 2  # the one being read and the one being fetched

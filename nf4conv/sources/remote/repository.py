@@ -1,0 +1,259 @@
+"""Holds a repository of the Hugging Face Hub at one commit: fetches its files, whole or in ranges.
+
+Everything goes through huggingface_hub, which knows endpoints, tokens, caches and retries, and
+reads HF_HOME, HF_TOKEN and HF_ENDPOINT. A revision is resolved once; from then on its commit is
+what is asked for. Files that are in the cache are used where they are.
+"""
+
+import glob
+import inspect
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import huggingface_hub
+import huggingface_hub.utils
+
+from nf4conv.errors import SourceError
+from nf4conv.options import SourceOptions
+from nf4conv.sources.remote.asking import asked, explained, get_range, timeout
+from nf4conv.sources.remote.contents import RemoteFile, damaged_files
+
+_log: Final = logging.getLogger(__name__)
+
+LIBRARY: Final = "nf4conv"
+
+# its functions are exported by name only, and differ between releases
+_utils: Any = huggingface_hub.utils
+
+PATIENCE: Final = 5.0
+"""Seconds that a transfer gets to notice that it is not wanted.
+
+A transfer that stalls is left alone with its own files.
+"""
+
+
+class Repository:
+    """A model repository at the commit that a revision stands for.
+
+    Args:
+        repo: "org/name".
+        where: the revision, and how to reach the Hub.
+
+    Attributes:
+        repo: "org/name".
+        commit: what the revision stood for when the repository was opened.
+        files: everything in it, by name.
+
+    Raises:
+        SourceError: the repository does not exist or may not be read; the message is the Hub's own.
+    """
+
+    def __init__(self, repo: str, where: SourceOptions) -> None:
+        self.repo = repo
+        self._where = where
+        self._access: dict[str, Any] = {
+            "cache_dir": where.cache_dir,
+            "token": where.token,
+            "library_name": LIBRARY,
+        }
+        with explained(repo):
+            info = asked(self._describe)
+            self.commit = _digits(info.sha, 40)
+            self.files: dict[str, RemoteFile] = {}
+            for file in info.siblings or ():
+                described = _described(file)
+                self.files[described.name] = described
+
+    def _describe(self) -> Any:
+        """Asks once what the repository holds."""
+        api = huggingface_hub.HfApi(token=self._where.token, library_name=LIBRARY)
+        return api.model_info(
+            self.repo, revision=self._where.revision, files_metadata=True, timeout=timeout()
+        )
+
+    def fetch_first(self, names: Sequence[str]) -> Path:
+        """Fetches files and lets the cache note which commit the revision stands for.
+
+        Without that note the revision would not be found offline.
+
+        Returns:
+            The folder in the cache in which these files now are, with others perhaps.
+
+        Raises:
+            SourceError: the Hub does not give the files, gives other bytes than it states, or the
+                revision has moved meanwhile.
+        """
+        return self._fetch(names, self._where.revision or "main")
+
+    def fetch(self, names: Sequence[str]) -> Path:
+        """Fetches files into the cache, and checks that they are what the Hub describes.
+
+        Args:
+            names: the files.
+
+        Returns:
+            The folder in the cache in which these files now are, with others perhaps.
+
+        Raises:
+            SourceError: the Hub does not give the files, or gives other bytes than it states.
+        """
+        return self._fetch(names, self.commit)
+
+    def _fetch(self, names: Sequence[str], revision: str) -> Path:
+        """Fetches files of a revision, which must stand for the commit, and checks them."""
+        attempt = partial(
+            huggingface_hub.snapshot_download,
+            self.repo,
+            revision=revision,
+            allow_patterns=[glob.escape(name) for name in names],
+            **self._access,
+        )
+        started = time.perf_counter()
+        with explained(self.repo):
+            folder = Path(asked(attempt))
+        seconds = time.perf_counter() - started
+        _log.info("%d files of %s are in the cache after %.1f s", len(names), self.repo, seconds)
+        if folder.name != self.commit:
+            raise SourceError(f"{self.repo}: changed while it was being read; run again")
+        # a name that the repository lacks has fetched nothing
+        there = [self.files[name] for name in names if name in self.files]
+        self._require_right({folder / file.name: file for file in there})
+        return folder
+
+    def _require_right(self, files: Mapping[Path, RemoteFile]) -> None:
+        """Checks that files in the cache are what the Hub describes.
+
+        Those that are not are fetched once more.
+
+        Args:
+            files: what the Hub says of each file, by its path in the cache.
+
+        Raises:
+            SourceError: a file is damaged again, or the Hub does not give it.
+        """
+        damaged = damaged_files(files.items())
+        if not damaged:
+            return
+        with explained(self.repo):
+            for file in damaged:
+                asked(partial(self._fetch_again, file))
+        again = {path: file for path, file in files.items() if file in damaged}
+        for file, problem in damaged_files(again.items()).items():
+            raise SourceError(
+                f"{self.repo}/{file.name}: {problem}, twice; what the hub delivers is damaged"
+            )
+
+    def _fetch_again(self, file: RemoteFile) -> None:
+        """Fetches a file into the cache, which has it already."""
+        huggingface_hub.hf_hub_download(
+            self.repo, file.name, revision=self.commit, force_download=True, **self._access
+        )
+
+    def download(
+        self, file: RemoteFile, folder: Path, go_on: Callable[[], None], *, again: bool
+    ) -> Path:
+        """Fetches a file into a folder of ours, and continues an earlier try that was interrupted.
+
+        Args:
+            file: the file.
+            folder: where to put it.
+            go_on: called now and then from the calling thread; raises what is to end the download.
+            again: True to fetch the whole file, whatever an earlier try left.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            One of HUB_ERRORS: the Hub did not give the file.
+        """
+        path = huggingface_hub.hf_hub_download(
+            self.repo,
+            file.name,
+            revision=self.commit,
+            local_dir=folder,
+            force_download=again,
+            **_asking(go_on),
+            **self._access,
+        )
+        return Path(path)
+
+    def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        """Returns bytes start … stop of a file, by a request for this range.
+
+        Raises:
+            SourceError: the Hub does not give them.
+        """
+        url = huggingface_hub.hf_hub_url(self.repo, file.name, revision=self.commit)
+        headers = _utils.build_hf_headers(token=self._where.token, library_name=LIBRARY)
+        with explained(f"{self.repo}/{file.name}"):
+            content = asked(partial(get_range, url, headers, start, stop))
+        if content is None:
+            raise SourceError(
+                f"{self.repo}/{file.name}: the server gives no parts of files; run without --stream"
+            )
+        return content
+
+
+def _described(file: Any) -> RemoteFile:
+    """Returns what the Hub says of a file.
+
+    Raises:
+        ValueError: it cannot be so.
+    """
+    name = file.rfilename
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name:
+        raise ValueError(f"{name!r:.80} is no name of a file")
+    size = file.size or 0
+    if type(size) is not int or size < 0:
+        raise ValueError(f"{name}: {size!r:.80} is no size")
+    sha256 = None if file.lfs is None else _digits(file.lfs.sha256, 64)
+    blob = None if file.blob_id is None else _digits(file.blob_id, 40)
+    return RemoteFile(name, size, sha256, blob)
+
+
+def _digits(value: object, count: int) -> str:
+    """Returns a hash; raises a ValueError for what is none."""
+    if isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{count}}}", value):
+        return value
+    raise ValueError(f"{value!r:.80} is no hash")
+
+
+def _asking(go_on: Callable[[], None]) -> dict[str, Any]:
+    """Returns what lets a download ask whether to go on.
+
+    Releases before 1.0 take no progress bar: there a download ends by itself.
+    """
+    parameters = inspect.signature(huggingface_hub.hf_hub_download).parameters
+    return {"tqdm_class": _bar(go_on)} if "tqdm_class" in parameters else {}
+
+
+def _bar(go_on: Callable[[], None]) -> type[Any]:
+    """Returns the class of a progress bar that asks whether to go on.
+
+    huggingface_hub knows no other way to be stopped.
+    """
+    caller = threading.get_ident()
+
+    class Bar(_utils.tqdm):  # type: ignore[misc]
+        def update(self, n: float | None = 1) -> bool | None:
+            if threading.get_ident() == caller:
+                go_on()
+            return super().update(n)  # type: ignore[no-any-return]
+
+    return Bar
+
+
+def abort_transfers() -> None:
+    """Ends transfers of hf_xet, which asks nobody; huggingface_hub does the same on Ctrl-C."""
+    with suppress(Exception):
+        from huggingface_hub.utils._xet import abort_xet_session  # not in all releases
+
+        abort_xet_session()  # type: ignore[no-untyped-call]
