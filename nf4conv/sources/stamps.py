@@ -41,9 +41,9 @@ def stamp_and_head(path: Path) -> tuple[Stamp, bytes]:
     with named(path, SourceError), path.open("rb") as file:
         status = os.fstat(file.fileno())
         head = file.read(_ENDS)
-        # other files, such as pickles, begin with other bytes than a length
-        length = min(int.from_bytes(head[:LENGTH_BYTES], "little"), LONGEST_HEADER)
-        head += file.read(max(LENGTH_BYTES + length - len(head), 0))
+        if path.suffix == ".safetensors":  # pickles and GGUF begin with other bytes than a length
+            length = min(int.from_bytes(head[:LENGTH_BYTES], "little"), LONGEST_HEADER)
+            head += file.read(max(LENGTH_BYTES + length - len(head), 0))
         file.seek(max(status.st_size - _ENDS, 0))
         ends = zlib.crc32(file.read(_ENDS), zlib.crc32(head))
     return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, ends), head
