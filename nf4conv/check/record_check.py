@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from nf4conv.format.layout import DTYPE_NAMES
-from nf4conv.sources.record import MAKING, any_number
+from nf4conv.sources.record import MAKING, group_finder
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 
 CHECK: Final = "record"
@@ -78,18 +78,11 @@ def _claims_something(groups: object) -> bool:
 
 def _wrong_groups(structure: Structure, groups: list[Any]) -> Iterator[str]:
     """Yields what groups of weights say that is not so."""
-    places: dict[str, int] = {}
-    others = -1
-    for number, group in enumerate(groups):
-        names = group.get("names") if isinstance(group, Mapping) else None
-        if isinstance(names, list):
-            places.update({str(name): number for name in names})
-        else:
-            others = number
-    counts = Counter[int]()
+    group_of = group_finder([_names_of(group) for group in groups])
+    counts = Counter[int | None]()
     for name, weight in structure.weights.items():
-        number = places.get(name, places.get(any_number(name), others))
-        group = groups[number] if number >= 0 else {}
+        number = group_of(name)
+        group = {} if number is None else groups[number]
         counts[number] += 1
         wrong = _wrong_field(group, weight)
         if wrong is not None:
@@ -100,6 +93,12 @@ def _wrong_groups(structure: Structure, groups: list[Any]) -> Iterator[str]:
         if claimed != counts[number]:
             stored = counts[number]
             yield f"group {number + 1} has {claimed!r:.50} weights, but {stored:,} are there"
+
+
+def _names_of(group: Any) -> list[str] | None:
+    """Returns the names that a group lists; None if it has all weights that no other one has."""
+    names = group.get("names") if isinstance(group, Mapping) else None
+    return [str(name) for name in names] if isinstance(names, list) else None
 
 
 def _wrong_field(group: Any, weight: StoredWeight) -> str | None:

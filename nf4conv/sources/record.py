@@ -167,6 +167,8 @@ def read_record(place: Path) -> dict[str, Any] | None:
 def record_in_header(file: Path) -> dict[str, Any] | None:
     """Returns what the header of a weight file says about its making; None if it says nothing."""
     try:
+        if not file.is_file():  # reading a pipe would wait for somebody to write into it
+            return None
         text = read_metadata(file).get(MAKING, "")
         if len(text) > _LARGEST:
             return None
@@ -236,20 +238,38 @@ def recorded_scales(place: Path) -> Callable[[str], str]:
 def scales_in(record: Mapping[str, Any] | None) -> Callable[[str], str]:
     """Returns a function that tells how a weight was scaled, given its name, by a record."""
     groups = [] if record is None else recorded_weights(record)
-    others = "absmax"
-    named_scales: dict[str, str] = {}
-    for group in groups:
-        if group.names is None:
-            others = group.scales
-        else:
-            named_scales.update(dict.fromkeys(group.names, group.scales))
+    group_of = group_finder([group.names for group in groups])
 
     def scales_of(name: str) -> str:
-        if not named_scales:
-            return others
-        return named_scales.get(name) or named_scales.get(any_number(name), others)
+        number = group_of(name)
+        return "absmax" if number is None else groups[number].scales
 
     return scales_of
+
+
+def group_finder(names: Sequence[Sequence[str] | None]) -> Callable[[str], int | None]:
+    """Returns a function that tells to which group of a record a weight belongs, given its name.
+
+    Args:
+        names: of the weights of each group; None of a group that has all others.
+
+    Returns:
+        A function that returns the number of the group, from 0; None for a weight of no group.
+    """
+    others: int | None = None
+    number_of: dict[str, int] = {}
+    for number, own in enumerate(names):
+        if own is None:
+            others = number
+        else:
+            number_of.update(dict.fromkeys(own, number))
+
+    def find(name: str) -> int | None:
+        if name in number_of or not number_of:
+            return number_of.get(name, others)
+        return number_of.get(any_number(name), others)
+
+    return find
 
 
 def any_number(name: str) -> str:

@@ -1,9 +1,11 @@
-"""Finds the user's cache folder, and reads a file that nobody but this user could have written."""
+"""Finds the user's cache folder, and reads and writes files that nobody else could have written."""
 
 import os
 import stat
 from pathlib import Path
 from typing import Final
+
+from nf4conv.system.files import create
 
 _FLAGS: Final = (
     os.O_RDONLY
@@ -31,6 +33,19 @@ def read_private(path: Path) -> bytes | None:
         if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or is_writable_by_others):
             return None
         return file.read()
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a file for this user, which appears whole or not at all. Makes its folder if needed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{os.urandom(8).hex()}")
+    with os.fdopen(create(draft, 0o600), "wb") as file:
+        file.write(content)
+    draft.replace(path)
 
 
 def cache_folder() -> Path | None:

@@ -5,6 +5,7 @@ description.py   reads what the config says about a quantization
 rules.py         recognises each kind of encoding by names, dtypes and shapes
 siblings.py      finds the tensors that belong together by their names
 integers.py      recognises packed integers: compressed-tensors, GPTQ and AWQ
+lines.py         cuts tensors that are stored as they are
 integer_rows.py  cuts rows out of weights of packed integers
 hqq.py           recognises weights of HQQ
 bitsandbytes.py  recognises the weights of bitsandbytes, in 4 bits and in 8

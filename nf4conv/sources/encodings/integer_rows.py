@@ -7,6 +7,7 @@ which are read in one run for each line of the file.
 from dataclasses import replace
 from typing import Final
 
+from nf4conv.sources.encodings.lines import cut_rows
 from nf4conv.sources.tensors import Columns, PackedIntegers, TensorInfo
 
 ROWS_TOGETHER: Final = 32
@@ -26,12 +27,12 @@ def integer_rows(encoding: PackedIntegers, start: int, stop: int) -> PackedInteg
     zeros = encoding.zeros
     if encoding.packing == "compressed-tensors":
         if zeros is not None and zeros.dtype == "I8":
-            zeros = _lines(zeros, start, stop)
+            zeros = cut_rows(zeros, start, stop)
         elif zeros is not None:
-            zeros = _lines(zeros, first_word, last_word)
-        values = _lines(encoding.values, start, stop)
+            zeros = cut_rows(zeros, first_word, last_word)
+        values = cut_rows(encoding.values, start, stop)
         return replace(
-            encoding, values=values, scale=_lines(encoding.scale, start, stop), zeros=zeros
+            encoding, values=values, scale=cut_rows(encoding.scale, start, stop), zeros=zeros
         )
     if zeros is not None:
         zeros = _columns(zeros, first_word, last_word)
@@ -41,16 +42,6 @@ def integer_rows(encoding: PackedIntegers, start: int, stop: int) -> PackedInteg
         values = _columns(encoding.values, first_word, last_word)
     return replace(
         encoding, values=values, scale=_columns(encoding.scale, start, stop), zeros=zeros
-    )
-
-
-def _lines(part: TensorInfo, first: int, last: int) -> TensorInfo:
-    """Cuts along the first dimension of a tensor that is stored as it is."""
-    size = part.nbytes // part.shape[0]
-    return part._replace(
-        shape=(last - first, *part.shape[1:]),
-        start=part.start + first * size,
-        stop=part.start + last * size,
     )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import block_count
 from nf4conv.sources.encodings.integer_rows import ROWS_TOGETHER, integer_rows
+from nf4conv.sources.encodings.lines import cut_rows
 from nf4conv.sources.tensors import (
     DTYPE_BITS,
     Bitsandbytes4bit,
@@ -86,7 +87,7 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
     shape = tensor.shape[1:]
     encoding = tensor.encoding
     if encoding is None:
-        return _cut_rows(tensor, index, index + 1)._replace(shape=shape)
+        return cut_rows(tensor, index, index + 1)._replace(shape=shape)
     if isinstance(encoding, Merged):
         deltas = tuple(_delta_of_expert(delta, index) for delta in encoding.deltas)
         merged = Merged(matrix_of(encoding.base, index), deltas, encoding.first_row)
@@ -143,7 +144,7 @@ def _delta_of_expert(delta: Delta, expert: int) -> Delta:
 def _matrix_part(part: TensorInfo, matrices: int, index: int) -> TensorInfo:
     """Cuts what belongs to one matrix out of a part of a stack; all matrices may share the part."""
     if len(part.shape) > 1 and part.shape[0] == matrices:
-        part = _cut_rows(part, index, index + 1)
+        part = cut_rows(part, index, index + 1)
     if len(part.shape) == 3:
         part = part._replace(shape=part.shape[1:])
     return part
@@ -179,7 +180,7 @@ def rows_of(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
         return tensor
     encoding = tensor.encoding
     if encoding is None:
-        return _cut_rows(tensor, start, stop)
+        return cut_rows(tensor, start, stop)
     shape = (stop - start, *tensor.shape[1:])
     if isinstance(encoding, Bitsandbytes4bit):
         columns = tensor.shape[1]
@@ -193,16 +194,16 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
         base = rows_of(encoding.base, start, stop)
         return Merged(base, encoding.deltas, encoding.first_row + start)
     if isinstance(encoding, Scaled):
-        values = _cut_rows(encoding.values, start, stop)
+        values = cut_rows(encoding.values, start, stop)
         scale = _scale_rows(encoding, tensor.shape[0], start, stop)
         return Scaled(values, scale, encoding.block)
     if isinstance(encoding, PackedIntegers):
         return integer_rows(encoding, start, stop)
     if isinstance(encoding, GgufBlocks):
-        return replace(encoding, values=_cut_rows(encoding.values, start, stop))
+        return replace(encoding, values=cut_rows(encoding.values, start, stop))
     if isinstance(encoding, (Bitsandbytes8bit, Fp4)):
-        values = _cut_rows(encoding.values, start, stop)
-        return replace(encoding, values=values, scale=_cut_rows(encoding.scale, start, stop))
+        values = cut_rows(encoding.values, start, stop)
+        return replace(encoding, values=values, scale=cut_rows(encoding.scale, start, stop))
     if isinstance(encoding, StackedExperts):
         height = _rows_together(tensor)
         return replace(encoding, experts=encoding.experts[start // height : -(-stop // height)])
@@ -216,9 +217,9 @@ def _scale_rows(encoding: Scaled, rows: int, start: int, stop: int) -> TensorInf
         return None
     if encoding.block is not None:
         height, _ = encoding.block
-        return _cut_rows(scale, start // height, -(-stop // height))
+        return cut_rows(scale, start // height, -(-stop // height))
     has_one_per_row = scale.elements > 1 and scale.shape[0] == rows
-    return _cut_rows(scale, start, stop) if has_one_per_row else scale
+    return cut_rows(scale, start, stop) if has_one_per_row else scale
 
 
 def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, int]]:
@@ -250,16 +251,6 @@ def _rows_together(tensor: TensorInfo) -> int:
             return max(tensor.shape[0] // len(experts), 1)
         case _:
             return 1
-
-
-def _cut_rows(part: TensorInfo, first: int, last: int) -> TensorInfo:
-    """Cuts along the first dimension of a tensor that is stored as it is."""
-    size = part.nbytes // part.shape[0]
-    return part._replace(
-        shape=(last - first, *part.shape[1:]),
-        start=part.start + first * size,
-        stop=part.start + last * size,
-    )
 
 
 def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:

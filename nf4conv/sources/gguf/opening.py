@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.gguf import PLAIN
+from nf4conv.format.layout import TAGS
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.gguf.families import FAMILIES, GgufFamily, family_of
 from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
@@ -23,7 +24,6 @@ from nf4conv.sources.weight_files import STEMS
 
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_FILES: Final = 10_000
-_TAGS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def open_gguf(path: Path, borrowed: Path | None = None) -> Source:
@@ -145,7 +145,7 @@ def _dtype_of(tensors: Sequence[GgufTensor], config: Mapping[str, Any]) -> str:
     [(most, _)] = sizes.most_common(1) or [("F32", 0)]
     if most in PLAIN:
         return most
-    return _TAGS.get(checkpoint_dtype(config) or "", "BF16")
+    return TAGS.get(checkpoint_dtype(config) or "", "BF16")
 
 
 def _note_on_types(tensors: Sequence[GgufTensor]) -> str:

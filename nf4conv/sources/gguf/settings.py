@@ -4,10 +4,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.sources.gguf.families import GgufFamily
 from nf4conv.sources.tensors import TensorInfo
-
-_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _TOKENS: Final = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -34,7 +33,7 @@ def config_of(
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        "dtype": _DTYPES[dtype],
+        "dtype": DTYPE_NAMES[dtype],
     }
     for key, name in family.config.items():
         value = metadata.get(f"{architecture}.{key}")

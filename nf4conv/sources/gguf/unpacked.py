@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nf4conv.errors import SourceError
-from nf4conv.system.files import create
-from nf4conv.system.private import cache_folder
+from nf4conv.system.private import cache_folder, write_private
 
 
 def unpack(path: Path, files: Mapping[str, Any]) -> Path:
@@ -32,7 +30,6 @@ def unpack(path: Path, files: Mapping[str, Any]) -> Path:
         raise SourceError(f"{path}: needs a home folder to unpack its metadata, or --config-from")
     folder = cache / "gguf" / digest / path.stem
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
             _write(folder / name, content)
     except OSError as error:
@@ -46,7 +43,4 @@ def _write(path: Path, content: str) -> None:
     """Writes a file unless it is there with this content."""
     if path.is_file() and not path.is_symlink() and path.read_bytes() == content.encode():
         return
-    draft = path.with_name(f".{os.urandom(8).hex()}")
-    with os.fdopen(create(draft, 0o600), "w", encoding="utf-8") as file:
-        file.write(content)
-    draft.replace(path)
+    write_private(path, content.encode())

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from nf4conv.sources.reader import digest_of
-from nf4conv.system.files import create
-from nf4conv.system.private import cache_folder, read_private
+from nf4conv.system.private import cache_folder, read_private, write_private
 
 _AT_A_TIME: Final = 4  # files
 
@@ -105,8 +104,4 @@ def _read_note(note: Path) -> object:
 def _write_note(note: Path, state: list[object]) -> None:
     # a home that cannot be written to costs time at the next run, not this result
     with suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        draft = note.with_name(f".{os.urandom(8).hex()}")
-        with os.fdopen(create(draft, 0o600), "w") as file:
-            json.dump(state, file)
-        draft.replace(note)
+        write_private(note, json.dumps(state).encode())
