@@ -34,7 +34,7 @@ OUTPUTS: Final = get_args(CalibrateOutput)
 LORA_EXPERTS: Final = get_args(LoraExperts)
 
 MOE_ALIASES: Final[Mapping[str, Moe]] = {"per-expert": "packed"}
-"""What an earlier release called a value."""
+"""Gives the value for the name that an earlier release had for it."""
 
 _OTHER_DEVICES: Final = {
     "mps": "; on a Mac, cpu is the one",

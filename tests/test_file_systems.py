@@ -139,7 +139,7 @@ def as_nobody(*words: object) -> subprocess.CompletedProcess[str]:
                 env=environment,
                 **more,
             )
-    pytest.skip("only root may run this Python")
+    pytest.skip("nobody but root may enter the folder of this Python, and the system has none")
 
 
 def test_a_user_who_is_not_root(source: Path, common: Path, whole: dict[str, bytes]):

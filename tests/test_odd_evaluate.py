@@ -103,7 +103,7 @@ def test_odd_configs_of_the_original(here: Path, changes: dict[str, Any]):
 
 def test_a_gpu_that_is_not_there(here: Path):
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU, which the command would use")
     words = ("--source", here / "source", "--text", here / "ids.npy")
     for device, reason in (("cuda", "torch finds 0 CUDA devices"), ("cuda:x", "expected auto")):
         listed = ["evaluate", here / "out", *words, "--device", device]

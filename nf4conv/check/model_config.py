@@ -30,7 +30,7 @@ from nf4conv.sources.stored_weights import Structure
 CHECK: Final = "model config"
 
 _FIRST_SCHEMA: Final = 1
-"""Of nf4conv.json, as release 0.1.0 wrote it, which added no keys to config.json."""
+"""Is the schema of nf4conv.json that release 0.1.0 wrote; it added no keys to config.json."""
 
 _MISSING: Final = object()
 

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 def outside_of_graphs() -> Iterator[None]:
     """Let this thread allocate, copy and load kernels, though its stream may be captured.
 
-    What is computed inside runs at once, on a stream of its own, and must be awaited there.
+    Kernels that are launched inside run at once, on a stream of their own. Await them there.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
         yield

@@ -28,7 +28,7 @@ BYTE_ZEROS = tl.constexpr(3)  # int8, less 2^(bits - 1)
 
 
 class Tile(NamedTuple):
-    """What a program decodes.
+    """Says how many rows and columns a program decodes.
 
     Rows of a word that lies across them are read together; values are written along columns.
     """

@@ -330,7 +330,7 @@ def _gather(target, sums, group, first, held, thread, SHAPE: tl.constexpr):
     """Add up what all ranges and warps have left of `held` + 1 units, `first` and those behind it,
     and store it.
 
-    Of the SHAPE.sums threads of a unit, thread 8 * row + slot has that row of the slot.
+    A unit has SHAPE.sums threads; thread 8 * row + slot has that row of the slot.
     """
     out_ptr, out_columns, up_column, column_step, norm = target
     add: tl.constexpr = text.gather_assembly(SHAPE.warps * SHAPE.ranges, SHAPE.sums)
