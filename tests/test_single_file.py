@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from nf4conv.cli import main
 from nf4conv.codec.ops import dequantize_4bit as decode
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.commands import quantize_one
 from nf4conv.commands.inspect import inspect_checkpoint
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
+from nf4conv.commands.quantizing import single_file
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import Nf4convError, OutputError, PlanError, VerificationError
 from nf4conv.options import (
@@ -407,7 +407,7 @@ def test_what_an_interrupted_run_leaves_is_cleared_away(tmp_path, monkeypatch):
     source = write(tmp_path / "source", "flux")
     out = tmp_path / "nf4.safetensors"
     with monkeypatch.context() as patched:
-        patched.setattr(quantize_one, "remove", stop)
+        patched.setattr(single_file, "remove", stop)
         with pytest.raises(KeyboardInterrupt):
             quantize_checkpoint(source, out, ONE, CPU)
     left = out.with_name(f"{out.name}.unfinished")

@@ -1,8 +1,6 @@
 """Runs the commands: one entrance each, from a source and options to a plan, and to a result.
 
 quantize.py, dequantize.py   write a checkpoint: plan, execute, or both at once
-quantize_one.py              quantizes one checkpoint
-quantize_pipeline.py         quantizes a diffusers pipeline
 finish.py                    makes a checkpoint of what parts have left in a folder
 verify.py                    checks a 4-bit checkpoint, alone or against its source
 compare.py                   compares two checkpoints
@@ -13,6 +11,7 @@ environment.py               shows versions and what would compute, for bug repo
 shortcuts.py                 takes the options of a command as keywords
 keywords.py                  names those keywords for type checkers, and explains them
 submodels.py                 writes the submodels of a diffusers pipeline and joins their reports
+quantizing/                  quantizes one checkpoint or a diffusers pipeline, and uploads it
 evaluating/                  lets models answer the same question
 spread/                      spreads a run over several GPUs, or over a Ray cluster
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from nf4conv.choose.wishes import unmatched
-from nf4conv.commands.quantize_one import execute_one, plan_checkpoint
+from nf4conv.commands.quantizing.checkpoint import execute_one, plan_checkpoint
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.units import size
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
@@ -117,11 +117,11 @@ def plan_quantization(
                 f"{source}: --calibrate is for models of transformers, one at a time: for a text "
                 f"encoder --subfolder text_encoder; --scales search needs no text"
             ) from error
-        from nf4conv.commands import quantize_pipeline  # few runs need to import it
+        from nf4conv.commands.quantizing import pipeline  # few runs need to import it
         from nf4conv.sources.diffusers.folder import open_diffusers  # few runs need to import it
 
         folder = open_diffusers(source, where)
-        whole = quantize_pipeline.plan_pipeline(folder, options, is_public=is_public)
+        whole = pipeline.plan_pipeline(folder, options, is_public=is_public)
         _log_plan(whole, started)
         return replace(whole, complaints=(*whole.complaints, *_little_saved(whole)))
     require_searched(source, [plan])
@@ -231,7 +231,7 @@ def execute_quantization(
     if isinstance(plan, QuantizationPlan):
         report = execute_one(plan, out, run, progress, push)
     else:
-        from nf4conv.commands import quantize_pipeline  # few runs need to import it
+        from nf4conv.commands.quantizing import pipeline  # few runs need to import it
 
-        report = quantize_pipeline.execute_pipeline(plan, out, run, progress, push)
+        report = pipeline.execute_pipeline(plan, out, run, progress, push)
     return replace(report, seconds=time.perf_counter() - started)

@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nf4conv.choose.wishes import unmatched
-from nf4conv.commands.quantize_one import (
-    open_push,
-    plan_checkpoint,
-    prepared,
-    pushed,
-    read_card,
-    write_one,
-)
+from nf4conv.commands.quantizing.checkpoint import plan_checkpoint, prepared, read_card
+from nf4conv.commands.quantizing.publishing import open_push, pushed
+from nf4conv.commands.quantizing.writing import write_one
 from nf4conv.commands.submodels import bytes_on_disk, open_unchanged, write_submodels
 from nf4conv.errors import PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions

@@ -1,0 +1,155 @@
+"""Quantizes one checkpoint: plans it, prepares the plan, and carries it out."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from nf4conv.choose.experts import Experts
+from nf4conv.commands.quantizing.publishing import open_push, pushed
+from nf4conv.commands.quantizing.single_file import write_one_file
+from nf4conv.commands.quantizing.writing import write_one
+from nf4conv.errors import PlanError
+from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.plan import quantization
+from nf4conv.plan.jobs import PackJob
+from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.report.loading import loading_of_plan
+from nf4conv.report.results.runs import QuantizeReport
+from nf4conv.run.checkpoint import require_apart
+from nf4conv.sources.opening import open_source
+from nf4conv.sources.original_card import OriginalCard
+from nf4conv.sources.source import Source
+
+
+def plan_checkpoint(
+    source: str | Path,
+    options: QuantizeOptions,
+    where: SourceOptions | None,
+    *,
+    is_public: bool = False,
+) -> QuantizationPlan:
+    """Plans one checkpoint; raises DiffusersFolderError for a diffusers pipeline.
+
+    With `is_public`, experts stay in 16 bits unless the options, or a source in 4 bits, say
+    otherwise: most who find the result on the Hub do not have nf4conv.
+    """
+    with _without_garbage_collection():
+        opened = _open(source, options, where)
+        if options.single_file:
+            from nf4conv.sources.diffusers import original_names  # few runs need to import it
+
+            opened = original_names.with_original_names(opened)
+            options = original_names.within_blocks(opened, options)
+        if is_public and options.moe is None:
+            experts = Experts.gather(opened.tensors, opened.config or {})
+            if experts.packs_by_default(options):
+                options = replace(options, moe="portable")
+        front, complaints = read_card(opened.folder / "README.md", opened.root)
+        plan = _planned(opened, options)
+        return replace(plan, front=front, notes=(*plan.notes, *complaints))
+
+
+def _planned(
+    source: Source, options: QuantizeOptions, non_finite: frozenset[str] = frozenset()
+) -> QuantizationPlan:
+    """Plans an opened checkpoint; with --calibrate, its calibration too."""
+    if not options.calibrate:
+        return quantization.plan_source(source, options, non_finite)
+    from nf4conv.calibrate import planning  # importing torch takes seconds
+
+    planning.refuse_impossible(source, options)
+    searched = replace(options, scales="search")
+    return planning.plan_calibration(quantization.plan_source(source, searched, non_finite))
+
+
+def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | None) -> Source:
+    """Opens the source; with --lora, with adapters merged into it."""
+    if not options.lora:
+        return open_source(source, where)
+    from nf4conv.sources.adapters.merging import open_merged  # few runs need to import it
+
+    return open_merged(source, where, options.lora, options.lora_experts)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keeps Python from looking for dead objects.
+
+    Planning makes many small objects that live on: looking through them takes a quarter of the
+    time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def read_card(card: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:
+    from nf4conv.report.card.front_matter import (
+        read_front_matter,  # importing a reader of YAML takes a moment
+    )
+
+    return read_front_matter(card, root)
+
+
+def execute_one(
+    plan: QuantizationPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    push: PushOptions | None,
+) -> QuantizeReport:
+    require_apart(plan.source.folder, out)
+    plan = prepared(plan, run)
+    if plan.options.single_file:
+        return write_one_file(plan, out, run, progress, push)
+    with open_push(push, run) as repository:
+        if repository is None:
+            return write_one(plan, out, run, progress)
+        plan = replace(plan, repo=repository.repo)
+        report = write_one(plan, out, run, progress, repository.offer)
+        return pushed(report, repository, out, plan, loading_of_plan(plan))
+
+
+def prepared(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
+    """Returns the plan to carry out.
+
+    With --non-finite keep, weights are looked through for NaN and infinity first.
+
+    Raises:
+        PlanError: nothing is left to pack.
+    """
+    if plan.options.non_finite == "keep":
+        plan = _without_non_finite(plan, run)
+    if not plan.is_submodel and not plan.packs_anything:
+        raise PlanError(
+            f"{plan.source}: no tensor of this checkpoint would be packed; "
+            f"--dry-run shows why each is kept"
+        )
+    return plan
+
+
+def _without_non_finite(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
+    """Keeps every weight that holds NaN or infinity, after a pass over all weights to find them."""
+    from nf4conv.run.tasks.scan import find_unpackable  # importing torch takes seconds
+
+    jobs = [job for job in plan.output.jobs if isinstance(job, PackJob)]
+    found = find_unpackable(jobs, plan.output.format, run, plan.source)
+    if not found:
+        return plan
+    notes = []
+    for name, (count, what) in found.items():
+        notes.append(f"{name}: kept unquantized, {count:,} values are {what}")
+    anew = _planned(plan.source, plan.options, frozenset(found))
+    _, complaints = read_card(plan.source.folder / "README.md", plan.source.root)
+    return replace(
+        anew,
+        front=plan.front,
+        notes=(*anew.notes, *complaints, *notes),
+        is_submodel=plan.is_submodel,
+    )

@@ -1,0 +1,133 @@
+"""Writes the prepared plan of one checkpoint, or finds what an earlier run has written of it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from nf4conv.errors import SourceError, VerificationError
+from nf4conv.format.layout import TAGS
+from nf4conv.options import RunOptions, VerifyOptions
+from nf4conv.plan.jobs import PackJob
+from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.report.advice import advice
+from nf4conv.report.loading import gpu_bytes, loading_of_plan, push_command
+from nf4conv.report.results.runs import QuantizeReport
+from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.run.checkpoint import Card, Written, write_checkpoint
+from nf4conv.run.device.protocol import CastError, NonFiniteError
+from nf4conv.run.earlier import found_or_written
+from nf4conv.sources.source import Source
+
+
+def write_one(
+    plan: QuantizationPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    announce: Callable[[str, Path], None] | None = None,
+) -> QuantizeReport:
+    """Carries out the prepared plan of one checkpoint.
+
+    `announce` is told name and path of each finished shard.
+    """
+    card = partial(_card, plan)
+    write = partial(_write, plan, out, run, progress, card, announce)
+    try:
+        written = found_or_written(plan, out, run, progress, write)
+    except NonFiniteError as error:
+        raise _describe_non_finite(error.job, plan, run) from error
+    if written.report.already_complete and run.verify and plan.part is None:
+        verify_again(plan, out, run, progress)
+    return report_of(plan, out, written)
+
+
+def _write(
+    plan: QuantizationPlan,
+    out: Path,
+    run: RunOptions,
+    progress: Callable[[int], None],
+    card: Card,
+    announce: Callable[[str, Path], None] | None,
+) -> Written:
+    """Writes a checkpoint; one that is to be calibrated is calibrated first."""
+    if plan.calibration is None:
+        return write_checkpoint(plan, out, run, progress, card, announce)
+    from nf4conv.calibrate.calibrating import calibrate  # importing torch takes seconds
+
+    made = calibrate(plan, out, run, progress)
+    after = replace(run, overwrite=False)
+    return write_checkpoint(made, out, after, progress, card, announce)
+
+
+def _card(
+    plan: QuantizationPlan, bytes_after: int, verified: VerificationSummary | None
+) -> str | None:
+    """Writes the model card; None for a submodel or a single file."""
+    if plan.is_submodel or plan.options.single_file:
+        return None
+    from nf4conv.report.card.cards import model_card  # importing a reader of YAML takes a moment
+    from nf4conv.report.card.subject import Figures  # importing a reader of YAML takes a moment
+
+    figures = Figures(_source_bytes(plan.source), bytes_after, verified)
+    return model_card(plan, figures, loading_of_plan(plan), plan.options.base_model, plan.repo)
+
+
+def report_of(plan: QuantizationPlan, out: Path, written: Written) -> QuantizeReport:
+    """Adds what a plan tells to the report of what came of it."""
+    report = written.report
+    totals, loading = plan.totals(), loading_of_plan(plan)
+    if plan.part is None:
+        report = replace(report, bytes_before=_source_bytes(plan.source))
+    return QuantizeReport.of_run(
+        report,
+        packed=totals.packed,
+        stay=totals.stay,
+        parameters=totals.parameters,
+        bits_per_parameter=8 * report.bytes_after / max(totals.parameters, 1),
+        gpu_bytes=gpu_bytes(report.bytes_after),
+        loading="" if loading is None else loading.code(str(out)),
+        install="" if loading is None else loading.install,
+        push="" if plan.config is None else push_command(out),
+        advice=advice(plan.rows()),
+        verification=written.verification,
+    )
+
+
+def _source_bytes(source: Source) -> int:
+    return sum(tensor.nbytes for tensor in source.tensors)
+
+
+def verify_again(
+    plan: QuantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
+) -> None:
+    """Compares a result that was complete before with its source, byte by byte.
+
+    Raises:
+        VerificationError: it is not what quantizing the source gives.
+    """
+    from nf4conv.commands.verify import verify_result  # few runs need to import it
+
+    report = verify_result(out, plan.source, VerifyOptions(tolerance=run.tolerance), run, progress)
+    for finding in report.findings:
+        if finding.is_fault:
+            raise VerificationError(
+                f"{out}: verification failed: {finding.line()}; --overwrite makes it anew", path=out
+            )
+
+
+def _describe_non_finite(job: PackJob, plan: QuantizationPlan, run: RunOptions) -> SourceError:
+    """Counts what cannot be packed in a weight, and says so."""
+    from nf4conv.run.tasks.scan import find_unpackable  # importing torch takes seconds
+
+    found = find_unpackable([job], plan.output.format, run, plan.source)
+    if job.source.name not in found:
+        return CastError(job.source, TAGS[plan.output.format.dtype])
+    count, what = found[job.source.name]
+    tensor = job.source
+    return SourceError(
+        f"{tensor.file}: {tensor.name}: {count:,} of {tensor.elements:,} values are "
+        f"{what}; repair the checkpoint, or leave such tensors unquantized: --non-finite keep",
+        path=tensor.file,
+        tensor=tensor.name,
+    )
