@@ -16,16 +16,11 @@ from nf4conv.run.device.on_torch.device import device_of
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_decoded
 from nf4conv.run.worker import Worker
 from nf4conv.sources.encodings.pieces import encoded_pieces, packed_pieces
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.encodings.types.integers import PackedIntegers
+from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
 from nf4conv.sources.reader import Reader
-from nf4conv.sources.tensors import (
-    DTYPE_BITS,
-    Bitsandbytes4bit,
-    Bitsandbytes8bit,
-    Fp4,
-    PackedIntegers,
-    Scaled,
-    TensorInfo,
-)
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 F8, F32, U8, I8, I32 = "F8_E4M3", "F32", "U8", "I8", "I32"
 

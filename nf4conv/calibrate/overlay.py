@@ -21,8 +21,9 @@ from nf4conv.format.layout import (
 )
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import read_bytes
-from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 
 def with_calibrated_weights(plan: QuantizationPlan, finished: FinishedBlocks) -> QuantizationPlan:

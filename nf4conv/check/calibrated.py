@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.errors import SourceError, named
+from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.stored_weights import StoredWeight, Structure
-from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
+from nf4conv.sources.tensors import TensorInfo
 
 _CHUNK: Final = 2**22  # bytes that are read at a time
 

@@ -12,14 +12,10 @@ from nf4conv.models.expert_layouts import find_stack, layouts_of
 from nf4conv.models.single_experts import single_expert
 from nf4conv.options import CompareOptions
 from nf4conv.plan.joining import join_experts
+from nf4conv.sources.encodings.types.arranged import StackedExperts, Strided
+from nf4conv.sources.encodings.types.kinds import is_quantized
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import (
-    DTYPE_BITS,
-    StackedExperts,
-    Strided,
-    TensorInfo,
-    is_quantized,
-)
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 
 @dataclass(frozen=True)

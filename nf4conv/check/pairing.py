@@ -15,9 +15,10 @@ from nf4conv.models.single_experts import ROUTER_OF_UNSLOTH, is_gpt_oss, single_
 from nf4conv.plan.jobs import FLOAT_TAGS, PackJob, footprint
 from nf4conv.plan.joining import join_experts
 from nf4conv.sources.encodings.pieces import rows_of
+from nf4conv.sources.encodings.types.arranged import StackedExperts
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight, Structure
-from nf4conv.sources.tensors import StackedExperts, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _BUFFERS: Final = re.compile(
     r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$"

@@ -18,7 +18,8 @@ from nf4conv.models.expert_layouts import (
 )
 from nf4conv.models.families import families_of, model_types
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
+from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
+from nf4conv.sources.tensors import TensorInfo
 
 PACKED_BY_DEFAULT: Final = True
 """True if mixtures are packed unless the user says otherwise: transformers 5 loads them with

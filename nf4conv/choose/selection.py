@@ -20,7 +20,8 @@ from nf4conv.models.expert_layouts import ExpertStack
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.tensors import TensorInfo, is_in_4_bits
+from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
+from nf4conv.sources.tensors import TensorInfo
 
 _HINTS: Final = {
     Why.EXPERT: (

@@ -20,10 +20,11 @@ from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import CLOSE, Structure, check_weight, distance
-from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _ONE_SHARD = "one shard"
 """The only check that a weight may fail: all its tensors are written to one shard anyway."""

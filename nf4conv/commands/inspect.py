@@ -23,11 +23,12 @@ from nf4conv.report.results.contents import Inspection
 from nf4conv.report.rows.inspection import InspectedKind, InspectedRow, InspectionTotals
 from nf4conv.sources.diffusers.folder import open_diffusers
 from nf4conv.sources.encodings.description import quantization_of
+from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
 from nf4conv.sources.opening import open_stored, present_encoded
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import Finding, Structure, split_component
-from nf4conv.sources.tensors import HalfQuadratic, PackedIntegers, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _ENDS_OF_WORDS: Final = (".qweight", ".weight_packed", ".W_q")
 """Ends of the names of tensors that hold packed integers."""

@@ -25,8 +25,11 @@ from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, Job
 from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import DequantizationTotals, PlanRow
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
+from nf4conv.sources.encodings.types.arranged import StackedExperts
+from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
+from nf4conv.sources.encodings.types.kinds import is_quantized
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import StackedExperts, TensorInfo, is_in_4_bits, is_quantized
+from nf4conv.sources.tensors import TensorInfo
 
 _STAYS: Final = "stays in 4 bits"
 _KEPT: Final = "not quantized"

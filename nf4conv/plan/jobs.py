@@ -14,7 +14,9 @@ from typing import Final, NamedTuple, TypeAlias
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.unchanged import Stored
 from nf4conv.format.layout import DTYPE_NAMES, Component, Format, components
-from nf4conv.sources.tensors import DTYPE_BITS, Bitsandbytes4bit, StackedExperts, TensorInfo
+from nf4conv.sources.encodings.types.arranged import StackedExperts
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 FLOAT_TAGS: Final = ("F32", "F16", "BF16", "F64")
 

@@ -17,7 +17,8 @@ from nf4conv.models.single_experts import (
     stack_name,
     stacked_layouts,
 )
-from nf4conv.sources.tensors import StackedExperts, TensorInfo
+from nf4conv.sources.encodings.types.arranged import StackedExperts
+from nf4conv.sources.tensors import TensorInfo
 
 
 class _Stack(NamedTuple):

@@ -20,20 +20,15 @@ from nf4conv.format.layout import (
     parse_quant_state,
 )
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, format_of
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit, is_in_4_bits
+from nf4conv.sources.encodings.types.gguf import GgufBlocks
+from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
+from nf4conv.sources.encodings.types.merged import Merged
+from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4
 from nf4conv.sources.record import KEPT, PACKED, any_number, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import split_component
-from nf4conv.sources.tensors import (
-    Bitsandbytes4bit,
-    Bitsandbytes8bit,
-    Fp4,
-    GgufBlocks,
-    HalfQuadratic,
-    Merged,
-    PackedIntegers,
-    TensorInfo,
-    is_in_4_bits,
-)
+from nf4conv.sources.tensors import TensorInfo
 
 
 class Provenance(NamedTuple):

@@ -25,8 +25,9 @@ from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.encodings.description import quantization_of
+from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
+from nf4conv.sources.encodings.types.kinds import is_of_few_bits
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import is_in_4_bits, is_of_few_bits
 
 
 @dataclass(frozen=True)

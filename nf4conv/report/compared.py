@@ -10,7 +10,8 @@ from nf4conv.report.measured import TensorDifference
 from nf4conv.report.places import by_kind, place_of
 from nf4conv.report.rows.comparison import ComparedKind, ComparedRow, Status
 from nf4conv.report.rows.figures import decibels, format_name, relative_error
-from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.tensors import TensorInfo
 
 
 def compared_row(

@@ -16,7 +16,8 @@ from nf4conv.sources.encodings.pieces import (
     rows_of,
     transposed,
 )
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo, packed_in_order
+from nf4conv.sources.encodings.types.bitsandbytes import packed_in_order
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 ENOUGH: Final = 2**62  # more elements, or bytes, than there are
 

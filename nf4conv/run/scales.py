@@ -17,9 +17,11 @@ from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.options import RunOptions
 from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.run.reading import open_reader
+from nf4conv.sources.encodings.types.arranged import StackedExperts
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import Bitsandbytes4bit, StackedExperts, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _AT_A_TIME: Final = 4  # weights
 _CHUNK: Final = 2**22  # bytes of scales that are read at once

@@ -4,7 +4,7 @@ opening.py          opens a folder, a file or a Hub id: config, headers of every
 places.py           reads the names of models on the Hub, addresses of their pages too
 source.py           describes a checkpoint that has been opened, reads its small tensors
 stamps.py           notices that a file has changed since its header was read
-tensors.py          describes tensors: where their bytes are, how they are encoded
+tensors.py          describes tensors: where their bytes are, and what any encoding can tell
 header.py           parses, validates and builds the safetensors header
 reader.py           reads byte ranges of weight files, and small files as a whole
 weight_files.py     finds the weight files of a folder

@@ -1,6 +1,6 @@
 """Decodes tensors that another quantization encoded: by Triton on a GPU, by torch elsewhere.
 
-sources/tensors.py describes the encodings; run/device/on_torch/reading.py calls the decoders.
+sources/encodings/types/ describes the encodings; run/device/on_torch/reading.py calls the decoders.
 
 scaled.py    multiplies 8-bit values with scales: FP8, MXFP8, INT8 and 8-bit bitsandbytes
 fp4.py       multiplies pairs of E2M1 values with scales: MXFP4 and NVFP4

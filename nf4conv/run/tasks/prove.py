@@ -33,9 +33,10 @@ from nf4conv.run.tasks.convert import write_converted
 from nf4conv.run.tasks.shard import shard_tasks
 from nf4conv.run.worker import Worker
 from nf4conv.sources.encodings.pieces import Piece
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.stored_weights import StoredWeight
-from nf4conv.sources.tensors import Bitsandbytes4bit, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _NO_ERRORS: Final = PieceErrors(0.0, 0.0, 0.0, 0.0, 0, 0, 0)
 

@@ -16,7 +16,8 @@ from nf4conv.sources.adapters.adapter import Adapter, Targeted
 from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.modules import Change, factors_of
 from nf4conv.sources.adapters.order import is_expert_major
-from nf4conv.sources.tensors import LowRankDelta, TensorInfo
+from nf4conv.sources.encodings.types.merged import LowRankDelta
+from nf4conv.sources.tensors import TensorInfo
 
 _FUSED: Final = ("gate_up_proj", "down_proj")
 """Parameters of fused experts in the order in which PEFT wraps them: the last is the outermost."""

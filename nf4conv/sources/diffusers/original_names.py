@@ -19,8 +19,9 @@ from nf4conv.sources.diffusers.name_tables import (
     OriginalName,
 )
 from nf4conv.sources.encodings.pieces import can_cut_rows, rows_of
+from nf4conv.sources.encodings.types.arranged import Joined
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import Joined, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _BUNDLED: Final = "model.diffusion_model."
 """The prefix of a denoiser that is in one file with text encoders and a VAE.

@@ -10,4 +10,5 @@ integer_rows.py  cuts rows out of weights of packed integers
 hqq.py           recognises weights of HQQ
 bitsandbytes.py  recognises the weights of bitsandbytes, in 4 bits and in 8
 pieces.py        cuts tensors, encoded or not, into pieces that can be decoded alone
+types/           describes how tensors are decoded from others, a type for each encoding
 """

@@ -9,7 +9,9 @@ from nf4conv.format import layout
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
-from nf4conv.sources.tensors import Bitsandbytes4bit, Bitsandbytes8bit, TensorInfo
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit
+from nf4conv.sources.tensors import TensorInfo
 
 _STORAGE_DTYPES: Final = ("U8", "I8", "BF16", "F16", "F32")
 """Dtypes that packed codes may be stored in (quant_storage)."""

@@ -11,8 +11,9 @@ from typing import Final
 
 from nf4conv.errors import SourceError
 from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
+from nf4conv.sources.encodings.types.integers import HalfQuadratic
 from nf4conv.sources.header import LARGEST_SIZE
-from nf4conv.sources.tensors import HalfQuadratic, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 FIELDS: Final = (
     "nbits", "group_size", "shape", "axis", "packing", "unpack_view_dtype", "view_as_float",

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Final
 
 from nf4conv.sources.encodings.lines import cut_rows
-from nf4conv.sources.tensors import Columns, PackedIntegers, TensorInfo
+from nf4conv.sources.encodings.types.arranged import Columns
+from nf4conv.sources.encodings.types.integers import PackedIntegers
+from nf4conv.sources.tensors import TensorInfo
 
 ROWS_TOGETHER: Final = 32
 """Rows that share whole words, whatever the bits of a code."""

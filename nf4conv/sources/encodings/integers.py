@@ -16,7 +16,8 @@ from nf4conv.errors import SourceError
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
-from nf4conv.sources.tensors import PackedIntegers, TensorInfo
+from nf4conv.sources.encodings.types.integers import PackedIntegers
+from nf4conv.sources.tensors import TensorInfo
 
 _BITS: Final = (4, 8, 2, 3)
 """Bits of a code that are decoded, the most usual first."""

@@ -15,27 +15,19 @@ from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import block_count
 from nf4conv.sources.encodings.integer_rows import ROWS_TOGETHER, integer_rows
 from nf4conv.sources.encodings.lines import cut_rows
-from nf4conv.sources.tensors import (
-    DTYPE_BITS,
-    Bitsandbytes4bit,
-    Bitsandbytes8bit,
+from nf4conv.sources.encodings.types.arranged import (
     Columns,
-    Delta,
-    Encoding,
     Excerpt,
-    Fp4,
-    GgufBlocks,
-    HalfQuadratic,
     Joined,
-    LowRankDelta,
-    Merged,
-    PackedIntegers,
-    Scaled,
     StackedExperts,
     Strided,
-    TensorInfo,
-    packed_in_order,
 )
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit, packed_in_order
+from nf4conv.sources.encodings.types.gguf import GgufBlocks
+from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
+from nf4conv.sources.encodings.types.merged import Delta, LowRankDelta, Merged
+from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.sources.tensors import DTYPE_BITS, Encoding, TensorInfo
 
 
 class Piece(NamedTuple):

@@ -15,7 +15,8 @@ from nf4conv.sources.encodings.integers import (
     packed_by_gptq,
 )
 from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
-from nf4conv.sources.tensors import Fp4, Scaled, TensorInfo
+from nf4conv.sources.encodings.types.scaled import Fp4, Scaled
+from nf4conv.sources.tensors import TensorInfo
 
 PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
 """Dtypes of tensors that are stored as they are."""

@@ -8,9 +8,10 @@ from typing import Any
 
 from nf4conv.errors import SourceError
 from nf4conv.format.gguf import FUSED, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
+from nf4conv.sources.encodings.types.gguf import GgufBlocks
 from nf4conv.sources.gguf.families import COMPUTED, GgufFamily
 from nf4conv.sources.gguf.header import GgufTensor
-from nf4conv.sources.tensors import GgufBlocks, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 
 @dataclass(frozen=True)

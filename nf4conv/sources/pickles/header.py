@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import IO, Any, Final, cast
 
 from nf4conv.errors import SourceError, named
+from nf4conv.sources.encodings.types.arranged import Strided
 from nf4conv.sources.header import check_name
 from nf4conv.sources.pickles.program import run_pickle
 from nf4conv.sources.pickles.values import PickleError, Storage, StoredTensor
-from nf4conv.sources.tensors import DTYPE_BITS, Strided, TensorInfo
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 _LARGEST_PICKLE: Final = 2**26
 _LARGEST_READ: Final = 2**26  # bytes: zipfile reads a directory of half a million storages at once

@@ -3,7 +3,7 @@ are packed.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 
@@ -22,28 +22,25 @@ from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.merge import AddedVector, Change, Factors, NewRows, merge_deltas
 from nf4conv.run.pieces import located
 from nf4conv.run.worker import Activity
-from nf4conv.sources.tensors import (
-    Bitsandbytes4bit,
-    Bitsandbytes8bit,
+from nf4conv.sources.encodings.types.arranged import (
     Columns,
-    Delta,
     Excerpt,
-    FileRange,
-    Fp4,
-    GgufBlocks,
-    HalfQuadratic,
     Joined,
-    LowRankDelta,
-    Merged,
-    PackedIntegers,
-    Parts,
-    RowsDelta,
-    Scaled,
     StackedExperts,
     Strided,
-    TensorInfo,
+)
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.encodings.types.gguf import GgufBlocks
+from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
+from nf4conv.sources.encodings.types.merged import (
+    Delta,
+    LowRankDelta,
+    Merged,
+    RowsDelta,
     VectorDelta,
 )
+from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.sources.tensors import Encoding, FileRange, Parts, TensorInfo
 
 TORCH_DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -55,19 +52,6 @@ TORCH_DTYPES: Final = {
     "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 """By safetensors' tag: what is computed with, compared, and what encoded tensors consist of."""
-
-_FromParts: TypeAlias = (
-    Scaled
-    | Bitsandbytes8bit
-    | Fp4
-    | PackedIntegers
-    | HalfQuadratic
-    | Columns
-    | GgufBlocks
-    | Bitsandbytes4bit
-    | Strided
-)
-"""Encodings that are decoded from parts that are stored as they are."""
 
 
 def read_values(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
@@ -133,7 +117,7 @@ def _read_parts(device: TorchBuffers, parts: Parts) -> list[torch.Tensor]:
 
 def _decode(
     tensor: TensorInfo,
-    encoding: _FromParts,
+    encoding: Encoding,
     parts: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Decodes a tensor from its parts, by role; the result is contiguous, in the tensor's dtype."""
@@ -156,7 +140,7 @@ def _decode(
             return decode_packed(parts, dtype, is_transposed=encoding.is_transposed)
         case Strided():
             return torch.as_strided(values, tensor.shape, encoding.strides).to(dtype).contiguous()
-    raise AssertionError(f"{tensor.name}: columns are only read as a part of a weight")
+    raise AssertionError(f"{tensor.name}: {encoding.name} has no decoder here")
 
 
 def _decode_fp4(

@@ -10,17 +10,11 @@ from nf4conv.run.device.on_driver.batch.buffers import Launch
 from nf4conv.run.device.on_driver.batch.input import BatchInput
 from nf4conv.run.device.on_driver.kernels import Action, Kernels, Purpose
 from nf4conv.run.grouping import aligned
-from nf4conv.sources.tensors import (
-    DTYPE_BITS,
-    Bitsandbytes4bit,
-    Bitsandbytes8bit,
-    Columns,
-    Fp4,
-    PackedIntegers,
-    Scaled,
-    TensorInfo,
-    packed_in_order,
-)
+from nf4conv.sources.encodings.types.arranged import Columns
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit, packed_in_order
+from nf4conv.sources.encodings.types.integers import PackedIntegers
+from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 _SCALE_TAGS: Final = ("F32", "F16", "BF16", "U8", "F8_E8M0")
 

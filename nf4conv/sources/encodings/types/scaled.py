@@ -1,0 +1,73 @@
+"""Describes weights of small values times scales that many of them share: FP8, INT8, FP4."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from nf4conv.sources.tensors import Encoding, Parts, TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(Encoding):
+    """8-bit values times scales that blocks of them share: FP8, MXFP8, INT8."""
+
+    name: ClassVar[str] = "scaled"
+
+    values: TensorInfo  # [..., rows, columns]
+    # one for all, one for each row, one for each block, or any shape that broadcasts against the
+    # values'; None for values that were only cast
+    scale: TensorInfo | None = None
+    block: tuple[int, int] | None = None  # (rows, columns) that share a scale; None if shapes tell
+
+    @property
+    def parts(self) -> Parts:
+        if self.scale is None:
+            return (("values", self.values),)
+        return ("values", self.values), ("scale", self.scale)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, Scaled) and self.block == other.block
+
+
+@dataclass(frozen=True, slots=True)
+class Bitsandbytes8bit(Encoding):
+    """A weight of bitsandbytes' LLM.int8(): each row was scaled to a largest magnitude of 127."""
+
+    name: ClassVar[str] = "int8 rows"
+
+    values: TensorInfo  # [rows, columns] I8
+    scale: TensorInfo  # [rows] or [rows, 1] F32: the largest magnitudes, bitsandbytes' SCB
+
+    @property
+    def parts(self) -> Parts:
+        return ("values", self.values), ("scale", self.scale)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, Bitsandbytes8bit)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4(Encoding):
+    """Pairs of E2M1 values times scales that groups of a row share: MXFP4 and NVFP4."""
+
+    values: TensorInfo  # [rows, columns / 2], or a stack of such matrices
+    scale: TensorInfo  # [rows, groups], or a stack of such matrices
+    divisor: TensorInfo | None = None  # one value that all scales are divided by
+    multiplier: TensorInfo | None = None  # one value that all scales are multiplied with
+    # True if the matrices are stored as [out, in] and loaded as [in, out]: the experts of gpt-oss
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        return "fp4 transposed" if self.is_transposed else "fp4"
+
+    @property
+    def parts(self) -> Parts:
+        parts = [("values", self.values), ("scale", self.scale)]
+        if self.divisor is not None:
+            parts.append(("divisor", self.divisor))
+        if self.multiplier is not None:
+            parts.append(("multiplier", self.multiplier))
+        return tuple(parts)
+
+    def decodes_like(self, other: "Encoding") -> bool:
+        return isinstance(other, Fp4) and self.is_transposed == other.is_transposed
