@@ -21,6 +21,9 @@ Nf4convError                    base of all; the command line prints the line an
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound="Nf4convError")
 
 
 class Nf4convError(Exception):
@@ -43,6 +46,11 @@ class Nf4convError(Exception):
         super().__init__(message)
         self.path = None if path is None else Path(path)
         self.tensor = tensor
+
+    @classmethod
+    def about(cls: type[_Error], path: str | Path, tensor: str, what: str) -> _Error:
+        """Makes the error about one tensor of a file: `path: tensor: what`."""
+        return cls(f"{path}: {tensor}: {what}", path=path, tensor=tensor)
 
 
 class SourceError(Nf4convError):

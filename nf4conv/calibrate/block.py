@@ -163,11 +163,11 @@ def _original(block: BlockAtWork, target: Target) -> torch.Tensor:
     view = matrix_in(block.contents.values[job.source.name], job.matrix)
     weight = view.to(DTYPES[block.format.dtype]).contiguous()
     if not bool(weight.isfinite().all()):
-        raise SourceError(
-            f"{job.source.file}: {job.source.name}: holds NaN or infinity; repair the checkpoint, "
-            f"or leave such tensors unquantized: --non-finite keep",
-            path=job.source.file,
-            tensor=job.source.name,
+        raise SourceError.about(
+            job.source.file,
+            job.source.name,
+            "holds NaN or infinity; repair the checkpoint, "
+            "or leave such tensors unquantized: --non-finite keep",
         )
     return weight
 

@@ -242,10 +242,12 @@ class _Found:
                 needed.add(name)
         missing = sorted(needed - known - buffers)
         if missing:
+            what = missing[0]
+            if len(missing) > 1:
+                what = f"{what} and {len(missing) - 1:,} more"
             raise PlanError(
-                f"{self._source}: --calibrate: transformers expects {missing[0]}"
-                f"{f' and {len(missing) - 1:,} more' if len(missing) > 1 else ''}, which the "
-                f"checkpoint does not have"
+                f"{self._source}: --calibrate: transformers expects {what}, which the checkpoint "
+                f"does not have"
             )
 
     def _all_targets(self) -> Iterator[Target]:
@@ -360,9 +362,10 @@ def _require_known_tokens(texts: Sequence[Text], model: Any, source: Source) -> 
 
 def _notes(calibration: Calibration, found: _Found, options: QuantizeOptions) -> Iterator[str]:
     wanted = options.calibration_tokens or TOKENS
+    texts = ", ".join(text.name for text in calibration.texts)
     yield (
         f"calibration: {len(calibration.weights):,} weights in {calibration.blocks:,} blocks, "
-        f"by {calibration.tokens:,} tokens of {', '.join(text.name for text in calibration.texts)}"
+        f"by {calibration.tokens:,} tokens of {texts}"
     )
     if calibration.tokens < wanted - calibration.window:
         yield f"the text has only {calibration.tokens:,} of {wanted:,} tokens; all are read"

@@ -110,12 +110,12 @@ class Experts:
                 return is_transposed
         partner = self._misfit(tensor, found, usual)
         assert partner is not None
-        raise PlanError(
-            f"{tensor.file}: {tensor.name}: a stack of experts {list(tensor.shape)} does not fit "
+        raise PlanError.about(
+            tensor.file,
+            tensor.name,
+            f"a stack of experts {list(tensor.shape)} does not fit "
             f"{partner.name} {list(partner.shape)} of the same layer; the checkpoint is damaged, "
             f"or of another model than its config.json says",
-            path=tensor.file,
-            tensor=tensor.name,
         )
 
     def _misfit(
@@ -128,11 +128,11 @@ class Experts:
         for name in partner_names(tensor.name, found):
             partner = self.tensors.get(name)
             if partner is None:
-                raise PlanError(
-                    f"{tensor.file}: {tensor.name}: the checkpoint lacks {name}, which holds the "
+                raise PlanError.about(
+                    tensor.file,
+                    tensor.name,
+                    f"the checkpoint lacks {name}, which holds the "
                     f"other projections of these experts",
-                    path=tensor.file,
-                    tensor=tensor.name,
                 )
             other = self.stacks[name]
             if sizes != _sizes(
@@ -180,21 +180,20 @@ def _shape_of(
     if not found.stack.is_flat:
         experts, rows, columns = tensor.shape
         if numbers and experts not in numbers:
-            raise PlanError(
-                f"{tensor.file}: {tensor.name}: a stack of {experts} experts, but config.json "
+            raise PlanError.about(
+                tensor.file,
+                tensor.name,
+                f"a stack of {experts} experts, but config.json "
                 f"says {' or '.join(map(str, sorted(numbers)))}",
-                path=tensor.file,
-                tensor=tensor.name,
             )
         return experts, rows, columns
     rows, columns = tensor.shape
     experts = min(numbers, default=0)
     if not experts or rows % experts:
-        raise PlanError(
-            f"{tensor.file}: {tensor.name}: {rows} rows do not divide into {experts} experts, "
-            f"which is the number in config.json",
-            path=tensor.file,
-            tensor=tensor.name,
+        raise PlanError.about(
+            tensor.file,
+            tensor.name,
+            f"{rows} rows do not divide into {experts} experts, which is the number in config.json",
         )
     return experts, rows // experts, columns
 
@@ -218,11 +217,11 @@ def cut_stack(
     outputs, inputs = (columns, rows) if is_transposed else (rows, columns)
     parts = len(stack.projections)
     if outputs % parts:
-        raise PlanError(
-            f"{tensor.file}: {tensor.name}: {outputs} outputs of an expert do not divide into "
+        raise PlanError.about(
+            tensor.file,
+            tensor.name,
+            f"{outputs} outputs of an expert do not divide into "
             f"those of {' and '.join(stack.projections)}",
-            path=tensor.file,
-            tensor=tensor.name,
         )
     size = outputs // parts
     matrices = []

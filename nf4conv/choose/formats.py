@@ -63,11 +63,10 @@ def choose_dtype(source: Source, selection: Selection, options: QuantizeOptions)
         )
     for tensor in source.tensors:
         if tensor.dtype == "F64" and isinstance(selection.decisions[tensor.name], Pack):
-            raise PlanError(
-                f"{tensor.file}: {tensor.name}: float64 cannot be packed; say what to cast it to: "
-                f"--dtype {choices}",
-                path=tensor.file,
-                tensor=tensor.name,
+            raise PlanError.about(
+                tensor.file,
+                tensor.name,
+                f"float64 cannot be packed; say what to cast it to: --dtype {choices}",
             )
     return dtype
 

@@ -109,11 +109,12 @@ def plan_dequantization(
 
 
 def _log_plan(plan: AnyDequantizationPlan, started: float) -> None:
+    seconds = time.perf_counter() - started
     totals = plan.totals()
     _log.info(
         "planned %d tensors in %.1f s: %d decoded, %d kept; %d files, %s",
         totals.decoded + totals.copied,
-        time.perf_counter() - started,
+        seconds,
         totals.decoded,
         totals.copied,
         totals.shards,

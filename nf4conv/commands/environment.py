@@ -79,9 +79,11 @@ def _find_computing() -> _Computing:
         reason = "torch finds no GPU" if is_gpu_build else "this torch is a CPU build"
         return _Computing((), f"CPU code: {reason}")
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    gpus = tuple(
-        f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.total_memory / 1e9:.1f} GB" for gpu in found
-    )
+    lines = []
+    for gpu in found:
+        memory = gpu.total_memory / 1e9
+        lines.append(f"{gpu.name}, {gpu.major}.{gpu.minor}, {memory:.1f} GB")
+    gpus = tuple(lines)
     capability = None if torch.version.hip else (found[0].major, found[0].minor)
     why = why_plain(capability)
     if why:

@@ -5,6 +5,7 @@ The source is not needed.
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def _finish(out: Path, started: float, reread: bool) -> FinishReport:
             card=_card(plan, size, verification),
             record=plan[MAKING],
             config=None if config is None else config.encode(),
-            verified=None if verification is None else verification.to_record(),
         )
+        if verification is not None:
+            last = replace(last, verified=verification.to_record())
         finish(folder, last)
     return FinishReport(
         out=str(out),

@@ -133,11 +133,13 @@ def plan_quantization(
 
 
 def _log_plan(plan: AnyQuantizationPlan, started: float) -> None:
+    seconds = time.perf_counter() - started
     totals = plan.totals()
+    tensors = totals.packed + totals.copied
     _log.info(
         "planned %d tensors in %.1f s: %d packed, %d of them as they are, %d kept; %d files, %s",
-        totals.packed + totals.copied,
-        time.perf_counter() - started,
+        tensors,
+        seconds,
         totals.packed,
         totals.stay,
         totals.copied,

@@ -56,12 +56,11 @@ def open_unchanged(folder: DiffusersFolder, name: str, where: SourceOptions) -> 
     for finding in structure.findings:
         if finding.is_fault:
             decode = f"nf4conv dequantize {shlex.quote(folder.place)} DECODED --include '{name}/*'"
-            raise PlanError(
+            message = (
                 f"{folder.place}: {name}/{finding.line()}; this submodel would stay as it is; "
-                f"decode it first: {decode}",
-                path=folder.folder / name,
-                tensor=finding.tensor or None,
+                f"decode it first: {decode}"
             )
+            raise PlanError(message, path=folder.folder / name, tensor=finding.tensor or None)
     return stored
 
 

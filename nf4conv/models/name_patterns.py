@@ -163,10 +163,13 @@ def place_below(parent: str) -> Place:
     Places are cached: a checkpoint may have 100,000 modules, which come in groups below one parent.
     """
     above = f"{parent}." if parent else ""
-    layer = LANGUAGE_LAYER.match(above)
+    found = LANGUAGE_LAYER.match(above)
+    layer = None
+    if found:
+        layer = int(found[1])
     return Place(
         is_numbered=NUMBERED.search(above) is not None,
-        language_layer=None if layer is None else int(layer[1]),
+        language_layer=layer,
         is_prediction_layer=PREDICTION_LAYER.search(above) is not None,
         is_expert=EXPERT.search(above) is not None,
     )

@@ -105,15 +105,13 @@ def _compute(
 
 def is_computable(module: torch.nn.Module, x: torch.Tensor) -> bool:
     """Returns whether kernels run where x is, and the layer does nothing that they do not know."""
-    return (
-        x.device.type == "cuda"
-        and x.dim() == 2
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and has_kernels(x.device)
-        and not getattr(module, "_is_expert_parallel", False)
-        and not getattr(module, "has_post_expert_norm", False)
-        and hasattr(module, "is_transposed")
-    )
+    if x.device.type != "cuda" or not has_kernels(x.device):
+        return False
+    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if getattr(module, "_is_expert_parallel", False):
+        return False
+    return hasattr(module, "is_transposed") and not getattr(module, "has_post_expert_norm", False)
 
 
 def _trains(x: torch.Tensor, weights: torch.Tensor) -> bool:
@@ -257,14 +255,13 @@ def up_projection(weight: PackedWeight, module: Any) -> Projection | None:
 
 def applies_silu(module: Any) -> bool:
     """Returns whether a layer computes silu(gate) · up of all gate rows, then all up rows."""
+    if not getattr(module, "has_gate", True) or not getattr(module, "is_concatenated", True):
+        return False
     gate_function = getattr(type(module), "_apply_gate", None)
-    return (
-        getattr(module, "has_gate", True)
-        and getattr(module, "is_concatenated", True)
-        and not getattr(module, "has_bias", False)
-        and getattr(gate_function, "__name__", "") == "_default_apply_gate"
-        and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
-    )
+    if getattr(gate_function, "__name__", "") != "_default_apply_gate":
+        return False
+    activation = type(getattr(module, "act_fn", None)).__name__
+    return activation in ("SiLU", "SiLUActivation") and not getattr(module, "has_bias", False)
 
 
 # ----------------------------------------------------------------------------- torch.compile

@@ -85,11 +85,8 @@ def _jobs(
         is_cast = tensor.dtype in FLOAT_TAGS and not decision.keep_dtype
         return [CopyJob(tensor, TAGS[format.dtype] if is_cast else tensor.dtype, reason)]
     if tensor.dtype not in FLOAT_TAGS:
-        raise PlanError(
-            f"{tensor.file}: {tensor.name}: {tensor.dtype} cannot be packed; expected a float "
-            f"dtype",
-            path=tensor.file,
-            tensor=tensor.name,
+        raise PlanError.about(
+            tensor.file, tensor.name, f"{tensor.dtype} cannot be packed; expected a float dtype"
         )
     if isinstance(stored, Stored):
         [matrix] = decision.matrices
@@ -131,10 +128,8 @@ def _check_names(jobs: Sequence[Job]) -> None:
     seen: dict[str, Job] = {}
     for job in jobs:
         if seen.setdefault(job.name, job) is not job:
-            raise PlanError(
-                f"{job.source.file}: {job.name}: two output tensors would have this name",
-                path=job.source.file,
-                tensor=job.name,
+            raise PlanError.about(
+                job.source.file, job.name, "two output tensors would have this name"
             )
     for name, job in seen.items():
         weight, found, suffix = name.rpartition(".weight.")

@@ -44,12 +44,16 @@ class Needs:
 
     def described(self) -> str:
         """Returns a line for people."""
-        return (
-            f"calibrating takes about {_duration(self.gpu_seconds)} on an H200, with "
-            f"{size(self.gpu_bytes)} of its memory and {size(self.gpu_host_bytes)} of the host's; "
-            f"or {_duration(self.cpu_seconds)} on two cores of a CPU, with {size(self.cpu_bytes)} "
-            f"of memory; and {size(self.disk_bytes)} of disk meanwhile"
+        on_gpu = (
+            f"{_duration(self.gpu_seconds)} on an H200, with {size(self.gpu_bytes)} of its memory "
+            f"and {size(self.gpu_host_bytes)} of the host's"
         )
+        on_cpu = (
+            f"{_duration(self.cpu_seconds)} on two cores of a CPU, with {size(self.cpu_bytes)} of "
+            f"memory"
+        )
+        disk = f"{size(self.disk_bytes)} of disk meanwhile"
+        return f"calibrating takes about {on_gpu}; or {on_cpu}; and {disk}"
 
 
 def _duration(seconds: float) -> str:

@@ -167,12 +167,12 @@ def _check_alike(layer: _Layer, stack: _Stack, experts: Sequence[tuple[TensorInf
     for projections in experts:
         for matrix, other in zip(projections, first, strict=True):
             if (matrix.shape, matrix.dtype) != (other.shape, other.dtype):
-                raise SourceError(
-                    f"{matrix.file}: {matrix.name}: {matrix.dtype} {list(matrix.shape)}, but "
+                raise SourceError.about(
+                    matrix.file,
+                    matrix.name,
+                    f"{matrix.dtype} {list(matrix.shape)}, but "
                     f"{other.name} is {other.dtype} {list(other.shape)}: the experts of a layer "
                     f"must be alike",
-                    path=matrix.file,
-                    tensor=matrix.name,
                 )
     dimensions = 2 if stack.leaf == "weight" else 1
     inputs = {matrix.shape[1:] for matrix in first}

@@ -279,8 +279,9 @@ class _Writing:
             card=card(size, verification),
             record=plan.record,
             config=plan.config_bytes,
-            verified=None if verification is None else verification.to_record(),
         )
+        if verification is not None:
+            last = replace(last, verified=verification.to_record())
         finish(folder, last)
 
     def _tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Task]:

@@ -132,9 +132,9 @@ def _refuse_overflow(jobs: Sequence[CopyJob], source: Source, run: RunOptions) -
     for name, count in found.items():
         tensor = wide[name]
         if count.too_large:
-            raise SourceError(
-                f"{tensor.file}: {name}: {count.too_large:,} of {tensor.elements:,} values are too "
+            raise SourceError.about(
+                tensor.file,
+                name,
+                f"{count.too_large:,} of {tensor.elements:,} values are too "
                 f"large for {DTYPE_NAMES['F16']}; --dtype bf16 holds them",
-                path=tensor.file,
-                tensor=name,
             )

@@ -162,8 +162,9 @@ def check_name(path: Path, name: str) -> None:
         )
     dots = name.count(".")
     if len(name) > _LONGEST_NAME or dots > _MOST_DOTS:
+        brief = f"{name[:50]}…"
         raise SourceError(
-            f"{path}: {name[:50]}…: a name of {len(name):,} characters and {dots:,} dots; "
+            f"{path}: {brief}: a name of {len(name):,} characters and {dots:,} dots; "
             f"expected at most {_LONGEST_NAME:,} and {_MOST_DOTS}",
             path=path,
         )
@@ -184,32 +185,25 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         shape = entry["shape"]
         offsets = entry["data_offsets"]
     except (TypeError, KeyError) as error:
-        raise SourceError(
-            f"{path}: {name}: the header entry lacks dtype, shape or data_offsets",
-            path=path,
-            tensor=name,
+        raise SourceError.about(
+            path, name, "the header entry lacks dtype, shape or data_offsets"
         ) from error
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise SourceError(
-            f"{path}: {name}: unknown dtype {_brief(dtype)}; a newer nf4conv may know it",
-            path=path,
-            tensor=name,
+        raise SourceError.about(
+            path, name, f"unknown dtype {_brief(dtype)}; a newer nf4conv may know it"
         )
     if not _are_sizes(shape):
-        raise SourceError(f"{path}: {name}: {_brief(shape)} is not a shape", path=path, tensor=name)
+        raise SourceError.about(path, name, f"{_brief(shape)} is not a shape")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise SourceError(
-            f"{path}: {name}: {_brief(offsets)} are not data offsets", path=path, tensor=name
-        )
+        raise SourceError.about(path, name, f"{_brief(offsets)} are not data offsets")
     start, stop = offsets
     expected = math.prod(shape) * bits
     if expected != (stop - start) * 8:
-        raise SourceError(
-            f"{path}: {name}: {stop - start:,} bytes, expected {-(-expected // 8):,} for {shape} "
-            f"{dtype}",
-            path=path,
-            tensor=name,
+        raise SourceError.about(
+            path,
+            name,
+            f"{stop - start:,} bytes, expected {-(-expected // 8):,} for {shape} {dtype}",
         )
     return TensorInfo(name, dtype, tuple(shape), path, data_start + start, data_start + stop)
 
@@ -237,16 +231,10 @@ def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size
     previous = "the header"
     for tensor in tensors:
         if tensor.start < position:
-            raise SourceError(
-                f"{path}: {tensor.name}: its bytes overlap those of {previous}",
-                path=path,
-                tensor=tensor.name,
-            )
+            raise SourceError.about(path, tensor.name, f"its bytes overlap those of {previous}")
         if tensor.start > position:
-            raise SourceError(
-                f"{path}: {tensor.name}: {tensor.start - position:,} unused bytes before it",
-                path=path,
-                tensor=tensor.name,
+            raise SourceError.about(
+                path, tensor.name, f"{tensor.start - position:,} unused bytes before it"
             )
         position = tensor.stop
         previous = tensor.name

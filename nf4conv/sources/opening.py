@@ -322,22 +322,16 @@ def _read_weight_map(index: Path, absent: Collection[Path]) -> Mapping[str, str]
     first_of_file: dict[str, str] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise SourceError(
-                f"{index}: {name}: {file!r} is outside the folder", path=index, tensor=name
-            )
+            raise SourceError.about(index, name, f"{file!r} is outside the folder")
         first_of_file.setdefault(file, name)
     for file, name in first_of_file.items():
         relative = PurePosixPath(file)
         if relative.is_absolute() or ".." in relative.parts or "\\" in file:
-            raise SourceError(
-                f"{index}: {name}: {file!r} is outside the folder", path=index, tensor=name
-            )
+            raise SourceError.about(index, name, f"{file!r} is outside the folder")
         path = index.parent / relative
         if not is_file(path) and path not in absent:
-            raise SourceError(
-                f"{index}: {name}: the shard {file} is missing; the download is incomplete",
-                path=index,
-                tensor=name,
+            raise SourceError.about(
+                index, name, f"the shard {file} is missing; the download is incomplete"
             )
     return weight_map
 
@@ -383,11 +377,7 @@ def _read_headers(files: tuple[Path, ...], fetched: "Fetched | None" = None) -> 
             )
         for tensor in tensors:
             if tensor.name in seen:
-                raise SourceError(
-                    f"{file}: {tensor.name}: also in {seen[tensor.name].file.name}",
-                    path=file,
-                    tensor=tensor.name,
-                )
+                raise SourceError.about(file, tensor.name, f"also in {seen[tensor.name].file.name}")
             seen[tensor.name] = tensor
     if not seen:
         raise SourceError(f"{', '.join(str(file) for file in files)}: no tensors")

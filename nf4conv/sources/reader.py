@@ -231,10 +231,8 @@ def read_bytes(tensor: TensorInfo) -> bytes:
         SourceError: the tensor is not small, or its file cannot be read.
     """
     if tensor.nbytes > _LARGEST_READ:
-        raise SourceError(
-            f"{tensor.file}: {tensor.name}: {tensor.nbytes:,} bytes, too many for what it is",
-            path=tensor.file,
-            tensor=tensor.name,
+        raise SourceError.about(
+            tensor.file, tensor.name, f"{tensor.nbytes:,} bytes, too many for what it is"
         )
     with named(tensor.file, SourceError), tensor.file.open("rb") as file:
         file.seek(tensor.start)

@@ -163,8 +163,7 @@ def _is_near(group: Sequence[TensorInfo], tensor: TensorInfo) -> bool:
     """Returns True if a tensor behind those of a group can be read at once with them."""
     first = group[0]
     last = group[-1]
-    return (
-        tensor.file == first.file
-        and tensor.start - last.stop <= _LARGEST_GAP
-        and tensor.stop - first.start <= _LONGEST_READ
-    )
+    if tensor.file != first.file:
+        return False
+    gap = tensor.start - last.stop
+    return gap <= _LARGEST_GAP and tensor.stop - first.start <= _LONGEST_READ

@@ -180,13 +180,17 @@ def _size(out: Source, key: str) -> int | None:
 
 def _require_alike(first: Source, other: Source) -> None:
     """Refuses a model that cannot be asked what another one is asked."""
-    names = [architecture_of(out.config or {}) for out in (first, other)]
-    sizes = [_vocabulary(out) for out in (first, other)]
-    if names[0] != names[1] or sizes[0] != sizes[1]:
+    expected = _described(first)
+    found = _described(other)
+    if found != expected:
         raise PlanError(
-            f"{other.folder}: is {names[1]} with {sizes[1]:,} tokens, and {first.folder} is "
-            f"{names[0]} with {sizes[0]:,}; evaluate compares forms of one model"
+            f"{other.folder}: is {found}, and {first.folder} is {expected}; evaluate compares "
+            f"forms of one model"
         )
+
+
+def _described(out: Source) -> str:
+    return f"{architecture_of(out.config or {})} with {_vocabulary(out):,} tokens"
 
 
 def _text_config(out: Source) -> Mapping[str, Any]:

@@ -125,9 +125,9 @@ def _describe_non_finite(job: PackJob, plan: QuantizationPlan, run: RunOptions) 
         return CastError(job.source, TAGS[plan.output.format.dtype])
     count, what = found[job.source.name]
     tensor = job.source
-    return SourceError(
-        f"{tensor.file}: {tensor.name}: {count:,} of {tensor.elements:,} values are "
+    return SourceError.about(
+        tensor.file,
+        tensor.name,
+        f"{count:,} of {tensor.elements:,} values are "
         f"{what}; repair the checkpoint, or leave such tensors unquantized: --non-finite keep",
-        path=tensor.file,
-        tensor=tensor.name,
     )

@@ -118,14 +118,13 @@ def merged_card(plan: WritingPlan, loading: Loading | None) -> str:
         adapters=source.adapters,
         pipeline_tag=_pipeline_tag(loading),
     )
-    return "\n".join(
-        [
-            merged_front_matter(subject),
-            sections.merged_introduction(subject, source.folder.name),
-            sections.use(loading),
-            sections.original_text(subject.original),
-        ]
-    )
+    parts = [
+        merged_front_matter(subject),
+        sections.merged_introduction(subject, source.folder.name),
+        sections.use(loading),
+        sections.original_text(subject.original),
+    ]
+    return "\n".join(parts)
 
 
 def diffusers_card(

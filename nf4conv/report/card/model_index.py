@@ -63,16 +63,12 @@ def with_results(card: str, evaluation: Evaluation) -> str:
 
 def _entry(evaluation: Evaluation) -> dict[str, Any]:
     """Returns the results of one model."""
-    return {
-        "name": Path(evaluation.out).name,
-        "results": [
-            {
-                "task": {"type": _TASKS[evaluation.kind]},
-                "dataset": {"type": "text", "name": evaluation.text},
-                "metrics": list(_metrics(evaluation)),
-            }
-        ],
+    result = {
+        "task": {"type": _TASKS[evaluation.kind]},
+        "dataset": {"type": "text", "name": evaluation.text},
+        "metrics": list(_metrics(evaluation)),
     }
+    return {"name": Path(evaluation.out).name, "results": [result]}
 
 
 def _metrics(evaluation: Evaluation) -> Iterator[dict[str, Any]]:

@@ -73,15 +73,17 @@ def _weight_cells(name: str, rows: Sequence[WeightRow]) -> tuple[str, ...]:
         rows: the weights, that of the largest error first.
     """
     worst = rows[0]
+    relative = error_cell(worst.error)
     if len(rows) > 1:
         name = f"{name} ({len(rows):,})"
+        relative = _range_cell(rows[-1].error, worst.error)
     absmax = [
         row.largest_error_of_absmax for row in rows if row.largest_error_of_absmax is not None
     ]
     outside = [row.outside for row in rows if row.outside is not None]
     return (
         printable(name),
-        _range_cell(rows[-1].error, worst.error) if len(rows) > 1 else error_cell(worst.error),
+        relative,
         two_digits_cell(worst.snr_db),
         error_cell(max(absmax, default=None)),
         count_cell(sum(outside) if outside else None),

@@ -262,12 +262,13 @@ def _compare_scales(device: TorchDevice, weight: StoredWeight, absmax: torch.Ten
         differing = int((codes != state.absmax).sum())
         differing += int((state2.absmax != state.state2.absmax).sum())
         differing += _count_other_bits(offset, state.offset)
+        described = _count_described(weight, parts, raws, float(offset.item()))
         return ScaleErrors(
             wrong=int(wrong.sum()),
             first=_first(wrong),
             wrong_nested=int(wrong_nested.sum()),
             differing=differing,
-            described=_count_described(weight, parts, raws, float(offset.item())),
+            described=described,
         )
 
 
@@ -292,10 +293,11 @@ def _count_described(
     What is not on disk does not count.
     """
     quant_type = weight.format.quant_type
+    blob = quant_state_json(weight.format, weight.shape, offset)
     expected = {
         "quant_map": struct.pack("<16f", *CODEBOOKS[quant_type].values),
         "nested_quant_map": struct.pack("<256f", *DYNAMIC_MAP),
-        f"{QUANT_STATE_PREFIX}{quant_type}": quant_state_json(weight.format, weight.shape, offset),
+        f"{QUANT_STATE_PREFIX}{quant_type}": blob,
     }
     differing = 0
     for role, raw in zip(parts, raws, strict=True):

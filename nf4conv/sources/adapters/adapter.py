@@ -277,10 +277,8 @@ def _sorted(adapter: Adapter, tensors: tuple[TensorInfo, ...]) -> Adapter:
             depth = found["nested"].count(".")
             modules.setdefault((found["module"], depth), {})[found["role"]] = tensor
         elif re.search(r"\.lora_\w+(\.|$)|_adapter\.", name):
-            raise SourceError(
-                f"{adapter.file}: {tensor.name}: not a tensor of LoRA as PEFT merges it",
-                path=adapter.file,
-                tensor=tensor.name,
+            raise SourceError.about(
+                adapter.file, tensor.name, "not a tensor of LoRA as PEFT merges it"
             )
         else:
             replaced[name.replace(".base_layer.", ".")] = tensor

@@ -81,7 +81,6 @@ class Base:
 
 def misfit(adapter: Adapter, tensor: TensorInfo, found: TensorInfo, more: str = "") -> SourceError:
     """Returns the error of a tensor of an adapter that does not fit one of the source."""
-    return SourceError(
-        f"{adapter.place}: {tensor.name} {list(tensor.shape)} does not go with {found.name} "
-        f"{list(found.shape)}{more}"
-    )
+    given = f"{tensor.name} {list(tensor.shape)}"
+    expected = f"{found.name} {list(found.shape)}"
+    return SourceError(f"{adapter.place}: {given} does not go with {expected}{more}")

@@ -126,10 +126,8 @@ def with_original_names(source: Source, among: Collection[str] = ()) -> Source:
         else:
             original = _of_unet(module, config.get("layers_per_block"), attending)
         if original is None:
-            raise PlanError(
-                f"{tensor.file}: {tensor.name}: has no name in the files that image tools read",
-                path=tensor.file,
-                tensor=tensor.name,
+            raise PlanError.about(
+                tensor.file, tensor.name, "has no name in the files that image tools read"
             )
         if original.name.endswith("_norm"):
             leaf = "scale"

@@ -224,10 +224,8 @@ def _describe(
     start = storage.start + tensor.offset * itemsize
     stop = start + length * itemsize
     if stop - storage.start > tensor.storage.nbytes or stop > size:
-        raise SourceError(
-            f"{path}: {name}: reaches beyond the end of its storage; the download is incomplete",
-            path=path,
-            tensor=name,
+        raise SourceError.about(
+            path, name, "reaches beyond the end of its storage; the download is incomplete"
         )
     info = TensorInfo(name, tensor.dtype, tensor.shape, path, start, stop)
     if _is_contiguous(tensor):

@@ -56,13 +56,11 @@ def _compiled(
     compiled = iter(compile_kernels(variants, capability))
     contents = {}
     for purpose, codec in codecs.items():
-        contents[purpose] = {
-            "kernels": {name: next(compiled) for name in codec.kernels},
-            "tables": {
-                name: base64.b64encode(table).decode() for name, table in codec.tables.items()
-            },
-            "numbers": codec.numbers,
-        }
+        kernels = {name: next(compiled) for name in codec.kernels}
+        tables = {}
+        for name, table in codec.tables.items():
+            tables[name] = base64.b64encode(table).decode()
+        contents[purpose] = {"kernels": kernels, "tables": tables, "numbers": codec.numbers}
     return contents
 
 

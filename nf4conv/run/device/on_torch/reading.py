@@ -92,9 +92,7 @@ def read_decoded(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
         try:
             decoded = _decode(tensor, encoding, views)
         except CodecError as error:
-            raise CodecError(
-                f"{tensor.file}: {tensor.name}: {error}", path=tensor.file, tensor=tensor.name
-            ) from error
+            raise CodecError.about(tensor.file, tensor.name, f"{error}") from error
         if decoded.numel() != tensor.elements:
             decoded = decoded.view(-1)[: tensor.elements]  # the last code of a weight is padding
         return _shaped(decoded, tensor)
@@ -275,10 +273,9 @@ def packed_piece(
 
     The state's shape is that of the whole weight.
     """
-    tensors = {
-        role: raw.view(TORCH_DTYPES[part.dtype])
-        for (role, part), raw in zip(parts.items(), raws, strict=True)
-    }
+    tensors = {}
+    for (role, part), raw in zip(parts.items(), raws, strict=True):
+        tensors[role] = raw.view(TORCH_DTYPES[part.dtype])
     packed = tensors.pop("values")
     return packed, QuantState.from_components(tensors, may_say_more=True)
 
