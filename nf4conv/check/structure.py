@@ -17,9 +17,10 @@ from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.record import read_record, scales_in
 from nf4conv.sources.source import Source, read_tensor
-from nf4conv.sources.stored_weights import StoredWeight, Structure, check_weight, split_component
+from nf4conv.sources.stored_weights import StoredWeight, Structure, split_component
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
+from nf4conv.sources.weight_faults.weight import check_weight
 from nf4conv.sources.weight_files import LARGEST_INDEX, find_weights
 
 

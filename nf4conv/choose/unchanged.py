@@ -23,8 +23,10 @@ from nf4conv.options import QuantizeOptions
 from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source, read_together
-from nf4conv.sources.stored_weights import CLOSE, Structure, check_weight, distance
+from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.weight_faults.code_maps import CLOSE, distance
+from nf4conv.sources.weight_faults.weight import check_weight
 
 _ONE_SHARD = "one shard"
 """The only check that a weight may fail: all its tensors are written to one shard anyway."""

@@ -12,8 +12,9 @@ own_files.py        refuses links that lead out of the folder that the user name
 auxiliary.py        lists the files that are copied beside the weights
 original_card.py    holds what is taken over from the model card of the original
 record.py           reads and makes nf4conv.json
-stored_weights.py   reads the tensors of one packed 4-bit weight and notes their faults
+stored_weights.py   describes packed 4-bit weights as they lie on disk, and their faults
 unfinished.py       recognises a folder in which a run has begun and not ended
+weight_faults/      finds what is wrong with the tensors of packed 4-bit weights
 encodings/          presents weights that another quantization encoded as floats
 adapters/           reads LoRA adapters, and merges them into a source
 diffusers/          opens diffusers pipelines, gives denoisers their original names
