@@ -25,7 +25,7 @@ from nf4conv.run.grouping import interleave
 SHARD_SIZE = 1_000_000_000
 """`--max-shard-size` of nf4conv, unless it is told otherwise."""
 FILES_AT_A_TIME = 8
-"""As in nf4conv/run/checkpoint.py."""
+"""As in nf4conv/run/filling.py."""
 
 
 class Job(NamedTuple):

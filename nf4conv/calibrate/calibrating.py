@@ -33,8 +33,8 @@ from nf4conv.output.workspace import Workspace
 from nf4conv.plan.calibration import CalibratedWeights, CalibrationResult
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
-from nf4conv.run.checkpoint import space_needed
 from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.filling import space_needed
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.unfinished import CALIBRATED, WORK_FOLDER
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.choose.experts import Experts
+from nf4conv.choose.experts.gathering import Experts
 from nf4conv.choose.wishes import is_wanted
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.choose.experts import Experts
+from nf4conv.choose.experts.gathering import Experts
 from nf4conv.models.expert_layouts import layouts_of
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import HEADS, module_of

@@ -12,7 +12,9 @@ from typing import Any, Final
 from nf4conv.choose import skip_list
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
 from nf4conv.choose.evidence import FEWEST_ROWS, Evidence, Why
-from nf4conv.choose.experts import Experts, alike_in_layers, check_layout, readers_of
+from nf4conv.choose.experts.gathering import Experts
+from nf4conv.choose.experts.layers import alike_in_layers, check_layout
+from nf4conv.choose.experts.readers import readers_of
 from nf4conv.choose.wishes import Wishes
 from nf4conv.errors import PlanError
 from nf4conv.format.units import size

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nf4conv.choose.counts import excess_of
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
 from nf4conv.choose.evidence import Why
-from nf4conv.choose.experts import is_of_experts
+from nf4conv.choose.experts.readers import is_of_experts
 from nf4conv.choose.parsing import parse_config
 from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.errors import PlanError

@@ -15,7 +15,7 @@ from nf4conv.output.finishing import LastFiles, finish, index_of
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.report.results.runs import FinishReport
 from nf4conv.report.rows.weights import VerificationSummary
-from nf4conv.run.checkpoint import verification_of
+from nf4conv.run.filling import verification_of
 from nf4conv.sources.header import read_header
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished

@@ -22,7 +22,7 @@ from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results.runs import DequantizeReport, QuantizeReport
-from nf4conv.run.checkpoint import space_needed
+from nf4conv.run.filling import space_needed
 from nf4conv.sources.diffusers.folder import DiffusersFolder
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_small

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar, Final
 
 from nf4conv import __version__
-from nf4conv.choose.experts import Readers, readers_of
+from nf4conv.choose.experts.readers import Readers, readers_of
 from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.choose.experts import readers_of
+from nf4conv.choose.experts.readers import readers_of
 from nf4conv.models.expert_layouts import find_stack, layouts_of
 from nf4conv.models.module_names import module_of
 from nf4conv.models.name_patterns import ROUTER

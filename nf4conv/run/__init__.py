@@ -1,6 +1,7 @@
 """Runs a plan: read ▸ codec ▸ write, in a bounded loop that all commands share.
 
 checkpoint.py    carries out the plan of one checkpoint
+filling.py       writes all shards into an opened folder, then its last files
 earlier.py       recognises a result that is there already
 writing.py       opens the devices that make shards, and divides shards into tasks
 verifying.py     verifies the values of a checkpoint

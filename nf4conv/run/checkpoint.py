@@ -1,61 +1,37 @@
-"""Carries out the plan of one checkpoint: opens the folder, runs all tasks, writes the last files.
-
-    space ▸ shard tasks ▸ auxiliary files ▸ index ▸ card, nf4conv.json ▸ config.json
-
-config.json is last: it makes the folder a checkpoint.
-"""
+"""Carries out the plan of one checkpoint: opens devices and the folder, has it filled, reports."""
 
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from nf4conv.errors import OutputError, VerificationError
-from nf4conv.format import units
+from nf4conv.errors import OutputError
 from nf4conv.options import RunOptions
-from nf4conv.output.finishing import LastFiles, finish, index_of
-from nf4conv.output.folder import OutputFolder, require_no_dead_link
+from nf4conv.output.folder import require_no_dead_link
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
-from nf4conv.output.writer import ShardWriter
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
-from nf4conv.plan.jobs import Shard, source_files
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results.runs import RunReport
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.device.choice import Devices
-from nf4conv.run.grouping import interleave
-from nf4conv.run.loop import MemoryUse, Pipeline, Task, make_pipeline
-from nf4conv.run.shards import ShardProgress, ShardTask, streamed
-from nf4conv.run.writing import writing_devices, writing_tasks
-from nf4conv.sources.reader import Reader
+from nf4conv.run.filling import Card, Filling, verification_of
+from nf4conv.run.loop import MemoryUse, Pipeline, make_pipeline
+from nf4conv.run.writing import writing_devices
 from nf4conv.sources.record import for_header
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.unfinished import finished_shards
-from nf4conv.system.files import let_go
-from nf4conv.system.memory import total_memory
 
 if TYPE_CHECKING:
-    from nf4conv.run.audit import AuditOfWritten
-    from nf4conv.sources.remote.stream import ShardStream
+    pass
 
 _log: Final = logging.getLogger(__name__)
 
-Card: TypeAlias = Callable[[int, VerificationSummary | None], str | None]
-"""Writes the result's README.md, given the bytes of its weight files and what verification found;
-None for a result without one."""
 
 PlanT = TypeVar("PlanT", bound=WritingPlan)
-
-_SHARDS_AT_A_TIME: Final = 8
-"""Measured on Linux: writes to one file do not overlap (2.5 GB/s from 8 threads, tmpfs or disk).
-Writes to several files do (8.5 GB/s to 4, 17 GB/s to 8). With more, an interrupted run would have
-more to do again."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +87,7 @@ def write_checkpoint(
         announce = announce or _tell_nobody
         begun = time.perf_counter()
         size = sum(shard.size for shard in folder.finished.values())
-        writing = _Writing(plan, folder, devices, pipeline, announce, run, kept, size, begun)
+        writing = Filling(plan, folder, devices, pipeline, announce, run, kept, size, begun)
         writing.write_shards()
         verification = verification_of(folder) if run.verify else None
         _log_times(pipeline, verification)
@@ -234,200 +210,4 @@ def _report(
         device_peak_bytes=after.device,
         shards_resumed=resumed,
         notes=(*plan.notes, *devices.notes()),
-    )
-
-
-@dataclass(frozen=True)
-class _Writing:
-    """Fills an opened folder."""
-
-    plan: WritingPlan
-    folder: Workspace | SharedFolder
-    devices: Devices
-    pipeline: Pipeline
-    announce: Callable[[str, Path], None]
-    run: RunOptions
-    # source bytes of finished shards that have been told as progress
-    told: int
-    # bytes of the shards that were finished before
-    resumed: int
-    # when the first shard was begun, by the performance counter
-    started: float
-
-    def write_shards(self) -> None:
-        """Writes all shards that are not finished yet."""
-        self.folder.check_space(space_needed(self.plan, self.folder.finished))
-        with _open_reader(self.plan, self.folder) as reader, ExitStack() as writers:
-            self.pipeline.run(self._tasks(writers, reader), reader)
-        self.folder.remove_downloads()
-
-    def write_last_files(self, card: Card, verification: VerificationSummary | None) -> None:
-        """Copies the auxiliary files and writes those that make the folder a checkpoint."""
-        plan, folder = self.plan, self.folder
-        require_unchanged(plan.source, "while it was read; start anew with --overwrite")
-        for name in plan.auxiliary:
-            folder.copy(str(name), plan.source.folder / name)
-        files = {}
-        headers = 0
-        for shard in plan.output.shards:
-            headers += shard.header_size
-            for tensor in shard.tensor_names():
-                files[tensor] = shard.name
-        size = sum(file.size for file in folder.finished.values())
-        last = LastFiles(
-            index=index_of(plan.source.stem, size - headers, files),
-            card=card(size, verification),
-            record=plan.record,
-            config=plan.config_bytes,
-        )
-        if verification is not None:
-            last = replace(last, verified=verification.to_record())
-        finish(folder, last)
-
-    def _tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Task]:
-        """Returns all tasks, of a few shards in turn.
-
-        One file takes the writes of one thread at a time.
-        """
-        self._count_finished()
-        shards = self._shard_tasks(writers, reader)
-        fetched = self.plan.source.fetched
-        if fetched is None or not fetched.absent:
-            return interleave(shards, _SHARDS_AT_A_TIME)
-        return streamed(shards, cast("ShardStream", reader))
-
-    def _count_finished(self) -> None:
-        """Tells of the shards that an earlier run has finished."""
-        kept = 0
-        for shard in self.plan.output.shards:
-            if shard.name in self.folder.finished:
-                kept += shard.source_bytes
-                self.announce(shard.name, self.folder.out / shard.name)
-        self.pipeline.advance(kept - self.told)
-
-    def _shard_tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Sequence[ShardTask]]:
-        finished = set(self.folder.finished)
-        for shard in self.plan.output.shards:
-            if shard.name not in finished:
-                yield self._tasks_of(shard, writers, reader)
-
-    def _tasks_of(self, shard: Shard, writers: ExitStack, reader: Reader) -> Sequence[ShardTask]:
-        writer = self.folder.open_shard(shard.name, shard.header_size, shard.fixed_size)
-        writers.callback(writer.close)
-        audit = self._audit()
-        finished = partial(self._finish_shard, shard, writer, audit)
-        metadata = partial(self._metadata, audit) if self.plan.is_single_file else None
-        progress = ShardProgress(
-            shard, self.plan.output.format, writer, finished, audit, reader, metadata
-        )
-        return writing_tasks(progress, self.devices, self.pipeline.piece)
-
-    def _metadata(self, audit: "AuditOfWritten | None") -> dict[str, str]:
-        """Returns the record of a single file, all of which has been written and looked at."""
-        record = dict(self.plan.record)
-        if audit is not None:
-            record["verified"] = audit.summary().to_record()
-        return for_header(record)
-
-    def _audit(self) -> "AuditOfWritten | None":
-        """Returns what looks at everything that is written to a shard, if anything does."""
-        if not self.run.verify:
-            return None
-        from nf4conv.run.audit import AuditOfWritten  # few runs need to import it
-
-        return AuditOfWritten(self.devices, self.run.tolerance)
-
-    def _finish_shard(
-        self, shard: Shard, writer: ShardWriter, audit: "AuditOfWritten | None", size: int
-    ) -> None:
-        """Records a shard of this many bytes, whose file is complete."""
-        if audit is not None:
-            self._require_faultless(audit)
-        if isinstance(self.folder, SharedFolder):  # a later part cannot tell what has changed
-            files = source_files([shard])
-            require_unchanged(self.plan.source, "while it was read; start anew without OUT", files)
-        verified = None if audit is None else asdict(audit.summary())
-        self.folder.record(shard.name, size, writer.crc32, shard.source_bytes, verified)
-        self._log_shard(shard.name, size)
-        path = self.folder.out / shard.name
-        self.announce(shard.name, path)
-        if self.plan.output.largest_size > total_memory() // 4:
-            let_go(path)  # whoever reads it next would not find all of it in memory anyway
-
-    def _log_shard(self, name: str, nbytes: int) -> None:
-        written = sum(file.size for file in dict(self.folder.finished).values()) - self.resumed
-        rate = written / max(time.perf_counter() - self.started, 1e-9)
-        _log.info(
-            "shard %d of %d written: %s, %s; %s/s since the first",
-            len(self.folder.finished),
-            len(self.plan.output.shards),
-            name,
-            units.size(nbytes),
-            units.size(rate),
-        )
-
-    def _require_faultless(self, audit: "AuditOfWritten") -> None:
-        faults = list(audit.faults())
-        if not faults:
-            return
-        more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
-        message = f"{self.folder.out}: verification failed: {faults[0]}{more}"
-        raise VerificationError(message, path=self.folder.out)
-
-
-def verification_of(folder: OutputFolder) -> VerificationSummary:
-    """Joins the summaries of the audits of all finished shards.
-
-    Raises:
-        OutputError: what was recorded of a shard is none.
-    """
-    found = [file.verified for file in folder.finished.values() if file.verified is not None]
-    try:
-        return VerificationSummary.joined(found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise OutputError(
-            f"{folder.out}: what verification noted of its files is damaged; run again with "
-            f"--overwrite, or all parts again in another folder",
-            path=folder.out,
-        ) from error
-
-
-def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:
-    """Returns the most bytes that a plan still takes on disk.
-
-    Args:
-        plan: what is to be written.
-        finished: names of the shards that are there already.
-    """
-    unfinished = [shard for shard in plan.output.shards if shard.name not in finished]
-    needed = sum(shard.largest_size for shard in unfinished)
-    if plan.source.fetched is not None:
-        fetched = sorted(file.size for file in plan.source.fetched.absent.values())
-        needed += sum(fetched[-2:])  # one file in use, one on its way
-    for name in plan.auxiliary:
-        needed += (plan.source.folder / name).stat().st_size
-    return needed
-
-
-def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
-    """Opens a reader of the source.
-
-    One that streams fetches whole files for the unfinished shards. Of a file that other parts need
-    too, each part fetches only its own tensors.
-    """
-    fetched = plan.source.fetched
-    if fetched is None or fetched.repository is None or not fetched.absent:
-        return Reader()
-    from nf4conv.sources.remote.stream import ShardStream  # importing huggingface_hub takes a while
-
-    mine = {shard.name for shard in plan.output.shards}
-    unfinished = [shard for shard in plan.output.shards if shard.name not in folder.finished]
-    others = [shard for shard in plan.whole.shards if shard.name not in mine]
-    needed = source_files(unfinished) - source_files(others)
-    return ShardStream(
-        fetched.repository,
-        fetched.absent,
-        order={file: number for number, file in enumerate(plan.source.files)},
-        needed=needed & fetched.absent.keys(),
-        folder=folder.downloads,
     )

@@ -14,6 +14,7 @@ original_card.py    holds what is taken over from the model card of the original
 record.py           reads and makes nf4conv.json
 stored_weights.py   describes packed 4-bit weights as they lie on disk, and their faults
 unfinished.py       recognises a folder in which a run has begun and not ended
+sharded/            reads which tensors all weight files hold together
 weight_faults/      finds what is wrong with the tensors of packed 4-bit weights
 encodings/          presents weights that another quantization encoded as floats
 adapters/           reads LoRA adapters, and merges them into a source

@@ -7,10 +7,9 @@ another quantization encoded are presented as the float tensors they stand for (
 import logging
 import shlex
 import time
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.errors import AdapterError, SourceError, UndecodableError
@@ -19,19 +18,17 @@ from nf4conv.options import SourceOptions
 from nf4conv.sources.encodings.encoded import decoded_tensors
 from nf4conv.sources.encodings.hqq import read_by_hqq
 from nf4conv.sources.gguf.opening import open_gguf
-from nf4conv.sources.header import LENGTH_BYTES, MOST_TENSORS, header_stop, parse_header
 from nf4conv.sources.own_files import is_file, require_own
-from nf4conv.sources.pickles.header import read_pickle_header
 from nf4conv.sources.places import from_address, is_repo_id
-from nf4conv.sources.reader import each, read_json
+from nf4conv.sources.reader import read_json
+from nf4conv.sources.sharded.headers import read_headers
+from nf4conv.sources.sharded.index import check_index, read_weight_map
 from nf4conv.sources.source import Source, read_tensor, read_together
-from nf4conv.sources.stamps import Stamp, stamp_and_head
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
 from nf4conv.sources.weight_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    LARGEST_INDEX,
     PICKLE_SUFFIXES,
     STEMS,
     find_weights,
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 
-_HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
 _HINT: Final = "; models on the Hub are named org/name, such as openai-community/gpt2"
 
 
@@ -218,16 +214,16 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     weight_map: Mapping[str, str] = {}
     if weights.is_index:
         index = require_own(folder / weights.name, root)
-        weight_map = _read_weight_map(index, absent)
+        weight_map = read_weight_map(index, absent)
     file_names = sorted(set(weight_map.values())) or [weights.name]
     files = tuple(folder / name for name in file_names)
     for file in files:
         if file not in absent:
             require_own(file, root)
-    headers = _read_headers(files, fetched)
+    headers = read_headers(files, fetched)
     if weight_map:
         by_name = dict(zip(file_names, files, strict=True))
-        _check_index(folder, weight_map, by_name, headers.tensors)
+        check_index(folder, weight_map, by_name, headers.tensors)
     return Source(
         folder=folder,
         root=root,
@@ -281,11 +277,11 @@ def _open_file(path: Path) -> Source:
     if path.name in ADAPTER_WEIGHTS and (folder / ADAPTER_CONFIG).is_file():
         raise AdapterError(f"{path}: an adapter, not a model", path=path)
     for index in sorted(folder.glob("*.index.json")):
-        if path.name in _read_weight_map(require_own(index, folder), ()).values():
+        if path.name in read_weight_map(require_own(index, folder), ()).values():
             raise SourceError(
                 f"{path}: one shard of those that {index.name} lists; give the folder", path=path
             )
-    headers = _read_headers((path,))
+    headers = read_headers((path,))
     return Source(
         folder=folder,
         root=folder,
@@ -301,117 +297,3 @@ def _open_file(path: Path) -> Source:
 def _read_config(folder: Path, root: Path) -> Mapping[str, Any] | None:
     path = folder / "config.json"
     return read_json(require_own(path, root)) if path.is_file() else None
-
-
-def _read_weight_map(index: Path, absent: Collection[Path]) -> Mapping[str, str]:
-    """Reads which file holds each tensor.
-
-    Args:
-        index: the index of a sharded checkpoint.
-        absent: shards that need not be there.
-
-    Returns:
-        The name of a file by the name of a tensor.
-
-    Raises:
-        SourceError: the index is malformed, or a shard is missing.
-    """
-    weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{index}: has no weight_map", path=index)
-    first_of_file: dict[str, str] = {}
-    for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise SourceError.about(index, name, f"{file!r} is outside the folder")
-        first_of_file.setdefault(file, name)
-    for file, name in first_of_file.items():
-        relative = PurePosixPath(file)
-        if relative.is_absolute() or ".." in relative.parts or "\\" in file:
-            raise SourceError.about(index, name, f"{file!r} is outside the folder")
-        path = index.parent / relative
-        if not is_file(path) and path not in absent:
-            raise SourceError.about(
-                index, name, f"the shard {file} is missing; the download is incomplete"
-            )
-    return weight_map
-
-
-def _check_index(
-    folder: Path,
-    weight_map: Mapping[str, str],
-    files: Mapping[str, Path],
-    tensors: Iterable[TensorInfo],
-) -> None:
-    """Raises a SourceError if a file lacks a tensor that the index places there."""
-    held_in = {tensor.name: tensor.file for tensor in tensors}
-    for name, file in weight_map.items():
-        if held_in.get(name) is not files[file]:
-            raise SourceError(
-                f"{folder / file}: {name}: the index places this tensor here, but the file lacks it"
-            )
-
-
-@dataclass(frozen=True)
-class _Headers:
-    """The headers of all weight files."""
-
-    tensors: tuple[TensorInfo, ...]  # in the order of files and of bytes within a file
-    stamps: Mapping[Path, Stamp]  # what the files were then; none of a commit
-
-
-def _read_headers(files: tuple[Path, ...], fetched: "Fetched | None" = None) -> _Headers:
-    """Reads the headers of all weight files; raises a SourceError if two have the same tensor."""
-    seen: dict[str, TensorInfo] = {}
-    stamps: dict[Path, Stamp] = {}
-    # threads wait for files, but would hinder each other in looking at what they have read
-    heads = each(partial(_read_head, fetched), files)
-    for file, head in zip(files, heads, strict=True):
-        if head.stamp is not None:
-            stamps[file] = head.stamp
-        tensors = _tensors_of(file, head)
-        if len(seen) + len(tensors) > MOST_TENSORS:
-            raise SourceError(
-                f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model "
-                f"has",
-                path=file,
-            )
-        for tensor in tensors:
-            if tensor.name in seen:
-                raise SourceError.about(file, tensor.name, f"also in {seen[tensor.name].file.name}")
-            seen[tensor.name] = tensor
-    if not seen:
-        raise SourceError(f"{', '.join(str(file) for file in files)}: no tensors")
-    return _Headers(tuple(seen.values()), stamps)
-
-
-@dataclass(frozen=True)
-class _Head:
-    """The beginning of a weight file."""
-
-    content: bytes  # its first bytes, with the whole header of a safetensors file
-    size: int  # bytes of the file
-    stamp: Stamp | None  # what the file was then; None for a commit, which cannot change
-
-
-def _read_head(fetched: "Fetched | None", path: Path) -> _Head:
-    """Reads the beginning of a weight file, on disk or on the Hub."""
-    if fetched is None or fetched.repository is None or path not in fetched.absent:
-        stamp, content = stamp_and_head(path)
-        return _Head(content, stamp.size, stamp if fetched is None else None)
-    if path.suffix != ".safetensors":
-        raise SourceError(
-            f"{path}: only safetensors can be streamed; run without --stream", path=path
-        )
-    file = fetched.absent[path]
-    content = fetched.repository.read(file, 0, min(file.size, _HEAD))
-    stop = header_stop(path, content, file.size)
-    if stop > len(content):
-        content += fetched.repository.read(file, len(content), stop)
-    return _Head(content, file.size, None)
-
-
-def _tensors_of(file: Path, head: _Head) -> tuple[TensorInfo, ...]:
-    if file.suffix != ".safetensors":
-        return read_pickle_header(file)
-    stop = header_stop(file, head.content, head.size)
-    return parse_header(head.content[LENGTH_BYTES:stop], file, head.size)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from nf4conv.choose.experts import Experts
+from nf4conv.choose.experts.gathering import Experts
 from nf4conv.commands.quantizing.publishing import open_push, pushed
 from nf4conv.commands.quantizing.single_file import write_one_file
 from nf4conv.commands.quantizing.writing import write_one

@@ -14,9 +14,10 @@ from nf4conv.report.advice import advice
 from nf4conv.report.loading import gpu_bytes, loading_of_plan, push_command
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary
-from nf4conv.run.checkpoint import Card, Written, write_checkpoint
+from nf4conv.run.checkpoint import Written, write_checkpoint
 from nf4conv.run.device.protocol import CastError, NonFiniteError
 from nf4conv.run.earlier import found_or_written
+from nf4conv.run.filling import Card
 from nf4conv.sources.source import Source
 
 

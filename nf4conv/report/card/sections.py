@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from nf4conv import __version__
-from nf4conv.choose.experts import Readers
+from nf4conv.choose.experts.readers import Readers
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
 from nf4conv.plan.provenance import Provenance

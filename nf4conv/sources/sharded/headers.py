@@ -1,0 +1,85 @@
+"""Reads the headers of all weight files, on disk or on the Hub."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from nf4conv.errors import SourceError
+from nf4conv.sources.header import LENGTH_BYTES, MOST_TENSORS, header_stop, parse_header
+from nf4conv.sources.pickles.header import read_pickle_header
+from nf4conv.sources.reader import each
+from nf4conv.sources.stamps import Stamp, stamp_and_head
+from nf4conv.sources.tensors import TensorInfo
+
+if TYPE_CHECKING:
+    from nf4conv.sources.remote.hub import Fetched
+
+_HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
+
+
+@dataclass(frozen=True)
+class Headers:
+    """The headers of all weight files."""
+
+    tensors: tuple[TensorInfo, ...]  # in the order of files and of bytes within a file
+    stamps: Mapping[Path, Stamp]  # what the files were then; none of a commit
+
+
+def read_headers(files: tuple[Path, ...], fetched: "Fetched | None" = None) -> Headers:
+    """Reads the headers of all weight files; raises a SourceError if two have the same tensor."""
+    seen: dict[str, TensorInfo] = {}
+    stamps: dict[Path, Stamp] = {}
+    # threads wait for files, but would hinder each other in looking at what they have read
+    heads = each(partial(_read_head, fetched), files)
+    for file, head in zip(files, heads, strict=True):
+        if head.stamp is not None:
+            stamps[file] = head.stamp
+        tensors = _tensors_of(file, head)
+        if len(seen) + len(tensors) > MOST_TENSORS:
+            raise SourceError(
+                f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model "
+                f"has",
+                path=file,
+            )
+        for tensor in tensors:
+            if tensor.name in seen:
+                raise SourceError.about(file, tensor.name, f"also in {seen[tensor.name].file.name}")
+            seen[tensor.name] = tensor
+    if not seen:
+        raise SourceError(f"{', '.join(str(file) for file in files)}: no tensors")
+    return Headers(tuple(seen.values()), stamps)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The beginning of a weight file."""
+
+    content: bytes  # its first bytes, with the whole header of a safetensors file
+    size: int  # bytes of the file
+    stamp: Stamp | None  # what the file was then; None for a commit, which cannot change
+
+
+def _read_head(fetched: "Fetched | None", path: Path) -> _Head:
+    """Reads the beginning of a weight file, on disk or on the Hub."""
+    if fetched is None or fetched.repository is None or path not in fetched.absent:
+        stamp, content = stamp_and_head(path)
+        return _Head(content, stamp.size, stamp if fetched is None else None)
+    if path.suffix != ".safetensors":
+        raise SourceError(
+            f"{path}: only safetensors can be streamed; run without --stream", path=path
+        )
+    file = fetched.absent[path]
+    content = fetched.repository.read(file, 0, min(file.size, _HEAD))
+    stop = header_stop(path, content, file.size)
+    if stop > len(content):
+        content += fetched.repository.read(file, len(content), stop)
+    return _Head(content, file.size, None)
+
+
+def _tensors_of(file: Path, head: _Head) -> tuple[TensorInfo, ...]:
+    if file.suffix != ".safetensors":
+        return read_pickle_header(file)
+    stop = header_stop(file, head.content, head.size)
+    return parse_header(head.content[LENGTH_BYTES:stop], file, head.size)
