@@ -9,6 +9,8 @@ GPTQ    GPTQModel 7.7.0: pack_original of gptqmodel/nn_modules/qlinear/__init__.
         _dequantize_from_codes of the former decodes
 AWQ     AutoAWQ 0.2.9: WQLinear_GEMM.from_linear of awq/modules/linear/gemm.py packs,
         dequantize_gemm of awq/utils/packing_utils.py decodes
+        AutoRound 0.16.1 packs 5 to 7 bits: auto_round_extension/torch/qlinear_torch.py and
+        qlinear_torch_zp.py, auto_round/export/export_to_awq/utils.py
 HQQ     hqq 0.2.8: BitPack and Quantizer, as named below
 """
 
@@ -71,8 +73,8 @@ def stored_zeros(zeros: torch.Tensor, bits: int, version: int) -> torch.Tensor:
     """Zero points of GPTQ, [groups, out], as they are stored."""
     if version == 2:
         return pack_stream(zeros, bits)
-    if bits == 3:
-        return pack_stream((zeros - 1) & 7, bits)
+    if 32 % bits != 0:
+        return pack_stream((zeros - 1) & 2**bits - 1, bits)
     return pack_stream(zeros, bits) - sum(1 << place for place in range(0, 32, bits))
 
 
@@ -111,25 +113,26 @@ def gptq(
 # --- AWQ ------------------------------------------------------------------------------------------
 
 
-def pack_awq(codes: torch.Tensor) -> torch.Tensor:
-    """[lines, codes] of 4 bits, packed as WQLinear_GEMM.from_linear does: int32."""
+def pack_awq(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """[lines, codes] packed as WQLinear_GEMM.from_linear does, each 8 in AWQ's order: int32."""
     lines, columns = codes.shape
-    packed = torch.zeros((lines, columns // 8), dtype=torch.int32)
-    for column in range(columns // 8):
-        for place in range(8):
-            code = codes[:, column * 8 + AWQ_ORDER[place]].to(torch.int32)
-            packed[:, column] |= code << (place * 4)
-    return packed
+    eights = codes.view(lines, columns // 8, 8)
+    return pack_stream(eights[..., list(AWQ_ORDER)].flatten(1), bits)
 
 
 def awq(
-    rows: int, columns: int, *, group_size: int = 32, dtype: torch.dtype = torch.float16
+    rows: int,
+    columns: int,
+    *,
+    bits: int = 4,
+    group_size: int = 32,
+    dtype: torch.dtype = torch.float16,
 ) -> Weight:
     groups = columns // group_size
-    codes = random_codes(columns, rows, bits=4)
-    zeros = random_codes(groups, rows, bits=4)
+    codes = random_codes(columns, rows, bits=bits)
+    zeros = random_codes(groups, rows, bits=bits)
     scales = random_scales(groups, rows, dtype=dtype)
-    parts = {"qweight": pack_awq(codes), "qzeros": pack_awq(zeros), "scales": scales}
+    parts = {"qweight": pack_awq(codes, bits), "qzeros": pack_awq(zeros, bits), "scales": scales}
     # what dequantize_gemm does
     difference = codes - zeros.repeat_interleave(group_size, dim=0)
     decoded = difference * scales.repeat_interleave(group_size, dim=0)
@@ -148,6 +151,7 @@ def compressed(
     is_symmetric: bool = True,
     is_reordered: bool = False,
     has_packed_zeros: bool = True,
+    is_padded: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Weight:
     groups = 1 if group_size is None else columns // group_size
@@ -182,7 +186,25 @@ def compressed(
     decoded = decoded[:, torch.argsort(order)].contiguous()
     if not is_symmetric and not has_packed_zeros:
         parts["weight_zero_point"] = zeros
+    if is_padded:
+        parts["weight_packed"] = pack_padded(codes.int() + half, bits)
+        if not is_symmetric and has_packed_zeros:
+            packed = pack_padded(zeros.t().int() + half, bits)
+            parts["weight_zero_point"] = packed.t().contiguous()
     return Weight(parts, decoded)
+
+
+def pack_padded(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[lines, codes] packed as pack_to_int32 of compressed-tensors 0.17 does: int32.
+
+    A word holds whole codes only (compressors/pack_quantized/helpers.py).
+    """
+    lines, columns = codes.shape
+    in_word = 32 // bits
+    words = torch.zeros((lines, -(-columns // in_word)), dtype=torch.int32)
+    for column in range(columns):
+        words[:, column // in_word] |= codes[:, column].int() << (column % in_word * bits)
+    return words
 
 
 # --- HQQ ------------------------------------------------------------------------------------------

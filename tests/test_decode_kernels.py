@@ -139,11 +139,15 @@ INTEGERS = {
     "GPTQ in 2 bits": lambda dtype: gptq(64, 128, bits=2, dtype=dtype),
     "GPTQ in 3 bits": lambda dtype: gptq(64, 128, bits=3, dtype=dtype),
     "GPTQ in 3 bits of version 2": lambda dtype: gptq(64, 96, bits=3, version=2, dtype=dtype),
+    "GPTQ in 5 bits": lambda dtype: gptq(64, 128, bits=5, dtype=dtype),
+    "GPTQ in 7 bits of version 2": lambda dtype: gptq(64, 96, bits=7, version=2, dtype=dtype),
     "GPTQ in 8 bits": lambda dtype: gptq(64, 128, bits=8, dtype=dtype),
     "AWQ": lambda dtype: awq(72, 128, dtype=dtype),
     "rows": lambda dtype: compressed(37, 1088, group_size=64, dtype=dtype),
     "rows with zero points": lambda dtype: compressed(70, 128, is_symmetric=False, dtype=dtype),
     "rows in 2 bits": lambda dtype: compressed(8, 64, bits=2, is_symmetric=False, dtype=dtype),
+    "rows in 3 bits": lambda dtype: compressed(9, 96, bits=3, is_symmetric=False, dtype=dtype),
+    "rows in 6 bits": lambda dtype: compressed(40, 64, bits=6, is_symmetric=False, dtype=dtype),
     "rows in 8 bits": lambda dtype: compressed(9, 61, bits=8, group_size=None, dtype=dtype),
     "rows with zero points in bytes": lambda dtype: compressed(
         40, 128, is_symmetric=False, has_packed_zeros=False, is_reordered=True, dtype=dtype

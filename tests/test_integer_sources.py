@@ -1,6 +1,7 @@
 """Checkpoints of compressed-tensors, GPTQ and AWQ as sources: decoded, packed, refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ HQQ = {
     "quant_method": "hqq",
     "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}},
     "skip_modules": ["lm_head"],
+}
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 32,
+    "data_type": "int",
+    "sym": True,
+    "autoround_version": "0.16.1",
 }
 MAKERS = {
     "gptq": (gptq, GPTQ),
@@ -155,6 +165,88 @@ def test_layers_of_different_bits(tmp_path: Path):
     assert "1 of GPTQ 2-bit, groups of 128" in note
 
 
+def without_index(make: Any, **fixed: Any) -> Any:
+    """Makes weights as AutoRound does, which writes no g_idx but for GPTQModel."""
+
+    def make_without(rows: int, columns: int, **more: Any) -> Weight:
+        weight = make(rows, columns, **(fixed | more))
+        weight.parts.pop("g_idx", None)
+        return weight
+
+    return make_without
+
+
+@pytest.mark.parametrize(
+    ("packing", "make"),
+    [
+        ("auto_round:auto_gptq", without_index(gptq)),
+        ("auto_round:gptq", without_index(gptq)),
+        ("auto_round:gptqmodel", partial(gptq, version=2)),
+        ("auto_round", without_index(gptq, version=2)),
+        ("auto_round:exllamav2", without_index(gptq, version=2)),
+        ("auto_round:auto_gptq:exllamav2", without_index(gptq)),
+        ("auto_round:auto_awq", awq),
+    ],
+)
+def test_what_autoround_writes(tmp_path: Path, packing: str, make: Any):
+    """Layers of other bits are named in `extra_config`, by their names or by expressions."""
+    special = {Q: make(128, 128, bits=7), "model.layers.1.mlp.down_proj": make(128, 256, bits=5)}
+    description = AUTO_ROUND | {
+        "packing_format": packing,
+        "extra_config": {Q: {"bits": 7}, ".*1.mlp.down_proj.*": {"bits": 5}, "lm_head": "x"},
+    }
+    source, decoded = write(tmp_path / "source", make, description, special)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+
+
+def test_old_names_of_autoround(tmp_path: Path):
+    description = AUTO_ROUND | {"quant_method": "intel/auto-round", "backend": "auto_round:gptq"}
+    del description["packing_format"]
+    source, decoded = write(tmp_path / "source", without_index(gptq), description)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["0.18", "0.17"])
+def test_pack_quantized_of_any_bits(tmp_path: Path, is_padded: bool):
+    """Shapes tell which release packed them."""
+    modules = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkvo"]
+    description = json.loads(json.dumps(PACKED))
+    special = {}
+    for bits, module in enumerate(modules[:7], start=1):
+        group_size = None if bits in (5, 6) else 64
+        special[module] = compressed(
+            *(128, 128),
+            bits=bits,
+            group_size=group_size,
+            is_symmetric=bits % 2 == 0,
+            is_padded=is_padded,
+            dtype=torch.float16,
+        )
+        strategy = "group" if group_size else "channel"
+        weights = {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": group_size}
+        description["config_groups"][f"of {bits}"] = {"targets": [module], "weights": weights}
+    special["model.layers.0.mlp.up_proj"] = compressed(
+        *(1024, 1024), bits=3, is_symmetric=False, is_padded=is_padded, dtype=torch.float16
+    )
+    source, decoded = write(tmp_path / "source", compressed, description, special)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+
+
+def test_bits_that_cannot_be_told_apart_are_refused(tmp_path: Path):
+    """Before 0.18, a word held four codes of 7 bits, and as many of 8."""
+    description = json.loads(json.dumps(PACKED))
+    for bits in (7, 8):
+        weights = {"num_bits": bits, "type": "int", "group_size": 32}
+        description["config_groups"][f"of {bits}"] = {"weights": weights}
+    special = {Q: compressed(128, 128, bits=8, dtype=torch.float16)}
+    source, _ = write(tmp_path / "source", compressed, description, special)
+    with pytest.raises(SourceError, match=f"{Q}.weight_packed: .* fit no compressed-tensors"):
+        plan_dequantization(source)
+
+
 def test_several_config_groups(tmp_path: Path):
     special = {
         Q: compressed(128, 128, bits=8, group_size=None, is_symmetric=False, dtype=torch.float16),
@@ -241,7 +333,7 @@ def cut(part: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("make", "description", "changes", "message"),
     [
-        (gptq, GPTQ, {"qzeros": cut}, "qweight: I32 .* fit no GPTQ in 2, 3, 4 and 8 bits"),
+        (gptq, GPTQ, {"qzeros": cut}, "qweight: I32 .* fit no GPTQ in 2 to 8 bits"),
         (gptq, GPTQ, {"scales": cut}, r"qweight: I32 .* does not go with .*scales, F16 \[4, 127\]"),
         (gptq, GPTQ, {"g_idx": lambda part: part[:100]}, "qweight: I32 .* fit no GPTQ"),
         (gptq, GPTQ, {"qzeros": None}, "qweight: lacks its qzeros"),
@@ -252,7 +344,7 @@ def cut(part: torch.Tensor) -> torch.Tensor:
             ".* does not go with .*qzeros",
         ),
         (awq, AWQ, {"qzeros": cut}, ".* does not go with .*qzeros"),
-        (awq, AWQ, {"scales": cut}, ".* fit no AWQ in 4 bits"),
+        (awq, AWQ, {"scales": cut}, ".* fit no AWQ in 4 to 7 bits"),
         (compressed, PACKED, {"weight_scale": cut}, "weight_packed: I32 .* fit no compressed"),
         (
             compressed,
@@ -299,7 +391,13 @@ def test_what_does_not_fit_is_refused(
         ),
         (GPTQ | {"checkpoint_format": "gptq_p"}, "checkpoint_format 'gptq_p'"),
         (GPTQ | {"is_marlin_format": True}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"checkpoint_format": "bitblas"}, "checkpoint_format 'bitblas'"),
         (AWQ | {"version": "GEMV"}, "version 'gemv'; nf4conv decodes gemm"),
+        (AWQ | {"version": "gemv_fast"}, "version 'gemv_fast'"),
+        (AWQ | {"version": "marlin"}, "version 'marlin'"),
+        (AUTO_ROUND | {"packing_format": "auto_round:mlx"}, "packing_format 'auto_round:mlx'"),
+        (AUTO_ROUND | {"data_type": "mx_int"}, "data_type 'mx_int'; nf4conv decodes int and fp"),
+        (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "its weights are rotated"),
         (PACKED | {"format": "marlin-24"}, "format marlin-24 of compressed-tensors"),
     ],
 )

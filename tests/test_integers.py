@@ -39,7 +39,7 @@ def decode(weight: Weight, packing: str, bits: int, group_size: int, **more: Any
     return decode_integers(values, scale, layout, dtype, zeros=zeros, group_index=index)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("is_symmetric", [True, False], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("is_reordered", [True, False], ids=["desc_act", "in-order"])
@@ -64,6 +64,12 @@ def test_awq_is_that_of_autoawq(dtype: torch.dtype, columns: int, group_size: in
     same_bits(decode(weight, "AWQ", 4, group_size), weight.decoded)
 
 
+@pytest.mark.parametrize("bits", [5, 6, 7])
+def test_awq_of_more_bits_is_that_of_autoround(bits: int):
+    weight = awq(96, 128, bits=bits)
+    same_bits(decode(weight, "AWQ", bits, 32), weight.decoded)
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_awq_is_that_of_the_converter_of_compressed_tensors(dtype: torch.dtype):
     """It unpacks AWQ by code of its own, and packs it anew."""
@@ -78,7 +84,7 @@ def test_awq_is_that_of_the_converter_of_compressed_tensors(dtype: torch.dtype):
     same_bits(decode(weight, "AWQ", 4, 64), expected)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("group_size", [32, None], ids=["groups", "channels"])
 @pytest.mark.parametrize("zeros", ["none", "packed", "bytes"])
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
@@ -95,6 +101,21 @@ def test_pack_quantized_is_that_of_compressed_tensors(
         dtype=dtype,
     )
     same_bits(decode(weight, "compressed-tensors", bits, group_size or 128), weight.decoded)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("zeros", ["none", "packed", "bytes"])
+def test_words_of_whole_codes_are_those_of_compressed_tensors_before_0_18(bits: int, zeros: str):
+    weight = compressed(
+        72,
+        128,
+        bits=bits,
+        is_symmetric=zeros == "none",
+        has_packed_zeros=zeros == "packed",
+        is_padded=True,
+    )
+    decoded = decode(weight, "compressed-tensors", bits, 32, is_padded=True)
+    same_bits(decoded, weight.decoded)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
@@ -121,9 +142,10 @@ def test_a_group_index_that_was_never_set_means_groups_in_order():
     same_bits(decode(weight, "compressed-tensors", 4, 32), weight.decoded)
 
 
-def test_columns_that_end_inside_a_word():
-    weight = compressed(40, 61, group_size=None, is_symmetric=False)
-    same_bits(decode(weight, "compressed-tensors", 4, 61), weight.decoded)
+@pytest.mark.parametrize("bits", [3, 4, 5, 6, 7])
+def test_columns_that_end_inside_a_word(bits: int):
+    weight = compressed(40, 61, bits=bits, group_size=None, is_symmetric=False)
+    same_bits(decode(weight, "compressed-tensors", bits, 61), weight.decoded)
 
 
 def test_streams_of_a_single_word():

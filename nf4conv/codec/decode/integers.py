@@ -1,19 +1,21 @@
-"""Integers of 2, 3, 4 or 8 bits, packed into words, times scales that groups of columns share.
+"""Integers of 1 to 8 bits, packed into words, times scales that groups of columns share.
 
     value = (code - zero) * scale, computed in float32 and rounded once
 
 A code has so few bits that float32 holds its product with a 16-bit scale exactly. So the result is
 the one that the methods compute in the dtype of their scales. A stream of codes begins in the
-lowest bits of its first word; a code of 3 bits may run over the border of two words.
+lowest bits of its first word; a code of 3, 5, 6 or 7 bits may run over the border of two words.
 
 compressed-tensors  [rows, words]: a stream for each row. Zero points are packed along the rows,
                     or one int8 each, less 2^(bits - 1); PackedQuantizationCompressor of
-                    compressed-tensors 0.20
+                    compressed-tensors 0.20. Before 0.18, a word held only whole codes, and its
+                    highest bits nothing where 32 is no multiple
 GPTQ                [words, rows]: a stream down each column. Zero points [groups, words], one too
                     small in version 1, where loaders add 1 to whole words, carries included;
-                    dequantize_weight of GPTQModel 7.7 and its convert_gptq_v1_to_v2_format
-AWQ                 [columns, words]: 8 codes of a word in the order 0 2 4 6 1 3 5 7, of zero
-                    points [groups, words] too; dequantize_gemm of AutoAWQ 0.2.9
+                    dequantize_weight of GPTQModel 7.7 and its convert_gptq_v1_to_v2_format;
+                    5 to 7 bits as AutoRound 0.16 packs them
+AWQ                 [columns, words]: each 8 codes in the order 0 2 4 6 1 3 5 7, of zero points
+                    [groups, words] too; dequantize_gemm of AutoAWQ 0.2.9, and of AutoRound 0.16
 """
 
 from dataclasses import dataclass
@@ -38,10 +40,11 @@ class IntegerLayout:
 
     Attributes:
         packing: "compressed-tensors", "GPTQ" or "AWQ".
-        bits: of a code: 2, 3, 4 or 8.
+        bits: of a code: 1 to 8.
         columns: of the weight.
         group_size: columns that share a scale, unless a group index says which.
         zeros_less_one: True if zero points are stored one too small.
+        is_padded: True if no code crosses the border of two words.
     """
 
     packing: str
@@ -49,6 +52,12 @@ class IntegerLayout:
     columns: int
     group_size: int
     zeros_less_one: bool = False
+    is_padded: bool = False
+
+    @property
+    def has_kernel(self) -> bool:
+        """Returns True if the kernel decodes it; torch's operations decode the rest."""
+        return not self.is_padded and (self.packing != "AWQ" or self.bits == 4)
 
 
 def decode_integers(
@@ -84,7 +93,7 @@ def decode_integers(
     rows, groups = scale.shape
     index = _column_groups(group_index, layout, groups, values.device)
     out = torch.empty((rows, layout.columns), dtype=dtype, device=values.device)
-    if has_kernels(values.device):
+    if has_kernels(values.device) and layout.has_kernel:
         from nf4conv.codec.kernels.decoding import integers  # importing Triton takes a second
 
         integers.decode_integers(
@@ -161,7 +170,7 @@ def _column_groups(
 def _codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> torch.Tensor:
     """Returns the codes of some rows: [rows, columns] uint8."""
     if layout.packing == "compressed-tensors":
-        return unpack(values[part].contiguous(), layout.bits)[:, : layout.columns]
+        return _stream(values[part].contiguous(), layout)[:, : layout.columns]
     if layout.packing == "GPTQ":
         words = values[:, part].t().contiguous()
         return unpack(words, layout.bits)[:, : layout.columns]
@@ -180,7 +189,7 @@ def _zero_points(zeros: torch.Tensor | None, layout: IntegerLayout, rows: int) -
     if zeros.dtype == torch.int8:
         return zeros.view(rows, -1).to(torch.float32).add_(middle)
     if layout.packing == "compressed-tensors":
-        found = unpack(zeros.t().contiguous(), bits)
+        found = _stream(zeros.t().contiguous(), layout)
     elif layout.packing == "AWQ":
         found = _in_order(unpack(zeros.contiguous(), bits))
     else:
@@ -193,10 +202,24 @@ def _gptq_zero_points(zeros: torch.Tensor, layout: IntegerLayout) -> torch.Tenso
     bits = layout.bits
     if not layout.zeros_less_one:
         return unpack(zeros.contiguous(), bits)
-    if bits == 3:  # codes cross the borders of words, so loaders add to each
-        return (unpack(zeros.contiguous(), bits) + 1) & 7
+    if _WORD % bits != 0:  # codes cross the borders of words, so loaders add to each
+        return (unpack(zeros.contiguous(), bits) + 1) & ((1 << bits) - 1)
     ones = sum(1 << place for place in range(0, _WORD, bits))
     return unpack(zeros.contiguous() + ones, bits)
+
+
+def _stream(words: torch.Tensor, layout: IntegerLayout) -> torch.Tensor:
+    """Returns the codes in streams of compressed-tensors: [streams, codes] uint8."""
+    bits = layout.bits
+    if layout.is_padded:
+        mask = 2**bits - 1
+        codes = [(words >> shift) & mask for shift in range(0, _WORD - bits + 1, bits)]
+        return torch.stack(codes, dim=-1).flatten(-2).to(torch.uint8)
+    missing = -words.shape[1] % bits
+    if _WORD % bits != 0 and missing:  # the last words of a stream may be cut off
+        nothing = words.new_zeros((words.shape[0], missing))
+        words = torch.cat([words, nothing], dim=1)
+    return unpack(words, bits)
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:

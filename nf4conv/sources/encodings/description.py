@@ -17,34 +17,55 @@ _ACCEPTED: Final = (
     "bitsandbytes",
     "gptq",
     "awq",
+    "auto-round",
     "hqq",
 )
-"""Values of quant_method whose tensors are decoded. ModelOpt has variants, such as modelopt_fp4."""
+"""Values of quant_method whose tensors are decoded."""
+
+_WITH_VARIANTS: Final = ("modelopt", "bitsandbytes", "fp8", "mxfp4", "mxfp8")
+"""Beginnings of further values of quant_method that are decoded."""
+
+_ALIASES: Final = {
+    "compressed_tensors": "compressed-tensors",
+    "intel/auto-round": "auto-round",
+    "autoround": "auto-round",
+}
+"""Other spellings of values of quant_method."""
 
 _REFUSED: Final = {
     **dict.fromkeys(
-        ("auto-round", "intel/auto-round", "autoround", "sinq"),
-        "packed integers in a layout of its own",
-    ),
-    **dict.fromkeys(
-        ("aqlm", "vptq", "spqr", "higgs", "quip", "exl2", "exl3", "fp_quant"),
+        ("aqlm", "vptq", "spqr", "higgs", "quip", "quip_sharp", "squeezellm", "exl2", "exl3"),
         "a codebook of its own",
     ),
+    **dict.fromkeys(
+        ("marlin", "gptq_marlin", "awq_marlin", "bitblas", "gptq_bitblas", "awq_bitblas", "eetq"),
+        "integers that lie as one kernel reads them",
+    ),
+    **dict.fromkeys(
+        ("quark", "quanto", "sinq", "metal", "gemma"), "packed integers in a layout of its own"
+    ),
+    **dict.fromkeys(
+        ("fp_quant", "fouroversix", "nvfp4"), "small floats in a layout of its own, or rotated"
+    ),
     "bitnet": "ternary weights, which 4 bits would only enlarge",
-    "gguf": "llama.cpp's block formats",
-    "torchao": "pickled tensor classes",
+    "gguf": "llama.cpp's block formats, which nf4conv reads from the .gguf file itself",
+    "torchao": "tensor classes of its own, whose layouts change with each release",
 }
 """Values of quant_method that are refused, with the reason."""
 
-_LAYOUTS: Final = {
-    "gptq": ("gptq", "gptq_v2"),
-    "awq": ("gemm", "exllama", "ipex"),  # what runs the last two is stored as the first is
+_PACKINGS: Final = {
+    "gptq": {"gptq": "GPTQ", "gptq_v2": "GPTQ v2"},
+    # what runs the last two is stored as the first is
+    "awq": {"gemm": "AWQ", "exllama": "AWQ", "ipex": "AWQ"},
 }
-"""How the words of a method may lie, by quant_method; the first is what a config means that does
-not say."""
+"""How words lie, by quant_method and by what a config calls it; the first is what a config means
+that does not say."""
 
-_LAYOUT_KEYS: Final = ("checkpoint_format", "version", "format")
+_PACKING_KEYS: Final = ("checkpoint_format", "version", "format")
 """Where configs of GPTQ and AWQ say how words lie."""
+
+_KERNELS_OF_AUTO_ROUND: Final = ("", "exllamav2", "exllamav1", "triton", "tritonv2", "torch")
+"""What may follow "auto_round:" in configs of old releases: a kernel, which changes no layout."""
 
 Block = tuple[int, int]  # (rows, columns) that share a scale
 
@@ -60,13 +81,13 @@ class Description:
         method: quant_method, in lower case; None if the config describes no quantization.
         blocks: the shapes of blocks that may share a scale, the most likely one first.
         schemes: how integers may be packed; empty if the config names no bits.
-        layout: how the words of GPTQ or AWQ lie; None for other methods.
+        packing: how words lie: "GPTQ", "GPTQ v2" or "AWQ"; None for methods without a choice.
     """
 
     method: str | None
     blocks: tuple[Block, ...]
     schemes: tuple[Scheme, ...] = ()
-    layout: str | None = None
+    packing: str | None = None
 
 
 def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Description:
@@ -87,16 +108,19 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
     if found is None:
         return Description(None, tuple(_blocks({})))
     method = str(found.get("quant_method") or "compressed-tensors").lower()
-    if not method.startswith(_ACCEPTED):
+    method = _ALIASES.get(method, method)
+    if method not in _ACCEPTED and not method.startswith(_WITH_VARIANTS):
         reason = _REFUSED.get(method, "a format that nf4conv does not decode")
         raise UndecodableError(
-            f"already quantized: quant_method {method}; give the checkpoint that it was made "
-            f"from: {reason}"
+            f"already quantized: quant_method {' '.join(method.split()):.60}; give the checkpoint "
+            f"that it was made from: {reason}"
         )
     if method == "compressed-tensors":
         _check_formats(found)
-    layout = _layout(method, found)
-    return Description(method, tuple(_blocks(found)), tuple(_schemes(found)), layout)
+    if method == "auto-round":
+        _check_auto_round(found)
+    packing = _packing(method, found)
+    return Description(method, tuple(_blocks(found)), tuple(_schemes(found)), packing)
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -144,35 +168,91 @@ def _check_formats(description: Mapping[str, Any]) -> None:
         )
 
 
-def _layout(method: str, description: Mapping[str, Any]) -> str | None:
-    """Returns how the words of GPTQ or AWQ lie.
+def _check_auto_round(description: Mapping[str, Any]) -> None:
+    """Refuses what AutoRound writes beside integers of few bits and FP8.
+
+    Raises:
+        UndecodableError: the description names other values, or rotated ones.
+    """
+    values = description.get("data_type", "int")
+    if values not in ("int", "int_sym", "int_asym_dq", "fp", "fp8"):
+        raise UndecodableError(
+            f"already quantized: quant_method auto-round, data_type {values!r:.40}; nf4conv "
+            f"decodes int and fp, so give the checkpoint that it was made from"
+        )
+    if description.get("rotation_config"):
+        raise UndecodableError(
+            "already quantized: quant_method auto-round with a rotation_config; give the "
+            "checkpoint that it was made from: its weights are rotated"
+        )
+
+
+def _packing(method: str, description: Mapping[str, Any]) -> str | None:
+    """Returns how the words of GPTQ, AWQ or AutoRound lie.
 
     Raises:
         UndecodableError: in a way that nf4conv does not decode.
     """
-    known = _LAYOUTS.get(method)
+    if method == "auto-round":
+        return _packing_of_auto_round(description)
+    known = _PACKINGS.get(method)
     if known is None:
         return None
     if description.get("is_marlin_format") is True:
         description = {"checkpoint_format": "marlin"}
-    for key in _LAYOUT_KEYS:
+    for key in _PACKING_KEYS:
         named = description.get(key)
         if not isinstance(named, str):
             continue
-        layout = named.lower()
-        if layout not in known:
-            raise UndecodableError(
-                f"already quantized: quant_method {method}, {key} {layout!r:.40}; nf4conv decodes "
-                f"{' and '.join(known[:2])}, so give the checkpoint that it was made from"
-            )
-        return layout
-    return known[0]
+        packing = known.get(named.lower())
+        if packing is None:
+            raise _other_packing(method, key, named, " and ".join(tuple(known)[:2]))
+        return packing
+    return next(iter(known.values()))
+
+
+def _packing_of_auto_round(description: Mapping[str, Any]) -> str:
+    """Returns how the words of AutoRound lie.
+
+    dynamic_import_quant_linear_for_packing of AutoRound 0.16 packs by the same rule
+    (auto_round/export/export_to_autoround/export.py): with zero points one too small for GPTQ, and
+    as they are for GPTQModel and in its own layout.
+
+    Raises:
+        UndecodableError: in a way that nf4conv does not decode.
+    """
+    key = "packing_format" if "packing_format" in description else "backend"
+    named = str(description.get(key) or "auto").lower()
+    family, _, rest = named.partition(":")
+    if named == "auto":
+        return "GPTQ"
+    if family in ("auto_round", "autoround"):
+        layout = rest.partition(":")[0]
+        if layout in ("auto_awq", "awq"):
+            return "AWQ"
+        if layout in ("auto_gptq", "gptq", "fp8", "fp8_static"):  # FP8 has no words
+            return "GPTQ"
+        if layout == "gptqmodel" or layout in _KERNELS_OF_AUTO_ROUND:
+            return "GPTQ v2"
+    known = "auto_round:auto_gptq, auto_round:gptqmodel and auto_round:auto_awq"
+    raise _other_packing("auto-round", key, named, known)
+
+
+def _other_packing(method: str, key: str, named: str, known: str) -> UndecodableError:
+    """Returns the error of words that lie in another way."""
+    return UndecodableError(
+        f"already quantized: quant_method {method}, {key} {named.lower()!r:.40}; nf4conv decodes "
+        f"{known}, so give the checkpoint that it was made from"
+    )
 
 
 def _schemes(description: Mapping[str, Any]) -> Iterator[Scheme]:
     """Yields how integers may be packed, as far as a description says."""
     weights = [description]
-    weights += [found for found in _dynamic(description) if isinstance(found, Mapping)]
+    for key in ("dynamic", "extra_config"):  # of GPTQModel, of AutoRound
+        of_layers = description.get(key)
+        if isinstance(of_layers, Mapping):
+            weights += [found for found in of_layers.values() if isinstance(found, Mapping)]
     for group in _config_groups(description):
         if isinstance(group.get("weights"), Mapping):
             weights.append(group["weights"])
@@ -183,13 +263,6 @@ def _schemes(description: Mapping[str, Any]) -> Iterator[Scheme]:
         size = _first_int(each, "group_size", "q_group_size")
         if bits is not None:
             yield bits, size if size is not None and size > 0 else None
-
-
-def _dynamic(description: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields what GPTQModel says of layers that differ from the others."""
-    dynamic = description.get("dynamic")
-    if isinstance(dynamic, Mapping):
-        yield from dynamic.values()
 
 
 def _config_groups(description: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

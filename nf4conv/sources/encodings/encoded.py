@@ -54,7 +54,8 @@ _ENDS_OF_ACTIVATIONS: Final = (
 _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed",
     ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qweight", ".qzeros", ".qscale_weight",
-    ".g_idx", ".W_q", ".SCB", ".pre_quant_scale", ".bitmask", *COMPONENT_ENDS,
+    ".g_idx", ".W_q", ".SCB", ".pre_quant_scale", ".bitmask", ".w_bf16_to_fp8_scale",
+    *COMPONENT_ENDS,
 )  # fmt: skip
 """Ends of the names of parts of encoded weights.
 
@@ -174,7 +175,7 @@ def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
     """Raises a SourceError if a tensor is part of a weight that no rule decodes."""
     ends = _ENDS_OF_WEIGHTS
     dtypes = _UNREAD_DTYPES
-    if method in ("gptq", "awq"):
+    if method in ("gptq", "awq", "auto-round"):
         # of activations that AWQ scales, which no plain model has; words in other layouts
         ends += (".scales",)
         dtypes += ("I32",)

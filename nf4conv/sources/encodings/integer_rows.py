@@ -5,15 +5,11 @@ which are read in one run for each line of the file.
 """
 
 from dataclasses import replace
-from typing import Final
 
 from nf4conv.sources.encodings.lines import cut_rows
 from nf4conv.sources.encodings.types.arranged import Columns
-from nf4conv.sources.encodings.types.integers import PackedIntegers
+from nf4conv.sources.encodings.types.integers import PackedIntegers, words_of
 from nf4conv.sources.tensors import TensorInfo
-
-ROWS_TOGETHER: Final = 32
-"""Rows that share whole words, whatever the bits of a code."""
 
 
 def integer_rows(encoding: PackedIntegers, start: int, stop: int) -> PackedIntegers:
@@ -21,11 +17,11 @@ def integer_rows(encoding: PackedIntegers, start: int, stop: int) -> PackedInteg
 
     Args:
         encoding: of a weight that is not transposed.
-        start: a multiple of ROWS_TOGETHER.
+        start: a multiple of `encoding.rows_together`.
         stop: another one, or the end of the weight.
     """
-    first_word = start * encoding.bits // 32
-    last_word = -(-stop * encoding.bits // 32)
+    first_word = words_of(start, encoding.bits, is_padded=encoding.is_padded)
+    last_word = words_of(stop, encoding.bits, is_padded=encoding.is_padded)
     zeros = encoding.zeros
     if encoding.packing == "compressed-tensors":
         if zeros is not None and zeros.dtype == "I8":

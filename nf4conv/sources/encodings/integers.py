@@ -8,21 +8,22 @@ choice, the config or W_shape decides.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from nf4conv.errors import SourceError
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import module_of
+from nf4conv.sources.encodings.description import Scheme
 from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
-from nf4conv.sources.encodings.types.integers import PackedIntegers
+from nf4conv.sources.encodings.types.integers import WORD, PackedIntegers, words_of
 from nf4conv.sources.tensors import TensorInfo
 
-_BITS: Final = (4, 8, 2, 3)
-"""Bits of a code that are decoded, the most usual first."""
+_BITS_OF_GPTQ: Final = (4, 8, 2, 3, 5, 6, 7)
+"""Bits of a code that are decoded, the most usual first; AutoRound alone has those from 5 to 7."""
 
-_WORD: Final = 32
+_BITS_OF_AWQ: Final = (4, 5, 6, 7)
 
 _SCALE_DTYPES: Final = ("F16", "BF16", "F32")
 
@@ -41,59 +42,86 @@ def packed_by_compressed_tensors(tensor: TensorInfo, siblings: SiblingTensors) -
     groups = scale.elements // rows
     if scale.shape not in ((rows,), (rows, groups)) or scale.dtype not in _SCALE_DTYPES:
         raise misfit(tensor, scale)
-    bits, columns, group_size = _scheme(tensor, stem, groups, siblings)
+    packing = _packing_of(tensor, stem, groups, siblings)
     zeros = siblings.find(f"{stem}_zero_point")
     if zeros is not None:
-        is_packed = zeros.dtype == "I32" and zeros.shape == (_words(rows, bits), groups)
+        lines = words_of(rows, packing.bits, is_padded=packing.is_padded)
+        is_packed = zeros.dtype == "I32" and zeros.shape == (lines, groups)
         is_plain = zeros.dtype == "I8" and zeros.shape in ((rows, groups), scale.shape)
         if not is_packed and not is_plain:
             raise misfit(tensor, zeros)
-    index = _group_index(tensor, siblings.find(f"{stem}_g_idx"), columns)
+    index = _group_index(tensor, siblings.find(f"{stem}_g_idx"), packing.columns)
     encoding = PackedIntegers(
         values=tensor,
         scale=scale,
         zeros=zeros,
         group_index=index,
         packing="compressed-tensors",
-        bits=bits,
-        columns=columns,
-        group_size=group_size,
+        bits=packing.bits,
+        columns=packing.columns,
+        group_size=packing.group_size,
+        is_padded=packing.is_padded,
     )
     return _presented(tensor, stem, rows, encoding, siblings)
 
 
-def _scheme(
-    tensor: TensorInfo, stem: str, groups: int, siblings: SiblingTensors
-) -> tuple[int, int, int]:
-    """Returns bits of a code, columns, and columns of a group of a weight of compressed-tensors.
+class _Packing(NamedTuple):
+    """How a weight of compressed-tensors is packed."""
+
+    bits: int
+    columns: int
+    group_size: int
+    is_padded: bool
+
+
+def _packing_of(tensor: TensorInfo, stem: str, groups: int, siblings: SiblingTensors) -> _Packing:
+    """Returns how a weight of compressed-tensors is packed.
 
     Raises:
         SourceError: what is stored fits none of the schemes that the config describes.
     """
-    words = tensor.shape[1]
-    fitting = []
-    # releases disagree about how codes of other bits are packed
-    schemes = [scheme for scheme in siblings.description.schemes if scheme[0] in (2, 4, 8)]
+    schemes = [scheme for scheme in siblings.description.schemes if 1 <= scheme[0] <= 8]
     if not siblings.description.schemes:
         schemes = [(4, None), (8, None), (2, None)]
-    for bits, size in schemes:
-        columns = words * _WORD // bits
-        if size is None and groups == 1:
-            fitting.append((bits, columns, columns))
-        elif size is not None and _words(groups * size, bits) == words:
-            fitting.append((bits, groups * size, size))
-    if len(set(fitting)) == 1 and groups > 1:
-        return fitting[0]
+    fitting = _fitting_any(tensor.shape[1], groups, schemes)
     shape = siblings.find(f"{stem}_shape")
+    if len(fitting) == 1 and (groups > 1 or shape is None):
+        return fitting.pop()
     if shape is None:
-        if len(set(fitting)) == 1:
-            return fitting[0]
         raise _unknown(tensor, "compressed-tensors", siblings)
     columns = _stored_columns(tensor, shape, siblings)
-    for bits, _ in schemes:
-        if _words(columns, bits) == words and columns % groups == 0:
-            return bits, columns, columns // groups
-    raise _unknown(tensor, "compressed-tensors", siblings)
+    found = [
+        packing
+        for bits in sorted({bits for bits, _ in schemes})
+        for packing in _fitting(tensor.shape[1], columns, bits, columns // groups)
+    ]
+    # words of whole codes of 7 bits are as many as those of 8 bits
+    if columns % groups != 0 or len({packing.bits for packing in found}) != 1:
+        raise _unknown(tensor, "compressed-tensors", siblings)
+    return found[0]
+
+
+def _fitting_any(words: int, groups: int, schemes: Iterable[Scheme]) -> set[_Packing]:
+    """Returns how words may be packed by what the config describes, if groups tell the columns."""
+    fitting: set[_Packing] = set()
+    for bits, size in schemes:
+        if size is not None:
+            fitting.update(_fitting(words, groups * size, bits, size))
+        elif groups == 1 and WORD % bits == 0:
+            columns = words * WORD // bits
+            fitting.add(_Packing(bits, columns, columns, is_padded=False))
+    return fitting
+
+
+def _fitting(words: int, columns: int, bits: int, group_size: int) -> Iterator[_Packing]:
+    """Yields how so many columns may be packed into so many words.
+
+    Releases from 0.18 on pack all bits of words. Earlier ones let no code cross the border of two.
+    """
+    for is_padded in (False, True):
+        differs = WORD % bits != 0
+        if words_of(columns, bits, is_padded=is_padded) == words and (differs or not is_padded):
+            yield _Packing(bits, columns, group_size, is_padded)
 
 
 def _stored_columns(tensor: TensorInfo, shape: TensorInfo, siblings: SiblingTensors) -> int:
@@ -115,7 +143,7 @@ def _stored_columns(tensor: TensorInfo, shape: TensorInfo, siblings: SiblingTens
 def packed_by_gptq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
     """Recognises a weight of GPTQ: qweight [words, out], qzeros [groups, words]."""
     module = tensor.name.removesuffix(".qweight")
-    if module == tensor.name or siblings.description.method != "gptq":
+    if module == tensor.name or siblings.description.packing not in ("GPTQ", "GPTQ v2"):
         return None
     scale, zeros = _scales_and_zeros(tensor, module, siblings)
     words, rows = tensor.shape
@@ -125,10 +153,10 @@ def packed_by_gptq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo |
     if index is not None and len(index.shape) == 1:
         columns = index.shape[0]
     for bits in _likely_bits(siblings):
-        width = words * _WORD // bits if columns is None else columns
-        if zeros.shape[1] != _words(rows, bits) or words != _words(width, bits):
+        width = words * WORD // bits if columns is None else columns
+        if zeros.shape[1] != words_of(rows, bits) or words != words_of(width, bits):
             continue
-        if bits == 3 and (words % 3 != 0 or zeros.shape[1] % 3 != 0):
+        if WORD % bits != 0 and (words % bits != 0 or zeros.shape[1] % bits != 0):
             raise misfit(tensor, zeros)
         encoding = PackedIntegers(
             values=tensor,
@@ -139,7 +167,7 @@ def packed_by_gptq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo |
             bits=bits,
             columns=width,
             group_size=_group_size(tensor, scale, width, groups, siblings),
-            zeros_less_one=siblings.description.layout != "gptq_v2",
+            zeros_less_one=siblings.description.packing == "GPTQ",
         )
         return _presented(tensor, f"{module}.weight", rows, encoding, siblings)
     raise _unknown(tensor, "GPTQ", siblings)
@@ -148,12 +176,13 @@ def packed_by_gptq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo |
 def packed_by_awq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
     """Recognises a weight of AWQ: qweight [in, words], qzeros [groups, words]."""
     module = tensor.name.removesuffix(".qweight")
-    if module == tensor.name or siblings.description.method != "awq":
+    if module == tensor.name or siblings.description.packing != "AWQ":
         return None
     scale, zeros = _scales_and_zeros(tensor, module, siblings)
     columns, words = tensor.shape
     groups, rows = scale.shape
-    if rows * 4 != words * _WORD:
+    bits = words * WORD // rows
+    if rows * bits != words * WORD or bits not in _BITS_OF_AWQ or rows % 8 != 0:
         raise _unknown(tensor, "AWQ", siblings)
     if zeros.shape != (groups, words):
         raise misfit(tensor, zeros)
@@ -163,7 +192,7 @@ def packed_by_awq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | 
         zeros=zeros,
         group_index=None,
         packing="AWQ",
-        bits=4,
+        bits=bits,
         columns=columns,
         group_size=_group_size(tensor, scale, columns, groups, siblings),
     )
@@ -188,7 +217,7 @@ def _scales_and_zeros(
     is_matrix = len(scale.shape) == 2 and 0 not in scale.shape
     if not is_matrix or scale.dtype not in _SCALE_DTYPES:
         raise misfit(tensor, scale)
-    if siblings.description.method == "gptq" and scale.shape[1] != tensor.shape[1]:
+    if siblings.description.packing != "AWQ" and scale.shape[1] != tensor.shape[1]:
         raise misfit(tensor, scale)
     if zeros.dtype != "I32" or len(zeros.shape) != 2 or zeros.shape[0] != scale.shape[0]:
         raise misfit(tensor, zeros)
@@ -198,9 +227,9 @@ def _scales_and_zeros(
 def _likely_bits(siblings: SiblingTensors) -> Iterator[int]:
     """Yields the bits that codes may have, those that the config names first."""
     for bits, _ in siblings.description.schemes:
-        if bits in _BITS:
+        if bits in _BITS_OF_GPTQ:
             yield bits
-    yield from _BITS
+    yield from _BITS_OF_GPTQ
 
 
 def _group_size(
@@ -224,15 +253,10 @@ def _group_index(tensor: TensorInfo, index: TensorInfo | None, columns: int) -> 
     return index
 
 
-def _words(codes: int, bits: int) -> int:
-    """Returns how many words codes take."""
-    return -(-codes * bits // _WORD)
-
-
 def _unknown(tensor: TensorInfo, packing: str, siblings: SiblingTensors) -> SourceError:
     """Returns the error of a weight whose shape fits none of the numbers of bits."""
     named = ", ".join(str(bits) for bits, _ in siblings.description.schemes) or "none"
-    decoded = {"compressed-tensors": "2, 4 and 8", "GPTQ": "2, 3, 4 and 8", "AWQ": "4"}[packing]
+    decoded = {"compressed-tensors": "1 to 8", "GPTQ": "2 to 8", "AWQ": "4 to 7"}[packing]
     return SourceError(
         f"{tensor.file}: {tensor.name}: {tensor.dtype} {list(tensor.shape)} and its other tensors "
         f"fit no {packing} in {decoded} bits, which nf4conv decodes (bits in the config: {named})",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import block_count
-from nf4conv.sources.encodings.integer_rows import ROWS_TOGETHER, integer_rows
+from nf4conv.sources.encodings.integer_rows import integer_rows
 from nf4conv.sources.encodings.lines import cut_rows
 from nf4conv.sources.encodings.types.arranged import (
     Columns,
@@ -238,7 +238,7 @@ def _rows_together(tensor: TensorInfo) -> int:
         case Scaled(block=(height, _)):
             return height
         case PackedIntegers():
-            return ROWS_TOGETHER
+            return encoding.rows_together
         case StackedExperts(experts=experts):
             return max(tensor.shape[0] // len(experts), 1)
         case _:

@@ -70,7 +70,7 @@ def decode_integers(
         zeros: the zero points; None if all are 2^(bits - 1).
         index: [columns] int64: the group of each column; None if groups are in order.
         packing: "compressed-tensors", "GPTQ" or "AWQ".
-        bits: of a code: 2, 3, 4 or 8.
+        bits: of a code: 1 to 8; 4 of AWQ.
         group_size: columns that share a scale, if they are in order.
         zeros_less_one: True if zero points are stored one too small.
         out: [rows, columns] float32, float16 or bfloat16, written.
@@ -205,7 +205,7 @@ def _zero(
         return _interleaved(words_ptr + group * line, row, inside)
     elif PACKING == BY_ROWS:
         return _from_stream(words_ptr + group, row * BITS, line, inside, BITS, 0)
-    elif ZEROS == LESS_ONE and BITS == 3:
+    elif ZEROS == LESS_ONE and 32 % BITS != 0:
         return (_from_stream(words_ptr + group * line, row * BITS, 1, inside, BITS, 0) + 1) & MASK
     elif ZEROS == LESS_ONE:
         ONES: tl.constexpr = 0xFFFFFFFF // MASK  # a one in each code of a word

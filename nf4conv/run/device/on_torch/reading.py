@@ -163,6 +163,7 @@ def _decode_integers(
         columns=encoding.columns,
         group_size=encoding.group_size,
         zeros_less_one=encoding.zeros_less_one,
+        is_padded=encoding.is_padded,
     )
     decoded = decode_integers(
         parts["values"],

@@ -1,13 +1,21 @@
 """Describes weights of integers that are packed into words, with scales and zero points."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from nf4conv.sources.tensors import Encoding, Parts, TensorInfo
+
+WORD: Final = 32  # bits
+
+
+def words_of(codes: int, bits: int, *, is_padded: bool = False) -> int:
+    """Returns how many words codes take: all bits of each, or of padded ones as many as fit."""
+    return -(-codes // (WORD // bits)) if is_padded else -(-codes * bits // WORD)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers(Encoding):
-    """Integers of 2, 3, 4 or 8 bits, packed into words, times scales that groups of columns share.
+    """Integers of few bits, packed into words, times scales that groups of columns share.
 
     value = (code - zero) * scale. codec/decode/integers.py says how the codes lie in the words.
     """
@@ -21,6 +29,8 @@ class PackedIntegers(Encoding):
     columns: int  # of the weight as [rows, columns], that is, [out, in]
     group_size: int  # columns that share a scale, if they are in order
     zeros_less_one: bool = False  # True if the zero points are stored one too small: GPTQ's v1
+    # True if no code crosses the border of two words: compressed-tensors before release 0.18
+    is_padded: bool = False
     # True if the weight is [out, in] here and [in, out] in its family
     is_transposed: bool = False
 
@@ -28,6 +38,16 @@ class PackedIntegers(Encoding):
     def name(self) -> str:
         groups = "by row" if self.group_size >= self.columns else f"groups of {self.group_size}"
         return f"{self.packing} {self.bits}-bit, {groups}"
+
+    @property
+    def has_kernel(self) -> bool:
+        """Returns True if a kernel decodes the weight; torch's operations decode any."""
+        return not self.is_padded and (self.packing != "AWQ" or self.bits == 4)
+
+    @property
+    def rows_together(self) -> int:
+        """Returns how many rows share whole words, if codes are packed along rows."""
+        return WORD // self.bits if self.is_padded else WORD
 
     @property
     def parts(self) -> Parts:
@@ -46,6 +66,7 @@ class PackedIntegers(Encoding):
             and self.columns == other.columns
             and self.group_size == other.group_size
             and self.zeros_less_one == other.zeros_less_one
+            and self.is_padded == other.is_padded
             and self.is_transposed == other.is_transposed
         )
 

@@ -58,7 +58,7 @@ def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
             return _scaled_purpose(encoding, tag)
         case Fp4() if len(encoding.values.shape) == 2:
             return _fp4_purpose(encoding, tag)
-        case PackedIntegers() if not encoding.is_transposed:
+        case PackedIntegers() if encoding.has_kernel and not encoding.is_transposed:
             return _integers_purpose(encoding, tag)
         case Bitsandbytes4bit() if encoding.has_plain_state and not encoding.is_transposed:
             details = (DTYPE_NAMES[tag], encoding.quant_type, encoding.blocksize)
