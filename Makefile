@@ -156,7 +156,7 @@ $(VENV)/llama.cpp: $(VENV)/.installed
 	mv $@.new $@
 
 test-gguf: $(VENV)/llama.cpp ## test the ways to GGUF and back, with llama.cpp's converter and its Python package
-	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest tests/test_gguf.py tests/test_gguf_sources.py tests/test_ggml.py tests/test_docs.py
+	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest tests/test_gguf.py tests/test_gguf_sources.py tests/test_ggml.py tests/test_ggml_kernels.py tests/test_docs.py
 
 docs/diffusers.md: $(VENV)/.diffusers ## write the table of what the tests of diffusers find
 	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new

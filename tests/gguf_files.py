@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 
-from nf4conv.format.gguf import BY_NAME, PLAIN
+from nf4conv.format.gguf import BY_NAME, NUMBERS, PLAIN
 
-NUMBERS = {name: number for number, name in enumerate(["F32", "F16", "Q4_0", "Q4_1"])} | {
-    "Q8_0": 8,
-    "Q4_K": 12,
-    "Q6_K": 14,
-    "IQ2_XXS": 16,
-    "BF16": 30,
-}
+SCALES = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
+    "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (), "MXFP4": (),
+    "NVFP4": (),
+}  # fmt: skip
+"""Where a block has numbers in half precision; those of other types have one at its beginning."""
+
+ODD_HALVES = (0, 0x8000, 1, 0x3FF, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00)
+
+
+"""0, -0, the smallest and largest subnormal, 1, the largest, minus that, infinities, NaN."""
 
 LLAMA: dict[str, Any] = {
     "general.architecture": "llama",
@@ -79,9 +83,34 @@ def stored(shape: tuple[int, ...], block_type: str, generator: torch.Generator) 
     blocks = torch.randint(0, 256, (torch.Size(shape).numel() // count, size), generator=generator)
     blocks = blocks.to(torch.uint8)
     scale = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
-    for place in {"Q4_K": (0, 2), "Q6_K": (208,)}.get(block_type, (0,)):
+    for place in SCALES.get(block_type, (0,)):
         blocks[:, place : place + 2] = scale
+    if block_type == "MXFP4":
+        blocks[:, 0] = 120
+    if block_type == "IQ1_M":  # the highest 4 bits of its words are a scale
+        blocks[:, 49::2] &= 0x1F
     return blocks.numpy().tobytes()
+
+
+def blocks_of(block_type: str, rows: int, blocks: int) -> torch.Tensor:
+    """Bytes of any value; in the first row, every kind of scale.
+
+    Returns:
+        [rows, bytes] uint8.
+    """
+    size = BY_NAME[block_type].size
+    generator = torch.Generator().manual_seed(size)
+    found = torch.randint(0, 256, (rows, blocks, size), dtype=torch.uint8, generator=generator)
+    odd = torch.tensor(ODD_HALVES, dtype=torch.int32).to(torch.int16).view(torch.uint8)
+    pairs = odd.view(-1, 2).repeat(-(-blocks // len(ODD_HALVES)), 1)[:blocks]
+    for place in SCALES.get(block_type, (0,)):
+        found[0, :, place : place + 2] = pairs
+    if block_type == "MXFP4":
+        found.view(-1, size)[:256, 0] = torch.arange(256, dtype=torch.uint8)[: rows * blocks]
+    if block_type == "NVFP4":
+        scales = torch.arange(256, dtype=torch.uint8).view(-1, 4)
+        found.view(-1, size)[:64, :4] = scales[: rows * blocks]
+    return found.view(rows, -1)
 
 
 def write_gguf(

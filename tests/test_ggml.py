@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from gguf_files import blocks_of
 
 from nf4conv.codec.decode.ggml.decoding import DECODERS, decode_ggml
 from nf4conv.errors import CodecError
@@ -32,6 +33,21 @@ def test_every_type_decodes_like_gguf(block_type: str):
     assert found.shape == expected.shape
     assert np.unique(expected).size > 100
     np.testing.assert_array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("block_type", DECODERS)
+def test_odd_scales_decode_like_gguf(block_type: str):
+    """Subnormal scales, infinite ones, NaN, minus 0."""
+    raw = blocks_of(block_type, 8, 40)
+    kind = gguf.GGMLQuantizationType[block_type]
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(raw.numpy(), kind)
+    found = decode_ggml(raw, block_type, torch.float32).numpy()
+    is_number = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(found), ~is_number)
+    np.testing.assert_array_equal(
+        found[is_number].view(np.uint32), expected[is_number].view(np.uint32)
+    )
 
 
 def test_all_that_gguf_decodes_is_decoded():

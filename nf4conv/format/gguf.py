@@ -65,6 +65,9 @@ PLAIN: Final = ("F32", "F16", "BF16")
 BY_NAME: Final = {block_type.name: block_type for block_type in BLOCK_TYPES.values()}
 """The same types by their names."""
 
+NUMBERS: Final = {block_type.name: number for number, block_type in BLOCK_TYPES.items()}
+"""The number of each of these types by its name."""
+
 # What llama.cpp's converter does to weights of some modules, and reading a file has to undo.
 
 ROTARY: Final = "rotary"

@@ -13,6 +13,7 @@ import torch
 from nf4conv.codec.kernels import difference, error
 from nf4conv.codec.kernels.compiling import Variant
 from nf4conv.codec.kernels.decoding import cast, dequantize, fp4, integers, scaled
+from nf4conv.codec.kernels.decoding.ggml import decoding as ggml
 from nf4conv.codec.kernels.decoding.scaled import kind_of, stored
 from nf4conv.codec.kernels.packing import batch, finite, mean, nested, pack
 from nf4conv.codec.kernels.slots import ELEMENTWISE, SLOTWISE, configuration
@@ -394,6 +395,47 @@ def integer_decoder(
         integers.NUM_WARPS,
     )
     return Codec({"decode": kernel}, {}, {"rows": tile.rows, "columns": tile.columns})
+
+
+def ggml_decoder(
+    device: torch.device,
+    out: torch.dtype,
+    number: int,
+    changed: str | None,
+) -> Codec:
+    """Return what decodes the blocks of GGUF, see kernels/decoding/ggml/.
+
+    Args:
+        device: of the kernels.
+        out: dtype of the result: float32, float16 or bfloat16.
+        number: of the block type in ggml.h.
+        changed: what llama.cpp's converter did, and the kernel undoes: a word of format/gguf.py;
+            None if it did nothing.
+
+    Returns:
+        kernels: "decode".
+        tables: "grid", coordinates of points; a single one for types without.
+        numbers: "rows", "columns" of a program.
+    """
+    kernel = Variant(
+        ggml.ggml_kernel,
+        (
+            _UINT8,  # blocks
+            torch.empty(0, dtype=torch.int8),
+            torch.empty(0, dtype=out),
+            1,
+            1,
+            1,
+            1,
+            1,
+            1,
+            *ggml.constants(number, changed),
+        ),
+        ggml.NUM_WARPS,
+    )
+    tables = {"grid": _bytes(ggml.grid_of(number, device))}
+    numbers = {"rows": ggml.TILE_ROWS.value, "columns": ggml.TILE_COLUMNS.value}
+    return Codec({"decode": kernel}, tables, numbers)
 
 
 def caster(_device: torch.device, source: torch.dtype, target: torch.dtype) -> Codec:

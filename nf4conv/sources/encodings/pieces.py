@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
+from nf4conv.format.gguf import ROTARY, TRANSPOSED
 from nf4conv.format.layout import block_count
 from nf4conv.sources.encodings.integer_rows import integer_rows
 from nf4conv.sources.encodings.lines import cut_rows
@@ -103,10 +104,14 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
 def transposed(tensor: TensorInfo) -> TensorInfo | None:
     """Returns the transpose of a matrix, if that is how its parts lie; None for any other."""
     encoding = tensor.encoding
-    if len(tensor.shape) != 2 or not isinstance(encoding, Fp4) or not encoding.is_transposed:
+    if len(tensor.shape) != 2:
         return None
-    rows, columns = tensor.shape
-    return tensor._replace(shape=(columns, rows), encoding=replace(encoding, is_transposed=False))
+    shape = tensor.shape[::-1]
+    if isinstance(encoding, Fp4) and encoding.is_transposed:
+        return tensor._replace(shape=shape, encoding=replace(encoding, is_transposed=False))
+    if isinstance(encoding, GgufBlocks) and encoding.changed == TRANSPOSED:
+        return tensor._replace(shape=shape, encoding=replace(encoding, changed=None))
+    return None
 
 
 def _excerpt(
@@ -154,7 +159,7 @@ def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
             return not encoding.needs_all_rows and can_cut_rows(encoding.base, start)
         case Fp4() | PackedIntegers() | Bitsandbytes4bit() if encoding.is_transposed:
             return False
-        case GgufBlocks() if encoding.changed is not None:
+        case GgufBlocks() if encoding.changed not in (None, ROTARY):
             return False
         case Strided() | Joined() | Excerpt() | Columns() | HalfQuadratic():
             return False
@@ -192,7 +197,10 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
     if isinstance(encoding, PackedIntegers):
         return integer_rows(encoding, start, stop)
     if isinstance(encoding, GgufBlocks):
-        return replace(encoding, values=cut_rows(encoding.values, start, stop))
+        heads = encoding.heads
+        if encoding.changed == ROTARY:
+            heads = (stop - start) // _rows_together(tensor)
+        return replace(encoding, values=cut_rows(encoding.values, start, stop), heads=heads)
     if isinstance(encoding, (Bitsandbytes8bit, Fp4)):
         values = cut_rows(encoding.values, start, stop)
         return replace(encoding, values=values, scale=cut_rows(encoding.scale, start, stop))
@@ -229,7 +237,9 @@ def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, 
 
 
 def _rows_together(tensor: TensorInfo) -> int:
-    """Returns how many rows of a matrix must stay together, because they share scales."""
+    """Returns how many rows of a matrix must stay together, because they share scales, or change
+    places in the head that they belong to.
+    """
     encoding = tensor.unmerged.encoding
     match encoding:
         case Bitsandbytes4bit():
@@ -239,6 +249,8 @@ def _rows_together(tensor: TensorInfo) -> int:
             return height
         case PackedIntegers():
             return encoding.rows_together
+        case GgufBlocks(changed=changed, heads=heads) if changed == ROTARY:
+            return max(tensor.shape[0] // heads, 1)
         case StackedExperts(experts=experts):
             return max(tensor.shape[0] // len(experts), 1)
         case _:

@@ -1,13 +1,17 @@
-"""Finds the decoder of a block type, and decodes rows of blocks."""
+"""Finds the decoder of a block type, and decodes rows of blocks: by Triton on a GPU, by torch
+elsewhere.
+"""
 
+import math
 from collections.abc import Callable
 from typing import Final
 
 import torch
 
+from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.decode.ggml import grids, nested, simple
 from nf4conv.errors import CodecError
-from nf4conv.format.gguf import BY_NAME
+from nf4conv.format.gguf import BY_NAME, NUMBERS
 
 DECODERS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "Q4_0": simple.decode_q4_0,
@@ -64,9 +68,17 @@ def decode_ggml(values: torch.Tensor, block_type: str, dtype: torch.dtype) -> to
     if values.shape[-1] % size != 0:
         raise CodecError(f"{values.shape[-1]} bytes are no whole number of blocks of {block_type}")
     columns = values.shape[-1] // size * values_of_block
+    shape = (*values.shape[:-1], columns)
+    if has_kernels(values.device):
+        from nf4conv.codec.kernels.decoding.ggml import decoding  # importing Triton takes a second
+
+        rows = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
+        out = torch.empty((len(rows), columns), dtype=dtype, device=values.device)
+        decoding.decode_blocks(rows.contiguous(), NUMBERS[block_type], out)
+        return out.view(shape)
     blocks = values.reshape(-1, size)
     out = torch.empty((len(blocks), values_of_block), dtype=dtype, device=values.device)
     step = _VALUES_TOGETHER // values_of_block
     for start in range(0, len(blocks), step):
         out[start : start + step] = decode(blocks[start : start + step])
-    return out.view(*values.shape[:-1], columns)
+    return out.view(shape)

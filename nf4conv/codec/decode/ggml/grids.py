@@ -26,7 +26,7 @@ _DELTA = 0.125
 
 
 @cache
-def _grid(name: str, device: torch.device) -> torch.Tensor:
+def grid_points(name: str, device: torch.device) -> torch.Tensor:
     """Returns the points of a grid: [points, 4 or 8] float32."""
     path = Path(__file__).with_name("grids.json")
     table = json.loads(path.read_text(encoding="utf-8"))[name]
@@ -41,7 +41,7 @@ def _grid(name: str, device: torch.device) -> torch.Tensor:
 
 def _points(name: str, numbers: torch.Tensor) -> torch.Tensor:
     """Returns the coordinates of points: [n, k] int → [n, k * 4 or 8] float32."""
-    return _grid(name, numbers.device)[numbers.long()].flatten(1)
+    return grid_points(name, numbers.device)[numbers.long()].flatten(1)
 
 
 def _scaled(scale: torch.Tensor, values: torch.Tensor, flips: torch.Tensor) -> torch.Tensor:

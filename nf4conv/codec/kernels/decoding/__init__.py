@@ -4,5 +4,6 @@ dequantize.py  decodes packed codes with absmax, plain or nested
 scaled.py      decodes 8-bit values with scales
 fp4.py         decodes MXFP4 and NVFP4
 integers.py    decodes packed integers of compressed-tensors, GPTQ and AWQ
+ggml/          decodes the blocks of llama.cpp's GGUF files
 cast.py        casts values to another dtype
 """

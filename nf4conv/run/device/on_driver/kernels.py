@@ -21,6 +21,7 @@ class Action(Enum):
     DECODE_SCALED = "scaled_decoder"
     DECODE_FP4 = "fp4_decoder"
     DECODE_INTEGERS = "integer_decoder"
+    DECODE_GGML = "ggml_decoder"
     CAST = "caster"
 
 
