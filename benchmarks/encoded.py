@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.end_to_end import keep, median, run
+from benchmarks.gguf_file import write_gguf
 from benchmarks.synthetic import SHAPES, Llama
 from nf4conv import quantize_4bit
 
@@ -134,6 +135,8 @@ ENCODINGS: dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any] | 
 }
 
 
+GGUF = ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
+
 Run = tuple[str, list[str]]  # the encoding of a source, and a command with its options
 
 PLAIN: Run = ("bfloat16", ["quantize"])
@@ -143,7 +146,10 @@ ROWS: dict[str, tuple[Run, Run]] = {}
 for _encoding in ENCODINGS:
     if "bfloat16" not in _encoding:
         ROWS[_encoding] = ((_encoding, ["quantize"]), PLAIN)
+for _block_type in GGUF:
+    ROWS[f"gguf {_block_type}"] = ((f"gguf {_block_type}", ["quantize"]), PLAIN)
 ROWS |= {
+    "dequantize gguf Q4_K": (("gguf Q4_K", ["dequantize"]), ("gguf BF16", ["dequantize"])),
     "gpt-oss mxfp4": (("gpt-oss mxfp4", ["quantize"]), ("bfloat16 experts", ["quantize"])),
     "bitsandbytes 4-bit": (("bitsandbytes 4-bit", ["quantize", "--blocksize", "128"]), PLAIN),
     "quantize --dtype float16": (("bfloat16", ["quantize", "--dtype", "float16"]), PLAIN),
@@ -199,11 +205,22 @@ def save(tensors: Tensors, file: Path) -> None:
     save_file(on_host, file, metadata={"format": "pt"})
 
 
+def write_source(shape: Llama, encoding: str, folder: Path) -> None:
+    """Writes a checkpoint, or a GGUF file."""
+    if encoding.startswith("gguf "):
+        write_gguf(shape, encoding.removeprefix("gguf "), folder)
+    else:
+        write_checkpoint(shape, encoding, folder)
+
+
 def convert(of: Run, scratch: Path) -> dict[str, Any]:
     encoding, (command, *options) = of
     out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
-    given = [command, str(scratch / encoding), str(out), "--json", "--quiet", *options]
+    source = scratch / encoding
+    if encoding.startswith("gguf "):
+        source /= "model.gguf"
+    given = [command, str(source), str(out), "--json", "--quiet", *options]
     return run([sys.executable, "-m", "nf4conv", *given])
 
 
@@ -274,11 +291,12 @@ def main() -> None:
             needed = {encoding for encoding, _ in ROWS[name]}
             for encoding in needed:
                 if not (scratch / encoding).exists():
-                    write_checkpoint(shape, encoding, scratch / encoding)
+                    write_source(shape, encoding, scratch / encoding)
             rows.append(measure(name, scratch, chosen.runs))
             print(json.dumps(rows[-1]), flush=True)
-            for other in {*ENCODINGS} - {*needed, "bfloat16"}:
-                shutil.rmtree(scratch / other, ignore_errors=True)
+            for other in scratch.iterdir():
+                if other.name not in {*needed, "bfloat16"}:
+                    shutil.rmtree(other, ignore_errors=True)
     keep(chosen.out, {"rows": rows}, "torch", "triton")
 
 

@@ -10,6 +10,7 @@ names.py        says which file names a folder cannot take
 locking.py      locks a file for one process at a time
 private.py      reads a file that nobody but this user could have written
 memory.py       measures memory, of the machine and of this process, and compares it
+garbage.py      does without Python's collection of garbage for a while
 cores.py        finds the cores that this process may use, keeps to some of them, may fork
 signals.py      handles the signals that end a command, and output that nobody reads any more
 libraries.py    loads libraries of the system: that of C, and the CUDA driver

@@ -160,8 +160,25 @@ class _Parser:
             return [byte != 0 for byte in self._take(count)]
         if kind == _STRING:
             self._check_count(count, 8, "strings in an array")
-            return [self._text() for _ in range(count)]
+            return self._texts(count)
         raise self._error(f"has an array of type {kind}, which is not read")
+
+    def _texts(self, count: int) -> list[str]:
+        """Reads strings that stand one after the other: hundreds of thousands, in a vocabulary."""
+        read = self._file.read
+        end = min(self._size, _LONGEST_HEADER)
+        found = []
+        for _ in range(count):
+            length = int.from_bytes(read(8), "little")
+            if length > _LONGEST_STRING:
+                raise self._too_long(length)
+            self._position += 8 + length
+            if self._position > end:
+                raise self._cut_off()
+            found.append(read(length).decode(errors="replace"))
+        if self._file.tell() != self._position:
+            raise self._cut_off()
+        return found
 
     def _numbers(self, code: str, content: bytes) -> list[Any]:
         """Reads numbers that stand one after the other."""
@@ -221,10 +238,10 @@ class _Parser:
     def _take(self, count: int) -> bytes:
         """Reads the next bytes."""
         if self._position + count > min(self._size, _LONGEST_HEADER):
-            raise self._error("is cut off in its header; the download is incomplete")
+            raise self._cut_off()
         content = self._file.read(count)
         if len(content) != count:
-            raise self._error("is cut off in its header; the download is incomplete")
+            raise self._cut_off()
         self._position += count
         return content
 
@@ -237,13 +254,19 @@ class _Parser:
         """Reads a string. What is not UTF-8 in it is replaced, as in tokens of other encodings."""
         length = self._number("Q")
         if length > _LONGEST_STRING:
-            raise self._error(f"has a string of {length:,} bytes, which is too long")
+            raise self._too_long(length)
         return self._take(length).decode(errors="replace")
 
     def _check_count(self, count: int, smallest: int, what: str) -> None:
         """Refuses a count of things that the rest of the file cannot hold."""
         if count * smallest > min(self._size, _LONGEST_HEADER) - self._position:
             raise self._error(f"claims {count:,} {what}, more than the file holds")
+
+    def _cut_off(self) -> SourceError:
+        return self._error("is cut off in its header; the download is incomplete")
+
+    def _too_long(self, length: int) -> SourceError:
+        return self._error(f"has a string of {length:,} bytes, which is too long")
 
     def _error(self, what: str, tensor: str | None = None) -> SourceError:
         return SourceError(f"{self._path}: {what}", path=self._path, tensor=tensor)

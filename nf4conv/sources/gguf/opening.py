@@ -21,11 +21,13 @@ from nf4conv.sources.reader import read_json
 from nf4conv.sources.source import Source
 from nf4conv.sources.stamps import stamp_of
 from nf4conv.sources.weight_files import STEMS
+from nf4conv.system.garbage import uncollected
 
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_FILES: Final = 10_000
 
 
+@uncollected()
 def open_gguf(path: Path, borrowed: Path | None = None) -> Source:
     """Opens a GGUF file as the checkpoint that it was made from.
 

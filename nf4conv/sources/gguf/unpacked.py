@@ -24,11 +24,14 @@ def unpack(path: Path, files: Mapping[str, Any]) -> Path:
         SourceError: there is no cache to write to.
     """
     cache = cache_folder()
-    contents = {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
-    digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32]
+    contents = {name: _as_json(name, content) for name, content in files.items()}
+    digest = hashlib.sha256()
+    for name in sorted(contents):
+        content = contents[name]
+        digest.update(f"{name} {len(content)} ".encode() + content)
     if cache is None:
         raise SourceError(f"{path}: needs a home folder to unpack its metadata, or --config-from")
-    folder = cache / "gguf" / digest / path.stem
+    folder = cache / "gguf" / digest.hexdigest()[:32] / path.stem
     try:
         for name, content in contents.items():
             _write(folder / name, content)
@@ -39,8 +42,16 @@ def unpack(path: Path, files: Mapping[str, Any]) -> Path:
     return folder
 
 
-def _write(path: Path, content: str) -> None:
+def _as_json(name: str, content: Any) -> bytes:
+    """Returns the content of a file; that of a vocabulary in one line, which takes a third of the
+    time.
+    """
+    indent = None if name == "tokenizer.json" else 2
+    return (json.dumps(content, indent=indent) + "\n").encode()
+
+
+def _write(path: Path, content: bytes) -> None:
     """Writes a file unless it is there with this content."""
-    if path.is_file() and not path.is_symlink() and path.read_bytes() == content.encode():
+    if path.is_file() and not path.is_symlink() and path.read_bytes() == content:
         return
-    write_private(path, content.encode())
+    write_private(path, content)

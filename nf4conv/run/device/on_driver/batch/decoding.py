@@ -1,14 +1,13 @@
 """Encoded tensors decoded on the GPU: the kernels that it takes, and their launches."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
 from nf4conv.errors import CodecError
-from nf4conv.format.gguf import BLOCK_TYPES, FUSED, NUMBERS, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.run.device.on_driver.batch.buffers import Launch
+from nf4conv.run.device.on_driver.batch.ggml import decode_ggml, ggml_purpose
 from nf4conv.run.device.on_driver.batch.input import BatchInput
 from nf4conv.run.device.on_driver.kernels import Action, Kernels, Purpose
 from nf4conv.run.grouping import aligned
@@ -20,9 +19,6 @@ from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
 from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 _SCALE_TAGS: Final = ("F32", "F16", "BF16", "U8", "F8_E8M0")
-
-_MOVED: Final = (ROTARY, FUSED)
-"""What llama.cpp's converter did to the order of rows: words of format/gguf.py."""
 
 Places = Mapping[str, int]
 """Where the parts of a tensor are in the input, by role: positions or, once read, addresses.
@@ -66,9 +62,8 @@ def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
             return _fp4_purpose(encoding, tag)
         case PackedIntegers() if encoding.has_kernel and not encoding.is_transposed:
             return _integers_purpose(encoding, tag)
-        case GgufBlocks() if _can_undo(encoding):
-            number = NUMBERS[encoding.block_type]
-            return Purpose(Action.DECODE_GGML, (tag, number, encoding.changed))
+        case GgufBlocks():
+            return ggml_purpose(encoding, tag)
         case Bitsandbytes4bit() if encoding.has_plain_state and not encoding.is_transposed:
             details = (DTYPE_NAMES[tag], encoding.quant_type, encoding.blocksize)
             return Purpose(Action.UNPACK, details)
@@ -98,13 +93,6 @@ def _fp4_purpose(encoding: Fp4, tag: str) -> Purpose:
     layout = (pairs % 16 == 0, encoding.is_transposed)
     details = (tag, encoding.scale.dtype, group, divisor, multiplier, *layout)
     return Purpose(Action.DECODE_FP4, details)
-
-
-def _can_undo(encoding: GgufBlocks) -> bool:
-    """Returns True if the kernels can undo what llama.cpp's converter did to a tensor."""
-    if encoding.changed in _MOVED and len(encoding.values.shape) == 1:
-        return encoding.block_type in PLAIN  # a block holds values of several rows
-    return encoding.changed in (None, *_MOVED, TRANSPOSED, PLUS_ONE)
 
 
 def _integers_purpose(encoding: PackedIntegers, tag: str) -> Purpose:
@@ -161,7 +149,7 @@ def decode_launch(
         _check_group_index(batch, tensor, encoding, positions)
         return _decode_integers(tensor, encoding, places, kernels, target)
     if isinstance(encoding, GgufBlocks):
-        return _decode_ggml(encoding, places, kernels, target)
+        return decode_ggml(encoding, places, kernels, target)
     assert isinstance(encoding, Scaled | Bitsandbytes8bit)
     batch.put(positions["number"], 1.0)
     return _decode_scaled(encoding, places, kernels, target)
@@ -234,33 +222,6 @@ def _decode_integers(
     lines = (_line(encoding.values), _line(encoding.scale), _line(zeros))
     arguments = (*addresses, rows, columns, tiles_of_row, *lines, encoding.group_size)
     return Launch(kernels.functions["decode"], programs, arguments)
-
-
-def _decode_ggml(
-    encoding: GgufBlocks, places: Places, kernels: Kernels[int], target: int
-) -> Launch:
-    rows, row_bytes = _rows_and_bytes(encoding)
-    block_type = BLOCK_TYPES[NUMBERS[encoding.block_type]]
-    columns = row_bytes // block_type.size * block_type.values
-    tiles_of_row = -(-columns // kernels.numbers["columns"])
-    programs = -(-rows // kernels.numbers["rows"]) * tiles_of_row
-    addresses = (places["values"], kernels.tables["grid"], target)
-    heads = (encoding.heads, encoding.key_value_heads)
-    arguments = (*addresses, rows, columns, tiles_of_row, row_bytes, *heads)
-    return Launch(kernels.functions["decode"], programs, arguments)
-
-
-def _rows_and_bytes(encoding: GgufBlocks) -> tuple[int, int]:
-    """Returns how many rows a tensor of a GGUF file has, and the bytes of each.
-
-    A bias whose elements were moved is a column of them.
-    """
-    values = encoding.values
-    if encoding.changed in _MOVED and len(values.shape) == 1:
-        rows = values.shape[0]
-    else:
-        rows = math.prod(values.shape[:-1])
-    return rows, values.nbytes // rows
 
 
 def _line(part: TensorInfo) -> int:
