@@ -19,6 +19,7 @@ ORDER = (
     "errors",
     "choices",
     "options",
+    "wording",
     "system",
     "format",
     "models",

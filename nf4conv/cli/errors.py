@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from nf4conv.errors import Nf4convError, OptionError, VerificationError
+from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.report.text.terminal import printable, tell
 from nf4conv.system.signals import (
     INTERRUPTED_EXIT,
@@ -55,10 +55,10 @@ class CommandGroup(click.Group):
             return super().invoke(ctx)
         except VerificationError as error:
             _tell_json(ctx, error, 1)
-            _fail(str(error), 1)
+            _fail(error.line, 1)
         except Nf4convError as error:
             _tell_json(ctx, error, 2)
-            _fail(_message_of(error), 2)
+            _fail(error.line, 2)
         except click.UsageError as error:
             _tell_json(ctx, error, 2)
             raise
@@ -95,9 +95,8 @@ def _message_of(error: Exception) -> str:
     """Returns what an error says, with options spelled as on the command line."""
     if isinstance(error, click.ClickException):
         return error.format_message()
-    if isinstance(error, OptionError):
-        option = error.option.replace("_", "-")
-        return f"--{option} {error.value}: expected {error.expected}"
+    if isinstance(error, Nf4convError):
+        return error.line
     return str(error)
 
 

@@ -33,6 +33,7 @@ from nf4conv.run.comparing import compare_bytes, compare_values
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable, open_source
 from nf4conv.sources.source import Source
+from nf4conv.wording import named_as_keywords
 
 _log: Final = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class ComparisonPlan:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
 
 
+@named_as_keywords
 def compare_checkpoints(
     a: str | Path,
     b: str | Path,
@@ -102,6 +104,7 @@ def compare_checkpoints(
     return execute_comparison(plan, run, progress)
 
 
+@named_as_keywords
 def plan_comparison(
     a: str | Path,
     b: str | Path,
@@ -205,6 +208,7 @@ def _open_submodel(folder: DiffusersFolder, name: str) -> Source | None:
     return open_readable(folder.place, folder.submodels[name])
 
 
+@named_as_keywords
 def execute_comparison(
     plan: ComparisonPlan,
     run: RunOptions | None = None,

@@ -26,6 +26,7 @@ from nf4conv.run.scales import check_scales
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable
+from nf4conv.wording import named_as_keywords
 
 _log: Final = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ AnyDequantizationPlan: TypeAlias = DequantizationPlan | DiffusersPlan[Dequantiza
 """Plan of one checkpoint, or of a diffusers pipeline."""
 
 
+@named_as_keywords
 def dequantize_checkpoint(
     source: str | Path,
     out: str | Path,
@@ -70,6 +72,7 @@ def dequantize_checkpoint(
     return execute_dequantization(plan_dequantization(source, options, where), out, run, progress)
 
 
+@named_as_keywords
 def plan_dequantization(
     source: str | Path, options: DequantizeOptions | None = None, where: SourceOptions | None = None
 ) -> AnyDequantizationPlan:
@@ -164,6 +167,7 @@ def _plan_submodel(
     return dequantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
 
 
+@named_as_keywords
 def execute_dequantization(
     plan: AnyDequantizationPlan,
     out: str | Path,

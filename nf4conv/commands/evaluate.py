@@ -32,11 +32,13 @@ from nf4conv.report.results.contents import Evaluation, Evaluations
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_small
 from nf4conv.sources.source import Source
+from nf4conv.wording import named_as_keywords
 
 _PLOT = "evaluation.svg"
 _CARD = "README.md"
 
 
+@named_as_keywords
 def evaluate_checkpoint(
     out: str | Path,
     source: str | Path,
@@ -76,6 +78,7 @@ def evaluate_checkpoint(
     return evaluate_checkpoints([out], source, options, device, where, progress).evaluations[0]
 
 
+@named_as_keywords
 def evaluate_checkpoints(
     outs: Sequence[str | Path],
     source: str | Path,

@@ -29,11 +29,13 @@ from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import Finding, Structure, split_component
 from nf4conv.sources.tensors import TensorInfo
+from nf4conv.wording import named_as_keywords
 
 _ENDS_OF_WORDS: Final = (".qweight", ".weight_packed", ".W_q")
 """Ends of the names of tensors that hold packed integers."""
 
 
+@named_as_keywords
 def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> Inspection:
     """Describes a checkpoint, or a diffusers pipeline, without reading its weights.
 

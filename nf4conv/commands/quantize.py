@@ -20,6 +20,7 @@ from nf4conv.plan.quantization import QuantizationPlan, require_searched
 from nf4conv.report.advice import little_saved
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.run.checkpoint import ignore
+from nf4conv.wording import named_as_keywords
 
 _log: Final = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ AnyQuantizationPlan: TypeAlias = QuantizationPlan | DiffusersPlan[QuantizationPl
 """Plan of one checkpoint, or of a diffusers pipeline."""
 
 
+@named_as_keywords
 def quantize_checkpoint(
     source: str | Path,
     out: str | Path,
@@ -70,6 +72,7 @@ def quantize_checkpoint(
     return execute_quantization(plan, out, run, progress, push)
 
 
+@named_as_keywords
 def plan_quantization(
     source: str | Path,
     options: QuantizeOptions | None = None,
@@ -158,6 +161,7 @@ def _little_saved(plan: AnyQuantizationPlan) -> Iterator[str]:
         yield line
 
 
+@named_as_keywords
 def second_opinion(plan: AnyQuantizationPlan) -> tuple[str, ...]:
     """Asks the installed transformers what it would decide otherwise than a plan by the rules.
 
@@ -183,6 +187,7 @@ def second_opinion(plan: AnyQuantizationPlan) -> tuple[str, ...]:
     return skeleton.second_opinion(plan.source.tensors, plan.source.config, plan.options)
 
 
+@named_as_keywords
 def execute_quantization(
     plan: AnyQuantizationPlan,
     out: str | Path,

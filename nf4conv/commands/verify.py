@@ -38,6 +38,7 @@ from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.cores import usable_cores
+from nf4conv.wording import named_as_keywords
 
 _log: Final = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class DiffusersVerificationPlan:
         return sum(plan.bytes_to_read for plan in self.submodels.values())
 
 
+@named_as_keywords
 def verify_checkpoint(
     path: str | Path,
     source: str | Path | None = None,
@@ -134,6 +136,7 @@ def verify_checkpoint(
     return execute_verification(plan, run, progress)
 
 
+@named_as_keywords
 def plan_verification(
     path: str | Path,
     source: str | Path | None = None,
@@ -308,6 +311,7 @@ def _check_origin(structure: Structure, source: Source) -> None:
     structure.note("names", MAKING, "", text, is_fault=False)
 
 
+@named_as_keywords
 def execute_verification(
     plan: VerificationPlan | DiffusersVerificationPlan,
     run: RunOptions | None = None,

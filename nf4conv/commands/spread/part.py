@@ -66,5 +66,6 @@ def make_part(work: PartWork) -> RunReport | Exception:
         for kind in type(error).__mro__:
             if kind.__module__ in (errors.__name__, "builtins"):
                 break
-        travelling: Exception = kind(str(error))
+        message = error.line if isinstance(error, errors.Nf4convError) else str(error)
+        travelling: Exception = kind(message)
         return travelling
