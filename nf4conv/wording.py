@@ -34,13 +34,15 @@ _NOT_FIELDS: Final = {"dry-run": "describe_plan", "no-double-quant": "double_qua
 _ARGUMENTS: Final = ("source",)
 """Options that are arguments of a function."""
 
+_NUMBERS: Final = (int, int | None, float | None)
+
 _SHORT_DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """The values of --dtype that Python does not take."""
 
 _VALUES: Final = {
     "calibrate": r"default|ids\.npy",
     "config_from": r"REPO",
-    "device": r"auto|cpu|all|cuda(?:[:,]\w+)*",
+    "device": r"auto|all|(?:cpu|cuda(?::\w+)?)(?:,(?:cpu|cuda(?::\w+)?))*",
     "gguf_file": r"NAME",
     "part": r"auto|I/N|\d+/\d+",
     "subfolder": r"NAME|transformer|text_encoder",
@@ -130,7 +132,7 @@ def _keyword(text: str, option: re.Match[str]) -> tuple[str, int]:
 
 def _value_pattern(name: str, kind: Any) -> re.Pattern[str]:
     """Returns what matches a space and the value of a field."""
-    values = []
+    values = [r"\S+(?=: )"]  # behind ": " is what is wrong with the value
     for part in (kind, *get_args(kind)):  # a Literal, or a Literal | None
         if get_origin(part) is Literal:
             values += [re.escape(str(choice)) for choice in get_args(part)]
@@ -138,7 +140,6 @@ def _value_pattern(name: str, kind: Any) -> re.Pattern[str]:
         values += _SHORT_DTYPES
     if name in _VALUES:
         values.append(_VALUES[name])
-    values.append(r"\S+(?=: )")  # what is wrong with the value comes behind it
     return re.compile(rf" ({'|'.join(values)})(?![\w/.-])")
 
 
@@ -147,7 +148,7 @@ def _spelled(kind: Any, value: str) -> str:
     value = _SHORT_DTYPES.get(value, value)
     if get_origin(kind) is tuple:
         return f"[{value!r}]"
-    if kind == float | None:
+    if kind in _NUMBERS:
         return value
     return repr(value)
 

@@ -385,8 +385,8 @@ def test_texts_that_cannot_calibrate(model, tmp_path, name, content, error):
     [
         ({"calibrate": ("wikitext/wikitext-2",)}, "data set on the Hub is not fetched"),
         ({"calibrate": ("missing.txt",)}, "no such file"),
-        ({"scales": "absmax"}, "--scales absmax"),
-        ({"calibration_tokens": 10}, "--calibration-tokens 10"),
+        ({"scales": "absmax"}, "scales='absmax'"),
+        ({"calibration_tokens": 10}, "calibration_tokens=10"),
     ],
 )
 def test_options_that_do_not_go_together(model, text, changes, error):
@@ -397,7 +397,7 @@ def test_options_that_do_not_go_together(model, text, changes, error):
 
 def test_it_is_not_done_in_parts(model, text, tmp_path):
     for run in (RunOptions(part="1/2"), RunOptions(ray=True)):
-        with pytest.raises(PlanError, match="does not go with --calibrate"):
+        with pytest.raises(PlanError, match="does not go with calibrate"):
             nf4conv.quantize_checkpoint(model, tmp_path / "out", options_for(text), run)
 
 

@@ -174,7 +174,7 @@ def test_a_search_is_of_the_components_in_16_bits(pipeline, tmp_path):
     assert "| scales | searched (2 weights), absmax (1 weights) |" in card
     for source in (None, mixed):
         assert verify_checkpoint(out, source, VerifyOptions(exact=bool(source)), RUN).passed
-    with pytest.raises(PlanError, match="--scales search needs the 16-bit model"):
+    with pytest.raises(PlanError, match="scales='search' needs the 16-bit model"):
         plan_quantization(quantized, search)
 
 

@@ -292,17 +292,17 @@ BAD = {
     "stacks asked for where the family has none": (
         "longcat_flash",
         lambda _: None,
-        "--moe stacked: no stacks are known for the experts of longcat_flash; --moe packed",
+        "moe='stacked': no stacks are known for the experts of longcat_flash; moe='packed'",
     ),
     "stacks asked for, and an expert is missing": (
         "qwen2_moe",
         without(*LAST),
-        r"--moe stacked: .*expert 3 has no .*proj\.weight",
+        r"moe='stacked': .*expert 3 has no .*proj\.weight",
     ),
     "stacks asked for, of experts that differ": (
         "qwen2_moe",
         lambda tensors: tensors.update({f"{FIRST}.1.up_proj.weight": random(64, 64)}),
-        r"--moe stacked: .*the experts of a layer must be alike",
+        r"moe='stacked': .*the experts of a layer must be alike",
     ),
 }
 
@@ -329,7 +329,7 @@ def test_the_command_line_refuses_in_one_line(tmp_path):
 def test_a_mixture_is_no_single_file_for_image_tools(moe, tmp_path):
     source = write(tmp_path / "source", "qwen2_moe")
     options = QuantizeOptions(single_file=True, moe=moe)
-    with pytest.raises(PlanError, match="--single-file writes the names that image tools read"):
+    with pytest.raises(PlanError, match="single_file=True writes the names that image tools read"):
         quantize_checkpoint(source, tmp_path / "out.safetensors", options, CPU)
     assert not (tmp_path / "out.safetensors").exists()
 

@@ -97,9 +97,9 @@ def test_each_order_is_merged_as_peft_merges_its_own(base, of_peft, of_unsloth, 
 )
 def test_an_adapter_of_unsloth_that_says_nothing_is_refused(base, of_peft, tmp_path, changes):
     adapter = str(changed(of_peft, tmp_path, **changes))
-    with pytest.raises(SourceError, match="--lora-experts expert-major if it was trained before"):
+    with pytest.raises(SourceError, match="lora_experts='expert-major' if it was trained before"):
         plan_dequantization(base, DequantizeOptions(lora=(adapter,)))
-    with pytest.raises(SourceError, match="--lora-experts"):
+    with pytest.raises(SourceError, match="lora_experts='rank-major'"):
         plan_quantization(base, QuantizeOptions(lora=(adapter,)))
 
 

@@ -270,9 +270,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     ),
     "version": (other_version, {}, "version, "),
     "parts": (lambda _: None, {"part": "2/4"}, "number of parts"),
-    "checksum": (lambda _: None, {"checksum": False}, "--checksum "),
-    "verify": (lambda _: None, {"verify": True}, "--verify "),
-    "tolerance": (lambda _: None, {"verify": True, "tolerance": 0.2}, "--verify, --tolerance "),
+    "checksum": (lambda _: None, {"checksum": False}, "checksum "),
+    "verify": (lambda _: None, {"verify": True}, "verify "),
+    "tolerance": (lambda _: None, {"verify": True, "tolerance": 0.2}, "verify, tolerance "),
 }
 
 
@@ -299,12 +299,12 @@ REFUSED: dict[str, tuple[QuantizeOptions, dict[str, Any], str]] = {
     "overwrite": (
         OPTIONS,
         {"overwrite": True},
-        "--overwrite, which would delete what other parts make",
+        "overwrite=True, which would delete what other parts make",
     ),
     "non-finite": (
         replace(OPTIONS, non_finite="keep"),
         {},
-        "--non-finite keep: each part would read all weights",
+        "non_finite='keep': each part would read all weights",
     ),
     "0/3": (OPTIONS, {"part": "0/3"}, "part='0/3': expected auto, or I/N with I from 1 to N"),
     "4/3": (OPTIONS, {"part": "4/3"}, "part='4/3': expected auto"),
@@ -325,7 +325,7 @@ def test_what_does_not_go_with_parts_is_refused(source: Path, tmp_path: Path, ca
 def test_a_single_file_has_no_parts(source: Path):
     plan = plan_quantization(source, OPTIONS)
     with pytest.raises(
-        PlanError, match="--part does not go with --single-file: one file has no parts"
+        PlanError, match="part does not go with single_file=True: one file has no parts"
     ):
         plan_part(replace(plan, options=replace(OPTIONS, single_file=True)), RunOptions(part="1/2"))
 
@@ -353,7 +353,7 @@ def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Pat
         "text_encoder": ["transformers", "LlamaModel"],
     }
     (pipeline / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(PlanError, match="one by one: --subfolder NAME, into OUT/NAME"):
+    with pytest.raises(PlanError, match="one by one: subfolder='NAME', into OUT/NAME"):
         part(pipeline, tmp_path / "out", "1/2")
     where = SourceOptions(subfolder="text_encoder")
     quantize_checkpoint(pipeline, tmp_path / "single", OPTIONS, RUN, where=where)
@@ -492,7 +492,7 @@ def test_no_file_system_needs_to_know_locks_or_links(
     monkeypatch.setattr(os, "link", unknown)
     for name in names_of(3):
         part(source, tmp_path / "out", name)
-    with pytest.raises(OutputError, match="differs in --blocksize, "):
+    with pytest.raises(OutputError, match="differs in blocksize, "):
         part(source, tmp_path / "out", "1/3", replace(OPTIONS, blocksize=128))
     finish_checkpoint(tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "single")

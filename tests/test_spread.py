@@ -239,26 +239,26 @@ def test_an_error_of_one_worker_is_that_of_the_run(tmp_path: Path, source: Path)
 )
 def test_devices_that_are_not_there(tmp_path: Path, source: Path, device: str):
     with pytest.raises(
-        PlanError, match=f"^--device {device}: expected GPUs of this machine, each once: "
+        PlanError, match=f"^device='{device}': expected GPUs of this machine, each once: "
     ):
         nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device=device))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_part_is_for_one_process(tmp_path: Path, source: Path):
-    with pytest.raises(PlanError, match=r"^--part 1/2 is for one process: "):
+    with pytest.raises(PlanError, match=r"^part='1/2' is for one process: "):
         nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(TWO, part="1/2"))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("run", "option"), [(TWO, f"--device {TWO.device}"), (replace(ONE, ray=True), "--ray")]
+    ("run", "option"), [(TWO, f"device='{TWO.device}'"), (replace(ONE, ray=True), "ray=True")]
 )
 def test_what_does_not_go_with_workers_is_refused_by_the_option_that_asked_for_them(
     tmp_path: Path, source: Path, run: RunOptions, option: str
 ):
     options = replace(OPTIONS, non_finite="keep")
-    with pytest.raises(PlanError, match=f"^{option} does not go with --non-finite keep: "):
+    with pytest.raises(PlanError, match=f"^{option} does not go with non_finite='keep': "):
         nf4conv.quantize_checkpoint(source, tmp_path / "out", options, run)
     assert not (tmp_path / "out").exists()
 
@@ -298,6 +298,6 @@ def test_all_gpus(tmp_path: Path, source: Path):
 def test_without_ray(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
-        PlanError, match=r"^--ray needs one more package: pip install 'nf4conv\[ray\]'$"
+        PlanError, match=r"^ray=True needs one more package: pip install 'nf4conv\[ray\]'$"
     ):
         nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, ray=True))

@@ -98,6 +98,9 @@ def test_callers_in_python_read_no_option_of_the_command_line(module: str, text:
             "push_to_hub='me/it': is public; say public=True",
         ),
         ("(--tolerance 0 lets these pass)", "(tolerance=0 lets these pass)"),
+        ("--calibration-tokens 10: expected", "calibration_tokens=10: expected"),
+        ("with --device cuda:N, a part", "with device='cuda:N', a part"),
+        ("--device cpu,cpu does not go", "device='cpu,cpu' does not go"),
         ("--dry-run shows why", "describe_plan shows why"),
         (
             "differs in --verify, --dtype (--verify was True, is False)",
