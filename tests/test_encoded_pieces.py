@@ -17,7 +17,7 @@ from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_decoded
 from nf4conv.run.worker import Worker
 from nf4conv.sources.encodings.pieces import encoded_pieces, packed_pieces
 from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
-from nf4conv.sources.encodings.types.integers import PackedIntegers
+from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
 from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
@@ -35,6 +35,10 @@ def integers(packing: str, bits: int, **more: Any) -> Callable[..., PackedIntege
         group_size=16,
         **more,
     )
+
+
+def halves(bits: int, axis: int, group_size: int = 16) -> Callable[..., HalfQuadratic]:
+    return partial(HalfQuadratic, bits=bits, axis=axis, group_size=group_size, elements=300 * 64)
 
 
 CASES = {
@@ -118,6 +122,31 @@ CASES = {
         integers("AWQ", 4),
         (296, 64),
         {"values": (I32, (64, 37)), "scale": (F32, (4, 296)), "zeros": (I32, (4, 37))},
+    ),
+    "HQQ": (
+        halves(4, 1),
+        (300, 64),
+        {"words": (U8, (9600,)), "scales": (F32, (1200, 1)), "zeros": (F32, (1200, 1))},
+    ),
+    "HQQ in groups that rows cut": (
+        halves(2, 1, group_size=96),
+        (300, 64),
+        {"words": (U8, (4800,)), "scales": (F32, (200, 1)), "zeros": (F32, (200, 1))},
+    ),
+    "HQQ in 3 bits": (
+        halves(3, 1),
+        (300, 64),
+        {"words": (I32, (1920,)), "scales": (F32, (1200, 1)), "zeros": (F32, (1200, 1))},
+    ),
+    "HQQ in 8 bits along columns": (
+        halves(8, 0),
+        (300, 64),
+        {"words": (U8, (19200,)), "scales": (F32, (1, 1200)), "zeros": (F32, (1, 1200))},
+    ),
+    "HQQ in 3 bits along columns": (
+        halves(3, 0),
+        (300, 64),
+        {"words": (I32, (2400,)), "scales": (F32, (1, 1200)), "zeros": (F32, (1, 1200))},
     ),
     "experts of gpt-oss": (
         partial(Fp4, is_transposed=True),

@@ -240,6 +240,7 @@ def test_encoded_sources(tmp_path: Path, gpu: list[DriverBackend], kind: str):
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+HQQ = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}
 INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
     "GPTQ": (GPTQ, integers.gptq),
     "GPTQ in 3 bits": (
@@ -252,6 +253,8 @@ INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
         PACKED,
         partial(integers.compressed, bits=8, is_symmetric=False, is_reordered=True),
     ),
+    "HQQ": (HQQ, integers.hqq),
+    "HQQ in 3 bits along columns": (HQQ, partial(integers.hqq, bits=3, axis=0)),
 }
 
 
@@ -261,7 +264,7 @@ def integer_source(folder: Path, kind: str) -> Path:
     for name, shape in (
         ("mlp.up_proj", (160, 160)),
         ("mlp.down_proj", (96, 64)),
-        ("mlp.gate_proj", (2304, 1024) if ON_GPU else (288, 128)),  # several pieces
+        ("mlp.gate_proj", (2304, 1024) if ON_GPU else (544, 128)),  # several pieces
     ):
         parts = make(*shape, dtype=torch.float16).parts
         tensors |= {f"model.layers.0.{name}.{suffix}": part for suffix, part in parts.items()}

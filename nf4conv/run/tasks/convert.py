@@ -21,6 +21,20 @@ def convert(
     destination.count_task()
 
 
+def convert_pieces(
+    destination: Destination, backend: Backend, pieces: Sequence[CopyPart], worker: Worker
+) -> None:
+    """Converts the pieces of a tensor, one after the other.
+
+    Raises:
+        CastError: finite values become infinite.
+    """
+    for part in pieces:
+        write_converted(destination, backend, [part], worker)
+        destination.finish_copy(worker, part.job, part.piece)
+    destination.count_task()
+
+
 def write_converted(
     destination: Writable, backend: Backend, parts: Sequence[CopyPart], worker: Worker
 ) -> None:

@@ -47,18 +47,30 @@ def pack_batch(
     destination.count_task()
 
 
-def pack_piece(
+def pack_pieces(
+    destination: Destination,
+    backend: Backend,
+    pieces: Sequence[WeightPiece],
+    gathered: Gathered,
+    worker: Worker,
+) -> None:
+    """Packs some pieces of a large weight; the last piece completes the weight.
+
+    Raises:
+        NonFiniteError: the weight holds NaN or infinity, or its scales are too large.
+    """
+    for piece in pieces:
+        _pack_piece(destination, backend, piece, gathered, worker)
+    destination.count_task()
+
+
+def _pack_piece(
     destination: Destination,
     backend: Backend,
     piece: WeightPiece,
     gathered: Gathered,
     worker: Worker,
 ) -> None:
-    """Packs a piece of a large weight; the last piece completes the weight.
-
-    Raises:
-        NonFiniteError: the weight holds NaN or infinity, or its scales are too large.
-    """
     format = destination.format
     job = piece.job
     device = worker.device(backend)
@@ -69,7 +81,6 @@ def pack_piece(
     if gathered.count_piece():
         scales = device.compress(gathered, job.elements, format)
         _write_scales(destination, [job], scales, worker)
-    destination.count_task()
 
 
 def _stored(destination: Destination, jobs: Sequence[PackJob]) -> list[StoredWeight]:

@@ -13,10 +13,11 @@ from nf4conv.run.device.protocol import CopyPart, Gathered
 from nf4conv.run.grouping import LARGEST_BATCH, batches, interleave
 from nf4conv.run.pieces import WeightPiece, pieces_of, weight_pieces
 from nf4conv.run.shards import Destination, ShardTask
-from nf4conv.run.tasks.convert import convert
+from nf4conv.run.tasks.convert import convert, convert_pieces
 from nf4conv.run.tasks.copy import copy_as_it_is, copy_stored_weight
-from nf4conv.run.tasks.pack import pack_batch, pack_piece
+from nf4conv.run.tasks.pack import pack_batch, pack_pieces
 from nf4conv.run.worker import Backend
+from nf4conv.sources.encodings.pieces import share_parts
 from nf4conv.sources.tensors import DTYPE_BITS
 
 
@@ -95,10 +96,13 @@ def _tasks_of_batch(
         run = partial(pack_batch, destination, backend, jobs)
         return [ShardTask(job.source.file, run)]
     gathered = Gathered(block_count(job.elements, blocksize), len(pieces))
+    of_weight = [WeightPiece(job, start, tensor.elements, tensor) for tensor, start in pieces]
+    if share_parts(pieces[0].tensor):
+        run = partial(pack_pieces, destination, backend, of_weight, gathered)
+        return [ShardTask(job.source.file, run)]
     tasks = []
-    for tensor, start in pieces:
-        of_weight = WeightPiece(job, start, tensor.elements, tensor)
-        run = partial(pack_piece, destination, backend, of_weight, gathered)
+    for one in of_weight:
+        run = partial(pack_pieces, destination, backend, [one], gathered)
         tasks.append(ShardTask(job.source.file, run))
     return tasks
 
@@ -135,11 +139,16 @@ def _converting_tasks(
     def most(job: CopyJob) -> int:
         return devices.backend_for(job).copy_elements(job, piece)
 
+    alone: list[list[CopyPart]] = []
+
     def parts() -> Iterator[CopyPart]:
         for job in jobs:
             if isinstance(job, CopyJob) and job.is_changed:
-                for of_job in pieces_of(job.source, most(job)):
-                    yield CopyPart(job, of_job)
+                of_job = [CopyPart(job, one) for one in pieces_of(job.source, most(job))]
+                if len(of_job) > 1 and share_parts(of_job[0].piece.tensor):
+                    alone.append(of_job)
+                else:
+                    yield from of_job
 
     def room(part: CopyPart) -> int:
         return part.piece.tensor.elements * piece // most(part.job)
@@ -153,6 +162,9 @@ def _converting_tasks(
     for batch in batches(parts(), room, piece, kind, LARGEST_BATCH):
         run = partial(convert, destination, devices.backend_for(batch[0].job), batch)
         tasks.append(ShardTask(_file_of(batch[0]), run))
+    for pieces in alone:
+        run = partial(convert_pieces, destination, devices.backend_for(pieces[0].job), pieces)
+        tasks.append(ShardTask(_file_of(pieces[0]), run))
     return tasks
 
 

@@ -68,14 +68,14 @@ def packed_by_hqq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | 
         words = tensor._replace(dtype="I32", shape=(tensor.nbytes // 4,))
     else:
         words = tensor._replace(dtype="U8", shape=(tensor.nbytes,))
-    encoding = HalfQuadratic(words, scale, zero, bits, axis, group_size)
+    encoding = HalfQuadratic(words, scale, zero, bits, axis, group_size, weight.elements)
     return weight._replace(encoding=encoding)
 
 
 def _bytes(elements: int, bits: int, axis: int, group_size: int) -> int:
     """Returns how many bytes the words of a weight take."""
     if bits != 3:
-        return elements * bits // 8
+        return -(-elements * bits // 8)
     rows = group_size if axis == 0 else elements // group_size
     return -(-rows // 10) * (elements // rows) * 4
 

@@ -101,6 +101,18 @@ def matrix_of(tensor: TensorInfo, index: int) -> TensorInfo:
     return tensor._replace(shape=shape, encoding=matrix)
 
 
+def share_parts(tensor: TensorInfo) -> bool:
+    """Returns True if pieces of a weight, of which one is given, are decoded from the same bytes.
+
+    Then a single worker takes them all, so that these are read once.
+    """
+    encoding = tensor.unmerged.encoding
+    if not isinstance(encoding, PackedIntegers):
+        return False
+    is_by_columns = any(isinstance(part.encoding, Columns) for _, part in encoding.parts)
+    return is_by_columns or encoding.group_index is not None
+
+
 def transposed(tensor: TensorInfo) -> TensorInfo | None:
     """Returns the transpose of a matrix, if that is how its parts lie; None for any other."""
     encoding = tensor.encoding
@@ -161,7 +173,7 @@ def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
             return False
         case GgufBlocks() if encoding.changed not in (None, ROTARY):
             return False
-        case Strided() | Joined() | Excerpt() | Columns() | HalfQuadratic():
+        case Strided() | Joined() | Excerpt() | Columns():
             return False
         case _:
             return start % _rows_together(tensor) == 0
@@ -196,6 +208,10 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
         return Scaled(values, scale, encoding.block)
     if isinstance(encoding, PackedIntegers):
         return integer_rows(encoding, start, stop)
+    if isinstance(encoding, HalfQuadratic):
+        columns = tensor.shape[1]
+        first = encoding.first + start * columns
+        return replace(encoding, first=first, elements=(stop - start) * columns)
     if isinstance(encoding, GgufBlocks):
         heads = encoding.heads
         if encoding.changed == ROTARY:

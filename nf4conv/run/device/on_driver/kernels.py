@@ -22,6 +22,7 @@ class Action(Enum):
     DECODE_FP4 = "fp4_decoder"
     DECODE_INTEGERS = "integer_decoder"
     DECODE_GGML = "ggml_decoder"
+    DECODE_HALVES = "halves_decoder"
     CAST = "caster"
 
 

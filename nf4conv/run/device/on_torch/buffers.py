@@ -1,7 +1,9 @@
 """A thread's host buffers and, on a GPU, its stream: what comes to torch and what goes back."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Final
 
 import torch
 
@@ -9,6 +11,9 @@ from nf4conv.run.device.on_torch.shared import SharedTensors
 from nf4conv.run.grouping import aligned
 from nf4conv.run.worker import Worker
 from nf4conv.sources.tensors import FileRange, TensorInfo
+
+_KEPT_PIECES: Final = 2
+"""How many times the room of a piece is for what is kept from one piece to the next."""
 
 
 class TorchBuffers:
@@ -34,6 +39,7 @@ class TorchBuffers:
         self._shared = shared
         self._stream = stream
         self._uploaded: torch.cuda.Event | None = None
+        self._kept: OrderedDict[tuple[FileRange, ...], list[torch.Tensor]] = OrderedDict()
         is_pinned = stream is not None
         if not worker.buffer:
             buffer = torch.empty(worker.piece, dtype=torch.uint8, pin_memory=is_pinned)
@@ -68,6 +74,33 @@ class TorchBuffers:
         for (_, start, stop), position in zip(ranges, positions, strict=False):
             tensors.append(buffer[position : position + stop - start])
         return tensors
+
+    def keep(self, ranges: tuple[FileRange, ...]) -> list[torch.Tensor] | None:
+        """Returns file ranges that later calls ask for again, read at most once meanwhile.
+
+        What was kept before makes room for them.
+
+        Returns:
+            A uint8 tensor for each; None if there is no room for them.
+        """
+        if ranges in self._kept:
+            return self._kept[ranges]
+        size = sum(stop - start for _, start, stop in ranges)
+        room = _KEPT_PIECES * self.worker.piece
+        if size > room:
+            return None
+        while sum(map(_size, self._kept.values())) + size > room:
+            self._kept.popitem(last=False)
+        found = []
+        for file, start, stop in ranges:
+            whole = torch.empty(stop - start, dtype=torch.uint8, device=self.torch_device)
+            for first in range(start, stop, self.worker.piece):
+                last = min(first + self.worker.piece, stop)
+                [raw] = self.read([(file, first, last)])
+                whole[first - start : last - start] = raw
+            found.append(whole)
+        self._kept[ranges] = found
+        return found
 
     def _view(self, size: int) -> torch.Tensor:
         """Returns the start of the worker's buffer, which another device may have replaced."""
@@ -110,3 +143,8 @@ class TorchBuffers:
         if self._stream is not None:
             self._stream.synchronize()
         return [raw.numpy().data for raw in fetched]
+
+
+def _size(tensors: Sequence[torch.Tensor]) -> int:
+    """Returns the bytes of uint8 tensors."""
+    return sum(tensor.numel() for tensor in tensors)

@@ -10,7 +10,7 @@ import torch
 from nf4conv.codec.decode.fp4 import decode_fp4
 from nf4conv.codec.decode.ggml.decoding import decode_ggml
 from nf4conv.codec.decode.ggml.undoing import undo_change
-from nf4conv.codec.decode.halves import decode_halves
+from nf4conv.codec.decode.halves import HalvesLayout, decode_halves
 from nf4conv.codec.decode.integers import IntegerLayout, decode_integers
 from nf4conv.codec.decode.packed import decode_packed
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
@@ -40,7 +40,7 @@ from nf4conv.sources.encodings.types.merged import (
     VectorDelta,
 )
 from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
-from nf4conv.sources.tensors import Encoding, FileRange, Parts, TensorInfo
+from nf4conv.sources.tensors import DTYPE_BITS, Encoding, FileRange, Parts, TensorInfo
 
 TORCH_DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -99,18 +99,38 @@ def read_decoded(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
 
 
 def _read_parts(device: TorchBuffers, parts: Parts) -> list[torch.Tensor]:
-    """Reads the bytes of parts; the lines of one that is cut out by columns are put together."""
-    ranges: list[FileRange] = []
-    for _, part in parts:
-        ranges.extend(part.file_ranges)
-    raws = iter(device.read(ranges))
-    found = []
+    """Reads the bytes of parts.
+
+    What columns are cut out of is kept for the next piece. If there is no room for it, they are
+    read line by line.
+    """
+    matrices = []
     for _, part in parts:
         if isinstance(part.encoding, Columns):
+            matrices.append(part.encoding.values)
+    kept = device.keep(tuple(matrix.file_range for matrix in matrices)) if matrices else None
+    ranges: list[FileRange] = []
+    for _, part in parts:
+        if kept is None or not isinstance(part.encoding, Columns):
+            ranges.extend(part.file_ranges)
+    raws = iter(device.read(ranges))
+    whole = iter(kept or ())
+    found = []
+    for _, part in parts:
+        if not isinstance(part.encoding, Columns):
+            found.append(next(raws))
+        elif kept is None:
             found.append(torch.stack([next(raws) for _ in range(part.shape[0])]))
         else:
-            found.append(next(raws))
+            found.append(_cut_columns(next(whole), part.encoding))
     return found
+
+
+def _cut_columns(raw: torch.Tensor, columns: Columns) -> torch.Tensor:
+    """Returns the bytes of some columns, given those of the whole matrix."""
+    size = DTYPE_BITS[columns.values.dtype] // 8
+    lines = raw.view(columns.values.shape[0], -1)
+    return lines[:, columns.first * size : columns.last * size].contiguous()
 
 
 def _decode(
@@ -131,7 +151,7 @@ def _decode(
         case PackedIntegers():
             return _decode_integers(encoding, parts, dtype)
         case HalfQuadratic():
-            return _decode_halves(tensor, encoding, parts)
+            return _decode_halves(encoding, parts, dtype)
         case GgufBlocks():
             return _decode_gguf(encoding, values, dtype)
         case Bitsandbytes4bit():
@@ -177,16 +197,26 @@ def _decode_integers(
 
 
 def _decode_halves(
-    tensor: TensorInfo, encoding: HalfQuadratic, parts: Mapping[str, torch.Tensor]
+    encoding: HalfQuadratic, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
+    layout = HalvesLayout(
+        bits=encoding.bits,
+        axis=encoding.axis,
+        group_size=encoding.group_size,
+        groups=encoding.scales.elements,
+        words=encoding.words.elements,
+        first=encoding.first,
+        elements=encoding.elements,
+        first_word=encoding.first_word,
+        first_group=encoding.first_group,
+    )
     return decode_halves(
         parts["values"],
         parts["scale"],
         parts["zero"],
-        encoding.bits,
-        encoding.axis,
-        tensor.shape,
-        TORCH_DTYPES[tensor.dtype],
+        layout,
+        dtype,
+        after=parts.get("after"),
     )
 
 

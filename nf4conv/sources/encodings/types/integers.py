@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from nf4conv.sources.tensors import Encoding, Parts, TensorInfo
+from nf4conv.sources.tensors import DTYPE_BITS, Encoding, Parts, TensorInfo
 
 WORD: Final = 32  # bits
 
@@ -73,25 +73,56 @@ class PackedIntegers(Encoding):
 
 @dataclass(frozen=True, slots=True)
 class HalfQuadratic(Encoding):
-    """A weight of HQQ: integers whose words hold codes of several parts of the weight.
+    """A weight of HQQ, or a run of its elements.
 
-    It is read as a whole, since its first rows and its last ones share words.
+    A word holds a code of each of several parts of the weight. A run within a part is decoded from
+    a run of words. One that goes on in the next part takes the first words, too.
     """
 
-    values: TensorInfo  # [words] U8, or I32 of 3 bits
-    scale: TensorInfo  # one for each group
-    zero: TensorInfo  # the zero point of each group
+    words: TensorInfo  # [words] U8, or I32 of 3 bits: all of the weight
+    scales: TensorInfo  # one for each group of the weight
+    zeros: TensorInfo  # the zero point of each group
     bits: int  # of a code: 1, 2, 3, 4 or 8
     axis: int  # 1 if groups are runs of elements, 0 if their elements are at equal distances
     group_size: int
+    elements: int  # of the run
+    first: int = 0  # elements of the weight before it
 
     @property
     def name(self) -> str:
         return f"HQQ {self.bits}-bit, groups of {self.group_size}"
 
     @property
+    def first_word(self) -> int:
+        """Returns where the words of "values" begin among those of the weight."""
+        return 0 if self._takes_all_words else self.first % self.words.elements
+
+    @property
+    def _takes_all_words(self) -> bool:
+        return self.elements > self.words.elements
+
+    @property
+    def first_group(self) -> int:
+        """Returns how many groups come before those of "scale" and "zero"."""
+        return self.first // self.group_size if self.axis == 1 else 0
+
+    @property
     def parts(self) -> Parts:
-        return ("values", self.values), ("scale", self.scale), ("zero", self.zero)
+        words = self.words.elements
+        start = self.first % words
+        stop = start + self.elements
+        if self._takes_all_words:
+            found = [("values", self.words)]
+        else:
+            found = [("values", _run(self.words, start, min(stop, words)))]
+            if stop > words:
+                found.append(("after", _run(self.words, 0, stop - words)))
+        groups = self.scales.elements
+        if self.axis == 1:
+            groups = -(-(self.first + self.elements) // self.group_size)
+        found.append(("scale", _run(self.scales, self.first_group, groups)))
+        found.append(("zero", _run(self.zeros, self.first_group, groups)))
+        return tuple(found)
 
     def decodes_like(self, other: "Encoding") -> bool:
         return (
@@ -99,4 +130,13 @@ class HalfQuadratic(Encoding):
             and self.bits == other.bits
             and self.axis == other.axis
             and self.group_size == other.group_size
+            and self.words.elements == other.words.elements
+            and self.first == other.first
         )
+
+
+def _run(part: TensorInfo, first: int, last: int) -> TensorInfo:
+    """Returns a run of the elements of a tensor that is stored as it is."""
+    size = DTYPE_BITS[part.dtype] // 8
+    start = part.start + first * size
+    return part._replace(shape=(last - first,), start=start, stop=part.start + last * size)

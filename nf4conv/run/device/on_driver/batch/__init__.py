@@ -6,6 +6,7 @@ output.py       divides what comes down among the results
 sizes.py        computes bytes and places
 decoding.py     decodes encoded tensors
 ggml.py         decodes tensors of GGUF files
+integers.py     decodes packed integers
 loading.py      reads tensors, decodes and casts them
 packing.py      packs weights to 4 bits
 measuring.py    measures the errors of packed weights

@@ -1,11 +1,14 @@
 """A thread's stream, and its buffers on both sides of a bare GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.gpu import Gpu
-from nf4conv.run.worker import Worker
+from nf4conv.run.grouping import aligned
+from nf4conv.run.worker import Activity, Worker
+from nf4conv.sources.tensors import FileRange
 
 TABLE_ROOM: Final = 2**20
 """Bytes at the end of a thread's input for the tables of a batch: 13 integers for each of up to
@@ -46,6 +49,7 @@ class DriverBuffers:
         input: the same on the GPU.
         output: results on the GPU.
         result: the same on the host.
+        checked: the group index that was found right last.
     """
 
     def __init__(self, gpu: Gpu, returned: float, worker: Worker) -> None:
@@ -59,7 +63,9 @@ class DriverBuffers:
         self.result = driver.PinnedMemory(result_size)
         self.input = gpu.allocate(source_size)
         self.output = gpu.allocate(result_size)
+        self.checked: FileRange | None = None
         self._scratch: driver.DeviceMemory | None = None
+        self._kept: dict[tuple[FileRange, ...], driver.DeviceMemory] = {}
         self.clear_flag()
         worker.buffer = self.source.view
 
@@ -70,7 +76,7 @@ class DriverBuffers:
         self.worker.buffer = memoryview(b"")
         self.source.free()
         self.result.free()
-        for memory in (self.input, self.output, self._scratch):
+        for memory in (self.input, self.output, self._scratch, *self._kept.values()):
             if memory is not None:
                 self.gpu.give_back(memory)
 
@@ -114,6 +120,37 @@ class DriverBuffers:
                 self.gpu.give_back(self._scratch)
             self._scratch = self.gpu.allocate(size)
         return self._scratch.address
+
+    def keep(
+        self, ranges: tuple[FileRange, ...], needed: Collection[tuple[FileRange, ...]]
+    ) -> list[int]:
+        """Returns the addresses of file ranges on the GPU; reads them unless they are there.
+
+        Args:
+            ranges: what is read together; the thread reads nothing else meanwhile.
+            needed: what the current task needs of this kind. All else makes room.
+        """
+        *starts, size = accumulate((aligned(stop - start) for _, start, stop in ranges), initial=0)
+        memory = self._kept.get(ranges)
+        if memory is None:
+            for other in self._kept.keys() - needed:
+                self.gpu.give_back(self._kept.pop(other))
+            memory = self.gpu.allocate(size)
+            for file_range, start in zip(ranges, starts, strict=True):
+                self._bring(file_range, memory.address + start)
+            self._kept[ranges] = memory
+        return [memory.address + start for start in starts]
+
+    def _bring(self, file_range: FileRange, address: int) -> None:
+        """Reads a file range to the GPU, as much at a time as the buffer holds."""
+        file, first, last = file_range
+        view = self.source.view
+        for start in range(first, last, len(view)):
+            stop = min(start + len(view), last)
+            self.worker.fill(view, [(file, start, stop)], [0])
+            with self.timed(Activity.COMPUTE):
+                self.stream.to_device(address + start - first, self.source.address, stop - start)
+                self.stream.wait()
 
     def execute(self, upload: int, launches: Sequence[Launch], download: int) -> None:
         """Copies so many bytes of the input up, launch, copy so many bytes of the output down, and

@@ -2,29 +2,41 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
-from nf4conv.errors import CodecError
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.run.device.on_driver.batch.buffers import Launch
 from nf4conv.run.device.on_driver.batch.ggml import decode_ggml, ggml_purpose
 from nf4conv.run.device.on_driver.batch.input import BatchInput
+from nf4conv.run.device.on_driver.batch.integers import (
+    check_group_index,
+    decode_halves,
+    decode_integers,
+    halves_purpose,
+    integers_purpose,
+    keep_matrices,
+)
 from nf4conv.run.device.on_driver.kernels import Action, Kernels, Purpose
-from nf4conv.run.grouping import aligned
-from nf4conv.sources.encodings.types.arranged import Columns
 from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit, packed_in_order
 from nf4conv.sources.encodings.types.gguf import GgufBlocks
-from nf4conv.sources.encodings.types.integers import PackedIntegers
+from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
 from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _SCALE_TAGS: Final = ("F32", "F16", "BF16", "U8", "F8_E8M0")
 
-Places = Mapping[str, int]
-"""Where the parts of a tensor are in the input, by role: positions or, once read, addresses.
+_Addresses = Mapping[str, int]
+"""Where the parts of a tensor are on the GPU, by role."""
 
-An encoded tensor has a "number" beside its parts: room for a float32 that the host knows.
-"""
+
+class Places(NamedTuple):
+    """Says where the parts of a tensor are, by role."""
+
+    # in the input. An encoded tensor has a "number" besides: room for a float32 that the host knows
+    positions: dict[str, int]
+    # addresses of what stays on the GPU while the pieces of a weight are taken
+    kept: Mapping[str, int] = MappingProxyType({})
 
 
 def kernels_for_tensor(tensor: TensorInfo, steps: Sequence[str]) -> frozenset[Purpose] | None:
@@ -61,7 +73,9 @@ def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
         case Fp4() if len(encoding.values.shape) == 2:
             return _fp4_purpose(encoding, tag)
         case PackedIntegers() if encoding.has_kernel and not encoding.is_transposed:
-            return _integers_purpose(encoding, tag)
+            return integers_purpose(encoding, tag)
+        case HalfQuadratic():
+            return halves_purpose(encoding, tag)
         case GgufBlocks():
             return ggml_purpose(encoding, tag)
         case Bitsandbytes4bit() if encoding.has_plain_state and not encoding.is_transposed:
@@ -95,42 +109,33 @@ def _fp4_purpose(encoding: Fp4, tag: str) -> Purpose:
     return Purpose(Action.DECODE_FP4, details)
 
 
-def _integers_purpose(encoding: PackedIntegers, tag: str) -> Purpose:
-    zeros = None if encoding.zeros is None else encoding.zeros.dtype
-    index = None if encoding.group_index is None else encoding.group_index.dtype
-    layout = (encoding.packing, encoding.bits)
-    stored = (zeros, encoding.zeros_less_one, index)
-    return Purpose(Action.DECODE_INTEGERS, (tag, encoding.scale.dtype, *layout, *stored))
-
-
 def add_tensor(batch: BatchInput, tensor: TensorInfo) -> Places:
-    """Adds all that is needed of a tensor, or a piece of it; returns the positions of its parts."""
+    """Adds all that is needed of a tensor, or a piece of it; returns where its parts will be."""
     if tensor.encoding is None:
-        return {"values": batch.add(tensor.file_range)}
+        return Places({"values": batch.add(tensor.file_range)})
     # the kernels have bitsandbytes' code map, and what its quant state says is known
     unread: tuple[str, ...] = ()
     packed = packed_in_order(tensor)
     if packed is not None:
         unread = ("quant_map", packed.quant_state_role)
-    places = {}
+    places = Places({}, keep_matrices(batch, tensor))
     for role, part in tensor.encoding.parts:
-        if role not in unread:
-            positions = [batch.add(file_range) for file_range in part.file_ranges]
-            places[role] = positions[0]
+        if role not in unread and role not in places.kept:
+            places.positions[role] = batch.add(part.file_range)
     # a number that the host knows: nested_offset, or the scale where there is none
-    places["number"] = batch.take(4)
+    places.positions["number"] = batch.take(4)
     return places
 
 
 def decode_launch(
-    batch: BatchInput, tensor: TensorInfo, positions: Places, tag: str, target: int
+    batch: BatchInput, tensor: TensorInfo, placed: Places, tag: str, target: int
 ) -> Launch:
     """Returns the launch that decodes a tensor.
 
     Args:
         batch: the input, which has been read.
         tensor: an encoded tensor for which `kernels_for_tensor` has found kernels.
-        positions: of its parts, from `add_tensor`.
+        placed: where its parts are, from `add_tensor`.
         tag: the dtype that it is decoded to.
         target: the address of the result. Of a packed weight it may be any that suits its dtype,
             of others it is a multiple of 16.
@@ -138,6 +143,7 @@ def decode_launch(
     purpose = _decoding_purpose(tensor, tag)
     assert purpose is not None
     kernels = batch.buffers.gpu.kernels[purpose]
+    positions = placed.positions
     places = {role: batch.address(position) for role, position in positions.items()}
     encoding = tensor.encoding
     if isinstance(encoding, Bitsandbytes4bit):
@@ -146,8 +152,11 @@ def decode_launch(
     if isinstance(encoding, Fp4):
         return _decode_fp4(encoding, places, kernels, target)
     if isinstance(encoding, PackedIntegers):
-        _check_group_index(batch, tensor, encoding, positions)
-        return _decode_integers(tensor, encoding, places, kernels, target)
+        if encoding.group_index is not None:
+            check_group_index(batch, tensor, encoding, positions["group_index"])
+        return decode_integers(tensor, encoding, {**places, **placed.kept}, kernels, target)
+    if isinstance(encoding, HalfQuadratic):
+        return decode_halves(encoding, places, kernels, target)
     if isinstance(encoding, GgufBlocks):
         return decode_ggml(encoding, places, kernels, target)
     assert isinstance(encoding, Scaled | Bitsandbytes8bit)
@@ -156,81 +165,19 @@ def decode_launch(
 
 
 def _decode_scaled(
-    encoding: Scaled | Bitsandbytes8bit, places: Places, kernels: Kernels[int], target: int
+    encoding: Scaled | Bitsandbytes8bit, places: _Addresses, kernels: Kernels[int], target: int
 ) -> Launch:
     scale = places.get("scale", places["number"])
     addresses = (places["values"], scale, target)
     return _decode(kernels, encoding.values, addresses, _steps_of_scales(encoding.scale))
 
 
-def _decode_fp4(encoding: Fp4, places: Places, kernels: Kernels[int], target: int) -> Launch:
+def _decode_fp4(encoding: Fp4, places: _Addresses, kernels: Kernels[int], target: int) -> Launch:
     scale = places["scale"]
     divisor = places.get("divisor", scale)  # without one, the kernel does not read it
     multiplier = places.get("multiplier", scale)
     addresses = (places["values"], scale, divisor, multiplier, target)
     return _decode(kernels, encoding.values, addresses, (encoding.scale.shape[1],))
-
-
-def _check_group_index(
-    batch: BatchInput, tensor: TensorInfo, encoding: PackedIntegers, positions: Places
-) -> None:
-    """Checks the group of each column in what has been read, and sets it where it never was.
-
-    Raises:
-        CodecError: it names a group that there is not.
-    """
-    part = encoding.group_index
-    if part is None:
-        return
-    raw = batch.buffers.source.view[positions["group_index"] :][: part.nbytes]
-    index = raw.cast("B").cast("i" if part.dtype == "I32" else "q")
-    groups = encoding.scale.shape[0]
-    if encoding.packing == "compressed-tensors":
-        groups = encoding.scale.elements // tensor.shape[0]
-    least = min(index)
-    if encoding.packing == "compressed-tensors" and least == -1:
-        for column in range(encoding.columns):
-            index[column] = column // encoding.group_size
-    elif least < 0 or max(index) >= groups:
-        raise CodecError(
-            f"{tensor.file}: {tensor.name}: its group index names a group that is none of its "
-            f"{groups}",
-            path=tensor.file,
-            tensor=tensor.name,
-        )
-
-
-def _decode_integers(
-    tensor: TensorInfo,
-    encoding: PackedIntegers,
-    places: Places,
-    kernels: Kernels[int],
-    target: int,
-) -> Launch:
-    rows, columns = tensor.shape
-    tiles_of_row = -(-columns // kernels.numbers["columns"])
-    programs = -(-rows // kernels.numbers["rows"]) * tiles_of_row
-    values = places["values"]  # without zero points or an index, the kernel does not read them
-    addresses = (
-        values,
-        places["scale"],
-        places.get("zeros", values),
-        places.get("group_index", values),
-        target,
-    )
-    zeros = encoding.zeros or encoding.values
-    lines = (_line(encoding.values), _line(encoding.scale), _line(zeros))
-    arguments = (*addresses, rows, columns, tiles_of_row, *lines, encoding.group_size)
-    return Launch(kernels.functions["decode"], programs, arguments)
-
-
-def _line(part: TensorInfo) -> int:
-    """Returns how many elements it is from one line of a part to the next, as they were read."""
-    width = part.shape[1] if len(part.shape) == 2 else 1
-    if not isinstance(part.encoding, Columns):
-        return width
-    size = DTYPE_BITS[part.dtype] // 8
-    return aligned(width * size) // size
 
 
 def _decode(
@@ -244,7 +191,7 @@ def _decode(
     return Launch(kernels.functions["decode"], programs, arguments)
 
 
-def _unpack(tensor: TensorInfo, places: Places, kernels: Kernels[int], target: int) -> Launch:
+def _unpack(tensor: TensorInfo, places: _Addresses, kernels: Kernels[int], target: int) -> Launch:
     """Returns the launch that decodes a weight that bitsandbytes packed to 4 bits."""
     scales = "nested" if "nested_absmax" in places else "plain"
     is_aligned = tensor.elements % kernels.numbers["slot"] == 0 and target % 16 == 0

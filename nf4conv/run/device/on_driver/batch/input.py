@@ -45,6 +45,7 @@ class BatchInput:
         self.stop = 0
         self._ranges: list[FileRange] = []
         self._positions: list[int] = []
+        self._kept: set[tuple[FileRange, ...]] = set()
 
     def add(self, file_range: FileRange) -> int:
         """Adds bytes of a file; returns their position."""
@@ -52,6 +53,13 @@ class BatchInput:
         self._positions.append(self.stop)
         _, start, stop = file_range
         return self.take(stop - start)
+
+    def keep(self, ranges: tuple[FileRange, ...]) -> list[int]:
+        """Returns the addresses of bytes that later batches may need again; to be called before
+        `read`.
+        """
+        self._kept.add(ranges)
+        return self.buffers.keep(ranges, self._kept)
 
     def take(self, size: int) -> int:
         """Takes room for bytes that the host fills once all has been read; returns its position."""

@@ -42,20 +42,20 @@ def load(
             it, the result is in scratch memory, or stays in the input if it is only read.
     """
     buffers = batch.buffers
-    positions = [add_tensor(batch, tensor) for tensor in tensors]
+    placed = [add_tensor(batch, tensor) for tensor in tensors]
     batch.read()
     is_encoded = tensors[0].encoding is not None
     if is_encoded:
         sizes = (aligned(bytes_of(steps[0], tensor.elements)) for tensor in tensors)
         offsets = starts(sizes)
     else:
-        offsets = [parts["values"] for parts in positions]
+        offsets = [places.positions["values"] for places in placed]
         offsets.append(batch.stop)
     elements = offsets[-1] * 8 // DTYPE_BITS[steps[0]]
     regions = _regions(batch, steps, elements, is_encoded, make_room)
     launches: list[Launch] = []
     if is_encoded:
-        spans = zip(tensors, positions, pairwise(offsets), strict=True)
+        spans = zip(tensors, placed, pairwise(offsets), strict=True)
         for tensor, places, (start, stop) in spans:
             gap = -bytes_of(steps[0], tensor.elements) % 64
             if gap:  # the search for NaN looks at all of it

@@ -34,10 +34,10 @@ def subtract(buffers: DriverBuffers, pairs: Sequence[PairOfPieces]) -> list[Piec
     """
     batch = BatchInput(buffers)
     tensors = [tensor for pair in pairs for tensor in pair]
-    positions = [add_tensor(batch, tensor) for tensor in tensors]
+    placed = [add_tensor(batch, tensor) for tensor in tensors]
     batch.read()
     with buffers.timed(Activity.COMPUTE):
-        launches, addresses = _decode(batch, tensors, positions)
+        launches, addresses = _decode(batch, tensors, placed)
         first = pairs[0]
         dtypes = (first.a.dtype, first.b.dtype)
         kernels = buffers.gpu.kernels[Purpose(Action.SUBTRACT, dtypes)]
@@ -58,7 +58,7 @@ def subtract(buffers: DriverBuffers, pairs: Sequence[PairOfPieces]) -> list[Piec
 
 
 def _decode(
-    batch: BatchInput, tensors: Sequence[TensorInfo], positions: Sequence[Places]
+    batch: BatchInput, tensors: Sequence[TensorInfo], placed: Sequence[Places]
 ) -> tuple[list[Launch], list[int]]:
     """Decodes the tensors that are encoded.
 
@@ -70,9 +70,9 @@ def _decode(
     base = batch.buffers.scratch(offsets[-1])
     launches = []
     addresses = []
-    for tensor, places, offset in zip(tensors, positions, offsets, strict=False):
+    for tensor, places, offset in zip(tensors, placed, offsets, strict=False):
         if tensor.encoding is None:
-            addresses.append(batch.address(places["values"]))
+            addresses.append(batch.address(places.positions["values"]))
         else:
             launches.append(decode_launch(batch, tensor, places, tensor.dtype, base + offset))
             addresses.append(base + offset)
