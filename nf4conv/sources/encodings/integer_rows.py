@@ -1,7 +1,8 @@
 """Cuts rows out of weights of packed integers.
 
-The words of GPTQ and AWQ do not lie row by row: rows of such a weight are columns of its tensors,
-which are read in one run for each line of the file.
+The words of GPTQ and AWQ do not lie row by row: rows of such a weight are columns of its tensors.
+Whoever takes its pieces one after the other reads these tensors once, if there is room for them;
+otherwise a piece is read in one run for each line of the file.
 """
 
 from dataclasses import replace
