@@ -18,6 +18,9 @@ from nf4conv.codec.backends import has_kernels
 _CHUNK: Final = 2**18
 """Elements that are decoded at a time on the CPU."""
 
+_KERNEL_WORDS: Final = 2**31
+"""The kernel takes weights of fewer words."""
+
 
 @dataclass(frozen=True)
 class HalvesLayout:
@@ -84,7 +87,7 @@ def decode_halves(
     scale = scale.reshape(-1)
     zero = zero.reshape(-1)
     out = torch.empty(layout.elements, dtype=dtype, device=words.device)
-    if has_kernels(words.device):
+    if has_kernels(words.device) and layout.words < _KERNEL_WORDS:
         from nf4conv.codec.kernels.decoding import halves  # importing Triton takes a second
 
         halves.decode_halves(

@@ -72,33 +72,41 @@ def halves_kernel(
 
     Scalars:
         first: elements of the weight before those that are decoded.
-        words: of the weight, each with a code of each part.
+        words: of the weight, each with a code of each part; fewer than 2^31.
         distance: elements of a group; of axis 0, elements from one of a group to the next.
 
     Constexprs:
         GOES_ON: True if elements of the next part have their words at `after_ptr`.
     """
     IN_WORD: tl.constexpr = 10 if BITS == 3 else 8 // BITS
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    start = tl.program_id(0).to(tl.int64) * TILE
+    offset = tl.arange(0, TILE)
+    place = start + offset
     inside = place < elements
-    element = first + place
-    part = element // words
-    word = element % words
+    start += first
+    # one long division for all; those of each element are of 32 bits
+    word = (start % words).to(tl.int32) + offset
+    part = (start // words).to(tl.int32) + word // words.to(tl.int32)
+    word = word % words.to(tl.int32)
     if GOES_ON:
         is_after = part > first // words
-        stored = tl.load(words_ptr + word - first_word, mask=inside & ~is_after, other=0)
+        words_ptr -= first_word
+        stored = tl.load(words_ptr + word, mask=inside & ~is_after, other=0)
         after = tl.load(after_ptr + word, mask=inside & is_after, other=0)
         stored = tl.where(is_after, after, stored)
     else:
-        stored = tl.load(words_ptr + word - first_word, mask=inside, other=0)
-    shift = (BITS * (IN_WORD - 1 - part)).to(tl.int32)
+        stored = tl.load(words_ptr - first_word + word, mask=inside, other=0)
+    shift = BITS * (IN_WORD - 1 - part)
     code = (stored.to(tl.int32) >> shift) & ((1 << BITS) - 1)
+    group = (start % distance).to(tl.int32) + offset
     if AXIS == 1:
-        group = element // distance - first_group
+        group = group // distance.to(tl.int32)
+        before = start // distance - first_group
     else:
-        group = element % distance
-    scale = tl.load(scale_ptr + group, mask=inside, other=0)
-    zero = tl.load(zero_ptr + group, mask=inside, other=0)
+        group = group % distance.to(tl.int32)
+        before = 0
+    scale = tl.load(scale_ptr + before + group, mask=inside, other=0)
+    zero = tl.load(zero_ptr + before + group, mask=inside, other=0)
     difference = (code.to(tl.float32) - zero.to(tl.float32)).to(scale.dtype)
     value = (difference.to(tl.float32) * scale.to(tl.float32)).to(scale.dtype)
     tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=inside)

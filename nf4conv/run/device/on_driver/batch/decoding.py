@@ -74,7 +74,7 @@ def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
             return _fp4_purpose(encoding, tag)
         case PackedIntegers() if encoding.has_kernel and not encoding.is_transposed:
             return integers_purpose(encoding, tag)
-        case HalfQuadratic():
+        case HalfQuadratic() if encoding.words.elements < 2**31:
             return halves_purpose(encoding, tag)
         case GgufBlocks():
             return ggml_purpose(encoding, tag)
