@@ -1,6 +1,6 @@
 """8-bit values times scales that blocks of them share: FP8 E4M3 and E5M2, MXFP8, INT8.
 
-    value = float32(stored) × float32(scale), rounded once to the wanted dtype
+    value = float32(stored − zero point) × float32(scale), rounded once to the wanted dtype
 
 A scale multiplies whatever it is called, `weight_scale_inv` too: weight_dequant_kernel of
 DeepSeek-V3's inference/kernel.py, Fp8Dequantize of transformers' integrations/finegrained_fp8.py.
@@ -29,6 +29,7 @@ def decode_scaled(
     block: tuple[int, int] | None,
     dtype: torch.dtype,
     by_127: bool = False,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode 8-bit values.
 
@@ -41,6 +42,7 @@ def decode_scaled(
         block: (rows, columns) that share a scale; None where the shape of the scales tells.
         dtype: of the result.
         by_127: True to multiply each product by 1 / 127 too, rounded once more.
+        zero: int8, in the shape of the scales of a matrix: what is subtracted first; None for 0.
 
     Returns:
         [..., rows, columns] `dtype`.
@@ -57,15 +59,20 @@ def decode_scaled(
     else:
         _check_grid(values, scale, block)
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    decode = _decode_matrix
-    if has_kernels(values.device):
-        from nf4conv.codec.kernels.decoding import scaled  # importing Triton takes a second
-
-        decode = scaled.decode_scaled
+    if zero is not None:
+        _decode_matrix(values, scale, block, out, zero=_broadcastable_zero(values, zero, block))
+        return out
     for matrix, scales, decoded in zip(
         _matrices(values), _matrices(scale), _matrices(out), strict=True
     ):
-        decode(matrix.contiguous(), scales.contiguous(), block, decoded, by_127=by_127)
+        if has_kernels(values.device):
+            from nf4conv.codec.kernels.decoding import scaled  # importing Triton takes a second
+
+            scaled.decode_scaled(
+                matrix.contiguous(), scales.contiguous(), block, decoded, by_127=by_127
+            )
+        else:
+            _decode_matrix(matrix, scales, block, decoded, by_127=by_127)
     return out
 
 
@@ -156,6 +163,7 @@ def _decode_matrix(
     out: torch.Tensor,
     *,
     by_127: bool = False,
+    zero: torch.Tensor | None = None,
 ) -> None:
     """Decode a matrix in plain torch.
 
@@ -165,23 +173,37 @@ def _decode_matrix(
         block: (rows, columns) that share a scale.
         out: [rows, columns] of a float dtype, written.
         by_127: True to multiply each product by 1 / 127 too.
+        zero: what is subtracted first, in the shape of the scales; None for nothing.
     """
-    height, width = block
-    columns = values.shape[1]
     factors = scale_values(scale)
-    for part in chunks(values, columns, height):
-        if factors.shape[0] == 1:
-            scales = factors
-        else:
-            scales = factors[part.start // height : -(-part.stop // height)]
-        if block != (1, 1):
-            scales = scales.repeat_interleave(width, dim=1)[:, :columns]
-            scales = scales.repeat_interleave(height, dim=0)
+    for part in chunks(values, values.shape[1], block[0]):
         decoded = byte_values(values[part])
-        decoded.mul_(scales[: part.stop - part.start])
+        if zero is not None:
+            decoded.sub_(_of_rows(zero, part, block, values.shape[1]))
+        decoded.mul_(_of_rows(factors, part, block, values.shape[1]))
         if by_127:
             decoded.mul_(1 / 127)
         out[part] = decoded
+
+
+def _of_rows(grid: torch.Tensor, part: slice, block: tuple[int, int], columns: int) -> torch.Tensor:
+    """Return what rows of a matrix have of a grid, whose values blocks share, to broadcast."""
+    height, width = block
+    if grid.shape[0] > 1:
+        grid = grid[part.start // height : -(-part.stop // height)]
+    if block != (1, 1):
+        grid = grid.repeat_interleave(width, dim=1)[:, :columns]
+        grid = grid.repeat_interleave(height, dim=0)
+    return grid[: part.stop - part.start]
+
+
+def _broadcastable_zero(
+    values: torch.Tensor, zero: torch.Tensor, block: tuple[int, int]
+) -> torch.Tensor:
+    """Return zero points as float32, in a shape that goes with the values' as scales do."""
+    if block == (1, 1):
+        zero = _broadcastable(values, zero)
+    return zero.to(torch.float32)
 
 
 def _broadcastable(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

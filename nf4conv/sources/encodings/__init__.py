@@ -3,6 +3,7 @@
 encoded.py       replaces the encoded tensors of a checkpoint by the tensors that they decode to
 description.py   reads what the config says about a quantization
 rules.py         recognises each kind of encoding by names, dtypes and shapes
+scaled.py        recognises 8-bit values with scales
 siblings.py      finds the tensors that belong together by their names
 integers.py      recognises packed integers: compressed-tensors, GPTQ and AWQ
 lines.py         cuts tensors that are stored as they are

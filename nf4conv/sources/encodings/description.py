@@ -1,5 +1,6 @@
 """Reads what a config says about the quantization of a checkpoint."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +20,7 @@ _ACCEPTED: Final = (
     "awq",
     "auto-round",
     "hqq",
+    "torchao",
 )
 """Values of quant_method whose tensors are decoded."""
 
@@ -49,9 +51,23 @@ _REFUSED: Final = {
     ),
     "bitnet": "ternary weights, which 4 bits would only enlarge",
     "gguf": "llama.cpp's block formats, which nf4conv reads from the .gguf file itself",
-    "torchao": "tensor classes of its own, whose layouts change with each release",
 }
 """Values of quant_method that are refused, with the reason."""
+
+_IS_CLASS_OF_TORCHAO: Final = re.compile(r"\w+Config|\w+_weight_only|\w+_weight")
+
+_CLASSES_OF_TORCHAO: Final = (
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "Float8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "FqnToConfig",
+    "ModuleFqnToConfig",
+    "int8_weight_only",
+)
+"""Configs of torchao whose weights are stored as 8-bit values and scales, and those that hold
+others."""
 
 _PACKINGS: Final = {
     "gptq": {"gptq": "GPTQ", "gptq_v2": "GPTQ v2"},
@@ -119,6 +135,8 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
         _check_formats(found)
     if method == "auto-round":
         _check_auto_round(found)
+    if method == "torchao":
+        _check_torchao(found)
     packing = _packing(method, found)
     return Description(method, tuple(_blocks(found)), tuple(_schemes(found)), packing)
 
@@ -185,6 +203,22 @@ def _check_auto_round(description: Mapping[str, Any]) -> None:
             "already quantized: quant_method auto-round with a rotation_config; give the "
             "checkpoint that it was made from: its weights are rotated"
         )
+
+
+def _check_torchao(description: Mapping[str, Any]) -> None:
+    """Refuses classes of torchao whose words lie as kernels read them.
+
+    Raises:
+        UndecodableError: the description names such a class, or none.
+    """
+    named = [text for text in _texts(description) if _IS_CLASS_OF_TORCHAO.fullmatch(text)]
+    for name in named or ["nothing"]:
+        if name not in _CLASSES_OF_TORCHAO:
+            raise UndecodableError(
+                f"already quantized: quant_method torchao, quant_type {name:.60}; nf4conv decodes "
+                f"{', '.join(_CLASSES_OF_TORCHAO[:3])} …, so give the checkpoint that it was made "
+                f"from"
+            )
 
 
 def _packing(method: str, description: Mapping[str, Any]) -> str | None:
@@ -270,6 +304,19 @@ def _config_groups(description: Mapping[str, Any]) -> Iterator[Mapping[str, Any]
     groups = description.get("config_groups")
     if isinstance(groups, Mapping):
         yield from (group for group in groups.values() if isinstance(group, Mapping))
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """Yields every text in a JSON value but keys."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, str):
+            yield node
+        elif isinstance(node, Mapping):
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
 
 
 def _first_int(fields: Mapping[str, Any], *keys: str) -> int | None:

@@ -16,6 +16,7 @@ share a scale.
     W_packed          I32      W_scale [, W_zero_point, …]         compressed-tensors INT4, INT8
     P.W_q             U8       P.scale, P.zero, P.shape …          HQQ, decoded to P.weight
     P.qweight         I32      P.scales, P.qzeros [, P.g_idx]      GPTQ and AWQ, decoded to P.weight
+    P._weight_qdata   I8, F8   P._weight_scale [, _zero_point]     torchao, decoded to P.weight
     P.weight          I8       P.SCB                               bitsandbytes 8-bit
     W                 U8       W.absmax, W.quant_state.…           bitsandbytes 4-bit
 
@@ -47,14 +48,15 @@ _UNREAD_DTYPES: Final[tuple[str, ...]] = (
 _ENDS_OF_ACTIVATIONS: Final = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale",
     ".output_scale", ".qscale_act", ".k_scale", ".v_scale", ".q_scale", ".kv_scale",
-    ".prob_scale", ".attn_scale", ".weight_format",
+    ".prob_scale", ".attn_scale", ".weight_format", "_act_quant_scale", "_act_quant_zero_point",
 )  # fmt: skip
 """Ends of the names of tensors that a quantized model needs to run, and a decoded one does not."""
 
 _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed",
     ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qweight", ".qzeros", ".qscale_weight",
-    ".g_idx", ".W_q", ".SCB", ".pre_quant_scale", ".bitmask", ".w_bf16_to_fp8_scale",
+    ".g_idx", ".W_q", ".SCB", ".pre_quant_scale", ".bitmask", ".w_bf16_to_fp8_scale", "_qdata",
+    "_act_pre_scale", "_scale_and_zero", "_per_tensor_scale",
     *COMPONENT_ENDS,
 )  # fmt: skip
 """Ends of the names of parts of encoded weights.

@@ -204,8 +204,11 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
         return Merged(base, encoding.deltas, encoding.first_row + start)
     if isinstance(encoding, Scaled):
         values = cut_rows(encoding.values, start, stop)
-        scale = _scale_rows(encoding, tensor.shape[0], start, stop)
-        return Scaled(values, scale, encoding.block)
+        scale, zero = (
+            None if part is None else _scale_rows(part, encoding, tensor.shape[0], start, stop)
+            for part in (encoding.scale, encoding.zero)
+        )
+        return replace(encoding, values=values, scale=scale, zero=zero)
     if isinstance(encoding, PackedIntegers):
         return integer_rows(encoding, start, stop)
     if isinstance(encoding, HalfQuadratic):
@@ -226,11 +229,18 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
     raise AssertionError(f"{tensor.name}: {encoding.name} cannot be cut into rows")
 
 
-def _scale_rows(encoding: Scaled, rows: int, start: int, stop: int) -> TensorInfo | None:
-    """Cuts the scales of rows start … stop out of those of all rows; all rows may share them."""
-    scale = encoding.scale
-    if scale is None:
-        return None
+def _scale_rows(
+    scale: TensorInfo, encoding: Scaled, rows: int, start: int, stop: int
+) -> TensorInfo:
+    """Cuts the scales of rows start … stop out of those of all rows; all rows may share them.
+
+    Args:
+        scale: the scales, or what is subtracted before, of as many values.
+        encoding: the encoding of the whole tensor.
+        rows: how many rows it has.
+        start: the first row.
+        stop: the row after the last one.
+    """
     if encoding.block is not None:
         height, _ = encoding.block
         return cut_rows(scale, start // height, -(-stop // height))

@@ -1,29 +1,29 @@
 """Recognises encoded tensors by names, dtypes and shapes: a rule for each kind of encoding."""
 
-from collections.abc import Sequence
 from typing import Final
 
-from nf4conv.errors import SourceError
 from nf4conv.format.layout import COMPONENT_SUFFIXES
-from nf4conv.models.module_names import module_of
 from nf4conv.sources.encodings.bitsandbytes import bitsandbytes_4bit, bitsandbytes_8bit
-from nf4conv.sources.encodings.description import Block
 from nf4conv.sources.encodings.hqq import packed_by_hqq
 from nf4conv.sources.encodings.integers import (
     packed_by_awq,
     packed_by_compressed_tensors,
     packed_by_gptq,
 )
+from nf4conv.sources.encodings.scaled import (
+    FLOAT8_DTYPES,
+    bytes_of_torchao,
+    scale_names,
+    scaled_bytes,
+)
 from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
-from nf4conv.sources.encodings.types.scaled import Fp4, Scaled
+from nf4conv.sources.encodings.types.scaled import Fp4
 from nf4conv.sources.tensors import TensorInfo
 
 PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
 """Dtypes of tensors that are stored as they are."""
 
-_FLOAT8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")
-
-_PART_DTYPES: Final = (*PLAIN_DTYPES, *_FLOAT8_DTYPES, "U8", "I8", "I32", "F8_E8M0")
+_PART_DTYPES: Final = (*PLAIN_DTYPES, *FLOAT8_DTYPES, "U8", "I8", "I32", "F8_E8M0")
 """Dtypes of the parts of an encoded tensor."""
 
 COMPONENT_ENDS: Final = tuple(f".{suffix}" for suffix in COMPONENT_SUFFIXES)
@@ -79,7 +79,7 @@ def _stacked_mxfp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo |
 def _packed_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
     """Recognises NVFP4 and MXFP4 of compressed-tensors: W_packed, W_scale, W_global_scale."""
     stem = tensor.name.removesuffix("_packed")
-    scale = siblings.find(*_scale_names(stem))
+    scale = siblings.find(*scale_names(stem))
     if stem == tensor.name or scale is None:
         return None
     if tensor.dtype != "U8":
@@ -96,7 +96,7 @@ def _packed_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | No
 
 def _plain_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
     """Recognises NVFP4 of ModelOpt, which has a W_scale_2, and the experts of DeepSeek-V4."""
-    scale = siblings.find(*_scale_names(tensor.name))
+    scale = siblings.find(*scale_names(tensor.name))
     if scale is None or tensor.name.endswith("_packed"):
         return None
     multiplier = siblings.find(f"{tensor.name}_scale_2")
@@ -126,71 +126,6 @@ def _check_fp4(values: TensorInfo, scale: TensorInfo, factor: TensorInfo | None)
         raise misfit(values, scale)
 
 
-def _scaled(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-    """Recognises 8-bit values with scales, and FP8 values without any."""
-    scale = siblings.find(*_scale_names(tensor.name))
-    if tensor.dtype not in (*_FLOAT8_DTYPES, "I8"):
-        return None
-    if scale is None and tensor.dtype == "I8":
-        return None
-    if siblings.find(f"{tensor.name}_zero_point"):
-        raise SourceError(
-            f"{tensor.file}: {tensor.name}: has zero points; only symmetric quantization is "
-            f"decoded",
-            path=tensor.file,
-            tensor=tensor.name,
-        )
-    if scale is None and siblings.description.method is not None:
-        raise SourceError(
-            f"{tensor.file}: {tensor.name}: {tensor.dtype} without a scale; the checkpoint is "
-            f"incomplete",
-            path=tensor.file,
-            tensor=tensor.name,
-        )
-    block = None
-    if scale is not None:
-        block = _block_of_scale(tensor, scale, siblings.description.blocks)
-    return tensor._replace(dtype=siblings.dtype, encoding=Scaled(tensor, scale, block))
-
-
-def _scale_names(name: str) -> tuple[str, ...]:
-    """Returns the names that the scales of a tensor may have."""
-    names = (f"{name}_scale_inv", f"{name}_scale")
-    module = module_of(name)
-    if module == name:
-        return names
-    return (*names, f"{module}.scale", f"{module}.qscale_weight")
-
-
-def _block_of_scale(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Block]) -> Block | None:
-    """Returns the (rows, columns) that share a scale.
-
-    Args:
-        tensor: the values.
-        scale: their scales.
-        blocks: blocks that may share a scale, by the config.
-
-    Returns:
-        None where there is one scale for all values, for each row, or for each column.
-
-    Raises:
-        SourceError: the scales fit neither the values nor any of the blocks.
-    """
-    if scale.elements == 1 or scale.shape == tensor.shape[:1]:
-        return None
-    if len(scale.shape) != len(tensor.shape) or len(tensor.shape) < 2:
-        raise misfit(tensor, scale)
-    *stacked, rows, columns = tensor.shape
-    if scale.dtype in ("U8", "F8_E8M0"):
-        blocks = (*blocks, (1, 32))  # MXFP8
-    for height, width in blocks:
-        if scale.shape == (*stacked, -(-rows // height), -(-columns // width)):
-            return min(height, max(rows, 1)), min(width, max(columns, 1))
-    if all(size in (1, whole) for size, whole in zip(scale.shape, tensor.shape, strict=True)):
-        return None
-    raise misfit(tensor, scale)
-
-
 _RULES: Final = (
     _stacked_mxfp4,
     packed_by_compressed_tensors,
@@ -201,6 +136,7 @@ _RULES: Final = (
     _plain_fp4,
     bitsandbytes_4bit,
     bitsandbytes_8bit,
-    _scaled,
+    bytes_of_torchao,
+    scaled_bytes,
 )
 """The first rule that recognises a tensor decides."""

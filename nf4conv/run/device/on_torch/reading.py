@@ -143,7 +143,8 @@ def _decode(
     values = parts["values"]
     match encoding:
         case Scaled():
-            return decode_scaled(values, parts.get("scale"), encoding.block, dtype)
+            scale, zero = parts.get("scale"), parts.get("zero")
+            return decode_scaled(values, scale, encoding.block, dtype, zero=zero)
         case Bitsandbytes8bit():
             return decode_int8_rows(values, parts["scale"], dtype)
         case Fp4():

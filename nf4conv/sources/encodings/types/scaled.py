@@ -17,12 +17,16 @@ class Scaled(Encoding):
     # values'; None for values that were only cast
     scale: TensorInfo | None = None
     block: tuple[int, int] | None = None  # (rows, columns) that share a scale; None if shapes tell
+    zero: TensorInfo | None = None  # I8: what is subtracted before; as many as scales, or None
 
     @property
     def parts(self) -> Parts:
-        if self.scale is None:
-            return (("values", self.values),)
-        return ("values", self.values), ("scale", self.scale)
+        parts = [("values", self.values)]
+        if self.scale is not None:
+            parts.append(("scale", self.scale))
+        if self.zero is not None:
+            parts.append(("zero", self.zero))
+        return tuple(parts)
 
     def decodes_like(self, other: "Encoding") -> bool:
         return isinstance(other, Scaled) and self.block == other.block

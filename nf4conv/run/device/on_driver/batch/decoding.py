@@ -68,6 +68,8 @@ def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
     if encoding is None or tag not in DTYPE_NAMES or tensor.elements == 0:
         return None
     match encoding:
+        case Scaled(zero=TensorInfo()):
+            return None
         case Scaled() | Bitsandbytes8bit():
             return _scaled_purpose(encoding, tag)
         case Fp4() if len(encoding.values.shape) == 2:

@@ -1,0 +1,108 @@
+"""Recognises 8-bit values with scales: FP8 and INT8 of all who write them, and those of torchao."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from nf4conv.errors import SourceError
+from nf4conv.models.module_names import module_of
+from nf4conv.sources.encodings.description import Block
+from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
+from nf4conv.sources.encodings.types.scaled import Scaled
+from nf4conv.sources.tensors import TensorInfo
+
+FLOAT8_DTYPES: Final = ("F8_E4M3", "F8_E5M2")
+
+
+def scaled_bytes(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
+    """Recognises 8-bit values with scales, and FP8 values without any."""
+    scale = siblings.find(*scale_names(tensor.name))
+    if tensor.dtype not in (*FLOAT8_DTYPES, "I8"):
+        return None
+    if scale is None and tensor.dtype == "I8":
+        return None
+    if scale is None and siblings.description.method is not None:
+        raise SourceError(
+            f"{tensor.file}: {tensor.name}: {tensor.dtype} without a scale; the checkpoint is "
+            f"incomplete",
+            path=tensor.file,
+            tensor=tensor.name,
+        )
+    block = None
+    if scale is not None:
+        block = _block_of_scale(tensor, scale, siblings.description.blocks)
+    zero = _zero(tensor, scale, siblings.find(f"{tensor.name}_zero_point"))
+    return tensor._replace(dtype=siblings.dtype, encoding=Scaled(tensor, scale, block, zero))
+
+
+def bytes_of_torchao(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
+    """Recognises a weight of torchao: P._weight_qdata, P._weight_scale, P._weight_zero_point.
+
+    These are the fields of Int8Tensor, IntxUnpackedToInt8Tensor and Float8Tensor of torchao 0.18,
+    named as in its prototype/safetensors/safetensors_support.py. Its other classes have fields of
+    the same names, so the config was asked before (description.py).
+    """
+    module, separator, field = tensor.name.rpartition("._")
+    stem = field.removesuffix("_qdata")
+    if siblings.description.method != "torchao" or not separator or stem == field:
+        return None
+    scale = siblings.find(f"{module}._{stem}_scale")
+    if scale is None or tensor.dtype not in (*FLOAT8_DTYPES, "I8") or len(tensor.shape) != 2:
+        raise misfit(tensor, scale or tensor)
+    blocks = siblings.description.blocks
+    if len(scale.shape) == 2 and scale.shape[1] and tensor.shape[1] % scale.shape[1] == 0:
+        blocks = ((1, tensor.shape[1] // scale.shape[1]),)
+    block = _block_of_scale(tensor, scale, blocks)
+    zero = _zero(tensor, scale, siblings.find(f"{module}._{stem}_zero_point"))
+    encoding = Scaled(tensor, scale, block, zero)
+    return tensor._replace(name=f"{module}.{stem}", dtype=siblings.dtype, encoding=encoding)
+
+
+def _zero(
+    tensor: TensorInfo, scale: TensorInfo | None, zero: TensorInfo | None
+) -> TensorInfo | None:
+    """Returns the zero points of a matrix of int8 once they are checked; None if there are none."""
+    if zero is None:
+        return None
+    if tensor.dtype != "I8" or zero.dtype != "I8" or len(tensor.shape) != 2:
+        raise misfit(tensor, zero)
+    if scale is None or zero.shape != scale.shape:
+        raise misfit(tensor, zero)
+    return zero
+
+
+def scale_names(name: str) -> tuple[str, ...]:
+    """Returns the names that the scales of a tensor may have."""
+    names = (f"{name}_scale_inv", f"{name}_scale")
+    module = module_of(name)
+    if module == name:
+        return names
+    return (*names, f"{module}.scale", f"{module}.qscale_weight")
+
+
+def _block_of_scale(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Block]) -> Block | None:
+    """Returns the (rows, columns) that share a scale.
+
+    Args:
+        tensor: the values.
+        scale: their scales.
+        blocks: blocks that may share a scale, by the config.
+
+    Returns:
+        None where there is one scale for all values, for each row, or for each column.
+
+    Raises:
+        SourceError: the scales fit neither the values nor any of the blocks.
+    """
+    if scale.elements == 1 or scale.shape == tensor.shape[:1]:
+        return None
+    if len(scale.shape) != len(tensor.shape) or len(tensor.shape) < 2:
+        raise misfit(tensor, scale)
+    *stacked, rows, columns = tensor.shape
+    if scale.dtype in ("U8", "F8_E8M0"):
+        blocks = (*blocks, (1, 32))  # MXFP8
+    for height, width in blocks:
+        if scale.shape == (*stacked, -(-rows // height), -(-columns // width)):
+            return min(height, max(rows, 1)), min(width, max(columns, 1))
+    if all(size in (1, whole) for size, whole in zip(scale.shape, tensor.shape, strict=True)):
+        return None
+    raise misfit(tensor, scale)

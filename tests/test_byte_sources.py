@@ -1,0 +1,142 @@
+"""Bytes with scales and zero points as sources: compressed-tensors' int-quantized, and torchao."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from integers import random_codes, random_scales
+from safetensors.torch import load_file, save_file
+
+from nf4conv import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
+from nf4conv.commands.compare import compare_checkpoints
+from nf4conv.errors import SourceError
+
+CPU = RunOptions(device="cpu", workers=2, buffer_size=1)
+FILE = "model.safetensors"
+Q = "model.layers.0.self_attn.q_proj"
+INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
+
+
+def write(folder: Path, description: dict[str, Any], parts: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    config["quantization_config"] = description
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: part.contiguous() for name, part in parts.items()}, folder / FILE)
+    return folder
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    return (random_codes(*shape, bits=8) - 128).to(torch.int8)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
+@pytest.mark.parametrize("rows", [96, 3000])
+def test_int_quantized_with_zero_points(tmp_path: Path, strategy: str, rows: int):
+    """3000 rows take several pieces of a buffer of 1 MB."""
+    shape = {"tensor": (1,), "channel": (rows, 1), "group": (rows, 8)}[strategy]
+    state = {
+        "weight": random_bytes(rows, 512),
+        "weight_scale": random_scales(*shape, dtype=torch.bfloat16),
+        "weight_zero_point": random_bytes(*shape),
+    }
+    arguments: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": False}
+    arguments |= {"strategy": strategy, "group_size": 64 if strategy == "group" else None}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**arguments))
+    expected = NaiveQuantizationCompressor.decompress(dict(state), scheme)["weight"]
+    description = INT8 | {"config_groups": {"all": {"weights": arguments}}}
+    parts = {f"{Q}.{name}": part for name, part in state.items()}
+    source = write(tmp_path / "source", description, parts)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    [(name, decoded)] = load_file(tmp_path / "out" / FILE).items()
+    assert name == f"{Q}.weight"
+    assert torch.equal(decoded, expected)
+    quantize_checkpoint(source, tmp_path / "nf4", QuantizeOptions(), CPU)
+    quantize_checkpoint(tmp_path / "out", tmp_path / "nf4 of it", QuantizeOptions(), CPU)
+    for name, packed in load_file(tmp_path / "nf4 of it" / FILE).items():
+        assert torch.equal(packed, load_file(tmp_path / "nf4" / FILE)[name])
+    assert compare_checkpoints(source, tmp_path / "out", run=CPU).counts == {"equal in value": 1}
+
+
+def of_torchao(groups: int, scale_dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What flatten_tensor_state_dict of torchao 0.18 makes of a weight.
+
+    It is in torchao/prototype/safetensors/safetensors_support.py.
+    """
+    return {
+        f"{Q}._weight_qdata": random_bytes(128, 256),
+        f"{Q}._weight_scale": random_scales(128, groups, dtype=scale_dtype),
+        f"{Q}._weight_zero_point": random_bytes(128, groups),
+    }
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_integers_of_torchao(tmp_path: Path, groups: int, scale_dtype: torch.dtype):
+    parts = of_torchao(groups, scale_dtype)
+    source = write(tmp_path / "source", TORCHAO, parts)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    # dequantize_affine of torchao/quantization/quant_primitives.py, in the dtype of the config
+    values, scale, zero = (
+        part.repeat_interleave(256 // part.shape[1], 1) for part in parts.values()
+    )
+    expected = (values.int() - zero.int()).to(torch.bfloat16)
+    expected *= scale
+    [(name, decoded)] = load_file(tmp_path / "out" / FILE).items()
+    assert name == f"{Q}.weight"
+    assert torch.equal(decoded, expected)
+
+
+def test_floats_of_torchao(tmp_path: Path):
+    values = torch.randn(64, 64).to(torch.float8_e4m3fn)
+    scale = random_scales(64, 1, dtype=torch.float32)
+    parts = {f"{Q}._weight_qdata": values, f"{Q}._weight_scale": scale}
+    description = TORCHAO | {"quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}}
+    source = write(tmp_path / "source", description, parts)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    expected = (values.float() * scale).bfloat16()
+    assert torch.equal(load_file(tmp_path / "out" / FILE)[f"{Q}.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("description", "changes", "message"),
+    [
+        (
+            TORCHAO | {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+            {},
+            "quant_method torchao, quant_type Int4WeightOnlyConfig; nf4conv decodes Int8Weight",
+        ),
+        (TORCHAO | {"quant_type": "int4_weight_only"}, {}, "quant_type int4_weight_only"),
+        (TORCHAO | {"quant_type": None}, {}, "quant_type nothing"),
+        (TORCHAO, {"scale": None}, "_weight_qdata: I8 "),
+        (TORCHAO, {"scale": torch.ones(8, 128)}, r"_weight_scale, F32 \[8, 128\]"),
+        (TORCHAO, {"zero_point": torch.ones(128, 1)}, r"_weight_zero_point, F32 \[128, 1\]"),
+        (TORCHAO, {"act_pre_scale": torch.ones(1)}, "_weight_act_pre_scale: part of a weight"),
+        (INT8, {"scale": torch.ones(1)}, "_weight_qdata: part of a weight"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, description: dict[str, Any], changes: dict[str, Any], message: str
+):
+    parts = of_torchao(8, torch.float32)
+    for name, part in changes.items():
+        parts.pop(f"{Q}._weight_{name}", None)
+        if part is not None:
+            parts[f"{Q}._weight_{name}"] = part
+    source = write(tmp_path / "source", description, parts)
+    with pytest.raises(SourceError, match=message) as error:
+        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("zero", [torch.ones(64, 1), random_bytes(64, 2)])
+def test_zero_points_that_do_not_fit(tmp_path: Path, zero: torch.Tensor):
+    parts = {f"{Q}.weight": random_bytes(64, 64), f"{Q}.weight_scale": torch.ones(64, 1)}
+    source = write(tmp_path / "source", INT8, parts | {f"{Q}.weight_zero_point": zero})
+    with pytest.raises(SourceError, match=f"{Q}.weight: I8 .* does not go with .*zero_point"):
+        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
