@@ -107,11 +107,12 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def train(model: Any, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Returns the losses of some steps, and the gradients of the first."""
     parameters = trained_parameters(model)
+    ids = INPUT.to(next(iter(parameters.values())).device)
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.01)
     losses, gradients = [], {}
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = model(input_ids=INPUT, labels=INPUT).loss
+        loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         if not gradients:
             gradients = {name: part.grad.clone() for name, part in parameters.items()}

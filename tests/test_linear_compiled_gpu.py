@@ -20,7 +20,9 @@ MODES = ("default", "reduce-overhead", "max-autotune")
 ROWS = (1, 12, 40, 100)
 
 
-def packed_model(bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
+def packed_model(
+    bias: bool = False, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
+) -> torch.nn.Sequential:
     """Three layers of bitsandbytes, patched."""
     modules = pytest.importorskip("bitsandbytes.nn")
     torch.manual_seed(7)
@@ -30,7 +32,7 @@ def packed_model(bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> tor
     ]
     model = torch.nn.Sequential(
         layers[0], torch.nn.SiLU(), layers[1], torch.nn.SiLU(), layers[2]
-    ).cuda()
+    ).to(device)
     nf4conv.patch_linear_4bit(model)
     return model
 
@@ -162,10 +164,13 @@ def _dedented(text: str) -> str:
     return "\n".join(line.removeprefix("        ") for line in text.strip("\n").splitlines())
 
 
-def test_generate_with_a_static_cache() -> None:
+@pytest.mark.parametrize("compiled_by", ["generate", "torch.compile"])
+def test_generate_with_a_static_cache(compiled_by: str) -> None:
+    """transformers compiles the step that makes a token itself where the cache is static."""
     transformers = pytest.importorskip("transformers")
     modules = pytest.importorskip("bitsandbytes.nn")
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
@@ -180,13 +185,69 @@ def test_generate_with_a_static_cache() -> None:
     model.cuda()
     assert nf4conv.patch_linear_4bit(model) == 14
     prompt = torch.arange(5, device="cuda")[None]
-    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(prompt, **options)
-    model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+    if compiled_by == "torch.compile":
+        model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
     found = model.generate(prompt, cache_implementation="static", **options)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     same = (found == expected).float().mean().item()
     assert same > 0.5  # a compiled model rounds elsewhere, and one token changes all that follow
     assert torch.equal(found[:, :8], expected[:, :8])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has one GPU")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("way", ["eager", "graph", *MODES[:2]])
+def test_models_on_two_devices_in_turns(way: str, rows: int) -> None:
+    """torch's current device stays the first; graphs are captured where their model is."""
+    torch._dynamo.reset()
+    models = [packed_model(bias=True, device=f"cuda:{place}") for place in range(2)]
+    own = [inputs(rows).to(f"cuda:{place}") for place in range(2)]
+    with torch.no_grad():
+        expected = models[0](own[0])
+        calls = [_called_by(way, model, x) for model, x in zip(models, own, strict=True)]
+        for _ in range(4):
+            for place, call in enumerate(calls):
+                found = call().clone()
+                assert found.device.index == place
+                assert_near(found.to("cuda:0"), expected)
+                if way in ("eager", "graph"):
+                    assert torch.equal(found.to("cuda:0"), expected)
+
+
+def _called_by(way: str, model: torch.nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Returns what computes a model's result."""
+    if way == "eager":
+        return lambda: model(x)
+    if way != "graph":
+        compiled = torch.compile(model, mode=way, fullgraph=True)
+        return lambda: compiled(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(x.device):
+        torch.randn(4, 4, device=x.device) @ torch.randn(4, 4, device=x.device)  # opens cuBLAS
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = model(x)
+
+    def replay() -> torch.Tensor:
+        out.zero_()
+        graph.replay()
+        return out
+
+    return replay
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has one GPU")
+@pytest.mark.parametrize("rows", ROWS)
+def test_training_on_two_devices(rows: int) -> None:
+    gradients = []
+    for place in range(2):
+        model = packed_model(bias=True, device=f"cuda:{place}")
+        x = inputs(rows).to(f"cuda:{place}").requires_grad_()
+        model(x).float().square().mean().backward()
+        gradients.append(x.grad.to("cuda:0"))
+    assert torch.equal(*gradients)
 
 
 def _packed(modules: object, linear: torch.nn.Linear) -> torch.nn.Module:

@@ -25,14 +25,22 @@ pytestmark = [
 ]
 
 
-def losses_of(rank: int, processes: int, port: int, folder: Path) -> None:
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def losses_of(rank: int, processes: int, port: int, folder: Path, device: str = "cpu") -> None:
     """Trains a few steps, as one of several processes. The first writes the losses."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    place = device
+    if device == "cuda":
+        place = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=processes, timeout=datetime.timedelta(minutes=3)
+        BACKENDS[device], rank=rank, world_size=processes, timeout=datetime.timedelta(minutes=3)
     )
-    model = adapt(prepare(load_mixture(folder), kbit=False, checkpointing=True)).bfloat16()
+    mixture = load_mixture(folder, device_map={"": place})
+    model = adapt(prepare(mixture, kbit=False, checkpointing=True)).bfloat16()
     whole = {name: weight.weight.parts[0].codes for name, weight in packed_experts(model).items()}
     if processes > 1:
         for layer in model.base_model.model.model.layers:
@@ -51,8 +59,22 @@ def losses_of(rank: int, processes: int, port: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def second_of_two(_: int, port: int, folder: Path) -> None:
-    losses_of(1, 2, port, folder)
+def second_of_two(_: int, port: int, folder: Path, device: str) -> None:
+    losses_of(1, 2, port, folder, device)
+
+
+def losses_alone_and_together(folder: Path, device: str) -> tuple[list[float], list[float]]:
+    """Returns the losses of one process, then those of two."""
+    threads = torch.get_num_threads()
+    port = free_port()
+    # this process is the first of the two: the other one takes seconds to import transformers
+    second = torch.multiprocessing.spawn(second_of_two, (port, folder, device), join=False)
+    losses_of(0, 1, free_port(), folder, device)
+    losses_of(0, 2, port, folder, device)
+    second.join()
+    torch.set_num_threads(threads)
+    alone, together = (torch.load(folder / f"losses-{processes}") for processes in (1, 2))
+    return alone, together
 
 
 @pytest.mark.parametrize(
@@ -64,16 +86,20 @@ def second_of_two(_: int, port: int, folder: Path) -> None:
 )
 def test_fsdp_shards_packed_experts_and_trains_as_one_process_does(kind, moe, tmp_path):
     folder = make_mixture(kind, tmp_path, moe, quant_storage="bfloat16")
-    threads = torch.get_num_threads()
-    port = free_port()
-    # this process is the first of the two: the other one takes seconds to import transformers
-    second = torch.multiprocessing.spawn(second_of_two, (port, folder), join=False)
-    losses_of(0, 1, free_port(), folder)
-    losses_of(0, 2, port, folder)
-    second.join()
-    torch.set_num_threads(threads)
-    alone, together = (torch.load(folder / f"losses-{processes}") for processes in (1, 2))
+    alone, together = losses_alone_and_together(folder, "cpu")
     assert together == alone
+    assert alone[-1] < alone[0] - 0.2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has one GPU")
+@pytest.mark.parametrize(
+    ("kind", "moe"), [("qwen3_moe", "packed"), ("GptOssForCausalLM", "stacked")]
+)
+def test_fsdp_over_two_gpus_trains_as_one_does(kind, moe, tmp_path):
+    folder = make_mixture(kind, tmp_path, moe, quant_storage="bfloat16")
+    alone, together = losses_alone_and_together(folder, "cuda")
+    assert together == pytest.approx(alone, rel=1e-2)
     assert alone[-1] < alone[0] - 0.2
 
 
