@@ -2,6 +2,7 @@
 while gradients are recorded.
 """
 
+import copy
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from adapters import INPUT
 from expert_training import adapt, load_mixture, make_mixture, packed_experts, train
 
+from nf4conv.errors import CodecError
 from nf4conv.moe import adapter_layers
 from nf4conv.moe.waiting import WaitingFor
 
@@ -43,6 +45,34 @@ def test_inference_gives_the_same_logits(mixture):
         compiled = torch.compile(model, backend="aot_eager")
         assert torch.equal(compiled(INPUT, use_cache=False).logits, expected)
     assert packed_experts(model)
+
+
+def test_layers_compiled_one_by_one_share_their_code(tmp_path):
+    """As accelerate compiles regions; torch gives up after 8 codes of one function."""
+    model = load_mixture(make_mixture("qwen3_moe", tmp_path, num_hidden_layers=3)).eval()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = model(INPUT, use_cache=False).logits
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = model(INPUT, use_cache=False).logits
+    assert torch.equal(found, expected)
+
+
+def test_compiled_code_finds_layers_that_moved(mixture):
+    layer = load_mixture(mixture).eval().model.layers[0].mlp
+    torch._dynamo.reset()
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    compiled = torch.compile(layer, backend="aot_eager")
+    with torch.no_grad():
+        expected = compiled(x)
+        kept = layer.experts._nf4conv_key
+        layer.experts._nf4conv_key = kept.clone()  # as when it moves to another device
+        assert torch.equal(compiled(x), expected)
+        copied = torch.compile(copy.deepcopy(layer), backend="aot_eager")
+        with pytest.raises(CodecError, match="load it again"):
+            copied(x)
 
 
 def test_a_whole_graph_is_refused_in_training_with_the_reason(mixture):

@@ -24,6 +24,7 @@ from nf4conv.codec.experts.projection import (
     suits_together,
 )
 from nf4conv.codec.experts.wide import suits_wide
+from nf4conv.errors import CodecError
 from nf4conv.moe.layer import PackedLayer, packed_weights
 from nf4conv.moe.tensor import Experts4bit
 from nf4conv.moe.weight import ALTERNATING, SEPARATED, PackedWeight
@@ -73,10 +74,10 @@ def packed_experts_forward(
         [tokens, hidden], or None.
     """
     if torch.compiler.is_compiling():
-        number = getattr(module, "_nf4conv_number", None)
-        if number is None or torch.is_grad_enabled():
+        key = getattr(module, "_nf4conv_key", None)
+        if key is None or torch.is_grad_enabled():
             return None
-        result: torch.Tensor = _layer_op(hidden_states, top_k_index, top_k_weights, number)
+        result: torch.Tensor = _layer_op(hidden_states, top_k_index, top_k_weights, key)
         return result
     offloaded = getattr(module, "_nf4conv_offloaded", None)
     if offloaded is not None:
@@ -267,12 +268,15 @@ def applies_silu(module: Any) -> bool:
 # ----------------------------------------------------------------------------- torch.compile
 
 _modules: "weakref.WeakValueDictionary[int, torch.nn.Module]" = weakref.WeakValueDictionary()
+# by the address of their key
 
 
 def prepare_layers(model: torch.nn.Module) -> int:
-    """Gives layers of packed experts numbers, by which compiled code calls them.
+    """Gives layers of packed experts keys, by which compiled code calls them.
 
-    torch.compile then sees one operator in the place of a layer.
+    torch.compile then sees one operator in the place of a layer. A key is a buffer, whose address
+    names the layer: unlike a number, it leaves the code of equal layers equal, so that layers which
+    are compiled one by one share it.
 
     Args:
         model: loaded, with its experts where they stay.
@@ -282,19 +286,43 @@ def prepare_layers(model: torch.nn.Module) -> int:
     """
     prepared = 0
     for module in model.modules():
-        if isinstance(getattr(module, "down_proj", None), Experts4bit):
-            module._nf4conv_number = id(module)  # type: ignore[assignment]
-            _modules[id(module)] = module
+        experts = getattr(module, "down_proj", None)
+        if isinstance(experts, Experts4bit):
+            key = torch.empty(1, dtype=torch.uint8, device=experts.device)
+            module.register_buffer("_nf4conv_key", key, persistent=False)
+            _modules[key.data_ptr()] = module
             prepared += 1
     return prepared
 
 
+def _module_of(key: torch.Tensor) -> torch.nn.Module:
+    """Returns the layer that a key names, also if it was moved since.
+
+    Raises:
+        CodecError: no layer has this key.
+    """
+    address = key.data_ptr()
+    for _ in range(2):
+        module = _modules.get(address)
+        if module is not None and _address_of(module) == address:
+            return module
+        for moved in list(_modules.values()):
+            _modules[_address_of(moved)] = moved
+    raise CodecError("compiled code calls 4-bit experts of a model that was copied: load it again")
+
+
+def _address_of(module: Any) -> int:
+    """Returns where the key of a layer is."""
+    address: int = module._nf4conv_key.data_ptr()
+    return address
+
+
 @torch.library.custom_op("nf4conv::packed_experts", mutates_args=())
 def _layer_op(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor:
-    """Computes the layer of a number, as torch.compile sees it: opaque."""
-    module = _modules[number]
+    """Computes the layer of a key, as torch.compile sees it: opaque."""
+    module = _module_of(key)
     result = packed_experts_forward(module, x, ids, weights)
     if result is None:
         forward = type(module).forward
@@ -308,7 +336,7 @@ def _(
     x: torch.Tensor,
     ids: torch.Tensor,  # noqa: ARG001 (only x decides the result's shape)
     weights: torch.Tensor,  # noqa: ARG001
-    number: int,  # noqa: ARG001
+    key: torch.Tensor,  # noqa: ARG001
 ) -> torch.Tensor:
     """Returns a tensor of the result's shape and dtype, for tracing."""
     return torch.empty_like(x)
