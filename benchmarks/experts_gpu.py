@@ -3,7 +3,8 @@
     python -m benchmarks.experts_gpu qwen3-30b /dev/shm/mixture results.json [--bf16] [--compile]
 
 The source is written with random weights, quantized by `nf4conv quantize --moe packed`, and loaded
-by transformers with nothing but `import nf4conv.moe`.
+by transformers with nothing but `import nf4conv.moe`. With `--alike` the source has two layers, and
+the first of the result is repeated.
 """
 
 import argparse
@@ -16,12 +17,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.repeated_layers import repeat_layers
 
 POOL = 1 << 27  # random elements, from which every tensor of a source is cut
 SHARD = 4_000_000_000
@@ -219,6 +224,9 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
         found["triton"] = version("triton")
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        found["driver"] = answer.split()[0]
     return found
 
 
@@ -304,21 +312,35 @@ def decode_by_graph(model: Any, sequences: int = 1) -> dict[str, float]:
 
 
 @torch.no_grad()
-def decode_compiled(model: Any, mode: str) -> dict[str, float]:
-    """One decoding step under torch.compile."""
+def decode_compiled(model: Any, mode: str, *, by_layers: bool = False) -> dict[str, float]:
+    """One decoding step under torch.compile: the whole model, or its layers one by one."""
     step, _ = static_step(model, 1)
     expected = step()
-    compiled = torch.compile(model, mode=mode)
-    start = time.perf_counter()
+    torch._dynamo.utils.counters.clear()
+    compiled = model
+    if by_layers:  # transformers' cache knows layers by number: each has a graph of its own
+        torch._dynamo.config.recompile_limit = 1000
+        for layer in model.model.layers:
+            layer.compile(mode=mode)
+    else:
+        compiled = torch.compile(model, mode=mode)
+    times = []
     for _ in range(4):
+        start = time.perf_counter()
         found = step(compiled)
-    first = time.perf_counter() - start
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     cosine = torch.cosine_similarity(found.float().flatten(), expected.float().flatten(), dim=0)
     milliseconds = timed(lambda: step(compiled))
+    for layer in model.model.layers:
+        layer._compiled_call_impl = None
+    torch.compiler.reset()
     return {
         "ms": round(milliseconds, 3),
         "tokens_per_s": round(1e3 / milliseconds, 1),
-        "compile_s": round(first, 1),
+        "first_calls_s": [round(seconds, 2) for seconds in times],
+        "graphs": graphs,
         "cosine_to_eager": round(cosine.item(), 5),
         "peak_gb": gigabytes(torch.cuda.max_memory_allocated()),
     }
@@ -387,10 +409,11 @@ def train(model: Any, length: int, steps: int = 4) -> dict[str, Any]:
     }
 
 
-def decode_all_always() -> None:
+@contextmanager
+def decode_all_always() -> Iterator[None]:
     """Let every layer decode all its experts at every forward pass, as others do."""
     from nf4conv.moe import dispatch
-    from nf4conv.moe.tensor import OPERATIONS, Experts4bit
+    from nf4conv.moe.tensor import OPERATIONS
 
     def forward(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
         from transformers.integrations.moe import grouped_mm_experts_forward
@@ -400,9 +423,13 @@ def decode_all_always() -> None:
     def grouped_mm(x: Any, weight: Any, offs: Any = None, *_: Any, **__: Any) -> Any:
         return torch.nn.functional.grouped_mm(x, weight.decoded(), offs=offs)
 
-    assert issubclass(Experts4bit, torch.Tensor)
-    dispatch.packed_experts_forward = forward
-    OPERATIONS[torch.ops.aten._grouped_mm.default] = grouped_mm
+    operator = torch.ops.aten._grouped_mm.default
+    own = dispatch.packed_experts_forward, OPERATIONS[operator]
+    dispatch.packed_experts_forward, OPERATIONS[operator] = forward, grouped_mm
+    try:
+        yield
+    finally:
+        dispatch.packed_experts_forward, OPERATIONS[operator] = own
 
 
 def measure_packed(record: Record, folder: Path, arguments: argparse.Namespace) -> None:
@@ -430,15 +457,17 @@ def measure_packed(record: Record, folder: Path, arguments: argparse.Namespace) 
         model.set_experts_implementation(implementation)
         record.attempt(f"decode_{implementation}", lambda: decode_eagerly(model, 10))
         record.attempt(f"prefill_{implementation}", lambda: prefill(model))
-    if arguments.compile:
-        record.attempt("compiled", lambda: decode_compiled(model, "default"))
-        record.attempt("compiled_graphs", lambda: decode_compiled(model, "reduce-overhead"))
-    torch.compiler.reset()
-    record.attempt("train", lambda: train(model, arguments.train_tokens))
-    model.eval()
-    decode_all_always()
     if arguments.decode_all:
-        record.attempt("decode_all", lambda: decode_eagerly(model, 4))
+        with decode_all_always():
+            record.attempt("decode_all", lambda: decode_eagerly(model, 4))
+            record.attempt("decode_all_graph", lambda: decode_by_graph(model))
+        torch.cuda.empty_cache()
+    for way in arguments.compile:
+        mode, _, part = way.partition("/")
+        decode = partial(decode_compiled, model, mode, by_layers=part == "layers")
+        record.attempt(f"compiled_{way}", decode)
+    if arguments.train_tokens:
+        record.attempt("train", lambda: train(model, arguments.train_tokens))
 
 
 def measure_offloaded(model: Any, budgets: list[float]) -> dict[str, Any]:
@@ -470,13 +499,23 @@ def measure_16_bits(record: Record, folder: Path) -> None:
     record.attempt("bf16_decode_graph_16", lambda: decode_by_graph(model, 16))
 
 
+def quantize(record: Record, shape: Shape, source: Path, packed: Path) -> None:
+    """Write a source, and quantize it by the command."""
+    record.add("source_gb", gigabytes(write_source(shape, source)))
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "nf4conv", "quantize", source, packed, "--moe", "packed"]
+    subprocess.run(command, check=True)
+    record.add("quantize_s", round(time.perf_counter() - start, 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--alike", action="store_true")
+    parser.add_argument("--compile", nargs="*", default=[], help="modes; MODE/layers")
     parser.add_argument("--decode-all", action="store_true")
     parser.add_argument("--train-tokens", type=int, default=2048)
     parser.add_argument("--implementations", nargs="*", default=[])
@@ -485,19 +524,17 @@ def main() -> None:
     shape = SHAPES[arguments.shape]
     source, packed = arguments.folder / "source", arguments.folder / "packed"
     record = Record(arguments.result, arguments.shape)
-    if not source.exists():
-        size = write_source(shape, source)
-        record.add("source_gb", gigabytes(size))
     if not packed.exists():
-        start = time.perf_counter()
-        command = [sys.executable, "-m", "nf4conv", "quantize", source, packed, "--moe", "packed"]
-        subprocess.run(command, check=True)
-        record.add("quantize_s", round(time.perf_counter() - start, 1))
-        files = packed.glob("*.safetensors")
-        record.add("packed_gb", gigabytes(sum(path.stat().st_size for path in files)))
+        written = replace(shape, layers=2) if arguments.alike else shape
+        quantize(record, written, source, packed)
+    if arguments.alike:
+        few = packed.rename(arguments.folder / "few")
+        repeat_layers(few, packed, shape.layers)
+        record.add("layers", "all alike")
+    files = packed.glob("*.safetensors")
+    record.add("packed_gb", gigabytes(sum(path.stat().st_size for path in files)))
     if not arguments.bf16:
         shutil.rmtree(source)  # memory, where the folder is in /dev/shm
-        source.mkdir()
     measure_packed(record, packed, arguments)
     torch.cuda.empty_cache()
     if arguments.bf16:

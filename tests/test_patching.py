@@ -48,6 +48,21 @@ def test_compiles_as_one_graph(dynamic: bool, trains: bool, bias: bool) -> None:
             torch.testing.assert_close(again.grad, x.grad)
 
 
+@pytest.mark.skipif(
+    not bitsandbytes.functional.has_avx512bf16(), reason="bitsandbytes packs nothing anew here"
+)
+def test_layers_that_have_run_on_a_cpu_stay_with_bitsandbytes(monkeypatch) -> None:
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
+    model = packed_model().eval()
+    x = torch.randn(2, 128)
+    with torch.no_grad():
+        expected = model(x)
+        assert model[0].weight.quant_state.packing_format_for_cpu
+        nf4conv.patch_linear_4bit(model)
+        assert torch.equal(model(x), expected)
+        assert nf4conv.decoded_linear_4bit(model)
+
+
 def test_compiles_with_no_gradients_recorded() -> None:
     model = packed_model()
     nf4conv.patch_linear_4bit(model)

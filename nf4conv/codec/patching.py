@@ -16,9 +16,10 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
     """Make the 4-bit layers of a model multiply with `linear_4bit`.
 
     Every `bitsandbytes.nn.Linear4bit` of the model, and every layer of a class derived from it,
-    gets a new `forward`. Nothing else of the model changes; layers whose weights are not packed yet
-    keep bitsandbytes' product until they are. It does not matter whether adapters are added before
-    or after, and hooks of accelerate stay where they are.
+    gets a new `forward`. Nothing else of the model changes. Layers whose weights are not packed yet
+    keep bitsandbytes' product until they are; so do layers that have run on a CPU, where
+    bitsandbytes packs weights anew for a product of its own. It does not matter whether adapters
+    are added before or after, and hooks of accelerate stay where they are.
 
     Args:
         model: changed in place, such as a transformers model that was loaded with a
@@ -37,7 +38,7 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
     for _, module in _linear_4bit_layers(model):
         _replace_forward(module, partial(_forward, module))
         state = getattr(module.weight, "quant_state", None)
-        if state is not None:
+        if state is not None and not _is_repacked(state):
             # a graph that is captured before anything has run must find them
             dtype = _compute_dtype(module, torch.bfloat16)
             make_tables(state.quant_type, dtype, module.weight.device)
@@ -117,12 +118,17 @@ def _forward(module: Any, x: torch.Tensor) -> Any:
     """Compute what a patched Linear4bit returns for x."""
     weight = module._parameters["weight"]
     state = getattr(weight, "quant_state", None)
-    if state is None:  # not packed yet
+    if state is None or _is_repacked(state):
         return type(module).forward(module, x)
     dtype = module.compute_dtype
     if dtype is None or dtype is x.dtype:
         return linear_4bit(x, weight, state, module._parameters["bias"])
     return linear_4bit(x.to(dtype), weight, state, module._parameters["bias"]).to(x.dtype)
+
+
+def _is_repacked(state: Any) -> bool:
+    """Return True if bitsandbytes has packed a weight for its own product on CPUs."""
+    return bool(getattr(state, "packing_format_for_cpu", False))
 
 
 def _compute_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
