@@ -164,9 +164,13 @@ def _dedented(text: str) -> str:
     return "\n".join(line.removeprefix("        ") for line in text.strip("\n").splitlines())
 
 
-@pytest.mark.parametrize("compiled_by", ["generate", "torch.compile"])
-def test_generate_with_a_static_cache(compiled_by: str) -> None:
-    """transformers compiles the step that makes a token itself where the cache is static."""
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_generate_with_a_static_cache(mode: str) -> None:
+    """transformers itself compiles the step that makes a token.
+
+    A model whose `forward` is compiled with "reduce-overhead" before fails, with 16-bit layers too:
+    the first pass makes the cache in a CUDA graph, whose memory the next pass overwrites.
+    """
     transformers = pytest.importorskip("transformers")
     modules = pytest.importorskip("bitsandbytes.nn")
     torch._dynamo.reset()
@@ -187,9 +191,10 @@ def test_generate_with_a_static_cache(compiled_by: str) -> None:
     prompt = torch.arange(5, device="cuda")[None]
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(prompt, **options)
-    if compiled_by == "torch.compile":
-        model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
-    found = model.generate(prompt, cache_implementation="static", **options)
+    compile_config = transformers.CompileConfig(mode=mode, fullgraph=True)
+    found = model.generate(
+        prompt, cache_implementation="static", compile_config=compile_config, **options
+    )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     same = (found == expected).float().mean().item()
     assert same > 0.5  # a compiled model rounds elsewhere, and one token changes all that follow
@@ -227,7 +232,8 @@ def _called_by(way: str, model: torch.nn.Module, x: torch.Tensor) -> Callable[[]
     with torch.cuda.device(x.device):
         torch.randn(4, 4, device=x.device) @ torch.randn(4, 4, device=x.device)  # opens cuBLAS
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        # torch's own stream for captures belongs to the device that was captured first
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             out = model(x)
 
     def replay() -> torch.Tensor:
