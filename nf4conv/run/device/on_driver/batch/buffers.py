@@ -1,7 +1,6 @@
 """A thread's stream, and its buffers on both sides of a bare GPU."""
 
 from collections.abc import Collection, Sequence
-from itertools import accumulate
 from typing import Final, NamedTuple
 
 from nf4conv.run.device.on_driver import driver
@@ -76,9 +75,12 @@ class DriverBuffers:
         self.worker.buffer = memoryview(b"")
         self.source.free()
         self.result.free()
-        for memory in (self.input, self.output, self._scratch, *self._kept.values()):
-            if memory is not None:
-                self.gpu.give_back(memory)
+        self.gpu.give_back(self.input)
+        self.gpu.give_back(self.output)
+        if self._scratch is not None:
+            self.gpu.give_back(self._scratch)
+        for memory in self._kept.values():
+            self.gpu.give_back(memory)
 
     def reserve(self, source: int = 0, result: int = 0) -> None:
         """Makes the buffers at least so large, because what cannot be cut may exceed a piece.
@@ -130,7 +132,11 @@ class DriverBuffers:
             ranges: what is read together; the thread reads nothing else meanwhile.
             needed: what the current task needs of this kind. All else makes room.
         """
-        *starts, size = accumulate((aligned(stop - start) for _, start, stop in ranges), initial=0)
+        starts = []
+        size = 0
+        for _, start, stop in ranges:
+            starts.append(size)
+            size += aligned(stop - start)
         memory = self._kept.get(ranges)
         if memory is None:
             for other in self._kept.keys() - needed:

@@ -81,10 +81,14 @@ def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
         case GgufBlocks():
             return ggml_purpose(encoding, tag)
         case Bitsandbytes4bit() if encoding.has_plain_state and not encoding.is_transposed:
-            details = (DTYPE_NAMES[tag], encoding.quant_type, encoding.blocksize)
-            return Purpose(Action.UNPACK, details)
+            return _unpacking_purpose(encoding, tag)
         case _:
             return None
+
+
+def _unpacking_purpose(encoding: Bitsandbytes4bit, tag: str) -> Purpose:
+    details = (DTYPE_NAMES[tag], encoding.quant_type, encoding.blocksize)
+    return Purpose(Action.UNPACK, details)
 
 
 def _scaled_purpose(encoding: Scaled | Bitsandbytes8bit, tag: str) -> Purpose | None:

@@ -38,16 +38,26 @@ def decode_ggml(
         target: the address of the result, a multiple of 16.
     """
     values = encoding.values
-    rows = values.shape[0] if _is_column(encoding) else math.prod(values.shape[:-1])
+    rows = math.prod(values.shape[:-1])
+    if _is_column(encoding):
+        rows = values.shape[0]
     row_bytes = values.nbytes // rows
     _, values_of_block, size = BY_NAME[encoding.block_type]
     columns = row_bytes // size * values_of_block
     tiles_of_row = -(-columns // kernels.numbers["columns"])
-    programs = -(-rows // kernels.numbers["rows"]) * tiles_of_row
-    addresses = (places["values"], kernels.tables["grid"], target)
-    heads = (encoding.heads, encoding.key_value_heads)
-    arguments = (*addresses, rows, columns, tiles_of_row, row_bytes, *heads)
-    return Launch(kernels.functions["decode"], programs, arguments)
+    tiles_of_rows = -(-rows // kernels.numbers["rows"])
+    arguments = (
+        places["values"],
+        kernels.tables["grid"],
+        target,
+        rows,
+        columns,
+        tiles_of_row,
+        row_bytes,
+        encoding.heads,
+        encoding.key_value_heads,
+    )
+    return Launch(kernels.functions["decode"], tiles_of_rows * tiles_of_row, arguments)
 
 
 def _is_column(encoding: GgufBlocks) -> bool:
