@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from benchmarks.end_to_end import keep, median, run
 from benchmarks.gguf_file import write_gguf
+from benchmarks.integers import INTEGERS
 from benchmarks.synthetic import SHAPES, Llama
 from nf4conv import quantize_4bit
 
@@ -134,6 +135,7 @@ ENCODINGS: dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any] | 
     ),
 }
 
+ENCODINGS |= INTEGERS
 
 GGUF = ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
 
@@ -149,6 +151,7 @@ for _encoding in ENCODINGS:
 for _block_type in GGUF:
     ROWS[f"gguf {_block_type}"] = ((f"gguf {_block_type}", ["quantize"]), PLAIN)
 ROWS |= {
+    "dequantize gptq": (("gptq", ["dequantize"]), ("gguf BF16", ["dequantize"])),
     "dequantize gguf Q4_K": (("gguf Q4_K", ["dequantize"]), ("gguf BF16", ["dequantize"])),
     "gpt-oss mxfp4": (("gpt-oss mxfp4", ["quantize"]), ("bfloat16 experts", ["quantize"])),
     "bitsandbytes 4-bit": (("bitsandbytes 4-bit", ["quantize", "--blocksize", "128"]), PLAIN),

@@ -9,7 +9,7 @@ from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQCon
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from integers import Weight, awq, compressed, gptq, hqq, pack_stream
 
-from nf4conv.codec.decode.halves import decode_halves
+from nf4conv.codec.decode.halves import HalvesLayout, decode_halves
 from nf4conv.codec.decode.integers import IntegerLayout, decode_integers, unpack
 from nf4conv.errors import CodecError
 
@@ -124,10 +124,19 @@ def test_words_of_whole_codes_are_those_of_compressed_tensors_before_0_18(bits: 
 def test_hqq_is_that_of_hqq(bits: int, axis: int, dtype: torch.dtype):
     weight = hqq(96, 128, bits=bits, axis=axis, group_size=64, dtype=dtype)
     parts = weight.parts
-    decoded = decode_halves(
-        parts["W_q"], parts["scale"], parts["zero"], bits, axis, (96, 128), dtype
+    layout = HalvesLayout(
+        bits=bits,
+        axis=axis,
+        group_size=64,
+        groups=parts["scale"].numel(),
+        words=parts["W_q"].numel(),
+        first=0,
+        elements=96 * 128,
+        first_word=0,
+        first_group=0,
     )
-    same_bits(decoded, weight.decoded)
+    decoded = decode_halves(parts["W_q"], parts["scale"], parts["zero"], layout, dtype)
+    same_bits(decoded.view(96, 128), weight.decoded)
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False], ids=["symmetric", "zeros"])

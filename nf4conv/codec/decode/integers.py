@@ -176,8 +176,20 @@ def _codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> torch.Te
         return unpack(words, layout.bits)[:, : layout.columns]
     first = part.start * layout.bits // _WORD
     last = -(-part.stop * layout.bits // _WORD)
+    rows = part.stop - part.start
+    if layout.bits == 4:
+        return _interleaved_rows(values[:, first:last])[:rows]
     codes = _in_order(unpack(values[:, first:last].contiguous(), layout.bits))
-    return codes[:, : part.stop - part.start].t().contiguous()
+    return codes[:, :rows].t().contiguous()
+
+
+def _interleaved_rows(words: torch.Tensor) -> torch.Tensor:
+    """Returns the codes of AWQ in 4 bits, [rows, columns] uint8, given [columns, words]."""
+    words = words.t().contiguous()
+    codes = torch.empty((len(words), 8, words.shape[1]), dtype=torch.uint8, device=words.device)
+    for number, place in enumerate(_PLACES_IN_AWQ):
+        codes[:, number] = words >> 4 * place & 15
+    return codes.flatten(0, 1)
 
 
 def _zero_points(zeros: torch.Tensor | None, layout: IntegerLayout, rows: int) -> torch.Tensor:

@@ -1,9 +1,7 @@
 """A thread's host buffers and, on a GPU, its stream: what comes to torch and what goes back."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Final
 
 import torch
 
@@ -11,9 +9,6 @@ from nf4conv.run.device.on_torch.shared import SharedTensors
 from nf4conv.run.grouping import aligned
 from nf4conv.run.worker import Worker
 from nf4conv.sources.tensors import FileRange, TensorInfo
-
-_KEPT_PIECES: Final = 2
-"""How many times the room of a piece is for what is kept from one piece to the next."""
 
 
 class TorchBuffers:
@@ -39,7 +34,8 @@ class TorchBuffers:
         self._shared = shared
         self._stream = stream
         self._uploaded: torch.cuda.Event | None = None
-        self._kept: OrderedDict[tuple[FileRange, ...], list[torch.Tensor]] = OrderedDict()
+        self._kept_ranges: tuple[FileRange, ...] = ()
+        self._kept: torch.Tensor | None = None
         is_pinned = stream is not None
         if not worker.buffer:
             buffer = torch.empty(worker.piece, dtype=torch.uint8, pin_memory=is_pinned)
@@ -76,31 +72,41 @@ class TorchBuffers:
         return tensors
 
     def keep(self, ranges: tuple[FileRange, ...]) -> list[torch.Tensor] | None:
-        """Returns file ranges that later calls ask for again, read at most once meanwhile.
+        """Returns file ranges that later calls ask for again; they are read unless they are there.
 
-        What was kept before makes room for them.
+        What was kept before is overwritten.
 
         Returns:
-            A uint8 tensor for each; None if there is no room for them.
+            A uint8 tensor for each; None if they are larger than a piece, which is the most that
+            host memory has room for.
         """
-        if ranges in self._kept:
-            return self._kept[ranges]
-        size = sum(stop - start for _, start, stop in ranges)
-        room = _KEPT_PIECES * self.worker.piece
-        if size > room:
+        *starts, size = accumulate((aligned(stop - start) for _, start, stop in ranges), initial=0)
+        if self._stream is None and size > self.worker.piece:
             return None
-        while sum(map(_size, self._kept.values())) + size > room:
-            self._kept.popitem(last=False)
+        if ranges != self._kept_ranges:
+            self._kept_ranges = ()
+            if self._kept is None or self._kept.numel() < size:
+                room = max(size, self.worker.piece)
+                self._kept = torch.empty(room, dtype=torch.uint8, device=self.torch_device)
+            if self._stream is None:
+                self.worker.fill(self._kept.numpy().data, ranges, starts)
+            else:
+                for file_range, position in zip(ranges, starts, strict=True):
+                    self._bring(file_range, self._kept[position:])
+            self._kept_ranges = ranges
+        assert self._kept is not None
         found = []
-        for file, start, stop in ranges:
-            whole = torch.empty(stop - start, dtype=torch.uint8, device=self.torch_device)
-            for first in range(start, stop, self.worker.piece):
-                last = min(first + self.worker.piece, stop)
-                [raw] = self.read([(file, first, last)])
-                whole[first - start : last - start] = raw
-            found.append(whole)
-        self._kept[ranges] = found
+        for (_, start, stop), position in zip(ranges, starts, strict=True):
+            found.append(self._kept[position : position + stop - start])
         return found
+
+    def _bring(self, file_range: FileRange, target: torch.Tensor) -> None:
+        """Reads a file range to the beginning of a tensor on a GPU, a piece at a time."""
+        file, start, stop = file_range
+        for first in range(start, stop, self.worker.piece):
+            last = min(first + self.worker.piece, stop)
+            [raw] = self.read([(file, first, last)])
+            target[first - start : last - start] = raw
 
     def _view(self, size: int) -> torch.Tensor:
         """Returns the start of the worker's buffer, which another device may have replaced."""
@@ -143,8 +149,3 @@ class TorchBuffers:
         if self._stream is not None:
             self._stream.synchronize()
         return [raw.numpy().data for raw in fetched]
-
-
-def _size(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns the bytes of uint8 tensors."""
-    return sum(tensor.numel() for tensor in tensors)
