@@ -5,6 +5,7 @@ tests/test_gguf_sources.py compares with llama.cpp's converter, tests/test_ggml.
 
 import json
 import os
+import re
 import struct
 import time
 from pathlib import Path
@@ -193,10 +194,83 @@ def test_a_file_in_a_repository_or_folder(hub: Hub, tmp_path: Path, spelling: st
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == b"{}"
     assert len(load_file(tmp_path / "out" / "model.safetensors")) == len(SHAPES)
     assert hub.count("model-Q8.gguf") == 0
-    if spelling == "address":
-        dry = done("quantize", source, tmp_path / "dry", "--stream", "--dry-run", *common[:-2])
-        assert "the GGUF file was downloaded whole" in dry.output
     assert hub.count("original/resolve/.*safetensors") == 0
+
+
+LONG = {**LLAMA, "tokenizer.ggml.tokens": [f"token {number}" for number in range(100_000)]}
+
+
+def ranges_of(hub: Hub, name: str) -> list[tuple[int, int]]:
+    """The ranges that were asked for, of a file from which nothing else was read."""
+    asked = []
+    for request in hub.requests:
+        if re.search(f"(GET|HEAD) .*/{name}", request.line) or request.range:
+            assert request.range is not None, request.line
+            first, last = request.range.removeprefix("bytes=").split("-")
+            asked.append((int(first), int(last) + 1))
+    return asked
+
+
+@pytest.mark.parametrize("command", ["inspect", "quantize"])
+def test_headers_are_read_by_ranges(hub: Hub, tmp_path: Path, command: str):
+    """Of a file on the Hub, one that is described is not downloaded."""
+    content = write_gguf(tmp_path / "model.gguf", LONG, default="F32").read_bytes()
+    hub.repos["me/models"] = Repo()
+    hub.repos["me/models"].commit({"README.md": b"# Mine", "model.gguf": content + bytes(2**23)})
+    words: list[object] = [
+        "me/models",
+        "--gguf-file",
+        "model.gguf",
+        "--cache-dir",
+        tmp_path / "hub",
+    ]
+    if command == "quantize":
+        words += [tmp_path / "out", "--dry-run", "--stream"]
+        words.insert(1, words.pop(-3))
+    assert "self_attn.q_proj" in done(command, *words, "--all").output
+    asked = set(ranges_of(hub, "model.gguf"))  # by two addresses each, of the Hub and of its store
+    assert asked == {(0, 2**20), (2**20, 3 * 2**20)}
+    assert not list((tmp_path / "hub").rglob("*.gguf"))
+
+
+def test_streaming_keeps_no_copy(hub: Hub, tmp_path: Path):
+    """One file, and a split one whose files come one after the other: the same bytes."""
+    names = list(SHAPES)
+    files = {"whole.gguf": write_gguf(tmp_path / "whole.gguf", types=TYPES).read_bytes()}
+    for number, part in ((1, names[:5]), (2, names[5:9]), (3, names[9:])):
+        metadata = {**LLAMA, "split.count": 3, "split.tensors.count": len(SHAPES)}
+        shapes = {name: SHAPES[name] for name in part}
+        name = f"m-0000{number}-of-00003.gguf"
+        files[name] = write_gguf(tmp_path / name, metadata, TYPES, shapes).read_bytes()
+    hub.repos["me/models"] = Repo()
+    hub.repos["me/models"].commit({"README.md": b"# Mine", **files})
+    cache = ("--cache-dir", tmp_path / "hub", "--device", "cpu", "--max-shard-size", "500KB")
+    for name in ("whole.gguf", "m-00001-of-00003.gguf"):
+        out = tmp_path / f"streamed-{name}"
+        done("dequantize", "me/models", out, "--gguf-file", name, "--stream", *cache)
+        done("dequantize", tmp_path / name, tmp_path / f"local-{name}", *cache)
+        done("compare", tmp_path / f"local-{name}", out, "--tolerance", "0", "--device", "cpu")
+        shards = sorted(path.name for path in out.glob("*.safetensors"))
+        assert len(shards) > 2
+        for shard in shards:
+            expected = (tmp_path / f"local-{name}" / shard).read_bytes()
+            assert (out / shard).read_bytes() == expected
+    assert not list((tmp_path / "hub").rglob("*.gguf"))
+    assert not list(tmp_path.glob("streamed-*/**/*.gguf"))
+
+
+def test_a_header_that_is_cut_off_on_the_hub(hub: Hub, tmp_path: Path):
+    content = write_gguf(tmp_path / "model.gguf", LONG).read_bytes()
+    hub.repos["me/models"] = Repo()
+    files = {"README.md": b"# Mine", "model.gguf": content[:1_500_000], "notes.gguf": b"GGUF"}
+    hub.repos["me/models"].commit(files)
+    for name, said in (("model.gguf", "is cut off in its header"), ("notes.gguf", "is cut off")):
+        words = ("me/models", "--gguf-file", name, "--cache-dir", tmp_path / "hub")
+        result = run("inspect", *words)
+        assert result.exit_code == 2
+        *_, last = result.stderr.splitlines()
+        assert last.startswith("Error: ")
+        assert said in last
 
 
 def test_a_repository_without_that_file(hub: Hub, tmp_path: Path):

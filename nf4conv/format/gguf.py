@@ -84,3 +84,6 @@ TRANSPOSED: Final = "transposed"
 
 NEGATIVE_EXP: Final = "negative exponential"
 """Logarithms: they were replaced by -exp of them."""
+
+TILED: Final = "tiled"
+"""Columns of heads that share a key: they were sorted by their number within a key's heads."""

@@ -244,15 +244,18 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
         return open_gguf(require_own(file, place), _folder_of_config(where))
     if not is_repo_id(str(place)):
         raise SourceError(f"{place}: no such folder{_HINT}")
-    from nf4conv.sources.remote.hub import Fetched, fetch_gguf  # importing it takes long
+    # importing huggingface_hub takes long
+    from nf4conv.sources.remote.hub import fetch_gguf
+    from nf4conv.sources.remote.ranges import open_ranges
 
-    file, origin = fetch_gguf(str(place), name, where)
-    opened = open_gguf(file, _folder_of_config(where))
-    fetched = Fetched(opened.folder, origin, None, {})
-    notes = opened.notes
-    if where.stream:
-        notes = (*notes, "the GGUF file was downloaded whole; only safetensors can be streamed")
-    return replace(opened, fetched=fetched, place=f"{origin}/{name}", notes=notes)
+    file, fetched = fetch_gguf(str(place), name, where)
+    absent = {}
+    if fetched.repository is not None:
+        for path, remote in fetched.absent.items():
+            absent[path] = partial(open_ranges, fetched.repository, remote)
+    opened = open_gguf(file, _folder_of_config(where), absent)
+    fetched = replace(fetched, folder=opened.folder)
+    return replace(opened, fetched=fetched, place=f"{fetched.origin}/{name}")
 
 
 def _folder_of_config(where: SourceOptions) -> Path | None:

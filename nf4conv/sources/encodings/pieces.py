@@ -65,8 +65,10 @@ def is_stack_of_matrices(tensor: TensorInfo) -> bool:
     if len(tensor.shape) != 3:
         return False
     match tensor.unmerged.encoding:
-        case None | Scaled() | StackedExperts():
+        case None | Scaled():
             return True
+        case StackedExperts(experts=experts):
+            return tensor.shape[0] == len(experts)  # else a convolution
         case Fp4(is_transposed=is_transposed):
             return is_transposed
         case Bitsandbytes4bit(is_transposed=is_transposed):

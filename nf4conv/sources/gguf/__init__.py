@@ -2,7 +2,7 @@
 
 opening.py      opens a file, or all files of a split one
 header.py       reads metadata, and where the tensors are
-families.py     lists architectures: their names, what llama.cpp's converter moved, their configs
+families/       lists architectures: their names, what llama.cpp's converter moved, their configs
 presenting.py   presents a file's tensors under the names and in the layout of transformers
 settings.py     makes config.json of the metadata
 tokenizing.py   makes tokenizer.json of the metadata

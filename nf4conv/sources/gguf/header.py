@@ -10,7 +10,7 @@ import array
 import math
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -81,14 +81,18 @@ class GgufHeader:
     tensors: tuple[GgufTensor, ...]
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
+def read_gguf_header(path: Path, opened: Callable[[], IO[bytes]] | None = None) -> GgufHeader:
     """Reads the header of a file.
+
+    Args:
+        path: the file.
+        opened: opens it, if it is not here.
 
     Raises:
         SourceError: the file cannot be read, is no GGUF file that nf4conv reads, is cut off, or
             contradicts itself; the message names file and tensor.
     """
-    with named(path, SourceError), path.open("rb") as file:
+    with named(path, SourceError), path.open("rb") if opened is None else opened() as file:
         size = file.seek(0, 2)
         file.seek(0)
         return _Parser(path, file, size).parse()

@@ -2,17 +2,18 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.gguf import PLAIN
 from nf4conv.format.layout import TAGS
 from nf4conv.models.config import checkpoint_dtype
-from nf4conv.sources.gguf.families import FAMILIES, GgufFamily, family_of
+from nf4conv.sources.gguf.families.family import GgufFamily
+from nf4conv.sources.gguf.families.registry import FAMILIES, family_of
 from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
-from nf4conv.sources.gguf.presenting import heads_of, present
+from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.settings import config_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
 from nf4conv.sources.gguf.unpacked import unpack
@@ -28,34 +29,44 @@ _MOST_FILES: Final = 10_000
 
 
 @uncollected()
-def open_gguf(path: Path, borrowed: Path | None = None) -> Source:
+def open_gguf(
+    path: Path,
+    borrowed: Path | None = None,
+    absent: Mapping[Path, Callable[[], IO[bytes]]] | None = None,
+) -> Source:
     """Opens a GGUF file as the checkpoint that it was made from.
 
     Args:
         path: the file, or any file of a split one.
         borrowed: the folder from which config.json, the tokenizer and other files are taken. None
             makes config.json and the tokenizer of the file's metadata.
+        absent: opens files that are not here, by the path that they would have.
 
     Raises:
         UndecodableError: nf4conv does not know the architecture.
         SourceError: a file is missing, cut off, or contradicts itself; the message names file and
             tensor.
     """
-    files = _files_of(path)
-    headers = [read_gguf_header(file) for file in files]
+    absent = {} if absent is None else absent
+    files = _files_of(path, absent)
+    headers = [read_gguf_header(file, absent.get(file)) for file in files]
     metadata = headers[0].metadata
     tensors = [tensor for header in headers for tensor in header.tensors]
     _check_split(path, files, metadata, tensors)
-    family = _family(path, metadata)
+    sizes = sizes_of(metadata)
+    names = names_of(tensors)
+    family = _family(path, sizes, names)
     config: Mapping[str, Any] = {}
     if borrowed is not None:
         config = read_json(require_own(borrowed / "config.json", borrowed))
         _check_model_type(path, config, family)
     dtype = _dtype_of(tensors, config)
-    presented = present(tensors, family, heads_of(metadata), dtype)
+    presented = present(tensors, family, sizes, dtype)
+    place = {file: number for number, file in enumerate(files)}
+    presented = tuple(sorted(presented, key=lambda one: (place[one.file], one.start)))
     notes = [_note_on_types(tensors)]
     if borrowed is None:
-        config = config_of(metadata, family, presented, dtype)
+        config = config_of(sizes, names, family, presented, dtype)
         made = tokenizer_files(metadata)
         borrowed = unpack(path, {"config.json": config, **made})
         notes.append(_note_on_metadata(tensors, made))
@@ -67,13 +78,13 @@ def open_gguf(path: Path, borrowed: Path | None = None) -> Source:
         config=config,
         stem=STEMS[0],
         notes=tuple(notes),
-        stamps={file: stamp_of(file) for file in files},
+        stamps={file: stamp_of(file) for file in files if file not in absent},
         place=str(path),
     )
 
 
-def _files_of(path: Path) -> list[Path]:
-    """Returns all files of a split model, or the only one."""
+def _files_of(path: Path, absent: Collection[Path]) -> list[Path]:
+    """Returns all files of a split model, or the only one; those that are absent count too."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -83,7 +94,7 @@ def _files_of(path: Path) -> list[Path]:
     files = []
     for number in range(1, count + 1):
         file = path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
-        if not is_file(file):
+        if file not in absent and not is_file(file):
             raise SourceError(f"{file}: is missing; {path.name} is one of {count} files", path=file)
         files.append(file)
     return files
@@ -110,11 +121,10 @@ def _check_split(
         raise SourceError(f"{path}: no tensors", path=path)
 
 
-def _family(path: Path, metadata: Mapping[str, Any]) -> GgufFamily:
+def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> GgufFamily:
     """Returns the family of a file's architecture."""
-    architecture = metadata.get("general.architecture")
-    experts = metadata.get(f"{architecture}.expert_count", 0)
-    family = family_of(str(architecture), experts if isinstance(experts, int) else 0)
+    architecture = sizes.get("general.architecture")
+    family = family_of(str(architecture), sizes, names)
     if family is None:
         raise UndecodableError(
             f"{path}: GGUF of the architecture {architecture!r}, whose names nf4conv does not "
@@ -127,8 +137,7 @@ def _family(path: Path, metadata: Mapping[str, Any]) -> GgufFamily:
 def _check_model_type(path: Path, config: Mapping[str, Any], family: GgufFamily) -> None:
     """Refuses a config of another kind of model."""
     model_type = config.get("model_type")
-    same = {"llama": ("llama", "mistral", "smollm3"), "gemma3_text": ("gemma3_text", "gemma3")}
-    if model_type not in same.get(family.model_type, (family.model_type,)):
+    if model_type not in (family.model_type, *family.also):
         raise SourceError(
             f"{path}: is a {family.model_type}, but --config-from names a {model_type}", path=path
         )

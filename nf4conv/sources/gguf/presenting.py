@@ -4,14 +4,21 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.gguf import FUSED, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
 from nf4conv.sources.encodings.types.gguf import GgufBlocks
-from nf4conv.sources.gguf.families import COMPUTED, GgufFamily
+from nf4conv.sources.encodings.types.arranged import StackedExperts
+from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, GgufFamily, Join, Piece
+from nf4conv.sources.gguf.families.joining import count_matrices, matrix_of
 from nf4conv.sources.gguf.header import GgufTensor
 from nf4conv.sources.tensors import TensorInfo
+
+_COMPUTED: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that a converter computed from the config, and that no checkpoint of transformers has."""
+
+_IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -27,73 +34,77 @@ class Heads:
     keys: int
 
 
-def heads_of(metadata: Mapping[str, Any]) -> Heads:
-    """Returns the attention heads that the metadata names; 1 and 1 if it names none."""
-    architecture = metadata.get("general.architecture")
-    queries = metadata.get(f"{architecture}.attention.head_count")
-    if not isinstance(queries, int) or queries <= 0:
-        return Heads(1, 1)
-    keys = metadata.get(f"{architecture}.attention.head_count_kv", queries)
-    if not isinstance(keys, int) or keys <= 0 or queries % keys != 0:
-        keys = queries
-    return Heads(queries, keys)
+def sizes_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the metadata without the architecture's name in its keys."""
+    prefix = f"{metadata.get('general.architecture')}."
+    return {key.removeprefix(prefix): value for key, value in metadata.items()}
+
+
+def names_of(tensors: Sequence[GgufTensor]) -> set[str]:
+    """Returns the names of tensors, and the same with `*` for the number of a layer."""
+    names = {tensor.name for tensor in tensors}
+    return names | {_pattern_and_layer(name)[0] for name in names}
 
 
 def present(
-    tensors: Sequence[GgufTensor], family: GgufFamily, heads: Heads, dtype: str
+    tensors: Sequence[GgufTensor], family: GgufFamily, sizes: Mapping[str, Any], dtype: str
 ) -> tuple[TensorInfo, ...]:
     """Returns the tensors that a checkpoint of transformers would have.
 
     Args:
         tensors: those of the file.
         family: that of its architecture.
-        heads: the attention heads.
+        sizes: the metadata without the architecture's name in its keys.
         dtype: the tag of the dtype that they are presented in.
 
     Raises:
         SourceError: a tensor has no name in transformers, or a shape that does not go with the
-            heads; the message names it.
+            others or with the metadata; the message names it.
     """
+    joins = {part: join for join in family.joined for part in join.parts}
+    waiting: dict[tuple[Join, str], dict[str, GgufTensor]] = {}
     found: dict[str, TensorInfo] = {}
+    heads = _heads_of(sizes)
     for tensor in tensors:
-        if tensor.name in COMPUTED:
+        pattern, layer = _pattern_and_layer(tensor.name)
+        if tensor.name in _COMPUTED:
+            continue
+        if pattern in joins:
+            waiting.setdefault((joins[pattern], layer), {})[pattern] = tensor
             continue
         for presented in _presented(tensor, family, heads, dtype):
-            if presented.name in found:
-                raise _misfit(tensor, f"stands for {presented.name}, which is there twice")
-            found[presented.name] = presented
+            _add(found, presented, tensor)
+    for (join, layer), parts in waiting.items():
+        first = next(iter(parts.values()))
+        _add(found, _joined(join, layer, parts, sizes, dtype), first)
     return tuple(found.values())
 
 
-def _presented(
-    tensor: GgufTensor, family: GgufFamily, heads: Heads, dtype: str
-) -> Iterator[TensorInfo]:
-    """Yields what one tensor of the file stands for: itself, or one matrix for each expert."""
-    module, ending = _split(tensor.name)
-    layer = re.search(r"\d+", module)
-    pattern = re.sub(r"\d+", "*", module, count=1) if module.startswith("blk.") else module
-    number = layer[0] if layer is not None and module.startswith("blk.") else ""
-    if pattern in family.experts:
-        if len(tensor.shape) != 3:
-            raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no stack of experts")
-        name = family.experts[pattern].replace("*", number)
-        for expert in range(tensor.shape[0]):
-            matrix = _matrix_of(tensor, expert)
-            yield _as_stored(matrix, f"{name.replace('#', str(expert))}{ending}", dtype)
-        return
-    if pattern not in family.names:
-        raise _misfit(tensor, f"has no name in {family.architecture}, as far as nf4conv knows")
-    name = f"{family.names[pattern].replace('*', number)}{ending}"
-    change = family.changed.get(pattern)
-    if change in (TRANSPOSED, PLUS_ONE) and ending == ".bias":
-        change = None
-    presented = _as_stored(tensor, name, dtype)
-    if change is not None:
-        presented = _changed(tensor, presented, pattern, change, heads)
-    if pattern.endswith("ssm_conv1d") and ending == ".weight":
-        channels, width = presented.shape
-        presented = presented._replace(shape=(channels, 1, width))
-    yield presented
+def _add(found: dict[str, TensorInfo], presented: TensorInfo, tensor: GgufTensor) -> None:
+    if presented.name in found:
+        raise _misfit(tensor, f"stands for {presented.name}, which is there twice")
+    found[presented.name] = presented
+
+
+def _heads_of(sizes: Mapping[str, Any]) -> Heads:
+    """Returns the attention heads that the metadata names; 1 and 1 if it names none."""
+    queries = sizes.get("attention.head_count")
+    if not isinstance(queries, int) or queries <= 0:
+        return Heads(1, 1)
+    keys = sizes.get("attention.head_count_kv", queries)
+    if isinstance(keys, list):  # of each layer, 0 where it has no attention
+        keys = max((count for count in keys if isinstance(count, int)), default=0)
+    if not isinstance(keys, int) or keys <= 0 or queries % keys != 0:
+        keys = queries
+    return Heads(queries, keys)
+
+
+def _pattern_and_layer(name: str) -> tuple[str, str]:
+    """Returns a name with `*` for the number of a layer, and that number, which may be empty."""
+    match = _IN_LAYER.fullmatch(name)
+    if match is None:
+        return name, ""
+    return f"{match[1]}.*.{match[3]}", match[2]
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -104,12 +115,74 @@ def _split(name: str) -> tuple[str, str]:
     return name, ""  # such as blk.0.ssm_a
 
 
-def _matrix_of(stack: GgufTensor, index: int) -> GgufTensor:
-    """Returns one matrix of a stack, as a tensor of the file."""
-    size = stack.nbytes // stack.shape[0]
-    return GgufTensor(
-        stack.name, stack.shape[1:], stack.block_type, stack.file, stack.start + index * size
-    )
+def _presented(
+    tensor: GgufTensor, family: GgufFamily, heads: Heads, dtype: str
+) -> Iterator[TensorInfo]:
+    """Yields what one tensor of the file stands for: itself, or one matrix for each expert."""
+    pattern, layer = _pattern_and_layer(tensor.name)
+    module, ending = _split(pattern)
+    if module in family.experts:
+        name = family.experts[module].replace("*", layer)
+        yield from _experts(tensor, f"{name}{ending}", dtype)
+        return
+    if pattern in family.names:
+        name = family.names[pattern].replace("*", layer)
+    elif module in family.names:
+        name = f"{family.names[module].replace('*', layer)}{ending}"
+    else:
+        raise _misfit(tensor, f"has no name in {family.architecture}, as far as nf4conv knows")
+    change = family.changed.get(module)
+    if change in (TRANSPOSED, PLUS_ONE) and ending == ".bias":
+        change = None
+    presented = _as_stored(tensor, name, dtype)
+    if change is not None:
+        presented = _changed(tensor, presented, module, change, heads)
+    shape = family.shapes.get(pattern)
+    yield presented if shape is None else _reshaped(presented, shape)
+
+
+def _experts(stack: GgufTensor, name: str, dtype: str) -> Iterator[TensorInfo]:
+    """Yields the matrices of a stack, `#` in the name for their number."""
+    if len(stack.shape) != 3:
+        raise _misfit(stack, f"is of shape {list(stack.shape)}, and no stack of experts")
+    try:
+        count = count_matrices(stack)
+    except ValueError as error:
+        raise _misfit(stack, str(error)) from error
+    for expert in range(count):
+        yield _as_stored(matrix_of(stack, expert), name.replace("#", str(expert)), dtype)
+
+
+def _joined(
+    join: Join,
+    layer: str,
+    parts: Mapping[str, GgufTensor],
+    sizes: Mapping[str, Any],
+    dtype: str,
+) -> TensorInfo:
+    """Returns a tensor that is several in the file."""
+    first = next(iter(parts.values()))
+    for part in join.parts:
+        if part not in parts:
+            raise _misfit(first, f"goes with {part.replace('*', layer)}, which is missing")
+    tensors = [parts[part] for part in join.parts]
+    try:
+        stack = join.put_together(tensors, sizes)
+    except ValueError as error:
+        raise _misfit(first, str(error)) from error
+    groups = [tuple(_piece(piece, dtype) for piece in group) for group in stack.groups]
+    encoding = StackedExperts(tuple(groups), stack.is_transposed, stack.is_interleaved)
+    stop = first.start + first.nbytes
+    name = join.name.replace("*", layer)
+    return TensorInfo(name, dtype, stack.shape, first.file, first.start, stop, encoding)
+
+
+def _piece(piece: Piece, dtype: str) -> TensorInfo:
+    """Returns a part of a tensor of the file, as it was before it was converted."""
+    stored = _as_stored(piece.tensor, piece.tensor.name, dtype)
+    if piece.change is None:
+        return stored
+    return _undone(stored, piece.change, piece.heads, piece.shared)
 
 
 def _as_stored(tensor: GgufTensor, name: str, dtype: str) -> TensorInfo:
@@ -131,16 +204,12 @@ def _as_stored(tensor: GgufTensor, name: str, dtype: str) -> TensorInfo:
 
 
 def _changed(
-    tensor: GgufTensor, presented: TensorInfo, pattern: str, change: str, heads: Heads
+    tensor: GgufTensor, presented: TensorInfo, module: str, change: str, heads: Heads
 ) -> TensorInfo:
     """Returns a tensor that the converter changed, as it was before."""
-    encoding = presented.encoding
-    if encoding is None:
-        encoding = GgufBlocks(presented._replace(name=tensor.name), presented.dtype)
-    assert isinstance(encoding, GgufBlocks)
     of_rows = heads.queries
     groups = heads.keys
-    if change == ROTARY and pattern.endswith("attn_k"):
+    if change == ROTARY and module.endswith("attn_k"):
         of_rows = heads.keys
     together = of_rows * 2 if change == ROTARY else of_rows + 2 * groups
     rows = math.prod(tensor.shape[:1])
@@ -148,9 +217,27 @@ def _changed(
         raise _misfit(
             tensor, f"has {rows} rows, which do not go with {of_rows} heads in the metadata"
         )
+    return _undone(presented, change, of_rows, groups)
+
+
+def _undone(presented: TensorInfo, change: str, heads: int, groups: int) -> TensorInfo:
+    """Returns a tensor of which a change is undone when it is read."""
+    encoding = presented.encoding
+    if encoding is None:
+        encoding = GgufBlocks(presented, presented.dtype)
+    assert isinstance(encoding, GgufBlocks)
     shape = presented.shape[::-1] if change == TRANSPOSED else presented.shape
-    blocks = GgufBlocks(encoding.values, encoding.block_type, change, of_rows, groups)
+    blocks = GgufBlocks(encoding.values, encoding.block_type, change, heads, groups)
     return presented._replace(shape=shape, encoding=blocks)
+
+
+def _reshaped(presented: TensorInfo, shape: str) -> TensorInfo:
+    """Returns a tensor in the shape that transformers gives it."""
+    if shape == FLAT:
+        return presented._replace(shape=(presented.elements,))
+    assert shape == CHANNELS
+    *channels, width = presented.shape
+    return presented._replace(shape=(math.prod(channels), 1, width))
 
 
 def _misfit(tensor: GgufTensor, what: str) -> SourceError:

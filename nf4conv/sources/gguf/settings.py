@@ -1,11 +1,11 @@
 """Makes the content of config.json of the metadata of a GGUF file."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.format.layout import DTYPE_NAMES
-from nf4conv.sources.gguf.families import GgufFamily
+from nf4conv.sources.gguf.families.family import GgufFamily
 from nf4conv.sources.tensors import TensorInfo
 
 _TOKENS: Final = {
@@ -14,54 +14,57 @@ _TOKENS: Final = {
     "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
 
-_LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3_text": 62}
-"""Layers of the models whose queries are scaled by another number than the size of a head."""
+_YARN: Final = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_attn_factor": "attention_factor",
+}
+"""How rotary embeddings are stretched: the key of config.json by that behind "rope.scaling."."""
 
 
 def config_of(
-    metadata: Mapping[str, Any], family: GgufFamily, tensors: Sequence[TensorInfo], dtype: str
+    sizes: Mapping[str, Any],
+    names: Collection[str],
+    family: GgufFamily,
+    tensors: Sequence[TensorInfo],
+    dtype: str,
 ) -> dict[str, Any]:
     """Returns what config.json would say.
 
     Args:
-        metadata: of the file.
+        sizes: the metadata without the architecture's name in its keys.
+        names: those of the file's tensors, also with `*` for the number of a layer.
         family: that of its architecture.
         tensors: as they are presented.
         dtype: the tag that they are presented in.
     """
-    architecture = metadata.get("general.architecture")
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "dtype": DTYPE_NAMES[dtype],
     }
     for key, name in family.config.items():
-        value = metadata.get(f"{architecture}.{key}")
+        value = sizes.get(key)
         if isinstance(value, float):
             config[name] = _shortest(value)
         elif isinstance(value, int) and (value or name != "sliding_window"):
             config[name] = value
     for key, name in _TOKENS.items():
-        token = metadata.get(key)
+        token = sizes.get(key)
         if isinstance(token, int):
             config[name] = token
     config.update(family.constants)
     _add_what_tensors_tell(config, family, tensors)
-    _add_rotary_share(config, metadata)
-    if family.model_type in _LAYERS_OF_27B:
-        _add_scale_of_gemma(config)
+    _add_rotary_share(config, sizes)
+    _add_rotary_scaling(config, sizes)
+    _leave_out_next_tokens(config, sizes)
+    for key, tensor in family.shown.items():
+        config[key] = tensor in names
+    for complete in family.complete:
+        complete(sizes, names, config)
     return config
-
-
-def _add_scale_of_gemma(config: dict[str, Any]) -> None:
-    """Adds by what queries of Gemma 2 and 3 are scaled, which llama.cpp knows by the layers.
-
-    Source: load_arch_hparams of llama.cpp's models gemma2.cpp and gemma3.cpp.
-    """
-    scale = config.get("head_dim")
-    if config.get("num_hidden_layers") == _LAYERS_OF_27B[config["model_type"]]:
-        scale = config["hidden_size"] // config["num_attention_heads"]
-    config["query_pre_attn_scalar"] = scale
 
 
 def _shortest(value: float) -> float:
@@ -76,28 +79,30 @@ def _shortest(value: float) -> float:
 def _add_what_tensors_tell(
     config: dict[str, Any], family: GgufFamily, tensors: Sequence[TensorInfo]
 ) -> None:
-    """Adds the size of the vocabulary, whether the head is tied, and which layers have biases."""
-    names = {tensor.name for tensor in tensors}
+    """Adds sizes that only tensors have, and whether the head is tied to the embeddings."""
     by_name = {tensor.name: tensor for tensor in tensors}
     embedding = by_name.get(f"{family.names['token_embd']}.weight")
     if embedding is not None:
         config["vocab_size"] = embedding.shape[0]
-    config["tie_word_embeddings"] = f"{family.names['output']}.weight" not in names
-    attention = family.names.get("blk.*.attn_q", "")
-    if family.model_type in ("llama", "granite", "command-r", "cohere"):
-        config["attention_bias"] = f"{attention.replace('*', '0')}.bias" in names
-        gate = family.names["blk.*.ffn_gate"].replace("*", "0")
-        config["mlp_bias"] = f"{gate}.bias" in names
-    if family.model_type == "stablelm":
-        config["use_qkv_bias"] = f"{attention.replace('*', '0')}.bias" in names
-    if family.model_type == "starcoder2":
-        config["use_bias"] = f"{attention.replace('*', '0')}.bias" in names
+    for key, name in family.rows.items():
+        if name in by_name:
+            config[key] = by_name[name].shape[0]
+    if "output" in family.names:
+        config["tie_word_embeddings"] = f"{family.names['output']}.weight" not in by_name
 
 
-def _add_rotary_share(config: dict[str, Any], metadata: Mapping[str, Any]) -> None:
+def _leave_out_next_tokens(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:
+    """Takes layers that predict the token after the next one out of the number of layers."""
+    more = sizes.get("nextn_predict_layers", 0)
+    layers = config.get("num_hidden_layers")
+    if isinstance(more, int) and isinstance(layers, int) and 0 < more < layers:
+        config["num_hidden_layers"] = layers - more
+        config["num_nextn_predict_layers"] = more
+
+
+def _add_rotary_share(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:
     """Adds which share of a head is rotated, where it is not all of it."""
-    architecture = metadata.get("general.architecture")
-    rotated = metadata.get(f"{architecture}.rope.dimension_count")
+    rotated = sizes.get("rope.dimension_count")
     heads = config.get("num_attention_heads")
     if not isinstance(rotated, int) or not isinstance(heads, int) or heads <= 0:
         return
@@ -105,3 +110,19 @@ def _add_rotary_share(config: dict[str, Any], metadata: Mapping[str, Any]) -> No
     if 0 < rotated < size:
         key = "rotary_pct" if config["model_type"] == "gpt_neox" else "partial_rotary_factor"
         config[key] = rotated / size
+
+
+def _add_rotary_scaling(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:
+    """Adds how rotary embeddings are stretched to longer texts, if linearly or by YaRN."""
+    kind = sizes.get("rope.scaling.type")
+    if kind not in ("linear", "yarn"):
+        return
+    scaling: dict[str, Any] = {"rope_type": kind}
+    for key, name in _YARN.items():
+        value = sizes.get(f"rope.scaling.{key}")
+        if isinstance(value, float):
+            value = _shortest(value)
+        if isinstance(value, int | float):
+            scaling[name] = value
+    if "factor" in scaling:
+        config["rope_scaling"] = scaling

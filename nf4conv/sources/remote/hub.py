@@ -190,8 +190,8 @@ def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
     return repository.fetch_first(names), Origin(repo, repository.commit, "")
 
 
-def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Origin]:
-    """Fetches a GGUF file, or all files of a split one.
+def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Fetched]:
+    """Fetches a GGUF file, or all files of a split one; with --stream, nothing of them.
 
     Args:
         repo: "org/name".
@@ -200,15 +200,15 @@ def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Origin
 
     Returns:
         file: the file in the cache, beside which the others of a split one are.
-        origin: the place on the Hub that it came from.
+        fetched: the place on the Hub that it came from, and which files are still there.
 
     Raises:
         SourceError: the repository or the file does not exist, may not be read, or is not in the
             cache when offline.
     """
     if where.local_files_only or is_offline():
-        fetched = _from_cache(repo, where, (name,))
-        return fetched.folder / name, fetched.origin
+        found = _from_cache(repo, where, (name,))
+        return found.folder / name, found
     repository = Repository(repo, where)
     wanted = f"{_prefix_of(where)}{name}"
     if wanted not in repository.files:
@@ -216,8 +216,13 @@ def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Origin
         raise SourceError(f"{repo}: has no {wanted}; its GGUF files: {', '.join(others) or 'none'}")
     stem = re.sub(r"-\d{5}-of-\d{5}\.gguf$", "-", wanted)
     names = [file for file in repository.files if stem.endswith("-") and file.startswith(stem)]
-    root = repository.fetch_first(sorted({wanted, *names}))
-    return root / wanted, Origin(repo, repository.commit, (where.subfolder or "").strip("/"))
+    needed = sorted({wanted, *names})
+    described = [file for file in ("README.md", ".gitattributes") if file in repository.files]
+    root = repository.fetch_first(described if where.stream else needed)
+    absent = {root / file: repository.files[file] for file in needed}
+    absent = {path: file for path, file in absent.items() if not path.is_file()}
+    origin = Origin(repo, repository.commit, (where.subfolder or "").strip("/"))
+    return root / wanted, Fetched((root / wanted).parent, origin, repository, absent)
 
 
 def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str, ...]]:

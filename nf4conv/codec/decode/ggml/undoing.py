@@ -2,7 +2,7 @@
 
 import torch
 
-from nf4conv.format.gguf import FUSED, NEGATIVE_EXP, PLUS_ONE, ROTARY, TRANSPOSED
+from nf4conv.format.gguf import FUSED, NEGATIVE_EXP, PLUS_ONE, ROTARY, TILED, TRANSPOSED
 
 
 def undo_change(
@@ -13,8 +13,10 @@ def undo_change(
     Args:
         values: the weight as it is in the file: [rows], or [rows, columns].
         change: what was done to it, one of the words of format/gguf.py.
-        heads: how many heads the rows are divided into; of fused rows, those of the queries.
-        key_value_heads: heads of the keys and values in fused rows.
+        heads: how many heads the rows are divided into; of fused rows, those of the queries; of
+            tiled columns, those of the keys.
+        key_value_heads: heads of the keys and values in fused rows; of tiled columns, the heads
+            that share a key.
 
     Returns:
         The weight; in float32 where the change was arithmetic.
@@ -24,6 +26,9 @@ def undo_change(
         return halves.transpose(1, 2).reshape(values.shape)
     if change == FUSED:
         return _undo_fused(values, heads, key_value_heads)
+    if change == TILED:
+        by_number = values.view(values.shape[0], key_value_heads, heads, -1)
+        return by_number.transpose(1, 2).reshape(values.shape)
     if change == TRANSPOSED:
         return values.t().contiguous()
     if change == PLUS_ONE:

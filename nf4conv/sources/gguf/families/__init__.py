@@ -1,0 +1,17 @@
+"""Lists the architectures whose GGUF files can be read back.
+
+A family is a few lines: the names of its modules in the file and in transformers, what llama.cpp's
+converter moved or changed (the classes in its folder conversion/), and the keys of its config.
+
+family.py      says what a family consists of
+common.py      has the names and keys that many families share
+dense.py       lists decoders whose layers are all alike
+mixtures.py    lists mixtures of experts
+early.py       lists decoders of 2019 to 2023 with names of their own
+recurrent.py   lists models with states or convolutions
+linear_attention.py  lists models with linear attention
+encoders.py    lists encoders, and encoders with a decoder
+joining.py     puts tensors together that are several in the file and one in transformers
+completing.py  completes config.json with what keys of the metadata do not say by themselves
+registry.py    finds the family of a file
+"""

@@ -1,0 +1,216 @@
+"""Completes config.json with what keys of the metadata do not say by themselves.
+
+Each function gets the metadata without the architecture's name in its keys, and the names of the
+tensors, also with `*` for the number of a layer. It adds to the config.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from statistics import NormalDist
+from typing import Any, Final
+
+_LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the models whose queries are scaled by another number than the size of a head."""
+
+
+def add_scale_of_gemma(
+    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds by what queries of Gemma 2 and 3 are scaled, which llama.cpp knows by the layers.
+
+    Source: load_arch_hparams of llama.cpp's models gemma2.cpp and gemma3.cpp.
+    """
+    scale = config.get("head_dim")
+    if config.get("num_hidden_layers") == _LAYERS_OF_27B[config["model_type"]]:
+        scale = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = scale
+
+
+def add_layer_types(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds which layers attend to a window alone."""
+    pattern = sizes.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        return
+    kinds = ("full_attention", "sliding_attention")
+    config["layer_types"] = [kinds[bool(is_sliding)] for is_sliding in pattern]
+
+
+def add_no_window(
+    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Says that there is no window, where transformers would take one for granted."""
+    config.setdefault("sliding_window", None)
+
+
+def add_sparsity_of_activations(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds what Gemma 3n says layer by layer: widths, and the share of activations that are 0.
+
+    llama.cpp stores that share as the quantile of the normal distribution.
+    """
+    widths = sizes.get("feed_forward_length")
+    if isinstance(widths, list):
+        config["intermediate_size"] = widths
+    scales = sizes.get("activation_sparsity_scale")
+    if isinstance(scales, list):
+        shares = [NormalDist().cdf(scale) for scale in scales]
+        config["activation_sparsity_pattern"] = [round(share, 6) for share in shares]
+
+
+def add_heads_of_gemma_4(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds the heads of keys of each kind of layer, and that all of a head is rotated by default.
+
+    The share that full attention rotates is in rope_freqs.weight, and the default of transformers.
+    """
+    config.pop("partial_rotary_factor", None)
+    config.pop("rope_theta", None)
+    heads = _heads_by_layer(sizes)
+    types = config.get("layer_types", [])
+    for kind, key in (
+        ("sliding_attention", "num_key_value_heads"),
+        ("full_attention", "num_global_key_value_heads"),
+    ):
+        of_kind = [count for count, found in zip(heads, types, strict=False) if found == kind]
+        if of_kind:
+            config[key] = of_kind[0]
+    widths = sizes.get("feed_forward_length")
+    if isinstance(widths, list) and widths:
+        config["intermediate_size"] = min(widths)
+        config["use_double_wide_mlp"] = max(widths) > min(widths)
+    else:
+        config["use_double_wide_mlp"] = False
+
+
+def add_sizes_of_latents(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds the sizes of DeepSeek's heads, which llama.cpp counts otherwise.
+
+    Source: DeepseekV2Model of llama.cpp's converter. Files before April 2025 lack the keys that end
+    with _mla.
+    """
+    config.pop("partial_rotary_factor", None)  # a part of each head has a size of its own
+    config["num_key_value_heads"] = config.get("num_attention_heads")
+    config.setdefault("q_lora_rank", None)
+    config.setdefault("norm_topk_prob", False)
+    key = sizes.get("attention.key_length_mla", sizes.get("attention.key_length"))
+    value = sizes.get("attention.value_length_mla", sizes.get("attention.value_length"))
+    rotated = config.get("qk_rope_head_dim")
+    if isinstance(key, int) and isinstance(rotated, int):
+        config["qk_nope_head_dim"] = key - rotated
+        config["head_dim"] = rotated
+    if isinstance(value, int):
+        config["v_head_dim"] = value
+    if config["model_type"] == "deepseek_v2" and config.get("n_group", 1) > 1:
+        config["topk_method"] = "group_limited_greedy"
+
+
+def add_norm_of_queries(
+    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds whether Llama 4 normalizes queries and keys, which llama.cpp knows by the experts.
+
+    Source: load_arch_hparams of llama.cpp's model llama4.cpp: Maverick, of 128, does not.
+    """
+    config["use_qk_norm"] = config.get("num_local_experts") != 128
+
+
+def add_rounding_of_yarn(
+    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Says that gpt-oss does not round the bounds between which YaRN fades."""
+    if "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False
+
+
+def add_layers_with_attention(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds which layers of LFM2 have attention: those with heads of keys."""
+    heads = _heads_by_layer(sizes)
+    types = ["full_attention" if count else "conv" for count in heads]
+    config["layer_types"] = types
+    config["num_key_value_heads"] = max(heads, default=0)
+
+
+def add_layers_of_jamba(
+    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds every how many layers Jamba has attention, and every how many experts."""
+    heads = _heads_by_layer(sizes)
+    config["num_key_value_heads"] = max(heads, default=0)
+    attending = [layer for layer, count in enumerate(heads) if count]
+    mixing = []
+    for name in names:
+        router = re.fullmatch(r"blk\.(\d+)\.ffn_gate_inp\.weight", name)
+        if router is not None:
+            mixing.append(int(router[1]))
+    for kind, layers in (("attn", attending), ("expert", sorted(mixing))):
+        if not layers:
+            continue
+        following = layers[1] if len(layers) > 1 else len(heads) + layers[0]
+        config[f"{kind}_layer_offset"] = layers[0]
+        config[f"{kind}_layer_period"] = following - layers[0]
+
+
+def add_layers_of_granite(
+    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds which layers of Granite 4 have attention, and the sizes of the others' states.
+
+    Only models without rotary embeddings have such layers: llama.cpp says so by
+    `rope.scaling.finetuned`.
+    """
+    layers = range(config.get("num_hidden_layers", 0))
+    types = ["mamba" if f"blk.{layer}.ssm_a" in names else "attention" for layer in layers]
+    config["layer_types"] = types
+    heads = [count for count in _heads_by_layer(sizes) if count]
+    attention = sizes.get("attention.head_count_kv")
+    config["num_key_value_heads"] = max(heads) if heads else attention
+    config["position_embedding_type"] = "rope" if sizes.get("rope.scaling.finetuned") else None
+    width = sizes.get("ssm.inner_size")
+    states = sizes.get("ssm.time_step_rank")
+    hidden = config.get("hidden_size")
+    if isinstance(width, int) and isinstance(states, int) and isinstance(hidden, int):
+        config["mamba_d_head"] = width // max(states, 1)
+        config["mamba_expand"] = width // max(hidden, 1)
+
+
+def add_heads_of_states(
+    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds the sizes of Mamba 2's heads."""
+    width = sizes.get("ssm.inner_size")
+    heads = sizes.get("ssm.time_step_rank")
+    hidden = config.get("hidden_size")
+    if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        config["head_dim"] = width // heads
+    if isinstance(width, int) and isinstance(hidden, int) and hidden > 0:
+        config["expand"] = width // hidden
+    config["use_conv_bias"] = "blk.*.ssm_conv1d.bias" in names
+
+
+def add_linear_attention(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds which layers of Qwen3-Next have linear attention, and the size of its values."""
+    width = sizes.get("ssm.inner_size")
+    heads = sizes.get("ssm.time_step_rank")
+    if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        config["linear_value_head_dim"] = width // heads
+    recurrent = sizes.get("attention.recurrent_layers")
+    if isinstance(recurrent, list):
+        types = ["linear_attention" if is_linear else "full_attention" for is_linear in recurrent]
+        config["layer_types"] = types[: config.get("num_hidden_layers")]
+
+
+def _heads_by_layer(sizes: Mapping[str, Any]) -> list[int]:
+    heads = sizes.get("attention.head_count_kv")
+    if not isinstance(heads, list) or not all(isinstance(count, int) for count in heads):
+        return []
+    return heads

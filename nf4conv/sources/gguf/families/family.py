@@ -1,0 +1,113 @@
+"""Says what a family consists of.
+
+In names, `*` stands for the number of a layer. The name of a module ends before the last dot of a
+tensor's name; whole tensors can be named too, where their endings differ.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from nf4conv.sources.gguf.header import GgufTensor
+
+FLAT: Final = "flat"
+"""Vectors that the converter gave more dimensions."""
+
+CHANNELS: Final = "channels"
+"""Convolutions of single channels: [channels, 1, width], which the converter stored without 1."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor of the file.
+
+    Attributes:
+        tensor: the part.
+        change: what the converter did to it, a word of format/gguf.py; None if nothing.
+        heads: of what it moved.
+        shared: heads that share a key, of tiled columns.
+    """
+
+    tensor: GgufTensor
+    change: str | None = None
+    heads: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor of transformers that is put together from pieces.
+
+    Attributes:
+        groups: the matrices of each expert or head, whose rows follow each other.
+        shape: that of the tensor.
+        is_transposed: True if it has the transpose of each group.
+        is_interleaved: True if the rows of the matrices of a group alternate.
+    """
+
+    groups: tuple[tuple[Piece, ...], ...]
+    shape: tuple[int, ...]
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Join:
+    """A tensor of transformers that the converter took apart.
+
+    Attributes:
+        name: that of the tensor.
+        parts: the names of the tensors in the file.
+        put_together: makes the stack of these tensors, given the sizes that the metadata names; it
+            raises a ValueError that says what does not fit.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    put_together: Callable[[Sequence[GgufTensor], Mapping[str, Any]], Stack]
+
+
+Completion = Callable[[Mapping[str, Any], Collection[str], dict[str, Any]], None]
+"""Completes config.json, given the metadata without the architecture's name in its keys, and the
+names of the tensors."""
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """An architecture of llama.cpp, and the model of transformers that it stands for.
+
+    Attributes:
+        model_type: in config.json.
+        architecture: the class in config.json.
+        names: the name of a module in transformers by its name in the file.
+        experts: the same for stacks of experts; `#` stands for the number of an expert.
+        joined: tensors that are several in the file.
+        changed: what the converter did to a module, by its name in the file: one of the words
+            of format/gguf.py.
+        shapes: how transformers shapes a tensor otherwise, by its name in the file: FLAT or
+            CHANNELS.
+        config: the key of config.json by the key of the metadata, without the architecture.
+        constants: what config.json has besides.
+        shown: keys of config.json that are True if the file has a tensor, and the tensor's name in
+            the file.
+        rows: keys of config.json that are the rows of a tensor, and its name in transformers.
+        complete: functions that complete config.json.
+        marker: a tensor or a key of the metadata that only files of this family have, where
+            llama.cpp gives several families one name.
+        also: other model types whose config goes with such a file.
+    """
+
+    model_type: str
+    architecture: str
+    names: Mapping[str, str]
+    experts: Mapping[str, str] = field(default_factory=dict)
+    joined: tuple[Join, ...] = ()
+    changed: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, object] = field(default_factory=dict)
+    shown: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, str] = field(default_factory=dict)
+    complete: tuple[Completion, ...] = ()
+    marker: str = ""
+    also: tuple[str, ...] = ()

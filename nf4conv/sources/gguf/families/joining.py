@@ -1,0 +1,226 @@
+"""Puts tensors together that are several in the file and one in transformers.
+
+Each function undoes what a class of llama.cpp's converter did, which its docstring names. It gets
+the tensors in the order of `Join.parts`, and the sizes of the metadata by their keys without the
+architecture's name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from nf4conv.format.gguf import NEGATIVE_EXP, ROTARY, TILED, TRANSPOSED
+from nf4conv.sources.gguf.families.family import Piece, Stack
+from nf4conv.sources.gguf.header import GgufTensor
+
+_MOST_GROUPS: Final = 2**16
+"""Experts or heads of a layer, many more than any model has."""
+
+
+def join_experts(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+    """Returns [experts, rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
+    groups = _groups_of_experts(parts)
+    rows = sum(part.shape[1] for part in parts)
+    return Stack(groups, (len(groups), rows, *parts[0].shape[2:]))
+
+
+def join_transposed_experts(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+    """Returns [experts, in, rows]: the same, transposed (Llama4Model)."""
+    groups = _groups_of_experts(parts)
+    rows = sum(part.shape[1] for part in parts)
+    return Stack(groups, (len(groups), parts[0].shape[-1], rows), is_transposed=True)
+
+
+def join_alternating_experts(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+    """Returns [experts, in, rows], of biases [experts, rows]: rows of the parts alternate.
+
+    Source: GptOssModel.
+    """
+    groups = _groups_of_experts(parts)
+    rows = sum(part.shape[1] for part in parts)
+    if len({part.shape for part in parts}) != 1:
+        raise ValueError("differs in shape from what it alternates with")
+    is_matrix = len(parts[0].shape) == 3
+    shape = (len(groups), *parts[0].shape[2:], rows)
+    return Stack(groups, shape, is_transposed=is_matrix, is_interleaved=True)
+
+
+def join_rows(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+    """Returns [rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
+    rows = sum(part.shape[0] for part in parts)
+    return Stack((tuple(Piece(part) for part in parts),), (rows, *parts[0].shape[1:]))
+
+
+def join_latent_heads(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+    """Returns [heads · (key + value), latent] of [heads, latent, key] and [heads, value, latent].
+
+    Source: DeepseekV2Model, which takes kv_b_proj apart.
+    """
+    keys, values = parts
+    if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[1] != values.shape[2]:
+        raise ValueError("is no stack of heads that goes with that of the values")
+    groups = []
+    for head in range(_common_count(parts)):
+        key = Piece(matrix_of(keys, head), TRANSPOSED)
+        groups.append((key, Piece(matrix_of(values, head))))
+    rows = len(groups) * (keys.shape[2] + values.shape[1])
+    return Stack(tuple(groups), (rows, keys.shape[1]))
+
+
+def join_grouped_queries(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+    """Returns the queries that share a key and a value, that key, that value, group by group.
+
+    Source: InternLM2Model, which puts the halves of rotated heads side by side as well.
+    """
+    queries, keys, values = parts
+    heads = _size(sizes, "attention.head_count")
+    groups_of_queries = _size(sizes, "attention.head_count_kv")
+    if heads % groups_of_queries != 0:
+        raise ValueError(f"has {heads} heads, which do not share {groups_of_queries} keys")
+    if queries.shape[0] % (2 * heads) or keys.shape[0] % (2 * groups_of_queries):
+        raise ValueError(f"has {queries.shape[0]} rows, which do not go with {heads} heads")
+    groups = []
+    for group in range(groups_of_queries):
+        of_queries = _share(queries, group, groups_of_queries)
+        groups.append(
+            (
+                Piece(of_queries, ROTARY, heads // groups_of_queries),
+                Piece(_share(keys, group, groups_of_queries), ROTARY, 1),
+                Piece(_share(values, group, groups_of_queries)),
+            )
+        )
+    rows = sum(part.shape[0] for part in parts)
+    return Stack(tuple(groups), (rows, *queries.shape[1:]))
+
+
+def join_linear_attention(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+    """Returns query, key, values and gates of each key head, one head after the other.
+
+    The first part has all queries, all keys and all values; the second all gates. Source:
+    Qwen3NextModel, which takes in_proj_qkvz apart.
+    """
+    mixed, gates = parts
+    heads = _size(sizes, "ssm.group_count")
+    keys = heads * _size(sizes, "ssm.state_size")
+    values = _size(sizes, "ssm.inner_size")
+    if mixed.shape[0] != 2 * keys + values or gates.shape[0] != values:
+        raise ValueError(f"has {mixed.shape[0]} rows, which do not go with {heads} heads")
+    kinds = (
+        rows_of(mixed, 0, keys),
+        rows_of(mixed, keys, 2 * keys),
+        rows_of(mixed, 2 * keys, 2 * keys + values),
+        gates,
+    )
+    groups = [tuple(Piece(_share(kind, head, heads)) for kind in kinds) for head in range(heads)]
+    return Stack(tuple(groups), (mixed.shape[0] + gates.shape[0], *mixed.shape[1:]))
+
+
+def join_tiled_heads(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+    """Returns rows of value heads sorted by the keys that they share.
+
+    Rows of queries and keys may stand before them. Source: _LinearAttentionVReorderBase.
+    """
+    [tensor] = parts
+    return Stack((_untiled(tensor, sizes, None),), tensor.shape)
+
+
+def join_tiled_states(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+    """Returns the same of logarithms, which the converter replaced by -exp of them."""
+    [tensor] = parts
+    return Stack((_untiled(tensor, sizes, NEGATIVE_EXP),), tensor.shape)
+
+
+def join_tiled_channels(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+    """Returns the same of convolutions, [channels, 1, width]."""
+    [tensor] = parts
+    channels, *width = tensor.shape
+    return Stack((_untiled(tensor, sizes, None),), (channels, 1, *width))
+
+
+def join_tiled_columns(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+    """Returns a matrix whose columns are sorted so."""
+    [tensor] = parts
+    keys, shared = _heads_of_keys(sizes)
+    if len(tensor.shape) != 2 or tensor.shape[1] % (keys * shared) != 0:
+        raise ValueError(f"is of shape {list(tensor.shape)}, which does not go with its heads")
+    return Stack(((Piece(tensor, TILED, keys, shared),),), tensor.shape)
+
+
+def _untiled(tensor: GgufTensor, sizes: Mapping[str, Any], change: str | None) -> tuple[Piece, ...]:
+    """Returns the rows of a tensor, those of values sorted by the keys that they share."""
+    keys, shared = _heads_of_keys(sizes)
+    rows = tensor.shape[0] if tensor.shape else 0
+    values = keys * shared  # one row for each head
+    if rows != values:
+        values = _size(sizes, "ssm.inner_size")
+    before = rows - values
+    if before < 0 or values % (keys * shared) != 0:
+        raise ValueError(f"has {rows} rows, which do not go with {keys * shared} heads")
+    size = values // (keys * shared)
+    pieces = [Piece(rows_of(tensor, 0, before), change)] if before else []
+    for key in range(keys):
+        for number in range(shared):
+            first = before + (number * keys + key) * size
+            pieces.append(Piece(rows_of(tensor, first, first + size), change))
+    return tuple(pieces)
+
+
+def _heads_of_keys(sizes: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many keys linear attention has, and how many values share each of them."""
+    keys = _size(sizes, "ssm.group_count")
+    values = _size(sizes, "ssm.time_step_rank")
+    if values % keys != 0 or values > _MOST_GROUPS:
+        raise ValueError(f"has {values} values, which do not share {keys} keys")
+    return keys, values // keys
+
+
+def matrix_of(stack: GgufTensor, index: int) -> GgufTensor:
+    """Returns one matrix of a stack."""
+    size = stack.nbytes // stack.shape[0]
+    return replace(stack, shape=stack.shape[1:], start=stack.start + index * size)
+
+
+def rows_of(tensor: GgufTensor, first: int, stop: int) -> GgufTensor:
+    """Returns rows first … stop of a tensor."""
+    size = tensor.nbytes // max(tensor.shape[0], 1)
+    shape = (stop - first, *tensor.shape[1:])
+    return replace(tensor, shape=shape, start=tensor.start + first * size)
+
+
+def count_matrices(stack: GgufTensor) -> int:
+    """Returns how many matrices a stack has; raises a ValueError if that cannot be."""
+    count = stack.shape[0] if stack.shape else 0
+    if not 0 < count <= _MOST_GROUPS:
+        raise ValueError(f"is a stack of {count:,} matrices, which cannot be")
+    return count
+
+
+def _groups_of_experts(parts: Sequence[GgufTensor]) -> tuple[tuple[Piece, ...], ...]:
+    """Returns the matrices of each expert; of biases, the vectors."""
+    columns = {part.shape[2:] for part in parts}
+    if len(columns) != 1 or any(len(part.shape) not in (2, 3) for part in parts):
+        raise ValueError("is no stack of experts that goes with the others of its layer")
+    experts = range(_common_count(parts))
+    return tuple(tuple(Piece(matrix_of(part, expert)) for part in parts) for expert in experts)
+
+
+def _common_count(stacks: Sequence[GgufTensor]) -> int:
+    counts = {count_matrices(stack) for stack in stacks}
+    if len(counts) != 1:
+        raise ValueError(f"is one of stacks of {' and '.join(map(str, sorted(counts)))} matrices")
+    return counts.pop()
+
+
+def _share(tensor: GgufTensor, index: int, count: int) -> GgufTensor:
+    """Returns one of `count` equal runs of rows."""
+    if tensor.shape[0] % count != 0:
+        raise ValueError(f"has {tensor.shape[0]} rows, which do not go with {count} heads")
+    rows = tensor.shape[0] // count
+    return rows_of(tensor, index * rows, (index + 1) * rows)
+
+
+def _size(sizes: Mapping[str, Any], key: str) -> int:
+    value = sizes.get(key)
+    if not isinstance(value, int) or not 0 < value <= _MOST_GROUPS * 16:
+        raise ValueError(f"needs {key}, which the metadata does not say")
+    return value

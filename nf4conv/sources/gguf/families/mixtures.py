@@ -1,0 +1,411 @@
+"""Lists mixtures of experts."""
+
+from typing import Final
+
+from nf4conv.sources.gguf.families.common import (
+    AROUND,
+    ATTENTION,
+    EXPERTS_USED,
+    GATED,
+    HEAD,
+    LAYER,
+    LIKE_LLAMA,
+    MULTIPLIERS,
+    NORMS,
+    RMS,
+    ROTARY_QK,
+    SIZES,
+    WINDOW,
+)
+from nf4conv.sources.gguf.families.completing import (
+    add_norm_of_queries,
+    add_rounding_of_yarn,
+    add_sizes_of_latents,
+)
+from nf4conv.sources.gguf.families.family import GgufFamily, Join
+from nf4conv.sources.gguf.families.joining import (
+    join_alternating_experts,
+    join_experts,
+    join_latent_heads,
+    join_rows,
+    join_transposed_experts,
+)
+
+_SHARED_EXPERT: Final = {
+    "blk.*.ffn_gate_shexp": f"{LAYER}.mlp.shared_expert.gate_proj",
+    "blk.*.ffn_up_shexp": f"{LAYER}.mlp.shared_expert.up_proj",
+    "blk.*.ffn_down_shexp": f"{LAYER}.mlp.shared_expert.down_proj",
+    "blk.*.ffn_gate_inp_shexp": f"{LAYER}.mlp.shared_expert_gate",
+}
+
+_SHARED_EXPERTS: Final = {
+    "blk.*.ffn_gate_shexp": f"{LAYER}.mlp.shared_experts.gate_proj",
+    "blk.*.ffn_up_shexp": f"{LAYER}.mlp.shared_experts.up_proj",
+    "blk.*.ffn_down_shexp": f"{LAYER}.mlp.shared_experts.down_proj",
+}
+
+_ROUTER: Final = {"blk.*.ffn_gate_inp": f"{LAYER}.mlp.gate"}
+_CORRECTED: Final = {"blk.*.exp_probs_b.bias": f"{LAYER}.mlp.gate.e_score_correction_bias"}
+
+_NEXT_TOKENS: Final = {
+    "blk.*.nextn.eh_proj": f"{LAYER}.eh_proj",
+    "blk.*.nextn.enorm": f"{LAYER}.enorm",
+    "blk.*.nextn.hnorm": f"{LAYER}.hnorm",
+    "blk.*.nextn.embed_tokens": f"{LAYER}.embed_tokens",
+    "blk.*.nextn.shared_head_norm": f"{LAYER}.shared_head.norm",
+    "blk.*.nextn.shared_head_head": f"{LAYER}.shared_head.head",
+}
+"""Names in the layer behind the last one, which predicts the token after the next."""
+
+_EXPERTS: Final = {
+    "blk.*.ffn_gate_exps": f"{LAYER}.mlp.experts.#.gate_proj",
+    "blk.*.ffn_up_exps": f"{LAYER}.mlp.experts.#.up_proj",
+    "blk.*.ffn_down_exps": f"{LAYER}.mlp.experts.#.down_proj",
+}
+
+_NUMBERED_EXPERTS: Final = {
+    "blk.*.ffn_gate_exps": f"{LAYER}.block_sparse_moe.experts.#.w1",
+    "blk.*.ffn_down_exps": f"{LAYER}.block_sparse_moe.experts.#.w2",
+    "blk.*.ffn_up_exps": f"{LAYER}.block_sparse_moe.experts.#.w3",
+}
+
+_GATE_AND_UP: Final = ("blk.*.ffn_gate_exps.weight", "blk.*.ffn_up_exps.weight")
+
+_COUNTS: Final = {
+    **EXPERTS_USED,
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+_COUNTS_OF_DEEPSEEK: Final = {
+    **EXPERTS_USED,
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+
+MIXTRAL: Final = GgufFamily(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    names={
+        **AROUND,
+        **ATTENTION,
+        **NORMS,
+        "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.gate",
+    },
+    experts=_NUMBERED_EXPERTS,
+    changed=ROTARY_QK,
+    config={
+        **SIZES,
+        **RMS,
+        **EXPERTS_USED,
+        "expert_count": "num_local_experts",
+    },
+    marker="expert_count",
+)
+
+QWEN2MOE: Final = GgufFamily(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    names={**AROUND, **ATTENTION, **NORMS, **GATED, **_ROUTER, **_SHARED_EXPERT},
+    experts=_EXPERTS,
+    config={
+        **SIZES,
+        **RMS,
+        **_COUNTS,
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+)
+
+QWEN3MOE: Final = GgufFamily(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    names={**AROUND, **ATTENTION, **NORMS, **GATED, **_ROUTER},
+    experts=_EXPERTS,
+    config={**SIZES, **RMS, **HEAD, **_COUNTS},
+    constants={"norm_topk_prob": True},
+)
+
+OLMOE: Final = GgufFamily(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    names={**AROUND, **ATTENTION, **NORMS, **_ROUTER},
+    experts=_EXPERTS,
+    config={**SIZES, **RMS, **EXPERTS_USED, "expert_count": "num_experts"},
+)
+
+MINIMAX_M2: Final = GgufFamily(
+    model_type="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    names={
+        **AROUND,
+        **ATTENTION,
+        **NORMS,
+        "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.gate",
+        "blk.*.exp_probs_b.bias": f"{LAYER}.block_sparse_moe.e_score_correction_bias",
+    },
+    experts=_NUMBERED_EXPERTS,
+    config={
+        **SIZES,
+        **RMS,
+        **HEAD,
+        **EXPERTS_USED,
+        "expert_count": "num_local_experts",
+        "rope.dimension_count": "rotary_dim",
+    },
+    constants={"use_routing_bias": True, "scoring_func": "sigmoid", "use_qk_norm": True},
+)
+
+GPT_OSS: Final = GgufFamily(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    names={
+        **AROUND,
+        **ATTENTION,
+        "blk.*.attn_norm": f"{LAYER}.input_layernorm",
+        "blk.*.post_attention_norm": f"{LAYER}.post_attention_layernorm",
+        "blk.*.attn_sinks.weight": f"{LAYER}.self_attn.sinks",
+        "blk.*.ffn_gate_inp": f"{LAYER}.mlp.router",
+        "blk.*.ffn_down_exps.bias": f"{LAYER}.mlp.experts.down_proj_bias",
+    },
+    joined=(
+        Join(f"{LAYER}.mlp.experts.gate_up_proj", _GATE_AND_UP, join_alternating_experts),
+        Join(
+            f"{LAYER}.mlp.experts.gate_up_proj_bias",
+            ("blk.*.ffn_gate_exps.bias", "blk.*.ffn_up_exps.bias"),
+            join_alternating_experts,
+        ),
+        Join(
+            f"{LAYER}.mlp.experts.down_proj",
+            ("blk.*.ffn_down_exps.weight",),
+            join_transposed_experts,
+        ),
+    ),
+    config={**SIZES, **RMS, **HEAD, **WINDOW, **EXPERTS_USED, "expert_count": "num_local_experts"},
+    complete=(add_rounding_of_yarn,),
+)
+
+LLAMA4: Final = GgufFamily(
+    model_type="llama4_text",
+    architecture="Llama4ForCausalLM",
+    names={
+        **AROUND,
+        **ATTENTION,
+        **NORMS,
+        "blk.*.ffn_gate": f"{LAYER}.feed_forward.gate_proj",
+        "blk.*.ffn_up": f"{LAYER}.feed_forward.up_proj",
+        "blk.*.ffn_down": f"{LAYER}.feed_forward.down_proj",
+        "blk.*.ffn_gate_inp": f"{LAYER}.feed_forward.router",
+        "blk.*.ffn_gate_shexp": f"{LAYER}.feed_forward.shared_expert.gate_proj",
+        "blk.*.ffn_up_shexp": f"{LAYER}.feed_forward.shared_expert.up_proj",
+        "blk.*.ffn_down_shexp": f"{LAYER}.feed_forward.shared_expert.down_proj",
+    },
+    joined=(
+        Join(f"{LAYER}.feed_forward.experts.gate_up_proj", _GATE_AND_UP, join_transposed_experts),
+        Join(
+            f"{LAYER}.feed_forward.experts.down_proj",
+            ("blk.*.ffn_down_exps.weight",),
+            join_transposed_experts,
+        ),
+    ),
+    config={
+        **SIZES,
+        **RMS,
+        **HEAD,
+        **EXPERTS_USED,
+        "feed_forward_length": "intermediate_size_mlp",
+        "expert_feed_forward_length": "intermediate_size",
+        "expert_count": "num_local_experts",
+        "interleave_moe_layer_step": "interleave_moe_layer_step",
+    },
+    complete=(add_norm_of_queries,),
+)
+
+_NAMES_OF_LATENTS: Final = {
+    **AROUND,
+    **NORMS,
+    **GATED,
+    **_ROUTER,
+    **_SHARED_EXPERTS,
+    "blk.*.attn_q": f"{LAYER}.self_attn.q_proj",
+    "blk.*.attn_q_a": f"{LAYER}.self_attn.q_a_proj",
+    "blk.*.attn_q_b": f"{LAYER}.self_attn.q_b_proj",
+    "blk.*.attn_q_a_norm": f"{LAYER}.self_attn.q_a_layernorm",
+    "blk.*.attn_kv_a_mqa": f"{LAYER}.self_attn.kv_a_proj_with_mqa",
+    "blk.*.attn_kv_a_norm": f"{LAYER}.self_attn.kv_a_layernorm",
+    "blk.*.attn_kv_b": f"{LAYER}.self_attn.kv_b_proj",  # of files before April 2025
+    "blk.*.attn_output": f"{LAYER}.self_attn.o_proj",
+}
+
+_LATENT_HEADS: Final = Join(
+    f"{LAYER}.self_attn.kv_b_proj.weight",
+    ("blk.*.attn_k_b.weight", "blk.*.attn_v_b.weight"),
+    join_latent_heads,
+)
+
+_CONFIG_OF_LATENTS: Final = {
+    **SIZES,
+    **RMS,
+    **_COUNTS_OF_DEEPSEEK,
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
+
+DEEPSEEK_V2: Final = GgufFamily(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    names=_NAMES_OF_LATENTS,
+    experts=_EXPERTS,
+    joined=(_LATENT_HEADS,),
+    config=_CONFIG_OF_LATENTS,
+    constants={"topk_method": "greedy"},
+    complete=(add_sizes_of_latents,),
+)
+
+DEEPSEEK_V3: Final = GgufFamily(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    names={**_NAMES_OF_LATENTS, **_CORRECTED, **_NEXT_TOKENS},
+    experts=_EXPERTS,
+    joined=(_LATENT_HEADS,),
+    config=_CONFIG_OF_LATENTS,
+    complete=(add_sizes_of_latents,),
+    marker="blk.*.exp_probs_b.bias",
+    also=("kimi_k2", "glm4_moe_lite"),
+)
+
+GLM4_MOE: Final = GgufFamily(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    names={
+        **AROUND,
+        **ATTENTION,
+        **GATED,
+        **_ROUTER,
+        **_CORRECTED,
+        **_SHARED_EXPERTS,
+        **_NEXT_TOKENS,
+        "blk.*.attn_norm": f"{LAYER}.input_layernorm",
+        "blk.*.post_attention_norm": f"{LAYER}.post_attention_layernorm",
+    },
+    experts=_EXPERTS,
+    config={**SIZES, **RMS, **HEAD, **_COUNTS_OF_DEEPSEEK},
+    shown={
+        "attention_bias": "blk.*.attn_q.bias",
+        "use_qk_norm": "blk.*.attn_q_norm.weight",
+    },
+)
+
+DOTS1: Final = GgufFamily(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    names={**LIKE_LLAMA, **_ROUTER, **_CORRECTED, **_SHARED_EXPERTS},
+    experts=_EXPERTS,
+    config={**SIZES, **RMS, **HEAD, **_COUNTS_OF_DEEPSEEK},
+    shown={"attention_bias": "blk.*.attn_q.bias"},
+)
+
+ERNIE4_5_MOE: Final = GgufFamily(
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    names={
+        **LIKE_LLAMA,
+        **_ROUTER,
+        **_SHARED_EXPERTS,
+        "blk.*.exp_probs_b.bias": f"{LAYER}.mlp.moe_statics.e_score_correction_bias",
+    },
+    experts=_EXPERTS,
+    config={
+        **SIZES,
+        **RMS,
+        **HEAD,
+        "expert_count": "moe_num_experts",
+        "expert_used_count": "moe_k",
+        "expert_shared_count": "moe_num_shared_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "leading_dense_block_count": "moe_layer_start_index",
+        "interleave_moe_layer_step": "moe_layer_interval",
+    },
+    shown={"use_bias": "blk.*.attn_q.bias"},
+)
+
+_NAMES_OF_GRANITE: Final = {
+    **AROUND,
+    **ATTENTION,
+    **NORMS,
+    "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.router.layer",
+    "blk.*.ffn_down_exps.weight": f"{LAYER}.block_sparse_moe.output_linear.weight",
+}
+
+_EXPERTS_OF_GRANITE: Final = Join(
+    f"{LAYER}.block_sparse_moe.input_linear.weight", _GATE_AND_UP, join_experts
+)
+
+_CONFIG_OF_GRANITE: Final = {
+    **SIZES,
+    **RMS,
+    **MULTIPLIERS,
+    **EXPERTS_USED,
+    "expert_count": "num_local_experts",
+}
+
+GRANITE_MOE: Final = GgufFamily(
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    names=_NAMES_OF_GRANITE,
+    joined=(_EXPERTS_OF_GRANITE,),
+    changed=ROTARY_QK,
+    config=_CONFIG_OF_GRANITE,
+    shown={"attention_bias": "blk.*.attn_q.bias"},
+)
+
+GRANITE_MOE_SHARED: Final = GgufFamily(
+    model_type="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+    names={
+        **_NAMES_OF_GRANITE,
+        "blk.*.ffn_down_shexp": f"{LAYER}.shared_mlp.output_linear",
+    },
+    joined=(
+        _EXPERTS_OF_GRANITE,
+        Join(
+            f"{LAYER}.shared_mlp.input_linear.weight",
+            ("blk.*.ffn_gate_shexp.weight", "blk.*.ffn_up_shexp.weight"),
+            join_rows,
+        ),
+    ),
+    changed=ROTARY_QK,
+    config={**_CONFIG_OF_GRANITE, "expert_shared_feed_forward_length": "shared_intermediate_size"},
+    shown={"attention_bias": "blk.*.attn_q.bias"},
+    marker="blk.*.ffn_gate_shexp.weight",
+)
+
+PHIMOE: Final = GgufFamily(
+    model_type="phimoe",
+    architecture="PhimoeForCausalLM",
+    names={
+        **AROUND,
+        **ATTENTION,
+        **NORMS,
+        "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.gate",
+    },
+    experts=_NUMBERED_EXPERTS,
+    config={
+        **SIZES,
+        **RMS,
+        **WINDOW,
+        **EXPERTS_USED,
+        "expert_count": "num_local_experts",
+        "rope.scaling.original_context_length": "original_max_position_embeddings",
+    },
+    shown={
+        "attention_bias": "blk.*.attn_q.bias",
+        "lm_head_bias": "output.bias",
+    },
+)
