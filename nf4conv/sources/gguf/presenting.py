@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.gguf import FUSED, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
-from nf4conv.sources.encodings.types.gguf import GgufBlocks
 from nf4conv.sources.encodings.types.arranged import StackedExperts
+from nf4conv.sources.encodings.types.gguf import GgufBlocks
 from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, GgufFamily, Join, Piece
 from nf4conv.sources.gguf.families.joining import count_matrices, matrix_of
 from nf4conv.sources.gguf.header import GgufTensor
