@@ -384,7 +384,7 @@ def load(folder, is_mistral_format=False):
     written = json.loads((Path(folder) / "config.json").read_text())
     return parameters(folder, is_mistral_format) | written
 ModelBase.load_hparams = staticmethod(load)
-ModelBase.no_mtp = True
+ModelBase.no_mtp = "MTP" not in os.environ
 import convert_hf_to_gguf
 for folder, out in zip(pairs[::2], pairs[1::2]):
     kind = os.environ["OUT_TYPE"]

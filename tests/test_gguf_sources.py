@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from gguf_families import CONVERTER, FAMILIES, class_of, convert, convert_all, write_model
-from safetensors.torch import load_file
+from gguf_families import (
+    CONVERTER,
+    FAMILIES,
+    SMALL,
+    class_of,
+    convert,
+    convert_all,
+    write_model,
+)
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 
 from nf4conv.commands.dequantize import dequantize_checkpoint
@@ -85,6 +93,98 @@ def output_of(kind: type, folder: Path) -> torch.Tensor:
         inputs["decoder_input_ids"] = tokens
     with torch.no_grad():
         return model(**inputs)[0]
+
+
+def rewrite(folder: Path, state: dict[str, torch.Tensor], **config: object) -> None:
+    """Puts other tensors into a model, and other values into its config."""
+    (folder / "model.safetensors").unlink()
+    save_file(state, folder / "model.safetensors")
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | config))
+
+
+def comes_back(folder: Path, out: Path) -> None:
+    """Converts a model, and compares what comes back with it."""
+    where = SourceOptions(config_from=str(folder))
+    dequantize_checkpoint(convert(folder, "bf16"), out, run=CPU, where=where)
+    expected, found = state_of(folder), state_of(out)
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert torch.equal(values, expected[name]), name
+
+
+def test_internlm2_comes_back(tmp_path: Path):
+    """transformers has no such model of its own: its attention is one matrix."""
+    source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)
+    renamed = {
+        "model.embed_tokens.": "model.tok_embeddings.",
+        "lm_head.": "output.",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    state = {}
+    for name, values in state_of(source).items():
+        if "_proj" in name and "self_attn.o" not in name and "self_attn" in name:
+            continue
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        state[name] = values
+    for layer in range(2):
+        state[f"model.layers.{layer}.attention.wqkv.weight"] = torch.randn(128, 64).bfloat16()
+    rewrite(source, state, architectures=["InternLM2ForCausalLM"], model_type="internlm2")
+    comes_back(source, tmp_path / "back")
+
+
+def test_the_layer_of_the_token_after_the_next_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A layer behind the last one, which transformers leaves out, and other loaders use."""
+    monkeypatch.setenv("MTP", "1")
+    source = write_model(tmp_path / "source", "Glm4MoeForCausalLM", torch.bfloat16)
+    state = state_of(source)
+    for name, values in list(state.items()):
+        if name.startswith("model.layers.1."):
+            state[name.replace("layers.1.", "layers.2.")] = values + 1
+    for module, shape in (
+        ("eh_proj", (64, 128)),
+        ("enorm", (64,)),
+        ("hnorm", (64,)),
+        ("embed_tokens", (128, 64)),
+        ("shared_head.norm", (64,)),
+        ("shared_head.head", (128, 64)),
+    ):
+        state[f"model.layers.2.{module}.weight"] = torch.randn(shape).bfloat16()
+    rewrite(source, state, num_nextn_predict_layers=1)
+    comes_back(source, tmp_path / "back")
+    dequantize_checkpoint(tmp_path / "source-bf16.gguf", tmp_path / "alone", run=CPU)
+    config = json.loads((tmp_path / "alone" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "alone"),
+    [
+        ("Qwen2_5_VLForConditionalGeneration", "Qwen2ForCausalLM"),
+        ("Qwen3VLForConditionalGeneration", "Qwen3ForCausalLM"),
+    ],
+)
+def test_the_text_model_of_one_that_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, alone: str
+):
+    """Files of Qwen2.5-VL and Qwen3-VL have text models alone, which are Qwen2 and Qwen3."""
+    sections = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    text = {**SMALL, "head_dim": 16, "rope_parameters": sections, "tie_word_embeddings": False}
+    sees = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    sees |= {"intermediate_size": 48, "deepstack_visual_indexes": [0]}
+    monkeypatch.setitem(FAMILIES, family, {"text_config": text, "vision_config": sees})
+    source = write_model(tmp_path / "source", family, torch.bfloat16)
+    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
+    original = output_of(class_of(family), source)
+    assert torch.equal(original, output_of(class_of(alone), tmp_path / "alone"))
 
 
 @pytest.mark.parametrize("out_type", ["f32", "f16", "q8_0"])

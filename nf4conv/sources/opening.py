@@ -245,9 +245,8 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
         return open_gguf(require_own(file, place), _folder_of_config(where))
     if not is_repo_id(str(place)):
         raise SourceError(f"{place}: no such folder{_HINT}")
-    # importing huggingface_hub takes long
-    from nf4conv.sources.remote.hub import fetch_gguf
-    from nf4conv.sources.remote.ranges import open_ranges
+    from nf4conv.sources.remote.hub import fetch_gguf  # importing it takes long
+    from nf4conv.sources.remote.ranges import open_ranges  # importing it takes long
 
     file, fetched = fetch_gguf(str(place), name, where)
     absent = {}
