@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from nf4conv.codec.kernels import ahead
+from nf4conv.codec.kernels.compiling import Variant
 from nf4conv.codec.kernels.packing import mean
 from nf4conv.run.device.on_driver import backend, compiling, driver
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
@@ -66,7 +66,7 @@ class HostStream:
 class HostFunction:
     """A kernel in Triton's interpreter, which runs one at a time."""
 
-    def __init__(self, variant: ahead.Variant) -> None:
+    def __init__(self, variant: Variant) -> None:
         self._variant = variant
 
     def launch(self, stream: HostStream, programs: int, arguments: Sequence[int]) -> None:  # noqa: ARG002

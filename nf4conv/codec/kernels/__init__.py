@@ -6,6 +6,7 @@ tensors.
     rounding/       weights and second moments of their inputs → codes and scales
     product/        x, packed codes, absmax → x · Wᵀ
     experts/        the same for the experts of mixtures, and decoding of those that are used
+    ahead/          says what kernels programs without torch take
     error.py        compares a weight with its packed codes; nothing is materialised
     difference.py   compares two vectors
     slots.py        reads weights and packed codes, 16 bytes of weight at a time
@@ -14,7 +15,6 @@ tensors.
     tables.py       makes the small tables that kernels read, once for each device
     capturing.py    does what a CUDA graph may not record
     launch.py       compiles once, then launches for the price of the driver call
-    ahead.py        says what kernels programs without torch take
     compiling.py    compiles kernels to machine code, for these programs
 
 Functions write into the tensors they are given, launch on the calling thread's current stream and

@@ -21,11 +21,10 @@ def scaled_bytes(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | N
     if scale is None and tensor.dtype == "I8":
         return None
     if scale is None and siblings.description.method is not None:
-        raise SourceError(
-            f"{tensor.file}: {tensor.name}: {tensor.dtype} without a scale; the checkpoint is "
-            f"incomplete",
-            path=tensor.file,
-            tensor=tensor.name,
+        raise SourceError.about(
+            tensor.file,
+            tensor.name,
+            f"{tensor.dtype} without a scale; the checkpoint is incomplete",
         )
     block = None
     if scale is not None:
@@ -49,8 +48,10 @@ def bytes_of_torchao(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo
     if scale is None or tensor.dtype not in (*FLOAT8_DTYPES, "I8") or len(tensor.shape) != 2:
         raise misfit(tensor, scale or tensor)
     blocks = siblings.description.blocks
-    if len(scale.shape) == 2 and scale.shape[1] and tensor.shape[1] % scale.shape[1] == 0:
-        blocks = ((1, tensor.shape[1] // scale.shape[1]),)
+    columns = tensor.shape[1]
+    groups = scale.shape[1] if len(scale.shape) == 2 else 0
+    if groups and columns % groups == 0:
+        blocks = ((1, columns // groups),)
     block = _block_of_scale(tensor, scale, blocks)
     zero = _zero(tensor, scale, siblings.find(f"{module}._{stem}_zero_point"))
     encoding = Scaled(tensor, scale, block, zero)
@@ -101,8 +102,11 @@ def _block_of_scale(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Bloc
     if scale.dtype in ("U8", "F8_E8M0"):
         blocks = (*blocks, (1, 32))  # MXFP8
     for height, width in blocks:
-        if scale.shape == (*stacked, -(-rows // height), -(-columns // width)):
-            return min(height, max(rows, 1)), min(width, max(columns, 1))
+        expected = (*stacked, -(-rows // height), -(-columns // width))
+        if scale.shape == expected:
+            height = min(height, max(rows, 1))
+            width = min(width, max(columns, 1))
+            return height, width
     if all(size in (1, whole) for size, whole in zip(scale.shape, tensor.shape, strict=True)):
         return None
     raise misfit(tensor, scale)

@@ -143,8 +143,7 @@ def _decode(
     values = parts["values"]
     match encoding:
         case Scaled():
-            scale, zero = parts.get("scale"), parts.get("zero")
-            return decode_scaled(values, scale, encoding.block, dtype, zero=zero)
+            return _decode_scaled(encoding, parts, dtype)
         case Bitsandbytes8bit():
             return decode_int8_rows(values, parts["scale"], dtype)
         case Fp4():
@@ -160,6 +159,18 @@ def _decode(
         case Strided():
             return torch.as_strided(values, tensor.shape, encoding.strides).to(dtype).contiguous()
     raise AssertionError(f"{tensor.name}: {encoding.name} has no decoder here")
+
+
+def _decode_scaled(
+    encoding: Scaled, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    return decode_scaled(
+        parts["values"],
+        parts.get("scale"),
+        encoding.block,
+        dtype,
+        zero=parts.get("zero"),
+    )
 
 
 def _decode_fp4(

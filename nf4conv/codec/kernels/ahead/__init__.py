@@ -1,0 +1,23 @@
+"""Says what kernels a program without torch and Triton takes for a purpose.
+
+codec.py     holds the kernels for one purpose
+weights.py   packs weights to 4 bits, unpacks them, measures their errors
+encoded.py   decodes the weights that other quantizations encoded
+vectors.py   casts vectors, and finds out how far two are apart
+
+Each function that returns a `Codec` is named by a value of the engine's Action. Its `device` is
+where the kernels will run; on a CPU they are for Triton's interpreter, without inline assembly.
+compiling.py compiles them.
+"""
+
+from nf4conv.codec.kernels.ahead.codec import Codec as Codec
+from nf4conv.codec.kernels.ahead.encoded import fp4_decoder as fp4_decoder
+from nf4conv.codec.kernels.ahead.encoded import ggml_decoder as ggml_decoder
+from nf4conv.codec.kernels.ahead.encoded import halves_decoder as halves_decoder
+from nf4conv.codec.kernels.ahead.encoded import integer_decoder as integer_decoder
+from nf4conv.codec.kernels.ahead.encoded import scaled_decoder as scaled_decoder
+from nf4conv.codec.kernels.ahead.vectors import caster as caster
+from nf4conv.codec.kernels.ahead.vectors import subtractor as subtractor
+from nf4conv.codec.kernels.ahead.weights import comparer as comparer
+from nf4conv.codec.kernels.ahead.weights import decoder as decoder
+from nf4conv.codec.kernels.ahead.weights import encoder as encoder

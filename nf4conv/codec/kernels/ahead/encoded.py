@@ -1,0 +1,244 @@
+"""Says what kernels decode the weights that other quantizations encoded."""
+
+import torch
+
+from nf4conv.codec.kernels.ahead.codec import INT32, UINT8, Codec, bytes_of
+from nf4conv.codec.kernels.compiling import Variant
+from nf4conv.codec.kernels.decoding import fp4, halves, integers, scaled
+from nf4conv.codec.kernels.decoding.ggml import decoding as ggml
+from nf4conv.codec.kernels.decoding.scaled import kind_of, stored
+
+
+def scaled_decoder(
+    _device: torch.device,
+    out: torch.dtype,
+    values: torch.dtype,
+    scale: torch.dtype,
+    block: tuple[int, int],
+    by_127: bool,
+    aligned: bool,
+) -> Codec:
+    """Return what decodes 8-bit values with scales, see scaled.decode_scaled.
+
+    Args:
+        _device: of the kernels, which are the same on all.
+        out: dtype of the result: float32, float16 or bfloat16.
+        values: dtype of the values.
+        scale: dtype of the scales.
+        block: (rows, columns) that share a scale.
+        by_127: True to multiply each product by 1 / 127 too.
+        aligned: True if rows are multiples of 16 values.
+
+    Returns:
+        kernels: "decode".
+        tables: none.
+        numbers: "rows", "columns" of a program.
+    """
+    height, width = block
+    example_values = torch.empty(0, dtype=values)
+    example_scale = torch.empty(0, dtype=scale)
+    kernel = Variant(
+        scaled.scaled_kernel,
+        (
+            stored(example_values),
+            stored(example_scale),
+            torch.empty(0, dtype=out),
+            1,
+            1,
+            1,
+            1,
+            1,
+            height,
+            width,
+            kind_of(example_values),
+            kind_of(example_scale),
+            by_127,
+            aligned,
+        ),
+        scaled.NUM_WARPS,
+    )
+    numbers = {"rows": scaled.TILE_ROWS.value, "columns": scaled.TILE_COLUMNS.value}
+    return Codec({"decode": kernel}, {}, numbers)
+
+
+def fp4_decoder(
+    _device: torch.device,
+    out: torch.dtype,
+    scale: torch.dtype,
+    group_pairs: int,
+    divisor: torch.dtype | None,
+    multiplier: torch.dtype | None,
+    aligned: bool,
+    transposed: bool,
+) -> Codec:
+    """Return what decodes MXFP4 and NVFP4, see fp4.decode_fp4.
+
+    Args:
+        _device: of the kernels, which are the same on all.
+        out: dtype of the result: float32, float16 or bfloat16.
+        scale: dtype of the scales.
+        group_pairs: pairs of values that share a scale.
+        divisor: dtype of the number that scales are divided by; None if they are not.
+        multiplier: dtype of the number that scales are multiplied with; None if they are not.
+        aligned: True if rows are multiples of 16 pairs.
+        transposed: True to write the result as [columns, rows].
+
+    Returns:
+        kernels: "decode".
+        tables: none.
+        numbers: "rows", "columns" of a program, in pairs.
+    """
+    example_scale = torch.empty(0, dtype=scale)
+    example_divisor = example_scale if divisor is None else torch.empty(0, dtype=divisor)
+    example_multiplier = example_scale if multiplier is None else torch.empty(0, dtype=multiplier)
+    kernel = Variant(
+        fp4.fp4_kernel,
+        (
+            UINT8,  # pairs of values
+            stored(example_scale),
+            stored(example_divisor),
+            stored(example_multiplier),
+            torch.empty(0, dtype=out),
+            1,
+            1,
+            1,
+            1,
+            group_pairs,
+            kind_of(example_scale),
+            divisor is not None,
+            multiplier is not None,
+            aligned,
+            transposed,
+        ),
+        fp4.NUM_WARPS,
+    )
+    return Codec(
+        {"decode": kernel}, {}, {"rows": fp4.TILE_ROWS.value, "columns": fp4.TILE_PAIRS.value}
+    )
+
+
+def integer_decoder(
+    _device: torch.device,
+    out: torch.dtype,
+    scale: torch.dtype,
+    packing: str,
+    bits: int,
+    zeros: torch.dtype | None,
+    zeros_less_one: bool,
+    index: torch.dtype | None,
+) -> Codec:
+    """Return what decodes packed integers, see integers.decode_integers.
+
+    Args:
+        _device: of the kernels, which are the same on all.
+        out: dtype of the result: float32, float16 or bfloat16.
+        scale: dtype of the scales.
+        packing: "compressed-tensors", "GPTQ" or "AWQ".
+        bits: of a code.
+        zeros: dtype of the zero points; None if there are none.
+        zeros_less_one: True if they are stored one too small.
+        index: dtype of the group of each column; None if groups are in order.
+
+    Returns:
+        kernels: "decode".
+        tables: none.
+        numbers: "rows", "columns" of a program.
+    """
+    kind = integers.PACKINGS[packing]
+    tile = integers.tile_of(kind)
+    kernel = Variant(
+        integers.integers_kernel,
+        (
+            INT32,  # words
+            torch.empty(0, dtype=scale),
+            torch.empty(0, dtype=zeros or torch.int32),
+            torch.empty(0, dtype=index or torch.int32),
+            torch.empty(0, dtype=out),
+            1,
+            1,
+            1,
+            1,
+            1,
+            1,
+            1,
+            kind,
+            bits,
+            integers.kind_of_zeros(zeros, zeros_less_one),
+            index is not None,
+            tile.rows,
+            tile.columns,
+        ),
+        integers.NUM_WARPS,
+    )
+    return Codec({"decode": kernel}, {}, {"rows": tile.rows, "columns": tile.columns})
+
+
+def ggml_decoder(
+    device: torch.device,
+    out: torch.dtype,
+    number: int,
+    changed: str | None,
+) -> Codec:
+    """Return what decodes the blocks of GGUF, see kernels/decoding/ggml/.
+
+    Args:
+        device: of the kernels.
+        out: dtype of the result: float32, float16 or bfloat16.
+        number: of the block type in ggml.h.
+        changed: what llama.cpp's converter did, and the kernel undoes: a word of format/gguf.py;
+            None if it did nothing.
+
+    Returns:
+        kernels: "decode".
+        tables: "grid", coordinates of points; a single one for types without.
+        numbers: "rows", "columns" of a program.
+    """
+    kernel = Variant(
+        ggml.ggml_kernel,
+        (
+            UINT8,  # blocks
+            torch.empty(0, dtype=torch.int8),
+            torch.empty(0, dtype=out),
+            1,
+            1,
+            1,
+            1,
+            1,
+            1,
+            *ggml.constants(number, changed),
+        ),
+        ggml.NUM_WARPS,
+    )
+    tables = {"grid": bytes_of(ggml.grid_of(number, device))}
+    numbers = {"rows": ggml.TILE_ROWS.value, "columns": ggml.TILE_COLUMNS.value}
+    return Codec({"decode": kernel}, tables, numbers)
+
+
+def halves_decoder(
+    _device: torch.device, out: torch.dtype, scale: torch.dtype, bits: int, axis: int
+) -> Codec:
+    """Return what decodes weights of HQQ, see halves.decode_halves.
+
+    Args:
+        _device: of the kernels, which are the same on all.
+        out: dtype of the result: float32, float16 or bfloat16.
+        scale: dtype of the scales.
+        bits: of a code.
+        axis: 1 if groups are runs of elements, 0 if their elements are at equal distances.
+
+    Returns:
+        kernels: "within", "across": for one run of words, and for two.
+        tables: none.
+        numbers: "tile", elements that a program decodes.
+    """
+    words = INT32 if bits == 3 else UINT8
+    example_scale = torch.empty(0, dtype=scale)
+    pointers = (words, words, example_scale, example_scale, torch.empty(0, dtype=out))
+    numbers = (1, 1, 1, 1, 1, 1)
+    kernels = {}
+    for name, goes_on in (("within", False), ("across", True)):
+        constants = (bits, axis, goes_on)
+        kernels[name] = Variant(
+            halves.halves_kernel, (*pointers, *numbers, *constants), halves.NUM_WARPS
+        )
+    return Codec(kernels, {}, {"tile": halves.TILE.value})
