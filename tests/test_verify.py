@@ -875,8 +875,8 @@ def test_normal_weights_are_well_within_the_tolerance(quant_type: str, blocksize
     [
         ({"tolerance": -1}, "expected a relative error"),
         ({"tolerance": math.nan}, "expected a relative error"),
-        ({"tolerance": 0.1}, "give --source"),
-        ({"exact": True}, "give --source"),
+        ({"tolerance": 0.1}, "give source"),
+        ({"exact": True}, "give source"),
     ],
     ids=["negative", "NaN", "tolerance without source", "exact without source"],
 )
