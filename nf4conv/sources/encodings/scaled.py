@@ -40,22 +40,26 @@ def bytes_of_torchao(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo
     named as in its prototype/safetensors/safetensors_support.py. Its other classes have fields of
     the same names, so the config was asked before (description.py).
     """
-    module, separator, field = tensor.name.rpartition("._")
-    stem = field.removesuffix("_qdata")
-    if siblings.description.method != "torchao" or not separator or stem == field:
+    stored = tensor.name.removesuffix("_qdata")
+    module, is_field, weight = stored.rpartition("._")
+    if siblings.description.method != "torchao" or stored == tensor.name or not is_field:
         return None
-    scale = siblings.find(f"{module}._{stem}_scale")
-    if scale is None or tensor.dtype not in (*FLOAT8_DTYPES, "I8") or len(tensor.shape) != 2:
+    scale = siblings.find(f"{stored}_scale")
+    is_matrix = len(tensor.shape) == 2 and tensor.dtype in (*FLOAT8_DTYPES, "I8")
+    if scale is None or not is_matrix:
         raise misfit(tensor, scale or tensor)
-    blocks = siblings.description.blocks
     columns = tensor.shape[1]
-    groups = scale.shape[1] if len(scale.shape) == 2 else 0
-    if groups and columns % groups == 0:
-        blocks = ((1, columns // groups),)
+    groups = scale.shape[-1] if len(scale.shape) == 2 else 0
+    blocks = []
+    if groups > 0 and columns % groups == 0:
+        blocks.append((1, columns // groups))
     block = _block_of_scale(tensor, scale, blocks)
-    zero = _zero(tensor, scale, siblings.find(f"{module}._{stem}_zero_point"))
-    encoding = Scaled(tensor, scale, block, zero)
-    return tensor._replace(name=f"{module}.{stem}", dtype=siblings.dtype, encoding=encoding)
+    zero = _zero(tensor, scale, siblings.find(f"{stored}_zero_point"))
+    return tensor._replace(
+        name=f"{module}.{weight}",
+        dtype=siblings.dtype,
+        encoding=Scaled(tensor, scale, block, zero),
+    )
 
 
 def _zero(
