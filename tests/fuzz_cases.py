@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_templates as templates
+import integers
 from checkpoints import write_mixture
 from fuzz_case import Case, Kind, is_same, passes_verify
 from fuzz_hub import hub_case
@@ -260,7 +261,51 @@ _SOURCES: dict[str, Callable[[Path], None]] = {
     **{encode.__name__: templates.encoded(encode) for encode in ENCODINGS},
 }
 
+_GROUPS = {"bits": 4, "group_size": 32}
+_PACKED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "a": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}},
+        "b": {"weights": {"num_bits": 3, "type": "int", "strategy": "channel"}},
+    },
+}
+_INTEGERS: dict[str, Callable[[Path], None]] = {
+    "pack-quantized": templates.integers(
+        _PACKED,
+        partial(integers.compressed, is_symmetric=False, is_reordered=True),
+        partial(integers.compressed, bits=3, group_size=None, is_symmetric=False),
+    ),
+    "pack-quantized of 0.17": templates.integers(
+        _PACKED,
+        integers.compressed,
+        partial(integers.compressed, bits=3, group_size=None, is_padded=True),
+    ),
+    "gptq": templates.integers(
+        {"quant_method": "gptq", **_GROUPS, "dynamic": {"+:x": {"bits": 3}}},
+        partial(integers.gptq, is_reordered=True),
+        partial(integers.gptq, bits=3),
+    ),
+    "awq": templates.integers({"quant_method": "awq", **_GROUPS, "version": "gemm"}, integers.awq),
+    "auto-round": templates.integers(
+        {
+            "quant_method": "auto-round",
+            **_GROUPS,
+            "packing_format": "auto_round:gptqmodel",
+            "data_type": "int",
+            "extra_config": {"x": {"bits": 5}},
+        },
+        partial(integers.gptq, version=2),
+        partial(integers.gptq, bits=5, version=2),
+    ),
+    "hqq": templates.integers(
+        {"quant_method": "hqq"}, integers.hqq, partial(integers.hqq, bits=3, axis=0)
+    ),
+    "torchao": templates.torchao,
+}
+
 KINDS: dict[str, Kind] = {
+    **{name: Kind(write, source_case) for name, write in _INTEGERS.items()},
     **{name: Kind(write, source_case) for name, write in _SOURCES.items()},
     "adapter": Kind(templates.adapter, adapter_case),
     "adapter of experts": Kind(templates.adapter_of_experts, adapter_case),

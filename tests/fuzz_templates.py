@@ -13,6 +13,7 @@ from checkpoints import EXPERTS, write_mixture, write_source
 from click.testing import CliRunner
 from four_bit import pack
 from four_bit import write as write_packed
+from integers import Weight
 from safetensors.torch import save_file
 from test_encoded import PLAIN, Q
 from test_encoded import random as random_weight
@@ -104,6 +105,31 @@ def encoded(encode: Callable[[], Any]) -> Callable[[Path], None]:
             )
 
     return write
+
+
+def integers(description: dict[str, Any], *makes: Callable[..., Weight]) -> Callable[[Path], None]:
+    """Returns what writes a checkpoint whose weights these functions quantize in turn."""
+
+    def write(folder: Path) -> None:
+        stored = dict(PLAIN)
+        for number, make in enumerate(makes):
+            module = f"model.layers.{number}.self_attn.q_proj"
+            stored.pop(f"{module}.weight", None)
+            weight = make(64, 128)
+            stored |= {f"{module}.{name}": part for name, part in weight.parts.items()}
+        write_encoded(folder, stored, description)
+
+    return write
+
+
+def torchao(folder: Path) -> None:
+    stored = {
+        f"{DOWN.replace('.weight', '')}._weight_qdata": torch.randint(-128, 127, (64, 128)).char(),
+        f"{DOWN.replace('.weight', '')}._weight_scale": torch.rand(64, 4),
+        f"{DOWN.replace('.weight', '')}._weight_zero_point": torch.ones(64, 4).char(),
+    }
+    description = {"quant_method": "torchao", "quant_type": {"_type": "Int8WeightOnlyConfig"}}
+    write_encoded(folder, PLAIN | stored, description)
 
 
 # --- adapters -------------------------------------------------------------------------------------

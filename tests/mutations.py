@@ -37,7 +37,8 @@ VALUES: list[Any] = [
     "F32", "F16", "BF16", "U8", "I8", "F8_E4M3", "F8_E8M0", "F4", "C64", "BOOL", "I64", "F64",
     "float16",
     # methods of quantization and types of models
-    "bitsandbytes", "fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq",
+    "bitsandbytes", "fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq", "hqq",
+    "auto-round", "torchao",
     "llama", "gpt_oss", "gpt2",
     # classes of models
     "LlamaForCausalLM", "GptOssForCausalLM", "GPT2LMHeadModel", "Qwen3MoeForCausalLM",
@@ -157,6 +158,8 @@ def mutate_safetensors(chosen: random.Random, content: bytes) -> bytes:
             states = [name for name in table if "quant_state" in name]
             if states:
                 return _mutate_state(chosen, table, chosen.choice(states), data)
+        case 6:
+            return content[: 8 + length] + _filled(chosen, json.loads(header), data)
     return _with_header(mutate_json(chosen, header), data)
 
 
@@ -174,6 +177,24 @@ def _mutate_state(chosen: random.Random, table: dict[str, Any], name: str, data:
                 offsets[index] = offset + shift
     table[name] |= {"shape": [len(blob)], "data_offsets": [start, start + len(blob)]}
     return _with_header(json.dumps(table).encode(), data[:start] + blob + data[stop:])
+
+
+def _filled(chosen: random.Random, table: dict[str, Any], data: bytes) -> bytes:
+    """Fills a tensor, or its first bytes, with a value that no reader expects there."""
+    name = chosen.choice([key for key in table if key != "__metadata__"])
+    start, stop = table[name]["data_offsets"]
+    value = chosen.choice(
+        (
+            *(struct.pack("<q", number) for number in (0, 1, -1, 10**9, 2**62, -(2**63))),
+            *(struct.pack("<i", number) * 2 for number in (7, -2, 10**9)),
+            *(struct.pack("<f", number) * 2 for number in (float("nan"), float("inf"), 1e38)),
+            b"\0\x7c" * 4,  # infinity in float16
+            b"\x80\x7f" * 4,  # infinity in bfloat16
+        )
+    )
+    count = chosen.choice((1, 2, 4, 8, stop - start))
+    filled = (value * (count // len(value) + 1))[: min(count, stop - start)]
+    return data[:start] + filled + data[start + len(filled) :]
 
 
 def _with_header(header: bytes, data: bytes) -> bytes:

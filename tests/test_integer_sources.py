@@ -165,6 +165,109 @@ def test_layers_of_different_bits(tmp_path: Path):
     assert "1 of GPTQ 2-bit, groups of 128" in note
 
 
+def test_a_model_in_bfloat16_stays_one(tmp_path: Path):
+    """Its scales are float16, and so are its decoded weights; what computes is bfloat16."""
+    source, decoded = write(tmp_path / "source", gptq, GPTQ)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    tensors = load_file(source / FILE)
+    kept = {name for name in tensors if name.endswith(".weight")}
+    for name in kept:
+        tensors[name] = decoded[name] = tensors[name].bfloat16()
+    save_file(tensors, source / FILE)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {part.dtype for part in loaded.parameters()} == {torch.bfloat16}
+
+
+def vision_and_language(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A model that sees: its tower in 16 bits, experts in 4, attention in 8, heads in 3, cache."""
+    prefix = "model.language_model.layers.0"
+    bf16 = torch.bfloat16
+    weights: dict[str, torch.Tensor | Weight] = {
+        "model.visual.blocks.0.attn.qkv.weight": torch.randn(96, 32).to(bf16),
+        "model.visual.merger.linear_fc1.weight": torch.randn(64, 32).to(bf16),
+        "model.language_model.embed_tokens.weight": compressed(96, 64, bits=8, dtype=bf16),
+        "lm_head.weight": compressed(96, 64, bits=3, is_symmetric=False, dtype=bf16),
+        f"{prefix}.self_attn.q_proj.weight": compressed(64, 64, bits=8, group_size=None),
+        f"{prefix}.self_attn.o_proj.weight": torch.randn(64, 64).to(bf16),
+        f"{prefix}.mlp.up_proj.weight": compressed(128, 64, is_symmetric=False),
+        f"{prefix}.mlp.gate_proj.weight": compressed(128, 64, bits=5, group_size=64),
+    }
+    for expert in range(2):
+        name = f"{prefix}.mlp.experts.{expert}.down_proj.weight"
+        weights[name] = compressed(64, 128, group_size=32)
+    stored: dict[str, torch.Tensor] = {}
+    decoded: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, torch.Tensor):
+            stored[name] = decoded[name] = weight
+            continue
+        module = name.removesuffix(".weight")
+        stored |= {f"{module}.{suffix}": part for suffix, part in weight.parts.items()}
+        decoded[name] = weight.decoded
+    fp8 = torch.randn(64, 64).to(torch.float8_e4m3fn)
+    stored[f"{prefix}.self_attn.k_proj.weight"] = fp8
+    stored[f"{prefix}.self_attn.k_proj.weight_scale"] = torch.full((64, 1), 0.5).to(bf16)
+    decoded[f"{prefix}.self_attn.k_proj.weight"] = (fp8.float() * 0.5).to(bf16)
+    for cache in ("k_scale", "v_scale"):
+        stored[f"{prefix}.self_attn.{cache}"] = torch.ones(1).to(bf16)
+    groups = {}
+    for bits, size in ((4, 32), (8, 32), (8, None), (3, 32), (5, 64)):
+        weights_of = {"num_bits": bits, "type": "int", "group_size": size}
+        groups[f"{bits} {size}"] = {"targets": ["x"], "weights": weights_of}
+    groups["fp8"] = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    description = PACKED | {"format": "mixed-precision", "config_groups": groups}
+    config = {
+        "model_type": "qwen3_vl_moe",
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "text_config": {"dtype": "bfloat16", "model_type": "qwen3_vl_moe_text"},
+        "quantization_config": description,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: part.clone().contiguous() for name, part in stored.items()}, folder / FILE)
+    return folder, decoded
+
+
+def test_a_mixed_model_that_sees(tmp_path: Path):
+    """Integers of 3, 4, 5 and 8 bits, FP8 and 16 bits side by side, embeddings and head too."""
+    source, decoded = vision_and_language(tmp_path / "source")
+    plan = plan_dequantization(source)
+    assert not any("cache" in note for note in plan.notes)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    found = load_file(tmp_path / "out" / FILE)
+    expected = {name: part for name, part in decoded.items() if ".experts." not in name}
+    same_tensors({name: part for name, part in found.items() if ".experts" not in name}, expected)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    visual = "model.visual.blocks.0.attn.qkv.weight"
+    quantize_checkpoint(source, tmp_path / "nf4", None, CPU)
+    packed = load_file(tmp_path / "nf4" / FILE)
+    assert torch.equal(packed[visual], decoded[visual])
+    assert "model.language_model.layers.0.mlp.gate_proj.weight.absmax" in packed
+    assert verify_checkpoint(tmp_path / "nf4", source, run=CPU).passed
+
+
+def test_tied_embeddings(tmp_path: Path):
+    """A quantized embedding table stands for the head as well."""
+    source, decoded = write(tmp_path / "source", gptq, GPTQ)
+    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / FILE)
+    del tensors["lm_head.weight"], decoded["lm_head.weight"]
+    weight = gptq(96, 128, bits=8)
+    table = "model.embed_tokens"
+    del tensors[f"{table}.weight"]
+    tensors |= {f"{table}.{name}": part for name, part in weight.parts.items()}
+    decoded[f"{table}.weight"] = weight.decoded
+    save_file(tensors, source / FILE)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert torch.equal(loaded.lm_head.weight, weight.decoded)
+
+
 def without_index(make: Any, **fixed: Any) -> Any:
     """Makes weights as AutoRound does, which writes no g_idx but for GPTQModel."""
 
@@ -326,6 +429,10 @@ def test_what_is_lost_is_said(tmp_path: Path):
 # --- refusals -------------------------------------------------------------------------------------
 
 
+def in_place_of(new: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return new
+
+
 def cut(part: torch.Tensor) -> torch.Tensor:
     return part[..., :-1].contiguous()
 
@@ -352,6 +459,47 @@ def cut(part: torch.Tensor) -> torch.Tensor:
             {"weight_shape": lambda part: part * 0 + 2**60, "weight_scale": lambda p: p[:, :1]},
             r"weight_shape: says \[1152921504606846976, ",
         ),
+        *(
+            (
+                compressed,
+                PACKED,
+                {"weight_shape": partial(in_place_of, torch.tensor(shape)), "weight_scale": cut},
+                message,
+            )
+            for shape, message in (
+                ([128, 10**9], "weight_packed: I32 .* fit no compressed-tensors"),
+                ([10**9, 128], "weight_shape: says"),
+                ([128, -1], "weight_shape: says"),
+                ([-(2**63), 2**62], "weight_shape: says"),
+                ([128], r"weight_packed: I32 .* does not go with .*weight_shape, I64 .1."),
+                ([0.5, 1.0], "weight_packed: I32 .* does not go with .*weight_shape, F32"),
+            )
+        ),
+        (
+            compressed,
+            PACKED,
+            {"weight_zero_point": lambda _: torch.ones(16, 3, dtype=torch.int32)},
+            "weight_packed: I32 .* does not go with .*weight_zero_point",
+        ),
+        (compressed, PACKED, {"weight_scale": None}, "weight_[a-z]*: part of a weight"),
+        (
+            compressed,
+            PACKED,
+            {"weight_scale": lambda part: part.to(torch.float64)},
+            "weight_packed: I32 .* does not go with .*weight_scale, F64",
+        ),
+        (
+            compressed,
+            PACKED,
+            {"weight_g_idx": lambda _: torch.zeros(127, dtype=torch.int32)},
+            "weight_packed: I32 .* does not go with .*weight_g_idx",
+        ),
+        (gptq, GPTQ, {"scales": None}, "qweight: lacks its scales"),
+        (gptq, GPTQ, {"qweight": lambda part: part.to(torch.int64)}, "qweight: I64 .*scales"),
+        (gptq, GPTQ, {"scales": lambda part: part.int()}, "qweight: I32 .* .*scales, I32"),
+        (gptq, GPTQ, {"g_idx": lambda part: part.float()}, "qweight: I32 .* .*g_idx, F32"),
+        (awq, AWQ, {"qzeros": None}, "qweight: lacks its qzeros"),
+        (hqq, HQQ, {"shape": lambda part: part + 10**9}, "W_q: U8 .* does not go with .*scale"),
         (
             gptq,
             GPTQ,
@@ -407,6 +555,24 @@ def test_other_layouts_are_refused_by_name(
     source, _ = write(tmp_path / "source", gptq, description)
     with pytest.raises(SourceError, match=f"already quantized: .*{message}"):
         plan_dequantization(source)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("method", MAKERS)
+def test_scales_that_are_no_numbers(tmp_path: Path, method: str, value: float):
+    """`dequantize` gives what the method does; `quantize` refuses it and names the weight."""
+    make, description = MAKERS[method]
+    weight = make(128, 128, dtype=torch.float16)
+    name = "weight_scale" if method == "compressed" else "scale" if method == "hqq" else "scales"
+    weight.parts[name].view(-1)[5] = value
+    source, _ = write(tmp_path / "source", make, description, {Q: weight})
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    decoded = load_file(tmp_path / "out" / FILE)[f"{Q}.weight"]
+    assert 0 < int((~torch.isfinite(decoded)).sum()) <= 128
+    with pytest.raises(SourceError, match=f"{Q}.weight: .* NaN or infinite") as error:
+        quantize_checkpoint(source, tmp_path / "nf4", None, CPU)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "nf4/config.json").exists()
 
 
 @pytest.mark.parametrize("group", [-5, 4])

@@ -6,7 +6,7 @@ Weights of bitsandbytes that are to stay in 4 bits are copied as they are, all t
 one shard.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
@@ -17,7 +17,7 @@ from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.choose.wishes import is_wanted
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import TAGS, Format
-from nf4conv.models.config import plain_config, without_quantization
+from nf4conv.models.config import checkpoint_dtype, plain_config, without_quantization
 from nf4conv.models.module_names import ModuleNames
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
@@ -110,7 +110,8 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     config, still_packed = _partly_packed(source, packed - wanted, options)
     tensors = join_experts(source.tensors, source.config or {}, still_packed)
     groups = list(_groups(replace(source, tensors=tensors), still_packed, options))
-    dtype = options.dtype or dominant_dtype(job.source for group in groups for job in group)
+    sources = [job.source for group in groups for job in group]
+    dtype = options.dtype or _dtype_of_model(source.config or {}, sources)
     output = arrange(
         groups,
         Format("nf4", 64, False, dtype),
@@ -138,6 +139,19 @@ def _check_stays(source: Source, names: set[str]) -> None:
                 f"{tensor.name}: --include or --exclude leaves it as it is ({encoding.name}); "
                 f"only weights in bitsandbytes' 4 bits can stay"
             )
+
+
+def _dtype_of_model(config: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> str:
+    """Returns the name of the dtype that a decoded model is loaded in.
+
+    It is that of most bytes. But a model whose config and other weights are in bfloat16 stays one
+    although its method stores scales in float16: activations may be too large for float16.
+    """
+    dominant = dominant_dtype(tensors)
+    if dominant != "float16" or checkpoint_dtype(config) != "bfloat16":
+        return dominant
+    has_kept = any(tensor.dtype == "BF16" and tensor.encoding is None for tensor in tensors)
+    return "bfloat16" if has_kept else dominant
 
 
 def _plain(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
