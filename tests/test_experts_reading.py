@@ -28,7 +28,7 @@ from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.inspect import inspect_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
-from nf4conv.errors import SourceError
+from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
 from nf4conv.report.as_json import to_json
 from nf4conv.report.text.checks import verification_lines
@@ -174,6 +174,24 @@ def test_experts_that_cannot_be_stacked_are_refused(mixtures, tmp_path, change, 
     with pytest.raises(SourceError, match=message) as caught:
         dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", run=CPU)
     assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out/config.json").exists()
+
+
+@pytest.mark.parametrize("command", [dequantize_checkpoint, quantize_checkpoint])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(EXPERT), r"2\.up_proj\.weight is missing: of 4 experts of this layer 3 have it"),
+        (without_last_expert, r"experts\.3\.\w+\.weight is missing: of 4 experts"),
+        (of_another_shape, r"experts\.2\.up_proj\.weight is \[64, 64\], but .*0\.up_proj"),
+    ],
+    ids=["one matrix missing", "last expert missing", "another shape"],
+)
+def test_experts_that_stay_single_are_checked(mixtures, tmp_path, command, change, message):
+    pack_one_by_one("qwen3_moe", mixtures["qwen3_moe"], tmp_path / "nf4")
+    edit(tmp_path / "nf4", change)
+    with pytest.raises(PlanError, match=message):
+        command(tmp_path / "nf4", tmp_path / "out", run=CPU)
     assert not (tmp_path / "out/config.json").exists()
 
 

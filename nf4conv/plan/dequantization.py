@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
 from nf4conv.choose.evidence import Evidence
+from nf4conv.choose.experts.layers import check_whole
 from nf4conv.choose.formats import dominant_dtype
 from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.choose.wishes import is_wanted
@@ -109,6 +110,7 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
         raise PlanError(f"{place}: --include and --exclude leave no weight to decode")
     config, still_packed = _partly_packed(source, packed - wanted, options)
     tensors = join_experts(source.tensors, source.config or {}, still_packed)
+    check_whole(tensors, source.config or {})
     groups = list(_groups(replace(source, tensors=tensors), still_packed, options))
     sources = [job.source for group in groups for job in group]
     dtype = options.dtype or _dtype_of_model(source.config or {}, sources)

@@ -1,6 +1,7 @@
 """Decides about the experts of a layer together: all are there, and all are packed or none."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.choose.experts.gathering import SINGLE, Experts
@@ -37,10 +38,42 @@ def check_layout(decisions: Mapping[str, Pack | Keep], experts: Experts, moe: st
                 )
             projections = layers.setdefault(match[1], {})
             projections.setdefault(match[3], {})[int(match[2])] = experts.tensors[name]
-    is_uneven = any(model_type in UNEVEN for model_type in model_types(experts.config))
-    if moe is None or is_uneven or "model_type" not in experts.config:
+    if moe is None:
+        check_whole(experts.tensors.values(), experts.config)
+    else:
+        _check_layers(layers, experts.config)
+
+
+def check_whole(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> None:
+    """Checks the experts that are stored one by one, packed or not, where the config knows how many
+    there are.
+
+    Args:
+        tensors: those of a checkpoint.
+        config: the content of its config.json.
+
+    Raises:
+        PlanError: an expert is missing, or has another shape than the others of its layer.
+    """
+    if not experts_in(config):
         return
-    numbers = experts_in(experts.config)
+    layers: dict[str, dict[str, dict[int, TensorInfo]]] = {}
+    for tensor in tensors:
+        match = SINGLE.match(tensor.name)
+        if match is not None:
+            projections = layers.setdefault(match[1], {})
+            projections.setdefault(match[3], {})[int(match[2])] = tensor
+    _check_layers(layers, config)
+
+
+def _check_layers(
+    layers: Mapping[str, Mapping[str, Mapping[int, TensorInfo]]], config: Mapping[str, Any]
+) -> None:
+    """Checks weights of single experts, by layer, projection and number."""
+    is_uneven = any(model_type in UNEVEN for model_type in model_types(config))
+    if is_uneven or "model_type" not in config:
+        return
+    numbers = experts_in(config)
     for layer, projections in layers.items():
         count = 1 + max(max(weights) for weights in projections.values())
         if numbers and count > max(numbers):
