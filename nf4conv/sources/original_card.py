@@ -26,3 +26,11 @@ class OriginalCard:
         """What a card of nf4conv names as the base model; None for any other card."""
         base = self.fields.get("base_model")
         return base if self.is_ours and isinstance(base, str) else None
+
+    @property
+    def bases_of_others(self) -> tuple[str, ...]:
+        """What a card that nf4conv did not write names as the base models."""
+        bases = self.fields.get("base_model", ())
+        if self.is_ours:
+            return ()
+        return (bases,) if isinstance(bases, str) else tuple(bases)

@@ -17,6 +17,7 @@ from nf4conv.report.results.contents import Evaluations
 from nf4conv.report.text.evaluations import comparison_cells
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OriginalCard
+from nf4conv.sources.places import is_repo_id
 from nf4conv.sources.record import KEPT, PACKED
 
 HERE: Final = "."
@@ -114,6 +115,10 @@ def settings(subject: Subject, compute_dtype: str | None) -> str:
     others = _other_quantizations(subject)
     if others:
         rows["quantized before"] = f"{others}, which were decoded first"
+    bases = [base for base in subject.original.bases_of_others if is_repo_id(base)]
+    if others and bases:
+        links = " and ".join(repo_link(base) for base in bases)
+        rows["quantized before from"] = f"{links}, says the card of the original"
     return _two_columns(rows) + measured_rows(subject.figures, parameters)
 
 
