@@ -52,7 +52,7 @@ _VALUES: Final = {
 """Values that messages name behind an option, by its field: patterns."""
 
 # a command for a shell, up to the end of its clause
-_COMMAND = re.compile(r"nf4conv [a-z]+ (?:'[^']*'|[^;,`'])*")
+_COMMAND = re.compile(r"""nf4conv [a-z]+ (?:'[^']*'|"[^"]*"|[^;,`'"])*""")
 _OPTION = re.compile(r"(?<![^\s(])--([a-z]+(?:-[a-z]+)*)")
 # where an unfinished run differs, values stand behind "was"
 _DIFFERENCES = re.compile(r"differs in .*? was ")

@@ -19,8 +19,12 @@ from nf4conv.moe.offload import _Computation
 assert kernels_everywhere  # a fixture: the kernels run in the interpreter
 
 
+def make_stacks() -> list:
+    return [packed(INNER, HIDDEN), packed(INNER, HIDDEN, quant_type="nf4"), packed(HIDDEN, INNER)]
+
+
 def layer(slots: int) -> tuple[OffloadedLayer, list]:
-    stacks = [packed(INNER, HIDDEN), packed(INNER, HIDDEN, quant_type="nf4"), packed(HIDDEN, INNER)]
+    stacks = make_stacks()
     return OffloadedLayer(stacks, slots, torch.device("cpu")), stacks
 
 
@@ -49,9 +53,8 @@ def decode_strided(stack, ids):
     return decode(stack.with_tensors(whole), ids, torch.float32)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_computes_in_rounds_what_all_experts_at_once_compute(slots):
-    cache, stacks = layer(slots)
+def test_computes_in_rounds_what_all_experts_at_once_compute():
+    stacks = make_stacks()
     module = SimpleNamespace(has_bias=False, has_gate=True)
     x = torch.randn(2, HIDDEN)
     ids = torch.tensor([[0, 2], [1, 2]])
@@ -60,15 +63,17 @@ def test_computes_in_rounds_what_all_experts_at_once_compute(slots):
     expected = product.multiply_rows(
         product.multiply_rows(x, ids, there), ids, project(stacks[2]), weights
     )
-    projections = Projections(
-        Projection(cache.cached[0], cache.cached[1], INNER, silu=True), project(cache.cached[2])
-    )
-    compute = _Computation(cache, projections, torch.device("cpu"))
-    for _ in range(2):
-        found = compute(module, x, ids, weights)
-        # experts come in rounds, so their sum has another order
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert cache.hits + cache.misses == 2 * EXPERTS
+    for slots in (1, 2):
+        cache = OffloadedLayer(stacks, slots, torch.device("cpu"))
+        projections = Projections(
+            Projection(cache.cached[0], cache.cached[1], INNER, silu=True), project(cache.cached[2])
+        )
+        compute = _Computation(cache, projections, torch.device("cpu"))
+        for _ in range(2):
+            found = compute(module, x, ids, weights)
+            # experts come in rounds, so their sum has another order
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert cache.hits + cache.misses == 2 * EXPERTS
 
 
 def test_a_stack_that_was_packed_as_one_is_refused():

@@ -130,8 +130,9 @@ def test_offline_and_not_cached(hub: Hub, where: SourceOptions):
 
 
 def test_an_interrupted_download_is_not_taken_for_a_cached_one(
-    hub: Hub, files: dict[str, bytes], where: SourceOptions
+    hub: Hub, files: dict[str, bytes], where: SourceOptions, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between attempts
     publish(hub, files)
     hub.faults = [Fault("GET /cdn/.*00002-of-00002", times=99, cut=1000)]
     with pytest.raises(SourceError):

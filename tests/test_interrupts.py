@@ -177,7 +177,7 @@ def test_a_full_disk_that_is_written_to_as_output(tmp_path: Path):
     for command in (
         ["--version"],
         ["quantize", "--help"],
-        ["quantize", source, tmp_path / "out", "--dry-run"],
+        ["inspect", source],
     ):
         arguments = [sys.executable, "-m", "nf4conv", *map(str, command)]
         with Path("/dev/full").open("w") as full:

@@ -73,7 +73,7 @@ def test_messages_are_found():
 def test_callers_in_python_read_no_option_of_the_command_line(module: str, text: str):
     """What is left of them stands in a command for a shell."""
     assert {*NAMED.findall(text)} <= options_of_commands(), module
-    left = re.sub(r"nf4conv [a-z]+ (?:'[^']*'|[^;,`'])*", "", in_python(text))
+    left = re.sub(r"""nf4conv [a-z]+ (?:'[^']*'|"[^"]*"|[^;,`'"])*""", "", in_python(text))
     assert {*NAMED.findall(left)} <= OF_RESULTS, module
 
 
@@ -113,6 +113,10 @@ def test_callers_in_python_read_no_option_of_the_command_line(module: str, text:
         (
             "do nf4conv quantize 'a, b' OUT --lora X, or --moe packed",
             "do nf4conv quantize 'a, b' OUT --lora X, or moe='packed'",
+        ),
+        (
+            "do nf4conv verify 'o u'\"'\"'t' --source SRC",
+            "do nf4conv verify 'o u'\"'\"'t' --source SRC",
         ),
         ("/a/--overwrite/b: --no-such-option", "/a/--overwrite/b: --no-such-option"),
     ],
