@@ -24,6 +24,7 @@ from nf4conv.cli import main
 from nf4conv.codec.decode.ggml.decoding import decode_ggml
 from nf4conv.errors import SourceError
 from nf4conv.report.text.terminal import printable
+from nf4conv.sources.gguf import tokenizing, unpacked
 from nf4conv.sources.gguf.header import read_gguf_header
 from nf4conv.sources.opening import open_source
 
@@ -129,6 +130,47 @@ def test_config_and_tokenizer_of_the_original(tmp_path: Path, cache: Path):
     result = run("inspect", path, "--config-from", original)
     assert result.exit_code == 2
     assert "is a llama, but --config-from names a qwen2" in result.stderr
+
+
+SPELLED = {
+    **LLAMA,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "llama-bpe",
+    "tokenizer.ggml.tokens": ["a", "b", "ab"],
+    "tokenizer.ggml.merges": ["a b"],
+}
+
+
+def test_a_tokenizer_is_made_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """Metadata of another content, and a damaged cache, make another; so does a new release."""
+    made = []
+    genuine = tokenizing.tokenizer_files
+    monkeypatch.setattr(
+        tokenizing, "tokenizer_files", lambda metadata: made.append(1) or genuine(metadata)
+    )
+    path = write_gguf(tmp_path / "model.gguf", SPELLED)
+    first = open_source(path).folder
+    content = (first / "tokenizer.json").read_bytes()
+    assert json.loads(content)["model"]["merges"] == [["a", "b"]]
+    assert open_source(path).folder == first
+    assert len(made) == 1
+    [kept] = cache.glob("*.tokenizer")
+    good = kept.read_bytes()
+    for bad in (b"", b"[]\n", b"{\n", good[:-1], good + b" ", b'{"tokenizer.json": "x"}\n'):
+        kept.write_bytes(bad)
+        assert (open_source(path).folder / "tokenizer.json").read_bytes() == content
+        assert kept.read_bytes() == good
+    assert len(made) == 7
+    kept.chmod(0o666)  # another user may have written it
+    (first / "tokenizer.json").write_bytes(b"{}")
+    assert (open_source(path).folder / "tokenizer.json").read_bytes() == content
+    assert len(made) == 8
+    write_gguf(path, {**SPELLED, "tokenizer.ggml.merges": ["b a"]})
+    assert open_source(path).folder != first
+    assert len(made) == 9
+    monkeypatch.setattr(unpacked, "cache_folder", lambda: None)
+    with pytest.raises(SourceError, match="needs a home folder"):
+        open_source(path)
 
 
 def test_split_files(tmp_path: Path):

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collects no garbage meanwhile.
+    """Keeps Python from looking for dead objects.
 
-    Making hundreds of thousands of strings and lists takes half the time: else Python would look
-    through all of them again and again.
+    Planning makes hundreds of thousands of small objects that live on: looking through them again
+    and again takes a quarter of the time, or half where a vocabulary is read.
     """
     was_enabled = gc.isenabled()
     gc.disable()

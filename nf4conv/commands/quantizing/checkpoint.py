@@ -1,8 +1,6 @@
 """Quantizes one checkpoint: plans it, prepares the plan, and carries it out."""
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from nf4conv.run.checkpoint import require_apart
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.source import Source
+from nf4conv.system.garbage import uncollected
 
 
 def plan_checkpoint(
@@ -35,7 +34,7 @@ def plan_checkpoint(
     With `is_public`, experts stay in 16 bits unless the options, or a source in 4 bits, say
     otherwise: most who find the result on the Hub do not have nf4conv.
     """
-    with _without_garbage_collection():
+    with uncollected():
         opened = _open(source, options, where)
         if options.single_file:
             from nf4conv.sources.diffusers import original_names  # few runs need to import it
@@ -71,22 +70,6 @@ def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | N
     from nf4conv.sources.adapters.merging import open_merged  # few runs need to import it
 
     return open_merged(source, where, options.lora, options.lora_experts)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Keeps Python from looking for dead objects.
-
-    Planning makes many small objects that live on: looking through them takes a quarter of the
-    time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def read_card(card: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:

@@ -7,6 +7,7 @@ left before anything is allocated.
 """
 
 import array
+import hashlib
 import math
 import struct
 import sys
@@ -75,10 +76,12 @@ class GgufHeader:
     Attributes:
         metadata: numbers, strings, and lists of them, by key.
         tensors: in the order of the records.
+        digest: the SHA-256 of the metadata's bytes; None if the file is not here.
     """
 
     metadata: Mapping[str, Any]
     tensors: tuple[GgufTensor, ...]
+    digest: str | None
 
 
 def read_gguf_header(path: Path, opened: Callable[[], IO[bytes]] | None = None) -> GgufHeader:
@@ -95,7 +98,7 @@ def read_gguf_header(path: Path, opened: Callable[[], IO[bytes]] | None = None) 
     with named(path, SourceError), path.open("rb") if opened is None else opened() as file:
         size = file.seek(0, 2)
         file.seek(0)
-        return _Parser(path, file, size).parse()
+        return _Parser(path, file, size, is_here=opened is None).parse()
 
 
 class _Parser:
@@ -105,12 +108,14 @@ class _Parser:
         path: the file, for messages.
         file: the same, opened.
         size: its bytes.
+        is_here: True if they can be read twice for nothing.
     """
 
-    def __init__(self, path: Path, file: IO[bytes], size: int) -> None:
+    def __init__(self, path: Path, file: IO[bytes], size: int, *, is_here: bool) -> None:
         self._path = path
         self._file = file
         self._size = size
+        self._is_here = is_here
         self._position = 0
 
     def parse(self) -> GgufHeader:
@@ -132,9 +137,10 @@ class _Parser:
         for _ in range(pair_count):
             key = self._text()
             metadata[key] = self._value(self._number("I"))
+        digest = self._digest() if self._is_here else None
         self._check_count(tensor_count, _SMALLEST_RECORD, "tensors")
         records = [self._record() for _ in range(tensor_count)]
-        return GgufHeader(metadata, self._placed(records, metadata))
+        return GgufHeader(metadata, self._placed(records, metadata), digest)
 
     # --- metadata ------------------------------------------------------------------------------
 
@@ -166,6 +172,11 @@ class _Parser:
             self._check_count(count, 8, "strings in an array")
             return self._texts(count)
         raise self._error(f"has an array of type {kind}, which is not read")
+
+    def _digest(self) -> str:
+        """Returns the SHA-256 of all that was read so far."""
+        self._file.seek(0)
+        return hashlib.sha256(self._file.read(self._position)).hexdigest()
 
     def _texts(self, count: int) -> list[str]:
         """Reads strings that stand one after the other: hundreds of thousands, in a vocabulary."""

@@ -15,8 +15,7 @@ from nf4conv.sources.gguf.families.registry import FAMILIES, family_of
 from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.settings import config_of
-from nf4conv.sources.gguf.tokenizing import tokenizer_files
-from nf4conv.sources.gguf.unpacked import unpack
+from nf4conv.sources.gguf.unpacked import made_tokenizer, unpack
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.source import Source
@@ -67,8 +66,8 @@ def open_gguf(
     notes = [_note_on_types(tensors)]
     if borrowed is None:
         config = config_of(sizes, names, family, presented, dtype)
-        made = tokenizer_files(metadata)
-        borrowed = unpack(path, {"config.json": config, **made})
+        made = made_tokenizer(headers[0])
+        borrowed = unpack(path, config, made)
         notes.append(_note_on_metadata(tensors, made))
     return Source(
         folder=borrowed,

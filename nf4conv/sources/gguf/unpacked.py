@@ -1,21 +1,29 @@
-"""Writes what a GGUF file's metadata says as files of a checkpoint, into the user's cache."""
+"""Writes what a GGUF file's metadata says as files of a checkpoint, into the user's cache.
+
+To make tokenizer.json of a large vocabulary takes longer than to read the header. So the cache also
+has what was made of metadata, by a digest of it.
+"""
 
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nf4conv.errors import SourceError
-from nf4conv.system.private import cache_folder, write_private
+from nf4conv.sources.gguf import tokenizing
+from nf4conv.sources.gguf.header import GgufHeader
+from nf4conv.system.private import cache_folder, read_private, write_private
 
 
-def unpack(path: Path, files: Mapping[str, Any]) -> Path:
-    """Writes small JSON files into a folder of the cache that belongs to a GGUF file.
+def unpack(path: Path, config: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> Path:
+    """Writes small files into a folder of the cache that belongs to a GGUF file.
 
     Args:
         path: the GGUF file.
-        files: the content of each file, by its name.
+        config: the content of config.json.
+        tokenizer: the files of the tokenizer, by their names.
 
     Returns:
         The folder. Its name is that of the GGUF file without its ending.
@@ -23,15 +31,12 @@ def unpack(path: Path, files: Mapping[str, Any]) -> Path:
     Raises:
         SourceError: there is no cache to write to.
     """
+    contents = {"config.json": _as_json(config, indent=2), **tokenizer}
+    digest = hashlib.sha256(_packed(contents)).hexdigest()[:32]
     cache = cache_folder()
-    contents = {name: _as_json(name, content) for name, content in files.items()}
-    digest = hashlib.sha256()
-    for name in sorted(contents):
-        content = contents[name]
-        digest.update(f"{name} {len(content)} ".encode() + content)
     if cache is None:
         raise SourceError(f"{path}: needs a home folder to unpack its metadata, or --config-from")
-    folder = cache / "gguf" / digest.hexdigest()[:32] / path.stem
+    folder = cache / "gguf" / digest / path.stem
     try:
         for name, content in contents.items():
             _write(folder / name, content)
@@ -42,11 +47,67 @@ def unpack(path: Path, files: Mapping[str, Any]) -> Path:
     return folder
 
 
-def _as_json(name: str, content: Any) -> bytes:
-    """Returns the content of a file; that of a vocabulary in one line, which takes a third of the
-    time.
+def made_tokenizer(header: GgufHeader) -> dict[str, bytes]:
+    """Returns the files of the tokenizer, by their names: from the cache, or made of the metadata.
+
+    Args:
+        header: of the file.
+
+    Returns:
+        Nothing, if nf4conv cannot make a tokenizer of the metadata.
     """
-    indent = None if name == "tokenizer.json" else 2
+    kept = _kept_at(header)
+    if kept is not None:
+        with suppress(OSError, ValueError, TypeError):
+            return _unpacked(read_private(kept))
+    # json's fast encoder indents nothing
+    made = {
+        name: _as_json(content, indent=None if name == "tokenizer.json" else 2)
+        for name, content in tokenizing.tokenizer_files(header.metadata).items()
+    }
+    if kept is not None:
+        with suppress(OSError):
+            write_private(kept, _packed(made))
+    return made
+
+
+def _kept_at(header: GgufHeader) -> Path | None:
+    """Returns where the cache has what this release made of the metadata."""
+    cache = cache_folder()
+    if cache is None or header.digest is None:
+        return None
+    made_by = Path(tokenizing.__file__).read_bytes() + Path(__file__).read_bytes()
+    digest = hashlib.sha256(header.digest.encode() + made_by).hexdigest()[:32]
+    return cache / "gguf" / f"{digest}.tokenizer"
+
+
+def _packed(files: Mapping[str, bytes]) -> bytes:
+    """Returns a line with the names and sizes of files, and their contents behind it."""
+    sizes = {name: len(content) for name, content in files.items()}
+    return b"".join([json.dumps(sizes).encode(), b"\n", *files.values()])
+
+
+def _unpacked(packed: bytes | None) -> dict[str, bytes]:
+    """Returns the files that `_packed` has put together.
+
+    Raises:
+        ValueError: it has not, or they are not all there.
+    """
+    line, _, contents = (packed or b"").partition(b"\n")
+    sizes = json.loads(line)
+    if not isinstance(sizes, dict):
+        raise ValueError("no names and sizes")
+    found = {}
+    place = 0
+    for name, size in sizes.items():
+        found[name] = contents[place : place + size]
+        place += size
+    if place != len(contents):
+        raise ValueError("cut off")
+    return found
+
+
+def _as_json(content: Any, indent: int | None) -> bytes:
     return (json.dumps(content, indent=indent) + "\n").encode()
 
 
