@@ -1,4 +1,6 @@
-"""Trains LoRA on packed experts that FSDP2 shards over two processes; other ways are refused."""
+"""Trains LoRA on packed experts with two processes: FSDP2 shards the experts, DDP does not. Other
+ways are refused.
+"""
 
 import datetime
 import os
@@ -28,7 +30,9 @@ pytestmark = [
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def losses_of(rank: int, processes: int, port: int, folder: Path, device: str = "cpu") -> None:
+def losses_of(
+    rank: int, processes: int, port: int, folder: Path, device: str, way: str = "fsdp"
+) -> None:
     """Trains a few steps, as one of several processes. The first writes the losses."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -42,7 +46,9 @@ def losses_of(rank: int, processes: int, port: int, folder: Path, device: str = 
     mixture = load_mixture(folder, device_map={"": place})
     model = adapt(prepare(mixture, kbit=False, checkpointing=True)).bfloat16()
     whole = {name: weight.weight.parts[0].codes for name, weight in packed_experts(model).items()}
-    if processes > 1:
+    if processes > 1 and way == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif processes > 1:
         for layer in model.base_model.model.model.layers:
             fully_shard(layer)
         fully_shard(model)
@@ -59,18 +65,20 @@ def losses_of(rank: int, processes: int, port: int, folder: Path, device: str = 
     torch.distributed.destroy_process_group()
 
 
-def second_of_two(_: int, port: int, folder: Path, device: str) -> None:
-    losses_of(1, 2, port, folder, device)
+def second_of_two(_: int, port: int, folder: Path, device: str, way: str) -> None:
+    losses_of(1, 2, port, folder, device, way)
 
 
-def losses_alone_and_together(folder: Path, device: str) -> tuple[list[float], list[float]]:
+def losses_alone_and_together(
+    folder: Path, device: str, way: str
+) -> tuple[list[float], list[float]]:
     """Returns the losses of one process, then those of two."""
     threads = torch.get_num_threads()
     port = free_port()
     # this process is the first of the two: the other one takes seconds to import transformers
-    second = torch.multiprocessing.spawn(second_of_two, (port, folder, device), join=False)
+    second = torch.multiprocessing.spawn(second_of_two, (port, folder, device, way), join=False)
     losses_of(0, 1, free_port(), folder, device)
-    losses_of(0, 2, port, folder, device)
+    losses_of(0, 2, port, folder, device, way)
     second.join()
     torch.set_num_threads(threads)
     alone, together = (torch.load(folder / f"losses-{processes}") for processes in (1, 2))
@@ -86,19 +94,31 @@ def losses_alone_and_together(folder: Path, device: str) -> tuple[list[float], l
 )
 def test_fsdp_shards_packed_experts_and_trains_as_one_process_does(kind, moe, tmp_path):
     folder = make_mixture(kind, tmp_path, moe, quant_storage="bfloat16")
-    alone, together = losses_alone_and_together(folder, "cpu")
+    alone, together = losses_alone_and_together(folder, "cpu", "fsdp")
     assert together == alone
+    assert alone[-1] < alone[0] - 0.2
+
+
+def test_ddp_trains_as_one_process_does(tmp_path):
+    folder = make_mixture("qwen3_moe", tmp_path)
+    alone, together = losses_alone_and_together(folder, "cpu", "ddp")
+    assert together == pytest.approx(alone, rel=1e-5)
     assert alone[-1] < alone[0] - 0.2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has one GPU")
 @pytest.mark.parametrize(
-    ("kind", "moe"), [("qwen3_moe", "packed"), ("GptOssForCausalLM", "stacked")]
+    ("way", "kind", "moe"),
+    [
+        ("fsdp", "qwen3_moe", "packed"),
+        ("fsdp", "GptOssForCausalLM", "stacked"),
+        ("ddp", "qwen3_moe", "packed"),
+    ],
 )
-def test_fsdp_over_two_gpus_trains_as_one_does(kind, moe, tmp_path):
+def test_two_gpus_train_as_one_does(way, kind, moe, tmp_path):
     folder = make_mixture(kind, tmp_path, moe, quant_storage="bfloat16")
-    alone, together = losses_alone_and_together(folder, "cuda")
+    alone, together = losses_alone_and_together(folder, "cuda", way)
     assert together == pytest.approx(alone, rel=1e-2)
     assert alone[-1] < alone[0] - 0.2
 

@@ -20,6 +20,7 @@ What a model has then:
     adapter_layers.py  keeps PEFT's layers around packed experts out of compiled graphs
     layer.py       says what of a layer of experts is packed
     sharding.py    shards them over processes, as FSDP2 does, and refuses other ways
+    replicas.py    lets DistributedDataParallel train them
     dispatch.py    lets packed layers compute their own way: the seam to forward.py
     forward.py     computes a layer of packed experts
     offload.py     keeps experts in host memory, and those that are used often on the GPU

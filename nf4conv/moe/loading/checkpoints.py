@@ -178,12 +178,14 @@ def prepare_transformers(model: Any, parameters: Iterable[str]) -> None:
     from nf4conv.moe.adapter_layers import leave_adapters_out_of_graphs
     from nf4conv.moe.dispatch import install as install_dispatch
     from nf4conv.moe.dispatch import leave_out_of_graphs
+    from nf4conv.moe.replicas import install as install_replicas
     from nf4conv.moe.sharding import install as install_sharding
     from nf4conv.moe.tensor import know_transformers_operators
 
     know_transformers_operators()
     leave_adapters_out_of_graphs()
     install_sharding()
+    install_replicas()
     install_dispatch(type(moe.ALL_EXPERTS_FUNCTIONS))
     for name in parameters:
         leave_out_of_graphs(model.get_submodule(name.rpartition(".")[0]))
