@@ -393,10 +393,19 @@ def test_gpt2_stores_its_weights_transposed(tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize("method", MAKERS)
+OF_OTHER_BITS = {
+    "AWQ in 6 bits": (
+        partial(awq, bits=6),
+        AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "bits": 6},
+    ),
+    "GPTQ in 5 bits": (partial(gptq, bits=5), AUTO_ROUND | {"bits": 5}),
+}
+
+
+@pytest.mark.parametrize("method", MAKERS | OF_OTHER_BITS)
 def test_in_parts_and_in_small_pieces(tmp_path: Path, method: str):
     """A weight of 1024 x 1024 takes several pieces of a buffer of 1 MB."""
-    make, description = MAKERS[method]
+    make, description = (MAKERS | OF_OTHER_BITS)[method]
     special = {Q: make(1024, 1024, dtype=torch.float16)}
     source, decoded = write(tmp_path / "source", make, description, special)
     dequantize_checkpoint(source, tmp_path / "out", None, CPU)

@@ -247,7 +247,12 @@ INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
         GPTQ | {"bits": 3, "checkpoint_format": "gptq_v2"},
         partial(integers.gptq, bits=3, version=2, is_reordered=True),
     ),
+    "GPTQ in 5 bits": (GPTQ | {"bits": 5}, partial(integers.gptq, bits=5)),
     "AWQ": ({"quant_method": "awq", "group_size": 32}, integers.awq),
+    "rows in 3 bits": (
+        PACKED | {"config_groups": {"a": {"weights": {"num_bits": 3, "group_size": 32}}}},
+        partial(integers.compressed, bits=3, is_symmetric=False),
+    ),
     "rows": (PACKED, integers.compressed),
     "rows in 8 bits with zero points": (
         PACKED,
