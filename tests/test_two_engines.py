@@ -266,10 +266,11 @@ INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
 def integer_source(folder: Path, kind: str) -> Path:
     description, make = INTEGERS[kind]
     tensors = {"model.norm.weight": torch.ones(64, dtype=torch.float16)}
+    several_pieces = (544, 128) if kind in ("GPTQ", "AWQ", "HQQ") else (288, 128)
     for name, shape in (
         ("mlp.up_proj", (160, 160)),
         ("mlp.down_proj", (96, 64)),
-        ("mlp.gate_proj", (2304, 1024) if ON_GPU else (544, 128)),  # several pieces
+        ("mlp.gate_proj", (2304, 1024) if ON_GPU else several_pieces),
     ):
         parts = make(*shape, dtype=torch.float16).parts
         tensors |= {f"model.layers.0.{name}.{suffix}": part for suffix, part in parts.items()}

@@ -24,7 +24,7 @@ _KERNEL_WORDS: Final = 2**31
 
 @dataclass(frozen=True)
 class HalvesLayout:
-    """What is decoded of a weight, and how its codes lie.
+    """Describes a run of the elements of a weight, and how its codes lie.
 
     Attributes:
         bits: of a code: 1, 2, 3, 4 or 8.

@@ -36,13 +36,13 @@ def decode_halves(
     """
     if out.numel() == 0:
         return
-    _launch(
-        -(-out.numel() // TILE.value),
-        (words, words if after is None else after, scale, zero, out, *numbers),
-        (bits, axis, after is not None),
-        (words.dtype, scale.dtype, out.dtype),
-        NUM_WARPS,
-    )
+    goes_on = after is not None
+    if after is None:
+        after = words  # which is not read
+    programs = -(-out.numel() // TILE.value)
+    arguments = (words, after, scale, zero, out, *numbers)
+    dtypes = (words.dtype, scale.dtype, out.dtype)
+    _launch(programs, arguments, (bits, axis, goes_on), dtypes, NUM_WARPS)
 
 
 @kernel

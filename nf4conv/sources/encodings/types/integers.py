@@ -125,14 +125,11 @@ class HalfQuadratic(Encoding):
         return tuple(found)
 
     def decodes_like(self, other: "Encoding") -> bool:
-        return (
-            isinstance(other, HalfQuadratic)
-            and self.bits == other.bits
-            and self.axis == other.axis
-            and self.group_size == other.group_size
-            and self.words.elements == other.words.elements
-            and self.first == other.first
-        )
+        if not isinstance(other, HalfQuadratic):
+            return False
+        same_codes = self.bits == other.bits and self.words.elements == other.words.elements
+        same_groups = self.axis == other.axis and self.group_size == other.group_size
+        return same_codes and same_groups and self.first == other.first
 
 
 def _run(part: TensorInfo, first: int, last: int) -> TensorInfo:
