@@ -59,7 +59,10 @@ def load(folder: Path) -> str:
         )
         torch.manual_seed(3)
         theirs = model_class.from_pretrained(
-            folder / "source", quantization_config=method, dtype=torch.bfloat16
+            folder / "source",
+            config=config_of_source(model_class, folder / "source"),
+            quantization_config=method,
+            dtype=torch.bfloat16,
         )
     except Exception as error:  # noqa: BLE001 whatever it is, the table shows it
         message = f"{type(error).__name__}: {str(error)[:200]}"
@@ -67,6 +70,19 @@ def load(folder: Path) -> str:
             message if can_read(model_class, folder / "source") else "cannot read the source either"
         )
     return compare(ours, theirs)
+
+
+def config_of_source(model_class: type, source: Path) -> "transformers.PretrainedConfig":
+    """Reads a config; says of its rotary embeddings to transformers 4 what 5 wrote for itself.
+
+    A result says it to both. transformers 4 would take its own defaults for the source.
+    """
+    config = model_class.config_class.from_pretrained(source)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            setattr(config, key, rope[key])
+    return config
 
 
 def resemble(folder: Path) -> str:
