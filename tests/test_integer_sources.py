@@ -249,6 +249,14 @@ def test_a_mixed_model_that_sees(tmp_path: Path):
     assert verify_checkpoint(tmp_path / "nf4", source, run=CPU).passed
 
 
+def test_rotations_that_cancel_are_as_good_as_none(tmp_path: Path):
+    rotations = rotated("weight_input", "weight_output", "q_attn", "k_cache")
+    description = PACKED | {"transform_config": rotations}
+    source, decoded = write(tmp_path / "source", compressed, description)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
+
+
 def test_tied_embeddings(tmp_path: Path):
     """A quantized embedding table stands for the head as well."""
     source, decoded = write(tmp_path / "source", gptq, GPTQ)
@@ -449,6 +457,12 @@ def test_the_card_says_from_what_the_source_was_made(tmp_path: Path):
 # --- refusals -------------------------------------------------------------------------------------
 
 
+def rotated(*locations: str) -> dict[str, Any]:
+    """A transform_config of compressed-tensors."""
+    applied = [{"targets": ["Linear"], "location": location} for location in locations]
+    return {"config_groups": {"R": {"type": "hadamard", "apply": applied}}}
+
+
 def in_place_of(new: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return new
 
@@ -566,6 +580,10 @@ def test_what_does_not_fit_is_refused(
         (AUTO_ROUND | {"packing_format": "auto_round:mlx"}, "packing_format 'auto_round:mlx'"),
         (AUTO_ROUND | {"data_type": "mx_int"}, "data_type 'mx_int'; nf4conv decodes int and fp"),
         (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "its weights are rotated"),
+        (
+            PACKED | {"transform_config": rotated("weight_input", "input")},
+            "compressed-tensors with a transform_config that rotates activations",
+        ),
         (PACKED | {"format": "marlin-24"}, "format marlin-24 of compressed-tensors"),
     ],
 )

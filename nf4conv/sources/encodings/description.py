@@ -56,6 +56,9 @@ _REFUSED: Final = {
 
 _IS_CLASS_OF_TORCHAO: Final = re.compile(r"\w+Config|\w+_weight_only|\w+_weight")
 
+_OF_ACTIVATIONS: Final = frozenset(("input", "output"))
+"""Where compressed-tensors rotates activations, in the words of its configs."""
+
 _CLASSES_OF_TORCHAO: Final = (
     "Int8WeightOnlyConfig",
     "IntxWeightOnlyConfig",
@@ -133,6 +136,7 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
         )
     if method == "compressed-tensors":
         _check_formats(found)
+        _check_transforms(found)
     if method == "auto-round":
         _check_auto_round(found)
     if method == "torchao":
@@ -184,6 +188,24 @@ def _check_formats(description: Mapping[str, Any]) -> None:
             "already quantized: format marlin-24 of compressed-tensors; give the checkpoint that "
             "it was made from: its integers lie as one kernel for sparse weights reads them"
         )
+
+
+def _check_transforms(description: Mapping[str, Any]) -> None:
+    """Refuses weights that go with activations that are rotated while the model runs.
+
+    Rotations of two weights cancel each other, and so do those of queries and keys
+    (compressed_tensors/transform/transform_args.py of compressed-tensors 0.20).
+
+    Raises:
+        UndecodableError: the description names such a rotation.
+    """
+    transforms = description.get("transform_config")
+    if not isinstance(transforms, Mapping) or not _OF_ACTIVATIONS.intersection(_texts(transforms)):
+        return
+    raise UndecodableError(
+        "already quantized: compressed-tensors with a transform_config that rotates activations; "
+        "give the checkpoint that it was made from: its weights are rotated"
+    )
 
 
 def _check_auto_round(description: Mapping[str, Any]) -> None:
