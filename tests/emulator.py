@@ -52,6 +52,9 @@ SKIPPED = (
     "wgmma.fence",
     "wgmma.commit",
     "wgmma.wait",
+    "mbarrier.init",
+    "mbarrier.arrive",
+    "barrier.cluster.arrive",
 )
 
 
@@ -196,15 +199,23 @@ class Machine:
         self.fixed = self.program.places | {"%nctaid.x": grid}
 
     def run(self, program: int) -> None:
+        """Runs a program that is no cluster's, or a cluster's only one."""
+        run_together([self], program)
+
+    def begin(self, program: int, cluster: list["Machine"]) -> Iterator[None]:
+        """Runs a program, up to each barrier of its cluster."""
+        self.cluster = cluster
         self.registers: dict[str, Bits] = {"%tid.x": np.arange(self.threads, dtype=np.uint64)}
         self.fixed["%ctaid.x"] = program
-        self.shared = np.full(1 << 16, 0xCD, np.uint8)
+        self.shared = np.full(1 << 18, 0xCD, np.uint8)
         place = 0
         while self.program.statements[place].operation != "ret":
             statement = self.program.statements[place]
             place += 1
             mask = self.mask(statement.predicate)
-            if statement.operation.startswith("bra"):
+            if statement.operation.startswith("barrier.cluster.wait"):
+                yield
+            elif statement.operation.startswith("bra"):
                 assert mask.all() or not mask.any(), "some threads take a branch, and others do not"
                 if mask.all():
                     place = self.program.labels[statement.operands[0]]
@@ -277,6 +288,12 @@ class Machine:
         if "shared" in parts:
             yield Access(self.shared, np.flatnonzero(mask), address[mask])
             return
+        if "shared::cluster" in parts:
+            for rank in np.unique(address[mask] >> 32):
+                threads = np.flatnonzero(mask & (address >> 32 == rank))
+                place = address[threads] & 0xFFFFFFFF
+                yield Access(self.cluster[int(rank)].shared, threads, place)
+            return
         for tensor in np.unique(address[mask] // GLOBAL):
             threads = np.flatnonzero(mask & (address // GLOBAL == tensor))
             yield Access(self.tensors[int(tensor)], threads, address[threads] % GLOBAL)
@@ -299,14 +316,27 @@ class Machine:
         for access in self.accesses(names[0], parts, mask):
             access.memory[access.bytes(stored.shape[1])] = stored[access.threads]
 
-    def do_cp(self, _: Words, names: Words, __: Mask) -> None:
-        """Executes cp.async, which copies zeros where the last operand is 0."""
+    def do_cp(self, parts: Words, names: Words, mask: Mask) -> None:
+        """Executes cp.async, which copies zeros where the last operand is 0, and cp.async.bulk."""
         size = int(names[2])
-        copied = np.zeros((self.threads, size), np.uint8)
-        for access in self.accesses(names[1], ["global"], self.get(names[3]) > 0):
-            copied[access.threads] = access.memory[access.bytes(size)]
         target = self.get(names[0].strip("[] ")).astype(np.int64)
-        self.shared[target[:, None] + np.arange(size)] = copied
+        asked = mask
+        if "bulk" not in parts:
+            asked = self.get(names[3]) > 0
+        copied = np.zeros((self.threads, size), np.uint8)
+        for access in self.accesses(names[1], ["global"], asked):
+            copied[access.threads] = access.memory[access.bytes(size)]
+        self.shared[target[mask, None] + np.arange(size)] = copied[mask]
+
+    def do_mbarrier(self, parts: Words, names: Words, mask: Mask) -> None:
+        """Executes mbarrier.try_wait: what it waits for has happened."""
+        assert parts[1] == "try_wait"
+        self.put(names[0], np.uint64(1), mask)
+
+    def do_mapa(self, _: Words, names: Words, mask: Mask) -> None:
+        """Finds an address in another program's shared memory: here its number is the high half."""
+        address = self.get(names[1]) | self.get(names[2]) << np.uint64(32)
+        self.put(names[0], address, mask)
 
     def do_mov(self, parts: Words, names: Words, mask: Mask) -> None:
         """Moves a register, or joins several into one, or divides one into several."""
@@ -360,6 +390,10 @@ class Machine:
     def do_cvt(self, parts: Words, names: Words, mask: Mask) -> None:
         target, source = parts[-2:]
         values = self.values(names[1:], source)
+        if source == "f16":
+            half, _ = halves(np.repeat(self.get(names[1]), 1), "f16")
+            self.put(names[0], raw(half, "f32"), mask)
+            return
         if source != "f32":
             self.put(names[0], raw(values[0], target), mask)
             return
@@ -450,6 +484,15 @@ class Machine:
         self.put_sums(self.left(names[1], parts[-1]) @ right.reshape(16, -1), targets, before, mask)
 
 
+def run_together(machines: list[Machine], first: int) -> None:
+    """Runs the programs of a cluster."""
+    running = [one.begin(first + i, machines) for i, one in enumerate(machines)]
+    while running:
+        still = [one for one in running if next(one, running) is None]
+        assert not still or len(still) == len(running)
+        running = still
+
+
 TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  # by Shape.early
 NAMES = ("x", "out", "packed", "absmax", "code", "nested_absmax", "offset", "pair")
 
@@ -508,54 +551,93 @@ def multiply(
 
 
 def multiply_panel(
-    x: torch.Tensor, packed: torch.Tensor, state: QuantState, shape: panel.Panel, parts: int
+    x: torch.Tensor, packed: torch.Tensor, state: QuantState, plan: panel.Plan
 ) -> torch.Tensor:
-    """Multiplies with panel_kernel, as its programs one after the other."""
+    """Multiplies with panel_kernel, as its clusters one after the other."""
+    shape, cluster, splits = plan
     decoding = decoding_of(state)
     m, k = x.shape
     n = state.shape[0]
-    steps = panel._steps(k, parts)
-    out = torch.full((parts, m, n), float("nan"))
-    ordered = x.view(torch.int32).view(m, -1, 4, 8).transpose(2, 3).contiguous()
-    values = tables.value_table(decoding.quant_type, torch.device("cpu"))
+    dtype = x.dtype if splits == 1 else torch.float32
+    out = torch.full((splits, m, n), float("nan"), dtype=dtype)
+    norm = 1.0
+    table = tables.value_table(decoding.quant_type, torch.device("cpu"))
+    if x.dtype == torch.bfloat16:
+        table = tables.pair_table(decoding.quant_type, torch.float16, torch.device("cpu"))
+        norm /= tables.MULTIPLES[decoding.quant_type, torch.float16]
     buffers = {}
-    for i, tensor in enumerate((ordered, out, packed, *decoding.pointers(), values), start=1):
+    tensors = (arranged(x, shape), out, packed, *decoding.pointers(), table)
+    for i, tensor in enumerate(tensors, start=1):
         buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
     shift = (decoding.blocksize // 64).bit_length() - 1
-    given = [*(i * GLOBAL for i in buffers), m, n, k, steps, shift, 0, 0]
+    norm_bits = int(np.float32(norm).view(np.uint32))
+    given = [*(i * GLOBAL for i in buffers), m, n, k, cluster, splits, shift, norm_bits, 0, 0]
     parameters = {f"panel_kernel_param_{i}": value for i, value in enumerate(given)}
-    programs = -(-m // shape.columns) * -(-n // (128 * shape.row_tiles)) * parts
-    machine = Machine(compiled_panel(shape, x.dtype), 256, parameters, buffers, programs)
-    for program in range(programs):
+    clusters = -(-m // shape.columns) * -(-n // shape.rows) * splits
+    ptx = compiled_panel(shape, x.dtype, dtype)
+    for first in range(0, clusters * cluster, cluster):
+        machines = [
+            Machine(ptx, 2 * shape.rows, parameters, buffers, clusters * cluster)
+            for _ in range(cluster)
+        ]
+        run_together(machines, first)
+    found = torch.from_numpy(buffers[2]).view(dtype).view(out.shape)
+    return found.sum(0, dtype=torch.float32).to(x.dtype)
+
+
+def arranged(x: torch.Tensor, shape: panel.Panel) -> torch.Tensor:
+    """Brings x into tiles with arrange_kernel."""
+    m, k = x.shape
+    words = -(-m // shape.columns) * -(-k // 128) * shape.columns * 64
+    buffers = {
+        1: x.reshape(-1).view(torch.uint8).numpy().copy(),
+        2: np.full(4 * words, 0xCD, np.uint8),
+    }
+    parameters = {
+        f"arrange_kernel_param_{i}": value
+        for i, value in enumerate((GLOBAL, 2 * GLOBAL, m, k, 0, 0))
+    }
+    names = panel.arrange_kernel.arg_names
+    kinds = ("*bf16", "*bf16", "i32", "i32", "constexpr", "constexpr")
+    signature = dict(zip(names, kinds, strict=True))
+    constants = {"COLUMNS": shape.columns, "TILE": panel.TILE}
+    source = ASTSource(fn=panel.arrange_kernel, signature=signature, constexprs=constants)
+    ptx = triton.compile(source, target=TARGETS[True], options={"launch_pdl": True}).asm["ptx"]
+    machine = Machine(ptx, 128, parameters, buffers, words // panel.TILE)
+    for program in range(words // panel.TILE):
         machine.run(program)
-    sums = torch.from_numpy(buffers[2]).view(torch.float32).view(out.shape)
-    return sums.sum(0).to(x.dtype)
+    return torch.from_numpy(buffers[2])
 
 
-def compiled_panel(shape: panel.Panel, dtype: torch.dtype) -> str:
+def compiled_panel(shape: panel.Panel, dtype: torch.dtype, out: torch.dtype) -> str:
     """Compiles panel_kernel and returns its PTX."""
     absmax = "*u8" if shape.nested else "*fp32"
-    kind = "*bf16" if dtype == torch.bfloat16 else "*fp16"
-    pointers = (kind, "*fp32", "*u8", absmax, "*fp32", "*fp32", "*fp32", "*i32")
+    kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+    pointers = (kinds[dtype], kinds[out], "*u8", absmax, "*fp32", "*fp32", "*fp32", "*i32")
     names = panel.panel_kernel.arg_names
-    signature = dict(zip(names[:8], pointers, strict=True)) | dict.fromkeys(names[8:13], "i32")
+    signature = dict(zip(names[:8], pointers, strict=True)) | dict.fromkeys(names[8:14], "i32")
+    signature["norm"] = "fp32"
     signature["PANEL"] = "constexpr"
     source = ASTSource(fn=panel.panel_kernel, signature=signature, constexprs={"PANEL": shape})
-    options = {"num_warps": 8, "launch_pdl": True, "enable_fp_fusion": False}
+    options = {"num_warps": 4 * shape.groups, "launch_pdl": True, "enable_fp_fusion": False}
     return triton.compile(source, target=TARGETS[True], options=options).asm["ptx"]
 
 
 def run_panels() -> None:
     """Multiplies with every panel: what hangs over an edge, odd numbers of blocks, parts."""
-    for shape, m, n, k, blocksize, parts, dtype in (
-        (panel.Panel(1, 64), 40, 150, 320, 64, 1, torch.bfloat16),
-        (panel.Panel(2, 128, nested=False), 130, 300, 448, 128, 2, torch.float16),
-        (panel.Panel(1, 128), 100, 130, 192, 64, 1, torch.bfloat16),
+    widths = {one.columns: one for one in panel.PANELS if one is not panel.TALL}
+    for shape, cluster, splits, m, n, k, blocksize, dtype in (
+        (panel.NARROW, 1, 1, 40, 150, 320, 64, torch.bfloat16),
+        (panel.NARROW.plain, 1, 2, 63, 102, 1344, 64, torch.bfloat16),
+        (panel.TALL.plain, 2, 1, 130, 300, 448, 128, torch.float16),
+        (widths[96], 1, 1, 100, 130, 192, 64, torch.bfloat16),
+        (widths[256], 2, 2, 270, 150, 832, 256, torch.bfloat16),
     ):
         packed, state = packed_weight(n, k, "nf4", blocksize, shape.nested)
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
-        assert_close_to_exact(multiply_panel(x, packed, state, shape, parts), x, packed, state)
-        print("panel", shape, m, n, k, blocksize, dtype)
+        plan = panel.Plan(shape, cluster, splits)
+        assert_close_to_exact(multiply_panel(x, packed, state, plan), x, packed, state)
+        print("panel", plan, m, n, k, blocksize, dtype)
 
 
 if __name__ == "__main__":

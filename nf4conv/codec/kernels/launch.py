@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.compiler.compiler import make_backend
 from triton.runtime import driver
 
 from nf4conv.codec.kernels.capturing import outside_of_graphs
@@ -122,6 +123,8 @@ class Launcher:
         num_warps: int,
         registers: int | None = None,
         begins_early: bool = False,
+        shared_bytes: int = 0,
+        cluster: int = 1,
     ) -> Callable[..., None]:
         """Compile without a launch, and return the fastest way to launch.
 
@@ -134,18 +137,22 @@ class Launcher:
             registers: the most registers of a thread; by default the compiler decides.
             begins_early: True if the kernel may begin before its predecessor has ended, and waits
                 where it must.
+            shared_bytes: shared memory for assembly; Triton must not know of any in this kernel.
+            cluster: programs that run together and reach each other's shared memory. Triton does
+                not know of it: the kernel is compiled for one.
 
         Returns:
             A function that launches on the current device, which must be this one. It takes the
-            number of programs, the stream, and the run-time arguments: addresses and numbers.
+            number of programs, or of clusters, the stream, and the run-time arguments: addresses
+            and numbers.
         """
         key = (device.index, variant, num_warps, constants)
         compiled = self._compiled.get(key)
         if compiled is None:
             with torch.cuda.device(device):
-                compiled = self._compile(key, arguments, registers, begins_early)
+                compiled = self._compile(key, arguments, registers, begins_early, shared_bytes)
         function = compiled.function
-        metadata = compiled.packed_metadata
+        metadata = _packed(compiled, cluster)
         # what is launched, for the hooks, and the hooks before and behind a launch
         behind: tuple[Any, ...] = (metadata, None, None, None)
         run = _direct(compiled.run)
@@ -166,6 +173,7 @@ class Launcher:
         arguments: tuple[Any, ...],
         registers: int | None,
         begins_early: bool,
+        shared_bytes: int = 0,
     ) -> Any:
         """Compile a variant for the current device, and load it; keep it under its key."""
         _, _, num_warps, constants = key
@@ -179,9 +187,26 @@ class Launcher:
                 launch_pdl=begins_early,
                 enable_fp_fusion=False,  # a product and a sum are rounded apart
             )
+            if shared_bytes > 0:
+                _enlarge(compiled, shared_bytes)
             _ = compiled.run  # loads the machine code
             self._compiled[key] = compiled
         return compiled
+
+
+def _enlarge(compiled: Any, shared_bytes: int) -> None:
+    """Let a kernel that is not loaded yet have shared memory that Triton does not ask for."""
+    compiled.metadata = compiled.metadata._replace(shared=shared_bytes)
+
+
+def _packed(compiled: Any, cluster: int) -> Any:
+    """Return what Triton's launcher is told of a kernel, which may have been enlarged."""
+    metadata = compiled.metadata
+    if cluster > 1:
+        metadata = metadata._replace(num_ctas=cluster)
+        if hasattr(metadata, "cluster_dims"):
+            metadata = metadata._replace(cluster_dims=(cluster, 1, 1))
+    return make_backend(metadata.target).pack_metadata(metadata)
 
 
 def _direct(launcher: Any) -> Any:

@@ -84,8 +84,10 @@ def _way(
         return "dense" if rows <= dense.TILES[-1].columns else "decoded"
     if rows <= most:
         return "fused"
-    if rows <= panel.MOST_ROWS and launches.is_hopper(device):
-        return "panel"
+    if launches.is_hopper(device):
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if panel.is_faster(rows, matrix.n, matrix.k, processors):
+            return "panel"
     return "decoded"
 
 

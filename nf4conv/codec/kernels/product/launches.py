@@ -29,7 +29,7 @@ MOST_ELEMENTS: Final = 1 << 34
 MOST_SPLITS: Final = 8
 """Parts of k in different programs, each with an output of its own."""
 
-_TILE: Final = 512  # elements of a program of order_kernel and of sum_kernel
+_TILE: Final = 512  # elements of a program of sum_kernel
 
 
 @dataclass(eq=False)  # told apart by identity, which is faster
@@ -246,23 +246,6 @@ def stream_of(device: torch.device) -> Callable[[], int]:
     return partial(driver.active.get_current_stream, device.index)
 
 
-def prepare_order(device: torch.device, dtype: torch.dtype) -> Callable[[int, int, int, int], None]:
-    """Prepare to bring x into the order in which `wgmma` reads it.
-
-    Returns:
-        A function of a stream, the address of x, that of the result, and its elements.
-    """
-    launch = _launch_order.prepare(
-        device, (dtype, dtype, 1), (_TILE,), dtype, num_warps=4, begins_early=True
-    )
-
-    def order(stream: int, x: int, out: int, count: int) -> None:
-        pairs = count // 2
-        launch(-(-pairs // _TILE), stream, x, out, pairs)
-
-    return order
-
-
 def prepare_sum(
     device: torch.device, dtype: torch.dtype, splits: int, early: bool
 ) -> Callable[[int, int, int, int], None]:
@@ -321,29 +304,12 @@ def divide(shape: Shape, n: int, k: int, programs: int) -> Division:
 
 
 @triton.jit
-def _wait(index):
+def wait(index):
     """Wait for the kernel before, and let the next one begin; return zeros of the index's shape,
     int64, so that what uses them comes after this.
     """
     wait: tl.constexpr = "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b64 $0, 0;"
     return tl.inline_asm_elementwise(wait, "=l,l", [index], dtype=tl.int64, is_pure=False, pack=1)
-
-
-@kernel
-def order_kernel(x_ptr, out_ptr, count: tl.int64, TILE: tl.constexpr):
-    """Bring pairs of k into the order in which the pieces of a tile hold them.
-
-    Of each 32 pairs, pair 8 t + p comes to place 4 p + t.
-
-    Pointers to tensors:
-        x_ptr: [count] pairs of 16-bit values.
-        out_ptr: [count] pairs, written.
-    """
-    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    index += _wait(index)
-    source = index // 32 * 32 + index % 4 * 8 + index % 32 // 4
-    pair = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + source, mask=index < count)
-    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + index, pair, mask=index < count)
 
 
 @kernel
@@ -363,12 +329,11 @@ def sum_kernel(
     """
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     if EARLY:
-        index += _wait(index)
+        index += wait(index)
     total = tl.load(parts_ptr + index, mask=index < count)
     for part in tl.static_range(1, SPLITS):
         total += tl.load(parts_ptr + part * count + index, mask=index < count)
     tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=index < count)
 
 
-_launch_order = Launcher(order_kernel)
 _launch_sum = Launcher(sum_kernel)
