@@ -168,8 +168,8 @@ def _dedented(text: str) -> str:
 def test_generate_with_a_static_cache(mode: str) -> None:
     """transformers itself compiles the step that makes a token.
 
-    A model whose `forward` is compiled with "reduce-overhead" before fails, with 16-bit layers too:
-    the first pass makes the cache in a CUDA graph, whose memory the next pass overwrites.
+    A model whose `forward` is compiled with "reduce-overhead" before fails: the first pass makes
+    the cache in a CUDA graph, whose memory the next pass overwrites.
     """
     transformers = pytest.importorskip("transformers")
     modules = pytest.importorskip("bitsandbytes.nn")
