@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-moe-training test-gguf test-moe-releases test-load-lines test-browser test-ray check-automation test-space test-slurm test-kubernetes clean
+.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-moe-training test-gguf test-gguf-quantized test-moe-releases test-load-lines test-browser test-ray check-automation test-space test-slurm test-kubernetes clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -157,6 +157,17 @@ $(VENV)/llama.cpp: $(VENV)/.installed
 
 test-gguf: $(VENV)/llama.cpp ## test the ways to GGUF and back, with llama.cpp's converter and its Python package
 	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest tests/test_gguf.py tests/test_gguf_sources.py tests/test_ggml.py tests/test_ggml_kernels.py tests/test_docs.py
+
+# the same library as llama-cpp-python builds, without what runs models fast
+$(VENV)/libllama: $(VENV)/llama.cpp
+	mkdir -p $@.new
+	tar xzf $(VENV)/llama_cpp_python-0.3.36.tar.gz -C $@.new --strip-components 3 --wildcards '*/vendor/llama.cpp/*'
+	cmake -S $@.new -B $@.new/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
+	cmake --build $@.new/build --target llama
+	mv $@.new $@
+
+test-gguf-quantized: $(VENV)/libllama ## test files that llama.cpp quantized, of each of its types; needs cmake and 5 minutes to build it
+	LLAMA_CPP=$(VENV)/llama.cpp LIBLLAMA=$(VENV)/libllama/build/bin/libllama.so $(BIN)/python -m pytest tests/test_gguf_quantized.py
 
 docs/diffusers.md: $(VENV)/.diffusers ## write the table of what the tests of diffusers find
 	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new

@@ -59,12 +59,14 @@ def value(found: Any) -> bytes:
     if isinstance(found, bool):
         return struct.pack("<IB", 7, found)
     if isinstance(found, int):
-        return struct.pack("<Ii", 5, found)
+        if -(2**31) <= found < 2**31:
+            return struct.pack("<Ii", 5, found)
+        return struct.pack("<IQ", 10, found)
     if isinstance(found, float):
         return struct.pack("<If", 6, found)
     if isinstance(found, str):
         return struct.pack("<I", 8) + text(found)
-    first = value(found[0])
+    first = value(found[0] if found else 0)
     return (
         struct.pack("<I", 9)
         + first[:4]
@@ -120,8 +122,12 @@ def write_gguf(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     *,
     default: str = "BF16",
+    claimed: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Path:
-    """Writes a file; vectors are F32 as llama.cpp has them, matrices of the type given."""
+    """Writes a file; vectors are F32 as llama.cpp has them, matrices of the type given.
+
+    Shapes may be claimed that are not those of the data.
+    """
     metadata = LLAMA if metadata is None else metadata
     shapes = SHAPES if shapes is None else shapes
     generator = torch.Generator().manual_seed(0)
@@ -130,9 +136,10 @@ def write_gguf(
         head += text(key) + value(found)
     data = b""
     for name, shape in shapes.items():
-        block_type = (types or {}).get(name, default if len(shape) > 1 else "F32")
-        head += text(name) + struct.pack("<I", len(shape))
-        head += struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        block_type = (types or {}).get(name, default) if len(shape) > 1 else "F32"
+        sizes = (claimed or {}).get(name, shape)
+        head += text(name) + struct.pack("<I", len(sizes))
+        head += struct.pack(f"<{len(sizes)}Q", *reversed(sizes))
         head += struct.pack("<IQ", NUMBERS[block_type], len(data))
         content = stored(shape, block_type, generator)
         data += content + b"\0" * (-len(content) % 32)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from fuzz_gguf import FILES
 from gguf_files import LLAMA, SHAPES, text, write_gguf
 from hub_server import Hub, Repo
 from safetensors.torch import load_file
@@ -209,6 +210,59 @@ def test_experts_come_one_by_one(tmp_path: Path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "mixtral"
     assert config["num_local_experts"] == 3
+
+
+def test_experts_that_do_not_fit(tmp_path: Path):
+    metadata, shapes = FILES["mixtral"]
+    other = {**metadata, "llama.expert_count": 2**40}
+    path = write_gguf(tmp_path / "model.gguf", other, shapes=shapes)
+    assert "3 experts, and the metadata announces 1,099,511,627,776" in refused(path)
+    claimed = {"blk.0.ffn_gate_exps.weight": (2**33, 0, 256)}
+    path = write_gguf(tmp_path / "model.gguf", metadata, shapes=shapes, claimed=claimed)
+    assert "blk.0.ffn_gate_exps.weight: is of shape [8589934592, 0, 256]" in refused(path)
+
+
+def test_parts_of_one_tensor_that_do_not_fit(tmp_path: Path):
+    metadata, shapes = FILES["deepseek2"]
+    less = {name: shape for name, shape in shapes.items() if "attn_v_b" not in name}
+    path = write_gguf(tmp_path / "model.gguf", metadata, shapes=less)
+    assert "attn_k_b.weight: goes with blk.0.attn_v_b.weight, which is missing" in refused(path)
+    for sizes, said in (
+        ((2, 32, 64), "is one of stacks of 2 and 4 matrices"),
+        ((4, 32, 32), "is no stack of heads that goes with that of the values"),
+    ):
+        other = {**shapes, "blk.0.attn_v_b.weight": sizes}
+        path = write_gguf(tmp_path / "model.gguf", metadata, shapes=other)
+        assert said in refused(path)
+    metadata, shapes = FILES["qwen35"]
+    other_heads = {**metadata, "qwen35.ssm.time_step_rank": 3}
+    path = write_gguf(tmp_path / "model.gguf", other_heads, shapes=shapes)
+    assert "has 3 values, which do not share 2 keys" in refused(path)
+    without = {key: found for key, found in metadata.items() if "group_count" not in key}
+    path = write_gguf(tmp_path / "model.gguf", without, shapes=shapes)
+    assert "needs ssm.group_count, which the metadata does not say" in refused(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_command_takes_tensors_that_are_put_together(tmp_path: Path, name: str):
+    """Whole and by small pieces: the same bytes, and 4 bits that verify against the source."""
+    metadata, shapes = FILES[name]
+    types = {"blk.0.ffn_up_exps.weight": "Q8_0", "blk.0.attn_k_b.weight": "Q8_0"}
+    path = write_gguf(tmp_path / "model.gguf", metadata, types, shapes)
+    for size in ("64KB", "64MB"):
+        common = ("--buffer-size", size, "--device", "cpu")
+        done("dequantize", path, tmp_path / size, *common)
+        done("quantize", path, tmp_path / f"nf4-{size}", "--verify", *common)
+    small, large = (tmp_path / size / "model.safetensors" for size in ("64KB", "64MB"))
+    assert small.read_bytes() == large.read_bytes()
+    nf4 = tmp_path / "nf4-64KB"
+    done("verify", nf4, "--source", path, "--exact", "--device", "cpu")
+    same = (nf4 / "model.safetensors").read_bytes()
+    assert same == (tmp_path / "nf4-64MB" / "model.safetensors").read_bytes()
+    done("quantize", tmp_path / "64MB", tmp_path / "again", "--device", "cpu")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == same
+    assert "GGUF" in done("inspect", path).output
+    done("compare", path, tmp_path / "64MB", "--tolerance", "0", "--device", "cpu")
 
 
 @pytest.mark.parametrize("spelling", ["file", "address", "folder"])

@@ -233,6 +233,8 @@ class _Parser:
         for name, shape, block_type, offset in records:
             if name in tensors:
                 raise self._error(f"{name}: is there twice", name)
+            if 0 in shape:
+                raise self._error(f"{name}: is of shape {list(shape)}, without values", name)
             columns = shape[-1] if shape else 1
             if columns % block_type.values != 0:
                 raise self._error(

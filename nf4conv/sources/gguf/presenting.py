@@ -69,6 +69,7 @@ def present(
         pattern, layer = _pattern_and_layer(tensor.name)
         if tensor.name in _COMPUTED:
             continue
+        _check_experts(tensor, pattern, sizes)
         if pattern in joins:
             waiting.setdefault((joins[pattern], layer), {})[pattern] = tensor
             continue
@@ -78,6 +79,18 @@ def present(
         first = next(iter(parts.values()))
         _add(found, _joined(join, layer, parts, sizes, dtype), first)
     return tuple(found.values())
+
+
+def _check_experts(tensor: GgufTensor, pattern: str, sizes: Mapping[str, Any]) -> None:
+    """Compares a stack of experts with their number in the metadata."""
+    module, _ = _split(pattern)
+    expected = sizes.get("expert_count")
+    if not module.endswith("_exps") or not isinstance(expected, int) or not tensor.shape:
+        return
+    if tensor.shape[0] != expected:
+        raise _misfit(
+            tensor, f"has {tensor.shape[0]:,} experts, and the metadata announces {expected:,}"
+        )
 
 
 def _add(found: dict[str, TensorInfo], presented: TensorInfo, tensor: GgufTensor) -> None:

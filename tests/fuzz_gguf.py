@@ -1,0 +1,170 @@
+"""Mutates GGUF files: bytes of their headers and data, and what their metadata and records say."""
+
+import random
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fuzz_case import Case, passes_verify
+from gguf_files import LLAMA, SHAPES, write_gguf
+
+_EXPERTS = {name: shape for name, shape in SHAPES.items() if ".ffn_" not in name} | {
+    "blk.0.ffn_norm.weight": (256,),
+    "blk.0.ffn_gate_inp.weight": (3, 256),
+    "blk.0.ffn_gate_exps.weight": (3, 64, 256),
+    "blk.0.ffn_up_exps.weight": (3, 64, 256),
+    "blk.0.ffn_down_exps.weight": (3, 256, 64),
+}
+
+
+def _of(architecture: str, **more: Any) -> dict[str, Any]:
+    """The metadata of Llama for another architecture; double underscores stand for dots."""
+    renamed = {key.replace("llama.", f"{architecture}."): LLAMA[key] for key in LLAMA}
+    renamed["general.architecture"] = architecture
+    for key, value in more.items():
+        renamed[f"{architecture}.{key.replace('__', '.')}"] = value
+    return renamed
+
+
+# metadata and shapes of files whose tensors are put together or taken apart in different ways
+FILES: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "llama": (LLAMA, SHAPES),
+    "mixtral": ({**LLAMA, "llama.expert_count": 3, "llama.expert_used_count": 2}, _EXPERTS),
+    "deepseek2": (
+        _of("deepseek2", attention__key_length_mla=48, attention__value_length_mla=32),
+        {
+            **{name: shape for name, shape in _EXPERTS.items() if "attn_" not in name},
+            "blk.0.attn_norm.weight": (256,),
+            "blk.0.attn_q.weight": (192, 256),
+            "blk.0.attn_kv_a_mqa.weight": (80, 256),
+            "blk.0.attn_kv_a_norm.weight": (64,),
+            "blk.0.attn_k_b.weight": (4, 64, 32),
+            "blk.0.attn_v_b.weight": (4, 32, 64),
+            "blk.0.attn_output.weight": (256, 128),
+            "blk.0.exp_probs_b.bias": (3,),
+        },
+    ),
+    "gpt-oss": (
+        _of("gpt-oss", expert_count=3, attention__key_length=64),
+        {
+            **{name: shape for name, shape in _EXPERTS.items() if "ffn_norm" not in name},
+            "blk.0.post_attention_norm.weight": (256,),
+            "blk.0.attn_sinks.weight": (4,),
+            "blk.0.ffn_gate_exps.bias": (3, 64),
+            "blk.0.ffn_up_exps.bias": (3, 64),
+            "blk.0.ffn_down_exps.bias": (3, 256),
+        },
+    ),
+    "qwen35": (
+        _of(
+            "qwen35",
+            ssm__group_count=2,
+            ssm__time_step_rank=4,
+            ssm__state_size=32,
+            ssm__inner_size=128,
+            ssm__conv_kernel=4,
+            attention__recurrent_layers=[True],
+        ),
+        {
+            **{name: shape for name, shape in SHAPES.items() if "attn_" not in name},
+            "blk.0.attn_norm.weight": (256,),
+            "blk.0.post_attention_norm.weight": (256,),
+            "blk.0.attn_qkv.weight": (256, 256),
+            "blk.0.attn_gate.weight": (128, 256),
+            "blk.0.ssm_alpha.weight": (4, 256),
+            "blk.0.ssm_beta.weight": (4, 256),
+            "blk.0.ssm_a": (4,),
+            "blk.0.ssm_dt.bias": (4,),
+            "blk.0.ssm_conv1d.weight": (256, 32),
+            "blk.0.ssm_norm.weight": (32,),
+            "blk.0.ssm_out.weight": (256, 128),
+        },
+    ),
+}
+del FILES["qwen35"][1]["blk.0.ffn_norm.weight"]
+
+_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "Q4_1")
+_STRANGE: tuple[Any, ...] = (
+    0, 1, -1, 3, 2**16, 2**31 - 1, 2**40, 2**63, 0.0, -1.5, float("nan"), float("inf"), True, "",
+    "llama", "mamba", "x" * 5000, [], [0], [2**31 - 1], [1.5, float("inf")], ["a", "a"], [True] * 9,
+)  # fmt: skip
+
+
+def write_files(folder: Path) -> None:
+    """Writes a file of each sort, a split one, and a folder with a config."""
+    folder.mkdir(parents=True)
+    for name, (metadata, shapes) in FILES.items():
+        types = {tensor: _TYPES[number % 6] for number, tensor in enumerate(shapes)}
+        write_gguf(folder / f"{name}.gguf", metadata, types, shapes)
+    names = list(SHAPES)
+    for number, part in ((1, names[:5]), (2, names[5:])):
+        metadata = {**LLAMA, "split.count": 2, "split.tensors.count": len(SHAPES)}
+        shapes = {name: SHAPES[name] for name in part}
+        write_gguf(folder / f"split-0000{number}-of-00002.gguf", metadata, shapes=shapes)
+    (folder / "config.json").write_text('{"model_type": "llama", "dtype": "float16"}')
+
+
+def bytes_case(chosen: random.Random, whole: Path, work: Path) -> Case:
+    """Changes bytes, mostly of the header, or cuts a file off."""
+    source = work / "source"
+    shutil.copytree(whole, source)
+    path = chosen.choice(sorted(source.glob("*.gguf")))
+    content = bytearray(path.read_bytes())
+    end = min(len(content), 3000) if chosen.random() < 0.8 else len(content)
+    for _ in range(chosen.choice((1, 1, 2, 8))):
+        place = chosen.randrange(end)
+        size = chosen.choice((1, 2, 4, 8))
+        numbers = (0, 2**32 - 1, 2**62, 10**9, 2**64 - 1, chosen.getrandbits(64))
+        content[place : place + size] = chosen.choice(numbers).to_bytes(8, "little")[:size]
+    if chosen.random() < 0.2:
+        del content[chosen.randrange(len(content)) :]
+    path.write_bytes(content)
+    return _command(chosen, path, work, whole)
+
+
+def words_case(chosen: random.Random, whole: Path, work: Path) -> Case:
+    """Writes a file whose metadata, names, types or shapes do not fit together."""
+    (work / "source").mkdir()
+    metadata, shapes = FILES[chosen.choice(sorted(FILES))]
+    metadata, shapes = dict(metadata), dict(shapes)
+    types = {tensor: _TYPES[number % 6] for number, tensor in enumerate(shapes)}
+    claimed = {}
+    for _ in range(chosen.choice((1, 1, 2, 4))):
+        key = chosen.choice(sorted(metadata))
+        name = chosen.choice(sorted(shapes))
+        match chosen.randrange(7):
+            case 0 | 1:
+                metadata[key] = chosen.choice(_STRANGE)
+            case 2:
+                del metadata[key]
+            case 3:
+                del shapes[name]
+            case 4:
+                shapes[chosen.choice((f"{name}.x", "blk.1.attn_q.weight", "x"))] = shapes[name]
+            case 5:
+                sizes = list(shapes[name])
+                sizes[chosen.randrange(len(sizes))] = chosen.choice((0, 1, 32, 2**16, 2**40))
+                claimed[name] = tuple(sizes)
+            case 6:
+                claimed[name] = chosen.choice(((), (32,), (1, 2, 32), (0, 32), (2**33, 0, 32)))
+    path = work / "source/model.gguf"
+    write_gguf(path, metadata, types, shapes, claimed=claimed)
+    return _command(chosen, path, work, whole)
+
+
+def _command(chosen: random.Random, path: Path, work: Path, whole: Path) -> Case:
+    """Runs any command on a file."""
+    out = work / "out"
+    more = ["--config-from", whole] if chosen.random() < 0.2 else []
+    commands: list[list[object]] = [
+        ["quantize", path, out, *more],
+        ["quantize", path, out, "--verify", *more],
+        ["quantize", path, out, "--dry-run", *more],
+        ["dequantize", path, out, *more],
+        ["dequantize", path, out, *more],
+        ["inspect", path, *more],
+        ["compare", path, whole / "llama.gguf"],
+    ]
+    words = chosen.choice(commands)
+    return Case(words, out, partial(passes_verify, words, out))
