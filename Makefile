@@ -162,7 +162,7 @@ test-gguf: $(VENV)/llama.cpp ## test the ways to GGUF and back, with llama.cpp's
 $(VENV)/libllama: $(VENV)/llama.cpp
 	mkdir -p $@.new
 	tar xzf $(VENV)/llama_cpp_python-0.3.36.tar.gz -C $@.new --strip-components 3 --wildcards '*/vendor/llama.cpp/*'
-	cmake -S $@.new -B $@.new/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
+	cmake -S $@.new -B $@.new/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
 	cmake --build $@.new/build --target llama
 	mv $@.new $@
 

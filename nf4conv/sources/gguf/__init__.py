@@ -5,6 +5,7 @@ header.py       reads metadata, and where the tensors are
 families/       lists architectures: their names, what llama.cpp's converter moved, their configs
 presenting.py   presents a file's tensors under the names and in the layout of transformers
 settings.py     makes config.json of the metadata
+numbers.py      reads numbers of the metadata
 tokenizing.py   makes tokenizer.json of the metadata
 unpacked.py     writes these files to the cache, where a checkpoint's other files are looked for
 """

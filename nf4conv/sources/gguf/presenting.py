@@ -13,6 +13,7 @@ from nf4conv.sources.encodings.types.gguf import GgufBlocks
 from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, GgufFamily, Join, Piece
 from nf4conv.sources.gguf.families.joining import count_matrices, matrix_of
 from nf4conv.sources.gguf.header import GgufTensor
+from nf4conv.sources.gguf.numbers import counts_of, positive
 from nf4conv.sources.tensors import TensorInfo
 
 _COMPUTED: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -65,11 +66,12 @@ def present(
     waiting: dict[tuple[Join, str], dict[str, GgufTensor]] = {}
     found: dict[str, TensorInfo] = {}
     heads = _heads_of(sizes)
+    counts: dict[str, int] = {}
     for tensor in tensors:
         pattern, layer = _pattern_and_layer(tensor.name)
         if tensor.name in _COMPUTED:
             continue
-        _check_experts(tensor, pattern, sizes)
+        _check_experts(tensor, sizes, counts)
         if pattern in joins:
             waiting.setdefault((joins[pattern], layer), {})[pattern] = tensor
             continue
@@ -81,16 +83,23 @@ def present(
     return tuple(found.values())
 
 
-def _check_experts(tensor: GgufTensor, pattern: str, sizes: Mapping[str, Any]) -> None:
-    """Compares a stack of experts with their number in the metadata."""
+def _check_experts(tensor: GgufTensor, sizes: Mapping[str, Any], counts: dict[str, int]) -> None:
+    """Compares a stack of experts with their number in the metadata, and with others of its layer.
+
+    Args:
+        tensor: any tensor.
+        sizes: the metadata without the architecture's name in its keys.
+        counts: the experts of each layer so far.
+    """
+    pattern, layer = _pattern_and_layer(tensor.name)
     module, _ = _split(pattern)
-    expected = sizes.get("expert_count")
-    if not module.endswith("_exps") or not isinstance(expected, int) or not tensor.shape:
+    if not module.endswith("_exps") or not tensor.shape:
         return
-    if tensor.shape[0] != expected:
-        raise _misfit(
-            tensor, f"has {tensor.shape[0]:,} experts, and the metadata announces {expected:,}"
-        )
+    count = tensor.shape[0]
+    announced = sizes.get("expert_count", count)
+    expected = announced if announced != count else counts.setdefault(layer, count)
+    if count != expected:
+        raise _misfit(tensor, f"is a stack of {count:,} experts, and not of {expected}")
 
 
 def _add(found: dict[str, TensorInfo], presented: TensorInfo, tensor: GgufTensor) -> None:
@@ -101,13 +110,13 @@ def _add(found: dict[str, TensorInfo], presented: TensorInfo, tensor: GgufTensor
 
 def _heads_of(sizes: Mapping[str, Any]) -> Heads:
     """Returns the attention heads that the metadata names; 1 and 1 if it names none."""
-    queries = sizes.get("attention.head_count")
-    if not isinstance(queries, int) or queries <= 0:
+    queries = positive(sizes, "attention.head_count")
+    if queries is None:
         return Heads(1, 1)
-    keys = sizes.get("attention.head_count_kv", queries)
-    if isinstance(keys, list):  # of each layer, 0 where it has no attention
-        keys = max((count for count in keys if isinstance(count, int)), default=0)
-    if not isinstance(keys, int) or keys <= 0 or queries % keys != 0:
+    keys = positive(sizes, "attention.head_count_kv")
+    if keys is None:  # those of each layer, 0 where it has no attention
+        keys = max(counts_of(sizes, "attention.head_count_kv"), default=queries)
+    if keys == 0 or queries % keys != 0:
         keys = queries
     return Heads(queries, keys)
 
@@ -151,6 +160,8 @@ def _presented(
     if change is not None:
         presented = _changed(tensor, presented, module, change, heads)
     shape = family.shapes.get(pattern)
+    if shape == CHANNELS and len(tensor.shape) < 2:
+        raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no convolution of channels")
     yield presented if shape is None else _reshaped(presented, shape)
 
 
@@ -224,6 +235,8 @@ def _changed(
     groups = heads.keys
     if change == ROTARY and module.endswith("attn_k"):
         of_rows = heads.keys
+    if change == TRANSPOSED and len(tensor.shape) != 2:
+        raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no matrix")
     together = of_rows * 2 if change == ROTARY else of_rows + 2 * groups
     rows = math.prod(tensor.shape[:1])
     if change in (ROTARY, FUSED) and rows % together != 0:

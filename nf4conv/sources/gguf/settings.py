@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.sources.gguf.families.family import GgufFamily
+from nf4conv.sources.gguf.numbers import positive
 from nf4conv.sources.tensors import TensorInfo
 
 _TOKENS: Final = {
@@ -82,10 +83,10 @@ def _add_what_tensors_tell(
     """Adds sizes that only tensors have, and whether the head is tied to the embeddings."""
     by_name = {tensor.name: tensor for tensor in tensors}
     embedding = by_name.get(f"{family.names['token_embd']}.weight")
-    if embedding is not None:
+    if embedding is not None and embedding.shape:
         config["vocab_size"] = embedding.shape[0]
     for key, name in family.rows.items():
-        if name in by_name:
+        if name in by_name and by_name[name].shape:
             config[key] = by_name[name].shape[0]
     if "output" in family.names:
         config["tie_word_embeddings"] = f"{family.names['output']}.weight" not in by_name
@@ -93,21 +94,22 @@ def _add_what_tensors_tell(
 
 def _leave_out_next_tokens(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:
     """Takes layers that predict the token after the next one out of the number of layers."""
-    more = sizes.get("nextn_predict_layers", 0)
-    layers = config.get("num_hidden_layers")
-    if isinstance(more, int) and isinstance(layers, int) and 0 < more < layers:
+    more = positive(sizes, "nextn_predict_layers")
+    layers = positive(config, "num_hidden_layers")
+    if more is not None and layers is not None and more < layers:
         config["num_hidden_layers"] = layers - more
         config["num_nextn_predict_layers"] = more
 
 
 def _add_rotary_share(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:
     """Adds which share of a head is rotated, where it is not all of it."""
-    rotated = sizes.get("rope.dimension_count")
-    heads = config.get("num_attention_heads")
-    if not isinstance(rotated, int) or not isinstance(heads, int) or heads <= 0:
-        return
-    size = config.get("head_dim") or config.get("hidden_size", 0) // heads
-    if 0 < rotated < size:
+    rotated = positive(sizes, "rope.dimension_count")
+    heads = positive(config, "num_attention_heads")
+    hidden = positive(config, "hidden_size")
+    size = positive(config, "head_dim")
+    if size is None and hidden is not None and heads is not None:
+        size = hidden // heads
+    if rotated is not None and size is not None and rotated < size:
         key = "rotary_pct" if config["model_type"] == "gpt_neox" else "partial_rotary_factor"
         config[key] = rotated / size
 

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from statistics import NormalDist
 from typing import Any, Final
 
+from nf4conv.sources.gguf.numbers import counts_of, positive
+
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the models whose queries are scaled by another number than the size of a head."""
 
@@ -21,8 +23,11 @@ def add_scale_of_gemma(
     Source: load_arch_hparams of llama.cpp's models gemma2.cpp and gemma3.cpp.
     """
     scale = config.get("head_dim")
-    if config.get("num_hidden_layers") == _LAYERS_OF_27B[config["model_type"]]:
-        scale = config["hidden_size"] // config["num_attention_heads"]
+    heads = positive(config, "num_attention_heads")
+    hidden = positive(config, "hidden_size")
+    is_27b = config.get("num_hidden_layers") == _LAYERS_OF_27B[config["model_type"]]
+    if is_27b and hidden is not None and heads is not None:
+        scale = hidden // heads
     config["query_pre_attn_scalar"] = scale
 
 
@@ -51,11 +56,11 @@ def add_sparsity_of_activations(
 
     llama.cpp stores that share as the quantile of the normal distribution.
     """
-    widths = sizes.get("feed_forward_length")
-    if isinstance(widths, list):
+    widths = counts_of(sizes, "feed_forward_length")
+    if widths:
         config["intermediate_size"] = widths
     scales = sizes.get("activation_sparsity_scale")
-    if isinstance(scales, list):
+    if isinstance(scales, list) and all(isinstance(scale, float) for scale in scales):
         shares = [NormalDist().cdf(scale) for scale in scales]
         config["activation_sparsity_pattern"] = [round(share, 6) for share in shares]
 
@@ -69,7 +74,7 @@ def add_heads_of_gemma_4(
     """
     config.pop("partial_rotary_factor", None)
     config.pop("rope_theta", None)
-    heads = _heads_by_layer(sizes)
+    heads = counts_of(sizes, "attention.head_count_kv")
     types = config.get("layer_types", [])
     for kind, key in (
         ("sliding_attention", "num_key_value_heads"),
@@ -78,8 +83,8 @@ def add_heads_of_gemma_4(
         of_kind = [count for count, found in zip(heads, types, strict=False) if found == kind]
         if of_kind:
             config[key] = of_kind[0]
-    widths = sizes.get("feed_forward_length")
-    if isinstance(widths, list) and widths:
+    widths = counts_of(sizes, "feed_forward_length")
+    if widths:
         config["intermediate_size"] = min(widths)
         config["use_double_wide_mlp"] = max(widths) > min(widths)
     else:
@@ -98,15 +103,17 @@ def add_sizes_of_latents(
     config["num_key_value_heads"] = config.get("num_attention_heads")
     config.setdefault("q_lora_rank", None)
     config.setdefault("norm_topk_prob", False)
-    key = sizes.get("attention.key_length_mla", sizes.get("attention.key_length"))
-    value = sizes.get("attention.value_length_mla", sizes.get("attention.value_length"))
-    rotated = config.get("qk_rope_head_dim")
-    if isinstance(key, int) and isinstance(rotated, int):
+    suffix = "_mla" if "attention.key_length_mla" in sizes else ""
+    key = positive(sizes, f"attention.key_length{suffix}")
+    value = positive(sizes, f"attention.value_length{suffix}")
+    rotated = positive(config, "qk_rope_head_dim")
+    if key is not None and rotated is not None:
         config["qk_nope_head_dim"] = key - rotated
         config["head_dim"] = rotated
-    if isinstance(value, int):
+    if value is not None:
         config["v_head_dim"] = value
-    if config["model_type"] == "deepseek_v2" and config.get("n_group", 1) > 1:
+    groups = positive(config, "n_group")
+    if config["model_type"] == "deepseek_v2" and groups is not None and groups > 1:
         config["topk_method"] = "group_limited_greedy"
 
 
@@ -132,7 +139,7 @@ def add_layers_with_attention(
     sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
 ) -> None:
     """Adds which layers of LFM2 have attention: those with heads of keys."""
-    heads = _heads_by_layer(sizes)
+    heads = counts_of(sizes, "attention.head_count_kv")
     types = ["full_attention" if count else "conv" for count in heads]
     config["layer_types"] = types
     config["num_key_value_heads"] = max(heads, default=0)
@@ -142,7 +149,7 @@ def add_layers_of_jamba(
     sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
 ) -> None:
     """Adds every how many layers Jamba has attention, and every how many experts."""
-    heads = _heads_by_layer(sizes)
+    heads = counts_of(sizes, "attention.head_count_kv")
     config["num_key_value_heads"] = max(heads, default=0)
     attending = [layer for layer, count in enumerate(heads) if count]
     mixing = []
@@ -166,31 +173,31 @@ def add_layers_of_granite(
     Only models without rotary embeddings have such layers: llama.cpp says so by
     `rope.scaling.finetuned`.
     """
-    layers = range(config.get("num_hidden_layers", 0))
+    layers = range(positive(config, "num_hidden_layers") or 0)
     types = ["mamba" if f"blk.{layer}.ssm_a" in names else "attention" for layer in layers]
     config["layer_types"] = types
-    heads = [count for count in _heads_by_layer(sizes) if count]
-    attention = sizes.get("attention.head_count_kv")
-    config["num_key_value_heads"] = max(heads) if heads else attention
+    heads = counts_of(sizes, "attention.head_count_kv")
+    if heads:
+        config["num_key_value_heads"] = max(heads)
     config["position_embedding_type"] = "rope" if sizes.get("rope.scaling.finetuned") else None
-    width = sizes.get("ssm.inner_size")
-    states = sizes.get("ssm.time_step_rank")
-    hidden = config.get("hidden_size")
-    if isinstance(width, int) and isinstance(states, int) and isinstance(hidden, int):
-        config["mamba_d_head"] = width // max(states, 1)
-        config["mamba_expand"] = width // max(hidden, 1)
+    width = positive(sizes, "ssm.inner_size")
+    states = positive(sizes, "ssm.time_step_rank")
+    hidden = positive(config, "hidden_size")
+    if width is not None and states is not None and hidden is not None:
+        config["mamba_d_head"] = width // states
+        config["mamba_expand"] = width // hidden
 
 
 def add_heads_of_states(
     sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
 ) -> None:
     """Adds the sizes of Mamba 2's heads."""
-    width = sizes.get("ssm.inner_size")
-    heads = sizes.get("ssm.time_step_rank")
-    hidden = config.get("hidden_size")
-    if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+    width = positive(sizes, "ssm.inner_size")
+    heads = positive(sizes, "ssm.time_step_rank")
+    hidden = positive(config, "hidden_size")
+    if width is not None and heads is not None:
         config["head_dim"] = width // heads
-    if isinstance(width, int) and isinstance(hidden, int) and hidden > 0:
+    if width is not None and hidden is not None:
         config["expand"] = width // hidden
     config["use_conv_bias"] = "blk.*.ssm_conv1d.bias" in names
 
@@ -199,18 +206,11 @@ def add_linear_attention(
     sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
 ) -> None:
     """Adds which layers of Qwen3-Next have linear attention, and the size of its values."""
-    width = sizes.get("ssm.inner_size")
-    heads = sizes.get("ssm.time_step_rank")
-    if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+    width = positive(sizes, "ssm.inner_size")
+    heads = positive(sizes, "ssm.time_step_rank")
+    if width is not None and heads is not None:
         config["linear_value_head_dim"] = width // heads
     recurrent = sizes.get("attention.recurrent_layers")
     if isinstance(recurrent, list):
         types = ["linear_attention" if is_linear else "full_attention" for is_linear in recurrent]
-        config["layer_types"] = types[: config.get("num_hidden_layers")]
-
-
-def _heads_by_layer(sizes: Mapping[str, Any]) -> list[int]:
-    heads = sizes.get("attention.head_count_kv")
-    if not isinstance(heads, list) or not all(isinstance(count, int) for count in heads):
-        return []
-    return heads
+        config["layer_types"] = types[: positive(config, "num_hidden_layers")]

@@ -12,6 +12,7 @@ from typing import Any, Final
 from nf4conv.format.gguf import NEGATIVE_EXP, ROTARY, TILED, TRANSPOSED
 from nf4conv.sources.gguf.families.family import Piece, Stack
 from nf4conv.sources.gguf.header import GgufTensor
+from nf4conv.sources.gguf.numbers import positive
 
 _MOST_GROUPS: Final = 2**16
 """Experts or heads of a layer, many more than any model has."""
@@ -47,6 +48,7 @@ def join_alternating_experts(parts: Sequence[GgufTensor], _sizes: Mapping[str, A
 
 def join_rows(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
     """Returns [rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
+    _require_alike(parts)
     rows = sum(part.shape[0] for part in parts)
     return Stack((tuple(Piece(part) for part in parts),), (rows, *parts[0].shape[1:]))
 
@@ -72,6 +74,7 @@ def join_grouped_queries(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) 
 
     Source: InternLM2Model, which puts the halves of rotated heads side by side as well.
     """
+    _require_alike(parts)
     queries, keys, values = parts
     heads = _size(sizes, "attention.head_count")
     groups_of_queries = _size(sizes, "attention.head_count_kv")
@@ -99,6 +102,7 @@ def join_linear_attention(parts: Sequence[GgufTensor], sizes: Mapping[str, Any])
     The first part has all queries, all keys and all values; the second all gates. Source:
     Qwen3NextModel, which takes in_proj_qkvz apart.
     """
+    _require_alike(parts)
     mixed, gates = parts
     heads = _size(sizes, "ssm.group_count")
     keys = heads * _size(sizes, "ssm.state_size")
@@ -133,8 +137,10 @@ def join_tiled_states(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> 
 def join_tiled_channels(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
     """Returns the same of convolutions, [channels, 1, width]."""
     [tensor] = parts
-    channels, *width = tensor.shape
-    return Stack((_untiled(tensor, sizes, None),), (channels, 1, *width))
+    if len(tensor.shape) != 2:
+        raise ValueError(f"is of shape {list(tensor.shape)}, and no convolution of channels")
+    channels, width = tensor.shape
+    return Stack((_untiled(tensor, sizes, None),), (channels, 1, width))
 
 
 def join_tiled_columns(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
@@ -154,7 +160,7 @@ def _untiled(tensor: GgufTensor, sizes: Mapping[str, Any], change: str | None) -
     if rows != values:
         values = _size(sizes, "ssm.inner_size")
     before = rows - values
-    if before < 0 or values % (keys * shared) != 0:
+    if rows == 0 or before < 0 or values % (keys * shared) != 0:
         raise ValueError(f"has {rows} rows, which do not go with {keys * shared} heads")
     size = values // (keys * shared)
     pieces = [Piece(rows_of(tensor, 0, before), change)] if before else []
@@ -181,7 +187,13 @@ def matrix_of(stack: GgufTensor, index: int) -> GgufTensor:
 
 
 def rows_of(tensor: GgufTensor, first: int, stop: int) -> GgufTensor:
-    """Returns rows first … stop of a tensor."""
+    """Returns rows first … stop of a tensor.
+
+    Raises:
+        ValueError: a row is no whole number of blocks.
+    """
+    if len(tensor.shape) == 1 and tensor.block_type.values > 1:
+        raise ValueError(f"is a vector in blocks of {tensor.block_type.name}")
     size = tensor.nbytes // max(tensor.shape[0], 1)
     shape = (stop - first, *tensor.shape[1:])
     return replace(tensor, shape=shape, start=tensor.start + first * size)
@@ -193,6 +205,13 @@ def count_matrices(stack: GgufTensor) -> int:
     if not 0 < count <= _MOST_GROUPS:
         raise ValueError(f"is a stack of {count:,} matrices, which cannot be")
     return count
+
+
+def _require_alike(parts: Sequence[GgufTensor]) -> None:
+    """Refuses parts that are no matrices of equal width."""
+    columns = {part.shape[1:] for part in parts}
+    if len(columns) != 1 or any(len(part.shape) != 2 for part in parts):
+        raise ValueError("is no matrix as wide as the others of its layer")
 
 
 def _groups_of_experts(parts: Sequence[GgufTensor]) -> tuple[tuple[Piece, ...], ...]:
@@ -220,7 +239,7 @@ def _share(tensor: GgufTensor, index: int, count: int) -> GgufTensor:
 
 
 def _size(sizes: Mapping[str, Any], key: str) -> int:
-    value = sizes.get(key)
-    if not isinstance(value, int) or not 0 < value <= _MOST_GROUPS * 16:
+    value = positive(sizes, key)
+    if value is None:
         raise ValueError(f"needs {key}, which the metadata does not say")
     return value
