@@ -166,24 +166,24 @@ def test_the_layer_of_the_token_after_the_next_comes_back(
 
 
 @pytest.mark.parametrize(
-    ("family", "alone"),
+    ("sees", "alone"),
     [
         ("Qwen2_5_VLForConditionalGeneration", "Qwen2ForCausalLM"),
         ("Qwen3VLForConditionalGeneration", "Qwen3ForCausalLM"),
     ],
 )
 def test_the_text_model_of_one_that_sees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, alone: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: str, alone: str
 ):
     """Files of Qwen2.5-VL and Qwen3-VL have text models alone, which are Qwen2 and Qwen3."""
     sections = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
     text = {**SMALL, "head_dim": 16, "rope_parameters": sections, "tie_word_embeddings": False}
-    sees = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    sees |= {"intermediate_size": 48, "deepstack_visual_indexes": [0]}
-    monkeypatch.setitem(FAMILIES, family, {"text_config": text, "vision_config": sees})
-    source = write_model(tmp_path / "source", family, torch.bfloat16)
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"intermediate_size": 48, "deepstack_visual_indexes": [0]}
+    monkeypatch.setitem(FAMILIES, sees, {"text_config": text, "vision_config": vision})
+    source = write_model(tmp_path / "source", sees, torch.bfloat16)
     dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
-    original = output_of(class_of(family), source)
+    original = output_of(class_of(sees), source)
     assert torch.equal(original, output_of(class_of(alone), tmp_path / "alone"))
 
 
