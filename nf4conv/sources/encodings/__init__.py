@@ -2,6 +2,7 @@
 
 encoded.py       replaces the encoded tensors of a checkpoint by the tensors that they decode to
 description.py   reads what the config says about a quantization
+refused.py       refuses quantizations that are not decoded, by what a config says
 rules.py         recognises each kind of encoding by names, dtypes and shapes
 scaled.py        recognises 8-bit values with scales
 siblings.py      finds the tensors that belong together by their names

@@ -1,31 +1,12 @@
 """Reads what a config says about the quantization of a checkpoint."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from nf4conv.errors import UndecodableError
 from nf4conv.models.config import LEFTOVERS, levels
-
-_ACCEPTED: Final = (
-    "fp8",
-    "fbgemm_fp8",
-    "mxfp8",
-    "mxfp4",
-    "compressed-tensors",
-    "modelopt",
-    "bitsandbytes",
-    "gptq",
-    "awq",
-    "auto-round",
-    "hqq",
-    "torchao",
-)
-"""Values of quant_method whose tensors are decoded."""
-
-_WITH_VARIANTS: Final = ("modelopt", "bitsandbytes", "fp8", "mxfp4", "mxfp8")
-"""Beginnings of further values of quant_method that are decoded."""
+from nf4conv.sources.encodings.refused import check_decodable
 
 _ALIASES: Final = {
     "compressed_tensors": "compressed-tensors",
@@ -33,44 +14,6 @@ _ALIASES: Final = {
     "autoround": "auto-round",
 }
 """Other spellings of values of quant_method."""
-
-_REFUSED: Final = {
-    **dict.fromkeys(
-        ("aqlm", "vptq", "spqr", "higgs", "quip", "quip_sharp", "squeezellm", "exl2", "exl3"),
-        "a codebook of its own",
-    ),
-    **dict.fromkeys(
-        ("marlin", "gptq_marlin", "awq_marlin", "bitblas", "gptq_bitblas", "awq_bitblas", "eetq"),
-        "integers that lie as one kernel reads them",
-    ),
-    **dict.fromkeys(
-        ("quark", "quanto", "sinq", "metal", "gemma"), "packed integers in a layout of its own"
-    ),
-    **dict.fromkeys(
-        ("fp_quant", "fouroversix", "nvfp4"), "small floats in a layout of its own, or rotated"
-    ),
-    "bitnet": "ternary weights, which 4 bits would only enlarge",
-    "gguf": "llama.cpp's block formats, which nf4conv reads from the .gguf file itself",
-}
-"""Values of quant_method that are refused, with the reason."""
-
-_IS_CLASS_OF_TORCHAO: Final = re.compile(r"\w+Config|\w+_weight_only|\w+_weight")
-
-_OF_ACTIVATIONS: Final = frozenset(("input", "output"))
-"""Where compressed-tensors rotates activations, in the words of its configs."""
-
-_CLASSES_OF_TORCHAO: Final = (
-    "Int8WeightOnlyConfig",
-    "IntxWeightOnlyConfig",
-    "Float8WeightOnlyConfig",
-    "Int8DynamicActivationInt8WeightConfig",
-    "Float8DynamicActivationFloat8WeightConfig",
-    "FqnToConfig",
-    "ModuleFqnToConfig",
-    "int8_weight_only",
-)
-"""Configs of torchao whose weights are stored as 8-bit values and scales, and those that hold
-others."""
 
 _PACKINGS: Final = {
     "gptq": {"gptq": "GPTQ", "gptq_v2": "GPTQ v2"},
@@ -128,19 +71,7 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
         return Description(None, tuple(_blocks({})))
     method = str(found.get("quant_method") or "compressed-tensors").lower()
     method = _ALIASES.get(method, method)
-    if method not in _ACCEPTED and not method.startswith(_WITH_VARIANTS):
-        reason = _REFUSED.get(method, "a format that nf4conv does not decode")
-        raise UndecodableError(
-            f"already quantized: quant_method {' '.join(method.split()):.60}; give the checkpoint "
-            f"that it was made from: {reason}"
-        )
-    if method == "compressed-tensors":
-        _check_formats(found)
-        _check_transforms(found)
-    if method == "auto-round":
-        _check_auto_round(found)
-    if method == "torchao":
-        _check_torchao(found)
+    check_decodable(method, found)
     packing = _packing(method, found)
     return Description(method, tuple(_blocks(found)), tuple(_schemes(found)), packing)
 
@@ -177,70 +108,6 @@ def _blocks_named(description: Mapping[str, Any]) -> Iterator[Any]:
         if isinstance(weights, Mapping):
             yield weights.get("block_structure")
             yield 1, weights.get("group_size")
-
-
-def _check_formats(description: Mapping[str, Any]) -> None:
-    """Refuses the one format of compressed-tensors whose tensors have the names of another."""
-    formats = [description.get("format")]
-    formats += [group.get("format") for group in _config_groups(description)]
-    if "marlin-24" in formats:
-        raise UndecodableError(
-            "already quantized: format marlin-24 of compressed-tensors; give the checkpoint that "
-            "it was made from: its integers lie as one kernel for sparse weights reads them"
-        )
-
-
-def _check_transforms(description: Mapping[str, Any]) -> None:
-    """Refuses weights that go with activations that are rotated while the model runs.
-
-    Rotations of two weights cancel each other, and so do those of queries and keys
-    (compressed_tensors/transform/transform_args.py of compressed-tensors 0.20).
-
-    Raises:
-        UndecodableError: the description names such a rotation.
-    """
-    transforms = description.get("transform_config")
-    if not isinstance(transforms, Mapping) or not _OF_ACTIVATIONS.intersection(_texts(transforms)):
-        return
-    raise UndecodableError(
-        "already quantized: compressed-tensors with a transform_config that rotates activations; "
-        "give the checkpoint that it was made from: its weights are rotated"
-    )
-
-
-def _check_auto_round(description: Mapping[str, Any]) -> None:
-    """Refuses what AutoRound writes beside integers of few bits and FP8.
-
-    Raises:
-        UndecodableError: the description names other values, or rotated ones.
-    """
-    values = description.get("data_type", "int")
-    if values not in ("int", "int_sym", "int_asym_dq", "fp", "fp8"):
-        raise UndecodableError(
-            f"already quantized: quant_method auto-round, data_type {values!r:.40}; nf4conv "
-            f"decodes int and fp, so give the checkpoint that it was made from"
-        )
-    if description.get("rotation_config"):
-        raise UndecodableError(
-            "already quantized: quant_method auto-round with a rotation_config; give the "
-            "checkpoint that it was made from: its weights are rotated"
-        )
-
-
-def _check_torchao(description: Mapping[str, Any]) -> None:
-    """Refuses classes of torchao whose words lie as kernels read them.
-
-    Raises:
-        UndecodableError: the description names such a class, or none.
-    """
-    named = [text for text in _texts(description) if _IS_CLASS_OF_TORCHAO.fullmatch(text)]
-    for name in named or ["nothing"]:
-        if name not in _CLASSES_OF_TORCHAO:
-            raise UndecodableError(
-                f"already quantized: quant_method torchao, quant_type {name:.60}; nf4conv decodes "
-                f"{', '.join(_CLASSES_OF_TORCHAO[:3])} …, so give the checkpoint that it was made "
-                f"from"
-            )
 
 
 def _packing(method: str, description: Mapping[str, Any]) -> str | None:
@@ -326,19 +193,6 @@ def _config_groups(description: Mapping[str, Any]) -> Iterator[Mapping[str, Any]
     groups = description.get("config_groups")
     if isinstance(groups, Mapping):
         yield from (group for group in groups.values() if isinstance(group, Mapping))
-
-
-def _texts(tree: Any) -> Iterator[str]:
-    """Yields every text in a JSON value but keys."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, str):
-            yield node
-        elif isinstance(node, Mapping):
-            waiting += node.values()
-        elif isinstance(node, list):
-            waiting += node
 
 
 def _first_int(fields: Mapping[str, Any], *keys: str) -> int | None:

@@ -1,0 +1,168 @@
+"""Refuses quantizations that nf4conv does not decode, by what a config says of them."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from nf4conv.errors import UndecodableError
+
+_ACCEPTED: Final = (
+    "fp8",
+    "fbgemm_fp8",
+    "mxfp8",
+    "mxfp4",
+    "compressed-tensors",
+    "modelopt",
+    "bitsandbytes",
+    "gptq",
+    "awq",
+    "auto-round",
+    "hqq",
+    "torchao",
+)
+"""Values of quant_method whose tensors are decoded."""
+
+_WITH_VARIANTS: Final = ("modelopt", "bitsandbytes", "fp8", "mxfp4", "mxfp8")
+"""Beginnings of further values of quant_method that are decoded."""
+
+_REFUSED: Final = {
+    **dict.fromkeys(
+        ("aqlm", "vptq", "spqr", "higgs", "quip", "quip_sharp", "squeezellm", "exl2", "exl3"),
+        "a codebook of its own",
+    ),
+    **dict.fromkeys(
+        ("marlin", "gptq_marlin", "awq_marlin", "bitblas", "gptq_bitblas", "awq_bitblas", "eetq"),
+        "integers that lie as one kernel reads them",
+    ),
+    **dict.fromkeys(
+        ("quark", "quanto", "sinq", "metal", "gemma"), "packed integers in a layout of its own"
+    ),
+    **dict.fromkeys(
+        ("fp_quant", "fouroversix", "nvfp4"), "small floats in a layout of its own, or rotated"
+    ),
+    "bitnet": "ternary weights, which 4 bits would only enlarge",
+    "gguf": "llama.cpp's block formats, which nf4conv reads from the .gguf file itself",
+}
+"""Values of quant_method that are refused, with the reason."""
+
+_IS_CLASS_OF_TORCHAO: Final = re.compile(r"\w+Config|\w+_weight_only|\w+_weight")
+
+_OF_ACTIVATIONS: Final = frozenset(("input", "output"))
+"""Where compressed-tensors rotates activations, in the words of its configs."""
+
+_CLASSES_OF_TORCHAO: Final = (
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "Float8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+    "FqnToConfig",
+    "ModuleFqnToConfig",
+    "int8_weight_only",
+)
+"""Configs of torchao whose weights are stored as 8-bit values and scales, and those that hold
+others."""
+
+
+def check_decodable(method: str, description: Mapping[str, Any]) -> None:
+    """Refuses a quantization by its method, or by what the config says beside.
+
+    Args:
+        method: quant_method, in lower case.
+        description: the description of the quantization in the config.
+
+    Raises:
+        UndecodableError: nf4conv does not decode it.
+    """
+    if method not in _ACCEPTED and not method.startswith(_WITH_VARIANTS):
+        reason = _REFUSED.get(method, "a format that nf4conv does not decode")
+        raise UndecodableError(
+            f"already quantized: quant_method {' '.join(method.split()):.60}; give the checkpoint "
+            f"that it was made from: {reason}"
+        )
+    if method == "compressed-tensors":
+        _check_formats(description)
+        _check_transforms(description)
+    if method == "auto-round":
+        _check_auto_round(description)
+    if method == "torchao":
+        _check_torchao(description)
+
+
+def _check_formats(description: Mapping[str, Any]) -> None:
+    """Refuses the one format of compressed-tensors whose tensors have the names of another.
+
+    Raises:
+        UndecodableError: the description names it, for all layers or for some.
+    """
+    if "marlin-24" in _texts(description):
+        raise UndecodableError(
+            "already quantized: format marlin-24 of compressed-tensors; give the checkpoint that "
+            "it was made from: its integers lie as one kernel for sparse weights reads them"
+        )
+
+
+def _check_transforms(description: Mapping[str, Any]) -> None:
+    """Refuses weights that go with activations that are rotated while the model runs.
+
+    Rotations of two weights cancel each other, and so do those of queries and keys
+    (compressed_tensors/transform/transform_args.py of compressed-tensors 0.20).
+
+    Raises:
+        UndecodableError: the description names such a rotation.
+    """
+    transforms = description.get("transform_config")
+    if not isinstance(transforms, Mapping) or not _OF_ACTIVATIONS.intersection(_texts(transforms)):
+        return
+    raise UndecodableError(
+        "already quantized: compressed-tensors with a transform_config that rotates activations; "
+        "give the checkpoint that it was made from: its weights are rotated"
+    )
+
+
+def _check_auto_round(description: Mapping[str, Any]) -> None:
+    """Refuses what AutoRound writes beside integers of few bits and FP8.
+
+    Raises:
+        UndecodableError: the description names other values, or rotated ones.
+    """
+    values = description.get("data_type", "int")
+    if values not in ("int", "int_sym", "int_asym_dq", "fp", "fp8"):
+        raise UndecodableError(
+            f"already quantized: quant_method auto-round, data_type {values!r:.40}; nf4conv "
+            f"decodes int and fp, so give the checkpoint that it was made from"
+        )
+    if description.get("rotation_config"):
+        raise UndecodableError(
+            "already quantized: quant_method auto-round with a rotation_config; give the "
+            "checkpoint that it was made from: its weights are rotated"
+        )
+
+
+def _check_torchao(description: Mapping[str, Any]) -> None:
+    """Refuses classes of torchao whose words lie as kernels read them.
+
+    Raises:
+        UndecodableError: the description names such a class, or none.
+    """
+    named = [text for text in _texts(description) if _IS_CLASS_OF_TORCHAO.fullmatch(text)]
+    for name in named or ["nothing"]:
+        if name not in _CLASSES_OF_TORCHAO:
+            raise UndecodableError(
+                f"already quantized: quant_method torchao, quant_type {name:.60}; nf4conv decodes "
+                f"{', '.join(_CLASSES_OF_TORCHAO[:3])} …, so give the checkpoint that it was made "
+                f"from"
+            )
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """Yields every text in a JSON value but keys."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, str):
+            yield node
+        elif isinstance(node, Mapping):
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
