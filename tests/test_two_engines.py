@@ -932,6 +932,17 @@ def test_values_compared(tmp_path: Path, gpu: list[DriverBackend], run: RunOptio
     )
 
 
+def test_packed_integers_compared(tmp_path: Path, gpu: list[DriverBackend]):
+    """In pieces that share parts, of one side and of both."""
+    source = integer_source(tmp_path / "source", "GPTQ")
+    other = integer_source(tmp_path / "other", "AWQ")
+    by_torch(dequantize_checkpoint, source, tmp_path / "decoded", None)
+    for same_values in (tmp_path / "decoded", other):
+        alike = compared_alike(source, same_values, both_ways=False)
+        assert {*alike.values()} == {"equal in value", "identical"}
+    assert len(gpu) == 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_encoded_values_compared(tmp_path: Path, gpu: list[DriverBackend], kind: str):
     description, parts = KINDS[kind]
