@@ -98,13 +98,14 @@ class Evidence:
         names_in_blocks = set()
         if any(family.only_blocks for family in families):
             names_in_blocks = _names_in_blocks(shapes)
+        is_mostly_half = 2 * float32_bytes < total_bytes
         return cls(
             shapes=shapes,
             families=families,
             vocab_sizes=frozenset(vocab_sizes),
             layers=layers,
             multimodal=is_multimodal(config),
-            mostly_half=2 * float32_bytes < total_bytes,
+            mostly_half=is_mostly_half,
             names_in_blocks=frozenset(names_in_blocks),
             plain_experts=plain_experts,
         )

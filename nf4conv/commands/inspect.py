@@ -160,8 +160,9 @@ def _inspect_one(stored: Source) -> _Part:
     contents = read_together(source, small)
     rows = list(inspected_rows(source.tensors, contents))
     notes = unusual((row.name, row.format) for row in rows)
+    names = [file.name for file in source.files]
     return _Part(
-        files=[file.name for file in source.files],
+        files=names,
         tensors=rows,
         kinds=list(inspected_kinds(rows)),
         notes=notes,

@@ -355,9 +355,10 @@ def _verify_checkpoint(
     started = time.perf_counter()
     measured = verify_values(plan.structure.weights, plan.pairs, run, progress, plan.source)
     with_checksums = check_checksums(plan.structure, run.workers or len(usable_cores()))
+    source = None if plan.source is None else str(plan.source.folder)
     return verification_report(
         str(plan.path),
-        None if plan.source is None else str(plan.source.folder),
+        source,
         plan.options,
         plan.structure,
         measured,

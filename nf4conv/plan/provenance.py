@@ -85,8 +85,9 @@ def _of_job(job: PackJob, format: Format) -> Provenance:
         calibrated = replace(format, scales="calibrated")
         is_from_4_bits = is_in_4_bits(job.original.source)
         return Provenance(PACKED, _made_from(job.original.source), is_from_4_bits, calibrated)
+    origin = PACKED if job.stored is None else KEPT
     return Provenance(
-        origin=PACKED if job.stored is None else KEPT,
+        origin=origin,
         made_from=_made_from(job.source),
         is_from_4_bits=is_in_4_bits(job.source),
         format=format_of(job, format),

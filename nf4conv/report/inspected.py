@@ -89,12 +89,13 @@ def _quantization(
     tensors = {"": _dtype_and_shape(values)}
     for suffix, part in components.items():
         tensors[suffix] = _dtype_and_shape(part)
+    storage = STORAGE_DTYPES.get(values.dtype, values.dtype)
     return StoredQuantization(
         quant_type=state.quant_type,
         blocksize=state.blocksize,
         double_quant="nested_absmax" in components,
         nested_offset=state.nested_offset,
-        storage=STORAGE_DTYPES.get(values.dtype, values.dtype),
+        storage=storage,
         tensors=tensors,
     )
 

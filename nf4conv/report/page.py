@@ -57,8 +57,9 @@ def page(report: VerifyReport, when: datetime | None = None) -> str:
     content["settings"]["python"] = platform.python_version()
     data = json.dumps(content, separators=(",", ":"), allow_nan=False)
     verdict = html.escape(printable(report.verdict))
+    title = html.escape(printable(name))
     values = {
-        "title": html.escape(printable(name)),
+        "title": title,
         "verdict": verdict,
         "state": "passed" if report.passed else "failed",
         "data": data.replace("<", "\\u003c"),  # no name can end the script

@@ -148,8 +148,9 @@ def _scales_of(structure: Structure) -> str:
 
 
 def _settings(options: VerifyOptions, structure: Structure, device: str) -> VerifySettings:
+    tolerance = "default" if options.tolerance is None else options.tolerance
     return VerifySettings(
-        tolerance="default" if options.tolerance is None else options.tolerance,
+        tolerance=tolerance,
         exact=options.exact,
         scales=_scales_of(structure),
         device=device,

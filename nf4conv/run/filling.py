@@ -89,8 +89,9 @@ class Filling:
             for tensor in shard.tensor_names():
                 files[tensor] = shard.name
         size = sum(file.size for file in folder.finished.values())
+        index = index_of(plan.source.stem, size - headers, files)
         last = LastFiles(
-            index=index_of(plan.source.stem, size - headers, files),
+            index=index,
             card=card(size, verification),
             record=plan.record,
             config=plan.config_bytes,
@@ -172,10 +173,11 @@ class Filling:
     def _log_shard(self, name: str, nbytes: int) -> None:
         written = sum(file.size for file in dict(self.folder.finished).values()) - self.resumed
         rate = written / max(time.perf_counter() - self.started, 1e-9)
+        shards = len(self.plan.output.shards)
         _log.info(
             "shard %d of %d written: %s, %s; %s/s since the first",
             len(self.folder.finished),
-            len(self.plan.output.shards),
+            shards,
             name,
             units.size(nbytes),
             units.size(rate),

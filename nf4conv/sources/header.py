@@ -199,11 +199,10 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise SourceError.about(path, name, f"{_brief(offsets)} are not data offsets")
     start, stop = offsets
     expected = math.prod(shape) * bits
-    if expected != (stop - start) * 8:
+    found = stop - start
+    if expected != found * 8:
         raise SourceError.about(
-            path,
-            name,
-            f"{stop - start:,} bytes, expected {-(-expected // 8):,} for {shape} {dtype}",
+            path, name, f"{found:,} bytes, expected {-(-expected // 8):,} for {shape} {dtype}"
         )
     return TensorInfo(name, dtype, tuple(shape), path, data_start + start, data_start + stop)
 

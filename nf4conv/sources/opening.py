@@ -285,12 +285,13 @@ def _open_file(path: Path) -> Source:
                 f"{path}: one shard of those that {index.name} lists; give the folder", path=path
             )
     headers = read_headers((path,))
+    config = _read_config(folder, folder)
     return Source(
         folder=folder,
         root=folder,
         files=(path,),
         tensors=headers.tensors,
-        config=_read_config(folder, folder),
+        config=config,
         stem=STEMS[0],
         stamps=headers.stamps,
         is_file=True,

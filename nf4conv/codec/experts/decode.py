@@ -27,7 +27,9 @@ def decode(packed: PackedExperts, ids: torch.Tensor, dtype: torch.dtype) -> torc
     if (packed.rows * packed.columns) % packed.blocksize == 0:
         pieces = [(codes.view(-1), absmax.view(-1), out.view(-1))]
     else:  # the last block of each expert is shorter
-        pieces = [(codes[i], absmax[i], out[i].view(-1)) for i in range(out.shape[0])]
+        pieces = []
+        for i in range(out.shape[0]):
+            pieces.append((codes[i], absmax[i], out[i].view(-1)))
     for piece, scales, target in pieces:
         decoding = Decoding(scales, None, None, packed.quant_type, packed.blocksize)
         functions.dequantize_blocks(piece, decoding, target)

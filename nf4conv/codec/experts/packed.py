@@ -161,12 +161,13 @@ def split_stack(packed: torch.Tensor, state: QuantState) -> PackedExperts:
         columns=columns,
     )
     if state.state2 is not None and state.offset is not None:
+        nested = state.state2
         split = replace(
             split,
-            nested_absmax=state.state2.absmax.reshape(-1),
-            nested_quant_map=state.state2.code,
+            nested_absmax=nested.absmax.reshape(-1),
+            nested_quant_map=nested.code,
             nested_offset=state.offset.reshape(1),
-            nested_blocksize=state.state2.blocksize,
+            nested_blocksize=nested.blocksize,
         )
     check_experts(split)
     return split

@@ -16,12 +16,9 @@ _REGISTERS: Final = 128  # of a thread: two programs on a multiprocessor
 
 def suits_wide(x: torch.Tensor, projection: Projection) -> bool:
     """Return True if the kernel for Hopper can multiply with a projection."""
-    return (
-        _is_measured(x.device)
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and projection.rows % 8 == 0
-        and x.data_ptr() % 16 == 0
-    )
+    if x.dtype not in (torch.bfloat16, torch.float16) or not _is_measured(x.device):
+        return False
+    return projection.rows % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 def multiply_wide(

@@ -177,12 +177,13 @@ def _pipeline_card(
     for name, part in plan.submodels.items():
         after = bytes_on_disk(Path(report.out), name, part)
         figures[name] = Figures(part.totals().bytes_before, after)
+    first = next(iter(plan.submodels.values()))
     return diffusers_card(
         plan.front,
         loading_of_pipeline(plan),
         plan.submodels,
         figures,
         report.verification,
-        next(iter(plan.submodels.values())).options.base_model,
+        first.options.base_model,
         repo,
     )

@@ -65,8 +65,9 @@ def model_card(
         adapters=source.adapters,
         pipeline_tag=_pipeline_tag(loading),
     )
+    compute_dtype = _compute_dtype(plan.config)
     parts = [
-        sections.settings(subject, _compute_dtype(plan.config)),
+        sections.settings(subject, compute_dtype),
         sections.kept_table(subject.jobs),
         sections.use(loading, plan.readers, repo),
     ]

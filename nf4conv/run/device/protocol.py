@@ -37,9 +37,10 @@ class CastError(SourceError):
     """A tensor holds values that are infinite in the dtype that it would be cast to."""
 
     def __init__(self, tensor: TensorInfo, tag: str) -> None:
+        dtype = DTYPE_NAMES.get(tag, tag)
         super().__init__(
-            f"{tensor.file}: {tensor.name}: has values too large for {DTYPE_NAMES.get(tag, tag)}, "
-            f"to which it would be cast; give another --dtype",
+            f"{tensor.file}: {tensor.name}: has values too large for {dtype}, to which it "
+            f"would be cast; give another --dtype",
             path=tensor.file,
             tensor=tensor.name,
         )
@@ -49,9 +50,10 @@ class MergeError(SourceError):
     """A tensor becomes NaN or infinite where adapters change it."""
 
     def __init__(self, tensor: TensorInfo, tag: str) -> None:
+        dtype = DTYPE_NAMES.get(tag, tag)
         super().__init__(
             f"{tensor.file}: {tensor.name}: adapters make finite values NaN or infinite in "
-            f"{DTYPE_NAMES.get(tag, tag)}: they hold such values, or values too large for it; "
+            f"{dtype}: they hold such values, or values too large for it; "
             f"repair the adapter, or give another --dtype",
             path=tensor.file,
             tensor=tensor.name,

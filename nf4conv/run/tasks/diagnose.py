@@ -294,8 +294,9 @@ def _count_described(
     """
     quant_type = weight.format.quant_type
     blob = quant_state_json(weight.format, weight.shape, offset)
+    values = CODEBOOKS[quant_type].values
     expected = {
-        "quant_map": struct.pack("<16f", *CODEBOOKS[quant_type].values),
+        "quant_map": struct.pack("<16f", *values),
         "nested_quant_map": struct.pack("<256f", *DYNAMIC_MAP),
         f"{QUANT_STATE_PREFIX}{quant_type}": blob,
     }

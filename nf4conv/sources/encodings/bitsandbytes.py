@@ -84,11 +84,10 @@ def _check_complete(
         needed += ["nested_absmax", "nested_quant_map"]
     lost = [suffix for suffix in needed if suffix not in components]
     if lost:
-        raise SourceError(
-            f"{tensor.file}: {tensor.name}: lacks its {', '.join(lost)}, without which it cannot "
-            f"be decoded",
-            path=tensor.file,
-            tensor=tensor.name,
+        raise SourceError.about(
+            tensor.file,
+            tensor.name,
+            f"lacks its {', '.join(lost)}, without which it cannot be decoded",
         )
 
 
@@ -150,9 +149,7 @@ def bitsandbytes_8bit(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInf
         raise misfit(tensor, scale)
     order = siblings.find(f"{stem}weight_format")
     if order is not None and any(siblings.read(order)):
-        raise SourceError(
-            f"{order.file}: {order.name}: a layout for one kind of GPU; only rows are decoded",
-            path=order.file,
-            tensor=order.name,
+        raise SourceError.about(
+            order.file, order.name, "a layout for one kind of GPU; only rows are decoded"
         )
     return tensor._replace(dtype=siblings.dtype, encoding=Bitsandbytes8bit(tensor, scale))

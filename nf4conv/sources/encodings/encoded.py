@@ -136,10 +136,8 @@ def _replaced(
         if tensor.name in found:
             kept.append(found[tensor.name])
         elif tensor.name in decoded_names:
-            raise SourceError(
-                f"{tensor.file}: {tensor.name}: is there twice, as it is and quantized",
-                path=tensor.file,
-                tensor=tensor.name,
+            raise SourceError.about(
+                tensor.file, tensor.name, "is there twice, as it is and quantized"
             )
         if tensor.name in parts or tensor.name.endswith(_ENDS_OF_ACTIVATIONS):
             continue
@@ -184,9 +182,9 @@ def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
     for tensor in tensors:
         is_unread = tensor.dtype in dtypes and tensor.encoding is None
         if is_unread or tensor.name.endswith(ends):
-            raise SourceError(
-                f"{tensor.file}: {tensor.name}: part of a weight that is already quantized in a "
-                f"way that nf4conv does not decode; give the checkpoint that it was made from",
-                path=tensor.file,
-                tensor=tensor.name,
+            raise SourceError.about(
+                tensor.file,
+                tensor.name,
+                "part of a weight that is already quantized in a "
+                "way that nf4conv does not decode; give the checkpoint that it was made from",
             )

@@ -49,11 +49,10 @@ def packed_by_hqq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | 
         raise misfit(scale, zero)
     packing = _read(tensor, module, "packing", siblings).decode("ascii", "replace")
     if packing not in _PACKINGS:
-        raise SourceError(
-            f"{tensor.file}: {tensor.name}: packed as {packing!r:.40}; nf4conv decodes "
-            f"{', '.join(_PACKINGS)} of HQQ",
-            path=tensor.file,
-            tensor=tensor.name,
+        raise SourceError.about(
+            tensor.file,
+            tensor.name,
+            f"packed as {packing!r:.40}; nf4conv decodes {', '.join(_PACKINGS)} of HQQ",
         )
     shape = _shape(tensor, module, siblings)
     axis = _number(tensor, module, "axis", siblings)
@@ -109,8 +108,6 @@ def _read(tensor: TensorInfo, module: str, field: str, siblings: SiblingTensors)
 
 
 def _described_wrong(tensor: TensorInfo, module: str, field: str) -> SourceError:
-    return SourceError(
-        f"{tensor.file}: {tensor.name}: {module}.{field} is missing, or nothing that HQQ writes",
-        path=tensor.file,
-        tensor=tensor.name,
+    return SourceError.about(
+        tensor.file, tensor.name, f"{module}.{field} is missing, or nothing that HQQ writes"
     )

@@ -90,11 +90,9 @@ def _packing_of(tensor: TensorInfo, stem: str, groups: int, siblings: SiblingTen
     if shape is None:
         raise _unknown(tensor, "compressed-tensors", siblings)
     columns = _stored_columns(tensor, shape, siblings)
-    found = [
-        packing
-        for bits in sorted({bits for bits, _ in schemes})
-        for packing in _fitting(tensor.shape[1], columns, bits, columns // groups)
-    ]
+    found: list[_Packing] = []
+    for bits in sorted({bits for bits, _ in schemes}):
+        found += _fitting(tensor.shape[1], columns, bits, columns // groups)
     # words of whole codes of 7 bits are as many as those of 8 bits
     if columns % groups != 0 or len({packing.bits for packing in found}) != 1:
         raise _unknown(tensor, "compressed-tensors", siblings)
@@ -131,11 +129,11 @@ def _stored_columns(tensor: TensorInfo, shape: TensorInfo, siblings: SiblingTens
     kind = "<2q" if shape.dtype == "I64" else "<2i"
     rows, columns = struct.unpack(kind, siblings.read(shape))
     if rows != tensor.shape[0] or columns <= 0:
-        raise SourceError(
-            f"{shape.file}: {shape.name}: says {[rows, columns]}, which does not go with "
+        raise SourceError.about(
+            shape.file,
+            shape.name,
+            f"says {[rows, columns]}, which does not go with "
             f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}",
-            path=shape.file,
-            tensor=shape.name,
         )
     return int(columns)
 
@@ -207,10 +205,8 @@ def _scales_and_zeros(
     zeros = siblings.find(f"{module}.qzeros")
     if scale is None or zeros is None:
         lost = "scales" if scale is None else "qzeros"
-        raise SourceError(
-            f"{tensor.file}: {tensor.name}: lacks its {lost}, without which it cannot be decoded",
-            path=tensor.file,
-            tensor=tensor.name,
+        raise SourceError.about(
+            tensor.file, tensor.name, f"lacks its {lost}, without which it cannot be decoded"
         )
     if tensor.dtype != "I32" or len(tensor.shape) != 2 or 0 in tensor.shape:
         raise misfit(tensor, scale)
@@ -257,11 +253,11 @@ def _unknown(tensor: TensorInfo, packing: str, siblings: SiblingTensors) -> Sour
     """Returns the error of a weight whose shape fits none of the numbers of bits."""
     named = ", ".join(str(bits) for bits, _ in siblings.description.schemes) or "none"
     decoded = {"compressed-tensors": "1 to 8", "GPTQ": "2 to 8", "AWQ": "4 to 7"}[packing]
-    return SourceError(
-        f"{tensor.file}: {tensor.name}: {tensor.dtype} {list(tensor.shape)} and its other tensors "
+    return SourceError.about(
+        tensor.file,
+        tensor.name,
+        f"{tensor.dtype} {list(tensor.shape)} and its other tensors "
         f"fit no {packing} in {decoded} bits, which nf4conv decodes (bits in the config: {named})",
-        path=tensor.file,
-        tensor=tensor.name,
     )
 
 

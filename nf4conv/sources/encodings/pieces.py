@@ -206,10 +206,9 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
         return Merged(base, encoding.deltas, encoding.first_row + start)
     if isinstance(encoding, Scaled):
         values = cut_rows(encoding.values, start, stop)
-        scale, zero = (
-            None if part is None else _scale_rows(part, encoding, tensor.shape[0], start, stop)
-            for part in (encoding.scale, encoding.zero)
-        )
+        rows = tensor.shape[0]
+        scale = _scale_rows(encoding.scale, encoding, rows, start, stop)
+        zero = _scale_rows(encoding.zero, encoding, rows, start, stop)
         return replace(encoding, values=values, scale=scale, zero=zero)
     if isinstance(encoding, PackedIntegers):
         return integer_rows(encoding, start, stop)
@@ -232,17 +231,19 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
 
 
 def _scale_rows(
-    scale: TensorInfo, encoding: Scaled, rows: int, start: int, stop: int
-) -> TensorInfo:
+    scale: TensorInfo | None, encoding: Scaled, rows: int, start: int, stop: int
+) -> TensorInfo | None:
     """Cuts the scales of rows start … stop out of those of all rows; all rows may share them.
 
     Args:
-        scale: the scales, or what is subtracted before, of as many values.
+        scale: the scales, or what is subtracted before, of as many values; None if there are none.
         encoding: the encoding of the whole tensor.
         rows: how many rows it has.
         start: the first row.
         stop: the row after the last one.
     """
+    if scale is None:
+        return None
     if encoding.block is not None:
         height, _ = encoding.block
         return cut_rows(scale, start // height, -(-stop // height))

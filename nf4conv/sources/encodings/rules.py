@@ -86,10 +86,11 @@ def _packed_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | No
         raise misfit(tensor, scale)
     divisor = siblings.find(f"{stem}_global_scale")
     _check_fp4(tensor, scale, divisor)
+    rows, pairs = tensor.shape
     return tensor._replace(
         name=stem,
         dtype=siblings.dtype,
-        shape=(tensor.shape[0], 2 * tensor.shape[1]),
+        shape=(rows, 2 * pairs),
         encoding=Fp4(tensor, scale, divisor=divisor),
     )
 
@@ -105,9 +106,10 @@ def _plain_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | Non
     if not is_of_modelopt and not is_of_deepseek:
         return None
     _check_fp4(tensor, scale, multiplier)
+    rows, pairs = tensor.shape
     return tensor._replace(
         dtype=siblings.dtype,
-        shape=(tensor.shape[0], 2 * tensor.shape[1]),
+        shape=(rows, 2 * pairs),
         encoding=Fp4(tensor, scale, multiplier=multiplier),
     )
 

@@ -36,9 +36,9 @@ class SiblingTensors:
 
 def misfit(tensor: TensorInfo, other: TensorInfo) -> SourceError:
     """Returns the error of two tensors that belong together by their names and do not fit."""
-    return SourceError(
-        f"{tensor.file}: {tensor.name}: {tensor.dtype} {list(tensor.shape)} does not go with "
+    return SourceError.about(
+        tensor.file,
+        tensor.name,
+        f"{tensor.dtype} {list(tensor.shape)} does not go with "
         f"{other.name}, {other.dtype} {list(other.shape)}",
-        path=tensor.file,
-        tensor=tensor.name,
     )

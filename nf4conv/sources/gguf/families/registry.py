@@ -1,7 +1,7 @@
 """Finds the family of a file."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from nf4conv.sources.gguf.families import (
     dense,
@@ -13,8 +13,9 @@ from nf4conv.sources.gguf.families import (
 )
 from nf4conv.sources.gguf.families.family import GgufFamily
 
-FAMILIES: Final[Mapping[str, tuple[GgufFamily, ...]]] = {
-    "llama": (mixtures.MIXTRAL, dense.LLAMA),
+_Table: TypeAlias = Mapping[str, tuple[GgufFamily, ...]]
+
+_DENSE: Final[_Table] = {
     "mistral3": (dense.MISTRAL3,),
     "qwen2": (dense.QWEN2,),
     "qwen2vl": (dense.QWEN2,),  # what sees is in another file, and the rest is the same
@@ -29,6 +30,9 @@ FAMILIES: Final[Mapping[str, tuple[GgufFamily, ...]]] = {
     "cohere2": (dense.COHERE2,),
     "olmo": (dense.OLMO,),
     "olmo2": (dense.OLMO3, dense.OLMO2),
+}
+
+_LATER_DENSE: Final[_Table] = {
     "starcoder2": (dense.STARCODER2,),
     "stablelm": (dense.STABLELM,),
     "nemotron": (dense.NEMOTRON,),
@@ -40,6 +44,23 @@ FAMILIES: Final[Mapping[str, tuple[GgufFamily, ...]]] = {
     "arcee": (dense.ARCEE,),
     "hunyuan-dense": (dense.HUNYUAN_DENSE,),
     "internlm2": (dense.INTERNLM2,),
+    "gemma-embedding": (dense.EMBEDDING_GEMMA,),
+    "gemma3n": (dense.GEMMA3N,),
+    "gemma4": (dense.GEMMA4,),
+}
+
+_EARLY: Final[_Table] = {
+    "gpt2": (early.GPT2,),
+    "gptneox": (early.GPTNEOX,),
+    "bloom": (early.BLOOM,),
+    "falcon": (early.FALCON_40B, early.FALCON),
+    "phi2": (early.PHI2,),
+    "starcoder": (early.STARCODER,),
+    "mpt": (early.MPT,),
+}
+
+_MIXTURES: Final[_Table] = {
+    "llama": (mixtures.MIXTRAL, dense.LLAMA),
     "qwen2moe": (mixtures.QWEN2MOE,),
     "qwen3moe": (mixtures.QWEN3MOE,),
     "olmoe": (mixtures.OLMOE,),
@@ -51,20 +72,12 @@ FAMILIES: Final[Mapping[str, tuple[GgufFamily, ...]]] = {
     "dots1": (mixtures.DOTS1,),
     "ernie4_5-moe": (mixtures.ERNIE4_5_MOE,),
     "granitemoe": (mixtures.GRANITE_MOE_SHARED, mixtures.GRANITE_MOE),
-    "gpt2": (early.GPT2,),
-    "gptneox": (early.GPTNEOX,),
-    "bloom": (early.BLOOM,),
-    "falcon": (early.FALCON_40B, early.FALCON),
-    "phi2": (early.PHI2,),
-    "starcoder": (early.STARCODER,),
-    "mpt": (early.MPT,),
-    "mamba": (recurrent.FALCON_MAMBA, recurrent.MAMBA),
-    "gemma-embedding": (dense.EMBEDDING_GEMMA,),
-    "gemma3n": (dense.GEMMA3N,),
-    "gemma4": (dense.GEMMA4,),
     "phimoe": (mixtures.PHIMOE,),
+}
+
+_RECURRENT: Final[_Table] = {
+    "mamba": (recurrent.FALCON_MAMBA, recurrent.MAMBA),
     "granitehybrid": (recurrent.GRANITE_HYBRID_MOE, recurrent.GRANITE_HYBRID),
-    "modern-bert": (encoders.MODERN_BERT,),
     "mamba2": (recurrent.MAMBA2,),
     "jamba": (recurrent.JAMBA,),
     "lfm2": (recurrent.LFM2,),
@@ -72,9 +85,22 @@ FAMILIES: Final[Mapping[str, tuple[GgufFamily, ...]]] = {
     "qwen3next": (linear_attention.QWEN3_NEXT,),
     "qwen35": (linear_attention.QWEN3_5,),
     "qwen35moe": (linear_attention.QWEN3_5_MOE,),
+}
+
+_ENCODERS: Final[_Table] = {
+    "modern-bert": (encoders.MODERN_BERT,),
     "bert": (encoders.BERT,),
     "t5": (encoders.UMT5, encoders.GATED_T5, encoders.T5),
     "t5encoder": (encoders.GATED_T5_ENCODER, encoders.T5_ENCODER),
+}
+
+FAMILIES: Final[_Table] = {
+    **_DENSE,
+    **_LATER_DENSE,
+    **_EARLY,
+    **_MIXTURES,
+    **_RECURRENT,
+    **_ENCODERS,
 }
 """The families by the architecture that `general.architecture` names.
 
