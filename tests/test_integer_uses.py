@@ -5,6 +5,7 @@ The measure is the checkpoint that they decode to: whatever is made of both has 
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,16 @@ PACKED = {
 }
 HQQ = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}
 MAKERS = {"gptq": (gptq, GPTQ), "awq": (awq, AWQ), "compressed": (compressed, PACKED)}
-MAKERS_AND_HQQ = MAKERS | {"hqq": (hqq, HQQ)}
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:gptqmodel",
+    "bits": 4,
+    "group_size": 32,
+}
+MAKERS_AND_HQQ = MAKERS | {
+    "hqq": (hqq, HQQ),
+    "auto-round": (partial(gptq, version=2), AUTO_ROUND),
+}
 
 
 def write(
@@ -121,7 +131,9 @@ def test_inspect_names_method_bits_and_groups(tmp_path: Path, method: str):
     make, description = MAKERS_AND_HQQ[method]
     source, plain = write(tmp_path / "source", llama(make), LLAMA_CONFIG, description)
     found = inspect_checkpoint(source)
-    packing = {"gptq": "GPTQ", "awq": "AWQ", "hqq": "HQQ"}.get(method, "compressed-tensors")
+    packing = {"gptq": "GPTQ", "awq": "AWQ", "hqq": "HQQ", "auto-round": "GPTQ"}.get(
+        method, "compressed-tensors"
+    )
     [kind] = [kind for kind in found.kinds if kind.kind == "mlp.up_proj"]
     assert kind.formats == (f"{packing} 4-bit, groups of 32",)
     assert 4 < kind.bits_per_parameter < 6
