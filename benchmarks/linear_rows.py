@@ -4,7 +4,7 @@
 
 Device times in µs: medians of graph replays over weights that exceed the L2 cache, the providers
 taking turns, bfloat16 x, nested NF4 in blocks of 64. "not Hopper" is nf4conv with the kernels that
-it takes on other GPUs. "decode + cuBLAS" decodes the whole weight first.
+it takes on other GPUs. Then blocks of 32, and several weights apart and in one launch.
 """
 
 import json
@@ -16,13 +16,18 @@ from bitsandbytes import functional
 
 import nf4conv
 from benchmarks.codec_gpu import L2_BYTES, graph, parsed, take_turns, versions
-from nf4conv.codec import linear
+from nf4conv.codec import linear, linear_op
 from nf4conv.codec.kernels.product import choosing, launches
+from nf4conv.codec.quant_state import QuantState, decoding_of
 
 SHAPES = (
     (4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672), (6144, 4096), (5120, 5120),
     (11008, 4096),
 )  # fmt: skip
+FEW_SHAPES = SHAPES[:3]
+FEW_ROWS = (1, 2, 4, 8, 16, 32)
+GROUPS = (((4096, 1024, 1024), 4096), ((14336, 14336), 4096), ((5120, 5120, 5120), 5120),
+          ((8192, 1024, 1024), 8192))  # fmt: skip
 ROWS = (1, 4, 8, 16, 32, 33, 48, 64, 96, 128, 256, 512)
 HOPPER = launches.CAPABILITY
 
@@ -34,20 +39,30 @@ def main() -> None:
         for one in measured(n, k):
             print(one, flush=True)
             rows.append(one)
+    short = [one for n, k in FEW_SHAPES for one in measured(n, k, FEW_ROWS, 32)]
+    groups = [measured_group(*one, m) for one in GROUPS for m in FEW_ROWS]
+    for one in (*short, *groups):
+        print(one, flush=True)
     if arguments.json:
         record = {"versions": versions(arguments.commit), "rows": rows}
+        record |= {"blocks of 32": short, "in one launch": groups}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def measured(n: int, k: int) -> list[dict[str, object]]:
+def measured(
+    n: int, k: int, row_counts: tuple[int, ...] = ROWS, blocksize: int = 64
+) -> list[dict[str, object]]:
     count = max(2, -(-2 * L2_BYTES // (n * k // 2)))
     weights = [torch.randn(n, k, device="cuda").bfloat16().mul_(0.02) for _ in range(count)]
     packed = [
-        functional.quantize_4bit(one, quant_type="nf4", compress_statistics=True) for one in weights
+        functional.quantize_4bit(
+            one, blocksize=blocksize, quant_type="nf4", compress_statistics=True
+        )
+        for one in weights
     ]
     dense = weights[: max(2, -(-2 * L2_BYTES // (2 * n * k)))]
     found = []
-    for m in ROWS:
+    for m in row_counts:
         x = torch.randn(m, k, device="cuda").bfloat16()
         ours = [partial(nf4conv.linear_4bit, x, *pair) for pair in packed]
         theirs = [partial(bitsandbytes.matmul_4bit, x, data.t(), state) for data, state in packed]
@@ -66,6 +81,33 @@ def measured(n: int, k: int) -> list[dict[str, object]]:
             row[name] = round(value / counts.get(name, len(packed)), 2)
         found.append(row)
     return found
+
+
+def measured_group(rows: tuple[int, ...], k: int, m: int) -> dict[str, object]:
+    """Measures products of the same x, apart and as compiled graphs have them."""
+    count = max(2, -(-2 * L2_BYTES // (sum(rows) * k // 2)))
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    sets = []
+    for _ in range(count):
+        weights = [torch.randn(n, k, device="cuda").bfloat16().mul_(0.02) for n in rows]
+        sets.append([nf4conv.quantize_4bit(one) for one in weights])
+
+    def apart(group: list[tuple[torch.Tensor, QuantState]]) -> None:
+        for packed, state in group:
+            nf4conv.linear_4bit(x, packed, state)
+
+    def joined(group: list[tuple[torch.Tensor, QuantState]]) -> None:
+        columns = zip(*(decoding_of(state).tensors() for _, state in group), strict=True)
+        lists = [list(one) for one in columns]
+        packed = [codes for codes, _ in group]
+        linear_op.multiply_group(x, [], packed, *lists, list(rows), "nf4", 64)
+
+    timed = {
+        "apart": graph([partial(apart, one) for one in sets]),
+        "joined": graph([partial(joined, one) for one in sets]),
+    }
+    times = {name: round(value / count, 2) for name, value in take_turns(timed).items()}
+    return {"rows of W": rows, "columns": k, "rows": m, **times}
 
 
 if __name__ == "__main__":

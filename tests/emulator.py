@@ -9,7 +9,6 @@ its own, because Triton cannot compile in a process whose kernels are interprete
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
-from nf4conv.codec.kernels.product import kernel, launches, panel
+from nf4conv.codec.kernels.product import group, held, kernel, panel, shapes
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
 Bits = np.ndarray  # [threads] uint64
@@ -195,8 +194,9 @@ class Machine:
         self.threads = threads
         self.parameters = parameters
         self.tensors = tensors
-        # the names that have one value for all threads
-        self.fixed = self.program.places | {"%nctaid.x": grid}
+        # the names that have one value for all threads; parameters have an address each
+        self.places_of_parameters = {name: i + 1 for i, name in enumerate(parameters)}
+        self.fixed = self.program.places | self.places_of_parameters | {"%nctaid.x": grid}
 
     def run(self, program: int) -> None:
         """Runs a program that is no cluster's, or a cluster's only one."""
@@ -279,7 +279,11 @@ class Machine:
             self.put(names[0], raw(INTEGER[name](a, b), result_kind), mask)
 
     def do_ld_param(self, _: Words, names: Words, mask: Mask) -> None:
-        self.put(names[0], np.uint64(self.parameters[names[1].strip("[]")]), mask)
+        name = names[1].strip("[] ")
+        if name not in self.parameters:  # an address that was chosen among those of parameters
+            (place,) = np.unique(self.get(name.removesuffix("+0")))
+            name = list(self.parameters)[int(place) - 1]
+        self.put(names[0], np.uint64(self.parameters[name]), mask)
 
     def accesses(self, operand: str, parts: Words, mask: Mask) -> Iterator[Access]:
         """Yields the memory that an address operand leads to, for some threads at a time."""
@@ -414,7 +418,7 @@ class Machine:
         source = cut(self.get(names[1]), 32) | self.get(names[2]) << np.uint64(32)
         total = np.uint64(0)
         for i in range(4):
-            selector = int(names[3], 0) >> 4 * i & 15
+            selector = int(names[3].rstrip("U"), 0) >> 4 * i & 15
             byte = source >> np.uint64(8 * (selector & 7)) & np.uint64(255)
             if selector & 8:
                 byte = np.where(byte > 127, 255, 0).astype(np.uint64)
@@ -497,17 +501,19 @@ TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  #
 NAMES = ("x", "out", "packed", "absmax", "code", "nested_absmax", "offset", "pair")
 
 
-def compiled(shape: launches.Shape, dtype: torch.dtype, out: torch.dtype) -> str:
+def compiled(shape: shapes.Shape | held.Held, dtype: torch.dtype, out: torch.dtype) -> str:
     """Compiles product_kernel and returns its PTX."""
     kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
     absmax = ("*u8" if shape.nested else "*fp32", "*fp32", "*fp32", "*fp32")
     pointers = (kinds[dtype], kinds[out], "*u8", *absmax, "*i32")
     signature = {f"{name}_ptr": kind for name, kind in zip(NAMES, pointers, strict=True)}
     signature |= dict.fromkeys(
-        ("m", "n", "k", "steps", "share", "split_shift", "block_shift"), "i32"
+        ("m", "n", "k", "steps", "share", "programs", "longer", "split_shift", "block_shift"), "i32"
     )
     signature |= {"norm": "fp32", "SHAPE": "constexpr"}
-    source = ASTSource(fn=kernel.product_kernel, signature=signature, constexprs={"SHAPE": shape})
+    function = held.held_kernel if isinstance(shape, held.Held) else kernel.product_kernel
+    signature = {name: signature[name] for name in function.arg_names}
+    source = ASTSource(fn=function, signature=signature, constexprs={"SHAPE": shape})
     options = {
         "num_warps": shape.warps,
         "maxnreg": shape.registers,
@@ -527,9 +533,9 @@ def multiply(
     decoding = decoding_of(state)
     m, k = x.shape
     n = state.shape[0]
-    shapes = launches.SHAPES if hopper else launches.OTHER_SHAPES
-    shape = replace(next(one for one in shapes if m <= one.rows), nested=state.nested)
-    division = launches.divide(shape, n, k, programs)
+    short = decoding.blocksize < 64 or k % 64 > 0
+    shape = shapes.shape_for(m, n, k, short, state.nested, early=hopper)
+    division = shapes.divide(shape, n, k, programs)
     shift = division.split_shift
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
     pairs = tables.pair_table(decoding.quant_type, x.dtype, torch.device("cpu"))
@@ -537,11 +543,13 @@ def multiply(
     for i, tensor in enumerate((x, out, packed, *decoding.pointers(), pairs), start=1):
         buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
     norm = np.float32(1 / tables.MULTIPLES[decoding.quant_type, x.dtype])
-    scaling = [(decoding.blocksize // 64).bit_length() - 1, int(norm.view(np.uint32))]
+    block_shift = (decoding.blocksize // (32 if short else 64)).bit_length() - 1
+    scaling = [block_shift, int(norm.view(np.uint32))]
     addresses = [i * GLOBAL for i in buffers]
-    sizes = [m, n, k, division.steps, division.share, shift]
+    sizes = [m, n, k, *division.arguments()]
     values = [*addresses, *sizes, *scaling, 0, 0]
-    parameters = {f"product_kernel_param_{i}": value for i, value in enumerate(values)}
+    name = "held_kernel" if isinstance(shape, held.Held) else "product_kernel"
+    parameters = {f"{name}_param_{i}": value for i, value in enumerate(values)}
     ptx = compiled(shape, x.dtype, out.dtype)
     machine = Machine(ptx, 32 * shape.warps, parameters, buffers, division.programs)
     for program in range(division.programs):
@@ -623,6 +631,85 @@ def compiled_panel(shape: panel.Panel, dtype: torch.dtype, out: torch.dtype) -> 
     return triton.compile(source, target=TARGETS[True], options=options).asm["ptx"]
 
 
+def run_groups() -> None:
+    """Multiplies with two or three weights in one launch, by each of the kernels."""
+    for m, rows, k, blocksize, nested, dtype in (
+        (1, (300, 70, 5000), 576, 64, True, torch.bfloat16),
+        (2, (50, 20), 2112, 64, False, torch.float16),
+        (4, (300, 130, 16), 1056, 32, True, torch.bfloat16),
+        (16, (130, 400, 150), 2112, 64, True, torch.bfloat16),
+    ):
+        weights = [packed_weight(n, k, "nf4", blocksize, nested) for n in rows]
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
+        for out, weight in zip(multiply_group(x, weights), weights, strict=True):
+            assert_close_to_exact(out, x, *weight)
+        print("group", m, rows, k, blocksize, nested, dtype)
+
+
+def multiply_group(
+    x: torch.Tensor, weights: list[tuple[torch.Tensor, QuantState]]
+) -> list[torch.Tensor]:
+    """Multiplies with group_kernel, as its programs one after the other."""
+    m, k = x.shape
+    form = decoding_of(weights[0][1]).form()
+    rows = tuple(state.shape[0] for _, state in weights)
+    short = shapes.is_short(k, form)
+    shape = shapes.shape_for(m, sum(rows), k, short, form.nested, early=True)
+    divisions = shapes.divide_group(shape, rows, k, 12)
+    shift = divisions[0].split_shift
+    dtype = torch.float32 if shift else x.dtype
+    outs = [torch.full((1 << shift, m, n), float("nan"), dtype=dtype) for n in rows]
+    tensors = [x]
+    for out, (packed, state) in zip(outs, weights, strict=True):
+        tensors += [out, packed, *decoding_of(state).pointers()]
+    tensors += [tables.pair_table(form.quant_type, x.dtype, torch.device("cpu"))]
+    buffers = {}
+    for i, tensor in enumerate(tensors, start=1):
+        buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
+    addresses = [i * GLOBAL for i in buffers]
+    missing = group.MOST_WEIGHTS - len(rows)
+    addresses[-1:-1] = addresses[-7:-1] * missing
+    sizes = [m, k]
+    first = 0
+    for n, one in zip(rows, divisions, strict=True):
+        sizes += [first, n, one.share, one.longer]
+        first += one.programs
+    sizes += [first, *sizes[-3:]] * missing
+    norm = np.float32(1 / tables.MULTIPLES[form.quant_type, x.dtype])
+    block_shift = (form.blocksize // (32 if short else 64)).bit_length() - 1
+    sizes += [divisions[0].steps, shift, block_shift, int(norm.view(np.uint32)), 0, 0]
+    values = enumerate([*addresses, *sizes])
+    parameters = {f"group_kernel_param_{i}": value for i, value in values}
+    ptx = compiled_group(shape, x.dtype, dtype)
+    machine = Machine(ptx, 32 * shape.warps, parameters, buffers, first)
+    for program in range(first):
+        machine.run(program)
+    found = []
+    for i, out in enumerate(outs):
+        parts = torch.from_numpy(buffers[2 + 6 * i]).view(dtype).view(out.shape)
+        found.append(parts.sum(0, dtype=torch.float32).to(x.dtype))
+    return found
+
+
+def compiled_group(shape: shapes.Shape | held.Held, dtype: torch.dtype, out: torch.dtype) -> str:
+    """Compiles group_kernel and returns its PTX."""
+    kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+    absmax = "*u8" if shape.nested else "*fp32"
+    each = (kinds[out], "*u8", absmax, "*fp32", "*fp32", "*fp32")
+    pointers = (kinds[dtype], *each * group.MOST_WEIGHTS, "*i32")
+    names = group.group_kernel.arg_names
+    signature = dict.fromkeys(names, "i32") | dict(zip(names, pointers, strict=False))
+    signature |= {"norm": "fp32", "SHAPE": "constexpr"}
+    source = ASTSource(fn=group.group_kernel, signature=signature, constexprs={"SHAPE": shape})
+    options = {
+        "num_warps": shape.warps,
+        "maxnreg": shape.registers,
+        "launch_pdl": shape.early,
+        "enable_fp_fusion": False,
+    }
+    return triton.compile(source, target=TARGETS[True], options=options).asm["ptx"]
+
+
 def run_panels() -> None:
     """Multiplies with every panel: what hangs over an edge, odd numbers of blocks, parts."""
     widths = {one.columns: one for one in panel.PANELS if one is not panel.TALL}
@@ -642,26 +729,41 @@ def run_panels() -> None:
 
 if __name__ == "__main__":
     run_panels()
-    for m, n, k, quant_type, blocksize, nested, dtype in (
-        (1, 37, 576, "nf4", 64, True, torch.bfloat16),
-        (1, 300, 4160, "nf4", 64, True, torch.bfloat16),
-        # more units than wait for each other's sums
-        (1, 700, 192, "nf4", 64, False, torch.bfloat16),
-        (1, 33, 14336, "nf4", 4096, True, torch.float16),
-        (2, 200, 2112, "fp4", 128, False, torch.bfloat16),
-        (2, 1, 64, "nf4", 64, False, torch.float16),
-        (3, 70, 4160, "fp4", 4096, True, torch.float16),
-        (4, 300, 1088, "nf4", 64, True, torch.bfloat16),
-        (5, 300, 576, "nf4", 64, True, torch.bfloat16),
-        (13, 1000, 320, "fp4", 64, True, torch.bfloat16),
-        (16, 130, 4160, "nf4", 128, True, torch.float16),
-        (32, 1500, 192, "fp4", 64, False, torch.bfloat16),
-        (31, 130, 2112, "nf4", 64, True, torch.float16),
-        (40, 300, 1088, "nf4", 64, True, torch.bfloat16),
-        (64, 900, 320, "nf4", 4096, False, torch.float16),
+    run_groups()
+    for turn, (m, n, k, quant_type, blocksize, nested, dtype) in enumerate(
+        (
+            (1, 37, 576, "nf4", 64, True, torch.bfloat16),
+            (1, 300, 4160, "nf4", 64, True, torch.bfloat16),
+            # more units than wait for each other's sums
+            (1, 700, 192, "nf4", 64, False, torch.bfloat16),
+            (2, 420, 2240, "nf4", 64, True, torch.float16),
+            (1, 300, 5120, "fp4", 128, False, torch.float16),
+            (1, 33, 14336, "nf4", 4096, True, torch.float16),
+            (2, 200, 2112, "fp4", 128, False, torch.bfloat16),
+            (2, 1, 64, "nf4", 64, False, torch.float16),
+            (2, 500, 4224, "nf4", 64, True, torch.bfloat16),
+            (3, 70, 4160, "fp4", 4096, True, torch.float16),
+            (4, 300, 1088, "nf4", 64, True, torch.bfloat16),
+            (5, 300, 576, "nf4", 64, True, torch.bfloat16),
+            (13, 1000, 320, "fp4", 64, True, torch.bfloat16),
+            (16, 130, 4160, "nf4", 128, True, torch.float16),
+            (32, 1500, 192, "fp4", 64, False, torch.bfloat16),
+            (31, 130, 2112, "nf4", 64, True, torch.float16),
+            (40, 300, 1088, "nf4", 64, True, torch.bfloat16),
+            (64, 900, 320, "nf4", 4096, False, torch.float16),
+            # sums over 32 k
+            (1, 300, 4160, "nf4", 32, True, torch.bfloat16),
+            (1, 70, 2080, "nf4", 64, False, torch.float16),
+            (2, 500, 1088, "nf4", 32, True, torch.float16),
+            (4, 300, 1056, "fp4", 32, True, torch.bfloat16),
+            (7, 300, 608, "nf4", 32, True, torch.bfloat16),
+            (16, 130, 2080, "nf4", 128, True, torch.float16),
+            (30, 700, 96, "nf4", 32, False, torch.bfloat16),
+            (50, 130, 544, "nf4", 32, True, torch.bfloat16),
+        )
     ):
         packed, state = packed_weight(n, k, quant_type, blocksize, nested)
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
-        for hopper in (True, False):
+        for hopper in (True, False)[: 2 if turn % 3 == 0 else 1]:
             assert_close_to_exact(multiply(x, packed, state, 6, hopper), x, packed, state)
             print(m, n, k, quant_type, blocksize, nested, dtype, hopper)

@@ -9,6 +9,7 @@ import torch
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
+from nf4conv.codec import linear_op
 from nf4conv.codec.kernels.product import choosing, launches
 from nf4conv.codec.quant_state import decoding_of
 
@@ -24,8 +25,10 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param:
         monkeypatch.setattr(launches, "CAPABILITY", 0)
     choosing.prepare_multiply.cache_clear()
+    choosing.prepare_group.cache_clear()
     yield
     choosing.prepare_multiply.cache_clear()
+    choosing.prepare_group.cache_clear()
 
 
 @pytest.mark.usefixtures("capability")
@@ -36,7 +39,10 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_rows_of_any_number(
     dtype: torch.dtype, quant_type: str, blocksize: int, nested: bool
 ) -> None:
-    for n, k in ((1, 64), (7, 33), (70, 96), (200, 1088), (300, 192), (4096, 4160), (33, 14336)):
+    for n, k in (
+        (1, 64), (7, 33), (70, 96), (200, 1088), (300, 192), (4096, 4160), (33, 14336),
+        (4700, 1024), (6001, 4064), (5120, 5120),  # rows enough to hold x
+    ):  # fmt: skip
         packed, state = packed_weight(n, k, quant_type, blocksize, nested, "cuda")
         bias = torch.randn(n, device="cuda").to(dtype)
         for m in ROWS:
@@ -44,6 +50,31 @@ def test_rows_of_any_number(
             assert_close_to_exact(
                 nf4conv.linear_4bit(x, packed, state, bias), x, packed, state, bias
             )
+
+
+@pytest.mark.usefixtures("capability")
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 32, 40])
+@pytest.mark.parametrize(
+    ("rows", "k", "blocksize"),
+    [
+        ((4096, 1024, 1024), 4096, 64), ((14336, 14336), 4096, 128), ((300, 5000, 11), 1056, 32),
+        ((64, 8), 8192, 64), ((70, 7, 7), 33, 64), ((5120, 5120, 5120), 5120, 64),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_several_weights_at_once(
+    rows: tuple[int, ...], k: int, blocksize: int, m: int, nested: bool
+) -> None:
+    weights = [packed_weight(n, k, "nf4", blocksize, nested, "cuda") for n in rows]
+    x = torch.randn(1, m, k, device="cuda").bfloat16()
+    biases = [torch.randn(n, device="cuda").bfloat16() for n in rows] if m == 2 else []
+    tensors = zip(*(decoding_of(state).tensors() for _, state in weights), strict=True)
+    lists = [list(one) if one[0] is not None else [] for one in tensors]
+    packed = [packed for packed, _ in weights]
+    results = linear_op.group_op(x, biases, packed, *lists, list(rows), "nf4", blocksize)
+    for i, (result, weight) in enumerate(zip(results, weights, strict=True)):
+        assert_close_to_exact(result, x, *weight, biases[i] if biases else None)
 
 
 @pytest.mark.parametrize("m", [1, 3, 7, 40, 90])
@@ -67,14 +98,16 @@ def test_a_weight_of_more_than_two_to_the_31(m: int) -> None:
     assert (last.norm() / out[:, -8:].double().norm()).item() < 4e-3
 
 
-@pytest.mark.parametrize("m", [1, 4, 16, 64])
-def test_what_came_just_before_is_seen(m: int) -> None:
+@pytest.mark.parametrize(
+    ("m", "size"), [(1, 4096), (1, 5120), (4, 4096), (16, 4096), (64, 4096)], ids=str
+)
+def test_what_came_just_before_is_seen(m: int, size: int) -> None:
     """A kernel begins before its predecessor ends. It must not read x or the weight too early."""
-    weights = [packed_weight(4096, 4096, device="cuda") for _ in range(2)]
+    weights = [packed_weight(size, size, device="cuda") for _ in range(2)]
     for _, state in weights:
         state.offset.fill_(0.0)
         state.state2.absmax.mul_(0.1)
-    start = torch.randn(m, 4096, device="cuda").half()
+    start = torch.randn(m, size, device="cuda").half()
 
     def chain(wait: bool) -> torch.Tensor:
         x = start

@@ -76,8 +76,11 @@ def _traced(
     decoding = decoding_of(state)
     _make_tables(decoding.quant_type, x.dtype, x.device)
     operator = train_op if _trains(x, bias) else linear_op
+    # a view: at every call of an operator with bitsandbytes' own class of parameters, torch asks it
+    # in Python what to do
+    codes = packed.reshape(-1)
     result: torch.Tensor = operator(
-        x, bias, packed, *decoding.tensors(), n, decoding.quant_type, decoding.blocksize
+        x, bias, codes, *decoding.tensors(), n, decoding.quant_type, decoding.blocksize
     )
     return result
 

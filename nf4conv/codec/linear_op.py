@@ -5,7 +5,8 @@ checked, once for each graph. All that they allocate is the caller's: results, a
 free again when they return.
 
     nf4conv::linear_4bit         for graphs without gradients
-    nf4conv::linear_4bit_train   the same, with gradients of x and bias
+    nf4conv::linear_4bit_group   several of these with the same x, which linear_joining.py joins
+    nf4conv::linear_4bit_train   one, with gradients of x and bias
     nf4conv::decode_4bit         the decoded weight
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from nf4conv.codec.backends import backend, has_kernels
-from nf4conv.codec.quant_state import Decoding, Form, NestedState
+from nf4conv.codec.quant_state import Addresses, Decoding, Form, NestedState
 
 _ARGUMENTS: Final = (
     "Tensor packed, Tensor absmax, Tensor? nested_absmax, Tensor? nested_code, Tensor? offset, "
@@ -49,8 +50,8 @@ def multiply_packed(
         quant_type: of the weight.
         blocksize: of the weight.
     """
-    k = x.shape[-1]
     if not has_kernels(x.device):
+        k = x.shape[-1]
         tensors = (packed, absmax, nested_absmax, nested_code, offset)
         weight = _decode(*tensors, n, k, torch.float32, quant_type, blocksize)
         if bias is not None:
@@ -58,15 +59,64 @@ def multiply_packed(
         return functional.linear(x.float(), weight, bias).to(x.dtype)
     from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
 
-    address = packed.data_ptr()
-    first = absmax.data_ptr()
-    addresses = (address, first, first, first, first)
-    if nested_absmax is not None and nested_code is not None and offset is not None:
-        code, nested = nested_code.data_ptr(), nested_absmax.data_ptr()
-        addresses = (address, first, code, nested, offset.data_ptr())
+    addresses = _addresses(packed, absmax, nested_absmax, nested_code, offset)
     form = Form(quant_type, blocksize, nested_absmax is not None)
-    matrix = choosing.Matrix(n, k, form, choosing.alignment_of(address))
+    matrix = choosing.Matrix(n, x.shape[-1], form, choosing.alignment_of(addresses[0]))
     return choosing.prepare_multiply(x.shape, x.dtype, x.device, matrix)(x, addresses, bias)
+
+
+def multiply_group(
+    x: torch.Tensor,
+    biases: list[torch.Tensor],
+    packed: list[torch.Tensor],
+    absmax: list[torch.Tensor],
+    nested_absmax: list[torch.Tensor],
+    nested_code: list[torch.Tensor],
+    offset: list[torch.Tensor],
+    rows: list[int],
+    quant_type: str,
+    blocksize: int,
+) -> list[torch.Tensor]:
+    """Compute x · Wᵀ + bias for several weights.
+
+    Args: those of `multiply_packed`, lists of them, empty where there are none; rows: of the
+    weights.
+    """
+    nones = [None] * len(rows)
+    tensors = [one or nones for one in (nested_absmax, nested_code, offset, biases)]
+    weights: list[Any] = list(zip(packed, absmax, *tensors[:3], strict=True))
+    if not has_kernels(x.device):
+        results = []
+        for bias, weight, n in zip(tensors[3], weights, rows, strict=True):
+            arguments: list[Any] = [x, bias, *weight, n, quant_type, blocksize]
+            results.append(multiply_packed(*arguments))
+        return results
+    from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
+
+    addresses = [_addresses(*one) for one in weights]
+    form = Form(quant_type, blocksize, len(nested_absmax) > 0)
+    k = x.shape[-1]
+    matrices = tuple(
+        choosing.Matrix(n, k, form, choosing.alignment_of(one[0]))
+        for n, one in zip(rows, addresses, strict=True)
+    )
+    multiply = choosing.prepare_group(x.shape, x.dtype, x.device, matrices)
+    return multiply(x, addresses, tensors[3])
+
+
+def _addresses(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor | None,
+    nested_code: torch.Tensor | None,
+    offset: torch.Tensor | None,
+) -> Addresses:
+    """Return what a kernel is told of a weight."""
+    first = absmax.data_ptr()
+    if nested_absmax is None or nested_code is None or offset is None:
+        return packed.data_ptr(), first, first, first, first
+    code, nested = nested_code.data_ptr(), nested_absmax.data_ptr()
+    return packed.data_ptr(), first, code, nested, offset.data_ptr()
 
 
 def _decode(
@@ -98,6 +148,12 @@ def _like_result(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
+def _like_results(x: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
+    """Return tensors of the results' shapes and dtype, for tracing."""
+    rows: list[int] = arguments[6]
+    return [x.new_empty((*x.shape[:-1], n)) for n in rows]
+
+
 def _like_weight(packed: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Return a tensor of the decoded weight's shape and dtype, for tracing."""
     n, k, dtype = arguments[4:7]
@@ -118,6 +174,13 @@ linear_op = _define(
     f"(Tensor x, Tensor? bias, {_ARGUMENTS}) -> Tensor",
     multiply_packed,
     _like_result,
+)
+group_op = _define(
+    "linear_4bit_group",
+    "(Tensor x, Tensor[] biases, Tensor[] packed, Tensor[] absmax, Tensor[] nested_absmax, "
+    "Tensor[] nested_code, Tensor[] offset, int[] rows, str quant_type, int blocksize) -> Tensor[]",
+    multiply_group,
+    _like_results,
 )
 train_op = _define(
     "linear_4bit_train",

@@ -9,6 +9,7 @@ import torch
 
 from nf4conv.codec.backends import has_kernels, why_plain
 from nf4conv.codec.linear import linear_4bit, make_tables
+from nf4conv.codec.linear_joining import join_when_compiling
 from nf4conv.codec.quant_state import decoding_of
 
 
@@ -19,7 +20,9 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
     gets a new `forward`. Nothing else of the model changes. Layers whose weights are not packed yet
     keep bitsandbytes' product until they are; so do layers that have run on a CPU, where
     bitsandbytes packs weights anew for a product of its own. It does not matter whether adapters
-    are added before or after, and hooks of accelerate stay where they are.
+    are added before or after, and hooks of accelerate stay where they are. When the model is
+    compiled, products of the same few rows, such as those of q, k and v, become one launch. For
+    this it sets torch._inductor.config.post_grad_custom_pre_pass, unless that is set already.
 
     Args:
         model: changed in place, such as a transformers model that was loaded with a
@@ -34,6 +37,7 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
         print(nf4conv.decoded_linear_4bit(model))  # what has no kernel here, and why
         model.generate(**prompt, cache_implementation="static")  # transformers compiles the step
     """
+    join_when_compiling()
     patched = 0
     for _, module in _linear_4bit_layers(model):
         _replace_forward(module, partial(_forward, module))

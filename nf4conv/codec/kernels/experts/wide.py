@@ -18,7 +18,8 @@ import triton.language as tl
 import nf4conv.codec.kernels.product.assembly as text
 from nf4conv.codec.kernels.arithmetic import multiply
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.product.kernel import leave, run_assembly
+from nf4conv.codec.kernels.product.common import run_assembly
+from nf4conv.codec.kernels.product.wide import leave
 
 
 @dataclass(eq=False)  # told apart by identity, which is faster

@@ -146,24 +146,30 @@ def x_assembly() -> str:
 
 
 @triton.constexpr_function
-def stacks_assembly(dtype: tl.dtype, stacks: int) -> str:
+def stacks_assembly(dtype: tl.dtype, stacks: int, short: bool = False) -> str:
     """Multiply a row tile of each stack, two slots, with x in registers: `mma`.
 
     Operands: the totals, two for each stack; the totals before; for each stack four words of each
-    slot; for each stack scales; 4 * lane in each byte; 16 words of x.
+    slot; scales; 4 * lane in each byte; 16 words of x. Scales are one for each stack, of which lane
+    t has that of slot t // 2 and block t % 2; if `short` two, one for each slot, of which lane t
+    has that of block t.
     """
     kind = dtype.name.replace("fp", "f")
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
     words = 4 * stacks
     scales = words + 8 * stacks
-    lane = scales + stacks
-    lines = ["{", ".reg .b32 b, a, l, h, v<8>;", f".reg .f32 c<{4 * stacks}>, s;"]
+    lane = scales + (2 * stacks if short else stacks)
+    lines = ["{", ".reg .b32 b, a, l, h, q<2>, v<8>;", f".reg .f32 c<{4 * stacks}>, s;"]
     lines += ["mov.u32 b, pairs;"]
+    lines += _sources(lane, short)
     lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(4 * stacks)]
     for word in range(4):
         for stack in range(stacks):
             upper = words + 8 * stack + word
-            lines += [_decode(upper, lane, 0), _decode(upper + 4, lane, 4)]
+            lines += [
+                decode_assembly(f"${upper}", lane, 0),
+                decode_assembly(f"${upper + 4}", lane, 4),
+            ]
             sums = ", ".join(f"c{4 * stack + i}" for i in range(4))
             for i in (0, 2):
                 left = f"{{v{i}, v{i + 4}, v{i + 1}, v{i + 5}}}"
@@ -172,10 +178,79 @@ def stacks_assembly(dtype: tl.dtype, stacks: int) -> str:
     for index in range(4 * stacks):  # two blocks of each slot, whose sums are in two columns
         slot = index // 2
         before = slot if index % 2 else slot + 2 * stacks
-        own = f"${scales + index // 4}"
-        lines += [f"shfl.sync.idx.b32 s, {own}, {index % 4}, 0x1c03, -1;"]
-        lines += [f"fma.rn.f32 ${slot}, c{index}, s, ${before};"]
+        lines += [
+            _scale_of_column(scales, index, short),
+            f"fma.rn.f32 ${slot}, c{index}, s, ${before};",
+        ]
     return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _sources(lane: int, short: bool) -> list[str]:
+    """Set q0 and q1 to the lanes of a quad that have the scales of a lane's two columns, if they
+    differ between lanes: columns 2 t and 2 t + 1 belong to blocks 2 t % 4 and 2 t % 4 + 1.
+    """
+    if not short:
+        return []
+    return [f"shr.u32 q0, ${lane}, 1;", "add.u32 q1, q0, 1;"]
+
+
+@triton.constexpr_function
+def _scale_of_column(scales: int, index: int, short: bool) -> str:
+    """Set s to the scale of sum `index`, of column index % 2 of slot index // 2; `scales` is the
+    first of the operands that hold them.
+    """
+    if not short:
+        scale: str = scale_assembly(scales, index)
+        return scale
+    return f"shfl.sync.idx.b32 s, ${scales + index // 2}, q{index % 2}, 0x1c03, -1;"
+
+
+@triton.constexpr_function
+def add_across(distance: int) -> str:
+    """Add the float of the lane that is `distance` away, its number's bit.
+
+    Operands: $0 the sum; $1 the float.
+    """
+    move = f"shfl.sync.bfly.b32 v, $1, {distance}, 31, -1;"
+    return "\n".join(["{", ".reg .f32 v;", move, "add.f32 $0, $1, v;", "}"])
+
+
+@triton.constexpr_function
+def unit_assembly(steps: int) -> str:
+    """Load the packed codes of two slots for each step, 128 bytes apart; they are used once.
+
+    Operands: for each step four words of each slot; the address of the first slot and step; from
+    there to the second slot; for each step how many rows are left: the slots are rows 0 and 4.
+    """
+    base = 8 * steps
+    lines = ["{", ".reg .b64 a;", ".reg .pred p;", f"add.s64 a, ${base}, ${base + 1};"]
+    for slot, address in enumerate((f"${base}", "a")):
+        for step in range(steps):
+            first = 8 * step + 4 * slot
+            words = ", ".join(f"${first + i}" for i in range(4))
+            lines += [
+                f"setp.gt.s32 p, ${base + 2 + step}, {4 * slot};",
+                f"@p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {{{words}}}, "
+                f"[{address}+{128 * step}];",
+            ]
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def prefetch_assembly(steps: int) -> str:
+    """Bring what `unit_assembly` loads to L2.
+
+    Operands: $0 zero; then those of `unit_assembly` that are no words.
+    """
+    lines = ["{", ".reg .b64 a;", ".reg .pred p;", "add.s64 a, $1, $2;"]
+    for slot, address in enumerate(("$1", "a")):
+        for step in range(steps):
+            lines += [
+                f"setp.gt.s32 p, ${3 + step}, {4 * slot};",
+                f"@p prefetch.global.L2 [{address}+{128 * step}];",
+            ]
+    return "\n".join([*lines, "mov.b32 $0, 0;", "}"])
 
 
 @triton.constexpr_function
@@ -208,15 +283,15 @@ _PICKS = ("0xcc40", "0xdd51", "0xee62", "0xff73")
 
 
 @triton.constexpr_function
-def _decode(word: int, lane: int, target: int, guard: str = "") -> str:
-    """Decode the four bytes of operand `word` to registers v[target] … v[target + 3], each of two
+def decode_assembly(word: str, lane: int, target: int, guard: str = "") -> str:
+    """Decode the four bytes of register `word` to registers v[target] … v[target + 3], each of two
     values.
 
     Operand `lane` holds 4 * lane in each byte. The loads have a `guard`, such as "@p ".
     """
     lines = [
-        f"lop3.b32 l, ${word}, 0x80808080, ${lane}, 0xea;",  # (word & 0x80808080) | lane
-        f"and.b32 h, ${word}, 0x7f7f7f7f;",
+        f"lop3.b32 l, {word}, 0x80808080, ${lane}, 0xea;",  # (word & 0x80808080) | lane
+        f"and.b32 h, {word}, 0x7f7f7f7f;",
     ]
     for i, pick in enumerate(_PICKS):
         lines += [
@@ -228,142 +303,64 @@ def _decode(word: int, lane: int, target: int, guard: str = "") -> str:
 
 
 @triton.constexpr_function
-def _scale(operand: int, index: int) -> str:
+def scale_assembly(operand: int, index: int) -> str:
     """Set s to a scale: that which lane index % 4 of the quad holds in operand + index // 4."""
     return f"shfl.sync.idx.b32 s, ${operand + index // 4}, {index % 4}, 0x1c03, -1;"
 
 
 @triton.constexpr_function
-def wide_assembly(dtype: tl.dtype) -> str:
+def wide_assembly(dtype: tl.dtype, shape: Any) -> str:
     """Multiply a stage of two row tiles with x from global memory: `mma`.
 
-    Operands: $0 … $3 totals of four slots; $4 … $7 the totals before; $8 … $23 four words of each
-    slot; $24, $25 scales; $26 4 * lane in each byte; $27 address of 32 k of x, 0 for zeros; $28
-    whether slots 2 and 3 are looked up; if not, their totals mean nothing.
+    Operands: totals of four slots, for each of `sets` sets of rows of x; the totals before; four
+    words of each slot; scales; 4 * lane in each byte; for each set the address of 32 k of x, 0 for
+    zeros; whether slots 2 and 3 are looked up; if not, their totals mean nothing. `shape` is a
+    launches.Shape.
     """
     kind = dtype.name.replace("fp", "f")
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    words = 2 * shape.totals
+    scales = words + shape.words
+    lane = scales + shape.scales
     lines = [
         "{",
-        ".reg .b32 b, a, l, h, x<16>, v<8>;",
-        ".reg .f32 c<8>, s;",
+        f".reg .b32 b, a, l, h, q<2>, x<{16 * shape.sets}>, v<8>;",
+        f".reg .f32 c<{8 * shape.sets}>, s;",
         ".reg .pred p;",
         "mov.u32 b, pairs;",
-        "setp.ne.b64 p, $27, 0;",
     ]
-    for i in range(16):
-        lines += [f"mov.b32 x{i}, 0;"]
-    for i in range(8):
-        lines += [f"mov.b32 c{i}, 0f00000000;"]
-    for i in range(0, 16, 4):
-        lines += [f"@p ld.global.nc.v4.b32 {{x{i}, x{i + 1}, x{i + 2}, x{i + 3}}}, [$27+{4 * i}];"]
-    lines += ["setp.ne.b32 p, $28, 0;"]
+    lines += _sources(lane, shape.short)
+    lines += [f"mov.b32 x{i}, 0;" for i in range(16 * shape.sets)]
+    lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(8 * shape.sets)]
+    for one in range(shape.sets):
+        lines += [f"setp.ne.b64 p, ${lane + 1 + one}, 0;"]
+        for i in range(0, 16, 4):
+            read = ", ".join(f"x{16 * one + i + j}" for j in range(4))
+            lines += [f"@p ld.global.nc.v4.b32 {{{read}}}, [${lane + 1 + one}+{4 * i}];"]
+    lines += [f"setp.ne.b32 p, ${lane + 1 + shape.sets}, 0;"]
     for word in range(4):
         for row_tile in range(2):  # slots 0 and 1, then 2 and 3
-            upper = 8 + 8 * row_tile + word  # the operand of rows g
+            upper = words + 8 * row_tile + word  # the operand of rows g
             guard = "@p " if row_tile == 1 else ""
-            lines += [_decode(upper, 26, 0, guard), _decode(upper + 4, 26, 4, guard)]
-            c = 4 * row_tile
-            sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
-            for i in (0, 2):
-                left = f"{{v{i}, v{i + 4}, v{i + 1}, v{i + 5}}}"
-                right = f"{{x{4 * word + i}, x{4 * word + i + 1}}}"
-                lines += [f"{mma} {sums}, {left}, {right}, {sums};"]
+            lines += [
+                decode_assembly(f"${upper}", lane, 0, guard),
+                decode_assembly(f"${upper + 4}", lane, 4, guard),
+            ]
+            for one in range(shape.sets):
+                c = 8 * one + 4 * row_tile
+                sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
+                for i in (0, 2):
+                    left = f"{{v{i}, v{i + 4}, v{i + 1}, v{i + 5}}}"
+                    at = 16 * one + 4 * word + i
+                    lines += [f"{mma} {sums}, {left}, {{x{at}, x{at + 1}}}, {sums};"]
     for index in range(8):  # two blocks of each slot, whose sums are in two columns
-        slot = index // 2
-        before = slot if index % 2 else slot + 4
-        lines += [_scale(24, index), f"fma.rn.f32 ${slot}, c{index}, s, ${before};"]
+        lines += [_scale_of_column(scales, index, shape.short)]
+        for one in range(shape.sets):
+            slot = 4 * one + index // 2
+            before = slot if index % 2 else slot + shape.totals
+            lines += [f"fma.rn.f32 ${slot}, c{8 * one + index}, s, ${before};"]
     lines += ["}"]
     return "\n".join(lines)
-
-
-@triton.constexpr_function
-def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
-    """Multiply a part of a stage, `copied` blocks of it, with tiles of x in shared memory: `mma`.
-
-    A tile is 64 k of 8 * column_tiles rows of x, 128 bytes a row, whose 16-byte pieces stand in an
-    order in which no two lanes meet in a bank. Lane (g, t) loads 16 k of column g, those that it
-    holds of the weight, in two pieces. They serve all row tiles.
-
-    Operands: the totals, for each row tile and column tile two of row g, two of row g + 8; the
-    totals before; for each slot two words of each block; scales; 4 * lane in each byte; the address
-    of the tiles. `shape` is a launches.Shape.
-    """
-    tiles = _operand_of_lane(shape) + 1
-    lines = [
-        "{",
-        ".reg .b32 b, a, l, h, y, z, v<32>, x<8>;",
-        ".reg .f32 c<8>, s, s<4>;",
-        "mov.u32 b, pairs;",
-        # y, z: addresses of the lane's pieces 2 t and 2 t + 1 of row g, as they are swizzled
-        f"and.b32 a, ${_operand_of_lane(shape)}, 0xff;",
-        "shr.u32 l, a, 4;",
-        "shr.u32 a, a, 1;",
-        "and.b32 a, a, 6;",
-        "xor.b32 a, a, l;",
-        "shl.b32 a, a, 4;",
-        "shl.b32 l, l, 7;",
-        "add.u32 a, a, l;",
-        f"add.u32 y, a, ${tiles};",
-        "xor.b32 z, y, 16;",
-    ]
-    for block in range(shape.copied):
-        lines += _mma_block(dtype, shape, part, block)
-    lines += ["}"]
-    return "\n".join(lines)
-
-
-@triton.constexpr_function
-def _mma_block(dtype: tl.dtype, shape: Any, part: int, block_of_part: int) -> list[str]:
-    """Decode a block of all row tiles, multiply it with all column tiles, and add the sums, times
-    their scales, to the totals.
-    """
-    kind = dtype.name.replace("fp", "f")
-    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-    block = part * shape.copied + block_of_part
-    row_tiles = shape.slots // 2
-    lines = []
-    for slot in range(shape.slots):
-        for word in range(2):
-            operand = 2 * shape.totals + (slot * shape.blocks + block) * 2 + word
-            lines += [_decode(operand, _operand_of_lane(shape), 8 * slot + 4 * word)]
-        lines += [
-            _scale(_operand_of_scales(shape), slot * shape.blocks + block),
-            f"mov.f32 s{slot}, s;",
-        ]
-    for column_tile in range(shape.column_tiles):
-        place = 1024 * (block_of_part * shape.column_tiles + column_tile)
-        lines += [f"ld.shared.v4.b32 {{x0, x1, x2, x3}}, [y+{place}];"]
-        lines += [f"ld.shared.v4.b32 {{x4, x5, x6, x7}}, [z+{place}];"]
-        for row_tile in range(row_tiles):
-            c = 4 * row_tile
-            sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
-            for i in range(c, c + 4):
-                lines += [f"mov.b32 c{i}, 0f00000000;"]
-            for i in range(0, 8, 2):
-                v = 16 * row_tile + i
-                left = f"{{v{v}, v{v + 8}, v{v + 1}, v{v + 9}}}"
-                lines += [f"{mma} {sums}, {left}, {{x{i}, x{i + 1}}}, {sums};"]
-            for i in range(4):
-                target = 4 * (row_tile * shape.column_tiles + column_tile) + i
-                before = target if block_of_part > 0 else shape.totals + target
-                slot = 2 * row_tile + i // 2
-                lines += [f"fma.rn.f32 ${target}, c{c + i}, s{slot}, ${before};"]
-    return lines
-
-
-@triton.constexpr_function
-def _operand_of_scales(shape: Any) -> int:
-    """Return the number of the first operand of `tile_assembly` that is a scale."""
-    operand: int = 2 * shape.totals + shape.words
-    return operand
-
-
-@triton.constexpr_function
-def _operand_of_lane(shape: Any) -> int:
-    """Return the number of the operand of `tile_assembly` that is 4 * lane in each byte."""
-    operand: int = _operand_of_scales(shape) + shape.scales
-    return operand
 
 
 @triton.constexpr_function

@@ -1,19 +1,25 @@
 """Chooses what multiplies x with a packed weight on a GPU, by their shapes, and prepares it."""
 
 import functools
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.nn import functional
 
 from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
-from nf4conv.codec.kernels.product import dense, launches, panel
+from nf4conv.codec.kernels.product import dense, group, launches, panel, shapes
 from nf4conv.codec.kernels.product.launches import Product, stream_of
 from nf4conv.codec.quant_state import Addresses, Form
 
 Multiply = Callable[[torch.Tensor, Addresses, torch.Tensor | None], torch.Tensor]
 """x, a weight, a bias or None → x · Wᵀ + bias."""
+
+
+MultiplyGroup = Callable[
+    [torch.Tensor, Sequence[Addresses], Sequence[torch.Tensor | None]], list[torch.Tensor]
+]
+"""x, weights, for each a bias or None → x · Wᵀ + bias of each."""
 
 
 class Matrix(NamedTuple):
@@ -61,16 +67,57 @@ def prepare_multiply(
         multiply = _with_bias(panel.prepare_panel(x_shape, dtype, device, n, form))
     else:
         multiply = _with_bias(launches.prepare_product(x_shape, dtype, device, n, form))
+    return _there(multiply, device)
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _there(multiply: Callable[_P, _T], device: torch.device) -> Callable[_P, _T]:
+    """Let a function run with a device as the current one."""
     if torch.cuda.device_count() == 1:
         return multiply
 
-    def multiply_there(
-        x: torch.Tensor, weight: Addresses, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def multiply_there(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         with torch.cuda.device(device):
-            return multiply(x, weight, bias)
+            return multiply(*args, **kwargs)
 
     return multiply_there
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare_group(
+    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrices: tuple[Matrix, ...]
+) -> MultiplyGroup:
+    """Prepare what multiplies all x of one shape and dtype with all groups of weights of some
+    kinds, which have the same k and form: in one launch if kernels for few rows take them all.
+    """
+    ways = {_way(x_shape[:-1].numel(), one, dtype, device) for one in matrices}
+    few = x_shape[:-1].numel() <= shapes.FUSED_ROWS and len(matrices) <= group.MOST_WEIGHTS
+    if ways != {"fused"} or not few:
+        each = [prepare_multiply(x_shape, dtype, device, one) for one in matrices]
+
+        def multiply_each(
+            x: torch.Tensor, weights: Sequence[Addresses], biases: Sequence[torch.Tensor | None]
+        ) -> list[torch.Tensor]:
+            given = zip(each, weights, biases, strict=True)
+            return [multiply(x, weight, bias) for multiply, weight, bias in given]
+
+        return multiply_each
+    rows = tuple(one.n for one in matrices)
+    product = group.prepare_group(x_shape, dtype, device, rows, matrices[0].form)
+
+    def multiply(
+        x: torch.Tensor, weights: Sequence[Addresses], biases: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        results = product(x, weights)
+        for result, bias in zip(results, biases, strict=True):
+            if bias is not None:
+                result.add_(bias)
+        return results
+
+    return _there(multiply, device)
 
 
 def _way(
@@ -79,11 +126,10 @@ def _way(
     """Return what multiplies so many rows of x with a weight."""
     if rows == 0 or why_decoded(matrix, dtype):
         return "decoded"
-    most = launches.shapes_of(device)[-1].rows
-    if matrix.k % 64 > 0 or matrix.form.blocksize < 64 or matrix.alignment < 16:
-        return "dense" if rows <= dense.TILES[-1].columns else "decoded"
-    if rows <= most:
+    if matrix.alignment == 16 and rows <= launches.most_rows(device):
         return "fused"
+    if matrix.alignment < 16 or shapes.is_short(matrix.k, matrix.form):
+        return "dense" if rows <= dense.TILES[-1].columns else "decoded"
     if launches.is_hopper(device):
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         if panel.is_faster(rows, matrix.n, matrix.k, processors):

@@ -16,13 +16,13 @@ from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
 from nf4conv.codec.kernels.experts.stacks import value_of
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.product.launches import (
-    MOST_SPLITS,
     Product,
     is_hopper,
     prepare_sum,
     readable,
     stream_of,
 )
+from nf4conv.codec.kernels.product.shapes import MOST_SPLITS
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import Addresses, Form
 

@@ -1,0 +1,266 @@
+"""The shapes of the kernels for few rows of x: which there are, and how they divide the work."""
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import ClassVar, Final, NamedTuple
+
+from nf4conv.codec.kernels.product.held import Held
+from nf4conv.codec.quant_state import Form
+
+MOST_SPLITS: Final = 8
+"""Parts of k in different programs, each with an output of its own."""
+
+
+@dataclass(eq=False)  # told apart by identity, which is faster
+class Shape:
+    """The shape of a product: product_kernel is compiled once for each.
+
+    Triton's cache on disk tells by repr() alone for which shape a kernel was compiled, so repr has
+    all attributes that the kernel reads, those that are worked out too.
+
+    Attributes:
+        rows: rows of x at most.
+        ranges: ranges of k that a warp works on at once: 2 or 1 if wide, for up to 2 or 4 rows; 1
+            otherwise.
+        column_tiles: rows of x, divided by 8; 0 for a wide kernel.
+        warps: of a program.
+        slots: rows of W that a lane works on: 4 if wide, otherwise 2 or 4.
+        blocks: of 64 k in a stage of a warp, for each of its ranges: 2 if wide.
+        copied: blocks whose x is copied to shared memory at once; 0 if wide.
+        short: True if a sum is over 32 k, not 64: for shorter blocks, and rows that do not end with
+            a whole 64 k.
+        sets: of columns that a wide kernel multiplies, each for some rows of x.
+        nested: True if absmax is uint8 codes.
+        early: True to begin before the kernel before has ended.
+        wide: True for the wide kernel, False for the tile kernel.
+        apart: rows of W from slot to slot.
+        unit_rows: rows of W of a unit.
+        span: k of a stage of a program.
+        words: 32-bit words of codes that a lane loads in a stage.
+        scales: scales that a lane loads in a stage, for its quad.
+        totals: sums that a lane keeps.
+        columns: rows of x whose sums a wide kernel has.
+        sums: sums of a wide unit, for each range of each warp.
+        held: wide units whose sums wait in shared memory.
+        shared_bytes: of the sums of a wide kernel; otherwise of two tiles of x, of which one is
+            multiplied while the other is copied.
+        parts: parts of a stage, each with a tile of x.
+        registers: of a thread at most: a multiprocessor holds two programs.
+    """
+
+    holds_x: ClassVar[bool] = False
+
+    rows: int
+    ranges: int
+    column_tiles: int
+    warps: int
+    slots: int
+    blocks: int
+    copied: int
+    short: bool = False
+    sets: int = 1
+    nested: bool = True
+    early: bool = True
+    wide: bool = field(init=False)
+    apart: int = field(init=False)
+    unit_rows: int = field(init=False)
+    span: int = field(init=False)
+    words: int = field(init=False)
+    scales: int = field(init=False)
+    totals: int = field(init=False)
+    columns: int = field(init=False)
+    sums: int = field(init=False)
+    held: int = field(init=False)
+    shared_bytes: int = field(init=False)
+    parts: int = field(init=False)
+    registers: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wide = self.column_tiles == 0
+        self.apart = 8 // self.ranges
+        self.unit_rows = self.apart * self.slots
+        self.span = 64 * self.blocks * self.ranges
+        if self.wide:  # all warps share the rows, and divide k
+            self.span *= self.warps
+            self.totals = 4 * self.sets
+        else:
+            self.unit_rows *= self.warps
+            self.totals = 2 * self.column_tiles * self.slots
+            self.shared_bytes = 2048 * self.column_tiles * self.copied
+        self.words = 2 * self.slots * self.blocks
+        self.scales = -(-self.slots * self.blocks // 4) * (2 if self.short else 1)
+        self.columns = self.sets * (2 if self.short else 4) // self.ranges
+        self.sums = 4 * self.apart * self.columns
+        self.held = 2 * self.ranges
+        if self.wide:
+            self.shared_bytes = 4 * self.held * self.warps * self.ranges * self.sums
+        self.parts = self.blocks // max(self.copied, 1)
+        self.registers = min(65536 // (64 * self.warps), 255)
+
+
+def _wide(rows: int, ranges: int, short: bool = False, sets: int = 1) -> Shape:
+    """Return the shape of a wide kernel."""
+    return Shape(
+        rows, ranges, column_tiles=0, warps=8, slots=4, blocks=2, copied=0, short=short, sets=sets
+    )
+
+
+SHAPES = (
+    _wide(rows=2, ranges=2),
+    _wide(rows=4, ranges=1),
+    Shape(rows=8, ranges=1, column_tiles=1, warps=4, slots=4, blocks=4, copied=4),
+    Shape(rows=16, ranges=1, column_tiles=2, warps=4, slots=4, blocks=4, copied=4),
+    Shape(rows=32, ranges=1, column_tiles=4, warps=4, slots=4, blocks=2, copied=2),
+    Shape(rows=64, ranges=1, column_tiles=8, warps=4, slots=4, blocks=2, copied=1),
+)
+"""By rows of x, the fastest of the sweep in docs/kernels.md."""
+
+SHORT_SHAPES = (
+    _wide(rows=1, ranges=2, short=True),
+    _wide(rows=2, ranges=1, short=True),
+    _wide(rows=4, ranges=1, short=True, sets=2),
+    Shape(rows=8, ranges=1, column_tiles=1, warps=8, slots=2, blocks=4, copied=4, short=True),
+    *(replace(one, short=True) for one in SHAPES[3:]),
+)
+"""The same for blocks of 32, and for rows that do not end with a whole 64 k."""
+
+HELD_SHAPES = (
+    Held(steps=1, rows=1),
+    Held(steps=2, rows=1),
+    Held(steps=3, rows=1),
+    Held(steps=1, rows=2),
+    Held(steps=2, rows=2),
+    Held(steps=1, rows=1, short=True),
+    Held(steps=2, rows=1, short=True),
+)
+"""For one row or two of so few columns that x stays in registers."""
+
+LEAST_HELD: Final = 4608
+"""Rows of W from which on holding x is faster: with fewer, a program has one or two units."""
+
+FUSED_ROWS: Final = 32
+"""Rows of x at most on Hopper, which has panel.py for more."""
+
+
+def is_short(k: int, form: Form) -> bool:
+    """Return True if sums must not be over more than 32 k: a scale belongs to those."""
+    return form.blocksize < 64 or k % 64 > 0
+
+
+@cache
+def shape_for(rows: int, n: int, k: int, short: bool, nested: bool, early: bool) -> Shape | Held:
+    """Return the shape for so many rows of x, always the same one.
+
+    Args:
+        rows: of x, up to 64.
+        n: rows of W, or of all that are multiplied in one launch.
+        k: columns of W.
+        short: `is_short`.
+        nested: True if absmax is uint8 codes.
+        early: True to begin before the kernel before has ended.
+    """
+    for held in HELD_SHAPES if n >= LEAST_HELD else ():
+        if rows <= held.rows and k <= held.columns_most and short == held.short:
+            return _variant(held, nested, early)
+    shapes = SHORT_SHAPES if short else SHAPES
+    return _variant(next(one for one in shapes if rows <= one.rows), nested, early)
+
+
+@cache
+def _variant(shape: Shape | Held, nested: bool, early: bool) -> Shape | Held:
+    """Return a shape with other attributes, always the same one."""
+    return replace(shape, nested=nested, early=early)
+
+
+class Division(NamedTuple):
+    """A product's work, divided among programs; see product_kernel and held_kernel.
+
+    Attributes:
+        steps: stages of a unit; 0 if x is held.
+        share: rows of W of a wide program; units of one that holds x; otherwise units of all.
+        longer: programs that have one more if x is held; otherwise the number of programs.
+        split_shift: log2 of the parts of k.
+        programs: the number of programs.
+    """
+
+    steps: int
+    share: int
+    longer: int
+    split_shift: int
+    programs: int
+
+    def arguments(self) -> tuple[int, ...]:
+        """Return what the kernel is told of this."""
+        if self.steps == 0:
+            return self.share, self.longer
+        return self[:4]
+
+
+def divide(shape: Shape | Held, n: int, k: int, programs: int) -> Division:
+    """Divide the product with an [n, k] weight among up to `programs` programs.
+
+    k is divided into as many parts as keep the programs busy.
+    """
+    if isinstance(shape, Held):
+        units = -(-n // 8)
+        programs = min(units, programs)
+        return Division(0, units // programs, units % programs, 0, programs)
+    if shape.wide:
+        half = shape.unit_rows // 2
+        share = max(-(-n // (half * programs)), 2) * half
+        programs = -(-n // share)
+        return Division(-(-k // shape.span), share, programs, 0, programs)
+    tiles = -(-n // shape.unit_rows)
+    most = min(MOST_SPLITS, programs // tiles, k // shape.span)
+    shift = 0
+    while 2 << shift <= most:
+        shift += 1
+    units = tiles << shift
+    programs = min(units, programs)
+    return Division(-(-k // (shape.span << shift)), units, programs, shift, programs)
+
+
+def divide_group(
+    shape: Shape | Held, rows: tuple[int, ...], k: int, programs: int
+) -> list[Division]:
+    """Divide the products with [rows, k] weights among up to `programs` programs."""
+    if isinstance(shape, Held):
+        return _divide_equally(rows, 8, programs, True)
+    if shape.wide:
+        found = _divide_equally(rows, shape.unit_rows // 2, programs, False)
+        return [one._replace(steps=-(-k // shape.span)) for one in found]
+    together = divide(
+        shape, sum(-(-n // shape.unit_rows) for n in rows) * shape.unit_rows, k, programs
+    )
+    shift = together.split_shift
+    divisions = []
+    for n in rows:
+        units = -(-n // shape.unit_rows) << shift
+        own = max(units * together.programs // together.share, 1)
+        divisions.append(Division(together.steps, units, own, shift, own))
+    return divisions
+
+
+def _divide_equally(
+    rows: tuple[int, ...], unit_rows: int, programs: int, whole: bool
+) -> list[Division]:
+    """Give all programs nearly as many units, and each program units of one weight.
+
+    Args:
+        rows: of the weights.
+        unit_rows: rows of a unit.
+        programs: at most.
+        whole: True for shares of units; False for shares of rows, two units at least.
+    """
+    units = [-(-n // unit_rows) for n in rows]
+    share = max(-(-sum(units) // programs), 1 if whole else 2)
+    while sum(-(-one // share) for one in units) > programs:
+        share += 1
+    divisions = []
+    for one in units:
+        count = -(-one // share)
+        if whole:
+            divisions.append(Division(0, one // count, one % count, 0, count))
+        else:
+            divisions.append(Division(0, share * unit_rows, count, 0, count))
+    return divisions
