@@ -39,10 +39,7 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_rows_of_any_number(
     dtype: torch.dtype, quant_type: str, blocksize: int, nested: bool
 ) -> None:
-    for n, k in (
-        (1, 64), (7, 33), (70, 96), (200, 1088), (300, 192), (4096, 4160), (33, 14336),
-        (4700, 1024), (6001, 4064), (5120, 5120),  # rows enough to hold x
-    ):  # fmt: skip
+    for n, k in ((1, 64), (7, 33), (70, 96), (200, 1088), (300, 192), (4096, 4160), (33, 14336)):
         packed, state = packed_weight(n, k, quant_type, blocksize, nested, "cuda")
         bias = torch.randn(n, device="cuda").to(dtype)
         for m in ROWS:
@@ -52,9 +49,18 @@ def test_rows_of_any_number(
             )
 
 
-@pytest.mark.usefixtures("capability")
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
-@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 32, 40])
+@pytest.mark.parametrize("blocksize", [32, 64], ids="b{}".format)
+def test_one_row_or_two_in_registers(blocksize: int, nested: bool) -> None:
+    """Weights of so many rows that x is held."""
+    for n, k in ((4700, 1024), (6001, 4064), (6100, 4096), (5120, 5120)):
+        packed, state = packed_weight(n, k, "nf4", blocksize, nested, "cuda")
+        for m in (1, 2):
+            x = torch.randn(m, k, device="cuda").bfloat16()
+            assert_close_to_exact(nf4conv.linear_4bit(x, packed, state), x, packed, state)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 16, 40])
 @pytest.mark.parametrize(
     ("rows", "k", "blocksize"),
     [
@@ -63,10 +69,8 @@ def test_rows_of_any_number(
     ],
     ids=str,
 )  # fmt: skip
-def test_several_weights_at_once(
-    rows: tuple[int, ...], k: int, blocksize: int, m: int, nested: bool
-) -> None:
-    weights = [packed_weight(n, k, "nf4", blocksize, nested, "cuda") for n in rows]
+def test_several_weights_at_once(rows: tuple[int, ...], k: int, blocksize: int, m: int) -> None:
+    weights = [packed_weight(n, k, "nf4", blocksize, blocksize < 128, "cuda") for n in rows]
     x = torch.randn(1, m, k, device="cuda").bfloat16()
     biases = [torch.randn(n, device="cuda").bfloat16() for n in rows] if m == 2 else []
     tensors = zip(*(decoding_of(state).tensors() for _, state in weights), strict=True)
