@@ -7,32 +7,38 @@ architecture's name.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from nf4conv.format.gguf import NEGATIVE_EXP, ROTARY, TILED, TRANSPOSED
 from nf4conv.sources.gguf.families.family import Piece, Stack
 from nf4conv.sources.gguf.header import GgufTensor
 from nf4conv.sources.gguf.numbers import positive
 
+Parts: TypeAlias = Sequence[GgufTensor]
+"""The tensors of a file that are one in transformers."""
+
+Sizes: TypeAlias = Mapping[str, Any]
+"""The metadata without the architecture's name in its keys."""
+
 _MOST_GROUPS: Final = 2**16
 """Experts or heads of a layer, many more than any model has."""
 
 
-def join_experts(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+def join_experts(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [experts, rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
     groups = _groups_of_experts(parts)
     rows = sum(part.shape[1] for part in parts)
     return Stack(groups, (len(groups), rows, *parts[0].shape[2:]))
 
 
-def join_transposed_experts(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+def join_transposed_experts(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [experts, in, rows]: the same, transposed (Llama4Model)."""
     groups = _groups_of_experts(parts)
     rows = sum(part.shape[1] for part in parts)
     return Stack(groups, (len(groups), parts[0].shape[-1], rows), is_transposed=True)
 
 
-def join_alternating_experts(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [experts, in, rows], of biases [experts, rows]: rows of the parts alternate.
 
     Source: GptOssModel.
@@ -46,30 +52,35 @@ def join_alternating_experts(parts: Sequence[GgufTensor], _sizes: Mapping[str, A
     return Stack(groups, shape, is_transposed=is_matrix, is_interleaved=True)
 
 
-def join_rows(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+def join_rows(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
     _require_alike(parts)
     rows = sum(part.shape[0] for part in parts)
-    return Stack((tuple(Piece(part) for part in parts),), (rows, *parts[0].shape[1:]))
+    group = tuple(Piece(part) for part in parts)
+    shape = (rows, *parts[0].shape[1:])
+    return Stack((group,), shape)
 
 
-def join_latent_heads(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+def join_latent_heads(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [heads · (key + value), latent] of [heads, latent, key] and [heads, value, latent].
 
     Source: DeepseekV2Model, which takes kv_b_proj apart.
     """
     keys, values = parts
-    if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[1] != values.shape[2]:
+    are_stacks = len(keys.shape) == 3 and len(values.shape) == 3
+    if not are_stacks or keys.shape[1] != values.shape[2]:
         raise ValueError("is no stack of heads that goes with that of the values")
     groups = []
     for head in range(_common_count(parts)):
         key = Piece(matrix_of(keys, head), TRANSPOSED)
-        groups.append((key, Piece(matrix_of(values, head))))
-    rows = len(groups) * (keys.shape[2] + values.shape[1])
-    return Stack(tuple(groups), (rows, keys.shape[1]))
+        value = Piece(matrix_of(values, head))
+        groups.append((key, value))
+    rows_of_head = keys.shape[2] + values.shape[1]
+    shape = (len(groups) * rows_of_head, keys.shape[1])
+    return Stack(tuple(groups), shape)
 
 
-def join_grouped_queries(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+def join_grouped_queries(parts: Parts, sizes: Sizes) -> Stack:
     """Returns the queries that share a key and a value, that key, that value, group by group.
 
     Source: InternLM2Model, which puts the halves of rotated heads side by side as well.
@@ -80,23 +91,26 @@ def join_grouped_queries(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) 
     groups_of_queries = _size(sizes, "attention.head_count_kv")
     if heads % groups_of_queries != 0:
         raise ValueError(f"has {heads} heads, which do not share {groups_of_queries} keys")
-    if queries.shape[0] % (2 * heads) or keys.shape[0] % (2 * groups_of_queries):
-        raise ValueError(f"has {queries.shape[0]} rows, which do not go with {heads} heads")
+    rows = queries.shape[0]
+    if rows % (2 * heads) or keys.shape[0] % (2 * groups_of_queries):
+        raise ValueError(f"has {rows} rows, which do not go with {heads} heads")
     groups = []
     for group in range(groups_of_queries):
-        of_queries = _share(queries, group, groups_of_queries)
-        groups.append(
-            (
-                Piece(of_queries, ROTARY, heads // groups_of_queries),
-                Piece(_share(keys, group, groups_of_queries), ROTARY, 1),
-                Piece(_share(values, group, groups_of_queries)),
-            )
+        own_queries = _share(queries, group, groups_of_queries)
+        own_key = _share(keys, group, groups_of_queries)
+        own_value = _share(values, group, groups_of_queries)
+        pieces = (
+            Piece(own_queries, ROTARY, heads // groups_of_queries),
+            Piece(own_key, ROTARY, 1),
+            Piece(own_value),
         )
+        groups.append(pieces)
     rows = sum(part.shape[0] for part in parts)
-    return Stack(tuple(groups), (rows, *queries.shape[1:]))
+    shape = (rows, *queries.shape[1:])
+    return Stack(tuple(groups), shape)
 
 
-def join_linear_attention(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
     """Returns query, key, values and gates of each key head, one head after the other.
 
     The first part has all queries, all keys and all values; the second all gates. Source:
@@ -109,17 +123,22 @@ def join_linear_attention(parts: Sequence[GgufTensor], sizes: Mapping[str, Any])
     values = _size(sizes, "ssm.inner_size")
     if mixed.shape[0] != 2 * keys + values or gates.shape[0] != values:
         raise ValueError(f"has {mixed.shape[0]} rows, which do not go with {heads} heads")
+    before_values = 2 * keys
     kinds = (
         rows_of(mixed, 0, keys),
-        rows_of(mixed, keys, 2 * keys),
-        rows_of(mixed, 2 * keys, 2 * keys + values),
+        rows_of(mixed, keys, before_values),
+        rows_of(mixed, before_values, before_values + values),
         gates,
     )
-    groups = [tuple(Piece(_share(kind, head, heads)) for kind in kinds) for head in range(heads)]
-    return Stack(tuple(groups), (mixed.shape[0] + gates.shape[0], *mixed.shape[1:]))
+    groups = []
+    for head in range(heads):
+        group = tuple(Piece(_share(kind, head, heads)) for kind in kinds)
+        groups.append(group)
+    rows = mixed.shape[0] + gates.shape[0]
+    return Stack(tuple(groups), (rows, *mixed.shape[1:]))
 
 
-def join_tiled_heads(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+def join_tiled_heads(parts: Parts, sizes: Sizes) -> Stack:
     """Returns rows of value heads sorted by the keys that they share.
 
     Rows of queries and keys may stand before them. Source: _LinearAttentionVReorderBase.
@@ -128,13 +147,13 @@ def join_tiled_heads(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> S
     return Stack((_untiled(tensor, sizes, None),), tensor.shape)
 
 
-def join_tiled_states(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+def join_tiled_states(parts: Parts, sizes: Sizes) -> Stack:
     """Returns the same of logarithms, which the converter replaced by -exp of them."""
     [tensor] = parts
     return Stack((_untiled(tensor, sizes, NEGATIVE_EXP),), tensor.shape)
 
 
-def join_tiled_channels(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+def join_tiled_channels(parts: Parts, sizes: Sizes) -> Stack:
     """Returns the same of convolutions, [channels, 1, width]."""
     [tensor] = parts
     if len(tensor.shape) != 2:
@@ -143,7 +162,7 @@ def join_tiled_channels(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -
     return Stack((_untiled(tensor, sizes, None),), (channels, 1, width))
 
 
-def join_tiled_columns(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) -> Stack:
+def join_tiled_columns(parts: Parts, sizes: Sizes) -> Stack:
     """Returns a matrix whose columns are sorted so."""
     [tensor] = parts
     keys, shared = _heads_of_keys(sizes)
@@ -152,26 +171,31 @@ def join_tiled_columns(parts: Sequence[GgufTensor], sizes: Mapping[str, Any]) ->
     return Stack(((Piece(tensor, TILED, keys, shared),),), tensor.shape)
 
 
-def _untiled(tensor: GgufTensor, sizes: Mapping[str, Any], change: str | None) -> tuple[Piece, ...]:
+def _untiled(tensor: GgufTensor, sizes: Sizes, change: str | None) -> tuple[Piece, ...]:
     """Returns the rows of a tensor, those of values sorted by the keys that they share."""
     keys, shared = _heads_of_keys(sizes)
     rows = tensor.shape[0] if tensor.shape else 0
-    values = keys * shared  # one row for each head
+    heads = keys * shared
+    values = heads  # one row for each head
     if rows != values:
         values = _size(sizes, "ssm.inner_size")
     before = rows - values
-    if rows == 0 or before < 0 or values % (keys * shared) != 0:
-        raise ValueError(f"has {rows} rows, which do not go with {keys * shared} heads")
-    size = values // (keys * shared)
-    pieces = [Piece(rows_of(tensor, 0, before), change)] if before else []
+    if rows == 0 or before < 0 or values % heads != 0:
+        raise ValueError(f"has {rows} rows, which do not go with {heads} heads")
+    size = values // heads
+    pieces = []
+    if before:
+        pieces.append(Piece(rows_of(tensor, 0, before), change))
     for key in range(keys):
         for number in range(shared):
-            first = before + (number * keys + key) * size
-            pieces.append(Piece(rows_of(tensor, first, first + size), change))
+            place = number * keys + key
+            first = before + place * size
+            rows_of_key = rows_of(tensor, first, first + size)
+            pieces.append(Piece(rows_of_key, change))
     return tuple(pieces)
 
 
-def _heads_of_keys(sizes: Mapping[str, Any]) -> tuple[int, int]:
+def _heads_of_keys(sizes: Sizes) -> tuple[int, int]:
     """Returns how many keys linear attention has, and how many values share each of them."""
     keys = _size(sizes, "ssm.group_count")
     values = _size(sizes, "ssm.time_step_rank")
@@ -182,8 +206,10 @@ def _heads_of_keys(sizes: Mapping[str, Any]) -> tuple[int, int]:
 
 def matrix_of(stack: GgufTensor, index: int) -> GgufTensor:
     """Returns one matrix of a stack."""
-    size = stack.nbytes // stack.shape[0]
-    return replace(stack, shape=stack.shape[1:], start=stack.start + index * size)
+    count, *shape = stack.shape
+    size = stack.nbytes // count
+    start = stack.start + index * size
+    return replace(stack, shape=tuple(shape), start=start)
 
 
 def rows_of(tensor: GgufTensor, first: int, stop: int) -> GgufTensor:
@@ -196,7 +222,8 @@ def rows_of(tensor: GgufTensor, first: int, stop: int) -> GgufTensor:
         raise ValueError(f"is a vector in blocks of {tensor.block_type.name}")
     size = tensor.nbytes // max(tensor.shape[0], 1)
     shape = (stop - first, *tensor.shape[1:])
-    return replace(tensor, shape=shape, start=tensor.start + first * size)
+    start = tensor.start + first * size
+    return replace(tensor, shape=shape, start=start)
 
 
 def count_matrices(stack: GgufTensor) -> int:
@@ -207,27 +234,32 @@ def count_matrices(stack: GgufTensor) -> int:
     return count
 
 
-def _require_alike(parts: Sequence[GgufTensor]) -> None:
+def _require_alike(parts: Parts) -> None:
     """Refuses parts that are no matrices of equal width."""
     columns = {part.shape[1:] for part in parts}
     if len(columns) != 1 or any(len(part.shape) != 2 for part in parts):
         raise ValueError("is no matrix as wide as the others of its layer")
 
 
-def _groups_of_experts(parts: Sequence[GgufTensor]) -> tuple[tuple[Piece, ...], ...]:
+def _groups_of_experts(parts: Parts) -> tuple[tuple[Piece, ...], ...]:
     """Returns the matrices of each expert; of biases, the vectors."""
     columns = {part.shape[2:] for part in parts}
-    if len(columns) != 1 or any(len(part.shape) not in (2, 3) for part in parts):
+    dimensions = {len(part.shape) for part in parts}
+    if len(columns) != 1 or not dimensions <= {2, 3}:
         raise ValueError("is no stack of experts that goes with the others of its layer")
-    experts = range(_common_count(parts))
-    return tuple(tuple(Piece(matrix_of(part, expert)) for part in parts) for expert in experts)
+    groups = []
+    for expert in range(_common_count(parts)):
+        group = tuple(Piece(matrix_of(part, expert)) for part in parts)
+        groups.append(group)
+    return tuple(groups)
 
 
 def _common_count(stacks: Sequence[GgufTensor]) -> int:
-    counts = {count_matrices(stack) for stack in stacks}
-    if len(counts) != 1:
-        raise ValueError(f"is one of stacks of {' and '.join(map(str, sorted(counts)))} matrices")
-    return counts.pop()
+    counts = sorted({count_matrices(stack) for stack in stacks})
+    if len(counts) > 1:
+        found = " and ".join(map(str, counts))
+        raise ValueError(f"is one of stacks of {found} matrices")
+    return counts[0]
 
 
 def _share(tensor: GgufTensor, index: int, count: int) -> GgufTensor:
@@ -238,7 +270,7 @@ def _share(tensor: GgufTensor, index: int, count: int) -> GgufTensor:
     return rows_of(tensor, index * rows, (index + 1) * rows)
 
 
-def _size(sizes: Mapping[str, Any], key: str) -> int:
+def _size(sizes: Sizes, key: str) -> int:
     value = positive(sizes, key)
     if value is None:
         raise ValueError(f"needs {key}, which the metadata does not say")
