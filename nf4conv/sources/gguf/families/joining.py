@@ -166,7 +166,8 @@ def join_tiled_columns(parts: Parts, sizes: Sizes) -> Stack:
     """Returns a matrix whose columns are sorted so."""
     [tensor] = parts
     keys, shared = _heads_of_keys(sizes)
-    if len(tensor.shape) != 2 or tensor.shape[1] % (keys * shared) != 0:
+    heads = keys * shared
+    if len(tensor.shape) != 2 or tensor.shape[1] % heads != 0:
         raise ValueError(f"is of shape {list(tensor.shape)}, which does not go with its heads")
     return Stack(((Piece(tensor, TILED, keys, shared),),), tensor.shape)
 
@@ -190,8 +191,10 @@ def _untiled(tensor: GgufTensor, sizes: Sizes, change: str | None) -> tuple[Piec
         for number in range(shared):
             place = number * keys + key
             first = before + place * size
-            rows_of_key = rows_of(tensor, first, first + size)
-            pieces.append(Piece(rows_of_key, change))
+            stop = first + size
+            rows_of_key = rows_of(tensor, first, stop)
+            piece = Piece(rows_of_key, change)
+            pieces.append(piece)
     return tuple(pieces)
 
 
