@@ -135,7 +135,8 @@ def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
         group = tuple(Piece(_share(kind, head, heads)) for kind in kinds)
         groups.append(group)
     rows = mixed.shape[0] + gates.shape[0]
-    return Stack(tuple(groups), (rows, *mixed.shape[1:]))
+    width = mixed.shape[1:]
+    return Stack(tuple(groups), (rows, *width))
 
 
 def join_tiled_heads(parts: Parts, sizes: Sizes) -> Stack:
