@@ -146,10 +146,17 @@ def count_calls(made: Scenario, out: Path) -> int:
 
 
 def finished(out: Path, mark: str) -> dict[str, bytes] | None:
-    """Returns the files that a loader would find, or None if it would find no model."""
+    """Returns the files that a loader would find, or None if it would find no model.
+
+    What a run keeps beside them, in `.nf4conv/` or `NAME.unfinished/`, the next run clears.
+    """
     if not (out / mark).exists():
         return None
-    return {name: content for name, content in contents(out).items() if ".nf4conv/" not in name}
+    return {
+        name: content
+        for name, content in contents(out).items()
+        if ".nf4conv/" not in name and ".unfinished/" not in name
+    }
 
 
 def differing(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:

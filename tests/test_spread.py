@@ -4,6 +4,7 @@ of a single run.
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 
 import nf4conv
+from nf4conv.commands.spread.part import PartWork, make_part
 from nf4conv.commands.spread.places import find_places
-from nf4conv.errors import PlanError, SourceError
+from nf4conv.errors import OptionError, PlanError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
@@ -301,3 +303,37 @@ def test_without_ray(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPat
         PlanError, match=r"^ray=True needs one more package: pip install 'nf4conv\[ray\]'$"
     ):
         nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, ray=True))
+
+
+class ForeignError(ValueError):
+    """An error of a module that the other process need not have."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "line"),
+    [
+        (OptionError("dtype", "int4", "float16"), OptionError, "--dtype int4: expected float16"),
+        (SourceError("a.bin: torn", path="a.bin"), SourceError, "a.bin: torn"),
+        (ForeignError("torn"), ValueError, None),
+    ],
+)
+def test_errors_of_parts_travel(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: type[Exception],
+    line: str | None,
+):
+    """The driver of several processes gets them pickled."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+    def fail() -> None:
+        raise error
+
+    work = PartWork(tmp_path, fail, (), fail, tmp_path / "out", RunOptions(part="1/2"))
+    travelled = pickle.loads(pickle.dumps(make_part(work)))  # noqa: S301
+    assert type(travelled) is kind
+    assert str(travelled) == str(error)
+    assert getattr(travelled, "line", None) == line
+    assert getattr(travelled, "path", None) == getattr(error, "path", None)

@@ -63,9 +63,16 @@ def make_part(work: PartWork) -> RunReport | Exception:
     try:
         return work.execute(_planned(work.again, work.request), work.out, work.run)
     except Exception as error:  # noqa: BLE001 - the driver raises it again
-        for kind in type(error).__mro__:
-            if kind.__module__ in (errors.__name__, "builtins"):
-                break
-        message = error.line if isinstance(error, errors.Nf4convError) else str(error)
-        travelling: Exception = kind(message)
-        return travelling
+        return _travelling(error)
+
+
+def _travelling(error: Exception) -> Exception:
+    """Returns an error as one that another process can read: of our kinds, or of Python's."""
+    if type(error).__module__ == errors.__name__:
+        return error
+    for kind in type(error).__mro__:
+        if kind.__module__ in (errors.__name__, "builtins"):
+            break
+    message = error.line if isinstance(error, errors.Nf4convError) else str(error)
+    travelling: Exception = kind(message)
+    return travelling
