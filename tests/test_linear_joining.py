@@ -84,6 +84,25 @@ def test_other_products_are_left_alone() -> None:
     assert joined_and_left(Chain(), torch.randn(2, 128)) == (0, 3)
 
 
+def test_views_that_weights_share_stand_before_the_products() -> None:
+    graph = torch.fx.Graph()
+    x, packed, shared, absmax = map(graph.placeholder, ("x", "packed", "shared", "absmax"))
+    x.meta["val"] = torch.randn(2, 128)
+
+    def product(weight: torch.fx.Node) -> torch.fx.Node:
+        arguments = (x, None, weight, absmax, None, None, None, 8, "nf4", 64)
+        node = graph.call_function(linear_op.linear_op, arguments)
+        node.meta["val"] = torch.empty(2, 8)
+        return node
+
+    first = product(packed)
+    flat = graph.call_function(torch.ops.aten.view.default, (shared, [-1]))
+    column = graph.call_function(torch.ops.aten.view.default, (flat, [-1, 1]))
+    graph.output([first, product(column), product(flat)])
+    assert linear_joining.join_products(graph) == 1
+    graph.lint()  # nothing is used before it is there
+
+
 def test_training_is_left_alone() -> None:
     model = Projections((8, 8))
     seen = []

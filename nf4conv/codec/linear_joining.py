@@ -141,3 +141,4 @@ def _move_before(
     for needed in node.all_input_nodes:
         _move_before(needed, first, place)
     first.prepend(node)
+    place[node] = place[first] - 1  # moved once more, it would stand behind what is made of it
