@@ -55,7 +55,7 @@ class NestedState:
 
 
 class Form(NamedTuple):
-    """How weights are packed: what a kernel is compiled and prepared for.
+    """Says how weights are packed: what a kernel is compiled and prepared for.
 
     Attributes:
         quant_type: "nf4" or "fp4".

@@ -48,7 +48,7 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where all tensors are."""
+        """The device that holds all tensors."""
         return self.parts[0].device
 
     def decode(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -99,7 +99,7 @@ class PackedWeight:
 
     @cached_property
     def _suits_kernels(self) -> bool:
-        """Whether one launch can decode all parts."""
+        """Returns whether one launch can decode all parts."""
         first, last = self.parts[0], self.parts[-1]
         return (
             len(self.parts) <= 2

@@ -23,13 +23,13 @@ class OriginalCard:
 
     @property
     def base_of_ours(self) -> str | None:
-        """What a card of nf4conv names as the base model; None for any other card."""
+        """Returns what a card of nf4conv names as the base model; None for any other card."""
         base = self.fields.get("base_model")
         return base if self.is_ours and isinstance(base, str) else None
 
     @property
     def bases_of_others(self) -> tuple[str, ...]:
-        """What a card that nf4conv did not write names as the base models."""
+        """Returns what a card that nf4conv did not write names as the base models."""
         bases = self.fields.get("base_model", ())
         if self.is_ours:
             return ()

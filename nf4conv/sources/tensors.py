@@ -79,7 +79,7 @@ class TensorInfo(NamedTuple):
 
 
 class Encoding:
-    """How a tensor is decoded from others; encodings/types/ has the kinds."""
+    """Tells how a tensor is decoded from others; encodings/types/ has the kinds."""
 
     __slots__ = ()
 

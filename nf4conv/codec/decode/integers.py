@@ -36,7 +36,7 @@ _WORD: Final = 32
 
 @dataclass(frozen=True)
 class IntegerLayout:
-    """How the codes of a weight lie.
+    """Tells how the codes of a weight lie.
 
     Attributes:
         packing: "compressed-tensors", "GPTQ" or "AWQ".

@@ -58,7 +58,7 @@ class PackedExperts:
 
     @property
     def device(self) -> torch.device:
-        """Where all tensors are."""
+        """The device that holds all tensors."""
         return self.codes.device
 
     @property

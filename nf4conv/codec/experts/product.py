@@ -246,7 +246,7 @@ def _launch_active(
 
 @dataclass(frozen=True)
 class RowsShape:
-    """How the kernel of rows.py is launched.
+    """Says how the kernel of rows.py is launched.
 
     Attributes:
         rows: of W that a program computes.
@@ -263,7 +263,7 @@ class RowsShape:
 
 @dataclass(frozen=True)
 class GroupsShape:
-    """How the kernel of groups.py is launched.
+    """Says how the kernel of groups.py is launched.
 
     Attributes:
         rows: of W that a program computes.

@@ -40,7 +40,7 @@ class Crew(Protocol):
 
     @property
     def run(self) -> RunOptions:
-        """How each part is run."""
+        """The options that each part is run with."""
 
     def submit(self, work: PartWork) -> "Future[RunReport | Exception]":
         """Has a worker make a part."""

@@ -166,8 +166,8 @@ class ExpertsDeserialize(ConversionOps):
 
 
 class SharedExpertsDeserialize(ExpertsDeserialize, ErnieFuseAndSplitTextVisionExperts):
-    """The same for a list of experts that two parameters share. transformers before 5.20 takes
-    several targets from operations of its own class only.
+    """Loads a list of experts that two parameters share. transformers before 5.20 takes several
+    targets from operations of its own class only.
     """
 
 

@@ -66,7 +66,7 @@ def packed_by_compressed_tensors(tensor: TensorInfo, siblings: SiblingTensors) -
 
 
 class _Packing(NamedTuple):
-    """How a weight of compressed-tensors is packed."""
+    """Tells how a weight of compressed-tensors is packed."""
 
     bits: int
     columns: int

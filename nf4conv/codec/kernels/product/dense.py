@@ -28,7 +28,7 @@ from nf4conv.codec.quant_state import Addresses, Form
 
 
 class Tile(NamedTuple):
-    """What a program computes at once.
+    """Says what a program computes at once.
 
     Attributes:
         rows: of W.

@@ -32,7 +32,7 @@ from nf4conv.codec.quant_state import Addresses, Form
 
 @dataclass(eq=False)  # told apart by identity, which is faster
 class Panel:
-    """What a program computes at once: panel_kernel is compiled once for each.
+    """Says what a program computes at once: panel_kernel is compiled once for each.
 
     Attributes:
         groups: warpgroups, 64 rows of W each: 2 or 4.
@@ -97,7 +97,7 @@ PANELS: Final = (
 
 
 class Plan(NamedTuple):
-    """How a product is divided.
+    """Says how a product is divided.
 
     Attributes:
         panel: what a program computes.

@@ -1,4 +1,4 @@
-"""What programs for more rows of x do: they copy x to shared memory, and share it.
+"""Multiplies more rows of x: programs copy x to shared memory, and their warps share it.
 
 kernel.py says how they divide the work.
 """

@@ -58,8 +58,8 @@ def _pieces() -> list[str]:
 
 @triton.constexpr_function
 def _short_pieces() -> list[str]:
-    """The same if short: the first piece is t with its two bits exchanged, and g comes in with its
-    lowest bit in front. Sets p for lanes t = 2 and 3.
+    """Set a to that place in a short tile: the first piece is t with its two bits exchanged, and g
+    comes in with its lowest bit in front. Set p for lanes t = 2 and 3.
     """
     return [
         "and.b32 h, a, 8;",

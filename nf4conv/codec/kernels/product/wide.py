@@ -1,4 +1,4 @@
-"""What programs for up to four rows of x do with a stage, and with the sums of a unit.
+"""Multiplies up to four rows of x: a program's work on a stage, and on the sums of a unit.
 
 kernel.py says how they divide the work.
 """
@@ -49,7 +49,7 @@ def leave_unit(totals, sums, held, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _leave_short(totals, sums, held, thread, SHAPE: tl.constexpr):
-    """The same if short: lanes t and t ^ 1 add up what they have of a row of x and a range."""
+    """Leave the sums of a short unit: lanes t and t ^ 1 add up those of a row of x and a range."""
     swap: tl.constexpr = text.add_across(1)
     g = thread // 4 % 8
     t = thread % 4

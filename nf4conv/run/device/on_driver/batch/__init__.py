@@ -1,4 +1,4 @@
-"""What one thread does for a batch of tensors: one upload, some launches, one download.
+"""Computes a batch of tensors in one thread: one upload, some launches, one download.
 
 buffers.py      holds a thread's stream, and its buffers on both sides
 input.py        collects what goes up

@@ -21,7 +21,7 @@ from nf4conv.sources.stored_weights import StoredWeight
 
 @dataclass(frozen=True)
 class _Scales:
-    """Where the stored scales of a piece are in the input: positions."""
+    """Tells where the stored scales of a piece are in the input: positions."""
 
     absmax: int
     nested_absmax: int | None
