@@ -21,6 +21,7 @@ import pytest
 import torch
 from checkpoints import contents
 from click.testing import CliRunner, Result
+from gguf_files import write_gguf
 from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
@@ -245,6 +246,16 @@ def test_hub(source: Path, packed: Path, tmp_path: Path, hub: Hub):
     shard = (packed / "model.safetensors").read_bytes()
     assert (tmp_path / "kept/model.safetensors").read_bytes() == shard
     assert (tmp_path / "out/model.safetensors").read_bytes() == shard
+
+
+def test_a_gguf_file_on_the_hub(tmp_path: Path, hub: Hub):
+    """Reads its header by ranges, and keeps nothing of it."""
+    content = write_gguf(tmp_path / "model.gguf").read_bytes()
+    hub.repos["me/models"] = Repo()
+    hub.repos["me/models"].commit({"model.gguf": content})
+    words = ("me/models", "--gguf-file", "model.gguf", "--cache-dir", tmp_path / "hub")
+    assert "self_attn.q_proj" in run("inspect", *words, "--all").stdout
+    assert not list((tmp_path / "hub").rglob("*.gguf"))
 
 
 def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
