@@ -1,8 +1,10 @@
-"""Has the names and keys that many families share."""
+"""Has the names, joins and keys that several families share."""
 
 from typing import Final
 
 from nf4conv.format.gguf import PLUS_ONE, ROTARY
+from nf4conv.sources.gguf.families.family import Join
+from nf4conv.sources.gguf.families.joining import join_experts, join_rows
 
 LAYER: Final = "model.layers.*"
 
@@ -65,12 +67,16 @@ ALL_NORMS_PLUS_ONE: Final = dict.fromkeys(
     PLUS_ONE,
 )
 
-SIZES: Final = {
+BASIC_SIZES: Final = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
+}
+
+SIZES: Final = {
+    **BASIC_SIZES,
     "attention.head_count_kv": "num_key_value_heads",
     "rope.freq_base": "rope_theta",
 }
@@ -85,5 +91,45 @@ MULTIPLIERS: Final = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+
+GATE_AND_UP: Final = ("blk.*.ffn_gate_exps.weight", "blk.*.ffn_up_exps.weight")
+
+ROUTER: Final = {"blk.*.ffn_gate_inp": f"{LAYER}.mlp.gate"}
+
+EXPERTS: Final = {
+    "blk.*.ffn_gate_exps": f"{LAYER}.mlp.experts.#.gate_proj",
+    "blk.*.ffn_up_exps": f"{LAYER}.mlp.experts.#.up_proj",
+    "blk.*.ffn_down_exps": f"{LAYER}.mlp.experts.#.down_proj",
+}
+
+SHARED_EXPERT: Final = {
+    "blk.*.ffn_gate_shexp": f"{LAYER}.mlp.shared_expert.gate_proj",
+    "blk.*.ffn_up_shexp": f"{LAYER}.mlp.shared_expert.up_proj",
+    "blk.*.ffn_down_shexp": f"{LAYER}.mlp.shared_expert.down_proj",
+    "blk.*.ffn_gate_inp_shexp": f"{LAYER}.mlp.shared_expert_gate",
+}
+
+EXPERT_COUNTS: Final = {
+    **EXPERTS_USED,
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+EXPERTS_OF_GRANITE: Final = {
+    "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.router.layer",
+    "blk.*.ffn_down_exps.weight": f"{LAYER}.block_sparse_moe.output_linear.weight",
+}
+
+SHARED_EXPERT_OF_GRANITE: Final = {"blk.*.ffn_down_shexp": f"{LAYER}.shared_mlp.output_linear"}
+
+JOINED_EXPERTS_OF_GRANITE: Final = Join(
+    f"{LAYER}.block_sparse_moe.input_linear.weight", GATE_AND_UP, join_experts
+)
+
+JOINED_SHARED_EXPERT_OF_GRANITE: Final = Join(
+    f"{LAYER}.shared_mlp.input_linear.weight",
+    ("blk.*.ffn_gate_shexp.weight", "blk.*.ffn_up_shexp.weight"),
+    join_rows,
+)
 
 BIASES_OF_LLAMA: Final = {"attention_bias": "blk.*.attn_q.bias", "mlp_bias": "blk.*.ffn_gate.bias"}

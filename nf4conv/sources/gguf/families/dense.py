@@ -108,6 +108,16 @@ EMBEDDING_GEMMA: Final = GgufFamily(
     complete=(add_scale_of_gemma,),
 )
 
+_INPUTS_OF_LAYERS: Final = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "blk.*.inp_gate": f"{LAYER}.per_layer_input_gate",
+    "blk.*.proj": f"{LAYER}.per_layer_projection",
+    "blk.*.post_norm": f"{LAYER}.post_per_layer_input_norm",
+}
+"""Names of the embeddings that Gemma 3n and 4 have for each layer."""
+
 GEMMA3N: Final = GgufFamily(
     model_type="gemma3n_text",
     architecture="Gemma3nForCausalLM",
@@ -116,9 +126,7 @@ GEMMA3N: Final = GgufFamily(
         **ATTENTION,
         **NORMS_AROUND,
         **GATED,
-        "per_layer_token_embd": "model.embed_tokens_per_layer",
-        "per_layer_model_proj": "model.per_layer_model_projection",
-        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        **_INPUTS_OF_LAYERS,
         "blk.*.altup_correct_scale.weight": f"{LAYER}.altup.correct_output_scale",
         "blk.*.altup_correct_coef": f"{LAYER}.altup.correction_coefs",
         "blk.*.altup_predict_coef": f"{LAYER}.altup.prediction_coefs",
@@ -127,9 +135,6 @@ GEMMA3N: Final = GgufFamily(
         "blk.*.laurel_l": f"{LAYER}.laurel.linear_left",
         "blk.*.laurel_r": f"{LAYER}.laurel.linear_right",
         "blk.*.laurel_post_norm": f"{LAYER}.laurel.post_laurel_norm",
-        "blk.*.inp_gate": f"{LAYER}.per_layer_input_gate",
-        "blk.*.proj": f"{LAYER}.per_layer_projection",
-        "blk.*.post_norm": f"{LAYER}.post_per_layer_input_norm",
     },
     experts={
         "altup_proj": "model.altup_projections.#",
@@ -163,13 +168,8 @@ GEMMA4: Final = GgufFamily(
         **ATTENTION,
         **NORMS_AROUND,
         **GATED,
-        "per_layer_token_embd": "model.embed_tokens_per_layer",
-        "per_layer_model_proj": "model.per_layer_model_projection",
-        "per_layer_proj_norm": "model.per_layer_projection_norm",
+        **_INPUTS_OF_LAYERS,
         "blk.*.layer_output_scale.weight": f"{LAYER}.layer_scalar",
-        "blk.*.inp_gate": f"{LAYER}.per_layer_input_gate",
-        "blk.*.proj": f"{LAYER}.per_layer_projection",
-        "blk.*.post_norm": f"{LAYER}.post_per_layer_input_norm",
     },
     config={
         **SIZES,

@@ -3,7 +3,7 @@
 from typing import Final
 
 from nf4conv.format.gguf import FUSED, TRANSPOSED
-from nf4conv.sources.gguf.families.common import LAYER, SIZES
+from nf4conv.sources.gguf.families.common import BASIC_SIZES, LAYER, SIZES
 from nf4conv.sources.gguf.families.family import GgufFamily
 
 GPT2: Final = GgufFamily(
@@ -50,11 +50,7 @@ GPTNEOX: Final = GgufFamily(
     },
     changed={"blk.*.attn_qkv": FUSED},
     config={
-        "block_count": "num_hidden_layers",
-        "context_length": "max_position_embeddings",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
+        **BASIC_SIZES,
         "attention.layer_norm_epsilon": "layer_norm_eps",
         "use_parallel_residual": "use_parallel_residual",
     },

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from nf4conv.sources.gguf.families.common import BASIC_SIZES
 from nf4conv.sources.gguf.families.family import GgufFamily
 
 BERT: Final = GgufFamily(
@@ -22,11 +23,7 @@ BERT: Final = GgufFamily(
         "blk.*.layer_output_norm": "encoder.layer.*.output.LayerNorm",
     },
     config={
-        "block_count": "num_hidden_layers",
-        "context_length": "max_position_embeddings",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
+        **BASIC_SIZES,
         "attention.layer_norm_epsilon": "layer_norm_eps",
     },
 )
@@ -46,11 +43,7 @@ MODERN_BERT: Final = GgufFamily(
         "blk.*.ffn_down": "layers.*.mlp.Wo",
     },
     config={
-        "block_count": "num_hidden_layers",
-        "context_length": "max_position_embeddings",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
+        **BASIC_SIZES,
         "attention.layer_norm_rms_epsilon": "norm_eps",
         "attention.sliding_window": "local_attention",
         "attention.sliding_window_pattern": "global_attn_every_n_layers",

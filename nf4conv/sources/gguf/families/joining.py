@@ -32,7 +32,7 @@ def join_experts(parts: Parts, _sizes: Sizes) -> Stack:
 
 
 def join_transposed_experts(parts: Parts, _sizes: Sizes) -> Stack:
-    """Returns [experts, in, rows]: the same, transposed (Llama4Model)."""
+    """Returns [experts, in, rows]: the transpose of what `join_experts` returns (Llama4Model)."""
     groups = _groups_of_experts(parts)
     rows = sum(part.shape[1] for part in parts)
     return Stack(groups, (len(groups), parts[0].shape[-1], rows), is_transposed=True)
@@ -149,13 +149,13 @@ def join_tiled_heads(parts: Parts, sizes: Sizes) -> Stack:
 
 
 def join_tiled_states(parts: Parts, sizes: Sizes) -> Stack:
-    """Returns the same of logarithms, which the converter replaced by -exp of them."""
+    """Returns logarithms sorted as by `join_tiled_heads`; the converter stored -exp of them."""
     [tensor] = parts
     return Stack((_untiled(tensor, sizes, NEGATIVE_EXP),), tensor.shape)
 
 
 def join_tiled_channels(parts: Parts, sizes: Sizes) -> Stack:
-    """Returns the same of convolutions, [channels, 1, width]."""
+    """Returns convolutions, [channels, 1, width], sorted as by `join_tiled_heads`."""
     [tensor] = parts
     if len(tensor.shape) != 2:
         raise ValueError(f"is of shape {list(tensor.shape)}, and no convolution of channels")
@@ -164,7 +164,7 @@ def join_tiled_channels(parts: Parts, sizes: Sizes) -> Stack:
 
 
 def join_tiled_columns(parts: Parts, sizes: Sizes) -> Stack:
-    """Returns a matrix whose columns are sorted so."""
+    """Returns a matrix whose columns are sorted as `join_tiled_heads` sorts rows."""
     [tensor] = parts
     keys, shared = _heads_of_keys(sizes)
     heads = keys * shared

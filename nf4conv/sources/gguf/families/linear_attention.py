@@ -7,11 +7,14 @@ from nf4conv.sources.gguf.families.common import (
     ALL_NORMS_PLUS_ONE,
     AROUND,
     ATTENTION,
-    EXPERTS_USED,
+    EXPERT_COUNTS,
+    EXPERTS,
     GATED,
     HEAD,
     LAYER,
     RMS,
+    ROUTER,
+    SHARED_EXPERT,
     SIZES,
 )
 from nf4conv.sources.gguf.families.completing import add_linear_attention
@@ -34,19 +37,7 @@ _AROUND_LAYERS: Final = {
     "blk.*.ssm_norm": f"{_LINEAR}.norm",
 }
 
-_MIXTURE: Final = {
-    "blk.*.ffn_gate_inp": f"{LAYER}.mlp.gate",
-    "blk.*.ffn_gate_shexp": f"{LAYER}.mlp.shared_expert.gate_proj",
-    "blk.*.ffn_up_shexp": f"{LAYER}.mlp.shared_expert.up_proj",
-    "blk.*.ffn_down_shexp": f"{LAYER}.mlp.shared_expert.down_proj",
-    "blk.*.ffn_gate_inp_shexp": f"{LAYER}.mlp.shared_expert_gate",
-}
-
-_EXPERTS: Final = {
-    "blk.*.ffn_gate_exps": f"{LAYER}.mlp.experts.#.gate_proj",
-    "blk.*.ffn_up_exps": f"{LAYER}.mlp.experts.#.up_proj",
-    "blk.*.ffn_down_exps": f"{LAYER}.mlp.experts.#.down_proj",
-}
+_NAMES_OF_MIXTURE: Final = {**_AROUND_LAYERS, **ROUTER, **SHARED_EXPERT}
 
 _CONFIG: Final = {
     **SIZES,
@@ -60,9 +51,7 @@ _CONFIG: Final = {
 
 _CONFIG_OF_MIXTURE: Final = {
     **_CONFIG,
-    **EXPERTS_USED,
-    "expert_count": "num_experts",
-    "expert_feed_forward_length": "moe_intermediate_size",
+    **EXPERT_COUNTS,
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 
@@ -70,8 +59,7 @@ QWEN3_NEXT: Final = GgufFamily(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     names={
-        **_AROUND_LAYERS,
-        **_MIXTURE,
+        **_NAMES_OF_MIXTURE,
         "blk.*.ssm_in": f"{_LINEAR}.in_proj_qkvz",  # of the first files
         "blk.*.ssm_ba": f"{_LINEAR}.in_proj_ba",
         "blk.*.ssm_conv1d": f"{_LINEAR}.conv1d",
@@ -79,7 +67,7 @@ QWEN3_NEXT: Final = GgufFamily(
         "blk.*.ssm_dt.bias": f"{_LINEAR}.dt_bias",
         "blk.*.ssm_out": f"{_LINEAR}.out_proj",
     },
-    experts=_EXPERTS,
+    experts=EXPERTS,
     joined=(
         Join(
             f"{_LINEAR}.in_proj_qkvz.weight",
@@ -118,8 +106,8 @@ QWEN3_5: Final = GgufFamily(
 QWEN3_5_MOE: Final = GgufFamily(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
-    names={**_AROUND_LAYERS, **_MIXTURE},
-    experts=_EXPERTS,
+    names=_NAMES_OF_MIXTURE,
+    experts=EXPERTS,
     joined=_TILED,
     changed=ALL_NORMS_PLUS_ONE,
     config=_CONFIG_OF_MIXTURE,

@@ -5,15 +5,24 @@ from typing import Final
 from nf4conv.sources.gguf.families.common import (
     AROUND,
     ATTENTION,
+    EXPERT_COUNTS,
+    EXPERTS,
+    EXPERTS_OF_GRANITE,
     EXPERTS_USED,
+    GATE_AND_UP,
     GATED,
     HEAD,
+    JOINED_EXPERTS_OF_GRANITE,
+    JOINED_SHARED_EXPERT_OF_GRANITE,
     LAYER,
     LIKE_LLAMA,
     MULTIPLIERS,
     NORMS,
     RMS,
     ROTARY_QK,
+    ROUTER,
+    SHARED_EXPERT,
+    SHARED_EXPERT_OF_GRANITE,
     SIZES,
     WINDOW,
 )
@@ -25,18 +34,9 @@ from nf4conv.sources.gguf.families.completing import (
 from nf4conv.sources.gguf.families.family import GgufFamily, Join
 from nf4conv.sources.gguf.families.joining import (
     join_alternating_experts,
-    join_experts,
     join_latent_heads,
-    join_rows,
     join_transposed_experts,
 )
-
-_SHARED_EXPERT: Final = {
-    "blk.*.ffn_gate_shexp": f"{LAYER}.mlp.shared_expert.gate_proj",
-    "blk.*.ffn_up_shexp": f"{LAYER}.mlp.shared_expert.up_proj",
-    "blk.*.ffn_down_shexp": f"{LAYER}.mlp.shared_expert.down_proj",
-    "blk.*.ffn_gate_inp_shexp": f"{LAYER}.mlp.shared_expert_gate",
-}
 
 _SHARED_EXPERTS: Final = {
     "blk.*.ffn_gate_shexp": f"{LAYER}.mlp.shared_experts.gate_proj",
@@ -44,7 +44,6 @@ _SHARED_EXPERTS: Final = {
     "blk.*.ffn_down_shexp": f"{LAYER}.mlp.shared_experts.down_proj",
 }
 
-_ROUTER: Final = {"blk.*.ffn_gate_inp": f"{LAYER}.mlp.gate"}
 _CORRECTED: Final = {"blk.*.exp_probs_b.bias": f"{LAYER}.mlp.gate.e_score_correction_bias"}
 
 _NEXT_TOKENS: Final = {
@@ -57,25 +56,20 @@ _NEXT_TOKENS: Final = {
 }
 """Names in the layer behind the last one, which predicts the token after the next."""
 
-_EXPERTS: Final = {
-    "blk.*.ffn_gate_exps": f"{LAYER}.mlp.experts.#.gate_proj",
-    "blk.*.ffn_up_exps": f"{LAYER}.mlp.experts.#.up_proj",
-    "blk.*.ffn_down_exps": f"{LAYER}.mlp.experts.#.down_proj",
-}
-
 _NUMBERED_EXPERTS: Final = {
     "blk.*.ffn_gate_exps": f"{LAYER}.block_sparse_moe.experts.#.w1",
     "blk.*.ffn_down_exps": f"{LAYER}.block_sparse_moe.experts.#.w2",
     "blk.*.ffn_up_exps": f"{LAYER}.block_sparse_moe.experts.#.w3",
 }
 
-_GATE_AND_UP: Final = ("blk.*.ffn_gate_exps.weight", "blk.*.ffn_up_exps.weight")
-
-_COUNTS: Final = {
-    **EXPERTS_USED,
-    "expert_count": "num_experts",
-    "expert_feed_forward_length": "moe_intermediate_size",
+_NAMES_OF_MIXTRAL: Final = {
+    **AROUND,
+    **ATTENTION,
+    **NORMS,
+    "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.gate",
 }
+
+_COUNTS_OF_MIXTRAL: Final = {**EXPERTS_USED, "expert_count": "num_local_experts"}
 
 _COUNTS_OF_DEEPSEEK: Final = {
     **EXPERTS_USED,
@@ -92,32 +86,22 @@ _COUNTS_OF_DEEPSEEK: Final = {
 MIXTRAL: Final = GgufFamily(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    names={
-        **AROUND,
-        **ATTENTION,
-        **NORMS,
-        "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.gate",
-    },
+    names=_NAMES_OF_MIXTRAL,
     experts=_NUMBERED_EXPERTS,
     changed=ROTARY_QK,
-    config={
-        **SIZES,
-        **RMS,
-        **EXPERTS_USED,
-        "expert_count": "num_local_experts",
-    },
+    config={**SIZES, **RMS, **_COUNTS_OF_MIXTRAL},
     marker="expert_count",
 )
 
 QWEN2MOE: Final = GgufFamily(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    names={**AROUND, **ATTENTION, **NORMS, **GATED, **_ROUTER, **_SHARED_EXPERT},
-    experts=_EXPERTS,
+    names={**AROUND, **ATTENTION, **NORMS, **GATED, **ROUTER, **SHARED_EXPERT},
+    experts=EXPERTS,
     config={
         **SIZES,
         **RMS,
-        **_COUNTS,
+        **EXPERT_COUNTS,
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
 )
@@ -125,17 +109,17 @@ QWEN2MOE: Final = GgufFamily(
 QWEN3MOE: Final = GgufFamily(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    names={**AROUND, **ATTENTION, **NORMS, **GATED, **_ROUTER},
-    experts=_EXPERTS,
-    config={**SIZES, **RMS, **HEAD, **_COUNTS},
+    names={**AROUND, **ATTENTION, **NORMS, **GATED, **ROUTER},
+    experts=EXPERTS,
+    config={**SIZES, **RMS, **HEAD, **EXPERT_COUNTS},
     constants={"norm_topk_prob": True},
 )
 
 OLMOE: Final = GgufFamily(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    names={**AROUND, **ATTENTION, **NORMS, **_ROUTER},
-    experts=_EXPERTS,
+    names={**AROUND, **ATTENTION, **NORMS, **ROUTER},
+    experts=EXPERTS,
     config={**SIZES, **RMS, **EXPERTS_USED, "expert_count": "num_experts"},
 )
 
@@ -143,10 +127,7 @@ MINIMAX_M2: Final = GgufFamily(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     names={
-        **AROUND,
-        **ATTENTION,
-        **NORMS,
-        "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.gate",
+        **_NAMES_OF_MIXTRAL,
         "blk.*.exp_probs_b.bias": f"{LAYER}.block_sparse_moe.e_score_correction_bias",
     },
     experts=_NUMBERED_EXPERTS,
@@ -154,8 +135,7 @@ MINIMAX_M2: Final = GgufFamily(
         **SIZES,
         **RMS,
         **HEAD,
-        **EXPERTS_USED,
-        "expert_count": "num_local_experts",
+        **_COUNTS_OF_MIXTRAL,
         "rope.dimension_count": "rotary_dim",
     },
     constants={"use_routing_bias": True, "scoring_func": "sigmoid", "use_qk_norm": True},
@@ -174,7 +154,7 @@ GPT_OSS: Final = GgufFamily(
         "blk.*.ffn_down_exps.bias": f"{LAYER}.mlp.experts.down_proj_bias",
     },
     joined=(
-        Join(f"{LAYER}.mlp.experts.gate_up_proj", _GATE_AND_UP, join_alternating_experts),
+        Join(f"{LAYER}.mlp.experts.gate_up_proj", GATE_AND_UP, join_alternating_experts),
         Join(
             f"{LAYER}.mlp.experts.gate_up_proj_bias",
             ("blk.*.ffn_gate_exps.bias", "blk.*.ffn_up_exps.bias"),
@@ -186,7 +166,7 @@ GPT_OSS: Final = GgufFamily(
             join_transposed_experts,
         ),
     ),
-    config={**SIZES, **RMS, **HEAD, **WINDOW, **EXPERTS_USED, "expert_count": "num_local_experts"},
+    config={**SIZES, **RMS, **HEAD, **WINDOW, **_COUNTS_OF_MIXTRAL},
     complete=(add_rounding_of_yarn,),
 )
 
@@ -206,7 +186,7 @@ LLAMA4: Final = GgufFamily(
         "blk.*.ffn_down_shexp": f"{LAYER}.feed_forward.shared_expert.down_proj",
     },
     joined=(
-        Join(f"{LAYER}.feed_forward.experts.gate_up_proj", _GATE_AND_UP, join_transposed_experts),
+        Join(f"{LAYER}.feed_forward.experts.gate_up_proj", GATE_AND_UP, join_transposed_experts),
         Join(
             f"{LAYER}.feed_forward.experts.down_proj",
             ("blk.*.ffn_down_exps.weight",),
@@ -230,7 +210,7 @@ _NAMES_OF_LATENTS: Final = {
     **AROUND,
     **NORMS,
     **GATED,
-    **_ROUTER,
+    **ROUTER,
     **_SHARED_EXPERTS,
     "blk.*.attn_q": f"{LAYER}.self_attn.q_proj",
     "blk.*.attn_q_a": f"{LAYER}.self_attn.q_a_proj",
@@ -261,7 +241,7 @@ DEEPSEEK_V2: Final = GgufFamily(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     names=_NAMES_OF_LATENTS,
-    experts=_EXPERTS,
+    experts=EXPERTS,
     joined=(_LATENT_HEADS,),
     config=_CONFIG_OF_LATENTS,
     constants={"topk_method": "greedy"},
@@ -272,7 +252,7 @@ DEEPSEEK_V3: Final = GgufFamily(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     names={**_NAMES_OF_LATENTS, **_CORRECTED, **_NEXT_TOKENS},
-    experts=_EXPERTS,
+    experts=EXPERTS,
     joined=(_LATENT_HEADS,),
     config=_CONFIG_OF_LATENTS,
     complete=(add_sizes_of_latents,),
@@ -287,14 +267,14 @@ GLM4_MOE: Final = GgufFamily(
         **AROUND,
         **ATTENTION,
         **GATED,
-        **_ROUTER,
+        **ROUTER,
         **_CORRECTED,
         **_SHARED_EXPERTS,
         **_NEXT_TOKENS,
         "blk.*.attn_norm": f"{LAYER}.input_layernorm",
         "blk.*.post_attention_norm": f"{LAYER}.post_attention_layernorm",
     },
-    experts=_EXPERTS,
+    experts=EXPERTS,
     config={**SIZES, **RMS, **HEAD, **_COUNTS_OF_DEEPSEEK},
     shown={
         "attention_bias": "blk.*.attn_q.bias",
@@ -305,8 +285,8 @@ GLM4_MOE: Final = GgufFamily(
 DOTS1: Final = GgufFamily(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
-    names={**LIKE_LLAMA, **_ROUTER, **_CORRECTED, **_SHARED_EXPERTS},
-    experts=_EXPERTS,
+    names={**LIKE_LLAMA, **ROUTER, **_CORRECTED, **_SHARED_EXPERTS},
+    experts=EXPERTS,
     config={**SIZES, **RMS, **HEAD, **_COUNTS_OF_DEEPSEEK},
     shown={"attention_bias": "blk.*.attn_q.bias"},
 )
@@ -316,11 +296,11 @@ ERNIE4_5_MOE: Final = GgufFamily(
     architecture="Ernie4_5_MoeForCausalLM",
     names={
         **LIKE_LLAMA,
-        **_ROUTER,
+        **ROUTER,
         **_SHARED_EXPERTS,
         "blk.*.exp_probs_b.bias": f"{LAYER}.mlp.moe_statics.e_score_correction_bias",
     },
-    experts=_EXPERTS,
+    experts=EXPERTS,
     config={
         **SIZES,
         **RMS,
@@ -339,27 +319,21 @@ _NAMES_OF_GRANITE: Final = {
     **AROUND,
     **ATTENTION,
     **NORMS,
-    "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.router.layer",
-    "blk.*.ffn_down_exps.weight": f"{LAYER}.block_sparse_moe.output_linear.weight",
+    **EXPERTS_OF_GRANITE,
 }
-
-_EXPERTS_OF_GRANITE: Final = Join(
-    f"{LAYER}.block_sparse_moe.input_linear.weight", _GATE_AND_UP, join_experts
-)
 
 _CONFIG_OF_GRANITE: Final = {
     **SIZES,
     **RMS,
     **MULTIPLIERS,
-    **EXPERTS_USED,
-    "expert_count": "num_local_experts",
+    **_COUNTS_OF_MIXTRAL,
 }
 
 GRANITE_MOE: Final = GgufFamily(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     names=_NAMES_OF_GRANITE,
-    joined=(_EXPERTS_OF_GRANITE,),
+    joined=(JOINED_EXPERTS_OF_GRANITE,),
     changed=ROTARY_QK,
     config=_CONFIG_OF_GRANITE,
     shown={"attention_bias": "blk.*.attn_q.bias"},
@@ -368,18 +342,8 @@ GRANITE_MOE: Final = GgufFamily(
 GRANITE_MOE_SHARED: Final = GgufFamily(
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
-    names={
-        **_NAMES_OF_GRANITE,
-        "blk.*.ffn_down_shexp": f"{LAYER}.shared_mlp.output_linear",
-    },
-    joined=(
-        _EXPERTS_OF_GRANITE,
-        Join(
-            f"{LAYER}.shared_mlp.input_linear.weight",
-            ("blk.*.ffn_gate_shexp.weight", "blk.*.ffn_up_shexp.weight"),
-            join_rows,
-        ),
-    ),
+    names={**_NAMES_OF_GRANITE, **SHARED_EXPERT_OF_GRANITE},
+    joined=(JOINED_EXPERTS_OF_GRANITE, JOINED_SHARED_EXPERT_OF_GRANITE),
     changed=ROTARY_QK,
     config={**_CONFIG_OF_GRANITE, "expert_shared_feed_forward_length": "shared_intermediate_size"},
     shown={"attention_bias": "blk.*.attn_q.bias"},
@@ -389,19 +353,13 @@ GRANITE_MOE_SHARED: Final = GgufFamily(
 PHIMOE: Final = GgufFamily(
     model_type="phimoe",
     architecture="PhimoeForCausalLM",
-    names={
-        **AROUND,
-        **ATTENTION,
-        **NORMS,
-        "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.gate",
-    },
+    names=_NAMES_OF_MIXTRAL,
     experts=_NUMBERED_EXPERTS,
     config={
         **SIZES,
         **RMS,
         **WINDOW,
-        **EXPERTS_USED,
-        "expert_count": "num_local_experts",
+        **_COUNTS_OF_MIXTRAL,
         "rope.scaling.original_context_length": "original_max_position_embeddings",
     },
     shown={

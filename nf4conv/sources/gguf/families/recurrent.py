@@ -6,12 +6,16 @@ from nf4conv.format.gguf import NEGATIVE_EXP
 from nf4conv.sources.gguf.families.common import (
     AROUND,
     ATTENTION,
+    EXPERTS_OF_GRANITE,
     EXPERTS_USED,
+    JOINED_EXPERTS_OF_GRANITE,
+    JOINED_SHARED_EXPERT_OF_GRANITE,
     LAYER,
     MULTIPLIERS,
     NORMS,
     RMS,
     ROTARY_QK,
+    SHARED_EXPERT_OF_GRANITE,
     SIZES,
 )
 from nf4conv.sources.gguf.families.completing import (
@@ -21,7 +25,7 @@ from nf4conv.sources.gguf.families.completing import (
     add_layers_with_attention,
 )
 from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, GgufFamily, Join
-from nf4conv.sources.gguf.families.joining import join_experts, join_rows
+from nf4conv.sources.gguf.families.joining import join_rows
 
 _SIZES_OF_MAMBA: Final = {
     "block_count": "num_hidden_layers",
@@ -145,22 +149,10 @@ GRANITE_HYBRID_MOE: Final = GgufFamily(
     architecture="GraniteMoeHybridForCausalLM",
     names={
         **_NAMES_OF_GRANITE,
-        "blk.*.ffn_gate_inp": f"{LAYER}.block_sparse_moe.router.layer",
-        "blk.*.ffn_down_exps.weight": f"{LAYER}.block_sparse_moe.output_linear.weight",
-        "blk.*.ffn_down_shexp": f"{LAYER}.shared_mlp.output_linear",
+        **EXPERTS_OF_GRANITE,
+        **SHARED_EXPERT_OF_GRANITE,
     },
-    joined=(
-        Join(
-            f"{LAYER}.block_sparse_moe.input_linear.weight",
-            ("blk.*.ffn_gate_exps.weight", "blk.*.ffn_up_exps.weight"),
-            join_experts,
-        ),
-        Join(
-            f"{LAYER}.shared_mlp.input_linear.weight",
-            ("blk.*.ffn_gate_shexp.weight", "blk.*.ffn_up_shexp.weight"),
-            join_rows,
-        ),
-    ),
+    joined=(JOINED_EXPERTS_OF_GRANITE, JOINED_SHARED_EXPERT_OF_GRANITE),
     changed=GRANITE_HYBRID.changed,
     shapes=MAMBA2.shapes,
     config=_CONFIG_OF_GRANITE,
