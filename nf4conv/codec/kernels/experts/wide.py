@@ -18,7 +18,7 @@ import triton.language as tl
 import nf4conv.codec.kernels.product.assembly as text
 from nf4conv.codec.kernels.arithmetic import multiply
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.product.common import run_assembly
+from nf4conv.codec.kernels.product.common import run_assembly, shared_value
 from nf4conv.codec.kernels.product.wide import leave
 
 
@@ -313,14 +313,8 @@ def _add_stage(totals, loaded, places, held_x, x_rows, stage, thread, SHAPE: tl.
 @triton.jit
 def _scale(loaded, place, SHAPE: tl.constexpr):
     """Return absmax as it decodes, times the factor."""
-    read: tl.constexpr = """{
-        .reg .b32 a;
-        mov.u32 a, codes;
-        mad.lo.u32 a, $1, 4, a;
-        ld.shared.f32 $0, [a];
-        }"""
     if SHAPE.nested:
-        value = run_assembly(read, "f", "r", (loaded[8].to(tl.int32),))[0]
+        value = shared_value(loaded[8].to(tl.int32))
         return (multiply(value, loaded[9], True) + place[5]) * place[6]
     else:
         return loaded[8] * place[6]

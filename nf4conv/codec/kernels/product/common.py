@@ -21,19 +21,25 @@ def run_assembly(TEXT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
 
 
 @triton.jit
-def decode_scale(
-    absmax, nested_absmax, offset, code_ptr, SHARED: tl.constexpr, SHAPE: tl.constexpr
-):
-    """Decode absmax, codes or not; with SHARED their values are in shared memory."""
+def shared_value(code):
+    """Return the value of an absmax code from the table in shared memory."""
     read: tl.constexpr = """{
         .reg .b32 a;
         mov.u32 a, codes;
         mad.lo.u32 a, $1, 4, a;
         ld.shared.f32 $0, [a];
         }"""
+    return run_assembly(read, "f", "r", (code,))[0]
+
+
+@triton.jit
+def decode_scale(
+    absmax, nested_absmax, offset, code_ptr, SHARED: tl.constexpr, SHAPE: tl.constexpr
+):
+    """Decode absmax, codes or not; with SHARED their values are in shared memory."""
     if SHAPE.nested:
         code = absmax.to(tl.int32)
-        value = run_assembly(read, "f", "r", (code,))[0] if SHARED else tl.load(code_ptr + code)
+        value = shared_value(code) if SHARED else tl.load(code_ptr + code)
         return multiply(value, nested_absmax, True) + offset
     else:
         return absmax
