@@ -13,7 +13,7 @@ import torch
 from nf4conv.codec.linear_op import group_op, linear_op
 
 MOST_ROWS = 32
-"""Of x: beyond, products are computed one by one."""
+"""Products of more rows of x are computed one by one."""
 
 _MOST_PRODUCTS = 3
 

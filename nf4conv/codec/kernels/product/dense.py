@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 
 TILES: Final = (Tile(64, 16, 4, 3, 4), Tile(64, 32, 4, 3, 4), Tile(64, 64, 2, 3, 4))
-"""By rows of x: among the fastest of docs/kernels.md."""
+"""A tile for each number of rows of x, among the fastest of docs/kernels.md."""
 
 
 def prepare_dense(

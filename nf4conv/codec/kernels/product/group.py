@@ -27,7 +27,7 @@ from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Addresses, Form
 
 MOST_WEIGHTS: Final = 3
-"""Of a group."""
+"""The largest group that one launch multiplies."""
 
 _TILE: Final = 512  # elements of a program of sum_group_kernel
 

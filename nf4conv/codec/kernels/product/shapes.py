@@ -113,7 +113,7 @@ SHAPES = (
     Shape(rows=32, ranges=1, column_tiles=4, warps=4, slots=4, blocks=2, copied=2),
     Shape(rows=64, ranges=1, column_tiles=8, warps=4, slots=4, blocks=2, copied=1),
 )
-"""By rows of x, the fastest of the sweep in docs/kernels.md."""
+"""The fastest shape for each number of rows of x, by the sweep in docs/kernels.md."""
 
 SHORT_SHAPES = (
     _wide(rows=1, ranges=2, short=True),
@@ -122,7 +122,7 @@ SHORT_SHAPES = (
     Shape(rows=8, ranges=1, column_tiles=1, warps=8, slots=2, blocks=4, copied=4, short=True),
     *(replace(one, short=True) for one in SHAPES[3:]),
 )
-"""The same for blocks of 32, and for rows that do not end with a whole 64 k."""
+"""The shapes for blocks of 32, and for rows that do not end with a whole 64 k."""
 
 HELD_SHAPES = (
     Held(steps=1, rows=1),

@@ -33,7 +33,7 @@ IN_GROUPS = tl.constexpr(2)  # queries that share a key, that key, and its value
 AS_COLUMNS = tl.constexpr(3)
 
 _ORDERS: Final = {ROTARY: IN_HALVES, FUSED: IN_GROUPS, TRANSPOSED: AS_COLUMNS}
-"""By what llama.cpp's converter did."""
+"""Where rows are written to undo what llama.cpp's converter did."""
 
 # How a type is decoded: constexprs of kernels.
 PLAIN = tl.constexpr(0)  # a value is stored as it is

@@ -10,10 +10,10 @@ from nf4conv.run.device.on_driver.kernels import Action, Kernels, Purpose
 from nf4conv.sources.encodings.types.gguf import GgufBlocks
 
 _MOVED: Final = (ROTARY, FUSED)
-"""What llama.cpp's converter did to the order of rows: words of format/gguf.py."""
+"""Words of format/gguf.py for rows that llama.cpp's converter moved."""
 
 _UNDONE: Final = (None, *_MOVED, TRANSPOSED, PLUS_ONE)
-"""All that the kernels undo."""
+"""The changes that the kernels undo; None for none."""
 
 
 def ggml_purpose(encoding: GgufBlocks, tag: str) -> Purpose | None:
