@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -443,6 +444,23 @@ def test_a_run_that_comes_while_another_ends_takes_nothing_from_it(tmp_path):
     for place in tmp_path.iterdir():
         assert set(contents(place)) == {"a.safetensors", "config.json"}
         assert not (place / WORK_FOLDER).exists()
+
+
+def test_a_work_folder_that_goes_while_it_is_looked_at_is_no_error(tmp_path, monkeypatch):
+    """A run that ends removes its work folder at any moment, also while another looks for links."""
+    work = tmp_path / "out" / WORK_FOLDER
+    work.mkdir(parents=True)
+
+    list_folder = Path.iterdir
+
+    def removed_meanwhile(path: Path) -> Iterator[Path]:
+        if path == work and work.is_dir():
+            work.rmdir()
+        return list_folder(path)
+
+    monkeypatch.setattr(Path, "iterdir", removed_meanwhile)
+    with workspace(tmp_path / "out") as space:
+        assert space.finished == {}
 
 
 def test_what_makes_a_folder_a_checkpoint_is_deleted_first(tmp_path, monkeypatch):

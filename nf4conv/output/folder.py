@@ -130,9 +130,11 @@ class OutputFolder:
                     f"{self._work}: is a link, which no run of nf4conv leaves; remove it",
                     path=self._work,
                 )
-            if not self._work.is_dir():
-                return
-            for path in self._work.iterdir():
+            entries: list[Path] = []
+            # there is no such folder yet, or a run that ends has just removed it
+            with suppress(FileNotFoundError, NotADirectoryError):
+                entries = list(self._work.iterdir())
+            for path in entries:
                 if is_link(path) and path.is_dir():
                     raise OutputError(
                         f"{path}: is a link, which no run of nf4conv leaves; remove it", path=path
