@@ -169,6 +169,12 @@ def test_a_tokenizer_is_made_once(tmp_path: Path, cache: Path, monkeypatch: pyte
     write_gguf(path, {**SPELLED, "tokenizer.ggml.merges": ["b a"]})
     assert open_source(path).folder != first
     assert len(made) == 9
+    monkeypatch.setattr(tokenizing, "WAY_OF_MAKING", tokenizing.WAY_OF_MAKING + 1)
+    open_source(path)
+    assert len(made) == 10
+    monkeypatch.setattr(unpacked, "__version__", "another")
+    open_source(path)
+    assert len(made) == 11
     monkeypatch.setattr(unpacked, "cache_folder", lambda: None)
     with pytest.raises(SourceError, match="needs a home folder"):
         open_source(path)

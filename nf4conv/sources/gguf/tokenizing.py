@@ -8,6 +8,10 @@ and GPT-2 use, and the BPE of SentencePiece, as Llama 2, Mistral and Gemma have 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+WAY_OF_MAKING: Final = 1
+"""Goes up by one when `tokenizer_files` makes other content of the same metadata: the cache of
+unpacked.py then makes the files anew."""
+
 _MARKS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+"
 _REST: Final = " ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 

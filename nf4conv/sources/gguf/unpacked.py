@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nf4conv import __version__
 from nf4conv.errors import SourceError
 from nf4conv.sources.gguf import tokenizing
 from nf4conv.sources.gguf.header import GgufHeader
@@ -76,8 +77,8 @@ def _kept_at(header: GgufHeader) -> Path | None:
     cache = cache_folder()
     if cache is None or header.digest is None:
         return None
-    made_by = Path(tokenizing.__file__).read_bytes() + Path(__file__).read_bytes()
-    digest = hashlib.sha256(header.digest.encode() + made_by).hexdigest()[:32]
+    made_by = f"nf4conv {__version__}, way {tokenizing.WAY_OF_MAKING}"
+    digest = hashlib.sha256(f"{header.digest} {made_by}".encode()).hexdigest()[:32]
     return cache / "gguf" / f"{digest}.tokenizer"
 
 
