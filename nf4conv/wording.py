@@ -1,13 +1,16 @@
-"""Words errors for callers in Python, who know options as keywords.
+"""Words errors and notes for callers in Python, who know options as keywords.
 
 Messages are written as the command line spells options: "--moe packed". For a caller in Python the
-same message says moe='packed'. The command line prints `Nf4convError.line`, which stays as written.
+same message says moe='packed'. The command line prints `Nf4convError.line`, which stays as written,
+and runs in a context in which results stay as written too.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import fields
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache, wraps
 from typing import Any, Final, Literal, ParamSpec, TypeVar, get_args, get_origin
 
 from nf4conv import options
@@ -51,6 +54,14 @@ _VALUES: Final = {
 }
 """Values that messages name behind an option, by its field: patterns."""
 
+LINES: Final = frozenset({"notes", "complaints", "advice", "lacking", "reason", "text"})
+"""The fields of results that hold lines for the user."""
+
+PARTS: Final = frozenset({"submodels", "kinds", "tensors", "findings"})
+"""The fields of results that hold smaller results with such lines."""
+
+_is_command_line: ContextVar[bool] = ContextVar("is_command_line", default=False)
+
 # a command for a shell, up to the end of its clause
 _COMMAND = re.compile(r"""nf4conv [a-z]+ (?:'[^']*'|"[^"]*"|[^;,`'"])*""")
 _OPTION = re.compile(r"(?<![^\s(])--([a-z]+(?:-[a-z]+)*)")
@@ -59,19 +70,54 @@ _DIFFERENCES = re.compile(r"differs in .*? was ")
 
 
 def named_as_keywords(function: Callable[Taken, Returned]) -> Callable[Taken, Returned]:
-    """Has the errors of a public function name options as keywords."""
+    """Has the errors and results of a public function name options as keywords."""
 
     @wraps(function)
     def call(*args: Taken.args, **kwargs: Taken.kwargs) -> Returned:
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except OptionError:
             raise  # it names the field already
         except Nf4convError as error:
             error.args = (in_python(error.line), *error.args[1:])
             raise
+        return result if _is_command_line.get() else _worded(result)
 
     return call
+
+
+@contextmanager
+def as_on_command_line() -> Iterator[None]:
+    """Lets results name options as the command line does while the `with` block runs."""
+    before = _is_command_line.set(True)
+    try:
+        yield
+    finally:
+        _is_command_line.reset(before)
+
+
+def in_callers_words(line: str) -> str:
+    """Returns a message as whoever called nf4conv knows options: the command line, or Python."""
+    return line if _is_command_line.get() else in_python(line)
+
+
+def _worded(result: Any) -> Any:
+    """Returns a result whose lines for the user name options as keywords."""
+    if isinstance(result, str):
+        return _line_in_python(result)
+    if isinstance(result, tuple):
+        return tuple(map(_worded, result))
+    if isinstance(result, Mapping):
+        return {name: _worded(part) for name, part in result.items()}
+    if not is_dataclass(result) or isinstance(result, type):
+        return result
+    changed = {}
+    for name in (LINES | PARTS).intersection(field.name for field in fields(result)):
+        before = getattr(result, name)
+        after = _worded(before)
+        if after != before:
+            changed[name] = after
+    return replace(result, **changed) if changed else result
 
 
 def in_python(line: str) -> str:
@@ -92,6 +138,11 @@ def in_python(line: str) -> str:
         at = command.end()
     words.append(_translated(line[at:]))
     return "".join(words)
+
+
+@lru_cache(maxsize=1024)  # a reason is that of many tensors
+def _line_in_python(line: str) -> str:
+    return in_python(line)
 
 
 def _translated(text: str) -> str:

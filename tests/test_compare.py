@@ -118,7 +118,7 @@ def test_a_cast_that_loses_nothing_has_equal_values(tmp_path):
     assert not report.passed
     assert (
         report.verdict
-        == "DIFFERENT: 4 equal in value; largest relative error 0 (--tolerance 0 lets these pass)"
+        == "DIFFERENT: 4 equal in value; largest relative error 0 (tolerance=0 lets these pass)"
     )
     assert compare(a, b, tolerance=0).passed
 

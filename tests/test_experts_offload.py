@@ -78,5 +78,5 @@ def test_computes_in_rounds_what_all_experts_at_once_compute():
 
 def test_a_stack_that_was_packed_as_one_is_refused():
     stack = split_stack(*quantize_4bit(torch.randn(EXPERTS, INNER, HIDDEN)))
-    with pytest.raises(CodecError, match="--moe packed"):
+    with pytest.raises(CodecError, match="moe='packed'"):
         expert_bytes(stack)

@@ -43,7 +43,7 @@ ROOMS["commands"].add("codec")
 ROOMS["codec"] = {"errors", "format", "system"}
 ROOMS["moe"] = {"codec", "errors", "format"}
 ROOMS["commands"].add("moe")
-ROOMS["cli"] = {"errors", "choices", "options", "report.text", "system"}
+ROOMS["cli"] = {"errors", "choices", "options", "report.text", "system", "wording"}
 ROOMS["__main__"] = {"cli", "system"}
 
 # libraries that only the named modules may import

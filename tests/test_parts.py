@@ -615,7 +615,7 @@ def test_parts_beyond_the_files_have_nothing_to_do_and_say_so(source: Path, tmp_
     assert not plan.output.shards
     assert plan.notes[-1] == (
         f"part {files + 1} of 500,000 has nothing to do: {files} files make at most {files} parts; "
-        f"--max-shard-size makes more of them"
+        f"max_shard_size makes more of them"
     )
     shares = {plan.part.shares[name] for name in plan.part.shares} if plan.part else set()
     assert max(shares) <= files

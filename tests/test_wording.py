@@ -6,17 +6,20 @@ import json
 import pickle
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import click
 import pytest
+import torch
 from checkpoints import write_source
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 import nf4conv
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OptionError, OutputError, PlanError
-from nf4conv.wording import in_python
+from nf4conv.wording import LINES, PARTS, in_python
 
 PACKAGE = Path(nf4conv.__file__).parent
 NAMED = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
@@ -125,16 +128,64 @@ def test_options_become_keywords(line: str, expected: str):
     assert in_python(line) == expected
 
 
-def test_every_function_with_options_words_its_errors():
+def test_every_function_with_options_words_what_it_says():
     """Those that take keywords call one that takes classes."""
     for name in nf4conv.__all__:
         public = getattr(nf4conv, name)
         if not inspect.isfunction(public) or not public.__module__.startswith("nf4conv.commands."):
             continue
-        if public.__module__.endswith((".shortcuts", ".describe", ".environment")):
+        if public.__module__.endswith(".shortcuts"):
             continue
         assert hasattr(public, "__wrapped__"), name
     assert hasattr(nf4conv.plan_part, "__wrapped__")
+
+
+def test_lines_and_parts_are_fields_of_results():
+    """So that a field that is renamed is found here."""
+    named = set()
+    for name in [*nf4conv.__all__, "DiffusersPlan"]:
+        public = getattr(nf4conv, name)
+        if isinstance(public, type) and is_dataclass(public):
+            named |= {field.name for field in fields(public)}
+    assert named >= LINES | PARTS
+
+
+def test_results_name_options_as_their_reader_knows_them(tmp_path: Path):
+    source = write_source(tmp_path / "source")
+    report = nf4conv.quantize(source, tmp_path / "out", include=["*.q_proj.*"], device="cpu")
+    assert "packing what include and exclude leave out would make it" in report.notes[0]
+    options = nf4conv.QuantizeOptions(include=["*.q_proj.*"], exclude=["*.no.*"])
+    run = nf4conv.RunOptions(part="2/2")
+    plan = nf4conv.plan_part(nf4conv.plan_quantization(source, options), run)
+    found = json.loads(nf4conv.to_json(nf4conv.describe_plan(plan)))
+    assert not NAMED.findall(json.dumps(found))
+    words = "--include *.q_proj.* --exclude *.no.* --part 2/2 --dry-run --json"
+    arguments = ["quantize", str(source), str(tmp_path / "new"), *words.split()]
+    told = CliRunner().invoke(main, arguments)
+    assert {"--include", "--exclude", "--max-shard-size"} <= {*NAMED.findall(told.stdout)}
+    expected = json.loads(told.stdout, object_hook=values_in_python)
+    assert found == expected
+
+
+def values_in_python(found: dict[str, object]) -> dict[str, object]:
+    """Translates all texts of a JSON object."""
+    translated: dict[str, object] = {}
+    for key, value in found.items():
+        if isinstance(value, list):
+            value = [in_python(each) if isinstance(each, str) else each for each in value]
+        translated[key] = in_python(value) if isinstance(value, str) else value
+    return translated
+
+
+def test_a_comparison_names_what_would_pass(tmp_path: Path):
+    a = tmp_path / "a.safetensors"
+    b = tmp_path / "b.safetensors"
+    save_file({"x": torch.ones(4)}, a)
+    save_file({"x": torch.ones(4, dtype=torch.float16)}, b)
+    verdict = nf4conv.compare(a, b).verdict
+    assert verdict.endswith("(tolerance=0 lets these pass)")
+    told = CliRunner().invoke(main, ["compare", str(a), str(b)])
+    assert "(--tolerance 0 lets these pass)" in told.stdout
 
 
 def test_each_caller_reads_its_own_words(tmp_path: Path):

@@ -17,6 +17,7 @@ from nf4conv.system.signals import (
     discard_stdout,
     is_unread,
 )
+from nf4conv.wording import as_on_command_line
 
 _NO_THREADS: Final = "can't start new thread"  # Python's words
 
@@ -52,7 +53,8 @@ class CommandGroup(click.Group):
         unexpected errors through.
         """
         try:
-            return super().invoke(ctx)
+            with as_on_command_line():
+                return super().invoke(ctx)
         except VerificationError as error:
             _tell_json(ctx, error, 1)
             _fail(error.line, 1)

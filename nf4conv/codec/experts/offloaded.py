@@ -102,7 +102,7 @@ def _pieces(packed: PackedExperts) -> dict[str, torch.Tensor]:
     if packed.nested_blocks_per_expert is None or packed.nested_offset.numel() == 1:
         raise CodecError(
             "experts that were packed as one stack cannot be fetched one by one: "
-            "quantize with --moe packed"
+            "quantize with moe='packed'"
         )
     pieces["nested_absmax"] = packed.nested_absmax.view(packed.experts, -1)
     pieces["nested_offset"] = packed.nested_offset.view(packed.experts, 1)

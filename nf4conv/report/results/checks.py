@@ -8,6 +8,7 @@ from nf4conv.report.rows.comparison import ComparedKind, ComparedRow, Status
 from nf4conv.report.rows.weights import CheckResult, WeightKind, WeightRow
 from nf4conv.report.tolerance import RELATIVE_ERRORS
 from nf4conv.sources.stored_weights import Finding
+from nf4conv.wording import in_callers_words
 
 
 @dataclass(frozen=True)
@@ -175,4 +176,4 @@ class ComparisonReport:
             line += f"; largest relative error {max(errors):.4g}"
         if not self.passed and self.counts.keys() <= {Status.EQUAL, Status.IDENTICAL}:
             line += " (--tolerance 0 lets these pass)"
-        return line
+        return in_callers_words(line)
