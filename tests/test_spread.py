@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 import nf4conv
 from nf4conv.commands.spread.part import PartWork, make_part
 from nf4conv.commands.spread.places import find_places
-from nf4conv.errors import OptionError, PlanError, SourceError
+from nf4conv.commands.spread.processes import open_processes
+from nf4conv.errors import Nf4convError, OptionError, PlanError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
@@ -58,9 +59,9 @@ class Run:
     as long as abroad.
     """
 
-    def __init__(self, source: Path, out: Path) -> None:
+    def __init__(self, source: Path, out: Path, site: str = SLOW) -> None:
         (source.parent / "slow").mkdir(exist_ok=True)
-        (source.parent / "slow" / "sitecustomize.py").write_text(SLOW)
+        (source.parent / "slow" / "sitecustomize.py").write_text(site)
         path = os.pathsep.join(
             [str(source.parent / "slow"), str(Path(nf4conv.__file__).parents[1])]
         )
@@ -105,8 +106,8 @@ class Run:
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout and stderr, once it has ended and all of its workers have."""
-        output, errors = self.process.communicate(timeout=60)
-        deadline = time.monotonic() + 20
+        output, errors = self.process.communicate(timeout=300)
+        deadline = time.monotonic() + 120
         while self.workers():
             assert time.monotonic() < deadline, "workers are left"
             time.sleep(0.05)
@@ -220,6 +221,35 @@ def test_however_a_run_ends_nobody_is_left_and_it_resumes(tmp_path: Path):
     assert (code, errors) == (0, "")
     assert json.loads(output)["shards_resumed"] == finished >= 6
     assert contents(out) == contents(tmp_path / "single")
+
+
+SLOW_TO_START = """
+import sys, time
+from pathlib import Path
+
+if any("spawn_main" in word for word in sys.orig_argv):
+    Path(__file__).with_name("begun").touch()
+    time.sleep(1)
+"""
+
+
+def test_an_interrupt_while_workers_start_is_said_once(tmp_path: Path, source: Path):
+    """A terminal interrupts them too, before they could say what they do then."""
+    run = Run(source, tmp_path / "out", SLOW_TO_START)
+    while not (tmp_path / "slow" / "begun").exists():
+        assert run.process.poll() is None, run.process.communicate()
+        time.sleep(0.02)
+    os.killpg(run.group, signal.SIGINT)
+    assert run.end() == (130, "", "Error: interrupted; the same command resumes\n")
+
+
+def test_a_part_that_waits_for_a_place_begins_nothing_once_the_run_is_over(tmp_path: Path):
+    work = PartWork(tmp_path, dict, (), dict, tmp_path / "out", ONE)  # type: ignore[arg-type]
+    with open_processes(find_places("cpu,cpu"), ONE) as crew:
+        crew.kill()
+        error = crew.submit(work).result(60)
+    assert isinstance(error, Nf4convError)
+    assert "the run is over" in str(error)
 
 
 def test_an_error_of_one_worker_is_that_of_the_run(tmp_path: Path, source: Path):

@@ -69,6 +69,19 @@ def ignore_interrupts() -> None:
     signal.signal(INTERRUPT, signal.SIG_IGN)
 
 
+def hold_interrupts_back() -> None:
+    """Keeps interrupts from this thread, and from processes that it starts.
+
+    Such a process is not interrupted while it is being set up. Does nothing on Windows.
+    """
+    if IS_POSIX:
+        from multiprocessing import resource_tracker  # which is seldom needed
+
+        # a process that every first one brings along, and at whose start interrupts are let through
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {INTERRUPT})
+
+
 def is_unread(error: OSError) -> bool:
     """Returns True if output cannot be written because nobody reads it any more.
 

@@ -17,7 +17,7 @@ from nf4conv.errors import Nf4convError
 from nf4conv.options import RunOptions
 from nf4conv.report.results.runs import RunReport
 from nf4conv.system.cores import keep_to
-from nf4conv.system.signals import ignore_interrupts
+from nf4conv.system.signals import hold_interrupts_back, ignore_interrupts
 
 
 class ProcessCrew:
@@ -29,7 +29,9 @@ class ProcessCrew:
         self._threads = threads
         self._context = get_context("spawn")
         self._places = cycle(places)
+        self._lock = threading.Lock()  # held while a process starts
         self._processes: list[SpawnProcess] = []
+        self._is_over = False
 
     def submit(self, work: PartWork) -> "Future[RunReport | Exception]":
         """Has a process make a part once a place is free."""
@@ -39,10 +41,15 @@ class ProcessCrew:
         place = next(self._places)
         answer, theirs = self._context.Pipe()
         mine = replace(work, run=replace(work.run, device=place.device))
+        # the process has no answer of its own to an interrupt before it runs `_serve`
+        hold_interrupts_back()
         # not a daemon, which could start no process to compile kernels
         process = self._context.Process(target=_serve, args=(theirs, place.cores, mine))
-        self._processes.append(process)
-        process.start()
+        with self._lock:
+            if self._is_over:  # an error has ended the run while this part was waiting
+                return Nf4convError("the run is over; the same command resumes")
+            process.start()
+            self._processes.append(process)
         theirs.close()
         try:
             answered: RunReport | Exception = answer.recv()
@@ -53,7 +60,9 @@ class ProcessCrew:
         return answered
 
     def kill(self) -> None:
-        """Ends all processes."""
+        """Ends all processes; no other one starts."""
+        with self._lock:
+            self._is_over = True
         for process in self._processes:
             process.kill()
 
