@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partialmethod
 
 # the Hub of all tests; sets HF_ENDPOINT, which huggingface_hub reads when it is imported
@@ -43,6 +44,19 @@ def hub() -> Iterator[hub_server.Hub]:
     yield hub_server.HUB
     hub_server.HUB.clear()
 
+
+# The same examples each time, and no limit of time, so that no test fails by chance.
+# `--hypothesis-profile default` tries others.
+with suppress(ImportError):  # an environment for a few tests may lack it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "settled",
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("settled")
 
 # as of what a script runs by `&`; tests of Ctrl-C need it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

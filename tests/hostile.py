@@ -4,13 +4,13 @@ long.
 NF4CONV_DEBUG is set, so that no error which is not meant for the user can pass for one.
 """
 
-import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from four_bit import pack
+from pace import time_limit
 
 from nf4conv.cli import main
 
@@ -21,15 +21,8 @@ STATE = f"{UP}.quant_state.bitsandbytes__nf4"
 @pytest.fixture(autouse=True)
 def strict_and_in_no_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("NF4CONV_DEBUG", "1")
-
-    def stop(_number: int, _frame: object) -> None:
-        raise AssertionError("still running after 60 seconds")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with time_limit(60):
+        yield
 
 
 def command(*arguments: object) -> Result:

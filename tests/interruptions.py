@@ -193,9 +193,17 @@ def kill_at_random(
     Parts that are killed or refused are begun again. Returns how many were killed and how many
     were refused.
     """
-    running: dict[int, str] = {}
     killed = 0
     refused = 0
+    victim = names.pop(0)
+    operation = chosen.randint(1, 10)
+
+    def kill_itself() -> None:
+        """Ends for certain, however long this process takes to look at its children."""
+        Counter(operation)
+        make(victim)
+
+    running = {in_fork(kill_itself, is_loud=False): victim}
     while names or running:
         for name in chosen.sample(names, len(names)):
             if name != "finish" or chosen.random() < 0.2:

@@ -4,8 +4,6 @@ The losses are those of one process, and they fall.
 """
 
 import datetime
-import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -22,12 +20,15 @@ from nf4conv.options import QuantizeOptions, RunOptions
 pytestmark = pytest.mark.oracle
 
 
-def losses_of(rank: int, processes: int, port: int, folder: Path) -> None:
+def losses_of(rank: int, processes: int, folder: Path) -> None:
     """Trains a few steps, as one of several processes. The first writes the losses."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=processes, timeout=datetime.timedelta(minutes=3)
+        "gloo",
+        init_method=meeting_place(folder, processes),
+        rank=rank,
+        world_size=processes,
+        timeout=datetime.timedelta(minutes=10),
     )
     torch.manual_seed(2)
     config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
@@ -54,14 +55,13 @@ def losses_of(rank: int, processes: int, port: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def second_of_two(_: int, port: int, folder: Path) -> None:
-    losses_of(1, 2, port, folder)
+def second_of_two(_: int, folder: Path) -> None:
+    losses_of(1, 2, folder)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def meeting_place(folder: Path, processes: int) -> str:
+    """Returns where processes find each other: a file, since a free port may be taken meanwhile."""
+    return f"file://{folder}/processes-{processes}"
 
 
 def test_fsdp_shards_the_packed_bytes_and_trains_as_one_process_does(tmp_path):
@@ -69,11 +69,10 @@ def test_fsdp_shards_the_packed_bytes_and_trains_as_one_process_does(tmp_path):
     options = QuantizeOptions(quant_storage="bfloat16")
     quantize_checkpoint(base, tmp_path / "fsdp", options, RunOptions(device="cpu"))
     threads = torch.get_num_threads()
-    port = free_port()
     # this process is the first of the two: the other one takes seconds to import transformers
-    second = torch.multiprocessing.spawn(second_of_two, (port, tmp_path / "fsdp"), join=False)
-    losses_of(0, 1, free_port(), tmp_path / "fsdp")
-    losses_of(0, 2, port, tmp_path / "fsdp")
+    second = torch.multiprocessing.spawn(second_of_two, (tmp_path / "fsdp",), join=False)
+    losses_of(0, 1, tmp_path / "fsdp")
+    losses_of(0, 2, tmp_path / "fsdp")
     second.join()
     torch.set_num_threads(threads)
     alone, together = (torch.load(tmp_path / f"fsdp/losses-{processes}") for processes in (1, 2))

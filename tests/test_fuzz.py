@@ -1,4 +1,4 @@
-"""A short run of the fuzzing target (`make fuzz`), from another seed each day, which is printed.
+"""A short run of the fuzzing target: the same cases each time. `make fuzz` tries others.
 
 It runs as a program: its processes are forked from one that no other test has used.
 """
@@ -6,7 +6,6 @@ It runs as a program: its processes are forked from one that no other test has u
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ PROGRAM = Path(__file__).with_name("fuzz.py")
 
 
 def test_mutated_inputs_fail_by_one_line_or_not_at_all():
-    seed = int(time.time()) // 86400 * 1000
-    words = ["--seed", str(seed), "--cases", "180", "--seconds", "40", "--jobs", "2"]
+    words = ["--seed", "20780", "--cases", "180", "--seconds", "40", "--jobs", "2"]
     done = subprocess.run(
         [sys.executable, str(PROGRAM), *words], capture_output=True, text=True, check=False
     )

@@ -497,11 +497,11 @@ def test_mutations_are_read_or_refused(tmp_path: Path, seed: int):
             (random.randbytes(size), b"\xff" * size, b"\0" * size, struct.pack("<Q", 2**62)[:size])
         )
     path.write_bytes(whole[: random.choice((len(whole), len(whole), random.randrange(end)))])
-    begin = time.monotonic()
+    begin = time.process_time()
     said = _opened_or_refused(path)
     assert "\n" not in printable(said)
     assert "model.gguf" in said
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def _opened_or_refused(path: Path) -> str:

@@ -3,7 +3,6 @@ for one another.
 """
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from pace import time_limit
 from safetensors.torch import load_file, save_file
 
 from nf4conv.choose.skip_list import build_skip_modules
@@ -25,16 +25,9 @@ VICTIM = f"model.layers.0.mlp.{'a' * 60}!"
 
 @pytest.fixture(autouse=True)
 def _in_no_time() -> Iterator[None]:
-    """A test that hangs fails: regular expressions let signals through."""
-
-    def stop(_number: int, _frame: object) -> None:
-        raise AssertionError("still running after 10 seconds")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(10)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    """A test that hangs fails."""
+    with time_limit(10):
+        yield
 
 
 def write(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:

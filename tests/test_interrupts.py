@@ -110,10 +110,14 @@ def test_a_transfer_is_waited_for_through_interrupts(alarm: Alarm):
         steps.append("done")
 
     background = Background(transfer, "nf4conv-test")
-    background.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def start_and_wait() -> None:
+        background.start()
         alarm.ring_once()
         background.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        start_and_wait()
     outlast([background], alarm.ring_on)
     assert steps == ["done"]
 

@@ -3,7 +3,6 @@ ways are refused.
 """
 
 import datetime
-import os
 import sys
 import types
 import weakref
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed
 from expert_training import adapt, load_mixture, make_mixture, packed_experts, prepare, train
-from test_fsdp import free_port
+from test_fsdp import meeting_place
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.distributed.tensor import DTensor
@@ -30,18 +29,19 @@ pytestmark = [
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def losses_of(
-    rank: int, processes: int, port: int, folder: Path, device: str, way: str = "fsdp"
-) -> None:
+def losses_of(rank: int, processes: int, folder: Path, device: str, way: str = "fsdp") -> None:
     """Trains a few steps, as one of several processes. The first writes the losses."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     place = device
     if device == "cuda":
         place = f"cuda:{rank}"
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
-        BACKENDS[device], rank=rank, world_size=processes, timeout=datetime.timedelta(minutes=3)
+        BACKENDS[device],
+        init_method=meeting_place(folder, processes),
+        rank=rank,
+        world_size=processes,
+        timeout=datetime.timedelta(minutes=10),
     )
     mixture = load_mixture(folder, device_map={"": place})
     model = adapt(prepare(mixture, kbit=False, checkpointing=True)).bfloat16()
@@ -65,8 +65,8 @@ def losses_of(
     torch.distributed.destroy_process_group()
 
 
-def second_of_two(_: int, port: int, folder: Path, device: str, way: str) -> None:
-    losses_of(1, 2, port, folder, device, way)
+def second_of_two(_: int, folder: Path, device: str, way: str) -> None:
+    losses_of(1, 2, folder, device, way)
 
 
 def losses_alone_and_together(
@@ -74,11 +74,10 @@ def losses_alone_and_together(
 ) -> tuple[list[float], list[float]]:
     """Returns the losses of one process, then those of two."""
     threads = torch.get_num_threads()
-    port = free_port()
     # this process is the first of the two: the other one takes seconds to import transformers
-    second = torch.multiprocessing.spawn(second_of_two, (port, folder, device, way), join=False)
-    losses_of(0, 1, free_port(), folder, device)
-    losses_of(0, 2, port, folder, device, way)
+    second = torch.multiprocessing.spawn(second_of_two, (folder, device, way), join=False)
+    losses_of(0, 1, folder, device)
+    losses_of(0, 2, folder, device, way)
     second.join()
     torch.set_num_threads(threads)
     alone, together = (torch.load(folder / f"losses-{processes}") for processes in (1, 2))

@@ -625,7 +625,7 @@ def test_a_world_of_any_size_is_divided_in_no_time(source: Path, monkeypatch: py
     monkeypatch.setenv("WORLD_SIZE", "999999999")
     monkeypatch.setenv("RANK", "0")
     plan = plan_quantization(source, OPTIONS)
-    started = time.perf_counter()
+    started = time.process_time()
     part = plan_part(plan, replace(RUN, part="auto"))
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert part.output.shards

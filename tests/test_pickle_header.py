@@ -8,7 +8,6 @@ import datetime
 import functools
 import io
 import pickle
-import signal
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pace import time_limit
 
 from nf4conv.errors import SourceError
 from nf4conv.sources.pickles.header import read_pickle_header
@@ -355,7 +355,9 @@ def sound(*, is_zip: bool) -> bytes:
 
 @FORMATS
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None,
+    max_examples=150,
 )
 @given(data=st.data())
 def test_damage_is_an_error_or_harmless(tmp_path: Path, is_zip: bool, data: st.DataObject):
@@ -387,16 +389,9 @@ def test_a_plain_pickle_is_no_file_of_torch(tmp_path: Path):
 
 @pytest.fixture
 def _in_no_time() -> Iterator[None]:
-    """Fails a test that hangs. The signal interrupts whatever Python does."""
-
-    def stop(_number: int, _frame: object) -> None:
-        raise AssertionError("still running after 20 seconds")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(20)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    """Fails a test that hangs."""
+    with time_limit(20):
+        yield
 
 
 def program(path: Path, code: bytes) -> Path:

@@ -22,6 +22,7 @@ from nf4conv.run.loop import (
     piece_size,
 )
 from nf4conv.run.worker import Activity, Worker
+from nf4conv.sources.reader import Reader
 
 
 class PlainBackend:
@@ -109,12 +110,20 @@ def test_tasks_are_made_only_as_they_are_taken():
 def test_the_first_error_stops_the_rest_and_is_raised(place):
     done: list[int] = []
     backend = PlainBackend()
+    fails, is_told = threading.Event(), threading.Event()
+
+    class Told(Reader):
+        def interrupt(self) -> None:
+            is_told.set()
 
     def fail() -> None:
+        fails.set()
         raise RuntimeError("first")
 
     def work() -> None:
         time.sleep(0.001)
+        if fails.is_set():  # however long it takes the machine to say so
+            assert is_told.wait(60)
         done.append(1)
 
     def tasks() -> Iterator[Call]:
@@ -125,8 +134,8 @@ def test_the_first_error_stops_the_rest_and_is_raised(place):
 
     if place == "worker":
         backend.open = lambda *_: fail()  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match=r"^first$"):
-        pipeline(4, backend).run(tasks())
+    with pytest.raises(RuntimeError, match=r"^first$"), Told() as reader:
+        pipeline(4, backend).run(tasks(), reader)
     assert len(done) < 100
     assert (backend.opened, alive()) == (0, [])
 

@@ -26,6 +26,13 @@ class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
+    def wait_for(self, pattern: str, count: int = 1) -> None:
+        """Waits until a pattern finds so many different things in what has been shown."""
+        deadline = time.monotonic() + 60
+        while len({*re.findall(pattern, self.getvalue())}) < count:
+            assert time.monotonic() < deadline, self.getvalue()
+            time.sleep(0.02)
+
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Stands for stderr; to be called in the test, because pytest sets its own before it."""
@@ -42,14 +49,16 @@ def test_a_bar_ticks_while_a_library_is_imported_and_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     terminal = on_a_terminal(monkeypatch)
-    (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(1.5)\n")
+    elapsed = r"importing slow_library\): [^\r]*\[(\d\d:\d\d)<"
+    program = f"import sys\nsys.stderr.wait_for({elapsed!r}, 2)\n"
+    (tmp_path / "slow_library.py").write_text(program)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(progress_bar, "_SLOW_IMPORTS", ("slow_library",))
     with progress("quantizing", 1000, hidden=False) as advance:
-        import slow_library  # noqa: F401 - which takes 1.5 s
+        import slow_library  # noqa: F401 - which takes until two times have been shown
 
         advance(500)
-        time.sleep(0.3)
+        terminal.wait_for(r"quantizing:  50%\|")
     states = terminal.getvalue().split("\r")
     waiting = [state for state in states if "quantizing (importing slow_library): " in state]
     assert len({*re.findall(r"\[(\d\d:\d\d)<", "".join(waiting))}) > 1, states
@@ -61,6 +70,7 @@ def test_the_last_words_stay(monkeypatch: pytest.MonkeyPatch):
     terminal = on_a_terminal(monkeypatch)
     with progress("quantizing", 1000, hidden=False, last="uploading to me/x") as advance:
         advance(1000)
+        terminal.wait_for("uploading to me/x: 100%")
         time.sleep(0.3)
     states = [state for state in terminal.getvalue().split("\r") if "%|" in state]
     assert states[-1].startswith("uploading to me/x: 100%|")

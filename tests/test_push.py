@@ -4,7 +4,9 @@ them a model.
 
 import json
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +39,17 @@ def source(tmp_path: Path) -> Path:
 
 
 def push(
-    source: Path, out: Path, *, overwrite: bool = False, seconds: float = 0.0, **options: Any
+    source: Path,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    after_read: Callable[[], object] = lambda: None,
+    **options: Any,
 ) -> QuantizeReport:
-    """Quantize and push; `seconds` are waited after every read."""
+    """Quantize and push; `after_read` is called after every read."""
     chosen = PushOptions(**{"push_to_hub": REPO, "token": TOKEN} | options)
     run = RunOptions(device="cpu", workers=2, overwrite=overwrite)
-    return quantize_checkpoint(
-        source, out, OPTIONS, run, lambda _: time.sleep(seconds), push=chosen
-    )
+    return quantize_checkpoint(source, out, OPTIONS, run, lambda _: after_read(), push=chosen)
 
 
 def test_what_is_pushed_is_the_folder(hub: Hub, source: Path, tmp_path: Path):
@@ -70,17 +75,23 @@ def test_shards_go_up_while_later_ones_are_made(hub: Hub, source: Path, tmp_path
     """
     out = tmp_path / "out"
     seen: list[tuple[int, int]] = []
+    has_come = threading.Event()
+
+    def wait_for_upload() -> None:
+        if any(out.glob("*.safetensors")):
+            assert has_come.wait(60)
 
     def wait_for_more() -> None:
         before = len(list(out.glob("*.safetensors")))
-        deadline = time.monotonic() + 10
+        has_come.set()
+        deadline = time.monotonic() + 60
         while len(list(out.glob("*.safetensors"))) == before and time.monotonic() < deadline:
             time.sleep(0.01)
         seen.append((before, len(list(out.glob("*.safetensors")))))
         assert ".safetensors" not in str(list(hub.repos[REPO].files))
 
     hub.faults = [Fault("PUT /upload/", call=wait_for_more)]
-    push(source, out, seconds=0.05)
+    push(source, out, after_read=wait_for_upload)
     [(before, after)] = seen
     assert after > before
 

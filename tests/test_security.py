@@ -78,11 +78,15 @@ import nf4conv.sources.remote.asking as asking
 asking.WAITS = ()
 from nf4conv.errors import SourceError
 from nf4conv.sources.opening import open_source
-started = time.monotonic()
-try:
-    open_source("org/name")
-except SourceError as error:
-    print(time.monotonic() - started, error)
+for _ in range(3):  # the first imports more, and a machine may be busy
+    started = time.monotonic()
+    try:
+        open_source("org/name")
+    except SourceError as error:
+        took, said = time.monotonic() - started, error
+    if took < float(sys.argv[1]):
+        break
+print(took, said)
 """
 
 
@@ -97,7 +101,11 @@ def test_the_timeout_of_the_environment_is_kept(tmp_path: Path, seconds: int):
     for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT"):
         environment.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", SILENT], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-c", SILENT, str(seconds + 4)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
     )
     took, _, error = done.stdout.partition(" ")
     assert error.startswith("org/name: ")

@@ -400,11 +400,11 @@ def test_an_error_elsewhere_does_not_wait_for_the_download(
     publish(hub, files)
     started = time.monotonic()
     with (
-        after_the_headers(hub, Fault(SECOND, times=99, seconds=30)),
+        after_the_headers(hub, Fault(SECOND, times=99, seconds=120)),
         pytest.raises(SourceError, match="NaN or inf"),
     ):
         stream(tmp_path / "out", where, workers=3)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_pickles_are_not_streamed(hub: Hub, where: SourceOptions, tmp_path: Path):
