@@ -303,6 +303,14 @@ _INTEGERS: dict[str, Callable[[Path], None]] = {
         {"quant_method": "hqq"}, integers.hqq, partial(integers.hqq, bits=3, axis=0)
     ),
     "torchao": templates.torchao,
+    "torchao INT4": templates.integers(
+        {
+            "quant_method": "torchao",
+            "quant_type": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}},
+        },
+        integers.torchao,
+        partial(integers.torchao, is_of_words=True),
+    ),
 }
 
 KINDS: dict[str, Kind] = {

@@ -12,6 +12,11 @@ AWQ     AutoAWQ 0.2.9: WQLinear_GEMM.from_linear of awq/modules/linear/gemm.py p
         AutoRound 0.16.1 packs 5 to 7 bits: auto_round_extension/torch/qlinear_torch.py and
         qlinear_torch_zp.py, auto_round/export/export_to_awq/utils.py
 HQQ     hqq 0.2.8: BitPack and Quantizer, as named below
+torchao torchao 0.18: its classes and the names of their fields are in
+        torchao/quantization/quantize_/workflows/int4/. Int4Tensor is packed by pack_int4 of
+        mslk/quantize/shuffle.py; _bf16_activations_forward of Int4WeightFakeQuantizer in
+        torchao/quantization/qat/fake_quantizer.py, and _bf16i4_rowwise_kernel of MSLK, decode.
+        Int4PlainInt32Tensor is packed by WeightToInt4PackKernelFunctor of torch-xpu-ops
 """
 
 from dataclasses import dataclass
@@ -277,3 +282,39 @@ def hqq(
     # what Quantizer.dequantize of hqq/core/quantize.py does
     decoded = ((codes.to(dtype) - zero) * scale).reshape(rows, columns)
     return Weight(parts, decoded)
+
+
+# --- torchao --------------------------------------------------------------------------------------
+
+
+def torchao(
+    rows: int,
+    columns: int,
+    *,
+    group_size: int = 32,
+    is_of_words: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Weight:
+    groups = columns // group_size
+    codes = random_codes(rows, columns, bits=4)
+    scale = random_scales(groups, rows, dtype=dtype)
+    scales = scale.t().repeat_interleave(group_size, dim=1)
+    if is_of_words:
+        zeros = random_codes(groups, rows, bits=4).to(torch.int8)
+        pairs = (codes[:, 1::2] << 4 | codes[:, ::2]).to(torch.uint8)
+        words = pairs.view(torch.int32)
+        # dequantize_affine of torchao/quantization/quant_primitives.py
+        differences = codes - zeros.t().repeat_interleave(group_size, dim=1)
+        decoded = differences.to(dtype) * scales
+    else:
+        zeros = ((torch.rand(groups, rows, generator=generator(groups, rows)) - 0.5) / 8).to(dtype)
+        codes = (codes - 8).to(torch.int8)
+        words = codes[:, ::2] & 0xF | codes[:, 1::2] << 4
+        added = zeros.t().repeat_interleave(group_size, dim=1)
+        decoded = (codes.float() * scales.float() + added.float()).to(dtype)
+    parts = {
+        "_weight_qdata": words,
+        "_weight_scale": scale,
+        "_weight_zero_point": zeros,
+    }
+    return Weight(parts, decoded.contiguous())

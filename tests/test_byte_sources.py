@@ -8,7 +8,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from integers import random_codes, random_scales
+from integers import random_codes, random_scales, torchao
 from safetensors.torch import load_file, save_file
 
 from nf4conv import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
@@ -63,6 +63,11 @@ def test_int_quantized_with_zero_points(tmp_path: Path, strategy: str, rows: int
     assert compare_checkpoints(source, tmp_path / "out", run=CPU).counts == {"equal in value": 1}
 
 
+def of_int4(fields: dict[str, Any]) -> dict[str, Any]:
+    """A config of torchao that says how integers of 4 bits lie."""
+    return TORCHAO | {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": fields}}}
+
+
 def of_torchao(groups: int, scale_dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What flatten_tensor_state_dict of torchao 0.18 makes of a weight.
 
@@ -92,6 +97,23 @@ def test_integers_of_torchao(tmp_path: Path, groups: int, scale_dtype: torch.dty
     assert torch.equal(decoded, expected)
 
 
+def test_experts_and_layers_of_torchao_that_differ(tmp_path: Path):
+    """Int8Tensor and Int4Tensor in one checkpoint, as FqnToConfig describes them."""
+    int4 = torchao(64, 128, group_size=64)
+    parts = of_torchao(8, torch.bfloat16)
+    other = Q.replace("q_proj", "k_proj")
+    parts |= {f"{other}.{name}": part for name, part in int4.parts.items()}
+    int4_config = {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 64}}
+    int8_config = {"_type": "Int8DynamicActivationIntxWeightConfig", "_data": {}}
+    both = {"re:.*k_proj": int4_config, "_default": int8_config}
+    fqn = {"_type": "FqnToConfig", "_data": {"fqn_to_config": both}}
+    source = write(tmp_path / "source", TORCHAO | {"quant_type": fqn}, parts)
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    decoded = load_file(tmp_path / "out" / FILE)
+    assert decoded[f"{Q}.weight"].shape == (128, 256)
+    assert torch.equal(decoded[f"{other}.weight"], int4.decoded)
+
+
 def test_floats_of_torchao(tmp_path: Path):
     values = torch.randn(64, 64).to(torch.float8_e4m3fn)
     scale = random_scales(64, 1, dtype=torch.float32)
@@ -107,10 +129,21 @@ def test_floats_of_torchao(tmp_path: Path):
     ("description", "changes", "message"),
     [
         (
-            TORCHAO | {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+            TORCHAO | {"quant_type": {"default": {"_type": "UIntXWeightOnlyConfig"}}},
             {},
-            "quant_method torchao, quant_type Int4WeightOnlyConfig; nf4conv decodes Int8Weight",
+            "quant_method torchao, quant_type UIntXWeightOnlyConfig; nf4conv decodes Int8Weight",
         ),
+        *(
+            (of_int4({"int4_packing_format": named}), {}, f"torchao, packing format '{name}'; give")
+            for named, name in (
+                ("tile_packed_to_4d", "tile_packed_to_4d"),
+                ({"_type": "Int4PackingFormat", "_data": "PRESHUFFLED"}, "preshuffled"),
+            )
+        ),
+        (of_int4({}), {"zero_point": torch.ones(128, 8)}, "does not go with .*_weight_scale, F32"),
+        (of_int4({}), {"zero_point": torch.ones(8, 128).half()}, "does not go .*_zero_point, F16"),
+        (of_int4({}), {"qdata": torch.ones(128, 64).int()}, "does not go with .*_weight_scale"),
+        (of_int4({}), {"scale": torch.ones(4), "zero_point": torch.ones(4)}, "does not go with"),
         (TORCHAO | {"quant_type": "int4_weight_only"}, {}, "quant_type int4_weight_only"),
         (TORCHAO | {"quant_type": None}, {}, "quant_type nothing"),
         (TORCHAO, {"scale": None}, "_weight_qdata: I8 "),

@@ -4,11 +4,12 @@ every scale.
 
 import math
 import re
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
-from integers import awq, compressed, gptq, hqq
+from integers import Weight, awq, compressed, gptq, hqq, torchao
 
 from nf4conv.codec.decode.fp4 import decode_fp4
 from nf4conv.codec.decode.halves import HalvesLayout, decode_halves
@@ -153,20 +154,37 @@ INTEGERS = {
     "rows with zero points in bytes": lambda dtype: compressed(
         40, 128, is_symmetric=False, has_packed_zeros=False, is_reordered=True, dtype=dtype
     ),
+    "torchao": lambda dtype: torchao(37, 1088, dtype=dtype),
+    "torchao in words": lambda dtype: torchao(40, 128, is_of_words=True, dtype=dtype),
 }
+SIGNED = ("torchao",)
+NAMES = {
+    "compressed-tensors": (
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_g_idx",
+    ),
+    "torchao": ("_weight_qdata", "_weight_scale", "_weight_zero_point", ""),
+    "GPTQ": ("qweight", "scales", "qzeros", "g_idx"),
+    "AWQ": ("qweight", "scales", "qzeros", ""),
+}
+
+
+def parts_of(weight: Weight, packing: str) -> Iterator[torch.Tensor | None]:
+    """Words, scales, zero points and group index."""
+    for name in NAMES[packing]:
+        part = weight.parts.get(name)
+        yield part.view(torch.int32) if name == "_weight_qdata" else part
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", INTEGERS)
 def test_packed_integers(case: str, dtype: torch.dtype):
     weight = INTEGERS[case](dtype)
-    parts = {name: part.to(DEVICE) for name, part in weight.parts.items()}
-    packing = case.split()[0]
-    names = ("qweight", "scales", "qzeros", "g_idx")
-    if packing == "rows":
-        packing = "compressed-tensors"
-        names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
-    values, scale, zeros, index = (parts.get(name) for name in names)
+    packing = case.split()[0].replace("rows", "compressed-tensors")
+    parts = [None if part is None else part.to(DEVICE) for part in parts_of(weight, packing)]
+    values, scale, zeros, index = parts
     bits = int(re.search("in ([0-9]) bits", case)[1]) if "bits" in case else 4
     rows, columns = weight.decoded.shape
     if packing == "compressed-tensors":
@@ -175,7 +193,18 @@ def test_packed_integers(case: str, dtype: torch.dtype):
         group_size = 32
     out = torch.empty((rows, columns), dtype=dtype, device=DEVICE)
     less_one = packing == "GPTQ" and "version 2" not in case
-    integers.decode_integers(values, scale, zeros, index, packing, bits, group_size, less_one, out)
+    integers.decode_integers(
+        values,
+        scale,
+        zeros,
+        index,
+        packing,
+        bits,
+        group_size,
+        less_one,
+        out,
+        is_signed=case in SIGNED,
+    )
     same_bits(out, weight.decoded)
 
 
@@ -185,17 +214,13 @@ def test_packed_integers(case: str, dtype: torch.dtype):
 def test_packed_integers_on_both_devices(case: str, dtype: torch.dtype):
     """Through codec/decode/, which chooses the kernel on a GPU."""
     weight = INTEGERS[case](dtype)
-    packing = case.split()[0]
-    names = ("qweight", "scales", "qzeros", "g_idx")
-    if packing == "rows":
-        packing = "compressed-tensors"
-        names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
-    values, scale, zeros, index = (weight.parts.get(name) for name in names)
+    packing = case.split()[0].replace("rows", "compressed-tensors")
+    values, scale, zeros, index = parts_of(weight, packing)
     bits = int(re.search("in ([0-9]) bits", case)[1]) if "bits" in case else 4
     columns = weight.decoded.shape[1]
     group_size = columns // scale.shape[1] if packing == "compressed-tensors" else 32
     less_one = packing == "GPTQ" and "version 2" not in case
-    layout = IntegerLayout(packing, bits, columns, group_size, less_one)
+    layout = IntegerLayout(packing, bits, columns, group_size, less_one, is_signed=case in SIGNED)
     for device in (torch.device("cpu"), torch.device("cuda")):
         decoded = decode_integers(
             values.to(device),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integers import Weight, awq, compressed, gptq, hqq
+from integers import Weight, awq, compressed, gptq, hqq, torchao
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,6 +53,19 @@ HQQ = {
     "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}},
     "skip_modules": ["lm_head"],
 }
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {
+        "default": {
+            "_type": "Int4WeightOnlyConfig",
+            "_version": 2,
+            "_data": {
+                "group_size": 32,
+                "int4_packing_format": {"_type": "Int4PackingFormat", "_data": "PLAIN"},
+            },
+        }
+    },
+}
 AUTO_ROUND = {
     "quant_method": "auto-round",
     "packing_format": "auto_round:auto_gptq",
@@ -67,6 +80,7 @@ MAKERS = {
     "awq": (awq, AWQ),
     "compressed": (compressed, PACKED),
     "hqq": (hqq, HQQ),
+    "torchao": (torchao, TORCHAO),
 }
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -601,7 +615,8 @@ def test_scales_that_are_no_numbers(tmp_path: Path, method: str, value: float):
     """`dequantize` gives what the method does; `quantize` refuses it and names the weight."""
     make, description = MAKERS[method]
     weight = make(128, 128, dtype=torch.float16)
-    name = "weight_scale" if method == "compressed" else "scale" if method == "hqq" else "scales"
+    names = {"compressed": "weight_scale", "hqq": "scale", "torchao": "_weight_scale"}
+    name = names.get(method, "scales")
     weight.parts[name].view(-1)[5] = value
     source, _ = write(tmp_path / "source", make, description, {Q: weight})
     dequantize_checkpoint(source, tmp_path / "out", None, CPU)

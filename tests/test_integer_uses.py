@@ -13,7 +13,7 @@ import pytest
 import torch
 from adapters import load, train
 from hub_server import Hub, Repo
-from integers import Weight, awq, compressed, gptq, hqq
+from integers import Weight, awq, compressed, gptq, hqq, torchao
 from safetensors.torch import load_file, save_file
 from test_calibrate import make_model, make_text
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,9 +54,14 @@ AUTO_ROUND = {
     "bits": 4,
     "group_size": 32,
 }
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}}},
+}
 MAKERS_AND_HQQ = MAKERS | {
     "hqq": (hqq, HQQ),
     "auto-round": (partial(gptq, version=2), AUTO_ROUND),
+    "torchao": (torchao, TORCHAO),
 }
 
 
@@ -131,9 +136,13 @@ def test_inspect_names_method_bits_and_groups(tmp_path: Path, method: str):
     make, description = MAKERS_AND_HQQ[method]
     source, plain = write(tmp_path / "source", llama(make), LLAMA_CONFIG, description)
     found = inspect_checkpoint(source)
-    packing = {"gptq": "GPTQ", "awq": "AWQ", "hqq": "HQQ", "auto-round": "GPTQ"}.get(
-        method, "compressed-tensors"
-    )
+    packing = {
+        "gptq": "GPTQ",
+        "awq": "AWQ",
+        "compressed": "compressed-tensors",
+        "hqq": "HQQ",
+        "auto-round": "GPTQ",
+    }.get(method, method)
     [kind] = [kind for kind in found.kinds if kind.kind == "mlp.up_proj"]
     assert kind.formats == (f"{packing} 4-bit, groups of 32",)
     assert 4 < kind.bits_per_parameter < 6

@@ -240,6 +240,10 @@ def test_encoded_sources(tmp_path: Path, gpu: list[DriverBackend], kind: str):
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}},
+}
 HQQ = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}
 INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
     "GPTQ": (GPTQ, integers.gptq),
@@ -258,6 +262,8 @@ INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
         PACKED,
         partial(integers.compressed, bits=8, is_symmetric=False, is_reordered=True),
     ),
+    "torchao": (TORCHAO, integers.torchao),
+    "torchao in words": (TORCHAO, partial(integers.torchao, is_of_words=True)),
     "HQQ": (HQQ, integers.hqq),
     "HQQ in 3 bits along columns": (HQQ, partial(integers.hqq, bits=3, axis=0)),
 }
@@ -266,7 +272,7 @@ INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
 def integer_source(folder: Path, kind: str) -> Path:
     description, make = INTEGERS[kind]
     tensors = {"model.norm.weight": torch.ones(64, dtype=torch.float16)}
-    several_pieces = (544, 128) if kind in ("GPTQ", "AWQ", "HQQ") else (288, 128)
+    several_pieces = (544, 128) if kind in ("GPTQ", "AWQ", "HQQ", "torchao") else (288, 128)
     for name, shape in (
         ("mlp.up_proj", (160, 160)),
         ("mlp.down_proj", (96, 64)),

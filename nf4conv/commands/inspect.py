@@ -31,7 +31,7 @@ from nf4conv.sources.stored_weights import Finding, Structure, split_component
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.wording import named_as_keywords
 
-_ENDS_OF_WORDS: Final = (".qweight", ".weight_packed", ".W_q")
+_ENDS_OF_WORDS: Final = (".qweight", ".weight_packed", ".W_q", "_qdata")
 """Ends of the names of tensors that hold packed integers."""
 
 

@@ -16,6 +16,9 @@ GPTQ                [words, rows]: a stream down each column. Zero points [group
                     5 to 7 bits as AutoRound 0.16 packs them
 AWQ                 [columns, words]: each 8 codes in the order 0 2 4 6 1 3 5 7, of zero points
                     [groups, words] too; dequantize_gemm of AutoAWQ 0.2.9, and of AutoRound 0.16
+torchao             [rows, words]: a stream for each row. Signed codes have zero points [groups,
+                    rows] in floats, which are added: code * scale + zero, Int4Tensor of torchao
+                    0.18. Unsigned ones have zero points in int8: Int4PlainInt32Tensor
 """
 
 from dataclasses import dataclass
@@ -39,12 +42,13 @@ class IntegerLayout:
     """Tells how the codes of a weight lie.
 
     Attributes:
-        packing: "compressed-tensors", "GPTQ" or "AWQ".
+        packing: "compressed-tensors", "GPTQ", "AWQ" or "torchao".
         bits: of a code: 1 to 8.
         columns: of the weight.
         group_size: columns that share a scale, unless a group index says which.
         zeros_less_one: True if zero points are stored one too small.
         is_padded: True if no code crosses the border of two words.
+        is_signed: True if codes, and packed zero points, are in two's complement.
     """
 
     packing: str
@@ -53,6 +57,7 @@ class IntegerLayout:
     group_size: int
     zeros_less_one: bool = False
     is_padded: bool = False
+    is_signed: bool = False
 
     @property
     def has_kernel(self) -> bool:
@@ -73,10 +78,11 @@ def decode_integers(
 
     Args:
         values: the words, int32, in the shape of the packing.
-        scale: [rows, groups], or [groups, rows] of GPTQ and AWQ.
+        scale: [rows, groups] of compressed-tensors, [groups, rows] of the others.
         layout: how the codes lie.
         dtype: of the result.
-        zeros: the zero point of each group, packed, or int8 for each; None for 2^(bits - 1).
+        zeros: the zero point of each group, packed, or int8 or a float for each; None for
+            2^(bits - 1).
         group_index: [columns]: the group of each column; None if groups are in order.
 
     Returns:
@@ -106,31 +112,36 @@ def decode_integers(
             layout.group_size,
             layout.zeros_less_one,
             out,
+            is_signed=layout.is_signed,
         )
         return out
     factors = scale.to(torch.float32).contiguous()
     zero_points = _zero_points(zeros, layout, rows)
+    added = _added_zero_points(zeros)
     for part in chunks(factors, layout.columns, _WORD):
         decoded = _codes(values, part, layout).to(torch.float32)
         subtracted = zero_points if zero_points.dim() == 0 else zero_points[part]
-        _subtract_and_scale(decoded, subtracted, factors[part], index, layout.group_size)
+        addends = None if added is None else added[part]
+        _compute(decoded, subtracted, factors[part], addends, index, layout.group_size)
         out[part] = decoded
     return out
 
 
-def _subtract_and_scale(
+def _compute(
     values: torch.Tensor,
     zero_points: torch.Tensor,
     factors: torch.Tensor,
+    addends: torch.Tensor | None,
     index: torch.Tensor | None,
     group_size: int,
 ) -> None:
-    """Subtracts zero points and multiplies with scales, in place.
+    """Subtracts zero points, multiplies with scales, and adds what is added, in place.
 
     Args:
         values: [rows, columns] float32, contiguous.
         zero_points: [rows, groups] float32, or one for all.
         factors: [rows, groups] float32.
+        addends: [rows, groups] float32; None for nothing.
         index: [columns]: the group of each column; None if all groups are whole and in order.
         group_size: columns of a group in order.
     """
@@ -139,10 +150,14 @@ def _subtract_and_scale(
         values = values.view(len(values), -1, min(group_size, values.shape[1]))
         factors = factors.unsqueeze(-1)
         zero_points = zero_points if has_one else zero_points.unsqueeze(-1)
+        addends = None if addends is None else addends.unsqueeze(-1)
     else:
         factors = factors.index_select(1, index)
         zero_points = zero_points if has_one else zero_points.index_select(1, index)
+        addends = None if addends is None else addends.index_select(1, index)
     values.sub_(zero_points).mul_(factors)
+    if addends is not None:
+        values.add_(addends)
 
 
 def _column_groups(
@@ -168,8 +183,14 @@ def _column_groups(
 
 
 def _codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> torch.Tensor:
-    """Returns the codes of some rows: [rows, columns] uint8."""
-    if layout.packing == "compressed-tensors":
+    """Returns the codes of some rows: [rows, columns] uint8; signed ones plus 2^(bits - 1)."""
+    codes = _stored_codes(values, part, layout)
+    return codes ^ (1 << (layout.bits - 1)) if layout.is_signed else codes
+
+
+def _stored_codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> torch.Tensor:
+    """Returns the codes of some rows as they are stored: [rows, columns] uint8."""
+    if layout.packing in ("compressed-tensors", "torchao"):
         return _stream(values[part].contiguous(), layout)[:, : layout.columns]
     if layout.packing == "GPTQ":
         words = values[:, part].t().contiguous()
@@ -196,8 +217,10 @@ def _zero_points(zeros: torch.Tensor | None, layout: IntegerLayout, rows: int) -
     """Returns the zero points: [rows, groups] float32, or a single one for all."""
     bits = layout.bits
     middle = 2 ** (bits - 1)
-    if zeros is None:
+    if zeros is None or zeros.is_floating_point():
         return torch.tensor(float(middle))
+    if layout.packing == "torchao":
+        return zeros.t().to(torch.float32).contiguous()
     if zeros.dtype == torch.int8:
         return zeros.view(rows, -1).to(torch.float32).add_(middle)
     if layout.packing == "compressed-tensors":
@@ -206,7 +229,16 @@ def _zero_points(zeros: torch.Tensor | None, layout: IntegerLayout, rows: int) -
         found = _in_order(unpack(zeros.contiguous(), bits))
     else:
         found = _gptq_zero_points(zeros, layout)
+    if layout.is_signed:
+        found = found ^ middle
     return found[:, :rows].t().to(torch.float32).contiguous()
+
+
+def _added_zero_points(zeros: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the zero points that are added to products, [rows, groups] float32, if any are."""
+    if zeros is None or not zeros.is_floating_point():
+        return None
+    return zeros.t().to(torch.float32).contiguous()
 
 
 def _gptq_zero_points(zeros: torch.Tensor, layout: IntegerLayout) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from nf4conv.errors import UndecodableError
 from nf4conv.models.config import LEFTOVERS, levels
-from nf4conv.sources.encodings.refused import check_decodable
+from nf4conv.sources.encodings.refused import INT4_OF_TORCHAO, check_decodable, mappings_in
 
 _ALIASES: Final = {
     "compressed_tensors": "compressed-tensors",
@@ -73,7 +73,8 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
     method = _ALIASES.get(method, method)
     check_decodable(method, found)
     packing = _packing(method, found)
-    return Description(method, tuple(_blocks(found)), tuple(_schemes(found)), packing)
+    schemes = _schemes_of_torchao(found) if method == "torchao" else _schemes(found)
+    return Description(method, tuple(_blocks(found)), tuple(schemes), packing)
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -186,6 +187,16 @@ def _schemes(description: Mapping[str, Any]) -> Iterator[Scheme]:
         size = _first_int(each, "group_size", "q_group_size")
         if bits is not None:
             yield bits, size if size is not None and size > 0 else None
+
+
+def _schemes_of_torchao(description: Mapping[str, Any]) -> Iterator[Scheme]:
+    """Yields the groups of integers of 4 bits that the configs of torchao name."""
+    for node in mappings_in(description):
+        if node.get("_type") not in INT4_OF_TORCHAO:
+            continue
+        fields = node.get("_data")
+        size = _first_int(fields, "group_size") if isinstance(fields, Mapping) else None
+        yield 4, 128 if size is None else size  # the size that both have by default
 
 
 def _config_groups(description: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

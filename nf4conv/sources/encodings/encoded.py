@@ -16,7 +16,8 @@ share a scale.
     W_packed          I32      W_scale [, W_zero_point, …]         compressed-tensors INT4, INT8
     P.W_q             U8       P.scale, P.zero, P.shape …          HQQ, decoded to P.weight
     P.qweight         I32      P.scales, P.qzeros [, P.g_idx]      GPTQ and AWQ, decoded to P.weight
-    P._weight_qdata   I8, F8   P._weight_scale [, _zero_point]     torchao, decoded to P.weight
+    P._weight_qdata   I8, F8   P._weight_scale [, _zero_point]     torchao, decoded to P.weight;
+                                                                   I32, or 2 codes a byte: INT4
     P.weight          I8       P.SCB                               bitsandbytes 8-bit
     W                 U8       W.absmax, W.quant_state.…           bitsandbytes 4-bit
 

@@ -33,6 +33,13 @@ def integer_rows(encoding: PackedIntegers, start: int, stop: int) -> PackedInteg
         return replace(
             encoding, values=values, scale=cut_rows(encoding.scale, start, stop), zeros=zeros
         )
+    if encoding.packing == "torchao":
+        values = cut_rows(encoding.values, start, stop)
+        if zeros is not None:
+            zeros = _columns(zeros, start, stop)
+        return replace(
+            encoding, values=values, scale=_columns(encoding.scale, start, stop), zeros=zeros
+        )
     if zeros is not None:
         zeros = _columns(zeros, first_word, last_word)
     if encoding.packing == "GPTQ":

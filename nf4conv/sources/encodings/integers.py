@@ -1,8 +1,10 @@
-"""Recognises packed integers: pack-quantized of compressed-tensors, GPTQ and AWQ.
+"""Recognises packed integers: pack-quantized of compressed-tensors, GPTQ, AWQ and torchao.
 
-    W_packed   I32   W_scale [, W_zero_point, W_g_idx, W_shape]   compressed-tensors
-    P.qweight  I32   P.scales, P.qzeros [, P.g_idx]               GPTQ, AWQ; the weight is P.weight
+    W_packed   I32          W_scale [, W_zero_point, W_g_idx, W_shape]   compressed-tensors
+    P.qweight  I32          P.scales, P.qzeros [, P.g_idx]               GPTQ, AWQ
+    P._weight_qdata I8, I32 P._weight_scale, P._weight_zero_point        torchao
 
+The weight of the last two is P.weight.
 Shapes say how many bits a code has, so that layers of one checkpoint may differ. Where they leave a
 choice, the config or W_shape decides.
 """
@@ -18,7 +20,7 @@ from nf4conv.models.module_names import module_of
 from nf4conv.sources.encodings.description import Scheme
 from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
 from nf4conv.sources.encodings.types.integers import WORD, PackedIntegers, words_of
-from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 _BITS_OF_GPTQ: Final = (4, 8, 2, 3, 5, 6, 7)
 """Bits of a code that are decoded, the most usual first; AutoRound alone has those from 5 to 7."""
@@ -195,6 +197,50 @@ def packed_by_awq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | 
         group_size=_group_size(tensor, scale, columns, groups, siblings),
     )
     return _presented(tensor, f"{module}.weight", rows, encoding, siblings)
+
+
+def packed_by_torchao(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
+    """Recognises a weight of Int4Tensor, or of Int4PlainInt32Tensor, of torchao.
+
+    The former has two codes a byte, qdata I8 [out, in / 2], and zero points in the dtype of the
+    scales, [groups, out]. The latter, for GPUs of Intel, has qdata I32 [out, in / 8] and zero
+    points I8. Other classes have fields of the same names, and other shapes; for NPUs, the latter
+    has zero points in floats.
+    """
+    stored = tensor.name.removesuffix("_qdata")
+    module, is_field, weight = stored.rpartition("._")
+    sizes = [size for _, size in siblings.description.schemes if size is not None]
+    is_of_torchao = siblings.description.method == "torchao" and stored != tensor.name
+    if not is_of_torchao or not is_field or not sizes:
+        return None
+    scale = siblings.find(f"{stored}_scale")
+    zeros = siblings.find(f"{stored}_zero_point")
+    if scale is None or zeros is None or len(tensor.shape) != 2 or len(scale.shape) != 2:
+        return None
+    if tensor.dtype != "I32" and zeros.dtype not in _SCALE_DTYPES:
+        return None  # of 8 bits
+    rows, width = tensor.shape
+    groups = scale.shape[0]
+    columns = width * DTYPE_BITS[tensor.dtype] // 4
+    kinds = (tensor.dtype, zeros.dtype)
+    if kinds not in (("I8", scale.dtype), ("U8", scale.dtype), ("I32", "I8")):
+        raise misfit(tensor, zeros)
+    if scale.dtype not in _SCALE_DTYPES or not scale.shape == zeros.shape == (groups, rows):
+        raise misfit(tensor, scale)
+    if columns % 8 != 0 or columns == 0 or columns not in [groups * size for size in sizes]:
+        raise misfit(tensor, scale)
+    encoding = PackedIntegers(
+        values=tensor._replace(dtype="I32", shape=(rows, columns // 8)),
+        scale=scale,
+        zeros=zeros,
+        group_index=None,
+        packing="torchao",
+        bits=4,
+        columns=columns,
+        group_size=columns // groups,
+        is_signed=tensor.dtype != "I32",
+    )
+    return _presented(tensor, f"{module}.{weight}", rows, encoding, siblings)
 
 
 def _scales_and_zeros(

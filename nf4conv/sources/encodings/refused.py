@@ -45,6 +45,9 @@ _REFUSED: Final = {
 }
 """Values of quant_method that are refused, with the reason."""
 
+INT4_OF_TORCHAO: Final = ("Int4WeightOnlyConfig", "Float8DynamicActivationInt4WeightConfig")
+"""Configs of torchao that store two integers a byte, or eight a word."""
+
 _IS_CLASS_OF_TORCHAO: Final = re.compile(r"\w+Config|\w+_weight_only|\w+_weight")
 
 _OF_ACTIVATIONS: Final = frozenset(("input", "output"))
@@ -56,12 +59,16 @@ _CLASSES_OF_TORCHAO: Final = (
     "Float8WeightOnlyConfig",
     "Int8DynamicActivationInt8WeightConfig",
     "Float8DynamicActivationFloat8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    *INT4_OF_TORCHAO,
     "FqnToConfig",
     "ModuleFqnToConfig",
     "int8_weight_only",
 )
-"""Configs of torchao whose weights are stored as 8-bit values and scales, and those that hold
-others."""
+"""Configs of torchao whose weights are stored as values and scales, and those that hold others."""
+
+_PACKINGS_OF_TORCHAO: Final = ("plain", "plain_int32", "unpacked_to_int8")
+"""Values of int4_packing_format and intx_packing_format whose integers lie in order."""
 
 
 def check_decodable(method: str, description: Mapping[str, Any]) -> None:
@@ -153,16 +160,46 @@ def _check_torchao(description: Mapping[str, Any]) -> None:
                 f"{', '.join(_CLASSES_OF_TORCHAO[:3])} …, so give the checkpoint that it was made "
                 f"from"
             )
+    for packing in _packings_of_torchao(description):
+        if packing not in _PACKINGS_OF_TORCHAO:
+            raise UndecodableError(
+                f"already quantized: quant_method torchao, packing format {packing!r:.40}; give "
+                f"the checkpoint that it was made from: its integers lie as one kernel reads them"
+            )
+
+
+def _packings_of_torchao(description: Mapping[str, Any]) -> Iterator[str]:
+    """Yields how integers lie by what the configs of torchao name, which may hold others."""
+    for node in mappings_in(description):
+        for key in ("int4_packing_format", "intx_packing_format"):
+            named = node.get(key)
+            if isinstance(named, Mapping):
+                named = named.get("_data")
+            if isinstance(named, str):
+                yield named.lower()
 
 
 def _texts(tree: Any) -> Iterator[str]:
     """Yields every text in a JSON value but keys."""
+    for node in _nodes(tree):
+        if isinstance(node, str):
+            yield node
+
+
+def mappings_in(tree: Any) -> Iterator[Mapping[str, Any]]:
+    """Yields every object in a JSON value, itself included."""
+    for node in _nodes(tree):
+        if isinstance(node, Mapping):
+            yield node
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    """Yields every value in a JSON value, itself included."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, str):
-            yield node
-        elif isinstance(node, Mapping):
+        yield node
+        if isinstance(node, Mapping):
             waiting += node.values()
         elif isinstance(node, list):
             waiting += node

@@ -9,6 +9,7 @@ from nf4conv.sources.encodings.integers import (
     packed_by_awq,
     packed_by_compressed_tensors,
     packed_by_gptq,
+    packed_by_torchao,
 )
 from nf4conv.sources.encodings.scaled import (
     FLOAT8_DTYPES,
@@ -134,6 +135,7 @@ _RULES: Final = (
     packed_by_gptq,
     packed_by_awq,
     packed_by_hqq,
+    packed_by_torchao,
     _packed_fp4,
     _plain_fp4,
     bitsandbytes_4bit,

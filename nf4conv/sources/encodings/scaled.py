@@ -38,7 +38,7 @@ def bytes_of_torchao(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo
 
     These are the fields of Int8Tensor, IntxUnpackedToInt8Tensor and Float8Tensor of torchao 0.18,
     named as in its prototype/safetensors/safetensors_support.py. Its other classes have fields of
-    the same names, so the config was asked before (description.py).
+    the same names, so the config was asked before (refused.py), and packed_by_torchao.
     """
     stored = tensor.name.removesuffix("_qdata")
     module, is_field, weight = stored.rpartition("._")

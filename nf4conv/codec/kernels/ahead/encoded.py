@@ -126,6 +126,7 @@ def integer_decoder(
     zeros: torch.dtype | None,
     zeros_less_one: bool,
     index: torch.dtype | None,
+    is_signed: bool = False,
 ) -> Codec:
     """Return what decodes packed integers, see integers.decode_integers.
 
@@ -133,11 +134,12 @@ def integer_decoder(
         _device: of the kernels, which are the same on all.
         out: dtype of the result: float32, float16 or bfloat16.
         scale: dtype of the scales.
-        packing: "compressed-tensors", "GPTQ" or "AWQ".
+        packing: "compressed-tensors", "GPTQ", "AWQ" or "torchao".
         bits: of a code.
         zeros: dtype of the zero points; None if there are none.
         zeros_less_one: True if they are stored one too small.
         index: dtype of the group of each column; None if groups are in order.
+        is_signed: True if codes are in two's complement.
 
     Returns:
         kernels: "decode".
@@ -165,6 +167,7 @@ def integer_decoder(
             bits,
             integers.kind_of_zeros(zeros, zeros_less_one),
             index is not None,
+            is_signed,
             tile.rows,
             tile.columns,
         ),

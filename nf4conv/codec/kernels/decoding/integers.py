@@ -17,14 +17,16 @@ NUM_WARPS = 4
 BY_ROWS = tl.constexpr(0)  # compressed-tensors
 DOWN_COLUMNS = tl.constexpr(1)  # GPTQ
 INTERLEAVED = tl.constexpr(2)  # AWQ
+IN_BYTES = tl.constexpr(3)  # torchao: as BY_ROWS, with the scales of GPTQ
 
-PACKINGS: Final = {"compressed-tensors": 0, "GPTQ": 1, "AWQ": 2}
+PACKINGS: Final = {"compressed-tensors": 0, "GPTQ": 1, "AWQ": 2, "torchao": 3}
 
 # How zero points are stored: constexprs of kernels.
 NO_ZEROS = tl.constexpr(0)  # all are 2^(bits - 1)
 PACKED_ZEROS = tl.constexpr(1)  # as the codes are
 LESS_ONE = tl.constexpr(2)  # packed, and one too small
-BYTE_ZEROS = tl.constexpr(3)  # int8, less 2^(bits - 1)
+BYTE_ZEROS = tl.constexpr(3)  # int8, less 2^(bits - 1); of torchao as they are
+ADDED_ZEROS = tl.constexpr(4)  # floats, added to products; codes less 2^(bits - 1)
 
 
 class Tile(NamedTuple):
@@ -39,7 +41,8 @@ class Tile(NamedTuple):
 
 def tile_of(packing: int) -> Tile:
     """Return what a program decodes of a packing."""
-    return Tile(4, 512) if packing == BY_ROWS.value else Tile(32, 64)
+    is_by_rows = packing in (BY_ROWS.value, IN_BYTES.value)
+    return Tile(4, 512) if is_by_rows else Tile(32, 64)
 
 
 def kind_of_zeros(zeros: torch.dtype | None, zeros_less_one: bool) -> int:
@@ -48,6 +51,8 @@ def kind_of_zeros(zeros: torch.dtype | None, zeros_less_one: bool) -> int:
         return int(NO_ZEROS.value)
     if zeros == torch.int8:
         return int(BYTE_ZEROS.value)
+    if zeros.is_floating_point:
+        return int(ADDED_ZEROS.value)
     return int(LESS_ONE.value) if zeros_less_one else int(PACKED_ZEROS.value)
 
 
@@ -61,19 +66,22 @@ def decode_integers(
     group_size: int,
     zeros_less_one: bool,
     out: torch.Tensor,
+    *,
+    is_signed: bool = False,
 ) -> None:
     """Decode a matrix; all tensors are contiguous.
 
     Args:
         values: the words, int32 of two dimensions.
-        scale: [rows, groups], or [groups, rows] of GPTQ and AWQ.
+        scale: [rows, groups] of compressed-tensors, [groups, rows] of the others.
         zeros: the zero points; None if all are 2^(bits - 1).
         index: [columns] int64: the group of each column; None if groups are in order.
-        packing: "compressed-tensors", "GPTQ" or "AWQ".
+        packing: "compressed-tensors", "GPTQ", "AWQ" or "torchao".
         bits: of a code: 1 to 8; 4 of AWQ.
         group_size: columns that share a scale, if they are in order.
         zeros_less_one: True if zero points are stored one too small.
         out: [rows, columns] float32, float16 or bfloat16, written.
+        is_signed: True if codes, and packed zero points, are in two's complement.
     """
     rows, columns = out.shape
     if out.numel() == 0:
@@ -106,6 +114,7 @@ def decode_integers(
             bits,
             kind_of_zeros(None if zeros is None else zeros.dtype, zeros_less_one),
             index is not None,
+            is_signed,
             tile.rows,
             tile.columns,
         ),
@@ -132,6 +141,7 @@ def integers_kernel(
     BITS: tl.constexpr,
     ZEROS: tl.constexpr,
     INDEXED: tl.constexpr,
+    SIGNED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
@@ -140,7 +150,8 @@ def integers_kernel(
     Pointers to tensors:
         values_ptr: int32 words; a line of them begins every `values_line` elements.
         scale_ptr: float32, float16 or bfloat16, a line every `scale_line` elements.
-        zeros_ptr: int32 words, or int8, a line every `zeros_line` elements; not read if NO_ZEROS.
+        zeros_ptr: int32 words, int8 or floats, a line every `zeros_line` elements; not read if
+            NO_ZEROS.
         index_ptr: [columns] int32 or int64; read where INDEXED.
         out_ptr: [rows, columns] float32, float16 or bfloat16, written.
 
@@ -152,7 +163,7 @@ def integers_kernel(
     row = program // tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     column = program % tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
-    code = _code(values_ptr, row, column, values_line, inside, PACKING, BITS)
+    code = _code(values_ptr, row, column, values_line, inside, PACKING, BITS, SIGNED)
     if INDEXED:
         group = tl.load(index_ptr + column, mask=column < columns, other=0).to(tl.int64)
     else:
@@ -162,8 +173,11 @@ def integers_kernel(
     else:
         scale_ptrs = scale_ptr + group * scale_line + row
     scale = tl.load(scale_ptrs, mask=inside, other=0).to(tl.float32)
-    zero = _zero(zeros_ptr, row, group, zeros_line, inside, PACKING, BITS, ZEROS)
+    zero = _zero(zeros_ptr, row, group, zeros_line, inside, PACKING, BITS, ZEROS, SIGNED)
     value = (code - zero).to(tl.float32) * scale
+    if ZEROS == ADDED_ZEROS:
+        added = tl.load(zeros_ptr + group * zeros_line + row, mask=inside, other=0)
+        value = value + added.to(tl.float32)
     tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -171,15 +185,27 @@ _launch = Launcher(integers_kernel)
 
 
 @triton.jit
-def _code(words_ptr, row, column, line, inside, PACKING: tl.constexpr, BITS: tl.constexpr):
-    """Return the codes of a tile, int32."""
-    if PACKING == INTERLEAVED:
-        return _interleaved(words_ptr + column * line, row, inside)
+def _code(
+    words_ptr,
+    row,
+    column,
+    line,
+    inside,
+    PACKING: tl.constexpr,
+    BITS: tl.constexpr,
+    SIGNED: tl.constexpr,
+):
+    """Return the codes of a tile, int32; SIGNED ones plus 2^(BITS - 1)."""
     bit = column * BITS
-    if PACKING == BY_ROWS:
-        return _from_stream(words_ptr + row * line, bit, 1, inside, BITS, 0)
+    if PACKING == INTERLEAVED:
+        code = _interleaved(words_ptr + column * line, row, inside)
+    elif PACKING == DOWN_COLUMNS:
+        code = _from_stream(words_ptr + row, bit, line, inside, BITS, 0)
     else:
-        return _from_stream(words_ptr + row, bit, line, inside, BITS, 0)
+        code = _from_stream(words_ptr + row * line, bit, 1, inside, BITS, 0)
+    if SIGNED:
+        code = code ^ (1 << (BITS - 1))
+    return code
 
 
 @triton.jit
@@ -192,17 +218,26 @@ def _zero(
     PACKING: tl.constexpr,
     BITS: tl.constexpr,
     ZEROS: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):
-    """Return the zero points of a tile, int32."""
+    """Return the zero points of a tile, int32; SIGNED ones plus 2^(BITS - 1)."""
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
     MASK: tl.constexpr = (1 << BITS) - 1
     if ZEROS == NO_ZEROS:
         return MIDDLE
+    elif ZEROS == BYTE_ZEROS and PACKING == IN_BYTES:
+        stored = tl.load(words_ptr + group * line + row, mask=inside, other=0)
+        return stored.to(tl.int32)
     elif ZEROS == BYTE_ZEROS:
         stored = tl.load(words_ptr + row * line + group, mask=inside, other=0)
         return stored.to(tl.int32) + MIDDLE
+    elif ZEROS == ADDED_ZEROS:
+        return MIDDLE
     elif PACKING == INTERLEAVED:
-        return _interleaved(words_ptr + group * line, row, inside)
+        zero = _interleaved(words_ptr + group * line, row, inside)
+        if SIGNED:
+            zero = zero ^ MIDDLE
+        return zero
     elif PACKING == BY_ROWS:
         return _from_stream(words_ptr + group, row * BITS, line, inside, BITS, 0)
     elif ZEROS == LESS_ONE and 32 % BITS != 0:

@@ -196,6 +196,7 @@ def _decode_integers(
         group_size=encoding.group_size,
         zeros_less_one=encoding.zeros_less_one,
         is_padded=encoding.is_padded,
+        is_signed=encoding.is_signed,
     )
     decoded = decode_integers(
         parts["values"],

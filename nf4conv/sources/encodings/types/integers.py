@@ -21,16 +21,20 @@ class PackedIntegers(Encoding):
     """
 
     values: TensorInfo  # I32: [rows, words], [words, rows] of GPTQ, [columns, words] of AWQ
-    scale: TensorInfo  # [rows, groups]; [groups, rows] of GPTQ and AWQ
-    zeros: TensorInfo | None  # the zero points of the groups; None if all are 2^(bits - 1)
+    scale: TensorInfo  # [rows, groups] of compressed-tensors, [groups, rows] of the others
+    # the zero points of the groups; None if all are 2^(bits - 1). Floats of torchao are added to
+    # the products instead
+    zeros: TensorInfo | None
     group_index: TensorInfo | None  # [columns]: the group of each column; None if in order
-    packing: str  # "compressed-tensors", "GPTQ" or "AWQ"
+    packing: str  # "compressed-tensors", "GPTQ", "AWQ" or "torchao"
     bits: int
     columns: int  # of the weight as [rows, columns], that is, [out, in]
     group_size: int  # columns that share a scale, if they are in order
     zeros_less_one: bool = False  # True if the zero points are stored one too small: GPTQ's v1
     # True if no code crosses the border of two words: compressed-tensors before release 0.18
     is_padded: bool = False
+    # True if codes, and packed zero points, are in two's complement
+    is_signed: bool = False
     # True if the weight is [out, in] here and [in, out] in its family
     is_transposed: bool = False
 
@@ -67,6 +71,7 @@ class PackedIntegers(Encoding):
             and self.group_size == other.group_size
             and self.zeros_less_one == other.zeros_less_one
             and self.is_padded == other.is_padded
+            and self.is_signed == other.is_signed
             and self.is_transposed == other.is_transposed
         )
 

@@ -24,7 +24,7 @@ def integers_purpose(encoding: PackedIntegers, tag: str) -> Purpose:
     zeros = None if encoding.zeros is None else encoding.zeros.dtype
     index = None if encoding.group_index is None else encoding.group_index.dtype
     layout = (encoding.packing, encoding.bits)
-    stored = (zeros, encoding.zeros_less_one, index)
+    stored = (zeros, encoding.zeros_less_one, index, encoding.is_signed)
     return Purpose(Action.DECODE_INTEGERS, (tag, encoding.scale.dtype, *layout, *stored))
 
 
