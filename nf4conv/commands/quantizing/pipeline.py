@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.quantizing.checkpoint import plan_checkpoint, prepared, read_card
 from nf4conv.commands.quantizing.publishing import open_push, pushed
-from nf4conv.commands.quantizing.writing import write_one
+from nf4conv.commands.quantizing.writing import report_of_run, write_one
 from nf4conv.commands.submodels import bytes_on_disk, open_unchanged, write_submodels
 from nf4conv.errors import PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan import diffusers, quantization
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.quantization import QuantizationPlan
-from nf4conv.report.advice import advice
-from nf4conv.report.loading import gpu_bytes, loading_of_pipeline, push_command
+from nf4conv.report.loading import loading_of_pipeline
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary, WeightRow
 from nf4conv.run.checkpoint import require_apart
@@ -121,21 +120,7 @@ def _joined(
     reports: Sequence[QuantizeReport],
 ) -> QuantizeReport:
     """Adds what only a quantization reports to the joined report of all submodels."""
-    totals = plan.totals()
-    loading = loading_of_pipeline(plan)
-    return replace(
-        report,
-        packed=totals.packed,
-        stay=totals.stay,
-        parameters=totals.parameters,
-        bits_per_parameter=8 * report.bytes_after / max(totals.parameters, 1),
-        gpu_bytes=gpu_bytes(report.bytes_after),
-        loading=loading.code(report.out),
-        install=loading.install,
-        push=push_command(Path(report.out)),
-        advice=advice(plan.rows()),
-        verification=_verification(plan, reports),
-    )
+    return report_of_run(plan, report, loading_of_pipeline(plan), _verification(plan, reports))
 
 
 def _verification(

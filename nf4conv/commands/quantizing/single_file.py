@@ -41,7 +41,7 @@ def write_one_file(
             progress(plan.bytes_to_read)
         if folder.is_dir() and not is_unfinished(folder):
             remove(folder.parent, folder.name)  # left by a run that ended at its last step
-        return report_of(plan, out, found)
+        return report_of(plan, found)
     report = write_one(plan, folder, run, progress)
     (folder / plan.output.shards[0].name).replace(out)
     remove(folder.parent, folder.name)

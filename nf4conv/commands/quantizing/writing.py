@@ -8,11 +8,12 @@ from pathlib import Path
 from nf4conv.errors import SourceError, VerificationError
 from nf4conv.format.layout import TAGS
 from nf4conv.options import RunOptions, VerifyOptions
+from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.report.advice import advice
-from nf4conv.report.loading import gpu_bytes, loading_of_plan, push_command
-from nf4conv.report.results.runs import QuantizeReport
+from nf4conv.report.loading import Loading, gpu_bytes, loading_of_plan, push_command
+from nf4conv.report.results.runs import QuantizeReport, RunReport
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import Written, write_checkpoint
 from nf4conv.run.device.protocol import CastError, NonFiniteError
@@ -40,7 +41,7 @@ def write_one(
         raise _describe_non_finite(error.job, plan, run) from error
     if written.report.already_complete and run.verify and plan.part is None:
         verify_again(plan, out, run, progress)
-    return report_of(plan, out, written)
+    return report_of(plan, written)
 
 
 def _write(
@@ -74,24 +75,41 @@ def _card(
     return model_card(plan, figures, loading_of_plan(plan), plan.options.base_model, plan.repo)
 
 
-def report_of(plan: QuantizationPlan, out: Path, written: Written) -> QuantizeReport:
+def report_of(plan: QuantizationPlan, written: Written) -> QuantizeReport:
     """Adds what a plan tells to the report of what came of it."""
-    report = written.report
-    totals, loading = plan.totals(), loading_of_plan(plan)
+    run = written.report
     if plan.part is None:
-        report = replace(report, bytes_before=_source_bytes(plan.source))
+        run = replace(run, bytes_before=_source_bytes(plan.source))
+    return report_of_run(plan, run, loading_of_plan(plan), written.verification)
+
+
+def report_of_run(
+    plan: QuantizationPlan | DiffusersPlan[QuantizationPlan],
+    run: RunReport,
+    loading: Loading | None,
+    verification: VerificationSummary | None,
+) -> QuantizeReport:
+    """Adds what only a quantization reports to what every run reports.
+
+    Args:
+        plan: that was carried out, of a checkpoint or of a whole diffusers pipeline.
+        run: what came of it.
+        loading: how the result is loaded; None if nothing says so.
+        verification: what was measured; None without `--verify`.
+    """
+    totals = plan.totals()
     return QuantizeReport.of_run(
-        report,
+        run,
         packed=totals.packed,
         stay=totals.stay,
         parameters=totals.parameters,
-        bits_per_parameter=8 * report.bytes_after / max(totals.parameters, 1),
-        gpu_bytes=gpu_bytes(report.bytes_after),
-        loading="" if loading is None else loading.code(str(out)),
+        bits_per_parameter=8 * run.bytes_after / max(totals.parameters, 1),
+        gpu_bytes=gpu_bytes(run.bytes_after),
+        loading="" if loading is None else loading.code(run.out),
         install="" if loading is None else loading.install,
-        push="" if plan.config is None else push_command(out),
+        push="" if plan.config is None else push_command(Path(run.out)),
         advice=advice(plan.rows()),
-        verification=written.verification,
+        verification=verification,
     )
 
 
