@@ -5,17 +5,14 @@ from typing import Final, NamedTuple
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.plan.jobs import PackJob
-from nf4conv.sources.encodings.pieces import (
-    Piece,
+from nf4conv.sources.encodings.cutting import (
     can_cut_rows,
-    encoded_pieces,
     is_stack_of_matrices,
     matrix_of,
-    packed_pieces,
-    plain_pieces,
     rows_of,
     transposed,
 )
+from nf4conv.sources.encodings.pieces import Piece, encoded_pieces, packed_pieces, plain_pieces
 from nf4conv.sources.encodings.types.bitsandbytes import packed_in_order
 from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 

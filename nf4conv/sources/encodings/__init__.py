@@ -11,6 +11,8 @@ lines.py         cuts tensors that are stored as they are
 integer_rows.py  cuts rows out of weights of packed integers
 hqq.py           recognises weights of HQQ
 bitsandbytes.py  recognises the weights of bitsandbytes, in 4 bits and in 8
+cutting.py       cuts rows out of a matrix, or a matrix out of a stack, encoded or not
+packed_runs.py   cuts runs of elements out of weights that bitsandbytes packed
 pieces.py        cuts tensors, encoded or not, into pieces that can be decoded alone
 types/           describes how tensors are decoded from others, a type for each encoding
 """

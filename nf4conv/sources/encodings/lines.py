@@ -1,6 +1,6 @@
-"""Cuts tensors that are stored as they are along their first dimension."""
+"""Cuts tensors that are stored as they are."""
 
-from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 
 def cut_rows(part: TensorInfo, first: int, last: int) -> TensorInfo:
@@ -10,4 +10,14 @@ def cut_rows(part: TensorInfo, first: int, last: int) -> TensorInfo:
         shape=(last - first, *part.shape[1:]),
         start=part.start + first * size,
         stop=part.start + last * size,
+    )
+
+
+def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
+    """Returns elements start … stop of a tensor that is stored as it is, in a flat shape."""
+    bits = DTYPE_BITS[tensor.dtype]
+    return tensor._replace(
+        shape=(stop - start,),
+        start=tensor.start + start * bits // 8,
+        stop=tensor.start + -(-stop * bits // 8),
     )
