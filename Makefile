@@ -5,7 +5,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu bench bench-e2e test-architectures test-diffusers test-moe-training test-gguf test-gguf-quantized test-moe-releases test-load-lines test-browser test-ray check-automation test-space test-slurm test-kubernetes clean
+.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu gpu-acceptance bench bench-e2e test-architectures test-diffusers test-moe-training test-gguf test-gguf-quantized test-moe-releases test-load-lines test-browser test-ray check-automation test-space test-slurm test-kubernetes clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -48,6 +48,9 @@ kills: $(VENV)/.installed ## kill runs before and after every operation on their
 
 gpu: $(VENV)/.installed ## test compiled kernels against bitsandbytes CUDA (needs an NVIDIA GPU)
 	$(BIN)/python -m pytest -m gpu
+
+gpu-acceptance: $(VENV)/.installed ## run these and more in many processes, then measure products and decoding (10 minutes); OUT=folder
+	$(BIN)/python -m benchmarks.gpu_acceptance --out $(or $(OUT),gpu-acceptance) --commit $$(git rev-parse HEAD)
 
 bench: $(VENV)/.installed ## measure the codec against bitsandbytes, on the GPU if there is one
 	$(BIN)/python -m benchmarks.codec

@@ -297,10 +297,10 @@ def main() -> None:
                     write_source(shape, encoding, scratch / encoding)
             rows.append(measure(name, scratch, chosen.runs))
             print(json.dumps(rows[-1]), flush=True)
+            keep(chosen.out, {"rows": rows}, "torch", "triton")
             for other in scratch.iterdir():
                 if other.name not in {*needed, "bfloat16"}:
                     shutil.rmtree(other, ignore_errors=True)
-    keep(chosen.out, {"rows": rows}, "torch", "triton")
 
 
 if __name__ == "__main__":

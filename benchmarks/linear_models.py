@@ -15,6 +15,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from threading import BrokenBarrierError
 from typing import Any
 
 import bitsandbytes
@@ -46,14 +48,18 @@ def main() -> None:
     processes = [context.Process(target=run, args=(kind, barrier, turn, results)) for kind in KINDS]
     for process in processes:
         process.start()
-    found = dict(results.get() for _ in KINDS)
+    found: dict[str, dict[str, object]] = {}
+    while len(found) < len(KINDS):
+        kind, result = results.get()
+        found[kind] = result
+        print(kind, result, flush=True)
+        if arguments.json:  # whole after each, because a lent GPU may be taken back
+            record = {"versions": versions(arguments.commit), "layers": LAYERS, "results": found}
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     for process in processes:
         process.join()
     for name in sorted(set().union(*found.values())):
         print(name, {kind: found[kind].get(name) for kind in KINDS}, flush=True)
-    if arguments.json:
-        record = {"versions": versions(arguments.commit), "layers": LAYERS, "results": found}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def run(kind: str, barrier: Any, turn: Any, results: Any) -> None:
@@ -61,6 +67,7 @@ def run(kind: str, barrier: Any, turn: Any, results: Any) -> None:
     warnings.simplefilter("ignore")
     steps: dict[str, Step] = {}
     found: dict[str, object] = {}
+    layers: list[Any] = []
     try:
         model = make_model(kind)
         for mode, count in MODES:
@@ -70,16 +77,18 @@ def run(kind: str, barrier: Any, turn: Any, results: Any) -> None:
             else:
                 steps[f"{mode}, {count}"] = step
         layers = host_layers(model)
-    finally:
-        barrier.wait(150)
+    except Exception as error:  # noqa: BLE001 - the others are waiting
+        found["failed"] = f"{type(error).__name__}: {error}"[:300]
+    with suppress(BrokenBarrierError):  # then others compile beside what is measured
+        barrier.wait(120)
     with turn:
         try:
             for name, step in steps.items():
                 found[name] = milliseconds(step, 25)
-            for rows in HOST_ROWS:
+            for rows in HOST_ROWS if layers else ():
                 found[f"host µs, {rows}"] = host_microseconds(layers, rows)
-            # last: it leaves hooks in the model
-            found["train"] = milliseconds(training_step(model, TRAINED_TOKENS), 5)
+            if layers:  # last: it leaves hooks in the model
+                found["train"] = milliseconds(training_step(model, TRAINED_TOKENS), 5)
         except Exception as error:  # noqa: BLE001 - the others are waiting
             found["failed"] = f"{type(error).__name__}: {error}"[:300]
     results.put((kind, found))

@@ -9,6 +9,7 @@ it takes on other GPUs. Then blocks of 32, and several weights apart and in one 
 
 import json
 from functools import partial
+from typing import Any
 
 import bitsandbytes
 import torch
@@ -34,19 +35,22 @@ HOPPER = launches.CAPABILITY
 
 def main() -> None:
     arguments = parsed(__doc__)
-    rows = []
-    for n, k in SHAPES:
-        for one in measured(n, k):
+    record: dict[str, Any] = {"versions": versions(arguments.commit)}
+    record |= {"rows": [], "blocks of 32": [], "in one launch": []}
+
+    def keep(part: str, found: list[dict[str, object]]) -> None:
+        for one in found:
             print(one, flush=True)
-            rows.append(one)
-    short = [one for n, k in FEW_SHAPES for one in measured(n, k, FEW_ROWS, 32)]
-    groups = [measured_group(*one, m) for one in GROUPS for m in FEW_ROWS]
-    for one in (*short, *groups):
-        print(one, flush=True)
-    if arguments.json:
-        record = {"versions": versions(arguments.commit), "rows": rows}
-        record |= {"blocks of 32": short, "in one launch": groups}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        record[part] += found
+        if arguments.json:  # whole after each part, because a lent GPU may be taken back
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+    for n, k in SHAPES:
+        keep("rows", measured(n, k))
+    for rows, k in GROUPS:
+        keep("in one launch", [measured_group(rows, k, m) for m in FEW_ROWS])
+    for n, k in FEW_SHAPES:
+        keep("blocks of 32", measured(n, k, FEW_ROWS, 32))
 
 
 def measured(
@@ -68,7 +72,7 @@ def measured(
         theirs = [partial(bitsandbytes.matmul_4bit, x, data.t(), state) for data, state in packed]
         products = [partial(torch.nn.functional.linear, x, one) for one in dense]
         timed = {"bitsandbytes": graph(theirs), "cuBLAS": graph(products)}
-        for name, capability in (("nf4conv", HOPPER), ("not Hopper", 0)):
+        for name, capability in (("not Hopper", 0), ("nf4conv", HOPPER)):
             launches.CAPABILITY = capability  # type: ignore[misc]
             choosing.prepare_multiply.cache_clear()
             linear._weights.clear()

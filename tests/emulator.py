@@ -172,7 +172,11 @@ class Access(NamedTuple):
     places: np.ndarray
 
     def bytes(self, count: int) -> np.ndarray:
-        """Returns the indices of bytes from each place on; one behind the end is an IndexError."""
+        """Returns the indices of bytes from each place on; one behind the end is an IndexError.
+
+        A GPU accesses so many bytes at once only at a multiple of their number, or of 16.
+        """
+        assert not (self.places % min(count, 16)).any(), f"{count} bytes at {self.places}"
         return self.places[:, None] + np.arange(count)
 
 
