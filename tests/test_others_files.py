@@ -68,6 +68,27 @@ def test_a_folder_is_removed_with_all_that_is_in_it(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("_both_ways")
+def test_folders_that_another_process_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What is beside them is removed all the same."""
+    for name in "1234":
+        (tmp_path / "a" / name / "inner").mkdir(parents=True)
+        (tmp_path / "a" / name / "z").write_text("")
+    list_folder = os.listdir
+
+    def removed_meanwhile(folder: int | Path) -> list[str]:
+        path = Path(f"/proc/self/fd/{folder}").readlink() if isinstance(folder, int) else folder
+        if path.name == "inner":
+            path.rmdir()
+        return list_folder(folder)
+
+    monkeypatch.setattr(os, "listdir", removed_meanwhile)
+    removal.remove(tmp_path, "a")
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.usefixtures("_both_ways")
 def test_links_are_removed_and_not_followed(tmp_path: Path, victim: Path):
     before = contents(victim)
     (tmp_path / "out/inner").mkdir(parents=True)

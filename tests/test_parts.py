@@ -24,6 +24,7 @@ from hub_server import Hub, Repo
 
 import nf4conv.plan.fingerprint as fingerprint_module
 import nf4conv.plan.writing as writing_module
+import nf4conv.sources.remote.stream as stream_module
 from nf4conv import (
     DequantizeOptions,
     QuantizeOptions,
@@ -39,6 +40,7 @@ from nf4conv import (
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
 from nf4conv.plan.parts import number_of
+from nf4conv.sources.remote.contents import RemoteFile
 from nf4conv.sources.unfinished import finished_shards
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
@@ -195,6 +197,28 @@ def test_a_source_that_is_streamed(where: SourceOptions, tmp_path: Path, count: 
     for name in names_of(count):
         part(REPO, tmp_path / "out", name, where=where, verify=verify)
     finish_checkpoint(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
+    where: SourceOptions, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The folder with what was fetched is gone when its content is to be checked."""
+    calls = []
+    check = stream_module.check_content
+
+    def interfere(path: Path, file: RemoteFile) -> str | None:
+        calls.append(path)
+        if len(calls) == 1:
+            part(REPO, tmp_path / "out", "1/1", where=where)
+            finish_checkpoint(tmp_path / "out")
+            assert not path.exists()
+        return check(path, file)
+
+    monkeypatch.setattr(stream_module, "check_content", interfere)
+    report = part(REPO, tmp_path / "out", "1/1", where=where)
+    assert report.already_complete
+    quantize_checkpoint(REPO, tmp_path / "single", OPTIONS, RUN, where=where)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 

@@ -49,7 +49,7 @@ def finish_checkpoint(out: str | Path, *, reread: bool = True) -> FinishReport:
     if is_unfinished(out):
         try:
             return _finish(out, started, reread)
-        except Nf4convError:
+        except (Nf4convError, OSError):
             if is_unfinished(out):
                 raise
             # another process has finished it meanwhile

@@ -54,10 +54,11 @@ def found_or_written(
         return found
     try:
         return write()
-    except Nf4convError:
+    except (Nf4convError, OSError):
         if plan.part is None:
             raise
-        # other processes may have made the same part, and finished the whole meanwhile
+        # other processes may have made the same part, finished the whole meanwhile, and removed
+        # the folder in which this one was writing
         found = find_earlier(plan, out, run, progress)
         if found is None:
             raise

@@ -60,10 +60,12 @@ def finished_shards(out: Path, names: Iterable[str] | None = None) -> dict[str, 
         names: the shards to look for; None for all.
     """
     folder = out / WORK_FOLDER / SHARDS
+    records: list[Path] = []
     if names is None:
-        records = folder.glob("*.json")
+        with suppress(FileNotFoundError):  # a run that ends has just removed the folder
+            records = list(folder.glob("*.json"))
     else:
-        records = (folder / record_name(name) for name in names)
+        records = [folder / record_name(name) for name in names]
     found = {}
     for path in records:
         # a shard whose record is missing or damaged is not finished

@@ -104,8 +104,11 @@ def _remove_below(parent: int, name: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=parent)
         return
+    entries: list[str] = []
     try:
-        for entry in os.listdir(handle):  # noqa: PTH208 - pathlib takes no handle
+        with suppress(FileNotFoundError):  # another process has just removed this folder
+            entries = os.listdir(handle)  # noqa: PTH208 - pathlib takes no handle
+        for entry in entries:
             _remove_below(handle, entry)
     finally:
         os.close(handle)
@@ -128,7 +131,10 @@ def _remove_by_path(path: Path) -> None:
         with suppress(FileNotFoundError):
             path.unlink()
         return
-    for entry in list(path.iterdir()):
+    entries: list[Path] = []
+    with suppress(FileNotFoundError):  # another process has just removed this folder
+        entries = list(path.iterdir())
+    for entry in entries:
         if is_link(path):
             raise OSError(f"{path}: has become a link, which is not followed")
         _remove_by_path(entry)
