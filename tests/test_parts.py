@@ -201,7 +201,7 @@ def test_a_source_that_is_streamed(where: SourceOptions, tmp_path: Path, count: 
 
 
 def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
-    where: SourceOptions, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: SourceOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The folder with what was fetched is gone when its content is to be checked."""
     calls = []
