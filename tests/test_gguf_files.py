@@ -6,8 +6,13 @@ tests/test_gguf_sources.py compares with llama.cpp's converter, tests/test_ggml.
 import json
 import os
 import re
+import shutil
 import struct
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -145,39 +150,150 @@ SPELLED = {
 def test_a_tokenizer_is_made_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
     """Metadata of another content, and a damaged cache, make another; so does a new release."""
     made = []
-    genuine = tokenizing.tokenizer_files
+    genuine = tokenizing.tokenizer_json
     monkeypatch.setattr(
-        tokenizing, "tokenizer_files", lambda metadata: made.append(1) or genuine(metadata)
+        tokenizing,
+        "tokenizer_json",
+        lambda vocabulary: made.append(vocabulary) or genuine(vocabulary),
     )
     path = write_gguf(tmp_path / "model.gguf", SPELLED)
-    first = open_source(path).folder
+    assert open_source(path).pending is not None
+    assert not made
+    first = open_source(path).whole_folder()
     content = (first / "tokenizer.json").read_bytes()
     assert json.loads(content)["model"]["merges"] == [["a", "b"]]
-    assert open_source(path).folder == first
+    assert json.loads(content)["model"]["vocab"] == {"a": 0, "b": 1, "ab": 2}
+    assert open_source(path).whole_folder() == first
     assert len(made) == 1
-    [kept] = cache.glob("*.tokenizer")
-    good = kept.read_bytes()
-    for bad in (b"", b"[]\n", b"{\n", good[:-1], good + b" ", b'{"tokenizer.json": "x"}\n'):
-        kept.write_bytes(bad)
-        assert (open_source(path).folder / "tokenizer.json").read_bytes() == content
-        assert kept.read_bytes() == good
-    assert len(made) == 7
-    kept.chmod(0o666)  # another user may have written it
-    (first / "tokenizer.json").write_bytes(b"{}")
-    assert (open_source(path).folder / "tokenizer.json").read_bytes() == content
+    [sizes] = cache.glob("*/sizes.json")
+    good = sizes.read_bytes()
+    for bad in (b"", b"[]\n", b"{\n", good[:-3], b"{}", b'{"tokenizer.json": "x"}\n', b"1"):
+        sizes.write_bytes(bad)
+        assert (open_source(path).whole_folder() / "tokenizer.json").read_bytes() == content
+        assert sizes.read_bytes() == good
     assert len(made) == 8
-    write_gguf(path, {**SPELLED, "tokenizer.ggml.merges": ["b a"]})
-    assert open_source(path).folder != first
+    sizes.chmod(0o666)  # another user may have written it
+    (first / "tokenizer.json").write_bytes(b"{}")
+    assert (open_source(path).whole_folder() / "tokenizer.json").read_bytes() == content
     assert len(made) == 9
-    monkeypatch.setattr(tokenizing, "WAY_OF_MAKING", tokenizing.WAY_OF_MAKING + 1)
-    open_source(path)
+    (first / "tokenizer.json").chmod(0o666)
+    open_source(path).whole_folder()
     assert len(made) == 10
-    monkeypatch.setattr(unpacked, "__version__", "another")
-    open_source(path)
+    write_gguf(path, {**SPELLED, "tokenizer.ggml.merges": ["b a"]})
+    assert open_source(path).whole_folder() != first
     assert len(made) == 11
+    monkeypatch.setattr(tokenizing, "WAY_OF_MAKING", tokenizing.WAY_OF_MAKING + 1)
+    open_source(path).whole_folder()
+    assert len(made) == 12
+    monkeypatch.setattr(unpacked, "__version__", "another")
+    open_source(path).whole_folder()
+    assert len(made) == 13
     monkeypatch.setattr(unpacked, "cache_folder", lambda: None)
     with pytest.raises(SourceError, match="needs a home folder"):
         open_source(path)
+
+
+def test_a_tokenizer_is_made_beside_the_pipeline(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It begins before the first shard, and is waited for behind the last; looking makes none."""
+    threads = []
+    genuine = tokenizing.tokenizer_json
+
+    def noted(vocabulary: tokenizing.Vocabulary) -> Iterator[bytes]:
+        threads.append(threading.current_thread().name)
+        yield from genuine(vocabulary)
+
+    monkeypatch.setattr(tokenizing, "tokenizer_json", noted)
+    path = write_gguf(tmp_path / "model.gguf", SPELLED)
+    done("inspect", path)
+    done("dequantize", path, tmp_path / "out", "--device", "cpu", "--dry-run")
+    assert not threads
+    result = done("dequantize", path, tmp_path / "out", "--device", "cpu")
+    assert "config.json and the tokenizer are made of the file's metadata" in result.output
+    assert threads == ["nf4conv-tokenizer"]
+    written = json.loads((tmp_path / "out" / "tokenizer.json").read_bytes())
+    assert written["model"]["merges"] == [["a", "b"]]
+    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
+    again = done("dequantize", path, tmp_path / "out", "--device", "cpu")
+    assert "complete" in again.output
+    done("dequantize", path, tmp_path / "other", "--device", "cpu")
+    assert len(threads) == 1
+    for entry in cache.iterdir():  # as if another process had removed what it found old
+        shutil.rmtree(entry)
+    done("dequantize", path, tmp_path / "out", "--device", "cpu")
+    assert len(threads) == 2
+
+
+def test_a_cache_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What fails in the thread is one line, and OUT does not look finished."""
+    genuine = unpacked.write_private
+
+    def full(path: Path, content: bytes) -> None:
+        if path.name == "tokenizer.json":
+            raise OSError(28, "No space left on device", str(path))
+        genuine(path, content)
+
+    monkeypatch.setattr(unpacked, "write_private", full)
+    path = write_gguf(tmp_path / "model.gguf", SPELLED)
+    result = run("dequantize", path, tmp_path / "out", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "its metadata cannot be unpacked" in result.stderr
+    assert "tokenizer.json: No space left on device" in result.stderr
+    assert not (tmp_path / "out" / "config.json").exists()
+    monkeypatch.setattr(unpacked, "write_private", genuine)
+    done("dequantize", path, tmp_path / "out", "--device", "cpu")
+
+
+def test_the_cache_stays_small(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was used longest ago goes; what another process may be reading stays."""
+    monkeypatch.setattr(unpacked, "_MOST_KEPT", 100_000)
+    entries = []
+    for number in range(4):
+        metadata = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 2000, "general.name": f"{number}"}
+        path = write_gguf(tmp_path / f"{number}.gguf", metadata)
+        folder = open_source(path).whole_folder()
+        assert (folder / "tokenizer.json").stat().st_size > 20_000
+        entries.append((path, folder.parent))
+    assert all(entry.is_dir() for _, entry in entries)  # used in the last hour
+    hours_ago = time.time() - 7200
+    (cache / "old.tokenizer").write_bytes(bytes(50_000))  # of an earlier release
+    (cache / ".0123").mkdir()
+    for entry in cache.iterdir():
+        os.utime(entry, (hours_ago, hours_ago))
+    os.utime(entries[0][1], (hours_ago - 1, hours_ago - 1))
+    open_source(entries[1][0]).whole_folder()
+    path = write_gguf(tmp_path / "new.gguf", {**SPELLED, "general.name": "new"})
+    new = open_source(path).whole_folder().parent
+    left = {*cache.iterdir()}
+    assert {new, entries[1][1]} <= left
+    assert not {entries[0][1], cache / ".0123"} & left
+    assert sum(file.stat().st_size for file in cache.rglob("*")) <= 150_000
+
+
+def test_processes_share_the_cache(tmp_path: Path):
+    """Four make the same tokenizers at once, and remove those of each other."""
+    paths = []
+    for number in range(3):
+        metadata = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 3000, "general.name": f"{number}"}
+        paths.append(write_gguf(tmp_path / f"{number}.gguf", metadata))
+    program = """
+import sys
+from pathlib import Path
+from nf4conv.sources.gguf import unpacked
+from nf4conv.sources.opening import open_source
+from nf4conv.system import private
+unpacked._MOST_KEPT = 1
+private._IN_USE = -1
+for _ in range(10):
+    for path in sys.argv[1:]:
+        folder = open_source(path).whole_folder()
+"""
+    command = [sys.executable, "-c", program, *map(str, paths)]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
+    for process in running:
+        _, said = process.communicate()
+        assert process.returncode == 0, said.decode()
 
 
 def test_split_files(tmp_path: Path):

@@ -314,7 +314,7 @@ def _windows(
 
     def tokenizer() -> Any:
         if not tokenizers:
-            tokenizers.append(load_tokenizer(source.folder))
+            tokenizers.append(load_tokenizer(source.whole_folder()))
         return tokenizers[0]
 
     tokens = options.calibration_tokens or TOKENS

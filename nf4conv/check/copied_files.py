@@ -58,9 +58,10 @@ def check_copied_files(structure: Structure, source: Source) -> None:
     """
     if source.config is None:
         return
-    names = auxiliary_files(source.folder, source.root)
+    folder = source.whole_folder()
+    names = auxiliary_files(folder, source.root)
     is_ours = structure.record is not None
-    check_files(structure, source.folder, names, is_ours=is_ours)
+    check_files(structure, folder, names, is_ours=is_ours)
 
 
 def check_files(

@@ -80,7 +80,11 @@ class WritingPlan:
         """Lists the files that are copied beside the weights, relative to the source's folder."""
         if self.source.config is None:
             return ()
-        return auxiliary_files(self.source.folder, self.source.root)
+        found = auxiliary_files(self.source.folder, self.source.root)
+        if self.source.pending is None:
+            return found
+        pending = {PurePosixPath(name) for name in self.source.pending.names}
+        return tuple(sorted(pending.union(found)))
 
     def rows(self) -> list[PlanRow]:
         """Returns a row for each weight that is packed or decoded and each tensor that is kept."""

@@ -80,8 +80,9 @@ class Filling:
         """Copies the auxiliary files and writes those that make the folder a checkpoint."""
         plan, folder = self.plan, self.folder
         require_unchanged(plan.source, "while it was read; start anew with --overwrite")
+        originals = plan.source.whole_folder()
         for name in plan.auxiliary:
-            folder.copy(str(name), plan.source.folder / name)
+            folder.copy(str(name), originals / name)
         files = {}
         headers = 0
         for shard in plan.output.shards:
@@ -221,8 +222,12 @@ def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:
     if plan.source.fetched is not None:
         fetched = sorted(file.size for file in plan.source.fetched.absent.values())
         needed += sum(fetched[-2:])  # one file in use, one on its way
+    pending = plan.source.pending
+    if pending is not None:
+        needed += pending.largest
     for name in plan.auxiliary:
-        needed += (plan.source.folder / name).stat().st_size
+        if pending is None or str(name) not in pending.names:
+            needed += (plan.source.folder / name).stat().st_size
     return needed
 
 

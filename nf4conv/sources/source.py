@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from nf4conv.sources.reader import each, read_bytes
 from nf4conv.sources.stamps import Stamp
@@ -42,6 +42,24 @@ class AdapterFiles:
         return self.place if self.origin is None else str(self.origin)
 
 
+class PendingFiles(Protocol):
+    """Files of a source's folder that are made when they are needed.
+
+    Attributes:
+        names: those of the files.
+        largest: about how many bytes they have together at most; 0 if they are there.
+    """
+
+    names: tuple[str, ...]
+    largest: int
+
+    def begin(self) -> None:
+        """Begins to make the files beside whatever else goes on."""
+
+    def finish(self) -> None:
+        """Returns when the files are there; raises a SourceError if they cannot be made."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint that can be read.
@@ -61,6 +79,7 @@ class Source:
         adapters: the adapters that have been merged into it.
         place: what the user named, if that is not `folder`: a GGUF file.
         is_file: True if it is one weight file, whatever lies beside it.
+        pending: files of `folder` that are made when they are needed; None if all are there.
     """
 
     folder: Path
@@ -75,6 +94,17 @@ class Source:
     adapters: tuple[AdapterFiles, ...] = ()
     place: str | None = None
     is_file: bool = False
+    pending: PendingFiles | None = None
+
+    def whole_folder(self) -> Path:
+        """Returns the folder once all its files are there.
+
+        Raises:
+            SourceError: one cannot be made.
+        """
+        if self.pending is not None:
+            self.pending.finish()
+        return self.folder
 
     @property
     def recorded_in(self) -> Path:

@@ -7,7 +7,6 @@ left before anything is allocated.
 """
 
 import array
-import hashlib
 import math
 import struct
 import sys
@@ -18,12 +17,11 @@ from typing import IO, Any, Final
 
 from nf4conv.errors import SourceError, named
 from nf4conv.format.gguf import BLOCK_TYPES, BlockType
+from nf4conv.sources.gguf.incoming import HeaderBytes, Texts
 from nf4conv.sources.header import MOST_TENSORS, check_name
 
 MAGIC: Final = b"GGUF"
 
-_LONGEST_HEADER: Final = 2**28  # bytes; tokenizers of 260,000 tokens take 20 MB
-_LONGEST_STRING: Final = 2**24
 _MOST_DIMENSIONS: Final = 4
 _SMALLEST_PAIR: Final = 13  # bytes of a key without letters, a type, and a value of one byte
 _SMALLEST_RECORD: Final = 24
@@ -74,14 +72,14 @@ class GgufHeader:
     """The header of a file.
 
     Attributes:
-        metadata: numbers, strings, and lists of them, by key.
+        metadata: numbers, strings, lists of numbers, and `Texts`, by key.
         tensors: in the order of the records.
-        digest: the SHA-256 of the metadata's bytes; None if the file is not here.
+        digest: the SHA-256 of the metadata's bytes.
     """
 
     metadata: Mapping[str, Any]
     tensors: tuple[GgufTensor, ...]
-    digest: str | None
+    digest: str
 
 
 def read_gguf_header(path: Path, opened: Callable[[], IO[bytes]] | None = None) -> GgufHeader:
@@ -98,7 +96,7 @@ def read_gguf_header(path: Path, opened: Callable[[], IO[bytes]] | None = None) 
     with named(path, SourceError), path.open("rb") if opened is None else opened() as file:
         size = file.seek(0, 2)
         file.seek(0)
-        return _Parser(path, file, size, is_here=opened is None).parse()
+        return _Parser(path, HeaderBytes(path, file, size), size).parse()
 
 
 class _Parser:
@@ -106,38 +104,35 @@ class _Parser:
 
     Args:
         path: the file, for messages.
-        file: the same, opened.
-        size: its bytes.
-        is_here: True if they can be read twice for nothing.
+        content: its bytes.
+        size: how many they are.
     """
 
-    def __init__(self, path: Path, file: IO[bytes], size: int, *, is_here: bool) -> None:
+    def __init__(self, path: Path, content: HeaderBytes, size: int) -> None:
         self._path = path
-        self._file = file
+        self._content = content
         self._size = size
-        self._is_here = is_here
-        self._position = 0
 
     def parse(self) -> GgufHeader:
         """Reads the header."""
-        if self._take(4) != MAGIC:
+        if self._content.take(4) != MAGIC:
             raise self._error("is no GGUF file")
-        version = self._number("I")
+        version = self._content.number("I")
         if version not in (2, 3):
             swapped = int.from_bytes(struct.pack("<I", version), "big")
             if swapped in (2, 3):
                 raise self._error("is a GGUF file in big-endian order, which is not read")
             raise self._error(f"is a GGUF file of version {version}; 2 and 3 are read")
-        tensor_count = self._number("Q")
-        pair_count = self._number("Q")
+        tensor_count = self._content.number("Q")
+        pair_count = self._content.number("Q")
         if tensor_count > MOST_TENSORS:
             raise self._error(f"claims {tensor_count:,} tensors, as no model has")
         self._check_count(pair_count, _SMALLEST_PAIR, "metadata entries")
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
-            key = self._text()
-            metadata[key] = self._value(self._number("I"))
-        digest = self._digest() if self._is_here else None
+            key = self._content.text()
+            metadata[key] = self._value(self._content.number("I"))
+        digest = self._content.digest()
         self._check_count(tensor_count, _SMALLEST_RECORD, "tensors")
         records = [self._record() for _ in range(tensor_count)]
         return GgufHeader(metadata, self._placed(records, metadata), digest)
@@ -147,53 +142,31 @@ class _Parser:
     def _value(self, kind: int) -> Any:
         """Reads a value of the metadata."""
         if kind in _NUMBERS:
-            return self._number(_NUMBERS[kind])
+            return self._content.number(_NUMBERS[kind])
         if kind == _BOOL:
-            return self._number("B") != 0
+            return self._content.number("B") != 0
         if kind == _STRING:
-            return self._text()
+            return self._content.text()
         if kind == _ARRAY:
             return self._array()
         raise self._error(f"has a value of type {kind}, which GGUF does not define")
 
-    def _array(self) -> list[Any]:
+    def _array(self) -> list[Any] | Texts:
         """Reads an array of numbers, bools or strings."""
-        kind = self._number("I")
-        count = self._number("Q")
+        kind = self._content.number("I")
+        count = self._content.number("Q")
         if kind in _NUMBERS:
             code = _NUMBERS[kind]
             size = struct.calcsize(f"<{code}")
             self._check_count(count, size, "numbers in an array")
-            return self._numbers(code, self._take(count * size))
+            return self._numbers(code, self._content.take(count * size))
         if kind == _BOOL:
             self._check_count(count, 1, "bools in an array")
-            return [byte != 0 for byte in self._take(count)]
+            return [byte != 0 for byte in self._content.take(count)]
         if kind == _STRING:
             self._check_count(count, 8, "strings in an array")
-            return self._texts(count)
+            return self._content.texts(count)
         raise self._error(f"has an array of type {kind}, which is not read")
-
-    def _digest(self) -> str:
-        """Returns the SHA-256 of all that was read so far."""
-        self._file.seek(0)
-        return hashlib.sha256(self._file.read(self._position)).hexdigest()
-
-    def _texts(self, count: int) -> list[str]:
-        """Reads strings that stand one after the other: hundreds of thousands, in a vocabulary."""
-        read = self._file.read
-        end = min(self._size, _LONGEST_HEADER)
-        found = []
-        for _ in range(count):
-            length = int.from_bytes(read(8), "little")
-            if length > _LONGEST_STRING:
-                raise self._too_long(length)
-            self._position += 8 + length
-            if self._position > end:
-                raise self._cut_off()
-            found.append(read(length).decode(errors="replace"))
-        if self._file.tell() != self._position:
-            raise self._cut_off()
-        return found
 
     def _numbers(self, code: str, content: bytes) -> list[Any]:
         """Reads numbers that stand one after the other."""
@@ -206,14 +179,14 @@ class _Parser:
 
     def _record(self) -> tuple[str, tuple[int, ...], BlockType, int]:
         """Reads the record of a tensor: its name, shape, block type and offset."""
-        name = self._text()
+        name = self._content.text()
         check_name(self._path, name)
-        dimensions = self._number("I")
+        dimensions = self._content.number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise self._error(f"{name}: has {dimensions} dimensions", name)
-        sizes = [self._number("Q") for _ in range(dimensions)]
-        number = self._number("I")
-        offset = self._number("Q")
+        sizes = [self._content.number("Q") for _ in range(dimensions)]
+        number = self._content.number("I")
+        offset = self._content.number("Q")
         block_type = BLOCK_TYPES.get(number)
         if block_type is None:
             raise self._error(f"{name}: is of type {number}, which nf4conv does not decode", name)
@@ -228,7 +201,7 @@ class _Parser:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
             raise self._error(f"has an alignment of {alignment!r}")
-        data = self._position + -self._position % alignment
+        data = self._content.position + -self._content.position % alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, block_type, offset in records:
             if name in tensors:
@@ -250,40 +223,10 @@ class _Parser:
             tensors[name] = tensor
         return tuple(tensors.values())
 
-    # --- bytes ---------------------------------------------------------------------------------
-
-    def _take(self, count: int) -> bytes:
-        """Reads the next bytes."""
-        if self._position + count > min(self._size, _LONGEST_HEADER):
-            raise self._cut_off()
-        content = self._file.read(count)
-        if len(content) != count:
-            raise self._cut_off()
-        self._position += count
-        return content
-
-    def _number(self, code: str) -> Any:
-        """Reads a number, by its format of struct."""
-        [number] = struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))
-        return number
-
-    def _text(self) -> str:
-        """Reads a string. What is not UTF-8 in it is replaced, as in tokens of other encodings."""
-        length = self._number("Q")
-        if length > _LONGEST_STRING:
-            raise self._too_long(length)
-        return self._take(length).decode(errors="replace")
-
     def _check_count(self, count: int, smallest: int, what: str) -> None:
         """Refuses a count of things that the rest of the file cannot hold."""
-        if count * smallest > min(self._size, _LONGEST_HEADER) - self._position:
+        if count * smallest > self._content.left:
             raise self._error(f"claims {count:,} {what}, more than the file holds")
-
-    def _cut_off(self) -> SourceError:
-        return self._error("is cut off in its header; the download is incomplete")
-
-    def _too_long(self, length: int) -> SourceError:
-        return self._error(f"has a string of {length:,} bytes, which is too long")
 
     def _error(self, what: str, tensor: str | None = None) -> SourceError:
         return SourceError(f"{self._path}: {what}", path=self._path, tensor=tensor)

@@ -15,7 +15,7 @@ from nf4conv.sources.gguf.families.registry import FAMILIES, family_of
 from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.settings import config_of
-from nf4conv.sources.gguf.unpacked import made_tokenizer, unpack
+from nf4conv.sources.gguf.unpacked import unpack
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.source import Source
@@ -64,11 +64,11 @@ def open_gguf(
     place = {file: number for number, file in enumerate(files)}
     presented = tuple(sorted(presented, key=lambda one: (place[one.file], one.start)))
     notes = [_note_on_types(tensors)]
+    tokenizer = None
     if borrowed is None:
         config = config_of(sizes, names, family, presented, dtype)
-        made = made_tokenizer(headers[0])
-        borrowed = unpack(path, config, made)
-        notes.append(_note_on_metadata(tensors, made))
+        borrowed, tokenizer = unpack(path, headers[0], config)
+        notes.append(_note_on_metadata(tensors, has_tokenizer=tokenizer is not None))
     return Source(
         folder=borrowed,
         root=borrowed,
@@ -79,6 +79,7 @@ def open_gguf(
         notes=tuple(notes),
         stamps={file: stamp_of(file) for file in files if file not in absent},
         place=str(path),
+        pending=tokenizer,
     )
 
 
@@ -164,13 +165,13 @@ def _note_on_types(tensors: Sequence[GgufTensor]) -> str:
     return f"the source is a GGUF file: {listed}"
 
 
-def _note_on_metadata(tensors: Sequence[GgufTensor], made: Mapping[str, Any]) -> str:
+def _note_on_metadata(tensors: Sequence[GgufTensor], *, has_tokenizer: bool) -> str:
     """Returns a line about what was made of the metadata, and what is not in there."""
     lacking = []
-    if not made:
+    if not has_tokenizer:
         lacking.append("no tokenizer that nf4conv can write")
     if any(tensor.name.startswith("rope_f") for tensor in tensors):
         lacking.append("not how rotary embeddings are scaled")
-    what = "config.json and the tokenizer are made" if made else "config.json is made"
+    what = "config.json and the tokenizer are made" if has_tokenizer else "config.json is made"
     but = f", which has {' and '.join(lacking)}" if lacking else ""
     return f"{what} of the file's metadata{but}; --config-from REPO takes those of the original"

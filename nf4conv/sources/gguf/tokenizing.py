@@ -2,14 +2,19 @@
 
 Two kinds of tokenizers are made: byte-level BPE with the ways of cutting text that Llama 3, Qwen 2
 and GPT-2 use, and the BPE of SentencePiece, as Llama 2, Mistral and Gemma have it. For others
-`tokenizer_files` returns nothing. The layout is that of the library tokenizers.
+`read_vocabulary` returns nothing. The layout is that of the library tokenizers.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+from nf4conv.sources.gguf.incoming import Texts
 
 WAY_OF_MAKING: Final = 1
-"""Goes up by one when `tokenizer_files` makes other content of the same metadata: the cache of
+"""Goes up by one when `tokenizer_json` makes other content of the same metadata: the cache of
 unpacked.py then makes the files anew."""
 
 _MARKS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+"
@@ -33,6 +38,22 @@ _USER_DEFINED: Final = 4
 _SPACE: Final = "▁"
 """What SentencePiece writes for a space."""
 
+_BPE: Final = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+}
+"""A model of BPE, but for its vocabulary and its merges."""
+
+_AT_A_TIME: Final = 4096
+"""Tokens or merges that a piece of tokenizer.json has: about 1 ms of work."""
+
+_Element = TypeVar("_Element")
+
 _ROLES: Final = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -41,41 +62,96 @@ _ROLES: Final = {
 }
 
 
-def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of tokenizer.json and tokenizer_config.json, by their names.
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a tokenizer is made of.
 
-    Args:
+    Attributes:
+        kind: how llama.cpp calls it: "gpt2" or "llama".
+        tokens: by their numbers.
         metadata: of the file.
-
-    Returns:
-        Nothing, if nf4conv cannot make a tokenizer of the metadata.
     """
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    kind = metadata.get("tokenizer.ggml.model")
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        return {}
-    if len(set(tokens)) != len(tokens):  # two tokens of other bytes that are no text
-        return {}
-    made = None
-    if kind == "gpt2":
-        made = _byte_level(metadata, tokens)
-    elif kind == "llama":
-        made = _of_sentencepiece(metadata, tokens)
-    if made is None:
-        return {}
-    common: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None}
-    common["added_tokens"] = _added_tokens(metadata, tokens)
-    common["post_processor"] = _post_processor(metadata, tokens, begins=kind == "llama")
-    settings = _settings(metadata, tokens)
-    return {"tokenizer.json": {**common, **made}, "tokenizer_config.json": settings}
+
+    kind: str
+    tokens: Sequence[str]
+    metadata: Mapping[str, Any]
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any] | None:
-    """Returns what a byte-level BPE differs in; None if the way of cutting text is not known."""
-    pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    merges = metadata.get("tokenizer.ggml.merges")
-    if pre not in _CUTS or not isinstance(merges, list):
+def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary | None:
+    """Returns what a tokenizer is made of; None if nf4conv cannot make one of the metadata."""
+    kind = str(metadata.get("tokenizer.ggml.model"))
+    texts = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(texts, Texts) or not _is_known(metadata, kind, len(texts)):
         return None
+    tokens = list(texts)
+    if len(set(tokens)) != len(tokens):  # two tokens of other bytes that are no text
+        return None
+    return Vocabulary(kind, tokens, metadata)
+
+
+def _is_known(metadata: Mapping[str, Any], kind: str, count: int) -> bool:
+    """Returns True if metadata has all of a tokenizer that can be made."""
+    if kind == "gpt2":
+        pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
+        has_merges = isinstance(metadata.get("tokenizer.ggml.merges"), Texts)
+        return has_merges and isinstance(pre, str) and pre in _CUTS
+    scores = metadata.get("tokenizer.ggml.scores")
+    return kind == "llama" and isinstance(scores, list) and len(scores) == count
+
+
+def tokenizer_json(vocabulary: Vocabulary) -> Iterator[bytes]:
+    """Yields tokenizer.json in small pieces, between which other threads can work."""
+    is_of_sentencepiece = vocabulary.kind == "llama"
+    tokens = vocabulary.tokens
+    metadata = vocabulary.metadata
+    if is_of_sentencepiece:
+        made = _of_sentencepiece(metadata, tokens)
+    else:
+        made = _byte_level(metadata)
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(metadata, tokens),
+        "post_processor": _post_processor(metadata, tokens, begins=is_of_sentencepiece),
+        **made,
+    }
+    # the model is the last of the whole, and its vocabulary and merges are the last of the model
+    yield json.dumps(whole).removesuffix("}}").encode()
+    yield b', "vocab": {'
+    yield from _in_pieces(enumerate(tokens), _numbered)
+    yield b'}, "merges": ['
+    if is_of_sentencepiece:
+        merges = _merges_by_score(tokens, metadata["tokenizer.ggml.scores"])
+        yield from _in_pieces(merges, list)
+    else:
+        yield from _in_pieces(metadata["tokenizer.ggml.merges"], _pairs)
+    yield b"]}}\n"
+
+
+def _in_pieces(
+    elements: Iterable[_Element], collected: Callable[[list[_Element]], object]
+) -> Iterator[bytes]:
+    """Yields the inside of a JSON object or array, a few thousand elements at a time."""
+    remaining = iter(elements)
+    separator = ""
+    while some := list(islice(remaining, _AT_A_TIME)):
+        inside = json.dumps(collected(some))[1:-1]
+        yield f"{separator}{inside}".encode()
+        separator = ", "
+
+
+def _numbered(numbers_and_tokens: Iterable[tuple[int, str]]) -> dict[str, int]:
+    return {token: number for number, token in numbers_and_tokens}
+
+
+def _pairs(merges: Iterable[str]) -> list[list[str]]:
+    return [merge.split(" ") for merge in merges]
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a byte-level BPE differs in."""
+    pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
     pattern = _CUTS[pre]
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     steps: list[dict[str, Any]] = []
@@ -87,18 +163,12 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str,
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": {**to_bytes, "use_regex": True},
-        "model": {
-            **_bpe(tokens, [str(merge).split(" ") for merge in merges]),
-            "ignore_merges": pre == "llama-bpe",
-        },
+        "model": {**_BPE, "ignore_merges": pre == "llama-bpe"},
     }
 
 
-def _of_sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any] | None:
-    """Returns what a BPE of SentencePiece differs in; None if there are no scores."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        return None
+def _of_sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    """Returns what a BPE of SentencePiece differs in."""
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     normalizers: list[dict[str, Any]] = []
     decoders: list[dict[str, Any]] = [
@@ -110,34 +180,17 @@ def _of_sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dic
         normalizers.append({"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
-    model = _bpe(tokens, _merges_by_score(tokens, scores))
-    model |= {"fuse_unk": True, "byte_fallback": True}
-    model["unk_token"] = _token(metadata, tokens, "unk_token")
+    unknown = _token(metadata, tokens, "unk_token")
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": model,
+        "model": {**_BPE, "fuse_unk": True, "byte_fallback": True, "unk_token": unknown},
     }
 
 
-def _bpe(tokens: Sequence[str], merges: list[list[str]]) -> dict[str, Any]:
-    """Returns a model of BPE."""
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "vocab": {token: number for number, token in enumerate(tokens)},
-        "merges": merges,
-    }
-
-
-def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]]:
-    """Returns the merges that do what SentencePiece does: the best token of two others first.
+def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> Iterator[list[str]]:
+    """Yields the merges that do what SentencePiece does: the best token of two others first.
 
     A token can be made of several pairs. Those whose parts have smaller numbers come first.
     """
@@ -150,7 +203,8 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[lis
             if left is not None and right is not None:
                 found.append((-scores[number], number, left, right))
     found.sort()
-    return [[tokens[left], tokens[right]] for _, _, left, right in found]
+    for _, _, left, right in found:
+        yield [tokens[left], tokens[right]]
 
 
 def _added_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[dict[str, Any]]:
@@ -205,8 +259,10 @@ def _post_processor(
     }
 
 
-def _settings(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+def tokenizer_config(vocabulary: Vocabulary) -> dict[str, Any]:
     """Returns the content of tokenizer_config.json."""
+    tokens = vocabulary.tokens
+    metadata = vocabulary.metadata
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for role in _ROLES:
         token = _token(metadata, tokens, role)
