@@ -85,10 +85,15 @@ def merged(parts: Sequence[ErrorSums]) -> ErrorSums:
     Args:
         parts: of consecutive pieces of the tensor; at least one.
     """
+    max_errors = torch.stack([part.max_error for part in parts])
+    max_relative_errors = torch.stack([part.max_relative_error for part in parts])
+    squared_errors = torch.stack([part.squared_error for part in parts])
+    squared_weights = torch.stack([part.squared_weight for part in parts])
+    outside = torch.stack([part.outside for part in parts])
     return ErrorSums(
-        max_error=torch.stack([part.max_error for part in parts]).amax(),
-        max_relative_error=torch.stack([part.max_relative_error for part in parts]).amax(),
-        squared_error=torch.stack([part.squared_error for part in parts]).sum(),
-        squared_weight=torch.stack([part.squared_weight for part in parts]).sum(),
-        outside=torch.stack([part.outside for part in parts]).sum(),
+        max_error=max_errors.amax(),
+        max_relative_error=max_relative_errors.amax(),
+        squared_error=squared_errors.sum(),
+        squared_weight=squared_weights.sum(),
+        outside=outside.sum(),
     )

@@ -222,19 +222,25 @@ def _joined(
     for activity in first.seconds_by_activity:
         spent = [report.seconds_by_activity.get(activity, 0.0) for report in reports]
         seconds_by_activity[activity] = math.fsum(spent)
-    return replace(
+    bytes_after = 0
+    for name, part in plan.submodels.items():
+        bytes_after += bytes_on_disk(out, name, part)
+    joined = replace(
         first,
         out=str(out),
         already_complete=all(report.already_complete for report in reports),
         copied=totals.copied,
         bytes_before=totals.bytes_before,
-        bytes_after=sum(bytes_on_disk(out, name, part) for name, part in plan.submodels.items()),
+        bytes_after=bytes_after,
+        shards_resumed=kept + sum(report.shards_resumed for report in reports),
+        notes=(*plan.notes, *left_out),
+    )
+    return replace(
+        joined,
         pipeline_seconds=sum(report.pipeline_seconds for report in reports),
         seconds_by_activity=seconds_by_activity,
         host_peak_bytes=max(report.host_peak_bytes for report in reports),
         device_peak_bytes=max(report.device_peak_bytes for report in reports),
-        shards_resumed=kept + sum(report.shards_resumed for report in reports),
-        notes=(*plan.notes, *left_out),
     )
 
 

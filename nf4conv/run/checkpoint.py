@@ -194,19 +194,21 @@ def _report(
 ) -> RunReport:
     after = pipeline.memory()
     totals = plan.totals()
+    seconds_by_activity = {
+        activity.value: seconds for activity, seconds in pipeline.seconds.items()
+    }
+    part = None if plan.part is None else plan.part.name
     return RunReport(
         out=str(out),
         already_complete=False,
-        part=None if plan.part is None else plan.part.name,
+        part=part,
         device=devices.name,
         copied=totals.copied,
         bytes_before=totals.bytes_before,
         bytes_after=bytes_after,
         seconds=time.perf_counter() - started,
         pipeline_seconds=pipeline.elapsed,
-        seconds_by_activity={
-            activity.value: seconds for activity, seconds in pipeline.seconds.items()
-        },
+        seconds_by_activity=seconds_by_activity,
         host_baseline_bytes=before.host,
         host_peak_bytes=after.host,
         device_peak_bytes=after.device,

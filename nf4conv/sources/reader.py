@@ -147,10 +147,10 @@ class Reader:
 
     def _read_in_blocks(self, file: _OpenFile, start: int, buffer: memoryview) -> float:
         """Lets many threads read; returns the seconds that one thread would have taken."""
-        blocks = [
-            self._pool.submit(file.read, start + at, buffer[at : at + _BLOCK])
-            for at in range(0, len(buffer), _BLOCK)
-        ]
+        blocks = []
+        for at in range(0, len(buffer), _BLOCK):
+            block = buffer[at : at + _BLOCK]
+            blocks.append(self._pool.submit(file.read, start + at, block))
         wait(blocks)  # after an error too: then the buffer is the caller's again
         return sum(block.result() for block in blocks)
 

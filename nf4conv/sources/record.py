@@ -289,11 +289,10 @@ def name_of(folder: Path) -> str:
 def headers_digest(source: Source) -> str:
     """Returns the SHA-256 of names, dtypes, shapes and places of all tensors."""
     # spelled as tuples are, but faster
-    spelled = "".join(
-        f"({name!r}, {dtype!r}, {shape!r}, {file.name!r}, {start})"
-        for name, dtype, shape, file, start, _, _ in source.tensors
-    )
-    return hashlib.sha256(spelled.encode()).hexdigest()
+    spelled = []
+    for name, dtype, shape, file, start, _, _ in source.tensors:
+        spelled.append(f"({name!r}, {dtype!r}, {shape!r}, {file.name!r}, {start})")
+    return hashlib.sha256("".join(spelled).encode()).hexdigest()
 
 
 def _samples_digest(files: Sequence[Path]) -> str:

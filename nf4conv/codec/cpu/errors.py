@@ -81,11 +81,15 @@ def _chunk_errors(
     if not bool((peaks < _MAX_SQUARED).all()):  # or NaN
         return reference.error_sums(weight, packed, decoding, (scales, shifts))
     outside = _count_outside(errors.view(-1), packed, indices, decoding, scales, shifts)
+    relative_peaks = (peaks / scales).abs_().where(scales != 0, 0)
+    # float32 within a block, float64 over blocks
+    squared_errors = errors.square_().sum(dim=1)
+    squared_weights = original.square_().view(-1, blocksize).sum(dim=1)
     return ErrorSums(
         max_error=peaks.amax(),
-        max_relative_error=(peaks / scales).abs_().where(scales != 0, 0).amax(),
-        squared_error=errors.square_().sum(dim=1).sum(dtype=torch.float64),
-        squared_weight=original.square_().view(-1, blocksize).sum(dim=1).sum(dtype=torch.float64),
+        max_relative_error=relative_peaks.amax(),
+        squared_error=squared_errors.sum(dtype=torch.float64),
+        squared_weight=squared_weights.sum(dtype=torch.float64),
         outside=outside,
     )
 

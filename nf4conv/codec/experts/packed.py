@@ -126,13 +126,15 @@ def stack_experts(packed: Sequence[torch.Tensor], states: Sequence[QuantState]) 
     nested = [state.state2 for state in states if state.state2 is not None]
     offsets = [state.offset.reshape(1) for state in states if state.offset is not None]
     if nested:
+        nested_absmax = torch.cat([state2.absmax.reshape(-1) for state2 in nested])
+        nested_blocksize = nested[0].blocksize
         stacked = replace(
             stacked,
-            nested_absmax=torch.cat([state2.absmax.reshape(-1) for state2 in nested]),
+            nested_absmax=nested_absmax,
             nested_quant_map=nested[0].code,
             nested_offset=torch.cat(offsets),
-            nested_blocks_per_expert=block_count(absmax.shape[1], nested[0].blocksize),
-            nested_blocksize=nested[0].blocksize,
+            nested_blocks_per_expert=block_count(absmax.shape[1], nested_blocksize),
+            nested_blocksize=nested_blocksize,
         )
     check_experts(stacked)
     return stacked

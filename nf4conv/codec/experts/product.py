@@ -52,21 +52,18 @@ def multiply_rows(
     chunks = first.columns // 64
     shape = rows_shape(projection)
     factor = x if weights is None else weights
-    launch_rows(
-        groups * -(-projection.rows // shape.rows),
-        (
-            x, ids, factor, out, *projection.pointers,
-            tokens * k // x.shape[0], first.experts, *projection.sizes,
-        ),
-        (
-            terms, chunks, shape.rows, shape.chunks,
-            projection.up is not None, projection.silu, weights is not None, first.nested,
-            shape.early, x.is_cuda,
-        ),
-        (x.dtype, factor.dtype, ids.dtype, first.absmax.dtype),
-        shape.warps,
-        begins_early=shape.early,
+    programs = groups * -(-projection.rows // shape.rows)
+    share = tokens * k // x.shape[0]
+    arguments = (
+        x, ids, factor, out, *projection.pointers, share, first.experts, *projection.sizes,
     )  # fmt: skip
+    constants = (
+        terms, chunks, shape.rows, shape.chunks,
+        projection.up is not None, projection.silu, weights is not None, first.nested,
+        shape.early, x.is_cuda,
+    )  # fmt: skip
+    dtypes = (x.dtype, factor.dtype, ids.dtype, first.absmax.dtype)
+    launch_rows(programs, arguments, constants, dtypes, shape.warps, begins_early=shape.early)
     return out
 
 
@@ -102,20 +99,15 @@ def multiply_groups(
     first = projection.stack
     shape = groups_shape(projection, members)
     factor = x if weights is None else weights
-    launch_groups(
-        groups * -(-projection.rows // shape.rows),
-        (
-            x, pairs, experts, factor, out, *projection.pointers,
-            share, *projection.sizes,
-        ),
-        (
-            first.columns // 64, members, shape.rows, shape.chunks, shape.weights_left,
-            projection.up is not None, projection.silu, weights is not None, first.nested,
-            x.is_cuda,
-        ),
-        (x.dtype, factor.dtype, first.absmax.dtype),
-        shape.warps,
+    programs = groups * -(-projection.rows // shape.rows)
+    arguments = (x, pairs, experts, factor, out, *projection.pointers, share, *projection.sizes)
+    constants = (
+        first.columns // 64, members, shape.rows, shape.chunks, shape.weights_left,
+        projection.up is not None, projection.silu, weights is not None, first.nested,
+        x.is_cuda,
     )  # fmt: skip
+    dtypes = (x.dtype, factor.dtype, first.absmax.dtype)
+    launch_groups(programs, arguments, constants, dtypes, shape.warps)
     return out
 
 
@@ -229,18 +221,18 @@ def _launch_active(
     tile, warps = configuration(dtype, first.blocksize, CONFIGURATIONS)
     tiles = -(-elements // tile)
     projection = Projection(first, stacks[-1], first.rows)
-    launch_active(
-        count * len(stacks) * tiles,
-        (
-            out, choice, *projection.pointers, elements, first.columns, tiles,
-            elements // first.blocksize, first.nested_blocks_per_expert or 0, offset_step(first),
-            elements * len(stacks), first.columns if alternating else elements,
-            len(stacks) if alternating else 1,
-        ),
-        (first.blocksize, tile, len(stacks), by_ends, first.nested, first.codes.is_cuda),
-        (dtype, choice.dtype, first.absmax.dtype),
-        warps,
+    up_element, row_step = elements, 1
+    if alternating:
+        up_element, row_step = first.columns, len(stacks)
+    nested_blocks = first.nested_blocks_per_expert or 0
+    arguments = (
+        out, choice, *projection.pointers, elements, first.columns, tiles,
+        elements // first.blocksize, nested_blocks, offset_step(first),
+        elements * len(stacks), up_element, row_step,
     )  # fmt: skip
+    constants = (first.blocksize, tile, len(stacks), by_ends, first.nested, first.codes.is_cuda)
+    dtypes = (dtype, choice.dtype, first.absmax.dtype)
+    launch_active(count * len(stacks) * tiles, arguments, constants, dtypes, warps)
     return out
 
 

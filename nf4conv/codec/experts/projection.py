@@ -59,15 +59,15 @@ def project(packed: PackedExperts) -> Projection:
 
 def suits_kernels(packed: PackedExperts) -> bool:
     """Return True if the kernels can multiply with these experts."""
-    return (
-        has_kernels(packed.device)
-        and packed.columns % 64 == 0
-        and packed.blocksize >= 64
-        and (packed.rows * packed.columns) % packed.blocksize == 0
-        and packed.nested_blocksize == 256
-        and all(tensor.is_contiguous() for tensor in packed.tensors().values())
-        and packed.codes.data_ptr() % 16 == 0
-    )
+    if not has_kernels(packed.device):
+        return False
+    if packed.columns % 64 or packed.blocksize < 64 or packed.nested_blocksize != 256:
+        return False
+    if packed.rows * packed.columns % packed.blocksize:
+        return False
+    if not all(tensor.is_contiguous() for tensor in packed.tensors().values()):
+        return False
+    return packed.codes.data_ptr() % 16 == 0
 
 
 def suits_together(gate: PackedExperts, up: PackedExperts) -> bool:
@@ -115,10 +115,15 @@ def _stack(packed: PackedExperts) -> tuple[torch.Tensor, ...]:
 def _sizes(projection: Projection) -> tuple[int, ...]:
     """Return the sizes of a projection, in the order of rows_kernel and groups_kernel."""
     packed = projection.stack
+    in_stacks = (
+        packed.codes.stride(0) // 32,
+        packed.absmax.stride(0),
+        _nested_step(packed),
+        offset_step(packed),
+    )
+    block_shift = (packed.blocksize // 64).bit_length() - 1
     return (
         projection.rows, projection.first_row, projection.up_first_row, projection.row_step,
-        packed.codes.stride(0) // 32, packed.absmax.stride(0),
-        _nested_step(packed), offset_step(packed),
-        (packed.blocksize // 64).bit_length() - 1,
+        *in_stacks, block_shift,
         projection.out_columns, projection.up_column, projection.column_step,
     )  # fmt: skip

@@ -44,20 +44,22 @@ def multiply_wide(
     )  # fmt: skip
     parts = -(-projection.rows // (8 * own_units))
     factor = x if weights is None else weights
+    table = pair_table(first.quant_type, x.dtype, x.device)
+    share = tokens * k // x.shape[0]
+    arguments = (
+        x, ids, factor, out, table, *projection.pointers[1:],
+        share, first.experts, *projection.sizes,
+        parts, own_units, 1 / MULTIPLES[first.quant_type, x.dtype],
+    )  # fmt: skip
     launch_wide(
         groups * parts,
-        (
-            x, ids, factor, out, pair_table(first.quant_type, x.dtype, x.device),
-            *projection.pointers[1:],
-            tokens * k // x.shape[0], first.experts, *projection.sizes,
-            parts, own_units, 1 / MULTIPLES[first.quant_type, x.dtype],
-        ),
+        arguments,
         (shape,),
         (x.dtype, factor.dtype, first.absmax.dtype),
         shape.warps,
         registers=_REGISTERS,
         begins_early=True,
-    )  # fmt: skip
+    )
     return out
 
 

@@ -145,10 +145,12 @@ def round_calibrated(
                 sweep(draft, gradient, factor, storable, levels)
             del gradient
     results = packed(weights, found, draft, factor)
-    return [
-        cheaper(_cost(weight, one, factor), one, _cost(weight, result, factor), result)
-        for weight, one, result in zip(weights, found, results, strict=True)
-    ]
+    chosen = []
+    for weight, searched, calibrated in zip(weights, found, results, strict=True):
+        cost_of_searched = _cost(weight, searched, factor)
+        cost_of_calibrated = _cost(weight, calibrated, factor)
+        chosen.append(cheaper(cost_of_searched, searched, cost_of_calibrated, calibrated))
+    return chosen
 
 
 def ordered(weights: Sequence[torch.Tensor], factor: Factor) -> torch.Tensor:

@@ -128,8 +128,10 @@ def _round_columns(
             residue[j] = error
             costs.addcmul_(error, error)
             if j + 1 < stop:
-                residue[j + 1 : stop].addcmul_(upper[j, j + 1 : stop, None], error, value=-1)
-        residue[stop:].addmm_(upper[start:stop, stop:].T, residue[start:stop], alpha=-1)
+                share = upper[j, j + 1 : stop, None]
+                residue[j + 1 : stop].addcmul_(share, error, value=-1)
+        shares = upper[start:stop, stop:].T
+        residue[stop:].addmm_(shares, residue[start:stop], alpha=-1)
     return costs
 
 
@@ -208,8 +210,10 @@ def _recode_columns(
             moves[j] = value - values[j]
             values[j] = value
             if j + 1 < stop:
-                gradient[j + 1 : stop].addcmul_(moments[j, j + 1 : stop, None], moves[j], value=-1)
-        gradient[stop:].addmm_(moments[start:stop, stop:].T, moves[start:stop], alpha=-1)
+                share = moments[j, j + 1 : stop, None]
+                gradient[j + 1 : stop].addcmul_(share, moves[j], value=-1)
+        shares = moments[start:stop, stop:].T
+        gradient[stop:].addmm_(shares, moves[start:stop], alpha=-1)
 
 
 def inverse_of(scales: torch.Tensor) -> torch.Tensor:

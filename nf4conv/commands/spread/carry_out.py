@@ -140,13 +140,16 @@ def _joined(report: ReportT, parts: list[ReportT], seconds: float) -> ReportT:
     for part in parts:
         for name, spent in part.seconds_by_activity.items():
             seconds_by_activity[name] = seconds_by_activity.get(name, 0) + spent
-    return replace(
+    joined = replace(
         report,
         already_complete=all(part.already_complete for part in parts),
         device=", ".join(sorted({part.device for part in parts})),
         seconds=seconds,
         seconds_by_activity=seconds_by_activity,
         shards_resumed=sum(part.shards_resumed for part in parts),
+    )
+    return replace(
+        joined,
         # of one process, since parts run side by side
         pipeline_seconds=max(part.pipeline_seconds for part in parts),
         host_baseline_bytes=max(part.host_baseline_bytes for part in parts),

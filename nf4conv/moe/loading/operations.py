@@ -3,7 +3,6 @@
 Imports transformers, and is imported when it is loading a checkpoint.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -293,10 +292,10 @@ class RouterDeserialize(ConversionOps):
                 input_dict, model=model, full_layer_name=full_layer_name, **kwargs
             )
             return result
-        tensors = {
-            re.sub(r"^weight\.", "", name): tensor[0] if isinstance(tensor, list) else tensor
-            for name, tensor in input_dict.items()
-        }
+        tensors = {}
+        for name, tensor in input_dict.items():
+            component = name.removeprefix("weight.")
+            tensors[component] = tensor[0] if isinstance(tensor, list) else tensor
         codes = tensors.pop("weight")
         state = QuantState.from_components(tensors)
         return {"weight": dequantize_4bit(codes, state, dtype=getattr(module, leaf).dtype)}

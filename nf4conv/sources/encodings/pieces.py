@@ -69,7 +69,10 @@ def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
     spans = packed_spans(tensor.elements, encoding.blocksize, most, unit)
     if not spans:
         spans.append((0, 0))
-    return [Piece(packed_part(tensor, start, stop), start) for start, stop in spans]
+    pieces = []
+    for start, stop in spans:
+        pieces.append(Piece(packed_part(tensor, start, stop), start))
+    return pieces
 
 
 def plain_pieces(tensor: TensorInfo, most: int) -> list[Piece]:
