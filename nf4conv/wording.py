@@ -47,6 +47,7 @@ _VALUES: Final = {
     "config_from": r"REPO",
     "device": r"auto|all|(?:cpu|cuda(?::\w+)?)(?:,(?:cpu|cuda(?::\w+)?))*",
     "gguf_file": r"NAME",
+    "mmproj": r"FILE",
     "part": r"auto|I/N|\d+/\d+",
     "subfolder": r"NAME|transformer|text_encoder",
     "text": r"ids\.npy",

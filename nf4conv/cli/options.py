@@ -114,6 +114,12 @@ _gguf_file_option = option(
     metavar="NAME",
     help="Take the GGUF file with this name, of several in a folder.",
 )
+_mmproj_option = option(
+    "--mmproj",
+    group=Group.SOURCE,
+    metavar="FILE",
+    help="For a GGUF file: read the tower that sees from this one; needs --config-from.",
+)
 _config_from_option = option(
     "--config-from",
     group=Group.SOURCE,
@@ -150,6 +156,7 @@ repository_options = several(
     _subfolder_option,
     _variant_option,
     _gguf_file_option,
+    _mmproj_option,
     _config_from_option,
     _cache_dir_option,
     _local_files_only_option,
@@ -162,6 +169,7 @@ repository_and_stream_options = several(
     _subfolder_option,
     _variant_option,
     _gguf_file_option,
+    _mmproj_option,
     _config_from_option,
     _stream_option,
     _cache_dir_option,

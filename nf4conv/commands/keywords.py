@@ -40,6 +40,7 @@ class Place(TypedDict, total=False):
     subfolder: str | None
     variant: str | None
     gguf_file: str | None
+    mmproj: str | None
     config_from: str | None
 
 

@@ -7,7 +7,7 @@ another quantization encoded are presented as the float tensors they stand for (
 import logging
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -156,7 +156,7 @@ def _open(source: str, where: SourceOptions) -> Source:
     try:
         if is_file(path):
             if path.suffix == ".gguf":
-                return open_gguf(path, _folder_of_config(where))
+                return _open_gguf_file(path, where)
             return _open_file(path)
         if where.gguf_file is not None:
             return _open_gguf_in(path, where.gguf_file, where)
@@ -236,26 +236,48 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     )
 
 
+def _open_gguf_file(path: Path, where: SourceOptions) -> Source:
+    """Opens a GGUF file that the user named by its path."""
+    tower = None
+    if where.mmproj is not None:
+        tower = Path(where.mmproj)
+        if not is_file(tower):
+            raise SourceError(f"{tower}: no such file", path=tower)
+    return open_gguf(path, _folder_of_config(where), tower=tower)
+
+
 def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
     """Opens a GGUF file of a folder or a repository."""
+    names = [name] if where.mmproj is None else [name, where.mmproj]
     if place.is_dir():
-        file = place / (where.subfolder or "") / name
-        if not is_file(file):
-            raise SourceError(f"{file}: no such file", path=file)
-        return open_gguf(require_own(file, place), _folder_of_config(where))
+        files = []
+        for one in names:
+            file = place / (where.subfolder or "") / one
+            if not is_file(file):
+                raise SourceError(f"{file}: no such file", path=file)
+            files.append(require_own(file, place))
+        return open_gguf(files[0], _folder_of_config(where), tower=_second(files))
     if not is_repo_id(str(place)):
         raise SourceError(f"{place}: no such folder{_HINT}")
     from nf4conv.sources.remote.hub import fetch_gguf  # importing it takes long
     from nf4conv.sources.remote.ranges import open_ranges  # importing it takes long
 
-    file, fetched = fetch_gguf(str(place), name, where)
+    files, fetched = fetch_gguf(str(place), names, where)
     absent = {}
+    beside: tuple[str, ...] = ()
     if fetched.repository is not None:
+        beside = tuple(fetched.repository.files)
         for path, remote in fetched.absent.items():
             absent[path] = partial(open_ranges, fetched.repository, remote)
-    opened = open_gguf(file, _folder_of_config(where), absent)
+    folder = _folder_of_config(where)
+    opened = open_gguf(files[0], folder, absent, _second(files), beside)
     fetched = replace(fetched, folder=opened.folder)
-    return replace(opened, fetched=fetched, place=f"{fetched.origin}/{name}")
+    return replace(opened, fetched=fetched, place=f"{fetched.origin}/{' with '.join(names)}")
+
+
+def _second(files: Sequence[Path]) -> Path | None:
+    """Returns the second file; None if there is only one."""
+    return files[1] if len(files) > 1 else None
 
 
 def _folder_of_config(where: SourceOptions) -> Path | None:

@@ -78,6 +78,8 @@ class Source:
             local source.
         adapters: the adapters that have been merged into it.
         place: what the user named, if that is not `folder`: a GGUF file.
+        named_files: the names of the files that the user named, if they are several: those of a
+            text model and of its tower.
         is_file: True if it is one weight file, whatever lies beside it.
         pending: files of `folder` that are made when they are needed; None if all are there.
     """
@@ -93,6 +95,7 @@ class Source:
     fetched: "Fetched | None" = None
     adapters: tuple[AdapterFiles, ...] = ()
     place: str | None = None
+    named_files: tuple[str, ...] = ()
     is_file: bool = False
     pending: PendingFiles | None = None
 

@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypeAlias
 
 from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.gguf import PLAIN
@@ -12,26 +13,58 @@ from nf4conv.format.layout import TAGS
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.gguf.families.family import GgufFamily
 from nf4conv.sources.gguf.families.registry import FAMILIES, family_of
-from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
+from nf4conv.sources.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.settings import config_of
+from nf4conv.sources.gguf.towers.fitting import check_config, put_together, with_vocabulary
+from nf4conv.sources.gguf.towers.opening import open_tower
+from nf4conv.sources.gguf.towers.registry import ARCHITECTURE, SEEING
 from nf4conv.sources.gguf.unpacked import unpack
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.source import Source
 from nf4conv.sources.stamps import stamp_of
+from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.weight_files import STEMS
 from nf4conv.system.garbage import uncollected
 
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_FILES: Final = 10_000
 
+Absent: TypeAlias = Mapping[Path, Callable[[], IO[bytes]]]
+"""What opens files that are not here, by the path that they would have."""
+
+
+@dataclass(frozen=True)
+class _TextModel:
+    """A text model whose headers have been read.
+
+    Attributes:
+        path: the file that the user named.
+        files: all of its files.
+        header: that of the first one.
+        tensors: those of all files.
+        sizes: the metadata without the architecture's name in its keys.
+        names: those of the tensors, also with `*` for the number of a layer.
+        family: that of its architecture.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    header: GgufHeader
+    tensors: tuple[GgufTensor, ...]
+    sizes: Mapping[str, Any]
+    names: Collection[str]
+    family: GgufFamily
+
 
 @uncollected()
 def open_gguf(
     path: Path,
     borrowed: Path | None = None,
-    absent: Mapping[Path, Callable[[], IO[bytes]]] | None = None,
+    absent: Absent | None = None,
+    tower: Path | None = None,
+    beside: Collection[str] = (),
 ) -> Source:
     """Opens a GGUF file as the checkpoint that it was made from.
 
@@ -40,13 +73,85 @@ def open_gguf(
         borrowed: the folder from which config.json, the tokenizer and other files are taken. None
             makes config.json and the tokenizer of the file's metadata.
         absent: opens files that are not here, by the path that they would have.
+        tower: the file of the tower that sees. None opens the text model alone.
+        beside: names of files that would be beside this one, of those that are not here.
 
     Raises:
-        UndecodableError: nf4conv does not know the architecture.
+        UndecodableError: nf4conv does not know the architecture, or the tower.
         SourceError: a file is missing, cut off, or contradicts itself; the message names file and
             tensor.
     """
     absent = {} if absent is None else absent
+    model = _read_headers(path, absent)
+    if tower is not None:
+        return _open_whole(model, tower, borrowed, absent)
+    config: Mapping[str, Any] = {}
+    if borrowed is not None:
+        config = read_json(require_own(borrowed / "config.json", borrowed))
+        _check_model_type(path, config, model.family)
+    dtype = _dtype_of(model.tensors, config)
+    presented = present(model.tensors, model.family, model.sizes, dtype)
+    notes = [_note_on_types(model.tensors), *_notes_on_tower(model, beside)]
+    tokenizer = None
+    if borrowed is None:
+        config = config_of(model.sizes, model.names, model.family, presented, dtype)
+        borrowed, tokenizer = unpack(path, model.header, config)
+        notes.append(_note_on_metadata(model.tensors, has_tokenizer=tokenizer is not None))
+    opened = _source(str(path), model.files, borrowed, config, presented, notes, absent)
+    return replace(opened, pending=tokenizer)
+
+
+def _open_whole(model: _TextModel, tower: Path, borrowed: Path | None, absent: Absent) -> Source:
+    """Opens a text model and a tower as the model that sees, which both were made from."""
+    if borrowed is None:
+        raise SourceError(
+            f"{tower}: --mmproj needs --config-from REPO, the model that both files were made "
+            f"from: their metadata does not have all of its config",
+            path=tower,
+        )
+    path = model.path
+    config: Mapping[str, Any] = read_json(require_own(borrowed / "config.json", borrowed))
+    found = open_tower(tower, absent.get(tower))
+    check_config(path, config, found, model.family)
+    dtype = _dtype_of(model.tensors, config)
+    text = present(model.tensors, model.family, model.sizes, dtype)
+    presented = put_together(path, text, found, dtype)
+    config, note = with_vocabulary(config, text)
+    notes = [_note_on_types(model.tensors), f"the tower that sees: {_types_of(found.tensors)}"]
+    if note is not None:
+        notes.append(note)
+    files = (*model.files, tower)
+    place = f"{path} with {tower.name}"
+    opened = _source(place, files, borrowed, config, presented, notes, absent)
+    return replace(opened, named_files=(path.name, tower.name))
+
+
+def _source(
+    place: str,
+    files: Sequence[Path],
+    borrowed: Path,
+    config: Mapping[str, Any],
+    presented: Sequence[TensorInfo],
+    notes: Sequence[str],
+    absent: Absent,
+) -> Source:
+    """Returns a checkpoint whose tensors are in the order of their bytes."""
+    number = {file: number for number, file in enumerate(files)}
+    return Source(
+        folder=borrowed,
+        root=borrowed,
+        files=tuple(files),
+        tensors=tuple(sorted(presented, key=lambda one: (number[one.file], one.start))),
+        config=config,
+        stem=STEMS[0],
+        notes=tuple(notes),
+        stamps={file: stamp_of(file) for file in files if file not in absent},
+        place=place,
+    )
+
+
+def _read_headers(path: Path, absent: Absent) -> _TextModel:
+    """Reads the headers of a text model's files."""
     files = _files_of(path, absent)
     headers = [read_gguf_header(file, absent.get(file)) for file in files]
     metadata = headers[0].metadata
@@ -55,32 +160,7 @@ def open_gguf(
     sizes = sizes_of(metadata)
     names = names_of(tensors)
     family = _family(path, sizes, names)
-    config: Mapping[str, Any] = {}
-    if borrowed is not None:
-        config = read_json(require_own(borrowed / "config.json", borrowed))
-        _check_model_type(path, config, family)
-    dtype = _dtype_of(tensors, config)
-    presented = present(tensors, family, sizes, dtype)
-    place = {file: number for number, file in enumerate(files)}
-    presented = tuple(sorted(presented, key=lambda one: (place[one.file], one.start)))
-    notes = [_note_on_types(tensors)]
-    tokenizer = None
-    if borrowed is None:
-        config = config_of(sizes, names, family, presented, dtype)
-        borrowed, tokenizer = unpack(path, headers[0], config)
-        notes.append(_note_on_metadata(tensors, has_tokenizer=tokenizer is not None))
-    return Source(
-        folder=borrowed,
-        root=borrowed,
-        files=tuple(files),
-        tensors=presented,
-        config=config,
-        stem=STEMS[0],
-        notes=tuple(notes),
-        stamps={file: stamp_of(file) for file in files if file not in absent},
-        place=str(path),
-        pending=tokenizer,
-    )
+    return _TextModel(path, tuple(files), headers[0], tuple(tensors), sizes, names, family)
 
 
 def _files_of(path: Path, absent: Collection[Path]) -> list[Path]:
@@ -124,6 +204,12 @@ def _check_split(
 def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> GgufFamily:
     """Returns the family of a file's architecture."""
     architecture = sizes.get("general.architecture")
+    if architecture == ARCHITECTURE:
+        raise SourceError(
+            f"{path}: is the tower of a model that sees; name the file of the text model, and this "
+            f"one by --mmproj",
+            path=path,
+        )
     family = family_of(str(architecture), sizes, names)
     if family is None:
         raise UndecodableError(
@@ -160,9 +246,26 @@ def _dtype_of(tensors: Sequence[GgufTensor], config: Mapping[str, Any]) -> str:
 
 
 def _note_on_types(tensors: Sequence[GgufTensor]) -> str:
+    return f"the source is a GGUF file: {_types_of(tensors)}"
+
+
+def _types_of(tensors: Sequence[GgufTensor]) -> str:
+    """Returns how many tensors a file has of each type."""
     counts = Counter(tensor.block_type.name for tensor in tensors)
-    listed = ", ".join(f"{count:,} of {name}" for name, count in counts.most_common())
-    return f"the source is a GGUF file: {listed}"
+    return ", ".join(f"{count:,} of {name}" for name, count in counts.most_common())
+
+
+def _notes_on_tower(model: _TextModel, beside: Collection[str]) -> Iterator[str]:
+    """Yields that the model may see, if there is a tower's file, or the architecture says so."""
+    names = {*beside, *(file.name for file in model.path.parent.glob("*.gguf"))}
+    towers = sorted(name for name in names if "mmproj" in name and name.endswith(".gguf"))
+    if towers:
+        yield f"the text model alone: --mmproj {towers[0]} --config-from REPO reads the tower too"
+    elif model.sizes.get("general.architecture") in SEEING:
+        yield (
+            "the text model alone: its tower is in a file of its own, such as mmproj-model.gguf, "
+            "which --mmproj FILE --config-from REPO reads too"
+        )
 
 
 def _note_on_metadata(tensors: Sequence[GgufTensor], *, has_tokenizer: bool) -> str:

@@ -16,10 +16,15 @@ from nf4conv.sources.gguf.header import GgufTensor
 from nf4conv.sources.gguf.numbers import counts_of, positive
 from nf4conv.sources.tensors import TensorInfo
 
-_COMPUTED: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that a converter computed from the config, and that no checkpoint of transformers has."""
+_COMPUTED: Final = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+    "v.token_embd.img_break",  # a row of the text model's embeddings
+)
+"""Tensors that a converter computed, and that no checkpoint of transformers has."""
 
-_IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
+_IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.|v\.)?blk|v\.deepstack)\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)

@@ -190,39 +190,51 @@ def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
     return repository.fetch_first(names), Origin(repo, repository.commit, "")
 
 
-def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Fetched]:
-    """Fetches a GGUF file, or all files of a split one; with --stream, nothing of them.
+def fetch_gguf(repo: str, names: Sequence[str], where: SourceOptions) -> tuple[list[Path], Fetched]:
+    """Fetches GGUF files, all files of a split one; with --stream, nothing of them.
 
     Args:
         repo: "org/name".
-        name: of the file.
+        names: of the files, the text model's first.
         where: revision and subfolder, and how to reach the Hub.
 
     Returns:
-        file: the file in the cache, beside which the others of a split one are.
-        fetched: the place on the Hub that it came from, and which files are still there.
+        files: the files in the cache, beside which the others of a split one are.
+        fetched: the place on the Hub that they came from, and which files are still there.
 
     Raises:
-        SourceError: the repository or the file does not exist, may not be read, or is not in the
+        SourceError: the repository or a file does not exist, may not be read, or is not in the
             cache when offline.
     """
     if where.local_files_only or is_offline():
-        found = _from_cache(repo, where, (name,))
-        return found.folder / name, found
+        each_found = [_from_cache(repo, where, (name,)) for name in names]
+        files = [
+            found.folder / Path(name).name for found, name in zip(each_found, names, strict=True)
+        ]
+        return files, each_found[0]
     repository = Repository(repo, where)
-    wanted = f"{_prefix_of(where)}{name}"
+    wanted = [f"{_prefix_of(where)}{name}" for name in names]
+    needed: set[str] = set()
+    for name in wanted:
+        needed |= _files_of_gguf(repository, repo, name)
+    described = [file for file in ("README.md", ".gitattributes") if file in repository.files]
+    root = repository.fetch_first(described if where.stream else sorted(needed))
+    absent = {root / file: repository.files[file] for file in sorted(needed)}
+    absent = {path: file for path, file in absent.items() if not path.is_file()}
+    origin = Origin(repo, repository.commit, (where.subfolder or "").strip("/"))
+    files = [root / name for name in wanted]
+    return files, Fetched(files[0].parent, origin, repository, absent)
+
+
+def _files_of_gguf(repository: Repository, repo: str, wanted: str) -> set[str]:
+    """Returns a GGUF file of a repository, or all files of a split one."""
     if wanted not in repository.files:
         others = sorted(file for file in repository.files if file.endswith(".gguf"))
         raise SourceError(f"{repo}: has no {wanted}; its GGUF files: {', '.join(others) or 'none'}")
     stem = re.sub(r"-\d{5}-of-\d{5}\.gguf$", "-", wanted)
-    names = [file for file in repository.files if stem.endswith("-") and file.startswith(stem)]
-    needed = sorted({wanted, *names})
-    described = [file for file in ("README.md", ".gitattributes") if file in repository.files]
-    root = repository.fetch_first(described if where.stream else needed)
-    absent = {root / file: repository.files[file] for file in needed}
-    absent = {path: file for path, file in absent.items() if not path.is_file()}
-    origin = Origin(repo, repository.commit, (where.subfolder or "").strip("/"))
-    return root / wanted, Fetched((root / wanted).parent, origin, repository, absent)
+    if not stem.endswith("-"):
+        return {wanted}
+    return {wanted, *(file for file in repository.files if file.startswith(stem))}
 
 
 def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str, ...]]:

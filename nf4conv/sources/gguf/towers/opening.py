@@ -1,0 +1,132 @@
+"""Opens a tower's file, and presents its tensors as transformers has them."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Final
+
+from nf4conv.errors import SourceError, UndecodableError
+from nf4conv.sources.gguf.header import GgufHeader, GgufTensor, read_gguf_header
+from nf4conv.sources.gguf.presenting import present
+from nf4conv.sources.gguf.towers.registry import ARCHITECTURE, TOWERS, projector_of
+from nf4conv.sources.gguf.towers.tower import Tower
+from nf4conv.sources.tensors import TensorInfo
+
+_LAYER: Final = re.compile(r"v\.blk\.(\d+)\.(.+)")
+_DEEPSTACK: Final = re.compile(r"v\.deepstack\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class TowerFile:
+    """A tower's file that has been read.
+
+    Attributes:
+        path: the file.
+        tower: its kind.
+        tensors: those of the file, by the names that the converter gives them today.
+        sizes: the metadata without what its keys begin with.
+        layers: how many layers it has.
+    """
+
+    path: Path
+    tower: Tower
+    tensors: tuple[GgufTensor, ...]
+    sizes: Mapping[str, Any]
+    layers: int
+
+    def presented(self, dtype: str) -> tuple[TensorInfo, ...]:
+        """Returns its tensors as transformers has them, given the tag of a dtype."""
+        return present(self.tensors, self.tower.family, self.sizes, dtype)
+
+
+def open_tower(path: Path, opened: Callable[[], IO[bytes]] | None = None) -> TowerFile:
+    """Reads the header of a tower's file.
+
+    Args:
+        path: the file.
+        opened: opens it, if it is not here.
+
+    Raises:
+        UndecodableError: nf4conv does not know its projector.
+        SourceError: it is no tower's file, is cut off, or contradicts itself.
+    """
+    header = read_gguf_header(path, opened)
+    tower = _kind_of(path, header)
+    tensors = _renamed(header.tensors)
+    prefix = f"{ARCHITECTURE}.vision."
+    sizes = {key.removeprefix(prefix): value for key, value in header.metadata.items()}
+    return TowerFile(path, tower, tensors, sizes, _count_layers(path, tensors))
+
+
+def _kind_of(path: Path, header: GgufHeader) -> Tower:
+    """Returns the kind of a tower."""
+    architecture = header.metadata.get("general.architecture")
+    if architecture != ARCHITECTURE:
+        raise SourceError(
+            f"{path}: --mmproj names no tower's file: its architecture is {architecture!r}",
+            path=path,
+        )
+    projector = projector_of(header.metadata)
+    tower = TOWERS.get(str(projector))
+    if tower is None:
+        raise UndecodableError(
+            f"{path}: a tower whose projector is {projector!r}, which nf4conv does not know; it "
+            f"knows {', '.join(TOWERS)}",
+            path=path,
+        )
+    return tower
+
+
+def _renamed(tensors: Sequence[GgufTensor]) -> tuple[GgufTensor, ...]:
+    """Returns tensors by the names that the converter gives them today, mergers by their number.
+
+    Until 2025 it called the first matrix of a layer's network ffn_down and the second ffn_up. The
+    first one widens. Mergers on the way (deepstack) have the number of their layer in the file.
+    """
+    by_name = {tensor.name: tensor for tensor in tensors}
+    first = by_name.get("v.blk.0.ffn_down.weight")
+    are_swapped = (
+        first is not None
+        and len(first.shape) == 2
+        and first.shape[0] > first.shape[1]
+        and "v.blk.0.ffn_gate.weight" not in by_name
+    )
+    swapped = {"ffn_down": "ffn_up", "ffn_up": "ffn_down"} if are_swapped else {}
+    depths = set()
+    for name in by_name:
+        found = _DEEPSTACK.fullmatch(name)
+        if found is not None:
+            depths.add(int(found[1]))
+    number_of = {depth: number for number, depth in enumerate(sorted(depths))}
+    renamed = []
+    for tensor in tensors:
+        name = tensor.name
+        in_layer = _LAYER.fullmatch(name)
+        on_the_way = _DEEPSTACK.fullmatch(name)
+        if in_layer is not None:
+            module, dot, ending = in_layer[2].partition(".")
+            name = f"v.blk.{in_layer[1]}.{swapped.get(module, module)}{dot}{ending}"
+        elif on_the_way is not None:
+            name = f"v.deepstack.{number_of[int(on_the_way[1])]}.{on_the_way[2]}"
+        renamed.append(replace(tensor, name=name))
+    return tuple(renamed)
+
+
+def _count_layers(path: Path, tensors: Sequence[GgufTensor]) -> int:
+    """Returns how many layers a tower has, which all have the same tensors."""
+    layers: dict[int, set[str]] = {}
+    for tensor in tensors:
+        found = _LAYER.fullmatch(tensor.name)
+        if found is not None:
+            layers.setdefault(int(found[1]), set()).add(found[2])
+    endings = Counter(ending for layer in layers.values() for ending in layer)
+    for number in range(len(layers)):
+        for ending in endings:
+            if ending not in layers.get(number, ()):
+                name = f"v.blk.{number}.{ending}"
+                raise SourceError(
+                    f"{path}: {name}: is missing; other layers have one", path=path, tensor=name
+                )
+    return len(layers)

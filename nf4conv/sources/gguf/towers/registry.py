@@ -1,0 +1,30 @@
+"""Finds the kind of a tower, by its projector."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from nf4conv.sources.gguf.towers import encoders, qwen
+from nf4conv.sources.gguf.towers.tower import Tower
+
+TOWERS: Final[Mapping[str, Tower]] = {
+    "qwen2vl_merger": qwen.QWEN2_VL,
+    "qwen2.5vl_merger": qwen.QWEN2_5_VL,
+    "qwen3vl_merger": qwen.QWEN3_VL,
+    "gemma3": encoders.GEMMA3,
+    "idefics3": encoders.IDEFICS3,
+    "pixtral": encoders.PIXTRAL,
+    "internvl": encoders.INTERNVL,
+}
+"""The towers by the type of projector that the metadata names (VisionProjectorType)."""
+
+ARCHITECTURE: Final = "clip"
+"""What `general.architecture` says of every tower."""
+
+SEEING: Final = ("qwen2vl", "qwen3vl")
+"""Architectures of text models that only models have which see."""
+
+
+def projector_of(metadata: Mapping[str, Any]) -> object:
+    """Returns the type of projector that the metadata names; None if it names none."""
+    of_vision = metadata.get("clip.vision.projector_type")
+    return metadata.get("clip.projector_type") if of_vision is None else of_vision

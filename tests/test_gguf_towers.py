@@ -1,0 +1,159 @@
+"""Models that see come back from their two GGUF files (`make test-gguf`).
+
+Hugging Face → llama.cpp's converter, once for the text model and once for the tower → Hugging Face.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_families import CONVERTER
+from gguf_towers import FAMILIES, convert_all, write_model
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from nf4conv.commands.dequantize import dequantize_checkpoint
+from nf4conv.commands.quantize import quantize_checkpoint
+from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        not CONVERTER.is_file(), reason="make test-gguf fetches llama.cpp's converter"
+    ),
+]
+CPU = RunOptions(device="cpu")
+
+GEMMA = "Gemma3ForConditionalGeneration"
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def expected_of(family: str, source: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the original; of Gemma 3, those embeddings that the converter keeps."""
+    state = state_of(source)
+    if family == GEMMA:
+        name = "language_model.model.embed_tokens.weight"
+        state[name] = state[name][:99]  # the tokens of the tokenizer
+    return state
+
+
+@pytest.fixture(scope="session")
+def converted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Path, Path]]:
+    """The folder of each model that a test asks for, and its two GGUF files."""
+    folder = tmp_path_factory.mktemp("towers")
+    asked = [getattr(item, "callspec", None) for item in request.session.items]
+    families = [spec.params["sees"] for spec in asked if spec and "sees" in spec.params]
+    families = list(dict.fromkeys(families))
+    sources = [write_model(folder / family, family, torch.bfloat16) for family in families]
+    found = {}
+    for family, source, pair in zip(families, sources, convert_all(sources, "bf16"), strict=True):
+        found[family] = (source, *pair)
+    return found
+
+
+def place_of(source: Path, tower: Path) -> SourceOptions:
+    return SourceOptions(config_from=str(source), mmproj=str(tower))
+
+
+@pytest.mark.parametrize("sees", FAMILIES)
+def test_a_model_that_sees_comes_back(
+    tmp_path: Path, sees: str, converted: dict[str, tuple[Path, Path, Path]]
+):
+    """bf16 bit for bit, and logits of a text with an image in float32."""
+    source, text, tower = converted[sees]
+    dequantize_checkpoint(text, tmp_path / "back", run=CPU, where=place_of(source, tower))
+    expected, found = expected_of(sees, source), state_of(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    different = {}
+    for name in found:
+        assert found[name].shape == expected[name].shape, name
+        assert found[name].dtype == torch.bfloat16, name
+        unequal = int((found[name] != expected[name]).sum())
+        if unequal:
+            different[name] = unequal
+    assert not different
+    original, back = logits_of(source), logits_of(tmp_path / "back")
+    if sees == GEMMA:
+        original = original[..., :99]
+    assert torch.equal(original, back), (original - back).abs().max()
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    """The logits of some tokens with an image between them."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    with torch.no_grad():
+        inputs = inputs_of(model.config)
+        logits = model(**inputs).logits
+        changed = {**inputs, "pixel_values": inputs["pixel_values"] + 1}
+        assert not torch.equal(model(**changed).logits, logits)  # the image is seen
+    return logits
+
+
+def inputs_of(config: Any) -> dict[str, torch.Tensor]:
+    """Tokens, and an image of 4 × 4 patches."""
+    kind = config.model_type
+    generator = torch.Generator().manual_seed(0)
+    image_tokens = 16 if kind == "llava" else 4
+    tokens = torch.tensor([[3, 4, 5, *[config.image_token_id] * image_tokens, 6, 7, 8]])
+    inputs = {"input_ids": tokens}
+    if kind.startswith("qwen"):
+        inputs["pixel_values"] = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
+        inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        inputs["mm_token_type_ids"] = (tokens == config.image_token_id).int()
+        return inputs
+    shape = (1, 1, 3, 28, 28) if kind in ("idefics3", "smolvlm") else (1, 3, 28, 28)
+    inputs["pixel_values"] = torch.randn(shape, generator=generator)
+    if kind in ("llava", "mistral3"):
+        inputs["image_sizes"] = torch.tensor([[28, 28]])
+    return inputs
+
+
+@pytest.mark.parametrize("out_type", ["f32", "f16", "q8_0"])
+def test_values_are_those_that_the_files_hold(tmp_path: Path, out_type: str):
+    """f32 bit for bit, f16 equal to the cast, Q8_0 equal to gguf's own decoding."""
+    import gguf
+
+    source = write_model(tmp_path / "m", "Qwen2_5_VLForConditionalGeneration", torch.float32)
+    [(text, tower)] = convert_all([source], out_type)
+    options = DequantizeOptions(dtype="float16" if out_type == "f16" else "float32")
+    dequantize_checkpoint(text, tmp_path / "back", options, CPU, where=place_of(source, tower))
+    expected, found = state_of(source), state_of(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    if out_type == "f16":
+        expected = {name: values.half() for name, values in expected.items()}
+    if out_type == "q8_0":
+        decoded = {}
+        for tensor in gguf.GGUFReader(tower).tensors:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            decoded[tensor.name] = torch.from_numpy(values.copy())
+        parts = [decoded[f"v.blk.1.attn_{part}.weight"] for part in "qkv"]
+        name = "visual.blocks.1.attn.qkv.weight"
+        assert not torch.equal(expected[name], torch.cat(parts))
+        expected = {name: torch.cat(parts)}
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+@pytest.mark.parametrize(
+    "sees", ["Qwen2_5_VLForConditionalGeneration", "Mistral3ForConditionalGeneration"]
+)
+def test_4_bits_of_two_files_are_those_of_the_original(
+    tmp_path: Path, sees: str, converted: dict[str, tuple[Path, Path, Path]]
+):
+    source, text, tower = converted[sees]
+    quantize_checkpoint(source, tmp_path / "direct", run=CPU)
+    quantize_checkpoint(text, tmp_path / "nf4", run=CPU, where=place_of(source, tower))
+    expected, found = state_of(tmp_path / "direct"), state_of(tmp_path / "nf4")
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+    configs = [json.loads((tmp_path / out / "config.json").read_text()) for out in ("nf4", "direct")]
+    assert configs[0] == configs[1]
