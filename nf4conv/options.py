@@ -127,7 +127,7 @@ class SourceOptions:
         gguf_file: the name of a GGUF file in the folder or repository, which is the source then.
             None (default) takes safetensors, or pickles.
         mmproj: for a GGUF file, the file of the tower that sees: a path, or a name in the folder or
-            repository. It takes `config_from`. None (default) takes the text model alone.
+            repository. It needs `config_from`. None (default) takes the text model alone.
         config_from: for a GGUF file, the folder or model on the Hub from which config.json and the
             tokenizer are taken. None (default) makes them of the file's metadata.
     """

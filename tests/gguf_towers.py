@@ -163,9 +163,9 @@ def _for_converter(folder: Path) -> Path:
     return copy
 
 
-# Runs the converter for the text model and the tower of several models. The hash of a tokenizer need
-# not be one that it knows, and its parameters are those of config.json, of which transformers 5
-# leaves out some.
+# Runs the converter for the text model and the tower of several models. The hash of a tokenizer
+# need not be one that it knows, and its parameters are those of config.json, of which transformers
+# 5 leaves out some.
 _PROGRAM = """
 import importlib, json, os, sys
 from pathlib import Path
@@ -185,7 +185,6 @@ for folder, text, tower in zip(triples[::3], triples[1::3], triples[2::3]):
         try:
             convert_hf_to_gguf.main()
         except (Exception, SystemExit) as error:
-            import traceback; traceback.print_exc()
             print("FAILED", folder, repr(error), file=sys.stderr)
 """
 

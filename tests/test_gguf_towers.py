@@ -155,5 +155,7 @@ def test_4_bits_of_two_files_are_those_of_the_original(
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(found[name], values), name
-    configs = [json.loads((tmp_path / out / "config.json").read_text()) for out in ("nf4", "direct")]
+    configs = [
+        json.loads((tmp_path / out / "config.json").read_text()) for out in ("nf4", "direct")
+    ]
     assert configs[0] == configs[1]

@@ -4,27 +4,30 @@ from typing import Final
 
 from nf4conv.format.gguf import PLUS_ONE, ROTARY
 from nf4conv.sources.gguf.families.family import GgufFamily
-from nf4conv.sources.gguf.towers.tower import Tower
+from nf4conv.sources.gguf.towers.tower import Tower, in_layers
 
 _OF_LLAVA: Final = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 """How names of the text model begin in models like LLaVA."""
 
+_SIGLIP: Final = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.out_proj",
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
 
-def _siglip(model: str) -> dict[str, str]:
-    """Returns the names of an encoder like SigLIP's or CLIP's, given how they begin."""
-    layer = f"{model}.encoder.layers.*"
+
+def _siglip(encoder: str) -> dict[str, str]:
+    """Returns the names of SigLIP, given how they begin."""
     return {
-        "v.patch_embd": f"{model}.embeddings.patch_embedding",
-        "v.position_embd": f"{model}.embeddings.position_embedding",
-        "v.blk.*.attn_q": f"{layer}.self_attn.q_proj",
-        "v.blk.*.attn_k": f"{layer}.self_attn.k_proj",
-        "v.blk.*.attn_v": f"{layer}.self_attn.v_proj",
-        "v.blk.*.attn_out": f"{layer}.self_attn.out_proj",
-        "v.blk.*.ln1": f"{layer}.layer_norm1",
-        "v.blk.*.ln2": f"{layer}.layer_norm2",
-        "v.blk.*.ffn_up": f"{layer}.mlp.fc1",
-        "v.blk.*.ffn_down": f"{layer}.mlp.fc2",
-        "v.post_ln": f"{model}.post_layernorm",
+        "v.patch_embd": f"{encoder}.embeddings.patch_embedding",
+        "v.position_embd": f"{encoder}.embeddings.position_embedding",
+        "v.post_ln": f"{encoder}.post_layernorm",
+        **in_layers(f"{encoder}.encoder.layers.*", _SIGLIP),
     }
 
 
@@ -39,82 +42,87 @@ GEMMA3: Final = Tower(
         },
         changed={"mm.soft_emb_norm": PLUS_ONE},
     ),
-    text_prefixes=_OF_LLAVA,
     projection="multi_modal_projector.mm_input_projection_weight",
     projected=1,
+    text_prefixes=_OF_LLAVA,
 )
+
+_FROM_IDEFICS: Final = {"mm.model.fc": "model.connector.modality_projection.proj"}
 
 IDEFICS3: Final = Tower(
     family=GgufFamily(
         model_type="idefics3",
         architecture="Idefics3ForConditionalGeneration",
-        names={
-            **_siglip("model.vision_model"),
-            "mm.model.fc": "model.connector.modality_projection.proj",
-        },
+        names={**_siglip("model.vision_model"), **_FROM_IDEFICS},
         also=("smolvlm",),
     ),
-    text_prefixes={"model.": "model.text_model."},
     projection="model.connector.modality_projection.proj.weight",
+    text_prefixes={"model.": "model.text_model."},
 )
 
-_PIXTRAL_LAYER: Final = "vision_tower.transformer.layers.*"
+_OF_PIXTRAL: Final = {
+    "attn_q": "attention.q_proj",
+    "attn_k": "attention.k_proj",
+    "attn_v": "attention.v_proj",
+    "attn_out": "attention.o_proj",
+    "ln1": "attention_norm",
+    "ln2": "ffn_norm",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+
+_AROUND_PIXTRAL: Final = {
+    "v.patch_embd": "vision_tower.patch_conv",
+    "v.pre_ln": "vision_tower.ln_pre",
+    "mm.1": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+    "mm.input_norm": "multi_modal_projector.norm",
+    "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
+}
 
 PIXTRAL: Final = Tower(
     family=GgufFamily(
         model_type="mistral3",
         architecture="Mistral3ForConditionalGeneration",
-        names={
-            "v.patch_embd": "vision_tower.patch_conv",
-            "v.pre_ln": "vision_tower.ln_pre",
-            "v.blk.*.attn_q": f"{_PIXTRAL_LAYER}.attention.q_proj",
-            "v.blk.*.attn_k": f"{_PIXTRAL_LAYER}.attention.k_proj",
-            "v.blk.*.attn_v": f"{_PIXTRAL_LAYER}.attention.v_proj",
-            "v.blk.*.attn_out": f"{_PIXTRAL_LAYER}.attention.o_proj",
-            "v.blk.*.ln1": f"{_PIXTRAL_LAYER}.attention_norm",
-            "v.blk.*.ln2": f"{_PIXTRAL_LAYER}.ffn_norm",
-            "v.blk.*.ffn_gate": f"{_PIXTRAL_LAYER}.feed_forward.gate_proj",
-            "v.blk.*.ffn_up": f"{_PIXTRAL_LAYER}.feed_forward.up_proj",
-            "v.blk.*.ffn_down": f"{_PIXTRAL_LAYER}.feed_forward.down_proj",
-            "mm.1": "multi_modal_projector.linear_1",
-            "mm.2": "multi_modal_projector.linear_2",
-            "mm.input_norm": "multi_modal_projector.norm",
-            "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
-        },
+        names={**_AROUND_PIXTRAL, **in_layers("vision_tower.transformer.layers.*", _OF_PIXTRAL)},
         changed={"v.blk.*.attn_q": ROTARY, "v.blk.*.attn_k": ROTARY},
         also=("llava",),
     ),
-    text_prefixes=_OF_LLAVA,
     projection="multi_modal_projector.linear_2.weight",
+    text_prefixes=_OF_LLAVA,
 )
 
-_INTERN_LAYER: Final = "vision_tower.encoder.layer.*"
+_OF_INTERN: Final = {
+    "attn_q": "attention.q_proj",
+    "attn_k": "attention.k_proj",
+    "attn_v": "attention.v_proj",
+    "attn_q_norm": "attention.q_norm",
+    "attn_k_norm": "attention.k_norm",
+    "attn_out": "attention.projection_layer",
+    "ln1": "layernorm_before",
+    "ln2": "layernorm_after",
+    "ls1.weight": "lambda_1",
+    "ls2.weight": "lambda_2",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+
+_AROUND_INTERN: Final = {
+    "v.class_embd": "vision_tower.embeddings.cls_token",
+    "v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection",
+    "v.position_embd.weight": "vision_tower.embeddings.position_embeddings",
+    "mm.model.mlp.0": "multi_modal_projector.layer_norm",
+    "mm.model.mlp.1": "multi_modal_projector.linear_1",
+    "mm.model.mlp.3": "multi_modal_projector.linear_2",
+}
 
 INTERNVL: Final = Tower(
     family=GgufFamily(
         model_type="internvl",
         architecture="InternVLForConditionalGeneration",
-        names={
-            "v.class_embd": "vision_tower.embeddings.cls_token",
-            "v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection",
-            "v.position_embd.weight": "vision_tower.embeddings.position_embeddings",
-            "v.blk.*.attn_q": f"{_INTERN_LAYER}.attention.q_proj",
-            "v.blk.*.attn_k": f"{_INTERN_LAYER}.attention.k_proj",
-            "v.blk.*.attn_v": f"{_INTERN_LAYER}.attention.v_proj",
-            "v.blk.*.attn_q_norm": f"{_INTERN_LAYER}.attention.q_norm",
-            "v.blk.*.attn_k_norm": f"{_INTERN_LAYER}.attention.k_norm",
-            "v.blk.*.attn_out": f"{_INTERN_LAYER}.attention.projection_layer",
-            "v.blk.*.ln1": f"{_INTERN_LAYER}.layernorm_before",
-            "v.blk.*.ln2": f"{_INTERN_LAYER}.layernorm_after",
-            "v.blk.*.ls1.weight": f"{_INTERN_LAYER}.lambda_1",
-            "v.blk.*.ls2.weight": f"{_INTERN_LAYER}.lambda_2",
-            "v.blk.*.ffn_up": f"{_INTERN_LAYER}.mlp.fc1",
-            "v.blk.*.ffn_down": f"{_INTERN_LAYER}.mlp.fc2",
-            "mm.model.mlp.0": "multi_modal_projector.layer_norm",
-            "mm.model.mlp.1": "multi_modal_projector.linear_1",
-            "mm.model.mlp.3": "multi_modal_projector.linear_2",
-        },
+        names={**_AROUND_INTERN, **in_layers("vision_tower.encoder.layer.*", _OF_INTERN)},
     ),
-    text_prefixes=_OF_LLAVA,
     projection="multi_modal_projector.linear_2.weight",
+    text_prefixes=_OF_LLAVA,
 )

@@ -4,7 +4,6 @@ Each function undoes what a class of llama.cpp's converter did, which its docstr
 the tensors in the order of `Join.parts`, and the sizes of the metadata.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,12 +17,12 @@ def join_attention(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> St
 
     Source: Qwen2VLVisionModel.
     """
-    shapes = {part.shape for part in parts}
-    if len(shapes) != 1 or len(parts[0].shape) not in (1, 2):
-        raise ValueError("is not of the shape of the other queries, keys and values of its layer")
-    rows, *columns = parts[0].shape
-    group = tuple(Piece(part) for part in parts)
-    return Stack((group,), (len(parts) * rows, *columns))
+    shape = _common_shape(parts)
+    if len(shape) not in (1, 2):
+        raise ValueError(f"is of shape {list(shape)}, and neither a matrix nor a bias")
+    rows = len(parts) * shape[0]
+    group = tuple(map(Piece, parts))
+    return Stack((group,), (rows, *shape[1:]))
 
 
 def join_frames(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
@@ -31,15 +30,25 @@ def join_frames(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack
 
     Source: Qwen2VLVisionModel, which takes patch_embed.proj apart.
     """
-    shapes = {part.shape for part in parts}
-    if len(shapes) != 1 or len(parts[0].shape) != 4:
-        raise ValueError("is no convolution of the shape of the other frame's")
-    outputs, channels, *patch = parts[0].shape
+    shape = _common_shape(parts)
+    if len(shape) != 4:
+        raise ValueError(f"is of shape {list(shape)}, and no convolution")
+    outputs, channels, height, width = shape
+    kernels = outputs * channels
     pieces = []
     for part in parts:
         if part.block_type.values > 1:
             raise ValueError(f"is a convolution in blocks of {part.block_type.name}")
-        kernels = replace(part, shape=(outputs * channels, math.prod(patch)))
-        pieces.append(Piece(kernels))
-    shape = (outputs, channels, len(parts), *patch)
-    return Stack((tuple(pieces),), shape, is_interleaved=True)
+        as_rows = replace(part, shape=(kernels, height * width))
+        pieces.append(Piece(as_rows))
+    joined = (outputs, channels, len(parts), height, width)
+    return Stack((tuple(pieces),), joined, is_interleaved=True)
+
+
+def _common_shape(parts: Sequence[GgufTensor]) -> tuple[int, ...]:
+    """Returns the shape of parts that are alike."""
+    shape = parts[0].shape
+    for part in parts:
+        if part.shape != shape:
+            raise ValueError(f"goes with {part.name}, which has another shape")
+    return shape

@@ -1,7 +1,6 @@
 """Opens a tower's file, and presents its tensors as transformers has them."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +13,8 @@ from nf4conv.sources.gguf.towers.registry import ARCHITECTURE, TOWERS, projector
 from nf4conv.sources.gguf.towers.tower import Tower
 from nf4conv.sources.tensors import TensorInfo
 
-_LAYER: Final = re.compile(r"v\.blk\.(\d+)\.(.+)")
-_DEEPSTACK: Final = re.compile(r"v\.deepstack\.(\d+)\.(.+)")
+_LAYER: Final = re.compile(r"v\.blk\.(\d{1,4})\.(.+)")
+_DEEPSTACK: Final = re.compile(r"v\.deepstack\.(\d{1,4})\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def _count_layers(path: Path, tensors: Sequence[GgufTensor]) -> int:
         found = _LAYER.fullmatch(tensor.name)
         if found is not None:
             layers.setdefault(int(found[1]), set()).add(found[2])
-    endings = Counter(ending for layer in layers.values() for ending in layer)
+    endings = sorted(set().union(*layers.values()))
     for number in range(len(layers)):
         for ending in endings:
             if ending not in layers.get(number, ()):

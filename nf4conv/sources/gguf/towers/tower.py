@@ -12,11 +12,11 @@ class Tower:
 
     Attributes:
         family: the names of its tensors, and the model types of the whole models in config.json.
-        text_types: model types that the config gives the text model, besides those of its family.
-        text_prefixes: how names in the text model begin, and how in the whole model.
         projection: the matrix that ends in the text model's hidden size, by its name in
             transformers.
-        projected: which of its dimensions is that size.
+        text_types: model types that the config gives the text model, besides those of its family.
+        text_prefixes: how names in the text model begin, and how in the whole model.
+        projected: which of the dimensions of `projection` is that size.
     """
 
     family: GgufFamily
@@ -24,3 +24,13 @@ class Tower:
     text_types: tuple[str, ...] = ()
     text_prefixes: Mapping[str, str] = field(default_factory=dict)
     projected: int = 0
+
+
+def in_layers(layer: str, modules: Mapping[str, str]) -> dict[str, str]:
+    """Returns the names of modules that all layers have, by their names in the file.
+
+    Args:
+        layer: how the names begin in transformers, `*` for the number of the layer.
+        modules: the rest of the name in transformers by that in the file.
+    """
+    return {f"v.blk.*.{module}": f"{layer}.{name}" for module, name in modules.items()}
