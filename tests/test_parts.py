@@ -157,7 +157,7 @@ def test_killed_at_any_operation_and_repeated(tmp_path: Path, scenario: str):
             0,
             [],
             False,
-        ), result
+        ), (result, done.stderr[-2000:])
 
 
 def test_parts_at_once_that_are_killed_at_random_and_begun_again(tmp_path: Path):
