@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from nf4conv.report.rows.inspection import InspectionTotals as InspectionTotals
     from nf4conv.report.rows.inspection import StoredQuantization as StoredQuantization
     from nf4conv.report.rows.weights import CheckResult as CheckResult
+    from nf4conv.report.rows.weights import ComparedTensors as ComparedTensors
     from nf4conv.report.rows.weights import VerificationSummary as VerificationSummary
     from nf4conv.report.rows.weights import WeightKind as WeightKind
     from nf4conv.report.rows.weights import WeightRow as WeightRow
@@ -163,7 +164,9 @@ _NAMES_IN: Final = {
     "nf4conv.report.rows.inspection": (
         "InspectedKind InspectedRow InspectionTotals StoredQuantization"
     ),
-    "nf4conv.report.rows.weights": "CheckResult VerificationSummary WeightKind WeightRow",
+    "nf4conv.report.rows.weights": (
+        "CheckResult ComparedTensors VerificationSummary WeightKind WeightRow"
+    ),
     "nf4conv.sources.stored_weights": "Finding",
 }
 

@@ -335,8 +335,10 @@ class VerifyOptions:
     Attributes:
         tolerance: the largest relative Frobenius error ‖W - Ŵ‖ / ‖W‖ that a packed weight may have.
             None (default) takes the usual limit of the weight's format, 0.112 for NF4 in blocks of
-            64 (docs/verify.md).
-        exact: True requires the bytes that quantizing the source gives. Default: False.
+            64 (docs/verify.md). What `dequantize` decoded must be equal, whatever the tolerance.
+        exact: True requires the bytes that quantizing the source gives. Of a decoded checkpoint,
+            whose values must always be equal, it requires every key of config.json and the files
+            beside the weights. Default: False.
         lora: PEFT adapters that were merged into the source before it was quantized: folders, or
             "org/name" or "org/name@revision" on the Hub. Default: empty.
         lora_experts: the order in which an adapter of experts stores the columns of lora_B:

@@ -366,6 +366,38 @@ def test_verification(pipeline, tmp_path):
     ).passed  # the change is not one that the pipeline itself tells
 
 
+def test_verification_of_what_was_decoded(quantized, tmp_path):
+    out = tmp_path / "decoded"
+    execute_dequantization(plan_dequantization(quantized), out, RUN)
+    exact = VerifyOptions(exact=True)
+    report = verify_checkpoint(out, quantized, exact, RUN)
+    assert report.passed
+    assert report.is_decoded
+    assert report.identical
+    assert report.tensors is not None
+    assert report.tensors.values == report.parameters
+    assert verify_checkpoint(out, run=RUN).passed
+    for submodel in ("transformer", "vae"):
+        [file] = (out / submodel).glob("*.safetensors")
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        [fault] = verify_checkpoint(out, quantized, exact, RUN).findings
+        assert (fault.check, fault.file) == ("copies", f"{submodel}/{file.name}")
+        file.write_bytes(content)
+    with pytest.raises(SourceError):
+        verify_checkpoint(out, quantized / "transformer", None, RUN)
+
+
+def test_verification_of_a_part_that_was_decoded(quantized, tmp_path):
+    out = tmp_path / "decoded"
+    part = DequantizeOptions(include=("transformer/*",))
+    execute_dequantization(plan_dequantization(quantized, part), out, RUN)
+    report = verify_checkpoint(out, quantized, VerifyOptions(exact=True), RUN)
+    assert report.passed
+    assert not report.is_decoded
+    assert [row.name for row in report.weights] == ["text_encoder/encoder.layers.0.mlp.fc1.weight"]
+
+
 @pytest.fixture
 def quantized(pipeline, tmp_path) -> Path:
     execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)

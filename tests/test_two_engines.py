@@ -45,6 +45,7 @@ from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.backend import DriverBackend
 from nf4conv.run.device.on_driver.batch.buffers import DriverBuffers
 from nf4conv.run.device.on_driver.device import DriverDevice
+from nf4conv.run.device.on_torch import device as torch_device
 from nf4conv.run.device.on_torch.backend import ImportCost, TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice
 from nf4conv.sources.header import build_header
@@ -293,6 +294,39 @@ def test_packed_integers(
     command(source, tmp_path / "bare", None, BARE)
     same(tmp_path / "bare", tmp_path / "torch")
     assert len(gpu) == 1
+
+
+@pytest.mark.parametrize("kind", ["GPTQ", "rows", "HQQ"])
+def test_verification_of_what_was_decoded(
+    tmp_path: Path, gpu: list[DriverBackend], kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Decoded again without torch; torch counts how much of a damaged tensor differs."""
+    source = integer_source(tmp_path / "source", kind)
+    out = tmp_path / "out"
+    by_torch(dequantize_checkpoint, source, out, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchBackend, "open", _no_torch)
+        report = verify_checkpoint(out, source, VerifyOptions(exact=True), BARE)
+    assert report.passed
+    assert report.tensors is not None
+    assert report.tensors.compared == 4
+    assert len(gpu) == 1
+    tensors = load_file(out / "model.safetensors")
+    damaged = "model.layers.0.mlp.gate_proj.weight"
+    tensors[damaged].view(-1)[-3:] += 1
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    if not ON_GPU:
+        monkeypatch.setattr(torch_device, "find_device", lambda _: torch.device("cpu"))
+    found = verify_checkpoint(out, source, None, BARE)
+    expected = by_torch(verify_checkpoint, out, source, None)
+    assert [finding.tensor for finding in found.findings] == [damaged]
+    assert found.findings == expected.findings
+    assert found.tensors == expected.tensors
+    assert found.tensors.values_differing == 3
+
+
+def _no_torch(*_arguments: Any) -> None:
+    raise AssertionError("torch was asked for")
 
 
 def test_a_group_index_that_was_never_set(tmp_path: Path):

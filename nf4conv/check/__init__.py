@@ -10,6 +10,7 @@ copied_files.py      compares the files beside the weights with those of the sou
 skip_list_check.py   checks llm_int8_skip_modules against what is packed
 experts_check.py     checks that the experts of each layer are whole, and packed alike
 pairing.py           matches the tensors of a checkpoint with those of its source
+decoded/             checks a checkpoint that was decoded
 calibrated.py        proves that calibrated weights are what was written
 comparing.py         matches the tensors of any two checkpoints, and says how they can be compared
 checksums.py         checks SHA256SUMS

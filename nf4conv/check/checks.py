@@ -52,3 +52,9 @@ ALWAYS: Final = (
 
 WITH_SOURCE: Final = ("names", "model config", "copies", "codes", "bound", "tolerance")
 """The checks that a verification makes if there is a source to compare with."""
+
+OF_DECODED: Final = ("files", "index", "components", "config")
+"""The checks that every verification of a decoded checkpoint makes."""
+
+OF_DECODED_WITH_SOURCE: Final = ("names", "model config", "copies")
+"""The checks that such a verification makes if there is a source to decode again."""

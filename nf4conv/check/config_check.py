@@ -54,6 +54,29 @@ def check_config(structure: Structure) -> Mapping[str, Any]:
     return config
 
 
+def check_plain_config(structure: Structure) -> Mapping[str, Any]:
+    """Notes a config.json that says of a decoded checkpoint that it is still quantized.
+
+    Args:
+        structure: the checkpoint.
+
+    Returns:
+        The content of config.json; nothing if there is none, or none that can be read.
+    """
+    config = _read_config(structure)
+    if config is None:
+        return {}
+    _check_leftovers(structure, config)
+    # a submodel that stays in the encoding that it has keeps its description
+    is_in_floats = all(
+        tensor.dtype in DTYPE_NAMES for tensor in structure.plain.values() if len(tensor.shape) > 1
+    )
+    if is_in_floats and config.get("quantization_config") is not None:
+        _note(structure, "has a quantization_config, though no weight is quantized")
+    _check_unpacked_dtypes(structure, config)
+    return config
+
+
 def _note(structure: Structure, text: str, *, is_fault: bool = True) -> None:
     structure.note("config", "config.json", "", text, is_fault=is_fault)
 

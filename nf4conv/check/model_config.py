@@ -7,7 +7,7 @@ without changing the model.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -69,6 +69,40 @@ def check_model_config(structure: Structure, source: Source, *, exact: bool) -> 
         found = _differences_of_others(source.config, config, _dtypes_of(structure), "")
     else:
         found = _differences_of_ours(structure, source, config, record)
+    _note_differences(structure, found, exact=exact)
+
+
+def check_planned_config(
+    structure: Structure, planned: Mapping[str, Any] | None, *, exact: bool
+) -> None:
+    """Notes every key by which config.json is not the one that decoding the source gives.
+
+    A quantization that is left over is noted elsewhere, as is a file that cannot be read.
+
+    Args:
+        structure: the checkpoint, a folder.
+        planned: the config that decoding gives. None for a source without one.
+        exact: True to look at every key; False to look at those only that decide shapes and
+            arithmetic.
+    """
+    if planned is None:
+        return
+    try:
+        config = _read_config(structure)
+    except SourceError:
+        return
+    if config is None:
+        structure.note(CHECK, "config.json", "", "is missing; decoding the source gives one")
+        return
+    config = {key: value for key, value in config.items() if key in planned or key not in LEFTOVERS}
+    if structure.record is None:
+        found = _differences_of_others(planned, config, set(), "")
+    else:
+        found = _unequal(planned, config, "")
+    _note_differences(structure, found, exact=exact)
+
+
+def _note_differences(structure: Structure, found: Iterable[_Difference], *, exact: bool) -> None:
     for difference in found:
         name = difference.path.rpartition(".")[2]
         if exact or name not in model_keys.NOT_ARITHMETIC:

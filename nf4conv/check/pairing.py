@@ -72,15 +72,26 @@ def pair(structure: Structure, source: Source) -> Pairs:
     used = {*structure.weights, *structure.plain, *(found.job.source.name for found in weights)}
     for name in used & aliases.keys():
         used |= aliases[name].names
-    is_tied = bool((source.config or {}).get("tie_word_embeddings", True))
     for tensor in source.tensors:
         if tensor.name in used:
             continue
-        is_tied_head = is_tied and module_of(tensor.name) in HEADS
-        is_expected = is_tied_head or _BUFFERS.search(tensor.name) is not None
+        is_fault = not is_dispensable(tensor.name, source.config or {})
         text = "is in the source but not here"
-        structure.note("names", tensor.file, tensor.name, text, is_fault=not is_expected)
+        structure.note("names", tensor.file, tensor.name, text, is_fault=is_fault)
     return Pairs(weights, copies)
+
+
+def is_dispensable(name: str, config: Mapping[str, Any]) -> bool:
+    """Returns True for a tensor that tools may leave out: a tied head, or what is computed.
+
+    Args:
+        name: of the tensor.
+        config: the content of its checkpoint's config.json.
+    """
+    is_tied = bool(config.get("tie_word_embeddings", True))
+    if is_tied and module_of(name) in HEADS:
+        return True
+    return _BUFFERS.search(name) is not None
 
 
 class _Alias(NamedTuple):

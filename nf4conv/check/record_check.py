@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from nf4conv.format.layout import DTYPE_NAMES
-from nf4conv.sources.record import MAKING, group_finder
+from nf4conv.sources.record import MAKING, group_finder, headers_digest
+from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 
 CHECK: Final = "record"
@@ -37,6 +38,36 @@ def check_record(structure: Structure) -> None:
     assert isinstance(groups, list)
     for text in (*_wrong_groups(structure, groups), *_wrong_counts(structure, record)):
         structure.note(CHECK, MAKING, "", text)
+
+
+def check_decoded_record(structure: Structure) -> None:
+    """Notes everything that nf4conv.json says of a decoded checkpoint and that is not so.
+
+    Args:
+        structure: the checkpoint, which gets the findings.
+    """
+    record = structure.record
+    if record is None or "not_packed" not in record:  # release 0.1.0 said nothing of tensors
+        return
+    groups = record.get("weights")
+    listed = groups if isinstance(groups, list) else []
+    for text in (*_wrong_groups(structure, listed), *_wrong_counts(structure, record)):
+        structure.note(CHECK, MAKING, "", text)
+
+
+def check_origin(structure: Structure, source: Source) -> None:
+    """Notes a record that the checkpoint was made from other tensors than those of the source.
+
+    Args:
+        structure: the checkpoint, which gets the finding.
+        source: what it is compared with.
+    """
+    record = structure.record
+    if record is None or record["source"].get("headers_sha256") == headers_digest(source):
+        return
+    made_from = record["source"].get("id")
+    text = f"it was made from {made_from}, whose tensors are not those of the source given"
+    structure.note("names", MAKING, "", text, is_fault=False)
 
 
 def check_card(structure: Structure) -> None:

@@ -3,6 +3,7 @@
 quantize.py, dequantize.py   write a checkpoint: plan, execute, or both at once
 finish.py                    makes a checkpoint of what parts have left in a folder
 verify.py                    checks a 4-bit checkpoint, alone or against its source
+decoded.py                   plans the verification of what dequantize made
 compare.py                   compares two checkpoints
 inspect.py                   shows what is in a checkpoint
 evaluate.py                  compares what models answer

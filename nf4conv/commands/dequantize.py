@@ -100,7 +100,7 @@ def plan_dequantization(
     started = time.perf_counter()
     options = options or DequantizeOptions()
     try:
-        plan = _plan_checkpoint(source, options, where)
+        plan = plan_checkpoint(source, options, where)
     except DiffusersFolderError:
         pipeline = _plan_pipeline(source, open_diffusers(source, where), options)
         _log_plan(pipeline, started)
@@ -125,10 +125,21 @@ def _log_plan(plan: AnyDequantizationPlan, started: float) -> None:
     )
 
 
-def _plan_checkpoint(
+def plan_checkpoint(
     source: str | Path, options: DequantizeOptions, where: SourceOptions | None
 ) -> DequantizationPlan:
-    """Plans one checkpoint; raises DiffusersFolderError for a diffusers pipeline."""
+    """Plans one checkpoint.
+
+    Args:
+        source: a folder, a .safetensors file, or "org/name" on the Hugging Face Hub.
+        options: what to make of the checkpoint.
+        where: revision, subfolder and the like of the source.
+
+    Raises:
+        DiffusersFolderError: the source is a diffusers pipeline.
+        SourceError: the source cannot be read.
+        PlanError: nothing in the source is quantized, or the request cannot be met for it.
+    """
     opened = open_merged(source, where, options.lora, options.lora_experts)
     plan = dequantization.plan_source(source, opened, options)
     if not options.lora:
@@ -146,7 +157,7 @@ def _plan_pipeline(
 ) -> DiffusersPlan[DequantizationPlan]:
     submodels = {}
     for name, place in folder.submodels.items():
-        submodels[name] = _plan_submodel(folder, name, options, place)
+        submodels[name] = plan_submodel(folder, name, options, place)
     parts = [(name, part.source) for name, part in submodels.items()]
     plan = DiffusersPlan(folder, submodels, complaints=tuple(unmatched(options, parts)))
     if not plan.totals().decoded:
@@ -156,14 +167,25 @@ def _plan_pipeline(
     return plan
 
 
-def _plan_submodel(
+def plan_submodel(
     folder: DiffusersFolder, name: str, options: DequantizeOptions, where: SourceOptions
 ) -> DequantizationPlan:
-    """Plans a submodel; keeps its tensors as they are if nothing in it is decoded."""
+    """Plans a submodel of a pipeline; keeps its tensors as they are if nothing in it is decoded.
+
+    Args:
+        folder: the pipeline.
+        name: the submodel.
+        options: what to make of the pipeline.
+        where: the subfolder of the submodel, and the like.
+
+    Raises:
+        SourceError: the submodel cannot be read.
+        PlanError: the request cannot be met for it.
+    """
     mine = for_submodel(name, options)
     opened = open_readable(folder.place, where)
     if is_included(name, options) and dequantization.has_wanted_weights(opened, mine):
-        return _plan_checkpoint(folder.place, mine, where)
+        return plan_checkpoint(folder.place, mine, where)
     return dequantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
 
 

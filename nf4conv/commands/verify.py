@@ -1,6 +1,7 @@
-"""`nf4conv verify`: is a 4-bit checkpoint or diffusers pipeline sound?
+"""`nf4conv verify`: is a 4-bit checkpoint or diffusers pipeline sound, or a decoded one?
 
-With a source it also checks that the checkpoint holds what its source holds.
+With a source it also checks that the checkpoint holds what its source holds (decoded.py: what it
+decodes to).
 
 check      headers, small tensors and config are held against the format
 run        with a source, every byte is compared; without one, every scale is looked at
@@ -18,10 +19,12 @@ from nf4conv.check.calibrated import check_calibrated
 from nf4conv.check.checksums import check_checksums
 from nf4conv.check.config_check import check_config, check_exact_config
 from nf4conv.check.copied_files import check_copied_files, check_files
+from nf4conv.check.decoded.asking import is_decoded
 from nf4conv.check.model_config import check_model_config, check_model_index
 from nf4conv.check.pairing import Pairs, pair
-from nf4conv.check.record_check import check_card, check_record
+from nf4conv.check.record_check import check_card, check_origin, check_record
 from nf4conv.check.structure import read_structure
+from nf4conv.commands.decoded import Decoding, match_checkpoint, match_submodel
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.units import size
 from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
@@ -33,7 +36,7 @@ from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.diffusers.original_names import with_original_names
 from nf4conv.sources.opening import open_stored
-from nf4conv.sources.record import MAKING, headers_digest
+from nf4conv.sources.record import MAKING
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
@@ -54,6 +57,7 @@ class VerificationPlan:
         config: the content of its config.json. Empty if it has none.
         source: the checkpoint that it was made from. None if that was not given.
         pairs: the tensors to compare with those of the source. Empty without a source.
+        is_decoded: True if `dequantize` made the checkpoint, or another tool that decodes.
     """
 
     path: Path
@@ -62,6 +66,7 @@ class VerificationPlan:
     config: Mapping[str, Any]
     source: Source | None
     pairs: Pairs
+    is_decoded: bool = False
 
     @property
     def bytes_to_read(self) -> int:
@@ -108,6 +113,9 @@ def verify_checkpoint(
     where: SourceOptions | None = None,
 ) -> VerifyReport:
     """Verifies a 4-bit checkpoint, or a diffusers pipeline, that nf4conv or another tool made.
+
+    What `dequantize` made is verified, too: the source is decoded again, and every bit must be
+    equal.
 
     Args:
         path: a folder or a .safetensors file.
@@ -190,6 +198,10 @@ def _plan_checkpoint(
     where: SourceOptions | None,
 ) -> VerificationPlan:
     structure = read_structure(Path(path))
+    if is_decoded(structure, has_source=source is not None):
+        is_folder = Path(path).is_dir()
+        decoding = match_checkpoint(structure, source, options, where, is_folder=is_folder)
+        return _plan_decoded(Path(path), structure, decoding, options)
     config = check_config(structure)
     if not structure.weights and not structure.findings:
         structure.note("components", "", "", f"{path}: has no weight in 4 bits")
@@ -199,6 +211,14 @@ def _plan_checkpoint(
         if Path(path).is_file():
             opened = with_original_names(opened, among=structure.weights)
     return _plan_pairs(Path(path), structure, config, opened, options)
+
+
+def _plan_decoded(
+    path: Path, structure: Structure, decoding: Decoding, options: VerifyOptions
+) -> VerificationPlan:
+    return VerificationPlan(
+        path, options, structure, {}, decoding.source, decoding.pairs, is_decoded=True
+    )
 
 
 def verify_result(
@@ -239,6 +259,10 @@ def _plan_pipeline(
         if origin is not None and name not in origin.submodels:
             raise PlanError(f"{source}: has no submodel {name}, which {path} has")
         structure = read_structure(folder.folder / name)
+        if is_decoded(structure, has_source=False):
+            decoding = match_submodel(structure, origin, name, options)
+            submodels[name] = _plan_decoded(structure.folder, structure, decoding, options)
+            continue
         # a submodel without packed weights is copied as it is: its config says nothing about them
         config = check_config(structure) if structure.weights else {}
         opened = None
@@ -246,7 +270,8 @@ def _plan_pipeline(
             opened = _open_submodel(structure, origin, origin.submodels[name], options)
         plan = _plan_pairs(folder.folder / name, structure, config, opened, options)
         submodels[name] = plan
-    if not any(plan.structure.weights for plan in submodels.values()):
+    plans = submodels.values()
+    if not any(plan.structure.weights or plan.is_decoded for plan in plans):
         raise PlanError(
             f"{path}: no submodel of this diffusers pipeline has a weight in 4 bits", path=path
         )
@@ -279,7 +304,7 @@ def _plan_pairs(
         if path.is_dir():
             check_card(structure)
             check_copied_files(structure, source)
-    _check_origin(structure, source)
+    check_origin(structure, source)
     return VerificationPlan(path, options, structure, config, source, pairs)
 
 
@@ -299,16 +324,6 @@ def _open_submodel(
 
 def _headers_of(tensors: Iterable[TensorInfo]) -> set[tuple[str, str, tuple[int, ...]]]:
     return {(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors}
-
-
-def _check_origin(structure: Structure, source: Source) -> None:
-    """Notes a record that the checkpoint was made from other tensors than those of the source."""
-    record = structure.record
-    if record is None or record["source"].get("headers_sha256") == headers_digest(source):
-        return
-    made_from = record["source"].get("id")
-    text = f"it was made from {made_from}, whose tensors are not those of the source given"
-    structure.note("names", MAKING, "", text, is_fault=False)
 
 
 @named_as_keywords
@@ -362,6 +377,7 @@ def _verify_checkpoint(
         plan.options,
         plan.structure,
         measured,
+        is_decoded=plan.is_decoded,
         with_checksums=with_checksums,
         started=started,
     )

@@ -153,16 +153,19 @@ class CopyResult:
     Attributes:
         tensor: the tensor as it is stored.
         differing: the number of elements that differ from those of the source.
+        largest_difference: the largest |difference| of such an element, if they are floats.
     """
 
     tensor: TensorInfo
     differing: int = 0
+    largest_difference: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, differing: int) -> None:
+    def add(self, differing: int, largest_difference: float) -> None:
         """Counts elements that differ from those of the source; from any thread."""
         with self._lock:
             self.differing += differing
+            self.largest_difference = max(self.largest_difference, largest_difference)
 
 
 class PieceDifference(NamedTuple):

@@ -84,6 +84,7 @@ const format = (row) => row.quant_type + (row.double_quant ? "+" : "") + "/" + r
 const kind = (row) => (row.stack ? row.stack + ".*." : "") + row.kind;
 const error = (row) => number(row.relative_error);
 const beyond = (row) => !(error(row) <= row.tolerance);
+const decoded = report.is_decoded;
 const compared = report.weights.filter((row) => row.relative_error !== null);
 const finite = compared
   .map(error)
@@ -143,19 +144,29 @@ function answer() {
             "a few large values do that. They are as good as the format can be.",
         ),
       );
-  } else
+  } else if (decoded && report.tensors)
     box.append(
       make(
         "p",
-        "Structure, config and scales were checked. Values were not compared: " +
-          "--source names what to compare them with.",
+        `The source was decoded again: ${count(report.tensors.values)} values were compared bit ` +
+          `for bit, ${count(report.tensors.values_differing)} differ.`,
+      ),
+    );
+  else
+    box.append(
+      make(
+        "p",
+        `Structure, config and ${decoded ? "record" : "scales"} were checked. Values were not ` +
+          "compared: --source names what to compare them with.",
       ),
     );
 }
 
 function tiles() {
   const found = [
-    [count(report.weights.length), "packed weights"],
+    decoded
+      ? [count(report.tensors?.compared ?? 0), "tensors compared"]
+      : [count(report.weights.length), "packed weights"],
     [short(report.parameters), "parameters"],
     [report.bits_per_parameter.toFixed(2), "bits per parameter"],
     [size(Object.values(report.sizes).reduce((a, b) => a + b, 0)), "in all tensors"],
@@ -164,6 +175,11 @@ function tiles() {
     found.push(
       [figure(largest, 4), "largest relative error"],
       [report.identical ? "yes" : "no", "same bytes as quantizing the source"],
+    );
+  else if (decoded && report.tensors)
+    found.push(
+      [count(report.tensors.differing), "tensors differ"],
+      [String(report.tensors.largest_difference), "largest difference"],
     );
   document
     .getElementById("tiles")
@@ -561,7 +577,12 @@ function settings() {
 }
 
 document.getElementById("name").textContent = shown(report.path);
-if (!compared.length) document.getElementById("asked").textContent = "a sound 4-bit checkpoint";
+if (decoded)
+  document.getElementById("asked").textContent = report.tensors
+    ? "what its source decodes to"
+    : "a sound decoded checkpoint";
+else if (!compared.length)
+  document.getElementById("asked").textContent = "a sound 4-bit checkpoint";
 answer();
 tiles();
 findings();
@@ -571,7 +592,7 @@ if (compared.length) {
   map();
 }
 if (within.length) distribution();
-weights();
+if (!decoded) weights();
 sizes();
 words();
 settings();

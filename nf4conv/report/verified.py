@@ -6,11 +6,17 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from nf4conv import __version__
-from nf4conv.check.checks import ALWAYS, CHECKS, WITH_SOURCE
+from nf4conv.check.checks import (
+    ALWAYS,
+    CHECKS,
+    OF_DECODED,
+    OF_DECODED_WITH_SOURCE,
+    WITH_SOURCE,
+)
 from nf4conv.options import VerifyOptions
 from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.results.checks import VerifyReport, VerifySettings
-from nf4conv.report.rows.weights import CheckResult, WeightKind, WeightRow
+from nf4conv.report.rows.weights import CheckResult, ComparedTensors, WeightKind, WeightRow
 from nf4conv.report.weights import weight_faults, weight_kinds, weight_row
 from nf4conv.sources.stored_weights import Finding, Structure
 
@@ -38,6 +44,7 @@ def verification_report(
     structure: Structure,
     measured: Measured,
     *,
+    is_decoded: bool,
     with_checksums: bool,
     started: float,
 ) -> VerifyReport:
@@ -50,6 +57,7 @@ def verification_report(
         structure: the checkpoint, with what is wrong with its headers, small tensors and config.
             The faults of its values are added to its findings.
         measured: what was measured of its values.
+        is_decoded: True if it was decoded, so that no weight is packed.
         with_checksums: True if its checksums were checked.
         started: `time.perf_counter()` when the verification began.
     """
@@ -58,17 +66,17 @@ def verification_report(
     rows = tuple(weight_row(result, options) for result in measured.weights.values())
     sizes = _sizes(structure)
     parameters = _parameters(structure)
+    tensors = None
     identical = None
     if source is not None:
+        tensors = _tensors(measured.copies.values())
         identical = all(result.bytes_differing == 0 for result in measured.weights.values())
+        if is_decoded:
+            identical = tensors.differing == 0
     passed = not any(finding.is_fault for finding in findings)
-    ran = set(ALWAYS)
+    ran = _ran(source, options, structure, is_decoded=is_decoded)
     if with_checksums:
         ran.add("checksums")
-    if source is not None:
-        ran.update(WITH_SOURCE)
-    if options.exact:
-        ran.update(("record", "copied files", "exact"))
     checks = _check_results(ran, findings)
     settings = _settings(options, structure, measured.device)
     return VerifyReport(
@@ -80,6 +88,8 @@ def verification_report(
         made=structure.record,
         weights=rows,
         kinds=tuple(weight_kinds(rows)),
+        tensors=tensors,
+        is_decoded=is_decoded,
         sizes=sizes,
         parameters=parameters,
         bits_per_parameter=_bits_per_parameter(sizes, parameters),
@@ -87,6 +97,41 @@ def verification_report(
         settings=settings,
         seconds=time.perf_counter() - started,
     )
+
+
+def _tensors(copies: Iterable[CopyResult]) -> ComparedTensors:
+    """Sums up what was measured of tensors that are not packed."""
+    total = ComparedTensors(0, 0, 0, 0, 0.0)
+    for copy in copies:
+        total += ComparedTensors(
+            compared=1,
+            differing=1 if copy.differing else 0,
+            values=copy.tensor.elements,
+            values_differing=copy.differing,
+            largest_difference=copy.largest_difference,
+        )
+    return total
+
+
+def _ran(
+    source: str | None, options: VerifyOptions, structure: Structure, *, is_decoded: bool
+) -> set[str]:
+    """Returns the names of the checks that were made, but for that of checksums."""
+    if not is_decoded:
+        ran = set(ALWAYS)
+        if source is not None:
+            ran.update(WITH_SOURCE)
+        if options.exact:
+            ran.update(("record", "copied files", "exact"))
+        return ran
+    ran = set(OF_DECODED)
+    if structure.record is not None:
+        ran.add("record")
+    if source is not None:
+        ran.update(OF_DECODED_WITH_SOURCE)
+    if options.exact:
+        ran.add("copied files")
+    return ran
 
 
 def _note_faults(structure: Structure, measured: Measured, options: VerifyOptions) -> None:
@@ -187,6 +232,7 @@ def join_reports(
     weights: list[WeightRow] = []
     kinds: list[WeightKind] = []
     parameters = 0
+    tensors: ComparedTensors | None = None
     for submodel, report in reports.items():
         for name, check in report.checks.items():
             passed = check.passed and (name not in checks or checks[name].passed)
@@ -199,6 +245,8 @@ def join_reports(
         weights.extend(row.inside(submodel) for row in report.weights)
         kinds.extend(kind.inside(submodel) for kind in report.kinds)
         parameters += report.parameters
+        if report.tensors is not None:
+            tensors = report.tensors if tensors is None else tensors + report.tensors
     for finding in around:
         if finding.is_fault:
             checks[finding.check] = CheckResult(CHECKS[finding.check], False)
@@ -215,6 +263,8 @@ def join_reports(
         findings=tuple(findings),
         weights=tuple(weights),
         kinds=tuple(kinds),
+        tensors=tensors,
+        is_decoded=all(report.is_decoded for report in reports.values()),
         sizes=sizes,
         parameters=parameters,
         bits_per_parameter=_bits_per_parameter(sizes, parameters),

@@ -1,4 +1,4 @@
-"""`nf4conv verify`: verifies a 4-bit checkpoint."""
+"""`nf4conv verify`: verifies a 4-bit checkpoint, or a decoded one."""
 
 import sys
 from pathlib import Path
@@ -31,6 +31,7 @@ from nf4conv.report.text.progress_bar import progress
     epilog=examples(
         "verify ./Llama-3.1-8B-nf4",
         "verify ./Llama-3.1-8B-nf4 --source ./Llama-3.1-8B --report out.html",
+        "verify ./Llama-3.1-8B-again --source ./Llama-3.1-8B-Q4_K_M.gguf",
     ),
 )
 @click.argument("path", metavar="PATH", type=Place("file"))
@@ -40,14 +41,14 @@ from nf4conv.report.text.progress_bar import progress
 @lora_experts_option(group=Group.CHECKS)
 @source_option("Compare every value with this checkpoint, from which PATH was made.")
 @tolerance_option(
-    "With --source, let no weight have a larger relative error.  "
-    "[default: 0.112 for NF4 in blocks of 64]"
+    "With --source, let no weight in 4 bits have a larger relative error; one that dequantize "
+    "decoded must be equal.  [default: 0.112 for NF4 in blocks of 64]"
 )
 @option(
     "--exact",
     group=Group.CHECKS,
     is_flag=True,
-    help="With --source, require the bytes that quantizing SRC gives.",
+    help="With --source, require the bytes that quantizing SRC gives, in config and files too.",
 )
 @repository_options
 @machine_options
@@ -61,10 +62,11 @@ from nf4conv.report.text.progress_bar import progress
 @quiet_option("Show no progress and no tables: the exit code tells the result.")
 @verbose_option("List every check, and say on stderr what is done and how long it takes.")
 def verify(path: str, source: str | None, report: Path | None, **values: Any) -> None:
-    """Verify the 4-bit checkpoint PATH.
+    """Verify the checkpoint PATH, in 4 bits or decoded.
 
-    PATH is a folder or a .safetensors file, made by any tool. Exit codes: 0 everything is right, 1
-    something is wrong, 2 nf4conv could not verify it.
+    PATH is a folder or a .safetensors file, made by any tool. If it was decoded, SRC is decoded
+    again, and every bit must be the same. Exit codes: 0 everything is right, 1 something is wrong,
+    2 nf4conv could not verify it.
     """
     from nf4conv.report.text.checks import verification_lines  # importing it holds up --help
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from nf4conv.report.rows.comparison import ComparedKind, ComparedRow, Status
-from nf4conv.report.rows.weights import CheckResult, WeightKind, WeightRow
+from nf4conv.report.rows.weights import CheckResult, ComparedTensors, WeightKind, WeightRow
 from nf4conv.report.tolerance import RELATIVE_ERRORS
 from nf4conv.sources.stored_weights import Finding
 from nf4conv.wording import in_callers_words
@@ -49,12 +49,16 @@ class VerifyReport:
             weights and source. None if it has no such file.
         weights: one row for each packed weight.
         kinds: the same rows, summed over the weights of one kind of module.
+        tensors: the tensors that are not packed, as they compare with the source. None without a
+            source.
+        is_decoded: True if `dequantize` made the checkpoint, or another tool that decodes, so that
+            no weight is packed.
         sizes: bytes by use: "codes", "scales", "tables" (code maps and quant states) and
             "not_packed".
         parameters: the number of elements of all tensors.
         bits_per_parameter: bits per parameter of the whole checkpoint.
-        identical: True if every compared byte is the one that quantizing the source gives. None
-            without a source.
+        identical: True if every compared byte of packed weights is the one that quantizing the
+            source gives, or every value the one that decoding it gives. None without a source.
         settings: the options, the device and the versions that the verification used.
         seconds: wall clock time of the verification.
     """
@@ -69,6 +73,8 @@ class VerifyReport:
     made: Mapping[str, Any] | None
     weights: tuple[WeightRow, ...]
     kinds: tuple[WeightKind, ...]
+    tensors: ComparedTensors | None
+    is_decoded: bool
     sizes: Mapping[str, int]
     parameters: int
     bits_per_parameter: float
@@ -98,19 +104,34 @@ class VerifyReport:
     @property
     def verdict(self) -> str:
         """The result in one line."""
+        what, found = self._found()
+        if self.passed:
+            return f"passed: {what}, {found}"
+        faults = sum(1 for finding in self.findings if finding.is_fault)
+        noun = "fault" if faults == 1 else "faults"
+        return f"FAILED: {faults:,} {noun} in {what}, {found}"
+
+    def _found(self) -> tuple[str, str]:
+        """Returns what was verified, and how it compares with the source."""
+        if self.is_decoded:
+            return "a decoded checkpoint", self._tensors_found()
         weights = f"{len(self.weights):,} packed weights"
         errors = [row.relative_error for row in self.weights if row.relative_error is not None]
-        if errors:
-            worst = f"largest relative error {max(errors):.4f}"
-        else:
-            worst = "not compared with a source"
-        if not self.passed:
-            faults = sum(1 for finding in self.findings if finding.is_fault)
-            noun = "fault" if faults == 1 else "faults"
-            return f"FAILED: {faults:,} {noun} in {weights}, {worst}"
-        if self.identical:
-            worst += ", byte for byte what quantizing the source gives"
-        return f"passed: {weights}, {worst}"
+        if not errors:
+            return weights, "not compared with a source"
+        found = f"largest relative error {max(errors):.4f}"
+        if self.passed and self.identical:
+            found += ", byte for byte what quantizing the source gives"
+        return weights, found
+
+    def _tensors_found(self) -> str:
+        if self.tensors is None:
+            return "not compared with a source"
+        compared = f"{self.tensors.compared:,} tensors"
+        if not self.tensors.differing:
+            return f"{compared} bit for bit what decoding the source gives"
+        largest = f"largest difference {self.tensors.largest_difference:.4g}"
+        return f"{self.tensors.differing:,} of {compared} differ, {largest}"
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,38 @@ class WeightKind:
 
 
 @dataclass(frozen=True)
+class ComparedTensors:
+    """Sums up the tensors that are not packed, compared bit for bit with those of the source.
+
+    Those of a decoded checkpoint are compared with what the source decodes to.
+
+    Attributes:
+        compared: the number of tensors.
+        differing: the number of those that are not equal.
+        values: the number of values in all of them.
+        values_differing: the number of values that are not equal.
+        largest_difference: the largest |difference| of a float. Infinite where one of the two is
+            NaN or infinite, and the other is not.
+    """
+
+    compared: int
+    differing: int
+    values: int
+    values_differing: int
+    largest_difference: float
+
+    def __add__(self, other: "ComparedTensors") -> "ComparedTensors":
+        """Sums up two submodels."""
+        return ComparedTensors(
+            compared=self.compared + other.compared,
+            differing=self.differing + other.differing,
+            values=self.values + other.values,
+            values_differing=self.values_differing + other.values_differing,
+            largest_difference=max(self.largest_difference, other.largest_difference),
+        )
+
+
+@dataclass(frozen=True)
 class CheckResult:
     """Describes a check that ran.
 

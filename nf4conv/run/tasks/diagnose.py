@@ -21,7 +21,7 @@ from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
 from nf4conv.codec.reference.dequantize import decoded_absmax, decoded_values
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count, quant_state_json
-from nf4conv.plan.jobs import PackJob
+from nf4conv.plan.jobs import FLOAT_TAGS, PackJob
 from nf4conv.report.measured import CopyResult, PieceErrors, ScaleErrors, WeightResult
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice, device_of
@@ -32,6 +32,7 @@ from nf4conv.run.device.on_torch.reading import (
     read_matrix,
     read_values,
 )
+from nf4conv.run.device.on_torch.subtract import difference
 from nf4conv.run.device.protocol import Gathered
 from nf4conv.run.loop import Task
 from nf4conv.run.pieces import pieces_of, weight_pieces
@@ -356,4 +357,11 @@ def compare_copy(
             original = original.view(TORCH_DTYPES[source.dtype]).to(TORCH_DTYPES[stored.dtype])
         size = max(DTYPE_BITS[stored.dtype] // 8, 1)
         expected = original.view(torch.uint8).view(-1, size)
-        result.add(int((found.view(-1, size) != expected).any(dim=1).sum()))
+        differing = int((found.view(-1, size) != expected).any(dim=1).sum())
+        largest = 0.0
+        if differing and stored.dtype in FLOAT_TAGS:
+            dtype = TORCH_DTYPES[stored.dtype]
+            largest = difference(
+                found.view(dtype), expected.flatten().view(dtype)
+            ).largest_difference
+        result.add(differing, largest)

@@ -8,7 +8,6 @@ wrong.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,7 +104,16 @@ class Proof:
 
     def tasks(self, jobs: Sequence[Job], devices: Devices, piece: int) -> list[Task]:
         """Returns what compares everything, in pieces of so many bytes."""
-        return [partial(_attempt, task) for task in shard_tasks(self, jobs, devices, piece)]
+        return [partial(self._attempt, task) for task in shard_tasks(self, jobs, devices, piece)]
+
+    def _attempt(self, task: Task, worker: Worker) -> None:
+        """Runs a task; what is not finite, or not once it is cast, stays unproved."""
+        try:
+            task(worker)
+        except NonFiniteError:
+            return  # the weight is never finished
+        except CastError as error:
+            self.unlike.add(str(error.tensor))  # later pieces of it may not have been compared
 
     def proved(self) -> dict[str, WeightResult]:
         """Returns the weights all bytes of which are right, and all values within the bound.
@@ -120,12 +128,6 @@ class Proof:
                 result.scales = ScaleErrors()
                 found[name] = result
         return found
-
-
-def _attempt(task: Task, worker: Worker) -> None:
-    """Runs a task; weights that are not finite stay unproved."""
-    with suppress(NonFiniteError, CastError):
-        task(worker)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,416 @@
+"""`verify` of what `dequantize` made: what is right passes, and every kind of damage is named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import integers
+import pytest
+import torch
+from checkpoints import write_source
+from gguf_files import write_gguf
+from safetensors.torch import load_file
+from test_integer_uses import GPTQ, LLAMA_CONFIG, MAKERS_AND_HQQ, llama
+from test_integer_uses import write as write_integers
+from test_lora import write_adapter
+from test_verify import (
+    add_stray,
+    assert_found,
+    change,
+    config,
+    delete,
+    drop,
+    filled,
+    flipped,
+    header,
+    index,
+    raw,
+    rename,
+    run_command,
+    save,
+    shards,
+    swap,
+    write_text,
+)
+
+from nf4conv import (
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    VerifyOptions,
+    dequantize_checkpoint,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
+from nf4conv.errors import Nf4convError, PlanError
+from nf4conv.options import Dtype
+from nf4conv.report.page import page
+from nf4conv.report.results.checks import VerifyReport
+
+CPU = RunOptions(device="cpu", workers=2)
+SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
+CHECKED = RunOptions(device="cpu", workers=2, checksum=True)
+EXACT = VerifyOptions(exact=True)
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+O = "model.layers.0.self_attn.o_proj.weight"  # noqa: E741
+NORM = "model.norm.weight"
+
+
+def write_one(folder: Path, kind: str) -> Path:
+    """A source of a kind."""
+    if kind == "gguf":
+        types = {"blk.0.attn_q.weight": "Q4_K", "blk.0.attn_k.weight": "F16"}
+        return write_gguf(folder.with_suffix(".gguf"), types=types, default="Q8_0")
+    if kind == "bitsandbytes":
+        plain = write_source(folder.with_name("in-16-bits"), layers=2)
+        quantize_checkpoint(plain, folder, QuantizeOptions(), CPU)
+        return folder
+    if kind == "gptq, reordered":
+        tensors = llama(lambda *shape, dtype: integers.gptq(*shape, dtype=dtype, is_reordered=True))
+        return write_integers(folder, tensors, LLAMA_CONFIG, GPTQ)[0]
+    make, description = MAKERS_AND_HQQ[kind]
+    return write_integers(folder, llama(make), LLAMA_CONFIG, description)[0]
+
+
+KINDS = ("gguf", "bitsandbytes", "gptq, reordered", *MAKERS_AND_HQQ)
+
+
+def assert_right(report: VerifyReport) -> None:
+    """Asserts that every tensor was compared, and all are equal."""
+    assert report.passed, report.findings
+    assert report.is_decoded
+    assert report.identical
+    assert report.tensors is not None
+    assert report.tensors.values == report.parameters > 0
+    assert report.tensors.differing == report.tensors.values_differing == 0
+    assert report.tensors.largest_difference == 0
+    assert "bit for bit what decoding the source gives" in report.verdict
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_dequantize_makes_is_right(tmp_path: Path, kind: str):
+    """Of each kind, in one file and in several, alone and against the source; then one bit less."""
+    source = write_one(tmp_path / "source", kind)
+    out = tmp_path / "out"
+    options = DequantizeOptions(max_shard_size=150_000)
+    dequantize_checkpoint(source, out, options, CHECKED)
+    for run in (CPU, SMALL):
+        assert_right(verify_checkpoint(out, source, EXACT, run))
+    alone = verify_checkpoint(out, run=CPU)
+    assert alone.passed
+    assert alone.tensors is None
+    assert {"config", "record", "checksums"} <= alone.checks.keys()
+    assert not {"copies", "codes", "tolerance"} & alone.checks.keys()
+    assert any("--source" in finding.text for finding in alone.findings)
+    change(Q, flipped(-1, 0))(out)
+    [fault] = [
+        found for found in verify_checkpoint(out, source, None, SMALL).findings if found.tensor
+    ]
+    assert (fault.check, fault.tensor, fault.is_fault) == ("copies", Q, True)
+    assert fault.text.startswith("1 of ")
+
+
+@pytest.mark.parametrize("has_record", [True, False], ids=["with nf4conv.json", "without"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", ["gguf", "gptq"])
+def test_the_dtype_that_was_asked_for(tmp_path: Path, kind: str, dtype: Dtype, has_record: bool):
+    source = write_one(tmp_path / "source", kind)
+    out = tmp_path / "out"
+    dequantize_checkpoint(source, out, DequantizeOptions(dtype=dtype), CPU)
+    if not has_record:
+        delete("nf4conv.json")(out)
+    assert_right(verify_checkpoint(out, source, EXACT, CPU))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_one(tmp_path_factory.mktemp("decoded") / "source", "gguf")
+
+
+@pytest.fixture(scope="module")
+def good(source: Path) -> Path:
+    """Several shards, from GGUF, with a manifest beside it."""
+    out = source.parent / "good"
+    dequantize_checkpoint(source, out, DequantizeOptions(max_shard_size=400_000), CHECKED)
+    (out / "SHA256SUMS").rename(source.parent / "SHA256SUMS")
+    assert len(shards(out)) > 1
+    return out
+
+
+@pytest.fixture
+def damaged(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "damaged"))
+
+
+def record(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "nf4conv.json"
+        content = json.loads(path.read_text())
+        edit(content)
+        path.write_text(json.dumps(content))
+
+    return damage
+
+
+def drop_everywhere(name: str) -> Callable[[Path], None]:
+    """A tensor, from its file and from the index."""
+
+    def damage(folder: Path) -> None:
+        drop(name)(folder)
+        index(lambda table: table["weight_map"].pop(name))(folder)
+
+    return damage
+
+
+def add(name: str) -> Callable[[Path], None]:
+    """A tensor that the source lacks, in a file and in the index."""
+
+    def damage(folder: Path) -> None:
+        path = shards(folder)[0]
+        save(load_file(path) | {name: torch.zeros(4).bfloat16()}, path)
+        index(lambda table: table["weight_map"].update({name: path.name}))(folder)
+
+    return damage
+
+
+FIRST = "model-00001-of-00004.safetensors"
+QUANTIZATION = {"quant_method": "gptq", "bits": 4}
+ALONE: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "quantization left": (
+        config(lambda content: content.update(quantization_config=QUANTIZATION)),
+        "config",
+        "config.json",
+    ),
+    "quantization left inside": (
+        config(lambda content: content.update(text_config={"quantization_config": QUANTIZATION})),
+        "config",
+        "config.json",
+    ),
+    "file of a quantization left": (
+        write_text("quantize_config.json", "{}"),
+        "config",
+        "quantize_config.json",
+    ),
+    "config is no JSON": (write_text("config.json", "{"), "config", "config.json"),
+    "a shard lost": (delete(FIRST), "files", FIRST),
+    "a shard cut off": (raw(lambda content: content[:-1]), "files", FIRST),
+    "header is no JSON": (raw(lambda content: content[:8] + b"x" + content[9:]), "files", FIRST),
+    "a stray file": (add_stray, "files", "adapter_model.safetensors"),
+    "not in the index": (
+        index(lambda table: table["weight_map"].pop(NORM)),
+        "index",
+        NORM,
+    ),
+    "lost, but in the index": (drop(NORM), "index", NORM),
+    "recorded otherwise": (
+        record(lambda content: content.update(not_packed={"bfloat16": 3})),
+        "record",
+        "nf4conv.json",
+    ),
+    "recorded as packed": (
+        record(lambda content: content.update(weights=[{"quant_type": "nf4", "count": 1}])),
+        "record",
+        "nf4conv.json",
+    ),
+}
+AGAINST_THE_SOURCE: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    **ALONE,
+    "first bit": (change(Q, flipped(0, 0)), "copies", Q),
+    "last bit": (change(Q, flipped(-1, 7)), "copies", Q),
+    "a bit of a vector": (change(NORM, flipped(5, 0)), "copies", NORM),
+    "NaN": (change(Q, filled(70, float("nan"))), "copies", Q),
+    "swapped": (swap(Q, O), "copies", Q),
+    "swapped, the other": (swap(Q, O), "copies", O),
+    "in another order": (change(Q, lambda tensor: tensor.flip(0)), "copies", Q),
+    "transposed": (change(Q, lambda tensor: tensor.t()), "copies", Q),
+    "another shape": (change(Q, lambda tensor: tensor.reshape(128, 512)), "copies", Q),
+    "another dtype": (change(Q, lambda tensor: tensor.half()), "copies", Q),
+    "wider": (change(Q, lambda tensor: tensor.float()), "copies", Q),
+    "missing": (drop_everywhere(Q), "names", Q),
+    "a tensor too many": (add("model.layers.0.bias"), "names", "model.layers.0.bias"),
+    "renamed": (rename(NORM, "model.norm.scale"), "names", "model.norm.scale"),
+    "what it was decoded from is left": (add(f"{Q}.absmax"), "names", f"{Q}.absmax"),
+    "a shape in config.json": (
+        config(lambda content: content.update(num_attention_heads=8)),
+        "model config",
+        "config.json",
+    ),
+    "dtype in config.json": (
+        config(lambda content: content.update(dtype="float16")),
+        "model config",
+        "config.json",
+    ),
+    "config lost": (delete("config.json"), "model config", "config.json"),
+    "dtype in the header": (header(b'"BF16"', b'"F16" '), "copies", ""),
+    "recorded dtype": (
+        record(lambda content: content["options"].update(dtype="float16")),
+        "copies",
+        Q,
+    ),
+    "recorded dtype unknown": (
+        record(lambda content: content["options"].update(dtype="int3")),
+        "record",
+        "nf4conv.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_damage_that_shows_without_the_source(damaged: Path, kind: str):
+    damage, check, name = ALONE[kind]
+    damage(damaged)
+    code, found, output = run_command(damaged)
+    assert code == 1, output
+    assert_found(found, check, name)
+    assert output.rstrip().splitlines()[-1].startswith("FAILED")
+
+
+@pytest.mark.parametrize("kind", AGAINST_THE_SOURCE)
+def test_damage_that_shows_against_the_source(damaged: Path, source: Path, kind: str):
+    damage, check, name = AGAINST_THE_SOURCE[kind]
+    damage(damaged)
+    code, found, output = run_command(damaged, "--source", str(source))
+    assert code == 1, output
+    if name:
+        assert_found(found, check, name)
+    for finding in found:
+        assert finding["file"] or finding["tensor"], finding
+    assert output.rstrip().splitlines()[-1].startswith("FAILED")
+
+
+def test_keys_and_files_beside_the_weights_count_with_exact(damaged: Path, source: Path):
+    config(lambda content: content.update(initializer_range=0.5))(damaged)
+    assert verify_checkpoint(damaged, source, None, CPU).passed
+    assert not verify_checkpoint(damaged, source, EXACT, CPU).passed
+
+
+def test_no_tolerance_lets_a_bit_pass(damaged: Path, source: Path):
+    change(Q, flipped(0, 0))(damaged)
+    report = verify_checkpoint(damaged, source, VerifyOptions(tolerance=1.0), CPU)
+    assert not report.passed
+    assert not report.identical
+    assert report.tensors is not None
+    assert (report.tensors.differing, report.tensors.values_differing) == (1, 1)
+    assert 0 < report.tensors.largest_difference < 1
+    assert "1 of 12 tensors differ" in report.verdict
+    assert "largest difference" in report.verdict
+
+
+def test_checksums_tell_without_the_source(damaged: Path, good: Path):
+    shutil.copy(good.parent / "SHA256SUMS", damaged)
+    assert verify_checkpoint(damaged, run=CPU).passed
+    change(Q, flipped(0, 0))(damaged)
+    report = verify_checkpoint(damaged, run=CPU)
+    assert not report.passed
+    assert {finding.check for finding in report.findings if finding.is_fault} == {"checksums"}
+
+
+def test_json_and_page(good: Path, source: Path):
+    code, _, _ = run_command(good, "--source", str(source))
+    assert code == 0
+    found = json.loads((good.parent / "report.json").read_text())
+    assert found["tensors"] == {
+        "compared": 12,
+        "differing": 0,
+        "values": found["parameters"],
+        "values_differing": 0,
+        "largest_difference": 0.0,
+    }
+    assert found["is_decoded"]
+    assert found["weights"] == []
+    assert "bit for bit" in page(verify_checkpoint(good, source, None, CPU))
+
+
+def test_a_record_of_another_source_is_noted(good: Path, tmp_path: Path):
+    other = write_gguf(tmp_path / "other.gguf", default="Q4_0")
+    report = verify_checkpoint(good, other, None, CPU)
+    assert not report.passed
+    assert any("it was made from source" in finding.text for finding in report.findings)
+
+
+def test_a_part_stays_in_4_bits(tmp_path: Path):
+    """What stays packed is verified as it was before, what was decoded against its decoding."""
+    source = write_one(tmp_path / "source", "bitsandbytes")
+    options = DequantizeOptions(include=("*.layers.0.*",))
+    dequantize_checkpoint(source, tmp_path / "out", options, CPU)
+    report = verify_checkpoint(tmp_path / "out", source, None, CPU)
+    assert report.passed
+    assert not report.is_decoded
+    assert report.tensors is not None
+    assert report.tensors.differing == 0
+    change("model.layers.0.mlp.up_proj.weight", flipped(0, 0))(tmp_path / "out")
+    report = verify_checkpoint(tmp_path / "out", source, None, CPU)
+    assert not report.passed
+    assert report.tensors is not None
+    assert report.tensors.differing == 1
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def lora(folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    module = Q.removesuffix(".weight")
+    tensors = {
+        f"{module}.lora_A.weight": torch.randn(4, 128),
+        f"{module}.lora_B.weight": torch.randn(128, 4),
+    }
+    return write_adapter(folder, tensors, target_modules=["q_proj"])
+
+
+def test_merged_adapters_are_merged_again(tmp_path: Path):
+    source = write_one(tmp_path / "source", "gptq")
+    right, wrong = lora(tmp_path / "right", 1), lora(tmp_path / "wrong", 2)
+    out = tmp_path / "out"
+    dequantize_checkpoint(source, out, DequantizeOptions(lora=(str(right),)), CPU)
+    options = VerifyOptions(exact=True, lora=(str(right),))
+    assert_right(verify_checkpoint(out, source, options, CPU))
+    other = verify_checkpoint(out, source, VerifyOptions(lora=(str(wrong),)), CPU)
+    assert [finding.tensor for finding in other.findings if finding.is_fault] == [Q]
+    code, _, output = run_command(out, "--source", str(source))
+    assert code == 2
+    assert "adapters were merged into it (right)" in output
+    assert "--lora" in output
+    assert verify_checkpoint(out, run=CPU).passed
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_source_that_is_not_quantized(tmp_path: Path):
+    plain = write_source(tmp_path / "plain", layers=2)
+    with pytest.raises(PlanError, match="no tensor of this checkpoint is quantized"):
+        verify_checkpoint(plain, plain, None, CPU)
+
+
+def test_sources_that_cannot_be_read(good: Path, tmp_path: Path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes((good.parent / "source.gguf").read_bytes()[:-1])
+    (tmp_path / "text.gguf").write_text("text")
+    for name in ("cut.gguf", "text.gguf", "nothing"):
+        with pytest.raises(Nf4convError):
+            verify_checkpoint(good, tmp_path / name, None, CPU)
+
+
+def test_nothing_after_an_overflow_goes_unseen(tmp_path: Path):
+    """The source of a foreign checkpoint has a weight that float16 cannot hold, in many pieces."""
+    weight = integers.gptq(512, 512, dtype=torch.bfloat16, is_reordered=True)
+    weight.parts["scales"][:, :8] = 60_000
+    codes = llama(integers.gptq, torch.bfloat16)
+    codes[Q] = weight
+    source, _ = write_integers(tmp_path / "source", codes, LLAMA_CONFIG, GPTQ)
+    out = tmp_path / "out"
+    dequantize_checkpoint(source, out, DequantizeOptions(dtype="float32"), CPU)
+    delete("nf4conv.json")(out)
+    [file] = shards(out)
+    cast = {name: tensor.half() for name, tensor in load_file(file).items()}
+    assert cast[Q].isinf().any()
+    save(cast, file)
+    config(lambda content: content.update(dtype="float16", torch_dtype="float16"))(out)
+    assert verify_checkpoint(out, source, None, SMALL).passed
+    change(Q, flipped(-1, 0))(out)
+    report = verify_checkpoint(out, source, None, SMALL)
+    assert [finding.tensor for finding in report.findings if finding.is_fault] == [Q]
