@@ -96,7 +96,7 @@ def _check_alone(structure: Structure) -> None:
 
 
 def _unproved(structure: Structure) -> Decoding:
-    text = "no value was compared: --source SRC decodes SRC again, and compares every bit"
+    text = "no value was compared; give --source to decode it again and to compare every bit"
     structure.note("copies", "", "", text, is_fault=False)
     return Decoding(None, Pairs())
 
