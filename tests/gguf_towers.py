@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf_families import CONVERTER, SMALL, class_of, write_tokenizer
+from gguf_families import CONVERTER, LINEAR_ATTENTION, SMALL, class_of, write_tokenizer
 from safetensors.torch import load_file, save_file
 
 _TEXT = {**SMALL, "tie_word_embeddings": False}
@@ -57,6 +57,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "head_dim": 16, "rope_parameters": _SECTIONS},
         "vision_config": {**_OF_QWEN, "depth": 4, "hidden_size": 32, "out_hidden_size": 64}
         | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
+    },
+    "Qwen3_5ForConditionalGeneration": {
+        **_QWEN_TOKENS,
+        "text_config": {**_TEXT, **LINEAR_ATTENTION},
+        "vision_config": {**_OF_QWEN, "depth": 4, "hidden_size": 32, "out_hidden_size": 64}
+        | {"num_position_embeddings": 16},
     },
     "Mistral3ForConditionalGeneration": {
         "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
@@ -116,6 +122,8 @@ TEXTS = {
     "SmolVLMForConditionalGeneration": "LlamaForCausalLM",
     "InternVLForConditionalGeneration": "Qwen2ForCausalLM",
 }
+# seeds of models in which a weight of a norm is so small that adding 1 rounds it
+SEEDS = {"Qwen3_5ForConditionalGeneration": 1}
 
 _PREPROCESSOR = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_seq_length": 4}
 _BREAK = {"content": "[IMG_BREAK]", "special": True}
@@ -124,7 +132,7 @@ _BREAK = {"content": "[IMG_BREAK]", "special": True}
 def write_model(folder: Path, architecture: str, dtype: torch.dtype) -> Path:
     """A tiny model of random weights, under the names that models on the Hub have."""
     kind = class_of(architecture)
-    torch.manual_seed(len(architecture))
+    torch.manual_seed(SEEDS.get(architecture, len(architecture)))
     model = kind(kind.config_class(**FAMILIES[architecture]))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -178,6 +186,7 @@ def load(folder, is_mistral_format=False):
     written = json.loads((Path(folder) / "config.json").read_text())
     return parameters(folder, is_mistral_format) | written
 ModelBase.load_hparams = staticmethod(load)
+ModelBase.no_mtp = True
 import convert_hf_to_gguf
 for folder, text, tower in zip(triples[::3], triples[1::3], triples[2::3]):
     for out, *more in ((text,), (tower, "--mmproj")):

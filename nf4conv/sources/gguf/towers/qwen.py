@@ -76,6 +76,7 @@ QWEN3_VL: Final = Tower(
         architecture="Qwen3VLForConditionalGeneration",
         names={**_AROUND_LATER, **in_layers("model.visual.blocks.*", _LATER)},
         joined=(Join("model.visual.patch_embed.proj.weight", _FRAMES, join_frames),),
+        also=("qwen3_5",),
     ),
     projection="model.visual.merger.linear_fc2.weight",
     text_types=("qwen3_vl_text",),
