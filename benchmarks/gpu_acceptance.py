@@ -25,7 +25,7 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).parent.parent
 
-LONGEST_TEST: Final = 150
+LONGEST_TEST: Final = 180
 """Seconds after which a test hangs."""
 
 MOST_RESTARTS: Final = 40
@@ -34,6 +34,9 @@ TESTS_SHARE: Final = 0.58
 """Of the time, for the tests at most: the steps behind them take about 270 s."""
 
 AGAIN_SECONDS: Final = 60
+
+MOST_PRINTED: Final = 15
+"""Tests that did not pass: a caller may see the end of the output only."""
 
 STEPS: Final = {
     "linear_models": (["benchmarks.linear_models", "--json", "{out}", "--commit", "{commit}"], 150),
@@ -155,7 +158,8 @@ class Pool:
         for worker in list(self.running):
             current = follow(worker, self.found)
             hangs = current.get("since", time.time()) < time.time() - LONGEST_TEST
-            if worker.process.poll() is not None or hangs:
+            # a child that a failed test has left would keep a process from ending
+            if worker.process.poll() is not None or hangs or current["done"]:
                 self.running.remove(worker)
                 how = "hung" if hangs else f"ended its process: {worker.process.poll()}"
                 worker.end()
@@ -291,14 +295,24 @@ def counted(tests: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def print_tests(acceptance: Acceptance) -> None:
-    """Prints the counts, the slowest, and every test that did not pass."""
+    """Prints the counts, the slowest, why some were skipped, and every test that did not pass."""
     slowest = sorted(acceptance.tests.items(), key=lambda one: -one[1].get("seconds", 0))[:8]
     for name, result in slowest:
         print(f"{result.get('seconds', 0):7.1f} s  {name}")
-    for name, result in acceptance.again.items():
-        first = acceptance.tests.get(name, {"outcome": "not collected"})
-        alone = result["outcome"]
-        print(f"{first['outcome']}, alone {alone}: {name}\n    {first.get('told', '')[-300:]!r}")
+    reasons: dict[str, int] = {}
+    others = []
+    for name, result in acceptance.tests.items():
+        if result["outcome"] == "skipped":
+            reasons[result["told"][-80:]] = reasons.get(result["told"][-80:], 0) + 1
+        elif result["outcome"] != "passed":
+            others.append(name)
+    print("skipped:", reasons)
+    for name in others[:MOST_PRINTED]:
+        first = acceptance.tests[name]
+        alone = acceptance.again.get(name, {"outcome": "not tried"})["outcome"]
+        print(f"{first['outcome']}, alone {alone}: {name}\n    {first.get('told', '')[-200:]!r}")
+    if len(others) > MOST_PRINTED:
+        print(f"and {len(others) - MOST_PRINTED} more in {acceptance.file.name}")
     print("tests:", counted(acceptance.tests), "again:", counted(acceptance.again), flush=True)
 
 

@@ -88,7 +88,8 @@ class Attention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.nn.functional.silu(x)
-        return self.q(x) * (self.k(x) + self.v(x)).sum()
+        # a sum of either sign might be near 0, where roundings are all that is left of it
+        return self.q(x) * (self.k(x) + self.v(x)).abs().sum()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 12, 32, 40])
@@ -100,6 +101,7 @@ def test_products_of_the_same_x_are_joined(
     join = linear_joining.join_products
     monkeypatch.setattr(linear_joining, "join_products", lambda one: counts.append(join(one)))
     torch._dynamo.reset()
+    torch.manual_seed(7)
     model = Attention().cuda()
     assert nf4conv.patch_linear_4bit(model) == 3
     x = inputs(rows)
@@ -212,7 +214,9 @@ def test_generate_with_a_static_cache(mode: str) -> None:
     modules = pytest.importorskip("bitsandbytes.nn")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    torch.manual_seed(1)
+    torch.manual_seed(
+        3
+    )  # its ten best tokens are all ahead of the next by a tenth of the deviation
     config = transformers.LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=512, max_position_embeddings=256,
