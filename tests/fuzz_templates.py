@@ -122,6 +122,16 @@ def integers(description: dict[str, Any], *makes: Callable[..., Weight]) -> Call
     return write
 
 
+def quark_mxfp4(folder: Path) -> None:
+    stored = {
+        DOWN: torch.randint(0, 256, (64, 64)).byte(),
+        f"{DOWN}_scale": torch.randint(110, 130, (64, 4)).byte(),
+    }
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    description = {"quant_method": "quark", "global_quant_config": {"weight": weight}}
+    write_encoded(folder, PLAIN | stored, description)
+
+
 def torchao(folder: Path) -> None:
     stored = {
         f"{DOWN.replace('.weight', '')}._weight_qdata": torch.randint(-128, 127, (64, 128)).char(),

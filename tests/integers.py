@@ -12,6 +12,8 @@ AWQ     AutoAWQ 0.2.9: WQLinear_GEMM.from_linear of awq/modules/linear/gemm.py p
         AutoRound 0.16.1 packs 5 to 7 bits: auto_round_extension/torch/qlinear_torch.py and
         qlinear_torch_zp.py, auto_round/export/export_to_awq/utils.py
 HQQ     hqq 0.2.8: BitPack and Quantizer, as named below
+Quark   amd-quark 0.13: Pack_4_bits of quark/torch/utils/pack.py packs,
+        dequantize_int_per_group_affine of quark/torch/kernel/hw_emulation/ decodes
 torchao torchao 0.18: its classes and the names of their fields are in
         torchao/quantization/quantize_/workflows/int4/. Int4Tensor is packed by pack_int4 of
         mslk/quantize/shuffle.py; _bf16_activations_forward of Int4WeightFakeQuantizer in
@@ -142,6 +144,29 @@ def awq(
     difference = codes - zeros.repeat_interleave(group_size, dim=0)
     decoded = difference * scales.repeat_interleave(group_size, dim=0)
     return Weight(parts, decoded.t().contiguous())
+
+
+def quark(
+    rows: int,
+    columns: int,
+    *,
+    group_size: int = 32,
+    is_signed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Weight:
+    groups = columns // group_size
+    least = -8 if is_signed else 0
+    codes = random_codes(columns, rows, bits=4) + least
+    zeros = random_codes(groups, rows, bits=4) + least
+    scales = random_scales(groups, rows, dtype=dtype)
+    parts = {
+        "weight": pack_awq(codes & 15),
+        "weight_scale": scales,
+        "weight_zero_point": pack_awq(zeros & 15),
+    }
+    difference = codes.float() - zeros.repeat_interleave(group_size, dim=0)
+    decoded = difference * scales.repeat_interleave(group_size, dim=0)
+    return Weight(parts, decoded.to(dtype).t().contiguous())
 
 
 # --- compressed-tensors ---------------------------------------------------------------------------

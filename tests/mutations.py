@@ -38,7 +38,7 @@ VALUES: list[Any] = [
     "float16",
     # methods of quantization and types of models
     "bitsandbytes", "fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq", "hqq",
-    "auto-round", "torchao",
+    "auto-round", "torchao", "quark",
     "llama", "gpt_oss", "gpt2",
     # classes of models
     "LlamaForCausalLM", "GptOssForCausalLM", "GPT2LMHeadModel", "Qwen3MoeForCausalLM",

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from integers import Weight, awq, compressed, gptq, hqq, torchao
+from integers import Weight, awq, compressed, gptq, hqq, quark, torchao
 
 from nf4conv.codec.decode.fp4 import decode_fp4
 from nf4conv.codec.decode.halves import HalvesLayout, decode_halves
@@ -154,10 +154,11 @@ INTEGERS = {
     "rows with zero points in bytes": lambda dtype: compressed(
         40, 128, is_symmetric=False, has_packed_zeros=False, is_reordered=True, dtype=dtype
     ),
+    "Quark": lambda dtype: quark(72, 128, is_signed=True, dtype=dtype),
     "torchao": lambda dtype: torchao(37, 1088, dtype=dtype),
     "torchao in words": lambda dtype: torchao(40, 128, is_of_words=True, dtype=dtype),
 }
-SIGNED = ("torchao",)
+SIGNED = ("torchao", "Quark")
 NAMES = {
     "compressed-tensors": (
         "weight_packed",
@@ -168,6 +169,7 @@ NAMES = {
     "torchao": ("_weight_qdata", "_weight_scale", "_weight_zero_point", ""),
     "GPTQ": ("qweight", "scales", "qzeros", "g_idx"),
     "AWQ": ("qweight", "scales", "qzeros", ""),
+    "Quark": ("weight", "weight_scale", "weight_zero_point", ""),
 }
 
 
@@ -185,6 +187,7 @@ def test_packed_integers(case: str, dtype: torch.dtype):
     packing = case.split()[0].replace("rows", "compressed-tensors")
     parts = [None if part is None else part.to(DEVICE) for part in parts_of(weight, packing)]
     values, scale, zeros, index = parts
+    packing = packing.replace("Quark", "AWQ")
     bits = int(re.search("in ([0-9]) bits", case)[1]) if "bits" in case else 4
     rows, columns = weight.decoded.shape
     if packing == "compressed-tensors":
@@ -216,6 +219,7 @@ def test_packed_integers_on_both_devices(case: str, dtype: torch.dtype):
     weight = INTEGERS[case](dtype)
     packing = case.split()[0].replace("rows", "compressed-tensors")
     values, scale, zeros, index = parts_of(weight, packing)
+    packing = packing.replace("Quark", "AWQ")
     bits = int(re.search("in ([0-9]) bits", case)[1]) if "bits" in case else 4
     columns = weight.decoded.shape[1]
     group_size = columns // scale.shape[1] if packing == "compressed-tensors" else 32

@@ -515,7 +515,7 @@ def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        *((name, "packed integers in a layout of its own") for name in ("quark", "quanto", "sinq")),
+        *((name, "packed integers in a layout of its own") for name in ("quanto", "sinq")),
         *((name, "a codebook of its own") for name in ("aqlm", "vptq", "spqr", "higgs")),
         *((name, "integers that lie as one kernel reads them") for name in ("marlin", "eetq")),
         ("fp_quant", "small floats in a layout of its own, or rotated"),

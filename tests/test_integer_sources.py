@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integers import Weight, awq, compressed, gptq, hqq, torchao
+from integers import Weight, awq, compressed, gptq, hqq, quark, torchao
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,6 +53,14 @@ HQQ = {
     "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 1}},
     "skip_modules": ["lm_head"],
 }
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {
+        "weight": {"dtype": "uint4", "qscheme": "per_group", "ch_axis": -1, "group_size": 32}
+    },
+    "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+    "exclude": ["lm_head"],
+}
 TORCHAO = {
     "quant_method": "torchao",
     "quant_type": {
@@ -81,6 +89,7 @@ MAKERS = {
     "compressed": (compressed, PACKED),
     "hqq": (hqq, HQQ),
     "torchao": (torchao, TORCHAO),
+    "quark": (quark, QUARK),
 }
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -615,8 +624,8 @@ def test_scales_that_are_no_numbers(tmp_path: Path, method: str, value: float):
     """`dequantize` gives what the method does; `quantize` refuses it and names the weight."""
     make, description = MAKERS[method]
     weight = make(128, 128, dtype=torch.float16)
-    names = {"compressed": "weight_scale", "hqq": "scale", "torchao": "_weight_scale"}
-    name = names.get(method, "scales")
+    names = {"hqq": "scale", "torchao": "_weight_scale", "gptq": "scales", "awq": "scales"}
+    name = names.get(method, "weight_scale")
     weight.parts[name].view(-1)[5] = value
     source, _ = write(tmp_path / "source", make, description, {Q: weight})
     dequantize_checkpoint(source, tmp_path / "out", None, CPU)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from adapters import load, train
 from hub_server import Hub, Repo
-from integers import Weight, awq, compressed, gptq, hqq, torchao
+from integers import Weight, awq, compressed, gptq, hqq, quark, torchao
 from safetensors.torch import load_file, save_file
 from test_calibrate import make_model, make_text
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,6 +54,10 @@ AUTO_ROUND = {
     "bits": 4,
     "group_size": 32,
 }
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}},
+}
 TORCHAO = {
     "quant_method": "torchao",
     "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}}},
@@ -62,6 +66,7 @@ MAKERS_AND_HQQ = MAKERS | {
     "hqq": (hqq, HQQ),
     "auto-round": (partial(gptq, version=2), AUTO_ROUND),
     "torchao": (torchao, TORCHAO),
+    "quark": (partial(quark, is_signed=True), QUARK),
 }
 
 
@@ -142,6 +147,7 @@ def test_inspect_names_method_bits_and_groups(tmp_path: Path, method: str):
         "compressed": "compressed-tensors",
         "hqq": "HQQ",
         "auto-round": "GPTQ",
+        "quark": "AWQ",
     }.get(method, method)
     [kind] = [kind for kind in found.kinds if kind.kind == "mlp.up_proj"]
     assert kind.formats == (f"{packing} 4-bit, groups of 32",)

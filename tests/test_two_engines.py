@@ -241,6 +241,10 @@ def test_encoded_sources(tmp_path: Path, gpu: list[DriverBackend], kind: str):
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}},
+}
 TORCHAO = {
     "quant_method": "torchao",
     "quant_type": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}},
@@ -265,6 +269,7 @@ INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
     ),
     "torchao": (TORCHAO, integers.torchao),
     "torchao in words": (TORCHAO, partial(integers.torchao, is_of_words=True)),
+    "Quark": (QUARK, partial(integers.quark, is_signed=True)),
     "HQQ": (HQQ, integers.hqq),
     "HQQ in 3 bits along columns": (HQQ, partial(integers.hqq, bits=3, axis=0)),
 }

@@ -172,7 +172,7 @@ def _inspect_one(stored: Source) -> _Part:
 
 def _with_packed_integers(stored: Source) -> Source:
     """Presents packed integers, whose shapes say little, as the weights that they stand for."""
-    if not any(tensor.name.endswith(_ENDS_OF_WORDS) for tensor in stored.tensors):
+    if not any(_holds_words(tensor) for tensor in stored.tensors):
         return stored
     try:
         presented = present_encoded(stored)
@@ -185,6 +185,12 @@ def _with_packed_integers(stored: Source) -> Source:
         else:
             tensors.extend(part for _, part in tensor.encoding.parts)
     return replace(stored, tensors=tuple(tensors))
+
+
+def _holds_words(tensor: TensorInfo) -> bool:
+    """Returns True if a tensor is one of packed integers; the words of Quark are named `weight`."""
+    is_of_quark = tensor.dtype == "I32" and tensor.name.endswith(".weight_zero_point")
+    return is_of_quark or tensor.name.endswith(_ENDS_OF_WORDS)
 
 
 def _describes_a_weight(tensor: TensorInfo) -> bool:

@@ -3,10 +3,11 @@
 encoded.py       replaces the encoded tensors of a checkpoint by the tensors that they decode to
 description.py   reads what the config says about a quantization
 refused.py       refuses quantizations that are not decoded, by what a config says
+quark.py         says what Quark of AMD stores
 rules.py         recognises each kind of encoding by names, dtypes and shapes
 scaled.py        recognises 8-bit values with scales
 siblings.py      finds the tensors that belong together by their names
-integers.py      recognises packed integers: compressed-tensors, GPTQ and AWQ
+integers.py      recognises packed integers: compressed-tensors, GPTQ, AWQ, torchao and Quark
 lines.py         cuts tensors that are stored as they are
 integer_rows.py  cuts rows out of weights of packed integers
 hqq.py           recognises weights of HQQ

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from nf4conv.errors import UndecodableError
 from nf4conv.models.config import LEFTOVERS, levels
+from nf4conv.sources.encodings.quark import integers_of_quark, weights_of_quark
 from nf4conv.sources.encodings.refused import INT4_OF_TORCHAO, check_decodable, mappings_in
 
 _ALIASES: Final = {
@@ -43,7 +44,8 @@ class Description:
         method: quant_method, in lower case; None if the config describes no quantization.
         blocks: the shapes of blocks that may share a scale, the most likely one first.
         schemes: how integers may be packed; empty if the config names no bits.
-        packing: how words lie: "GPTQ", "GPTQ v2" or "AWQ"; None for methods without a choice.
+        packing: how words lie: "GPTQ", "GPTQ v2" or "AWQ"; of Quark "int4" or "uint4", which lie as
+            those of AWQ; None for methods without a choice.
     """
 
     method: str | None
@@ -104,6 +106,9 @@ def _blocks_named(description: Mapping[str, Any]) -> Iterator[Any]:
     if str(description.get("quant_method")) == "fp8":
         yield description.get("weight_block_size", (128, 128))  # the default of transformers
     yield 1, description.get("group_size")
+    if description.get("quant_method") == "quark":
+        for layers in weights_of_quark(description):
+            yield layers.get("block_size")
     for group in _config_groups(description):
         weights = group.get("weights")
         if isinstance(weights, Mapping):
@@ -112,13 +117,15 @@ def _blocks_named(description: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _packing(method: str, description: Mapping[str, Any]) -> str | None:
-    """Returns how the words of GPTQ, AWQ or AutoRound lie.
+    """Returns how the words of GPTQ, AWQ, AutoRound or Quark lie.
 
     Raises:
         UndecodableError: in a way that nf4conv does not decode.
     """
     if method == "auto-round":
         return _packing_of_auto_round(description)
+    if method == "quark":
+        return integers_of_quark(description)
     known = _PACKINGS.get(method)
     if known is None:
         return None

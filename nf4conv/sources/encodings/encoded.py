@@ -11,6 +11,8 @@ share a scale.
     W                 F8       nothing                             plain casts
     P.weight_packed   U8       P.weight_scale [, _global_scale]    compressed-tensors NVFP4, MXFP4
     W                 U8       W_scale, W_scale_2                  ModelOpt NVFP4
+    W                 U8       W_scale in U8                       Quark MXFP4
+    W                 I32      W_scale, W_zero_point               Quark INT4
     W                 I8       P.scale in F8_E8M0, 32 a row        DeepSeek-V4's experts
     X_blocks          U8       X_scales                            gpt-oss MXFP4, decoded to X
     W_packed          I32      W_scale [, W_zero_point, …]         compressed-tensors INT4, INT8
@@ -57,7 +59,7 @@ _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed",
     ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qweight", ".qzeros", ".qscale_weight",
     ".g_idx", ".W_q", ".SCB", ".pre_quant_scale", ".bitmask", ".w_bf16_to_fp8_scale", "_qdata",
-    "_act_pre_scale", "_scale_and_zero", "_per_tensor_scale",
+    "_act_pre_scale", "_scale_and_zero", "_per_tensor_scale", ".input_rotation", ".input_prescale",
     *COMPONENT_ENDS,
 )  # fmt: skip
 """Ends of the names of parts of encoded weights.
@@ -176,7 +178,7 @@ def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
     """Raises a SourceError if a tensor is part of a weight that no rule decodes."""
     ends = _ENDS_OF_WEIGHTS
     dtypes = _UNREAD_DTYPES
-    if method in ("gptq", "awq", "auto-round"):
+    if method in ("gptq", "awq", "auto-round", "quark"):
         # of activations that AWQ scales, which no plain model has; words in other layouts
         ends += (".scales",)
         dtypes += ("I32",)

@@ -1,10 +1,11 @@
-"""Recognises packed integers: pack-quantized of compressed-tensors, GPTQ, AWQ and torchao.
+"""Recognises packed integers: compressed-tensors' pack-quantized, GPTQ, AWQ, torchao, Quark.
 
     W_packed   I32          W_scale [, W_zero_point, W_g_idx, W_shape]   compressed-tensors
     P.qweight  I32          P.scales, P.qzeros [, P.g_idx]               GPTQ, AWQ
     P._weight_qdata I8, I32 P._weight_scale, P._weight_zero_point        torchao
+    W          I32          W_scale, W_zero_point                        Quark
 
-The weight of the last two is P.weight.
+The weight of GPTQ, AWQ and torchao is P.weight.
 Shapes say how many bits a code has, so that layers of one checkpoint may differ. Where they leave a
 choice, the config or W_shape decides.
 """
@@ -197,6 +198,37 @@ def packed_by_awq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | 
         group_size=_group_size(tensor, scale, columns, groups, siblings),
     )
     return _presented(tensor, f"{module}.weight", rows, encoding, siblings)
+
+
+def packed_by_quark(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
+    """Recognises a weight of Quark in 4 bits: [in, words], scale and zero points [groups, …]."""
+    packing = siblings.description.packing
+    scale = siblings.find(f"{tensor.name}_scale")
+    zeros = siblings.find(f"{tensor.name}_zero_point")
+    if packing not in ("int4", "uint4") or tensor.dtype != "I32":
+        return None
+    if scale is None or zeros is None:
+        return None
+    if len(tensor.shape) != 2 or len(scale.shape) != 2 or 0 in (*tensor.shape, *scale.shape):
+        raise misfit(tensor, scale)
+    columns, words = tensor.shape
+    groups, rows = scale.shape
+    if rows != 8 * words or columns % groups != 0 or scale.dtype not in _SCALE_DTYPES:
+        raise misfit(tensor, scale)
+    if zeros.dtype != "I32" or zeros.shape != (groups, words):
+        raise misfit(tensor, zeros)
+    encoding = PackedIntegers(
+        values=tensor,
+        scale=scale,
+        zeros=zeros,
+        group_index=None,
+        packing="AWQ",
+        bits=4,
+        columns=columns,
+        group_size=columns // groups,
+        is_signed=packing == "int4",
+    )
+    return _presented(tensor, tensor.name, rows, encoding, siblings)
 
 
 def packed_by_torchao(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:

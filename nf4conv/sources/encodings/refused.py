@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from nf4conv.errors import UndecodableError
+from nf4conv.sources.encodings.quark import check_quark
 
 _ACCEPTED: Final = (
     "fp8",
@@ -19,6 +20,7 @@ _ACCEPTED: Final = (
     "auto-round",
     "hqq",
     "torchao",
+    "quark",
 )
 """Values of quant_method whose tensors are decoded."""
 
@@ -34,9 +36,7 @@ _REFUSED: Final = {
         ("marlin", "gptq_marlin", "awq_marlin", "bitblas", "gptq_bitblas", "awq_bitblas", "eetq"),
         "integers that lie as one kernel reads them",
     ),
-    **dict.fromkeys(
-        ("quark", "quanto", "sinq", "metal", "gemma"), "packed integers in a layout of its own"
-    ),
+    **dict.fromkeys(("quanto", "sinq", "metal", "gemma"), "packed integers in a layout of its own"),
     **dict.fromkeys(
         ("fp_quant", "fouroversix", "nvfp4"), "small floats in a layout of its own, or rotated"
     ),
@@ -94,6 +94,8 @@ def check_decodable(method: str, description: Mapping[str, Any]) -> None:
         _check_auto_round(description)
     if method == "torchao":
         _check_torchao(description)
+    if method == "quark":
+        check_quark(description)
 
 
 def _check_formats(description: Mapping[str, Any]) -> None:

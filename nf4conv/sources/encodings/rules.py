@@ -9,6 +9,7 @@ from nf4conv.sources.encodings.integers import (
     packed_by_awq,
     packed_by_compressed_tensors,
     packed_by_gptq,
+    packed_by_quark,
     packed_by_torchao,
 )
 from nf4conv.sources.encodings.scaled import (
@@ -97,14 +98,19 @@ def _packed_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | No
 
 
 def _plain_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-    """Recognises NVFP4 of ModelOpt, which has a W_scale_2, and the experts of DeepSeek-V4."""
+    """Recognises FP4 under the name of the weight.
+
+    NVFP4 of ModelOpt has a W_scale_2, MXFP4 of Quark scales in bytes. The experts of DeepSeek-V4
+    are in signed bytes.
+    """
     scale = siblings.find(*scale_names(tensor.name))
     if scale is None or tensor.name.endswith("_packed"):
         return None
     multiplier = siblings.find(f"{tensor.name}_scale_2")
     is_of_modelopt = tensor.dtype == "U8" and multiplier is not None
     is_of_deepseek = tensor.dtype == "I8" and scale.dtype == "F8_E8M0"
-    if not is_of_modelopt and not is_of_deepseek:
+    is_of_quark = siblings.description.method == "quark" and tensor.dtype == scale.dtype == "U8"
+    if not is_of_modelopt and not is_of_deepseek and not is_of_quark:
         return None
     _check_fp4(tensor, scale, multiplier)
     rows, pairs = tensor.shape
@@ -136,6 +142,7 @@ _RULES: Final = (
     packed_by_awq,
     packed_by_hqq,
     packed_by_torchao,
+    packed_by_quark,
     _packed_fp4,
     _plain_fp4,
     bitsandbytes_4bit,
