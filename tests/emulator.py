@@ -19,7 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
-from nf4conv.codec.kernels.product import group, held, kernel, panel, shapes
+from nf4conv.codec.kernels.product import group, held, kernel, shapes
+from nf4conv.codec.kernels.product.panels import kernels as panels
+from nf4conv.codec.kernels.product.panels import plans
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
 Bits = np.ndarray  # [threads] uint64
@@ -563,7 +565,7 @@ def multiply(
 
 
 def multiply_panel(
-    x: torch.Tensor, packed: torch.Tensor, state: QuantState, plan: panel.Plan
+    x: torch.Tensor, packed: torch.Tensor, state: QuantState, plan: plans.Plan
 ) -> torch.Tensor:
     """Multiplies with panel_kernel, as its clusters one after the other."""
     shape, cluster, splits = plan
@@ -597,7 +599,7 @@ def multiply_panel(
     return found.sum(0, dtype=torch.float32).to(x.dtype)
 
 
-def arranged(x: torch.Tensor, shape: panel.Panel) -> torch.Tensor:
+def arranged(x: torch.Tensor, shape: plans.Panel) -> torch.Tensor:
     """Brings x into tiles with arrange_kernel."""
     m, k = x.shape
     words = -(-m // shape.columns) * -(-k // 128) * shape.columns * 64
@@ -609,28 +611,28 @@ def arranged(x: torch.Tensor, shape: panel.Panel) -> torch.Tensor:
         f"arrange_kernel_param_{i}": value
         for i, value in enumerate((GLOBAL, 2 * GLOBAL, m, k, 0, 0))
     }
-    names = panel.arrange_kernel.arg_names
+    names = panels.arrange_kernel.arg_names
     kinds = ("*bf16", "*bf16", "i32", "i32", "constexpr", "constexpr")
     signature = dict(zip(names, kinds, strict=True))
-    constants = {"COLUMNS": shape.columns, "TILE": panel.TILE}
-    source = ASTSource(fn=panel.arrange_kernel, signature=signature, constexprs=constants)
+    constants = {"COLUMNS": shape.columns, "TILE": panels.TILE}
+    source = ASTSource(fn=panels.arrange_kernel, signature=signature, constexprs=constants)
     ptx = triton.compile(source, target=TARGETS[True], options={"launch_pdl": True}).asm["ptx"]
-    machine = Machine(ptx, 128, parameters, buffers, words // panel.TILE)
-    for program in range(words // panel.TILE):
+    machine = Machine(ptx, 128, parameters, buffers, words // panels.TILE)
+    for program in range(words // panels.TILE):
         machine.run(program)
     return torch.from_numpy(buffers[2])
 
 
-def compiled_panel(shape: panel.Panel, dtype: torch.dtype, out: torch.dtype) -> str:
+def compiled_panel(shape: plans.Panel, dtype: torch.dtype, out: torch.dtype) -> str:
     """Compiles panel_kernel and returns its PTX."""
     absmax = "*u8" if shape.nested else "*fp32"
     kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
     pointers = (kinds[dtype], kinds[out], "*u8", absmax, "*fp32", "*fp32", "*fp32", "*i32")
-    names = panel.panel_kernel.arg_names
+    names = panels.panel_kernel.arg_names
     signature = dict(zip(names[:8], pointers, strict=True)) | dict.fromkeys(names[8:14], "i32")
     signature["norm"] = "fp32"
     signature["PANEL"] = "constexpr"
-    source = ASTSource(fn=panel.panel_kernel, signature=signature, constexprs={"PANEL": shape})
+    source = ASTSource(fn=panels.panel_kernel, signature=signature, constexprs={"PANEL": shape})
     options = {"num_warps": 4 * shape.groups, "launch_pdl": True, "enable_fp_fusion": False}
     return triton.compile(source, target=TARGETS[True], options=options).asm["ptx"]
 
@@ -716,17 +718,17 @@ def compiled_group(shape: shapes.Shape | held.Held, dtype: torch.dtype, out: tor
 
 def run_panels() -> None:
     """Multiplies with every panel: what hangs over an edge, odd numbers of blocks, parts."""
-    widths = {one.columns: one for one in panel.PANELS if one is not panel.TALL}
+    widths = {one.columns: one for one in plans.PANELS if one is not plans.TALL}
     for shape, cluster, splits, m, n, k, blocksize, dtype in (
-        (panel.NARROW, 1, 1, 40, 150, 320, 64, torch.bfloat16),
-        (panel.NARROW.plain, 1, 2, 63, 102, 1344, 64, torch.bfloat16),
-        (panel.TALL.plain, 2, 1, 130, 300, 448, 128, torch.float16),
+        (plans.NARROW, 1, 1, 40, 150, 320, 64, torch.bfloat16),
+        (plans.NARROW.plain, 1, 2, 63, 102, 1344, 64, torch.bfloat16),
+        (plans.TALL.plain, 2, 1, 130, 300, 448, 128, torch.float16),
         (widths[96], 1, 1, 100, 130, 192, 64, torch.bfloat16),
         (widths[256], 2, 2, 270, 150, 832, 256, torch.bfloat16),
     ):
         packed, state = packed_weight(n, k, "nf4", blocksize, shape.nested)
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
-        plan = panel.Plan(shape, cluster, splits)
+        plan = plans.Plan(shape, cluster, splits)
         assert_close_to_exact(multiply_panel(x, packed, state, plan), x, packed, state)
         print("panel", plan, m, n, k, blocksize, dtype)
 

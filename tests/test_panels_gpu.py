@@ -5,20 +5,21 @@ import torch
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
-from nf4conv.codec.kernels.product import panel
+from nf4conv.codec.kernels.product.panels import plans
+from nf4conv.codec.kernels.product.panels.prepare import prepare_panel
 from nf4conv.codec.quant_state import Form, decoding_of
 
 pytestmark = pytest.mark.gpu
 
-SOME = (*panel.PANELS[:5], panel.PANELS[-1])  # the others differ in their width only
+SOME = (*plans.PANELS[:5], plans.PANELS[-1])  # the others differ in their width only
 CASES = [(torch.bfloat16, shape, nested) for shape in SOME for nested in (True, False)]
-CASES += [(torch.float16, shape, True) for shape in (panel.NARROW, panel.TALL)]
+CASES += [(torch.float16, shape, True) for shape in (plans.NARROW, plans.TALL)]
 
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "nested"), CASES, ids=lambda one: str(getattr(one, "columns", one))
 )
-def test_plans(dtype: torch.dtype, shape: panel.Panel, nested: bool) -> None:
+def test_plans(dtype: torch.dtype, shape: plans.Panel, nested: bool) -> None:
     """Nested absmax with one split, plain with three: either is compiled anew."""
     splits = 1 if nested else 3
     for m, n, k in ((1, 1, 768), (67, 301, 1088), (257, 516, 4160)):
@@ -28,8 +29,8 @@ def test_plans(dtype: torch.dtype, shape: panel.Panel, nested: bool) -> None:
         form = Form(decoding.quant_type, decoding.blocksize, nested)
         addresses = (packed.data_ptr(), *(one.data_ptr() for one in decoding.pointers()))
         for cluster in (1, 2):
-            plan = panel.Plan(shape, cluster, splits)
-            multiply = panel.prepare_panel(x.shape, dtype, x.device, n, form, plan)
+            plan = plans.Plan(shape, cluster, splits)
+            multiply = prepare_panel(x.shape, dtype, x.device, n, form, plan)
             assert_close_to_exact(multiply(x, addresses), x, packed, state)
 
 

@@ -101,7 +101,7 @@ def make_tables(quant_type: str, dtype: torch.dtype, device: torch.device) -> No
     tables.value_table(quant_type, device)
     if dtype != torch.float32:
         tables.pair_table(quant_type, dtype, device)
-        tables.pair_table(quant_type, torch.float16, device)  # panel.py's
+        tables.pair_table(quant_type, torch.float16, device)  # that of panels/
 
 
 def _checked_shape(packed: torch.Tensor, state: QuantState) -> torch.Size:

@@ -11,7 +11,6 @@ group.py           several weights in one launch, by kernel.py or held.py
 common.py          pieces of these
 assembly.py        the code of a thread, as PTX
 tile_assembly.py   that of tile.py
-panel.py           33 to 512 rows on Hopper
-panel_assembly.py  its loop, as PTX
+panels/            33 to 512 rows on Hopper
 dense.py           plain Triton for weights that the others cannot read
 """

@@ -8,8 +8,10 @@ import torch
 from torch.nn import functional
 
 from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
-from nf4conv.codec.kernels.product import dense, group, launches, panel, shapes
+from nf4conv.codec.kernels.product import dense, group, launches, shapes
 from nf4conv.codec.kernels.product.launches import Product, stream_of
+from nf4conv.codec.kernels.product.panels.plans import is_faster
+from nf4conv.codec.kernels.product.panels.prepare import prepare_panel
 from nf4conv.codec.quant_state import Addresses, Form
 
 Multiply = Callable[[torch.Tensor, Addresses, torch.Tensor | None], torch.Tensor]
@@ -64,7 +66,7 @@ def prepare_multiply(
         aligned = alignment == 16
         multiply = _with_bias(dense.prepare_dense(x_shape, dtype, device, n, form, aligned))
     elif way == "panel":
-        multiply = _with_bias(panel.prepare_panel(x_shape, dtype, device, n, form))
+        multiply = _with_bias(prepare_panel(x_shape, dtype, device, n, form))
     else:
         multiply = _with_bias(launches.prepare_product(x_shape, dtype, device, n, form))
     return _there(multiply, device)
@@ -132,7 +134,7 @@ def _way(
         return "dense" if rows <= dense.TILES[-1].columns else "decoded"
     if launches.is_hopper(device):
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        if panel.is_faster(rows, matrix.n, matrix.k, processors):
+        if is_faster(rows, matrix.n, matrix.k, processors):
             return "panel"
     return "decoded"
 

@@ -139,7 +139,7 @@ LEAST_HELD: Final = 4608
 """Rows of W from which on holding x is faster: with fewer, a program has one or two units."""
 
 FUSED_ROWS: Final = 32
-"""Rows of x at most on Hopper, which has panel.py for more."""
+"""Rows of x at most on Hopper, which has panels/ for more."""
 
 
 def is_short(k: int, form: Form) -> bool:
