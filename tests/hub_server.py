@@ -452,6 +452,7 @@ def environment(**values: str) -> Iterator[None]:
 HUB = Hub()
 _HOME = tempfile.TemporaryDirectory(prefix="nf4conv-tests-hf-")
 os.environ |= {"HF_ENDPOINT": HUB.url, "HF_HOME": _HOME.name, "HF_HUB_DISABLE_TELEMETRY": "1"}
+os.environ["XDG_CACHE_HOME"] = _HOME.name  # nothing of an earlier run is found in ours
 os.environ["HF_HUB_DISABLE_XET"] = "1"  # uploads then go by LFS, as without the package hf_xet
 for _name in (
     "HF_TOKEN",
