@@ -46,10 +46,16 @@ class Kind:
 
 def passes_verify(words: list[object], out: Path, finished: Any) -> str | None:
     """Returns what is wrong with a result by our own verify."""
-    if finished.exit_code or words[0] not in ("quantize", "finish") or not is_model(out):
+    if finished.exit_code or not is_model(out):
         return None
-    checked = run("verify", out)
-    return f"verify: {checked.stdout}" if checked.exit_code else None
+    if words[0] in ("quantize", "finish"):
+        checked = run("verify", out)
+    elif words[0] == "dequantize":
+        options = [word for word in words[3:] if word != "--checksum"]
+        checked = run("verify", out, "--source", words[1], "--exact", *options)
+    else:
+        return None
+    return f"verify: {checked.output}" if checked.exit_code else None
 
 
 def is_same(path: Path, other: Path) -> bool:

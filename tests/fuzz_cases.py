@@ -97,7 +97,7 @@ def finished_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     ]
     words = chosen.choice(commands)
     if words[0] == "dequantize":
-        return Case(words, work / "new")
+        return Case(words, work / "new", partial(passes_verify, words, work / "new"))
     judge = partial(keeps_weights, words, out, whole / "expected")
     return Case(words, out, judge, may_be_whole=True)
 
@@ -203,7 +203,8 @@ def single_file_case(chosen: random.Random, whole: Path, work: Path) -> Case:
             ["dequantize", made, work / "new"],
         ]
         words = chosen.choice(commands)
-        return Case(words, work / "new" if words[0] == "dequantize" else out)
+        place = work / "new" if words[0] == "dequantize" else out
+        return Case(words, place, partial(passes_verify, words, place))
     made.unlink()
     (work / "source").mkdir()
     source = Path(shutil.copy(original, work / "source"))

@@ -386,6 +386,39 @@ def test_a_source_that_is_not_quantized(tmp_path: Path):
         verify_checkpoint(plain, plain, None, CPU)
 
 
+ODD_RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "include is no list": lambda content: content["options"].update(include="*"),
+    "include of numbers": lambda content: content["options"].update(include=[1]),
+    "include of nothing": lambda content: content["options"].update(include=["nothing"]),
+    "exclude of everything": lambda content: content["options"].update(exclude=["*"]),
+    "dtype is a list": lambda content: content["options"].update(dtype=[]),
+    "dtype is long": lambda content: content["options"].update(dtype="x" * 10**6),
+    "no options": lambda content: content.update(options={}),
+    "adapters are numbers": lambda content: content["source"].update(adapters=[1]),
+    "adapters are no list": lambda content: content["source"].update(adapters={"id": 1}),
+    "adapters of another making": lambda content: content["source"].update(adapters=[{"id": []}]),
+    "counts are a list": lambda content: content.update(not_packed=[1]),
+    "weights of nothing": lambda content: content.update(weights=[None, 1, {"names": 1}]),
+    "of another command": lambda content: content.update(command=["dequantize"]),
+    "of no source": lambda content: content.update(source={}),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_RECORDS)
+def test_odd_records(damaged: Path, source: Path, kind: str):
+    """Each is a fault, or refused in a line; or it says nothing that is wrong."""
+    record(ODD_RECORDS[kind])(damaged)
+    for options in ((), ("--source", str(source))):
+        code, found, output = run_command(damaged, *options)
+        assert code in (0, 1, 2)
+        assert code != 1 or any(finding["is_fault"] for finding in found)
+        assert len(output) < 4000, output[:1000]
+    if kind in ("no options", "of no source", "include is no list", "adapters are no list"):
+        assert code == 0, output
+    else:
+        assert code != 0
+
+
 def test_sources_that_cannot_be_read(good: Path, tmp_path: Path):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes((good.parent / "source.gguf").read_bytes()[:-1])
