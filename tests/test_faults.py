@@ -3,6 +3,8 @@ resumes.
 """
 
 import dataclasses
+import errno
+import itertools
 import os
 import resource
 import shutil
@@ -20,6 +22,9 @@ from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import Nf4convError, OutputError, SourceError
 from nf4conv.sources.reader import Reader
 
+SHARD = r"model-0000\d-of-0000\d.safetensors"
+SHARD_OF_TWO = r"model-0000\d-of-00002.safetensors"
+
 
 def assert_unfinished_and_resumable(source: Path, out: Path, whole: Path) -> None:
     assert not (out / "config.json").exists()
@@ -29,43 +34,35 @@ def assert_unfinished_and_resumable(source: Path, out: Path, whole: Path) -> Non
     assert contents(out) == contents(whole)
 
 
-@pytest.mark.parametrize("call", [1, 2, 5, 9, 14])
-def test_a_write_that_fails(tmp_path, monkeypatch, call):
+def fail_from(name: str, call: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a function of os raise an OSError from its call number `call` on."""
+    real = getattr(os, name)
+    calls = itertools.count(1)
+
+    def failing(*args: object) -> object:
+        if next(calls) >= call:
+            raise OSError(number, os.strerror(number))
+        return real(*args)
+
+    monkeypatch.setattr(os, name, failing)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "number", "error", "match"),
+    [
+        *[
+            ("pwrite", call, errno.ENOSPC, OutputError, rf"out/{SHARD}: No space left on device")
+            for call in (1, 2, 5, 9, 14)
+        ],
+        ("fsync", 3, errno.EIO, OutputError, "Input/output error"),
+        ("preadv", 4, errno.EIO, SourceError, rf"source/{SHARD_OF_TWO}: Input/output error"),
+    ],
+)
+def test_a_system_call_that_fails(tmp_path, monkeypatch, name, call, number, error, match):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    calls = 0
-    pwrite = os.pwrite
-
-    def failing(descriptor: int, data: memoryview, position: int) -> int:
-        nonlocal calls
-        calls += 1
-        if calls >= call:
-            raise OSError(28, "No space left on device")
-        return pwrite(descriptor, data, position)
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", failing)
-        with pytest.raises(
-            OutputError, match=r"out/model-0000\d-of-0000\d.safetensors: No space left on device"
-        ):
-            quantize_checkpoint(source, out, OPTIONS, RUN)
-    assert_unfinished_and_resumable(source, out, tmp_path / "whole")
-
-
-def test_a_sync_that_fails(tmp_path, monkeypatch):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    fsync = os.fsync
-    calls = 0
-
-    def failing(descriptor: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 2:
-            raise OSError(5, "Input/output error")
-        fsync(descriptor)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", failing)
-        with pytest.raises(OutputError, match="Input/output error"):
+        fail_from(name, call, number, patched)
+        with pytest.raises(error, match=match):
             quantize_checkpoint(source, out, OPTIONS, RUN)
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
@@ -130,27 +127,6 @@ def test_a_source_that_is_rewritten_while_it_is_read(tmp_path, monkeypatch):
     quantize_checkpoint(source, out, OPTIONS, dataclasses.replace(RUN, overwrite=True))
     quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
     assert contents(out) == contents(tmp_path / "whole")
-
-
-def test_a_source_that_cannot_be_read_any_more(tmp_path, monkeypatch):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    preadv = os.preadv
-    calls = 0
-
-    def failing(descriptor: int, buffers: list[memoryview], position: int) -> int:
-        nonlocal calls
-        calls += 1
-        if calls > 3:
-            raise OSError(5, "Input/output error")
-        return preadv(descriptor, buffers, position)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "preadv", failing)
-        with pytest.raises(
-            SourceError, match=r"source/model-0000\d-of-00002.safetensors: Input/output error"
-        ):
-            quantize_checkpoint(source, out, OPTIONS, RUN)
-    assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
 
 def test_a_source_that_changes_between_plan_and_resume_is_refused(tmp_path, monkeypatch):
