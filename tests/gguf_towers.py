@@ -99,6 +99,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+OF_CLIP = {
+    "text_config": {**_TEXT, "model_type": "llama"},
+    "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+    "image_token_index": 90,
+    "image_token_id": 90,
+}
+"""LLaVA 1.5, whose tower today's converter does not convert."""
+
 # names that the converter knows, by what transformers 5.23 begins them with
 _HUB = {
     "vision_tower.embeddings": "vision_tower.vision_model.embeddings",
@@ -131,9 +139,24 @@ _BREAK = {"content": "[IMG_BREAK]", "special": True}
 
 def write_model(folder: Path, architecture: str, dtype: torch.dtype) -> Path:
     """A tiny model of random weights, under the names that models on the Hub have."""
+    return _write(folder, architecture, FAMILIES[architecture], dtype)
+
+
+def write_llava(folder: Path) -> Path:
+    """A tiny LLaVA 1.5 of random weights that float16 holds, under the names of the Hub."""
+    folder = _write(folder, "LlavaForConditionalGeneration", OF_CLIP, torch.bfloat16)
+    _rename(folder, {**_HUB, "vision_tower.pre_layrnorm": "vision_tower.vision_model.pre_layrnorm"})
+    path = folder / "model.safetensors"
+    state = {name: values.half().bfloat16() for name, values in load_file(path).items()}
+    save_file(state, path, {"format": "pt"})
+    return folder
+
+
+def _write(folder: Path, architecture: str, config: dict[str, Any], dtype: torch.dtype) -> Path:
+    """Writes a model of random weights and what is beside it."""
     kind = class_of(architecture)
     torch.manual_seed(SEEDS.get(architecture, len(architecture)))
-    model = kind(kind.config_class(**FAMILIES[architecture]))
+    model = kind(kind.config_class(**config))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -196,6 +219,52 @@ for folder, text, tower in zip(triples[::3], triples[1::3], triples[2::3]):
         except (Exception, SystemExit) as error:
             print("FAILED", folder, repr(error), file=sys.stderr)
 """
+
+
+_OF_LEGACY = (
+    ("vision_tower.vision_model.", "v."),
+    ("multi_modal_projector.linear_1", "mm.0"),
+    ("multi_modal_projector.linear_2", "mm.2"),
+    ("encoder.layers", "blk"),
+    ("embeddings.", ""),
+    ("self_attn.", "attn_"),
+    ("_proj", ""),
+    ("layer_norm", "ln"),
+    ("layernorm", "ln"),
+    ("layrnorm", "ln"),
+    ("mlp.fc1", "ffn_down"),
+    ("mlp.fc2", "ffn_up"),
+    ("embedding", "embd"),
+)
+
+
+def convert_llava(folder: Path) -> Path:
+    """Writes the tower of LLaVA 1.5 as llama.cpp's script for legacy models does.
+
+    It leaves out the last layer and the norm behind it. Source: get_tensor_name, should_skip_tensor
+    and what follows in tools/mtmd/legacy-models/convert_image_encoder_to_gguf.py at 51eff66.
+    """
+    from gguf import GGUFWriter
+
+    path = folder.with_name("mmproj-llava.gguf")
+    writer = GGUFWriter(path, "clip")
+    writer.add_bool("clip.has_llava_projector", True)
+    writer.add_string("clip.projector_type", "mlp")
+    layers = OF_CLIP["vision_config"]["num_hidden_layers"] - 1
+    writer.add_uint32("clip.vision.block_count", layers)
+    writer.add_uint32("clip.vision.projection_dim", 16)
+    for name, values in load_file(folder / "model.safetensors").items():
+        if "language_model" in name or "post_layernorm" in name or f"layers.{layers}." in name:
+            continue
+        for old, new in _OF_LEGACY:
+            name = name.replace(old, new)
+        kind = torch.float16 if values.dim() in (2, 4) else torch.float32
+        writer.add_tensor(name, values.to(kind).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def convert_all(folders: Sequence[Path], out_type: str) -> list[tuple[Path, Path]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_families import CONVERTER
-from gguf_towers import FAMILIES, convert_all, write_model
+from gguf_towers import FAMILIES, convert_all, convert_llava, write_llava, write_model
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -111,9 +111,24 @@ def inputs_of(config: Any) -> dict[str, torch.Tensor]:
         return inputs
     shape = (1, 1, 3, 28, 28) if kind in ("idefics3", "smolvlm") else (1, 3, 28, 28)
     inputs["pixel_values"] = torch.randn(shape, generator=generator)
-    if kind in ("llava", "mistral3"):
+    if config.vision_config.model_type == "pixtral":
         inputs["image_sizes"] = torch.tensor([[28, 28]])
     return inputs
+
+
+def test_llava_comes_back_but_for_what_it_does_not_use(tmp_path: Path):
+    """Its last layer and last norm are not in the file; logits are equal without them."""
+    source = write_llava(tmp_path / "llava")
+    [(text, _)] = convert_all([source], "bf16")
+    where = place_of(source, convert_llava(source))
+    dequantize_checkpoint(text, tmp_path / "back", run=CPU, where=where)
+    expected, found = state_of(source), state_of(tmp_path / "back")
+    lacking = expected.keys() - found.keys()
+    assert not found.keys() - expected.keys()
+    assert all("layers.3." in name or "post_layernorm" in name for name in lacking)
+    for name, values in found.items():
+        assert torch.equal(values, expected[name]), name
+    assert torch.equal(logits_of(source), logits_of(tmp_path / "back"))
 
 
 @pytest.mark.parametrize("out_type", ["f32", "f16", "q8_0"])

@@ -179,9 +179,15 @@ def test_fewer_tokens_than_the_original(tmp_path: Path):
     of_text = {**CONFIG["text_config"], "vocab_size": 130}
     write_original(tmp_path / "original", text_config=of_text)
     result = done("dequantize", text, tmp_path / "out", *words, *CPU)
-    assert "config.json says 128 tokens and not 130" in result.output
+    assert "config.json says 128 tokens as the file has, and not 130" in result.output
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["text_config"]["vocab_size"] == 128
+
+
+def test_fewer_tokens_than_that_of_an_image(tmp_path: Path):
+    write_all(tmp_path)
+    write_original(tmp_path / "original", image_token_id=128)
+    assert "model.gguf: has 128 tokens, and that of an image is 128" in refused(tmp_path)
 
 
 # --- what does not fit ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from nf4conv.sources.gguf.families.registry import FAMILIES, family_of
 from nf4conv.sources.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.settings import config_of
-from nf4conv.sources.gguf.towers.fitting import check_config, put_together, with_vocabulary
+from nf4conv.sources.gguf.towers.fitting import check_config, fitted_config, put_together
 from nf4conv.sources.gguf.towers.opening import open_tower
 from nf4conv.sources.gguf.towers.registry import ARCHITECTURE, SEEING
 from nf4conv.sources.gguf.unpacked import unpack
@@ -116,10 +116,9 @@ def _open_whole(model: _TextModel, tower: Path, borrowed: Path | None, absent: A
     dtype = _dtype_of(model.tensors, config)
     text = present(model.tensors, model.family, model.sizes, dtype)
     presented = put_together(path, text, found, dtype)
-    config, note = with_vocabulary(config, text)
+    config, further = fitted_config(config, text, found)
     notes = [_note_on_types(model.tensors), f"the tower that sees: {_types_of(found.tensors)}"]
-    if note is not None:
-        notes.append(note)
+    notes += further
     files = (*model.files, tower)
     place = f"{path} with {tower.name}"
     opened = _source(place, files, borrowed, config, presented, notes, absent)

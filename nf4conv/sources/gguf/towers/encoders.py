@@ -22,7 +22,7 @@ _SIGLIP: Final = {
 
 
 def _siglip(encoder: str) -> dict[str, str]:
-    """Returns the names of SigLIP, given how they begin."""
+    """Returns the names that SigLIP and CLIP share, given how they begin."""
     return {
         "v.patch_embd": f"{encoder}.embeddings.patch_embedding",
         "v.position_embd": f"{encoder}.embeddings.position_embedding",
@@ -45,6 +45,25 @@ GEMMA3: Final = Tower(
     projection="multi_modal_projector.mm_input_projection_weight",
     projected=1,
     text_prefixes=_OF_LLAVA,
+    masks_image_token=True,
+)
+
+_AROUND_CLIP: Final = {
+    "v.class_embd": "vision_tower.vision_model.embeddings.class_embedding",
+    "v.pre_ln": "vision_tower.vision_model.pre_layrnorm",
+    "mm.0": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+}
+
+LLAVA: Final = Tower(
+    family=GgufFamily(
+        model_type="llava",
+        architecture="LlavaForConditionalGeneration",
+        names={**_siglip("vision_tower.vision_model"), **_AROUND_CLIP},
+    ),
+    projection="multi_modal_projector.linear_2.weight",
+    text_prefixes=_OF_LLAVA,
+    lacks_last_layers=True,
 )
 
 _FROM_IDEFICS: Final = {"mm.model.fc": "model.connector.modality_projection.proj"}

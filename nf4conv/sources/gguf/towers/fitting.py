@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.sources.gguf.families.family import GgufFamily
 from nf4conv.sources.gguf.numbers import positive
 from nf4conv.sources.gguf.towers.opening import TowerFile
 from nf4conv.sources.tensors import TensorInfo
+
+_LAYER_OF_LLAVA: Final = -2
+"""What LlavaConfig of transformers takes for vision_feature_layer by default."""
 
 
 def check_config(path: Path, config: Mapping[str, Any], found: TowerFile, text: GgufFamily) -> None:
@@ -41,15 +44,31 @@ def check_config(path: Path, config: Mapping[str, Any], found: TowerFile, text: 
 
 def _check_layers(config: Mapping[str, Any], found: TowerFile) -> None:
     """Refuses a tower with another number of layers than the config says."""
+    stated = _layers_of(config)
+    if stated is None or stated == found.layers:
+        return
+    if found.tower.lacks_last_layers and _last_layer_taken(config, stated) == found.layers:
+        return
+    raise SourceError(
+        f"{found.path}: has {found.layers} layers, and the tower of --config-from has {stated}",
+        path=found.path,
+    )
+
+
+def _layers_of(config: Mapping[str, Any]) -> int | None:
+    """Returns how many layers the config says that a tower has."""
     of_vision = config.get("vision_config")
     if not isinstance(of_vision, Mapping):
-        return
-    stated = positive(of_vision, "num_hidden_layers") or positive(of_vision, "depth")
-    if stated is not None and stated != found.layers:
-        raise SourceError(
-            f"{found.path}: has {found.layers} layers, and the tower of --config-from has {stated}",
-            path=found.path,
-        )
+        return None
+    return positive(of_vision, "num_hidden_layers") or positive(of_vision, "depth")
+
+
+def _last_layer_taken(config: Mapping[str, Any], layers: int) -> int | None:
+    """Returns after how many layers LLaVA takes the output; None if it takes several."""
+    taken = config.get("vision_feature_layer", _LAYER_OF_LLAVA)
+    if isinstance(taken, bool) or not isinstance(taken, int):
+        return None
+    return taken if taken >= 0 else layers + 1 + taken
 
 
 def put_together(
@@ -94,25 +113,54 @@ def put_together(
     return (*renamed, *presented)
 
 
-def with_vocabulary(
-    config: Mapping[str, Any], text: Sequence[TensorInfo]
-) -> tuple[Mapping[str, Any], str | None]:
-    """Returns a config with as many tokens as the file has, and what to tell about that.
+def fitted_config(
+    config: Mapping[str, Any], text: Sequence[TensorInfo], found: TowerFile
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Returns the config of what the files have of a model, and what to tell about that.
 
-    llama.cpp's converter leaves out embeddings behind the last token of Gemma 3's tokenizer.
+    Args:
+        config: what --config-from names.
+        text: the tensors of the text model, as they are presented.
+        found: the tower.
+
+    Raises:
+        SourceError: the text model has no embedding for the token of an image.
     """
+    config, notes = _with_layers(config, found)
     embeddings = _embeddings_of(text)
     of_text = config.get("text_config")
     if embeddings is None or not isinstance(of_text, Mapping):
-        return config, None
-    rows = embeddings.shape[0]
-    stated = of_text.get("vocab_size")
-    if rows == stated:
-        return config, None
-    changed = {**config, "text_config": {**of_text, "vocab_size": rows}}
-    if stated is None:
-        return changed, None
-    return changed, f"config.json says {rows:,} tokens and not {stated:,}, for the file has so many"
+        return config, notes
+    tokens = embeddings.shape[0]
+    of_image = config.get("image_token_id", config.get("image_token_index", 0))
+    if isinstance(of_image, int) and of_image >= tokens and not found.tower.masks_image_token:
+        raise SourceError(
+            f"{embeddings.file}: has {tokens:,} tokens, and that of an image is {of_image:,} by "
+            f"--config-from",
+            path=embeddings.file,
+        )
+    in_config = of_text.get("vocab_size")
+    if in_config == tokens:
+        return config, notes
+    if in_config is not None:
+        notes.append(f"config.json says {tokens:,} tokens as the file has, and not {in_config:,}")
+    return {**config, "text_config": {**of_text, "vocab_size": tokens}}, notes
+
+
+def _with_layers(
+    config: Mapping[str, Any], found: TowerFile
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Returns a config with as many layers as a tower has, and what to tell about that."""
+    stated = _layers_of(config)
+    if stated is None or stated == found.layers:
+        return config, []
+    of_vision = {**config["vision_config"], "num_hidden_layers": found.layers}
+    changed = {**config, "vision_config": of_vision, "vision_feature_layer": -1}
+    note = (
+        f"the tower has {found.layers} of {stated} layers, and no norm behind them: the model "
+        f"takes what the last of these layers makes, and config.json says so"
+    )
+    return changed, [note]
 
 
 def _embeddings_of(text: Sequence[TensorInfo]) -> TensorInfo | None:

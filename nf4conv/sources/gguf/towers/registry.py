@@ -14,6 +14,7 @@ TOWERS: Final[Mapping[str, Tower]] = {
     "idefics3": encoders.IDEFICS3,
     "pixtral": encoders.PIXTRAL,
     "internvl": encoders.INTERNVL,
+    "mlp": encoders.LLAVA,  # of convert_image_encoder_to_gguf.py, in the folder of legacy models
 }
 """The towers by the type of projector that the metadata names (VisionProjectorType)."""
 

@@ -17,6 +17,9 @@ class Tower:
         text_types: model types that the config gives the text model, besides those of its family.
         text_prefixes: how names in the text model begin, and how in the whole model.
         projected: which of the dimensions of `projection` is that size.
+        lacks_last_layers: True if the converter leaves out layers behind the one whose output the
+            projector takes.
+        masks_image_token: True if transformers looks up no embedding for the token of an image.
     """
 
     family: GgufFamily
@@ -24,6 +27,8 @@ class Tower:
     text_types: tuple[str, ...] = ()
     text_prefixes: Mapping[str, str] = field(default_factory=dict)
     projected: int = 0
+    lacks_last_layers: bool = False
+    masks_image_token: bool = False
 
 
 def in_layers(layer: str, modules: Mapping[str, str]) -> dict[str, str]:
