@@ -2,7 +2,7 @@
 
 tower.py     says what a kind of tower consists of
 qwen.py      lists the towers of Qwen, whose queries, keys and values are one matrix
-encoders.py  lists the towers of other models: SigLIP, CLIP, Pixtral, InternViT
+encoders.py  lists the towers of other models: CLIP, SigLIP, InternViT, Pixtral
 joining.py   puts tensors together that are several in the file and one in transformers
 registry.py  finds the kind of a tower, by its projector
 opening.py   opens a tower's file, and presents its tensors
