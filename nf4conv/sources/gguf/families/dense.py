@@ -72,10 +72,12 @@ GEMMA: Final = GgufFamily(
     config={**SIZES, **RMS, **HEAD},
 )
 
+_LIKE_GEMMA_2: Final = {**AROUND, **ATTENTION, **NORMS_AROUND, **GATED}
+
 GEMMA2: Final = GgufFamily(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    names={**AROUND, **ATTENTION, **NORMS_AROUND, **GATED},
+    names=_LIKE_GEMMA_2,
     changed=ALL_NORMS_PLUS_ONE,
     config={
         **SIZES,
@@ -91,7 +93,7 @@ GEMMA2: Final = GgufFamily(
 GEMMA3: Final = GgufFamily(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    names={**AROUND, **ATTENTION, **NORMS_AROUND, **GATED},
+    names=_LIKE_GEMMA_2,
     changed=ALL_NORMS_PLUS_ONE,
     config={**SIZES, **RMS, **HEAD, **WINDOW},
     complete=(add_scale_of_gemma,),
@@ -122,10 +124,7 @@ GEMMA3N: Final = GgufFamily(
     model_type="gemma3n_text",
     architecture="Gemma3nForCausalLM",
     names={
-        **AROUND,
-        **ATTENTION,
-        **NORMS_AROUND,
-        **GATED,
+        **_LIKE_GEMMA_2,
         **_INPUTS_OF_LAYERS,
         "blk.*.altup_correct_scale.weight": f"{LAYER}.altup.correct_output_scale",
         "blk.*.altup_correct_coef": f"{LAYER}.altup.correction_coefs",
@@ -164,10 +163,7 @@ GEMMA4: Final = GgufFamily(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
     names={
-        **AROUND,
-        **ATTENTION,
-        **NORMS_AROUND,
-        **GATED,
+        **_LIKE_GEMMA_2,
         **_INPUTS_OF_LAYERS,
         "blk.*.layer_output_scale.weight": f"{LAYER}.layer_scalar",
     },
@@ -263,11 +259,7 @@ NEMOTRON: Final = GgufFamily(
     model_type="nemotron",
     architecture="NemotronForCausalLM",
     names={**AROUND, **ATTENTION, **NORMS, **NOT_GATED},
-    changed={
-        "output_norm": PLUS_ONE,
-        "blk.*.attn_norm": PLUS_ONE,
-        "blk.*.ffn_norm": PLUS_ONE,
-    },
+    changed=dict.fromkeys(("output_norm", "blk.*.attn_norm", "blk.*.ffn_norm"), PLUS_ONE),
     config={**SIZES, "attention.layer_norm_epsilon": "norm_eps"},
 )
 
