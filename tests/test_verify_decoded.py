@@ -36,10 +36,12 @@ from test_verify import (
 )
 
 from nf4conv import (
+    CompareOptions,
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
     VerifyOptions,
+    compare_checkpoints,
     dequantize_checkpoint,
     quantize_checkpoint,
     verify_checkpoint,
@@ -447,3 +449,28 @@ def test_nothing_after_an_overflow_goes_unseen(tmp_path: Path):
     change(Q, flipped(-1, 0))(out)
     report = verify_checkpoint(out, source, None, SMALL)
     assert [finding.tensor for finding in report.findings if finding.is_fault] == [Q]
+
+
+# --- beside compare -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_stacks_that_were_made_of_single_experts(tmp_path: Path, dtype: Dtype | None):
+    """`compare` decodes each expert to the dtype of its part of the stack, not to its own first."""
+    tensors: dict[str, Any] = {"model.embed_tokens.weight": torch.ones(96, 64).half()}
+    for expert in range(2):
+        for name, shape in {"gate": (32, 64), "up": (32, 64), "down": (64, 32)}.items():
+            weight = f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight"
+            tensors[weight] = integers.gptq(*shape)
+    described = {"model_type": "qwen3_vl_moe_text", "num_experts": 2, "dtype": "float16"}
+    source, _ = write_integers(tmp_path / "source", tensors, described, GPTQ)
+    out = tmp_path / "out"
+    dequantize_checkpoint(source, out, DequantizeOptions(dtype=dtype), CPU)
+    assert "model.layers.0.mlp.experts.down_proj" in load_file(shards(out)[0])
+    assert_right(verify_checkpoint(out, source, EXACT, CPU))
+    for sides in ((source, out), (out, source)):
+        compared = compare_checkpoints(*sides, CompareOptions(tolerance=0), CPU)
+        assert compared.passed, compared.verdict
+    change("model.layers.0.mlp.experts.down_proj", flipped(-1, 0))(out)
+    assert not verify_checkpoint(out, source, None, CPU).passed
+    assert not compare_checkpoints(source, out, CompareOptions(tolerance=0), CPU).passed

@@ -72,8 +72,9 @@ def _decoded_for(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
     of its own dtype it would be rounded twice.
     """
     is_packed = is_quantized(tensor) or isinstance(tensor.encoding, StackedExperts)
-    is_plain_float = other.encoding is None and other.dtype in DTYPE_NAMES
-    if is_packed and is_plain_float:
+    # an expert's part of a stack of floats is as plain as the stack
+    is_plain = other.encoding is None or isinstance(other.encoding, Strided)
+    if is_packed and is_plain and other.dtype in DTYPE_NAMES:
         return tensor._replace(dtype=other.dtype)
     return tensor
 
