@@ -251,6 +251,77 @@ FAMILIES |= {
     "UMT5ForConditionalGeneration": T5,
     "T5EncoderModel": T5,
 }
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OF_INDEXER = {"q_lora_rank": 48, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 16}
+FAMILIES |= {
+    "GlmForCausalLM": {"head_dim": 16},
+    "Jais2ForCausalLM": {"head_dim": 16},
+    "GraniteSWAForCausalLM": {**SCALED, "sliding_window": 16},
+    "AfmoeForCausalLM": {
+        **SLIDING,
+        **SPARSE,
+        "head_dim": 16,
+        "num_dense_layers": 1,
+        "num_shared_experts": 1,
+        "mup_enabled": True,
+    },
+    "ExaoneMoeForCausalLM": {
+        **SLIDING,
+        **SPARSE,
+        "head_dim": 16,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "HunYuanMoEV1ForCausalLM": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "moe_topk": [2, 2],
+        "moe_intermediate_size": [96, 96],
+        "num_shared_expert": [1, 1],
+    },
+    "HYV3ForCausalLM": {**SPARSE, "head_dim": 16, "num_shared_experts": 1},
+    "MellumForCausalLM": {
+        **SPARSE,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ALTERNATING[:2],
+    },
+    "Cohere2MoeForCausalLM": {
+        **SLIDING,
+        **SPARSE,
+        "head_dim": 16,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "prefix_dense_intermediate_size": 80,
+    },
+    "GlmMoeDsaForCausalLM": {
+        **LATENT,
+        **ROUTED,
+        **OF_INDEXER,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+    },
+    "DeepseekV32ForCausalLM": {
+        **LATENT,
+        **ROUTED,
+        **OF_INDEXER,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "YoutuForCausalLM": {**LATENT, "q_lora_rank": 48},
+    "NemotronHForCausalLM": {
+        **ROUTED,
+        "head_dim": 16,
+        "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 48,
+    },
+    "EuroBertModel": {},
+    "DistilBertModel": {"dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 96},
+}
 # what the converter wants in config.json, and transformers does not write any more
 FOR_CONVERTER = {
     "GPT2LMHeadModel": {"n_ctx": 128},
@@ -269,6 +340,10 @@ FOR_CONVERTER = {
     "T5ForConditionalGeneration": {"decoder_start_token_id": 0},
     "T5ForConditionalGeneration:gated": {"decoder_start_token_id": 0},
     "UMT5ForConditionalGeneration": {"decoder_start_token_id": 0},
+}
+FOR_CONVERTER |= {
+    "GlmForCausalLM": {"seq_length": 128, "layernorm_epsilon": 0.00000015625},
+    "EuroBertModel": {"classifier_pooling": "mean"},
 }
 OF_SENTENCEPIECE = (
     "GemmaForCausalLM",
@@ -303,10 +378,12 @@ def class_of(family: str) -> Any:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE, as most models have it."""
+    """A byte-level BPE with one merge, as most models have it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:93]
     tokens = {token: number for number, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(tokens, []))
+    merge = (alphabet[0], alphabet[1])
+    tokens["".join(merge)] = len(tokens)
+    tokenizer = Tokenizer(models.BPE(tokens, [merge]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -365,6 +442,12 @@ OTHER_VOCABULARIES = (
     ("internlm", "InternLM2Model"),
     ("gemma", "Gemma4Model"),
     ("glm", "Glm4MoeLiteModel"),
+    ("glm", "GlmMoeDsaModel"),
+    ("chatglm", "ChatGLMModel"),
+    ("hunyuan", "HunYuanMoEModel"),
+    ("nemotron", "NemotronHModel"),
+    ("deepseek", "DeepseekV32Model"),
+    ("bert", "XLMRobertaModel"),
 )
 
 # Runs the converter on several models. The hash of a tokenizer need not be one that it knows, and

@@ -13,6 +13,7 @@ import transformers
 from gguf_families import (
     CONVERTER,
     FAMILIES,
+    MIXTURE,
     SMALL,
     class_of,
     convert,
@@ -23,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 
 from nf4conv.commands.dequantize import dequantize_checkpoint
+from nf4conv.errors import UndecodableError
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
 
 pytestmark = [
@@ -170,6 +172,7 @@ def test_the_layer_of_the_token_after_the_next_comes_back(
     [
         ("Qwen2_5_VLForConditionalGeneration", "Qwen2ForCausalLM"),
         ("Qwen3VLForConditionalGeneration", "Qwen3ForCausalLM"),
+        ("Qwen3VLMoeForConditionalGeneration", "Qwen3MoeForCausalLM"),
     ],
 )
 def test_the_text_model_of_one_that_sees(
@@ -177,14 +180,50 @@ def test_the_text_model_of_one_that_sees(
 ):
     """Files of Qwen2.5-VL and Qwen3-VL have text models alone, which are Qwen2 and Qwen3."""
     sections = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    text = {**SMALL, "head_dim": 16, "rope_parameters": sections, "tie_word_embeddings": False}
+    text = {
+        **SMALL,
+        **MIXTURE,
+        "head_dim": 16,
+        "rope_parameters": sections,
+        "tie_word_embeddings": False,
+    }
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
     vision |= {"intermediate_size": 48, "deepstack_visual_indexes": [0]}
     monkeypatch.setitem(FAMILIES, sees, {"text_config": text, "vision_config": vision})
     source = write_model(tmp_path / "source", sees, torch.bfloat16)
-    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
     original = output_of(class_of(sees), source)
+    state = state_of(source)
+    for name, values in state.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            # as models on the Hub have them; transformers 5 turns them when it loads
+            state[name] = values.transpose(1, 2).contiguous()
+    rewrite(source, state)
+    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
     assert torch.equal(original, output_of(class_of(alone), tmp_path / "alone"))
+
+
+def test_an_embedding_model_of_qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Qwen3-Embedding: the names have no "model." before them, and there is no head."""
+    monkeypatch.setitem(FAMILIES, "Qwen3Model", {"head_dim": 32})
+    source = write_model(tmp_path / "source", "Qwen3Model", torch.bfloat16)
+    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
+    expected, found = state_of(source), state_of(tmp_path / "alone")
+    assert {f"model.{name}" for name in expected} == found.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[f"model.{name}"], values), name
+    kind = class_of("Qwen3Model")
+    assert torch.equal(output_of(kind, source), output_of(kind, tmp_path / "alone"))
+
+
+@pytest.mark.parametrize("encoder", ["RobertaModel", "XLMRobertaModel"])
+def test_models_whose_positions_are_cut_off_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: str
+):
+    """They would be read as BERT, whose positions are two rows further on."""
+    monkeypatch.setitem(FAMILIES, encoder, {"pad_token_id": 1})
+    source = write_model(tmp_path / "source", encoder, torch.bfloat16)
+    with pytest.raises(UndecodableError, match="lacks the first rows of its position embeddings"):
+        dequantize_checkpoint(convert(source, "bf16"), tmp_path / "out", run=CPU)
 
 
 @pytest.mark.parametrize("out_type", ["f32", "f16", "q8_0"])

@@ -216,6 +216,11 @@ def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> Ggu
             f"know; it knows {', '.join(FAMILIES)}",
             path=path,
         )
+    if family.lacks:
+        raise UndecodableError(
+            f"{path}: GGUF of a {family.model_type} model lacks {family.lacks}; take the original",
+            path=path,
+        )
     return family
 
 

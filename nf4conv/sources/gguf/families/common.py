@@ -133,3 +133,33 @@ JOINED_SHARED_EXPERT_OF_GRANITE: Final = Join(
 )
 
 BIASES_OF_LLAMA: Final = {"attention_bias": "blk.*.attn_q.bias", "mlp_bias": "blk.*.ffn_gate.bias"}
+
+SHARED_EXPERTS: Final = {
+    "blk.*.ffn_gate_shexp": f"{LAYER}.mlp.shared_experts.gate_proj",
+    "blk.*.ffn_up_shexp": f"{LAYER}.mlp.shared_experts.up_proj",
+    "blk.*.ffn_down_shexp": f"{LAYER}.mlp.shared_experts.down_proj",
+}
+
+CORRECTED: Final = {"blk.*.exp_probs_b.bias": f"{LAYER}.mlp.gate.e_score_correction_bias"}
+
+NEXT_TOKENS: Final = {
+    "blk.*.nextn.eh_proj": f"{LAYER}.eh_proj",
+    "blk.*.nextn.enorm": f"{LAYER}.enorm",
+    "blk.*.nextn.hnorm": f"{LAYER}.hnorm",
+    "blk.*.nextn.embed_tokens": f"{LAYER}.embed_tokens",
+    "blk.*.nextn.shared_head_norm": f"{LAYER}.shared_head.norm",
+    "blk.*.nextn.shared_head_head": f"{LAYER}.shared_head.head",
+}
+"""Names in the layer behind the last one, which predicts the token after the next."""
+
+COUNTS_OF_DEEPSEEK: Final = {
+    **EXPERTS_USED,
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+}

@@ -215,3 +215,84 @@ def add_linear_attention(
     if isinstance(recurrent, list):
         types = ["linear_attention" if is_linear else "full_attention" for is_linear in recurrent]
         config["layer_types"] = types[: positive(config, "num_hidden_layers")]
+
+
+def add_size_of_heads(
+    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds the size of a head of GLM, which the converter takes for granted (ChatGLMModel)."""
+    heads = positive(config, "num_attention_heads")
+    hidden = positive(config, "hidden_size")
+    if heads is not None and hidden is not None:
+        config["head_dim"] = hidden // heads
+
+
+def add_kinds_of_networks(
+    _sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds which layers have experts: those with a router."""
+    kinds = []
+    for layer in range(positive(config, "num_hidden_layers") or 0):
+        has_router = f"blk.{layer}.ffn_gate_inp.weight" in names
+        kinds.append("sparse" if has_router else "dense")
+    config["mlp_layer_types"] = kinds
+
+
+def add_choice_of_experts(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds by which function Cohere's router chooses (ExpertGatingFuncType in gguf's constants)."""
+    functions = {1: "softmax", 2: "sigmoid"}
+    config["expert_selection_fn"] = functions.get(sizes.get("expert_gating_func", 1), "softmax")
+
+
+def add_rotation_of_each_kind(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds by which base each kind of Mellum's layers is rotated."""
+    rotations = {}
+    for kind, key in (
+        ("full_attention", "rope.freq_base"),
+        ("sliding_attention", "rope.freq_base_swa"),
+    ):
+        base = sizes.get(key)
+        if isinstance(base, float):
+            rotations[kind] = {"rope_type": "default", "rope_theta": base}
+    if rotations:
+        config.pop("rope_theta", None)
+        config["rope_parameters"] = rotations
+
+
+def add_kinds_of_indexers(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds which layers of GLM-5 choose tokens themselves, and which share a choice."""
+    own = sizes.get("attention.indexer.types")
+    if isinstance(own, list):
+        kinds = ["full" if is_own else "shared" for is_own in own]
+        config["indexer_types"] = kinds[: positive(config, "num_hidden_layers")]
+
+
+def add_layers_of_nemotron(
+    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds what each layer of Nemotron-H is, and the sizes of its states and heads."""
+    kinds = []
+    for layer in range(positive(config, "num_hidden_layers") or 0):
+        kind = "mlp"
+        for tensor, found in (("ssm_a", "mamba"), ("attn_q.weight", "attention")):
+            if f"blk.{layer}.{tensor}" in names:
+                kind = found
+        if f"blk.{layer}.ffn_gate_inp.weight" in names:
+            kind = "moe"
+        kinds.append(kind)
+    config["layers_block_type"] = kinds
+    config["num_key_value_heads"] = max(counts_of(sizes, "attention.head_count_kv"), default=0)
+    widths = counts_of(sizes, "feed_forward_length")
+    if widths:
+        config["intermediate_size"] = max(widths)
+    width = positive(sizes, "ssm.inner_size")
+    heads = positive(sizes, "ssm.time_step_rank")
+    if width is not None and heads is not None:
+        config["mamba_head_dim"] = width // heads
+    config.pop("partial_rotary_factor", None)

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from nf4conv.sources.gguf.families.common import BASIC_SIZES
+from nf4conv.sources.gguf.families.common import BASIC_SIZES, LIKE_LLAMA, RMS, SIZES
 from nf4conv.sources.gguf.families.family import GgufFamily
 
 BERT: Final = GgufFamily(
@@ -26,6 +26,57 @@ BERT: Final = GgufFamily(
         **BASIC_SIZES,
         "attention.layer_norm_epsilon": "layer_norm_eps",
     },
+    marker="token_types.weight",
+)
+
+DISTIL_BERT: Final = GgufFamily(
+    model_type="distilbert",
+    architecture="DistilBertModel",
+    names={
+        "token_embd": "embeddings.word_embeddings",
+        "position_embd": "embeddings.position_embeddings",
+        "token_embd_norm": "embeddings.LayerNorm",
+        "blk.*.attn_q": "transformer.layer.*.attention.q_lin",
+        "blk.*.attn_k": "transformer.layer.*.attention.k_lin",
+        "blk.*.attn_v": "transformer.layer.*.attention.v_lin",
+        "blk.*.attn_output": "transformer.layer.*.attention.out_lin",
+        "blk.*.attn_output_norm": "transformer.layer.*.sa_layer_norm",
+        "blk.*.ffn_up": "transformer.layer.*.ffn.lin1",
+        "blk.*.ffn_down": "transformer.layer.*.ffn.lin2",
+        "blk.*.layer_output_norm": "transformer.layer.*.output_layer_norm",
+    },
+    config={
+        "block_count": "n_layers",
+        "context_length": "max_position_embeddings",
+        "embedding_length": "dim",
+        "feed_forward_length": "hidden_dim",
+        "attention.head_count": "n_heads",
+    },
+)
+
+_POSITIONS: Final = "the first rows of its position embeddings, which llama.cpp leaves out"
+
+ROBERTA: Final = GgufFamily(
+    model_type="roberta",
+    architecture="RobertaModel",
+    names={},
+    marker="tokenizer.ggml.merges",  # BERT has words without merges
+    lacks=_POSITIONS,
+)
+
+XLM_ROBERTA: Final = GgufFamily(
+    model_type="xlm-roberta",
+    architecture="XLMRobertaModel",
+    names={},
+    marker="tokenizer.ggml.scores",  # nor has BERT scores
+    lacks=_POSITIONS,
+)
+
+EUROBERT: Final = GgufFamily(
+    model_type="eurobert",
+    architecture="EuroBertModel",
+    names={name: module.removeprefix("model.") for name, module in LIKE_LLAMA.items()},
+    config={**SIZES, **RMS},
 )
 
 MODERN_BERT: Final = GgufFamily(

@@ -95,6 +95,7 @@ class GgufFamily:
         marker: a tensor or a key of the metadata that only files of this family have, where
             llama.cpp gives several families one name.
         also: other model types whose config goes with such a file.
+        lacks: what every such file lacks of the model, which is refused then; usually nothing.
     """
 
     model_type: str
@@ -111,3 +112,4 @@ class GgufFamily:
     complete: tuple[Completion, ...] = ()
     marker: str = ""
     also: tuple[str, ...] = ()
+    lacks: str = ""

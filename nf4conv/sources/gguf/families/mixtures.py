@@ -5,6 +5,8 @@ from typing import Final
 from nf4conv.sources.gguf.families.common import (
     AROUND,
     ATTENTION,
+    CORRECTED,
+    COUNTS_OF_DEEPSEEK,
     EXPERT_COUNTS,
     EXPERTS,
     EXPERTS_OF_GRANITE,
@@ -17,44 +19,26 @@ from nf4conv.sources.gguf.families.common import (
     LAYER,
     LIKE_LLAMA,
     MULTIPLIERS,
+    NEXT_TOKENS,
     NORMS,
     RMS,
     ROTARY_QK,
     ROUTER,
     SHARED_EXPERT,
     SHARED_EXPERT_OF_GRANITE,
+    SHARED_EXPERTS,
     SIZES,
     WINDOW,
 )
 from nf4conv.sources.gguf.families.completing import (
     add_norm_of_queries,
     add_rounding_of_yarn,
-    add_sizes_of_latents,
 )
 from nf4conv.sources.gguf.families.family import GgufFamily, Join
 from nf4conv.sources.gguf.families.joining import (
     join_alternating_experts,
-    join_latent_heads,
     join_transposed_experts,
 )
-
-_SHARED_EXPERTS: Final = {
-    "blk.*.ffn_gate_shexp": f"{LAYER}.mlp.shared_experts.gate_proj",
-    "blk.*.ffn_up_shexp": f"{LAYER}.mlp.shared_experts.up_proj",
-    "blk.*.ffn_down_shexp": f"{LAYER}.mlp.shared_experts.down_proj",
-}
-
-_CORRECTED: Final = {"blk.*.exp_probs_b.bias": f"{LAYER}.mlp.gate.e_score_correction_bias"}
-
-_NEXT_TOKENS: Final = {
-    "blk.*.nextn.eh_proj": f"{LAYER}.eh_proj",
-    "blk.*.nextn.enorm": f"{LAYER}.enorm",
-    "blk.*.nextn.hnorm": f"{LAYER}.hnorm",
-    "blk.*.nextn.embed_tokens": f"{LAYER}.embed_tokens",
-    "blk.*.nextn.shared_head_norm": f"{LAYER}.shared_head.norm",
-    "blk.*.nextn.shared_head_head": f"{LAYER}.shared_head.head",
-}
-"""Names in the layer behind the last one, which predicts the token after the next."""
 
 _NUMBERED_EXPERTS: Final = {
     "blk.*.ffn_gate_exps": f"{LAYER}.block_sparse_moe.experts.#.w1",
@@ -70,18 +54,6 @@ _NAMES_OF_MIXTRAL: Final = {
 }
 
 _COUNTS_OF_MIXTRAL: Final = {**EXPERTS_USED, "expert_count": "num_local_experts"}
-
-_COUNTS_OF_DEEPSEEK: Final = {
-    **EXPERTS_USED,
-    "expert_count": "n_routed_experts",
-    "expert_shared_count": "n_shared_experts",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_weights_scale": "routed_scaling_factor",
-    "expert_weights_norm": "norm_topk_prob",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
-    "leading_dense_block_count": "first_k_dense_replace",
-}
 
 MIXTRAL: Final = GgufFamily(
     model_type="mixtral",
@@ -206,60 +178,6 @@ LLAMA4: Final = GgufFamily(
     complete=(add_norm_of_queries,),
 )
 
-_NAMES_OF_LATENTS: Final = {
-    **AROUND,
-    **NORMS,
-    **GATED,
-    **ROUTER,
-    **_SHARED_EXPERTS,
-    "blk.*.attn_q": f"{LAYER}.self_attn.q_proj",
-    "blk.*.attn_q_a": f"{LAYER}.self_attn.q_a_proj",
-    "blk.*.attn_q_b": f"{LAYER}.self_attn.q_b_proj",
-    "blk.*.attn_q_a_norm": f"{LAYER}.self_attn.q_a_layernorm",
-    "blk.*.attn_kv_a_mqa": f"{LAYER}.self_attn.kv_a_proj_with_mqa",
-    "blk.*.attn_kv_a_norm": f"{LAYER}.self_attn.kv_a_layernorm",
-    "blk.*.attn_kv_b": f"{LAYER}.self_attn.kv_b_proj",  # of files before April 2025
-    "blk.*.attn_output": f"{LAYER}.self_attn.o_proj",
-}
-
-_LATENT_HEADS: Final = Join(
-    f"{LAYER}.self_attn.kv_b_proj.weight",
-    ("blk.*.attn_k_b.weight", "blk.*.attn_v_b.weight"),
-    join_latent_heads,
-)
-
-_CONFIG_OF_LATENTS: Final = {
-    **SIZES,
-    **RMS,
-    **_COUNTS_OF_DEEPSEEK,
-    "attention.q_lora_rank": "q_lora_rank",
-    "attention.kv_lora_rank": "kv_lora_rank",
-    "rope.dimension_count": "qk_rope_head_dim",
-}
-
-DEEPSEEK_V2: Final = GgufFamily(
-    model_type="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
-    names=_NAMES_OF_LATENTS,
-    experts=EXPERTS,
-    joined=(_LATENT_HEADS,),
-    config=_CONFIG_OF_LATENTS,
-    constants={"topk_method": "greedy"},
-    complete=(add_sizes_of_latents,),
-)
-
-DEEPSEEK_V3: Final = GgufFamily(
-    model_type="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
-    names={**_NAMES_OF_LATENTS, **_CORRECTED, **_NEXT_TOKENS},
-    experts=EXPERTS,
-    joined=(_LATENT_HEADS,),
-    config=_CONFIG_OF_LATENTS,
-    complete=(add_sizes_of_latents,),
-    marker="blk.*.exp_probs_b.bias",
-    also=("kimi_k2", "glm4_moe_lite"),
-)
-
 GLM4_MOE: Final = GgufFamily(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
@@ -268,14 +186,14 @@ GLM4_MOE: Final = GgufFamily(
         **ATTENTION,
         **GATED,
         **ROUTER,
-        **_CORRECTED,
-        **_SHARED_EXPERTS,
-        **_NEXT_TOKENS,
+        **CORRECTED,
+        **SHARED_EXPERTS,
+        **NEXT_TOKENS,
         "blk.*.attn_norm": f"{LAYER}.input_layernorm",
         "blk.*.post_attention_norm": f"{LAYER}.post_attention_layernorm",
     },
     experts=EXPERTS,
-    config={**SIZES, **RMS, **HEAD, **_COUNTS_OF_DEEPSEEK},
+    config={**SIZES, **RMS, **HEAD, **COUNTS_OF_DEEPSEEK},
     shown={
         "attention_bias": "blk.*.attn_q.bias",
         "use_qk_norm": "blk.*.attn_q_norm.weight",
@@ -285,9 +203,9 @@ GLM4_MOE: Final = GgufFamily(
 DOTS1: Final = GgufFamily(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
-    names={**LIKE_LLAMA, **ROUTER, **_CORRECTED, **_SHARED_EXPERTS},
+    names={**LIKE_LLAMA, **ROUTER, **CORRECTED, **SHARED_EXPERTS},
     experts=EXPERTS,
-    config={**SIZES, **RMS, **HEAD, **_COUNTS_OF_DEEPSEEK},
+    config={**SIZES, **RMS, **HEAD, **COUNTS_OF_DEEPSEEK},
     shown={"attention_bias": "blk.*.attn_q.bias"},
 )
 
@@ -297,7 +215,7 @@ ERNIE4_5_MOE: Final = GgufFamily(
     names={
         **LIKE_LLAMA,
         **ROUTER,
-        **_SHARED_EXPERTS,
+        **SHARED_EXPERTS,
         "blk.*.exp_probs_b.bias": f"{LAYER}.mlp.moe_statics.e_score_correction_bias",
     },
     experts=EXPERTS,

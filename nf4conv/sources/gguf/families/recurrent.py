@@ -6,8 +6,11 @@ from nf4conv.format.gguf import NEGATIVE_EXP
 from nf4conv.sources.gguf.families.common import (
     AROUND,
     ATTENTION,
+    BASIC_SIZES,
+    COUNTS_OF_DEEPSEEK,
     EXPERTS_OF_GRANITE,
     EXPERTS_USED,
+    HEAD,
     JOINED_EXPERTS_OF_GRANITE,
     JOINED_SHARED_EXPERT_OF_GRANITE,
     LAYER,
@@ -22,6 +25,7 @@ from nf4conv.sources.gguf.families.completing import (
     add_heads_of_states,
     add_layers_of_granite,
     add_layers_of_jamba,
+    add_layers_of_nemotron,
     add_layers_with_attention,
 )
 from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, GgufFamily, Join
@@ -158,6 +162,68 @@ GRANITE_HYBRID_MOE: Final = GgufFamily(
     config=_CONFIG_OF_GRANITE,
     complete=(add_layers_of_granite,),
     marker="blk.*.ffn_gate_exps.weight",
+)
+
+_NAMES_OF_NEMOTRON: Final = {
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+    "blk.*.attn_norm": "backbone.layers.*.norm",
+    "blk.*.attn_q": "backbone.layers.*.mixer.q_proj",
+    "blk.*.attn_k": "backbone.layers.*.mixer.k_proj",
+    "blk.*.attn_v": "backbone.layers.*.mixer.v_proj",
+    "blk.*.attn_output": "backbone.layers.*.mixer.o_proj",
+    "blk.*.ffn_up": "backbone.layers.*.mixer.up_proj",
+    "blk.*.ffn_down": "backbone.layers.*.mixer.down_proj",
+    **{name: module for name, module in MAMBA2.names.items() if name.startswith("blk.*.ssm_")},
+}
+
+_CONFIG_OF_NEMOTRON: Final = {
+    **BASIC_SIZES,
+    **HEAD,
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups",
+    "ssm.time_step_rank": "mamba_num_heads",
+}
+
+NEMOTRON_H: Final = GgufFamily(
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    names=_NAMES_OF_NEMOTRON,
+    changed={**MAMBA2.changed, **ROTARY_QK},
+    shapes=MAMBA2.shapes,
+    config=_CONFIG_OF_NEMOTRON,
+    complete=(add_layers_of_nemotron,),
+)
+
+NEMOTRON_H_MOE: Final = GgufFamily(
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    names={
+        **_NAMES_OF_NEMOTRON,
+        "blk.*.ffn_gate_inp": "backbone.layers.*.mixer.gate",
+        "blk.*.exp_probs_b.bias": "backbone.layers.*.mixer.gate.e_score_correction_bias",
+        "blk.*.ffn_up_shexp": "backbone.layers.*.mixer.shared_experts.up_proj",
+        "blk.*.ffn_down_shexp": "backbone.layers.*.mixer.shared_experts.down_proj",
+        "blk.*.ffn_latent_down": "backbone.layers.*.mixer.fc1_latent_proj",
+        "blk.*.ffn_latent_up": "backbone.layers.*.mixer.fc2_latent_proj",
+    },
+    experts={
+        "blk.*.ffn_up_exps": "backbone.layers.*.mixer.experts.#.up_proj",
+        "blk.*.ffn_down_exps": "backbone.layers.*.mixer.experts.#.down_proj",
+    },
+    changed={**MAMBA2.changed, **ROTARY_QK},
+    shapes=MAMBA2.shapes,
+    config={
+        **_CONFIG_OF_NEMOTRON,
+        **COUNTS_OF_DEEPSEEK,
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+        "moe_latent_size": "moe_latent_size",
+    },
+    complete=(add_layers_of_nemotron,),
 )
 
 _LAYER_OF_JAMBA: Final = {

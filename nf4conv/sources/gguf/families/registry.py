@@ -7,6 +7,9 @@ from nf4conv.sources.gguf.families import (
     dense,
     early,
     encoders,
+    latents,
+    later_dense,
+    later_mixtures,
     linear_attention,
     mixtures,
     recurrent,
@@ -15,38 +18,56 @@ from nf4conv.sources.gguf.families.family import GgufFamily
 
 _Table: TypeAlias = Mapping[str, tuple[GgufFamily, ...]]
 
-_DENSE: Final[_Table] = {
-    "mistral3": (dense.MISTRAL3,),
+_QWEN: Final[_Table] = {
     "qwen2": (dense.QWEN2,),
     "qwen2vl": (dense.QWEN2,),  # what sees is in another file, and the rest is the same
     "qwen3": (dense.QWEN3,),
     "qwen3vl": (dense.QWEN3,),
+    "qwen2moe": (mixtures.QWEN2MOE,),
+    "qwen3moe": (mixtures.QWEN3MOE,),
+    "qwen3vlmoe": (mixtures.QWEN3MOE,),
+    "qwen3next": (linear_attention.QWEN3_NEXT,),
+    "qwen35": (linear_attention.QWEN3_5,),
+    "qwen35moe": (linear_attention.QWEN3_5_MOE,),
+}
+
+_GEMMA: Final[_Table] = {
     "gemma": (dense.GEMMA,),
     "gemma2": (dense.GEMMA2,),
     "gemma3": (dense.GEMMA3,),
-    "phi3": (dense.PHI3,),
-    "granite": (dense.GRANITE,),
-    "command-r": (dense.COMMAND_R,),
-    "cohere2": (dense.COHERE2,),
-    "olmo": (dense.OLMO,),
-    "olmo2": (dense.OLMO3, dense.OLMO2),
-}
-
-_LATER_DENSE: Final[_Table] = {
-    "starcoder2": (dense.STARCODER2,),
-    "stablelm": (dense.STABLELM,),
-    "nemotron": (dense.NEMOTRON,),
-    "smollm3": (dense.SMOLLM3,),
-    "ernie4_5": (dense.ERNIE4_5,),
-    "exaone4": (dense.EXAONE4,),
-    "glm4": (dense.GLM4,),
-    "seed_oss": (dense.SEED_OSS,),
-    "arcee": (dense.ARCEE,),
-    "hunyuan-dense": (dense.HUNYUAN_DENSE,),
-    "internlm2": (dense.INTERNLM2,),
     "gemma-embedding": (dense.EMBEDDING_GEMMA,),
     "gemma3n": (dense.GEMMA3N,),
     "gemma4": (dense.GEMMA4,),
+}
+
+_COMPANIES: Final[_Table] = {
+    "mistral3": (dense.MISTRAL3,),
+    "phi3": (dense.PHI3,),
+    "granite": (dense.GRANITE,),
+    "granite_swa": (later_dense.GRANITE_SWA,),
+    "command-r": (dense.COMMAND_R,),
+    "cohere2": (dense.COHERE2,),
+    "nemotron": (dense.NEMOTRON,),
+    "exaone4": (dense.EXAONE4,),
+    "jais2": (later_dense.JAIS2,),
+}
+
+_CHINESE: Final[_Table] = {
+    "chatglm": (later_dense.GLM,),
+    "glm4": (dense.GLM4,),
+    "ernie4_5": (dense.ERNIE4_5,),
+    "seed_oss": (dense.SEED_OSS,),
+    "hunyuan-dense": (dense.HUNYUAN_DENSE,),
+    "internlm2": (dense.INTERNLM2,),
+}
+
+_OPEN: Final[_Table] = {
+    "olmo": (dense.OLMO,),
+    "olmo2": (dense.OLMO3, dense.OLMO2),
+    "starcoder2": (dense.STARCODER2,),
+    "stablelm": (dense.STABLELM,),
+    "smollm3": (dense.SMOLLM3,),
+    "arcee": (dense.ARCEE,),
 }
 
 _EARLY: Final[_Table] = {
@@ -61,18 +82,30 @@ _EARLY: Final[_Table] = {
 
 _MIXTURES: Final[_Table] = {
     "llama": (mixtures.MIXTRAL, dense.LLAMA),
-    "qwen2moe": (mixtures.QWEN2MOE,),
-    "qwen3moe": (mixtures.QWEN3MOE,),
     "olmoe": (mixtures.OLMOE,),
     "minimax-m2": (mixtures.MINIMAX_M2,),
     "gpt-oss": (mixtures.GPT_OSS,),
     "llama4": (mixtures.LLAMA4,),
-    "deepseek2": (mixtures.DEEPSEEK_V3, mixtures.DEEPSEEK_V2),
     "glm4moe": (mixtures.GLM4_MOE,),
     "dots1": (mixtures.DOTS1,),
     "ernie4_5-moe": (mixtures.ERNIE4_5_MOE,),
     "granitemoe": (mixtures.GRANITE_MOE_SHARED, mixtures.GRANITE_MOE),
     "phimoe": (mixtures.PHIMOE,),
+}
+
+_LATER_MIXTURES: Final[_Table] = {
+    "afmoe": (later_mixtures.AFMOE,),
+    "exaone-moe": (later_mixtures.EXAONE_MOE,),
+    "hunyuan-moe": (later_mixtures.HUNYUAN_MOE,),
+    "hy_v3": (later_mixtures.HY_V3,),
+    "mellum": (later_mixtures.MELLUM,),
+    "cohere2moe": (later_mixtures.COHERE2_MOE,),
+}
+
+_LATENTS: Final[_Table] = {
+    "deepseek2": (latents.DEEPSEEK_V3, latents.DEEPSEEK_V2, latents.YOUTU),
+    "deepseek32": (latents.DEEPSEEK_V32,),
+    "glm-dsa": (latents.GLM_DSA,),
 }
 
 _RECURRENT: Final[_Table] = {
@@ -82,23 +115,28 @@ _RECURRENT: Final[_Table] = {
     "jamba": (recurrent.JAMBA,),
     "lfm2": (recurrent.LFM2,),
     "lfm2moe": (recurrent.LFM2_MOE,),
-    "qwen3next": (linear_attention.QWEN3_NEXT,),
-    "qwen35": (linear_attention.QWEN3_5,),
-    "qwen35moe": (linear_attention.QWEN3_5_MOE,),
+    "nemotron_h": (recurrent.NEMOTRON_H,),
+    "nemotron_h_moe": (recurrent.NEMOTRON_H_MOE,),
 }
 
 _ENCODERS: Final[_Table] = {
     "modern-bert": (encoders.MODERN_BERT,),
-    "bert": (encoders.BERT,),
+    "eurobert": (encoders.EUROBERT,),
+    "bert": (encoders.ROBERTA, encoders.XLM_ROBERTA, encoders.BERT, encoders.DISTIL_BERT),
     "t5": (encoders.UMT5, encoders.GATED_T5, encoders.T5),
     "t5encoder": (encoders.GATED_T5_ENCODER, encoders.T5_ENCODER),
 }
 
 FAMILIES: Final[_Table] = {
-    **_DENSE,
-    **_LATER_DENSE,
+    **_QWEN,
+    **_GEMMA,
+    **_COMPANIES,
+    **_CHINESE,
+    **_OPEN,
     **_EARLY,
     **_MIXTURES,
+    **_LATER_MIXTURES,
+    **_LATENTS,
     **_RECURRENT,
     **_ENCODERS,
 }
