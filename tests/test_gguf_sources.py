@@ -255,28 +255,24 @@ def test_values_are_those_that_the_file_holds(tmp_path: Path, out_type: str):
 TEXTS = [
     "The quick brown fox's 12345 jumps, over   the lazy dog!\n\n  Ends\there.",
     "naïve café – 你好, мир 😀",
+    "HTTPServer's 汉字English汉字, ЗДРАВСТВУЙ",
     " leading <s>special</s> and trailing ",
 ]
 
 
-@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "gpt-2"])
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "gpt-2", "kimi-k2"])
 def test_a_byte_level_tokenizer_comes_back(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     from tokenizers import trainers
 
-    from nf4conv.sources.gguf.tokenizing import tokenizer_files
+    from nf4conv.sources.gguf.incoming import Texts
+    from nf4conv.sources.gguf.tokenizing import Vocabulary, tokenizer_json
 
     source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    like = tokenizer_files(
-        {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": kind,
-            "tokenizer.ggml.tokens": ["a"],
-            "tokenizer.ggml.merges": [],
-        }
-    )["tokenizer.json"]
+    metadata = {"tokenizer.ggml.pre": kind, "tokenizer.ggml.merges": Texts(b"", 0)}
+    like = json.loads(b"".join(tokenizer_json(Vocabulary("gpt2", ["a"], metadata))))
     whole = json.loads(tokenizer.to_str()) | {
         key: like[key] for key in ("normalizer", "pre_tokenizer", "decoder")
     }

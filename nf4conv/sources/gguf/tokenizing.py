@@ -1,8 +1,8 @@
 """Makes tokenizer.json of the metadata of a GGUF file.
 
-Two kinds of tokenizers are made: byte-level BPE with the ways of cutting text that Llama 3, Qwen 2
-and GPT-2 use, and the BPE of SentencePiece, as Llama 2, Mistral and Gemma have it. For others
-`read_vocabulary` returns nothing. The layout is that of the library tokenizers.
+Two kinds of tokenizers are made: byte-level BPE with the ways of cutting text that Llama 3, Qwen 2,
+Kimi K2 and GPT-2 use, and the BPE of SentencePiece, as Llama 2, Mistral and Gemma have it. For
+others `read_vocabulary` returns nothing. The layout is that of the library tokenizers.
 """
 
 import json
@@ -13,23 +13,36 @@ from typing import Any, Final, TypeVar
 
 from nf4conv.sources.gguf.incoming import Texts
 
-WAY_OF_MAKING: Final = 1
+WAY_OF_MAKING: Final = 2
 """Goes up by one when `tokenizer_json` makes other content of the same metadata: the cache of
 unpacked.py then makes the files anew."""
 
 _MARKS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+"
 _REST: Final = " ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 
+_HAN: Final = "[\\p{Han}]+"
+_UPPER: Final = "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}&&[^\\p{Han}]]"
+_LOWER: Final = "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}&&[^\\p{Han}]]"
+_BEFORE: Final = "[^\\r\\n\\p{L}\\p{N}]?"
+_BEHIND: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_WORDS_OF_KIMI: Final = (
+    f"{_HAN}|{_BEFORE}{_UPPER}*{_LOWER}+{_BEHIND}|{_BEFORE}{_UPPER}+{_LOWER}*{_BEHIND}"
+)
+
 _CUTS: Final[Mapping[str, str | None]] = {
     "llama-bpe": f"{_MARKS}|\\p{{N}}{{1,3}}|{_REST}",
     "qwen2": f"{_MARKS}|\\p{{N}}|{_REST}",
+    "kimi-k2": f"{_WORDS_OF_KIMI}|\\p{{N}}{{1,3}}|{_REST}",
     "gpt-2": None,
 }
 """The regular expression that cuts text into words, by `tokenizer.ggml.pre`.
 
 None is the one that the library has built in: that of GPT-2. Source: llama_tokenizer_pre in
-llama.cpp's llama-vocab.cpp.
+llama.cpp's llama-vocab.cpp; of Kimi K2, pat_str in its tokenization_kimi.py.
 """
+
+_TAKES_WHOLE_WORDS: Final = ("llama-bpe", "kimi-k2")
+"""Ways in which a word that is a token is not put together by merges."""
 
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
@@ -163,7 +176,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": {**to_bytes, "use_regex": True},
-        "model": {**_BPE, "ignore_merges": pre == "llama-bpe"},
+        "model": {**_BPE, "ignore_merges": pre in _TAKES_WHOLE_WORDS},
     }
 
 
