@@ -33,22 +33,24 @@ _SHARED_MLP: Final = {
     "blk.*.ffn_down_shexp": f"{LAYER}.mlp.shared_mlp.down_proj",
 }
 
+_NAMES_OF_AFMOE: Final = {
+    **AROUND,
+    **ATTENTION,
+    **GATED,
+    **SHARED_EXPERTS,
+    "blk.*.attn_gate": f"{LAYER}.self_attn.gate_proj",
+    "blk.*.attn_norm": f"{LAYER}.input_layernorm",
+    "blk.*.post_attention_norm": f"{LAYER}.post_attention_layernorm",
+    "blk.*.ffn_norm": f"{LAYER}.pre_mlp_layernorm",
+    "blk.*.post_ffw_norm": f"{LAYER}.post_mlp_layernorm",
+    "blk.*.ffn_gate_inp": f"{LAYER}.mlp.router.gate",
+    "blk.*.exp_probs_b.bias": f"{LAYER}.mlp.expert_bias",
+}
+
 AFMOE: Final = GgufFamily(
     model_type="afmoe",
     architecture="AfmoeForCausalLM",
-    names={
-        **AROUND,
-        **ATTENTION,
-        **GATED,
-        **SHARED_EXPERTS,
-        "blk.*.attn_gate": f"{LAYER}.self_attn.gate_proj",
-        "blk.*.attn_norm": f"{LAYER}.input_layernorm",
-        "blk.*.post_attention_norm": f"{LAYER}.post_attention_layernorm",
-        "blk.*.ffn_norm": f"{LAYER}.pre_mlp_layernorm",
-        "blk.*.post_ffw_norm": f"{LAYER}.post_mlp_layernorm",
-        "blk.*.ffn_gate_inp": f"{LAYER}.mlp.router.gate",
-        "blk.*.exp_probs_b.bias": f"{LAYER}.mlp.expert_bias",
-    },
+    names=_NAMES_OF_AFMOE,
     experts=EXPERTS,
     config={
         **SIZES,

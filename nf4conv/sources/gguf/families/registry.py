@@ -16,129 +16,142 @@ from nf4conv.sources.gguf.families import (
 )
 from nf4conv.sources.gguf.families.family import GgufFamily
 
-_Table: TypeAlias = Mapping[str, tuple[GgufFamily, ...]]
+_Table: TypeAlias = Mapping[str, GgufFamily]
+_Choices: TypeAlias = Mapping[str, tuple[GgufFamily, ...]]
 
 _QWEN: Final[_Table] = {
-    "qwen2": (dense.QWEN2,),
-    "qwen2vl": (dense.QWEN2,),  # what sees is in another file, and the rest is the same
-    "qwen3": (dense.QWEN3,),
-    "qwen3vl": (dense.QWEN3,),
-    "qwen2moe": (mixtures.QWEN2MOE,),
-    "qwen3moe": (mixtures.QWEN3MOE,),
-    "qwen3vlmoe": (mixtures.QWEN3MOE,),
-    "qwen3next": (linear_attention.QWEN3_NEXT,),
-    "qwen35": (linear_attention.QWEN3_5,),
-    "qwen35moe": (linear_attention.QWEN3_5_MOE,),
+    "qwen2": dense.QWEN2,
+    "qwen2vl": dense.QWEN2,  # what sees is in another file, and the rest is the same
+    "qwen3": dense.QWEN3,
+    "qwen3vl": dense.QWEN3,
+    "qwen2moe": mixtures.QWEN2MOE,
+    "qwen3moe": mixtures.QWEN3MOE,
+    "qwen3vlmoe": mixtures.QWEN3MOE,
+    "qwen3next": linear_attention.QWEN3_NEXT,
+    "qwen35": linear_attention.QWEN3_5,
+    "qwen35moe": linear_attention.QWEN3_5_MOE,
 }
 
 _GEMMA: Final[_Table] = {
-    "gemma": (dense.GEMMA,),
-    "gemma2": (dense.GEMMA2,),
-    "gemma3": (dense.GEMMA3,),
-    "gemma-embedding": (dense.EMBEDDING_GEMMA,),
-    "gemma3n": (dense.GEMMA3N,),
-    "gemma4": (dense.GEMMA4,),
+    "gemma": dense.GEMMA,
+    "gemma2": dense.GEMMA2,
+    "gemma3": dense.GEMMA3,
+    "gemma-embedding": dense.EMBEDDING_GEMMA,
+    "gemma3n": dense.GEMMA3N,
+    "gemma4": dense.GEMMA4,
 }
 
-_COMPANIES: Final[_Table] = {
-    "mistral3": (dense.MISTRAL3,),
-    "phi3": (dense.PHI3,),
-    "granite": (dense.GRANITE,),
-    "granite_swa": (later_dense.GRANITE_SWA,),
-    "command-r": (dense.COMMAND_R,),
-    "cohere2": (dense.COHERE2,),
-    "nemotron": (dense.NEMOTRON,),
-    "exaone4": (dense.EXAONE4,),
-    "jais2": (later_dense.JAIS2,),
+_OF_COMPANIES: Final[_Table] = {
+    "mistral3": dense.MISTRAL3,
+    "phi3": dense.PHI3,
+    "granite": dense.GRANITE,
+    "granite_swa": later_dense.GRANITE_SWA,
+    "command-r": dense.COMMAND_R,
+    "cohere2": dense.COHERE2,
+    "nemotron": dense.NEMOTRON,
+    "exaone4": dense.EXAONE4,
+    "jais2": later_dense.JAIS2,
 }
 
-_CHINESE: Final[_Table] = {
-    "chatglm": (later_dense.GLM,),
-    "glm4": (dense.GLM4,),
-    "ernie4_5": (dense.ERNIE4_5,),
-    "seed_oss": (dense.SEED_OSS,),
-    "hunyuan-dense": (dense.HUNYUAN_DENSE,),
-    "internlm2": (dense.INTERNLM2,),
+_FROM_CHINA: Final[_Table] = {
+    "chatglm": later_dense.GLM,
+    "glm4": dense.GLM4,
+    "ernie4_5": dense.ERNIE4_5,
+    "seed_oss": dense.SEED_OSS,
+    "hunyuan-dense": dense.HUNYUAN_DENSE,
+    "internlm2": dense.INTERNLM2,
 }
 
-_OPEN: Final[_Table] = {
-    "olmo": (dense.OLMO,),
-    "olmo2": (dense.OLMO3, dense.OLMO2),
-    "starcoder2": (dense.STARCODER2,),
-    "stablelm": (dense.STABLELM,),
-    "smollm3": (dense.SMOLLM3,),
-    "arcee": (dense.ARCEE,),
+_OF_COMMUNITIES: Final[_Table] = {
+    "olmo": dense.OLMO,
+    "starcoder2": dense.STARCODER2,
+    "stablelm": dense.STABLELM,
+    "smollm3": dense.SMOLLM3,
+    "arcee": dense.ARCEE,
 }
 
 _EARLY: Final[_Table] = {
-    "gpt2": (early.GPT2,),
-    "gptneox": (early.GPTNEOX,),
-    "bloom": (early.BLOOM,),
-    "falcon": (early.FALCON_40B, early.FALCON),
-    "phi2": (early.PHI2,),
-    "starcoder": (early.STARCODER,),
-    "mpt": (early.MPT,),
+    "gpt2": early.GPT2,
+    "gptneox": early.GPTNEOX,
+    "bloom": early.BLOOM,
+    "phi2": early.PHI2,
+    "starcoder": early.STARCODER,
+    "mpt": early.MPT,
 }
 
 _MIXTURES: Final[_Table] = {
-    "llama": (mixtures.MIXTRAL, dense.LLAMA),
-    "olmoe": (mixtures.OLMOE,),
-    "minimax-m2": (mixtures.MINIMAX_M2,),
-    "gpt-oss": (mixtures.GPT_OSS,),
-    "llama4": (mixtures.LLAMA4,),
-    "glm4moe": (mixtures.GLM4_MOE,),
-    "dots1": (mixtures.DOTS1,),
-    "ernie4_5-moe": (mixtures.ERNIE4_5_MOE,),
-    "granitemoe": (mixtures.GRANITE_MOE_SHARED, mixtures.GRANITE_MOE),
-    "phimoe": (mixtures.PHIMOE,),
+    "olmoe": mixtures.OLMOE,
+    "minimax-m2": mixtures.MINIMAX_M2,
+    "gpt-oss": mixtures.GPT_OSS,
+    "llama4": mixtures.LLAMA4,
+    "glm4moe": mixtures.GLM4_MOE,
+    "dots1": mixtures.DOTS1,
+    "ernie4_5-moe": mixtures.ERNIE4_5_MOE,
+    "phimoe": mixtures.PHIMOE,
 }
 
 _LATER_MIXTURES: Final[_Table] = {
-    "afmoe": (later_mixtures.AFMOE,),
-    "exaone-moe": (later_mixtures.EXAONE_MOE,),
-    "hunyuan-moe": (later_mixtures.HUNYUAN_MOE,),
-    "hy_v3": (later_mixtures.HY_V3,),
-    "mellum": (later_mixtures.MELLUM,),
-    "cohere2moe": (later_mixtures.COHERE2_MOE,),
+    "afmoe": later_mixtures.AFMOE,
+    "exaone-moe": later_mixtures.EXAONE_MOE,
+    "hunyuan-moe": later_mixtures.HUNYUAN_MOE,
+    "hy_v3": later_mixtures.HY_V3,
+    "mellum": later_mixtures.MELLUM,
+    "cohere2moe": later_mixtures.COHERE2_MOE,
 }
 
 _LATENTS: Final[_Table] = {
-    "deepseek2": (latents.DEEPSEEK_V3, latents.DEEPSEEK_V2, latents.YOUTU),
-    "deepseek32": (latents.DEEPSEEK_V32,),
-    "glm-dsa": (latents.GLM_DSA,),
+    "deepseek32": latents.DEEPSEEK_V32,
+    "glm-dsa": latents.GLM_DSA,
 }
 
 _RECURRENT: Final[_Table] = {
-    "mamba": (recurrent.FALCON_MAMBA, recurrent.MAMBA),
-    "granitehybrid": (recurrent.GRANITE_HYBRID_MOE, recurrent.GRANITE_HYBRID),
-    "mamba2": (recurrent.MAMBA2,),
-    "jamba": (recurrent.JAMBA,),
-    "lfm2": (recurrent.LFM2,),
-    "lfm2moe": (recurrent.LFM2_MOE,),
-    "nemotron_h": (recurrent.NEMOTRON_H,),
-    "nemotron_h_moe": (recurrent.NEMOTRON_H_MOE,),
+    "mamba2": recurrent.MAMBA2,
+    "jamba": recurrent.JAMBA,
+    "lfm2": recurrent.LFM2,
+    "lfm2moe": recurrent.LFM2_MOE,
+    "nemotron_h": recurrent.NEMOTRON_H,
+    "nemotron_h_moe": recurrent.NEMOTRON_H_MOE,
 }
 
 _ENCODERS: Final[_Table] = {
-    "modern-bert": (encoders.MODERN_BERT,),
-    "eurobert": (encoders.EUROBERT,),
+    "modern-bert": encoders.MODERN_BERT,
+    "eurobert": encoders.EUROBERT,
+}
+
+_LIKE_NAMED_DECODERS: Final[_Choices] = {
+    "olmo2": (dense.OLMO3, dense.OLMO2),
+    "falcon": (early.FALCON_40B, early.FALCON),
+    "llama": (mixtures.MIXTRAL, dense.LLAMA),
+    "granitemoe": (mixtures.GRANITE_MOE_SHARED, mixtures.GRANITE_MOE),
+    "deepseek2": (latents.DEEPSEEK_V3, latents.DEEPSEEK_V2, latents.YOUTU),
+    "mamba": (recurrent.FALCON_MAMBA, recurrent.MAMBA),
+    "granitehybrid": (recurrent.GRANITE_HYBRID_MOE, recurrent.GRANITE_HYBRID),
+}
+
+_LIKE_NAMED_ENCODERS: Final[_Choices] = {
     "bert": (encoders.ROBERTA, encoders.XLM_ROBERTA, encoders.BERT, encoders.DISTIL_BERT),
     "t5": (encoders.UMT5, encoders.GATED_T5, encoders.T5),
     "t5encoder": (encoders.GATED_T5_ENCODER, encoders.T5_ENCODER),
 }
 
-FAMILIES: Final[_Table] = {
+_SINGLE: Final[_Table] = {
     **_QWEN,
     **_GEMMA,
-    **_COMPANIES,
-    **_CHINESE,
-    **_OPEN,
+    **_OF_COMPANIES,
+    **_FROM_CHINA,
+    **_OF_COMMUNITIES,
     **_EARLY,
     **_MIXTURES,
     **_LATER_MIXTURES,
     **_LATENTS,
     **_RECURRENT,
     **_ENCODERS,
+}
+
+FAMILIES: Final[_Choices] = {
+    **{architecture: (family,) for architecture, family in _SINGLE.items()},
+    **_LIKE_NAMED_DECODERS,
+    **_LIKE_NAMED_ENCODERS,
 }
 """The families by the architecture that `general.architecture` names.
 
