@@ -319,14 +319,6 @@ FAMILIES |= {
         "n_groups": 2,
         "moe_shared_expert_intermediate_size": 48,
     },
-    "NemotronHForCausalLM:dense": {
-        "head_dim": 16,
-        "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-    },
     "EuroBertModel": {},
     "DistilBertModel": {"dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 96},
 }

@@ -202,6 +202,16 @@ def test_the_text_model_of_one_that_sees(
     assert torch.equal(original, output_of(class_of(alone), tmp_path / "alone"))
 
 
+def test_nemotron_h_without_experts_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its weights; the converter takes it for a mixture in transformers 5, and writes no widths."""
+    dense = {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]}
+    monkeypatch.setitem(
+        FAMILIES, "NemotronHForCausalLM", {**FAMILIES["NemotronHForCausalLM"], **dense}
+    )
+    source = write_model(tmp_path / "source", "NemotronHForCausalLM", torch.bfloat16)
+    comes_back(source, tmp_path / "back")
+
+
 def test_an_embedding_model_of_qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Qwen3-Embedding: the names have no "model." before them, and there is no head."""
     monkeypatch.setitem(FAMILIES, "Qwen3Model", {"head_dim": 32})

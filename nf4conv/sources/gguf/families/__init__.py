@@ -6,7 +6,7 @@ converter moved or changed (the classes in its folder conversion/), and the keys
 family.py      says what a family consists of
 common.py      has the names and keys that many families share
 dense.py       lists decoders whose layers are all alike
-later_dense.py lists more of them
+later_dense.py  lists more of them
 mixtures.py    lists mixtures of experts
 later_mixtures.py  lists those of 2025 and later
 latents.py     lists models whose keys and values are made of latents

@@ -289,7 +289,7 @@ def add_layers_of_nemotron(
     config["layers_block_type"] = kinds
     config["num_key_value_heads"] = max(counts_of(sizes, "attention.head_count_kv"), default=0)
     widths = counts_of(sizes, "feed_forward_length")
-    if widths:
+    if any(widths):
         config["intermediate_size"] = max(widths)
     width = positive(sizes, "ssm.inner_size")
     heads = positive(sizes, "ssm.time_step_rank")
