@@ -15,7 +15,7 @@ from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import device_of
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_decoded
 from nf4conv.run.worker import Worker
-from nf4conv.sources.encodings.pieces import encoded_pieces, packed_pieces
+from nf4conv.sources.encodings.cuts.pieces import encoded_pieces, packed_pieces
 from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
 from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled

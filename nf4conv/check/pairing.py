@@ -14,7 +14,7 @@ from nf4conv.models.module_names import HEADS, module_of
 from nf4conv.models.single_experts import ROUTER_OF_UNSLOTH, is_gpt_oss, single_expert
 from nf4conv.plan.jobs import FLOAT_TAGS, PackJob, footprint
 from nf4conv.plan.joining import join_experts
-from nf4conv.sources.encodings.cutting import rows_of
+from nf4conv.sources.encodings.cuts.rows import rows_of
 from nf4conv.sources.encodings.types.arranged import StackedExperts
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight, Structure

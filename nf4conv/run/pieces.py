@@ -5,14 +5,14 @@ from typing import Final, NamedTuple
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.plan.jobs import PackJob
-from nf4conv.sources.encodings.cutting import (
+from nf4conv.sources.encodings.cuts.pieces import Piece, encoded_pieces, packed_pieces, plain_pieces
+from nf4conv.sources.encodings.cuts.rows import (
     can_cut_rows,
     is_stack_of_matrices,
     matrix_of,
     rows_of,
     transposed,
 )
-from nf4conv.sources.encodings.pieces import Piece, encoded_pieces, packed_pieces, plain_pieces
 from nf4conv.sources.encodings.types.bitsandbytes import packed_in_order
 from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 

@@ -37,9 +37,9 @@ from nf4conv.run.device.protocol import Gathered
 from nf4conv.run.loop import Task
 from nf4conv.run.pieces import pieces_of, weight_pieces
 from nf4conv.run.worker import Activity, Worker
-from nf4conv.sources.encodings.lines import cut_elements
-from nf4conv.sources.encodings.packed_runs import cut_parts, packed_spans
-from nf4conv.sources.encodings.pieces import Piece
+from nf4conv.sources.encodings.cuts.lines import cut_elements
+from nf4conv.sources.encodings.cuts.packed_runs import cut_parts, packed_spans
+from nf4conv.sources.encodings.cuts.pieces import Piece
 from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import DTYPE_BITS, FileRange, TensorInfo
 

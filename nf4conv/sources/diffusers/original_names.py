@@ -18,7 +18,7 @@ from nf4conv.sources.diffusers.name_tables import (
     OUTSIDE_BLOCKS,
     OriginalName,
 )
-from nf4conv.sources.encodings.cutting import can_cut_rows, rows_of
+from nf4conv.sources.encodings.cuts.rows import can_cut_rows, rows_of
 from nf4conv.sources.encodings.types.arranged import Joined
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo

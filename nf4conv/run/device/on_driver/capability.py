@@ -8,7 +8,7 @@ from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.on_driver.batch.decoding import kernels_for_tensor
 from nf4conv.run.device.on_driver.kernels import Action, Purpose
 from nf4conv.run.pieces import ENOUGH, located, pieces_of, whole_weight
-from nf4conv.sources.encodings.pieces import pieces_alike
+from nf4conv.sources.encodings.cuts.pieces import pieces_alike
 from nf4conv.sources.encodings.types.arranged import Excerpt, Joined, StackedExperts
 from nf4conv.sources.encodings.types.merged import Merged
 from nf4conv.sources.tensors import TensorInfo

@@ -63,7 +63,7 @@ def read_values(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
 
 
 def read_decoded(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
-    """Reads and decodes an encoded tensor, or a piece of one (sources/encodings/pieces.py).
+    """Reads and decodes an encoded tensor, or a piece of one (sources/encodings/cuts/pieces.py).
 
     Returns:
         A contiguous tensor on the device, in the tensor's dtype and shape.

@@ -2,22 +2,22 @@
 
 A piece is a few rows of a matrix, a matrix of a stack, or some blocks of a 4-bit weight; a piece of
 an encoded tensor is encoded as well. Pieces decide how much memory a conversion takes. Tensors that
-cannot be cut (cutting.py) are taken whole.
+cannot be cut (rows.py) are taken whole.
 """
 
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nf4conv.sources.encodings.cutting import (
+from nf4conv.sources.encodings.cuts.lines import cut_elements
+from nf4conv.sources.encodings.cuts.packed_runs import packed_part, packed_spans
+from nf4conv.sources.encodings.cuts.rows import (
     can_cut_rows,
     is_stack_of_matrices,
     matrix_of,
     rows_of,
     rows_together,
 )
-from nf4conv.sources.encodings.lines import cut_elements
-from nf4conv.sources.encodings.packed_runs import packed_part, packed_spans
 from nf4conv.sources.encodings.types.arranged import Columns
 from nf4conv.sources.encodings.types.bitsandbytes import packed_in_order
 from nf4conv.sources.encodings.types.integers import PackedIntegers

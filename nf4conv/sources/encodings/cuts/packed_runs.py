@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import block_count
-from nf4conv.sources.encodings.lines import cut_elements
+from nf4conv.sources.encodings.cuts.lines import cut_elements
 from nf4conv.sources.encodings.types.bitsandbytes import packed_in_order
 from nf4conv.sources.tensors import TensorInfo
 

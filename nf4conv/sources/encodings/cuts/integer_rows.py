@@ -7,7 +7,7 @@ otherwise a piece is read in one run for each line of the file.
 
 from dataclasses import replace
 
-from nf4conv.sources.encodings.lines import cut_rows
+from nf4conv.sources.encodings.cuts.lines import cut_rows
 from nf4conv.sources.encodings.types.arranged import Columns
 from nf4conv.sources.encodings.types.integers import PackedIntegers, words_of
 from nf4conv.sources.tensors import TensorInfo

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.gguf import ROTARY, TRANSPOSED
-from nf4conv.sources.encodings.integer_rows import integer_rows
-from nf4conv.sources.encodings.lines import cut_rows
-from nf4conv.sources.encodings.packed_runs import packed_part
+from nf4conv.sources.encodings.cuts.integer_rows import integer_rows
+from nf4conv.sources.encodings.cuts.lines import cut_rows
+from nf4conv.sources.encodings.cuts.packed_runs import packed_part
 from nf4conv.sources.encodings.types.arranged import (
     Columns,
     Excerpt,
