@@ -130,6 +130,8 @@ class Results:
 def pytest_runtestloop(session: pytest.Session) -> bool:
     if session.config.option.collectonly:
         return True
+    # hub_server.py gives each process an empty one, where each would compile the same kernels
+    os.environ["XDG_CACHE_HOME"] = str(folder() / "cache")
     results = Results()
     results.write(collected=[item.nodeid for item in session.items])
     for name, told in _uncollected.items():
