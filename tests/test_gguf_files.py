@@ -31,6 +31,7 @@ from nf4conv.codec.decode.ggml.decoding import decode_ggml
 from nf4conv.errors import SourceError
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.gguf import tokenizing, unpacked
+from nf4conv.sources.gguf.families.registry import FAMILIES
 from nf4conv.sources.gguf.header import read_gguf_header
 from nf4conv.sources.opening import open_source
 
@@ -567,6 +568,33 @@ def test_counts_and_types_that_cannot_be(tmp_path: Path, offset: int, content: b
 )
 def test_metadata_that_does_not_fit(tmp_path: Path, change: dict[str, Any], said: str):
     assert said in refused(write_gguf(tmp_path / "model.gguf", {**LLAMA, **change}))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["cohere2moe", "hy_v3", "mellum", "nemotron_h", "glm-dsa", "granitehybrid"]
+)
+@pytest.mark.parametrize("odd", [0, -1, 2**24, 2.5, "text", [1, 2], ["a"], True])
+def test_metadata_of_any_type(tmp_path: Path, architecture: str, odd: Any):
+    """Numbers that are none, and counts beyond sense, are read or refused, and soon."""
+    family = FAMILIES[architecture][0]
+    keys = [*family.config, "expert_gating_func", "rope.freq_base_swa", "attention.indexer.types"]
+    keys += ["feed_forward_length", "attention.sliding_window_pattern", "ssm.inner_size"]
+    metadata = {f"{architecture}.{key}": odd for key in keys}
+    metadata["general.architecture"] = architecture
+    shapes = {"token_embd.weight": (64, 256), "output_norm.weight": (256,)}
+    begin = time.monotonic()
+    path = write_gguf(tmp_path / "model.gguf", metadata, shapes=shapes)
+    assert "model.gguf" in _opened_or_refused(path)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("key", ["merges", "scores"])
+def test_positions_that_are_cut_off(tmp_path: Path, key: str):
+    """RoBERTa would be read as BERT, whose tokenizer has neither merges nor scores."""
+    values = {"merges": ["a b"], "scores": [0.5]}
+    metadata = {"general.architecture": "bert", f"tokenizer.ggml.{key}": values[key]}
+    path = write_gguf(tmp_path / "model.gguf", metadata)
+    assert "lacks the first rows of its position embeddings" in refused(path)
 
 
 def test_a_tensor_without_a_name_in_transformers(tmp_path: Path):

@@ -174,7 +174,7 @@ def add_layers_of_granite(
     Only models without rotary embeddings have such layers: llama.cpp says so by
     `rope.scaling.finetuned`.
     """
-    layers = range(positive(config, "num_hidden_layers") or 0)
+    layers = _layers(names, config)
     types = ["mamba" if f"blk.{layer}.ssm_a" in names else "attention" for layer in layers]
     config["layer_types"] = types
     heads = counts_of(sizes, "attention.head_count_kv")
@@ -232,7 +232,7 @@ def add_kinds_of_networks(
 ) -> None:
     """Adds which layers have experts: those with a router."""
     kinds = []
-    for layer in range(positive(config, "num_hidden_layers") or 0):
+    for layer in _layers(names, config):
         has_router = f"blk.{layer}.ffn_gate_inp.weight" in names
         kinds.append("sparse" if has_router else "dense")
     config["mlp_layer_types"] = kinds
@@ -242,8 +242,8 @@ def add_choice_of_experts(
     sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
 ) -> None:
     """Adds by which function Cohere's router chooses (ExpertGatingFuncType in gguf's constants)."""
-    functions = {1: "softmax", 2: "sigmoid"}
-    config["expert_selection_fn"] = functions.get(sizes.get("expert_gating_func", 1), "softmax")
+    is_sigmoid = sizes.get("expert_gating_func") == 2
+    config["expert_selection_fn"] = "sigmoid" if is_sigmoid else "softmax"
 
 
 def add_rotation_of_each_kind(
@@ -278,7 +278,7 @@ def add_layers_of_nemotron(
 ) -> None:
     """Adds what each layer of Nemotron-H is, and the sizes of its states and heads."""
     kinds = []
-    for layer in range(positive(config, "num_hidden_layers") or 0):
+    for layer in _layers(names, config):
         kind = "mlp"
         for tensor, found in (("ssm_a", "mamba"), ("attn_q.weight", "attention")):
             if f"blk.{layer}.{tensor}" in names:
@@ -296,3 +296,9 @@ def add_layers_of_nemotron(
     if width is not None and heads is not None:
         config["mamba_head_dim"] = width // heads
     config.pop("partial_rotary_factor", None)
+
+
+def _layers(names: Collection[str], config: Mapping[str, Any]) -> range:
+    """Returns the numbers of the layers, of which a file has no more than tensors."""
+    layers = positive(config, "num_hidden_layers") or 0
+    return range(min(layers, len(names)))
