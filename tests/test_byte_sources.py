@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from integers import random_codes, random_scales, torchao
 from safetensors.torch import load_file, save_file
 
-from nf4conv import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
+from nf4conv import (
+    QuantizeOptions,
+    RunOptions,
+    dequantize_checkpoint,
+    inspect_checkpoint,
+    plan_quantization,
+    quantize_checkpoint,
+)
+from nf4conv.cli import main
 from nf4conv.commands.compare import compare_checkpoints
 from nf4conv.errors import SourceError
 
@@ -112,6 +121,23 @@ def test_experts_and_layers_of_torchao_that_differ(tmp_path: Path):
     decoded = load_file(tmp_path / "out" / FILE)
     assert decoded[f"{Q}.weight"].shape == (128, 256)
     assert torch.equal(decoded[f"{other}.weight"], int4.decoded)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_bytes_that_were_rounded_to_fewer_bits(tmp_path: Path, dtype: str):
+    """IntxUnpackedToInt8Tensor: only the config says how many bits there were."""
+    fields = {"weight_dtype": {"_type": "torch.dtype", "_data": dtype}}
+    intx = {"default": {"_type": "IntxWeightOnlyConfig", "_data": fields}}
+    parts = of_torchao(8, torch.bfloat16)
+    source = write(tmp_path / "source", TORCHAO | {"quant_type": intx}, parts)
+    [row] = inspect_checkpoint(source).tensors
+    assert (row.name, row.shape) == (f"{Q}.weight", (128, 256))
+    assert row.format == f"{dtype.upper()}, groups of 32"
+    shown = CliRunner().invoke(main, ["inspect", str(source)]).stdout
+    assert shown.startswith("1 tensors, 1 of them in fewer than 16 bits, in ")
+    notes = "".join(plan_quantization(source).notes)
+    assert f"(torchao): 1 of {dtype.upper()}, groups of 32" in notes
+    assert ("rounded once more" in notes) == (dtype == "int4")
 
 
 def test_floats_of_torchao(tmp_path: Path):

@@ -198,6 +198,17 @@ def test_a_run_that_saves_little_says_so_if_nothing_saves_more():
     assert line.endswith("most of it embed (an embedding); no option saves much more")
 
 
+def test_a_source_of_few_bits_is_named_as_the_reason():
+    line = little_saved([packed("q", 2.5)])
+    assert line.endswith("562.50 kB: what is packed took 2.5 bits per weight before")
+    line = little_saved([packed("q", 6.5)])
+    assert line.startswith("this saves only 31 % of 812.50 kB: what is packed took 6.5 bits")
+    small = PlanRow("q", "pack", "linear", "BF16", (64,), 1000, 2000, 1500, "x")
+    assert little_saved([small]).endswith(
+        "most weights are small, and the tables of each take about 1 kB"
+    )
+
+
 def test_a_source_in_4_bits_is_no_alarm():
     embedding = row("embed", "an embedding", 8)
     assert little_saved([packed("q", 4.5, action="stay"), embedding]) == ""

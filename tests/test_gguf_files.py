@@ -311,6 +311,72 @@ def test_split_files(tmp_path: Path):
         open_source(tmp_path / "m-00002-of-00002.gguf")
 
 
+def write_split(folder: Path, numbers: tuple[int, int], **metadata: object) -> Path:
+    """A model in two files, which carry these numbers in their names."""
+    names = list(SHAPES)
+    for place, part in enumerate((names[:5], names[5:])):
+        described = {"split.no": place, "split.count": 2, "split.tensors.count": len(SHAPES)}
+        if place == 0:
+            described = {**LLAMA, **described, **metadata}
+        shapes = {name: SHAPES[name] for name in part}
+        write_gguf(folder / f"m-0000{numbers[place]}-of-00002.gguf", described, shapes=shapes)
+    return folder / "m-00001-of-00002.gguf"
+
+
+def test_split_files_that_were_renamed(tmp_path: Path):
+    assert len(open_source(write_split(tmp_path, (1, 2))).tensors) == len(SHAPES)
+    assert "is not the first file of the model: split.no" in refused(write_split(tmp_path, (2, 1)))
+
+
+@pytest.mark.parametrize("count", ["2", [2, 2], 2.5])
+def test_a_number_of_files_that_is_none(tmp_path: Path, count: object):
+    path = write_split(tmp_path, (1, 2), **{"split.count": count})
+    assert "as split.count, and no number" in refused(path)
+
+
+def test_a_card_beside_the_file(tmp_path: Path):
+    """Licence and originals of the card of the repository or folder with the file."""
+    card = "---\nlicense: apache-2.0\nbase_model: org/sixteen\n---\n# A model\n"
+    (tmp_path / "README.md").write_text(card)
+    write_gguf(tmp_path / "m.gguf", {**LLAMA, "general.license": "mit"}, default="Q4_0")
+    made = made_card(tmp_path / "m.gguf", tmp_path / "out")
+    assert "license: apache-2.0\n" in made
+    assert "| quantized before from | [org/sixteen]" in made
+
+
+def test_a_card_of_the_metadata(tmp_path: Path):
+    said = {"general.license": "mit", "general.languages": ["en", "de: |"]}
+    write_gguf(tmp_path / "m.gguf", {**LLAMA, **said, "general.license.name": "x" * 10**6})
+    made = made_card(tmp_path / "m.gguf", tmp_path / "out")
+    assert "license: mit\nlanguage:\n- en\n- 'de: |'\n" in made
+    assert len(made) < 10_000
+
+
+@pytest.mark.parametrize("options", [(), ("--stream",)], ids=str)
+def test_the_card_of_a_repository(hub: Hub, tmp_path: Path, options: tuple[str, ...]):
+    content = write_gguf(tmp_path / "m.gguf", default="Q4_0").read_bytes()
+    card = b"---\nlicense: mit\nbase_model: org/sixteen\n---\n"
+    hub.repos["me/models"] = Repo()
+    hub.repos["me/models"].commit({"README.md": card, "Q4_0/m.gguf": content})
+    place = ("--gguf-file", "m.gguf", "--subfolder", "Q4_0", "--cache-dir", tmp_path / "hub")
+    made = made_card("me/models", tmp_path / "out", *place, *options)
+    assert "license: mit\n" in made
+    assert "| quantized before from | [org/sixteen]" in made
+
+
+def made_card(source: object, out: Path, *options: object) -> str:
+    done("quantize", source, out, "--device", "cpu", *options)
+    return (out / "README.md").read_text()
+
+
+def test_evaluate_says_what_to_give_instead(tmp_path: Path):
+    write_gguf(tmp_path / "m.gguf")
+    done("dequantize", tmp_path / "m.gguf", tmp_path / "out", "--device", "cpu")
+    said = run("evaluate", tmp_path / "out", "--source", tmp_path / "m.gguf", "--device", "cpu")
+    assert said.exit_code == 2
+    assert "m.gguf: evaluate runs no GGUF file; `nf4conv dequantize` makes a folder" in said.output
+
+
 def test_experts_come_one_by_one(tmp_path: Path):
     metadata = {**LLAMA, "llama.expert_count": 3, "llama.expert_used_count": 2}
     shapes = {name: shape for name, shape in SHAPES.items() if "ffn_g" not in name}
@@ -560,14 +626,26 @@ def test_counts_and_types_that_cannot_be(tmp_path: Path, offset: int, content: b
             {"general.architecture": "wavtokenizer-dec"},
             "GGUF of the architecture 'wavtokenizer-dec'",
         ),
+        ({"general.architecture": "x" * 10**6}, "GGUF of the architecture 'xxx"),
         ({"general.alignment": 0}, "has an alignment of 0"),
+        ({"general.alignment": "x" * 10**6}, "has an alignment of 'xxx"),
         ({"split.count": 3}, "is one of 3 files of a model"),
         ({"split.tensors.count": 7}, "7 tensors are announced, 12 are there"),
         ({"llama.attention.head_count": 5, "llama.attention.head_count_kv": 5}, "5 heads"),
     ],
 )
 def test_metadata_that_does_not_fit(tmp_path: Path, change: dict[str, Any], said: str):
-    assert said in refused(write_gguf(tmp_path / "model.gguf", {**LLAMA, **change}))
+    message = refused(write_gguf(tmp_path / "model.gguf", {**LLAMA, **change}))
+    assert said in message
+    assert len(message) < 2000
+
+
+def test_a_file_without_an_architecture(tmp_path: Path):
+    without = {key: found for key, found in LLAMA.items() if key != "general.architecture"}
+    said = refused(write_gguf(tmp_path / "model.gguf", without))
+    assert said.endswith(
+        "lacks general.architecture in its metadata, without which it cannot be read"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from adapters import load, train
@@ -20,15 +21,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nf4conv import (
     DequantizeOptions,
+    EvaluateOptions,
     QuantizeOptions,
     RunOptions,
     dequantize_checkpoint,
     describe_plan,
+    evaluate_checkpoint,
     finish_checkpoint,
     inspect_checkpoint,
     plan_dequantization,
     quantize_checkpoint,
 )
+from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 
 CPU = RunOptions(device="cpu", workers=2, buffer_size=1)
@@ -257,6 +261,16 @@ def test_experts_one_by_one_as_in_kimi_k2(tmp_path: Path):
     assert f"{layer}.mlp.experts.3.down_proj.weight.absmax" in packed
     dequantize_checkpoint(source, tmp_path / "whole", None, CPU)
     same(tmp_path / "whole", plain)
+
+
+def test_evaluate_says_what_to_give_instead(tmp_path: Path):
+    """transformers loads no GPTQ without a package that the tests do not install."""
+    source, plain = write(tmp_path / "source", llama(gptq), LLAMA_CONFIG, GPTQ)
+    np.save(tmp_path / "ids.npy", np.arange(256, dtype=np.int32) % 96)
+    options = EvaluateOptions(text=tmp_path / "ids.npy")
+    said = r"source: transformers cannot load it: .+; `nf4conv dequantize` makes a 16-bit model"
+    with pytest.raises(SourceError, match=said):
+        evaluate_checkpoint(plain, source, options, "cpu")
 
 
 def test_calibrated_by_a_text(tmp_path: Path):

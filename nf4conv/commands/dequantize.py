@@ -148,7 +148,7 @@ def plan_checkpoint(
         read_front_matter,  # importing a reader of YAML takes a moment
     )
 
-    front, complaints = read_front_matter(opened.folder / "README.md", opened.root)
+    front, complaints = read_front_matter(opened.card, opened.root_of_card)
     return replace(plan, front=front, notes=(*plan.notes, *complaints))
 
 

@@ -120,6 +120,7 @@ def evaluate_checkpoints(
     elsewhere = replace(where, revision=None, subfolder=None, variant=None)
     stored = [open_stored(out, elsewhere) for out in outs]
     original = open_stored(source, where)
+    _refuse_gguf([original, *stored])
     refuse_adapter(source, original.folder)
     for out, opened in zip(outs, stored, strict=True):
         refuse_adapter(out, opened.folder)
@@ -155,6 +156,16 @@ def evaluate_checkpoints(
         for at, folder in enumerate(folders):
             _write_into_card(folder, compared, at)
     return compared
+
+
+def _refuse_gguf(models: Sequence[Source]) -> None:
+    """Refuses GGUF files, which are no folders that transformers loads."""
+    for model in models:
+        if model.place is not None:
+            raise SourceError(
+                f"{model}: evaluate runs no GGUF file; `nf4conv dequantize` makes a folder of it, "
+                f"to give instead"
+            )
 
 
 def _refuse_card(out: str | Path, opened: Source) -> None:

@@ -24,6 +24,7 @@ from nf4conv.report.rows.inspection import InspectedKind, InspectedRow, Inspecti
 from nf4conv.sources.diffusers.folder import open_diffusers
 from nf4conv.sources.encodings.description import quantization_of
 from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
+from nf4conv.sources.encodings.types.scaled import Scaled
 from nf4conv.sources.opening import open_stored, present_encoded
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
@@ -180,11 +181,19 @@ def _with_packed_integers(stored: Source) -> Source:
         return stored
     tensors = []
     for tensor in presented.tensors:
-        if tensor.encoding is None or isinstance(tensor.encoding, PackedIntegers | HalfQuadratic):
+        if tensor.encoding is None or _is_shown_decoded(tensor):
             tensors.append(tensor)
         else:
             tensors.extend(part for _, part in tensor.encoding.parts)
     return replace(stored, tensors=tuple(tensors))
+
+
+def _is_shown_decoded(tensor: TensorInfo) -> bool:
+    """Returns True if a weight is packed integers, or if its values have another name."""
+    encoding = tensor.encoding
+    if isinstance(encoding, Scaled):
+        return encoding.values.name != tensor.name
+    return isinstance(encoding, PackedIntegers | HalfQuadratic)
 
 
 def _holds_words(tensor: TensorInfo) -> bool:

@@ -10,6 +10,9 @@ from nf4conv.plan.rows import PlanRow
 _MANY_BITS: Final = 6.0
 """Bits per parameter: half as much again as a checkpoint that has only linear layers."""
 
+_TABLES: Final = 5.0
+"""Bits per packed parameter; only small weights take more, for their tables."""
+
 _REMEDIES: Final = {
     "--moe packed": "--moe packed",
     "--quantize-towers": "--quantize-towers",
@@ -39,6 +42,10 @@ def little_saved(rows: Sequence[PlanRow]) -> str:
         text = f"the result is larger than its source: {size(before)} → {size(after)}"
     else:
         text = f"this saves only {_percent(before - after, before)} of {size(before)}"
+    packed = [row for row in rows if row.action == "pack"]
+    if 2 * kept_bytes <= after and _bits(packed, sum(row.bytes_after for row in packed)) < _TABLES:
+        bits = _bits(packed, sum(row.bytes_before for row in packed))
+        return f"{text}: what is packed took {bits:.1f} bits per weight before"
     if 2 * kept_bytes <= after:
         return f"{text}: most weights are small, and the tables of each take about 1 kB"
     text += f": {size(kept_bytes)} are not packed, most of it {_culprit(kept)}"
@@ -50,13 +57,13 @@ def little_saved(rows: Sequence[PlanRow]) -> str:
 
 def _is_in_4_bits(rows: Iterable[PlanRow]) -> bool:
     """Returns True if what becomes 4-bit takes few bits in the source, too."""
-    parameters = 0
-    before = 0
-    for row in rows:
-        if row.action in ("pack", "stay"):
-            parameters += row.parameters
-            before += row.bytes_before
-    return 8 * before <= _MANY_BITS * parameters
+    packed = [row for row in rows if row.action in ("pack", "stay")]
+    return _bits(packed, sum(row.bytes_before for row in packed)) <= _MANY_BITS
+
+
+def _bits(rows: Sequence[PlanRow], size: int) -> float:
+    """Returns how many bits a parameter of these rows has, if they take so many bytes."""
+    return 8 * size / max(sum(row.parameters for row in rows), 1)
 
 
 def _remedy(rows: Iterable[PlanRow], kept: Iterable[PlanRow]) -> tuple[str, int]:

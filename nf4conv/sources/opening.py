@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.errors import AdapterError, SourceError, UndecodableError
@@ -18,6 +18,7 @@ from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import SourceOptions
 from nf4conv.sources.encodings.encoded import decoded_tensors
 from nf4conv.sources.encodings.hqq import read_by_hqq
+from nf4conv.sources.gguf.card import card_beside
 from nf4conv.sources.gguf.opening import open_gguf
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.places import from_address, is_repo_id
@@ -272,6 +273,10 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
     folder = _folder_of_config(where)
     opened = open_gguf(files[0], folder, absent, _second(files), beside)
     fetched = replace(fetched, folder=opened.folder)
+    if opened.card_beside is None:  # the repository has one for all its folders
+        inside = PurePosixPath(where.subfolder or "", names[0])
+        root = files[0].parents[len(inside.parts) - 1]
+        opened = replace(opened, card_beside=card_beside(root / inside.name))
     return replace(opened, fetched=fetched, place=f"{fetched.origin}/{' with '.join(names)}")
 
 

@@ -82,6 +82,7 @@ class Source:
             text model and of its tower.
         is_file: True if it is one weight file, whatever lies beside it.
         pending: files of `folder` that are made when they are needed; None if all are there.
+        card_beside: the model card, if it is not in `folder`: that beside a GGUF file.
     """
 
     folder: Path
@@ -98,6 +99,17 @@ class Source:
     named_files: tuple[str, ...] = ()
     is_file: bool = False
     pending: PendingFiles | None = None
+    card_beside: Path | None = None
+
+    @property
+    def card(self) -> Path:
+        """Returns where the model card is, if there is one."""
+        return self.card_beside or self.folder / "README.md"
+
+    @property
+    def root_of_card(self) -> Path:
+        """Returns the folder that the model card must not be a link out of."""
+        return self.root if self.card_beside is None else self.card_beside.parent
 
     def whole_folder(self) -> Path:
         """Returns the folder once all its files are there.

@@ -58,8 +58,9 @@ from nf4conv.report.text.progress_bar import progress
 def dequantize(source: str, out: str, **values: Any) -> None:
     """Decode the quantized checkpoint SRC into the folder OUT.
 
-    SRC is quantized by bitsandbytes, GPTQ, AWQ, HQQ or compressed-tensors, or in FP8 or FP4: a
-    folder, a .safetensors file, or a model on the Hugging Face Hub. OUT loads as any 16-bit model,
+    SRC is quantized by bitsandbytes, GPTQ, AWQ, HQQ, AutoRound, torchao or compressed-tensors, or
+    in FP8 or FP4: a folder, a .safetensors file, or a model on the Hugging Face Hub. Or it is a
+    .gguf file. OUT loads as any 16-bit model,
     and llama.cpp converts it to GGUF.
     """
     from nf4conv.report.text.contents import plan_lines  # importing it holds up --help

@@ -218,11 +218,12 @@ from nf4conv.report.text.progress_bar import progress
 def quantize(source: str, out: str, **values: Any) -> None:
     """Quantize the checkpoint SRC into the folder OUT.
 
-    SRC is a folder, a .safetensors file, a torch pickle, or a model on the Hugging Face Hub. If SRC
-    is quantized by another method, nf4conv decodes it on the way: FP8, MXFP4, NVFP4 and 8-bit
-    weights. If SRC is in 4 bits, nf4conv writes it anew for current loaders: weights in the format
-    asked for, by default their own, stay bit for bit. In a diffusers pipeline, nf4conv packs
-    denoisers and text encoders; --include 'transformer/*' chooses submodels.
+    SRC is a folder, a .safetensors or .gguf file, a torch pickle, or a model on the Hugging Face
+    Hub. If SRC is quantized by another method, nf4conv decodes it on the way: GGUF, GPTQ, AWQ, HQQ,
+    AutoRound, torchao, compressed-tensors, FP8, FP4 and 8-bit weights. If SRC is in 4 bits of
+    bitsandbytes, nf4conv writes it anew for current loaders: weights in the format asked for, by
+    default their own, stay bit for bit. In a diffusers pipeline, nf4conv packs denoisers and text
+    encoders; --include 'transformer/*' chooses submodels.
     """
     from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
     from nf4conv.report.text.runs import quantization_lines  # importing it holds up --help

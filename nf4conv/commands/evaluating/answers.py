@@ -20,6 +20,7 @@ from nf4conv.calibrate.model.building import first_line
 from nf4conv.choose.parsing import parse_config
 from nf4conv.commands.evaluating.question import Question
 from nf4conv.errors import SourceError
+from nf4conv.sources.encodings.description import describe
 from nf4conv.sources.reader import read_json
 
 _BATCH_BYTES: Final = 128 << 20  # of the answers to a batch of windows
@@ -50,10 +51,22 @@ def load(question: Question, folder: Path, variant: str | None = None) -> Any:
     except SourceError:
         raise
     except Exception as error:  # transformers raises anything
+        reason = first_line(error)
+        if _is_of_other_method(folder):
+            reason += "; `nf4conv dequantize` makes a 16-bit model of it, to give instead"
         raise SourceError(
-            f"{folder}: transformers cannot load it: {first_line(error)}", path=folder
+            f"{folder}: transformers cannot load it: {reason}", path=folder
         ) from error
     return model.eval()
+
+
+def _is_of_other_method(folder: Path) -> bool:
+    """Returns True if a model is quantized by a method that nf4conv decodes, but bitsandbytes."""
+    try:
+        method = describe(read_json(folder / "config.json"), {}).method
+    except SourceError:
+        return False
+    return method not in (None, "bitsandbytes")
 
 
 def _decode_layers(model: Any) -> None:

@@ -45,7 +45,7 @@ def plan_checkpoint(
             experts = Experts.gather(opened.tensors, opened.config or {})
             if experts.packs_by_default(options):
                 options = replace(options, moe="portable")
-        front, complaints = read_card(opened.folder / "README.md", opened.root)
+        front, complaints = read_card(opened.card, opened.root_of_card)
         plan = _planned(opened, options)
         return replace(plan, front=front, notes=(*plan.notes, *complaints))
 
@@ -129,7 +129,7 @@ def _without_non_finite(plan: QuantizationPlan, run: RunOptions) -> Quantization
     for name, (count, what) in found.items():
         notes.append(f"{name}: kept unquantized, {count:,} values are {what}")
     anew = _planned(plan.source, plan.options, frozenset(found))
-    _, complaints = read_card(plan.source.folder / "README.md", plan.source.root)
+    _, complaints = read_card(plan.source.card, plan.source.root_of_card)
     return replace(
         anew,
         front=plan.front,

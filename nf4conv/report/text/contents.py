@@ -47,7 +47,7 @@ def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) 
 
 def _inspection_head(inspection: Inspection) -> Iterator[str]:
     totals = inspection.totals
-    tensors = f"{totals.tensors:,} tensors, {totals.packed:,} of them in 4 bits"
+    tensors = f"{totals.tensors:,} tensors, {_share_of_few_bits(inspection)}"
     bits = f"{totals.bits_per_parameter:.2f} bits each"
     yield (
         f"{tensors}, in {len(inspection.files):,} files: "
@@ -65,6 +65,15 @@ def _inspection_head(inspection: Inspection) -> Iterator[str]:
         yield printable(f"made by nf4conv {version}, {made.get('command')}, from {source}")
         yield from _recorded_weights(made, totals.packed)
         yield from _calibration(made)
+
+
+def _share_of_few_bits(inspection: Inspection) -> str:
+    """Returns how many tensors are in bitsandbytes' 4 bits, or else quantized otherwise."""
+    packed = inspection.totals.packed
+    small = [row for row in inspection.tensors if row.bits_per_parameter < 16]
+    if packed == 0 and small:
+        return f"{len(small):,} of them in fewer than 16 bits"
+    return f"{packed:,} of them in 4 bits"
 
 
 def _calibration(made: Mapping[str, Any]) -> Iterator[str]:

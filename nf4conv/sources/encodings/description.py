@@ -30,6 +30,12 @@ _PACKING_KEYS: Final = ("checkpoint_format", "version", "format")
 _KERNELS_OF_AUTO_ROUND: Final = ("", "exllamav2", "exllamav1", "triton", "tritonv2", "torch")
 """What may follow "auto_round:" in configs of old releases: a kernel, which changes no layout."""
 
+_BITS_OF_DTYPES: Final = {f"int{bits}": bits for bits in range(1, 8)}
+"""Bits by the dtype of weights in a config of torchao."""
+
+_HOLDS_OTHERS: Final = "fqn_to_config"
+"""The field of torchao's FqnToConfig that has the configs of layers."""
+
 Block = tuple[int, int]  # (rows, columns) that share a scale
 
 Scheme = tuple[int, int | None]
@@ -46,12 +52,15 @@ class Description:
         schemes: how integers may be packed; empty if the config names no bits.
         packing: how words lie: "GPTQ", "GPTQ v2" or "AWQ"; of Quark "int4" or "uint4", which lie as
             those of AWQ; None for methods without a choice.
+        bits_in_bytes: how many bits integers were rounded to that take a byte each: fewer than 8
+            where torchao's config names as many for all.
     """
 
     method: str | None
     blocks: tuple[Block, ...]
     schemes: tuple[Scheme, ...] = ()
     packing: str | None = None
+    bits_in_bytes: int = 8
 
 
 def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Description:
@@ -75,8 +84,10 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
     method = _ALIASES.get(method, method)
     check_decodable(method, found)
     packing = _packing(method, found)
-    schemes = _schemes_of_torchao(found) if method == "torchao" else _schemes(found)
-    return Description(method, tuple(_blocks(found)), tuple(schemes), packing)
+    if method == "torchao":
+        schemes = tuple(_schemes_of_torchao(found))
+        return Description(method, (), schemes, packing, _bits_in_bytes(found))
+    return Description(method, tuple(_blocks(found)), tuple(_schemes(found)), packing)
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -204,6 +215,25 @@ def _schemes_of_torchao(description: Mapping[str, Any]) -> Iterator[Scheme]:
         fields = node.get("_data")
         size = _first_int(fields, "group_size") if isinstance(fields, Mapping) else None
         yield 4, 128 if size is None else size  # the size that both have by default
+
+
+def _bits_in_bytes(description: Mapping[str, Any]) -> int:
+    """Returns how many bits the integers have that torchao stores in a byte each.
+
+    Returns:
+        8, unless all configs of layers name the same dtype of fewer bits.
+    """
+    named = set()
+    for node in mappings_in(description):
+        fields = node.get("_data")
+        is_of_layers = str(node.get("_type")).endswith("Config")
+        if not is_of_layers or not isinstance(fields, Mapping) or _HOLDS_OTHERS in fields:
+            continue
+        dtype = fields.get("weight_dtype")
+        named.add(str(dtype.get("_data")) if isinstance(dtype, Mapping) else "int8")
+    if len(named) != 1:
+        return 8
+    return _BITS_OF_DTYPES.get(named.pop(), 8)
 
 
 def _config_groups(description: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

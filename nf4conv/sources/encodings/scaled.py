@@ -58,7 +58,7 @@ def bytes_of_torchao(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo
     return tensor._replace(
         name=f"{module}.{weight}",
         dtype=siblings.dtype,
-        encoding=Scaled(tensor, scale, block, zero),
+        encoding=Scaled(tensor, scale, block, zero, siblings.description.bits_in_bytes),
     )
 
 

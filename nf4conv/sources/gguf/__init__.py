@@ -8,6 +8,7 @@ towers/         reads the tower of a model that sees
 presenting.py   presents a file's tensors under the names and in the layout of transformers
 settings.py     makes config.json of the metadata
 numbers.py      reads numbers of the metadata
+card.py         finds the model card of a file, or makes one of the metadata
 tokenizing.py   makes tokenizer.json of the metadata
 unpacked.py     writes these files to the cache, where a checkpoint's other files are looked for
 """

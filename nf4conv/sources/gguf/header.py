@@ -200,7 +200,7 @@ class _Parser:
         """Finds where the tensors' bytes are, and checks that they are in the file."""
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
-            raise self._error(f"has an alignment of {alignment!r}")
+            raise self._error(f"has an alignment of {alignment!r:.40}")
         data = self._content.position + -self._content.position % alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, block_type, offset in records:

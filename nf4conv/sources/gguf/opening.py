@@ -11,6 +11,7 @@ from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.gguf import PLAIN
 from nf4conv.format.layout import TAGS
 from nf4conv.models.config import checkpoint_dtype
+from nf4conv.sources.gguf.card import card_beside
 from nf4conv.sources.gguf.families.family import GgufFamily
 from nf4conv.sources.gguf.families.registry import FAMILIES, family_of
 from nf4conv.sources.gguf.header import GgufHeader, GgufTensor, read_gguf_header
@@ -146,6 +147,7 @@ def _source(
         notes=tuple(notes),
         stamps={file: stamp_of(file) for file in files if file not in absent},
         place=place,
+        card_beside=card_beside(files[0]),
     )
 
 
@@ -184,14 +186,25 @@ def _check_split(
 ) -> None:
     """Compares the files of a split model with what the first one says of them."""
     count = metadata.get("split.count", 1)
-    if len(files) != max(count if isinstance(count, int) else 0, 1):
+    if not isinstance(count, int):
+        raise SourceError(f"{path}: has {count!r:.40} as split.count, and no number", path=path)
+    if len(files) != max(count, 1):
         raise SourceError(
             f"{path}: is one of {count} files of a model, whose names end with "
             f"-00001-of-{count:05}.gguf and so on"
         )
+    number = metadata.get("split.no", 0)
+    if len(files) > 1 and number != 0:
+        raise SourceError(
+            f"{files[0]}: is not the first file of the model: split.no in its metadata is "
+            f"{number!r:.40}, and 0 in the first one; the files were renamed",
+            path=files[0],
+        )
     expected = metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
-        raise SourceError(f"{path}: {expected} tensors are announced, {len(tensors)} are there")
+        raise SourceError(
+            f"{path}: {expected!r:.40} tensors are announced, {len(tensors)} are there"
+        )
     names = Counter(tensor.name for tensor in tensors)
     for name, times in names.items():
         if times > 1:
@@ -209,10 +222,15 @@ def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> Ggu
             f"one by --mmproj",
             path=path,
         )
+    if architecture is None:
+        raise SourceError(
+            f"{path}: lacks general.architecture in its metadata, without which it cannot be read",
+            path=path,
+        )
     family = family_of(str(architecture), sizes, names)
     if family is None:
         raise UndecodableError(
-            f"{path}: GGUF of the architecture {architecture!r}, whose names nf4conv does not "
+            f"{path}: GGUF of the architecture {architecture!r:.60}, whose names nf4conv does not "
             f"know; it knows {', '.join(FAMILIES)}",
             path=path,
         )

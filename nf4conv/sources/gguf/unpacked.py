@@ -1,6 +1,7 @@
 """Writes what a GGUF file's metadata says as files of a checkpoint, into the user's cache.
 
     CACHE/gguf/DIGEST/NAME/config.json          NAME is that of the GGUF file without its ending
+    CACHE/gguf/DIGEST/NAME/README.md            licence and languages
     CACHE/gguf/DIGEST/NAME/tokenizer.json
     CACHE/gguf/DIGEST/NAME/tokenizer_config.json
     CACHE/gguf/DIGEST/sizes.json                the sizes of the tokenizer's files; written last
@@ -22,6 +23,7 @@ from typing import Any, Final
 from nf4conv import __version__
 from nf4conv.errors import SourceError
 from nf4conv.sources.gguf import tokenizing
+from nf4conv.sources.gguf.card import CARD, card_of
 from nf4conv.sources.gguf.header import GgufHeader
 from nf4conv.sources.gguf.incoming import Texts
 from nf4conv.sources.gguf.tokenizing import Vocabulary
@@ -45,7 +47,7 @@ for one that does not rest."""
 def unpack(
     path: Path, header: GgufHeader, config: Mapping[str, Any]
 ) -> tuple[Path, PendingFiles | None]:
-    """Writes config.json into a folder of the cache that belongs to a GGUF file.
+    """Writes config.json and a model card into a folder of the cache that belongs to a GGUF file.
 
     Args:
         path: the GGUF file.
@@ -70,6 +72,7 @@ def unpack(
     pending = TokenizerFiles(path, folder, header.metadata)
     try:
         _write_changed(folder / "config.json", content)
+        _write_changed(folder / CARD, card_of(header.metadata))
     except OSError as error:
         raise pending.failure(error) from error
     return folder, pending if pending.can_be_made() else None

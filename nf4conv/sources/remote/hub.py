@@ -218,7 +218,7 @@ def fetch_gguf(repo: str, names: Sequence[str], where: SourceOptions) -> tuple[l
     for name in wanted:
         needed |= _files_of_gguf(repository, repo, name)
     described = [file for file in ("README.md", ".gitattributes") if file in repository.files]
-    root = repository.fetch_first(described if where.stream else sorted(needed))
+    root = repository.fetch_first(described if where.stream else sorted({*needed, *described}))
     absent = {root / file: repository.files[file] for file in sorted(needed)}
     absent = {path: file for path, file in absent.items() if not path.is_file()}
     origin = Origin(repo, repository.commit, (where.subfolder or "").strip("/"))

@@ -28,4 +28,4 @@ def is_of_few_bits(tensor: TensorInfo) -> bool:
     encoding = tensor.unmerged.encoding
     if isinstance(encoding, GgufBlocks):
         return encoding.block_type not in ("Q8_0", *PLAIN)
-    return isinstance(encoding, PackedIntegers | HalfQuadratic) and encoding.bits < 8
+    return isinstance(encoding, PackedIntegers | HalfQuadratic | Scaled) and encoding.bits < 8

@@ -1,16 +1,16 @@
 """Describes weights of small values times scales that many of them share: FP8, INT8, FP4."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from nf4conv.sources.tensors import Encoding, Parts, TensorInfo
+
+_KINDS: Final = {"F8_E4M3": "FP8 (E4M3)", "F8_E5M2": "FP8 (E5M2)"}
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled(Encoding):
     """8-bit values times scales that blocks of them share: FP8, MXFP8, INT8."""
-
-    name: ClassVar[str] = "scaled"
 
     values: TensorInfo  # [..., rows, columns]
     # one for all, one for each row, one for each block, or any shape that broadcasts against the
@@ -18,6 +18,26 @@ class Scaled(Encoding):
     scale: TensorInfo | None = None
     block: tuple[int, int] | None = None  # (rows, columns) that share a scale; None if shapes tell
     zero: TensorInfo | None = None  # I8: what is subtracted before; as many as scales, or None
+    bits: int = 8  # fewer for integers that could be told apart in fewer, as torchao stores them
+
+    @property
+    def name(self) -> str:
+        dtype = _KINDS.get(self.values.dtype, self.values.dtype)
+        if self.values.dtype == "I8":
+            dtype = f"INT{self.bits}"
+        return f"{dtype}, {self._sharing()}"
+
+    def _sharing(self) -> str:
+        """Returns in a few words which values share a scale."""
+        if self.scale is None:
+            return "without scales"
+        if self.block is not None:
+            rows, columns = self.block
+            return f"groups of {columns}" if rows == 1 else f"blocks of {rows}×{columns}"
+        if self.scale.elements == 1:
+            return "one scale"
+        is_by_row = len(self.scale.shape) == 1 or self.scale.shape[-1] == 1
+        return "by row" if is_by_row else "by column"
 
     @property
     def parts(self) -> Parts:
