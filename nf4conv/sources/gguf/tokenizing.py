@@ -77,7 +77,7 @@ _ROLES: Final = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer is made of.
+    """Describes what a tokenizer is made of.
 
     Attributes:
         kind: how llama.cpp calls it: "gpt2" or "llama".
