@@ -186,11 +186,16 @@ def test_another_job_is_refused(tmp_path, monkeypatch, change):
 
 
 def slow_command(source: Path, out: Path) -> subprocess.Popen[str]:
-    """Runs the real command in a process whose writes are slow, so that it can be caught midway."""
+    """Runs the real command in a process that writes nothing before SOURCE.go is there, and slowly
+    then, so that it can be caught midway.
+    """
+    go = source.with_suffix(".go")
     program = (
         "import os, time\n"
         "pwrite = os.pwrite\n"
         "def slow(*arguments):\n"
+        f"    while not os.path.exists({str(go)!r}):\n"
+        "        time.sleep(0.05)\n"
         "    time.sleep(0.05)\n"
         "    return pwrite(*arguments)\n"
         "os.pwrite = slow\n"
@@ -212,7 +217,7 @@ def slow_command(source: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def wait_for_work(out: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not any(out.glob(".nf4conv/*.partial")):
         assert time.monotonic() < deadline, "the run did not start to write"
         time.sleep(0.01)
@@ -231,7 +236,8 @@ def test_a_signal_stops_with_one_line_and_the_run_resumes(tmp_path, number, code
     process = slow_command(source, out)
     wait_for_work(out)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    source.with_suffix(".go").touch()  # what is in hand is finished
+    output, errors = process.communicate(timeout=300)
     assert (process.returncode, output, errors.strip()) == (code, "", line)
     assert not (out / "config.json").exists()
     quantize_checkpoint(source, out, OPTIONS, RUN)
@@ -247,7 +253,8 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
         quantize_checkpoint(source, out, OPTIONS, RUN)
     with pytest.raises(OutputError, match="another nf4conv is writing here"):
         quantize_checkpoint(source, out, OPTIONS, dataclasses.replace(RUN, overwrite=True))
-    process.communicate(timeout=120)
+    source.with_suffix(".go").touch()
+    process.communicate(timeout=300)
     assert process.returncode == 0
     quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
     assert contents(out) == contents(tmp_path / "whole")
