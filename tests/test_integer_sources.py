@@ -601,7 +601,11 @@ def test_what_does_not_fit_is_refused(
         (AWQ | {"version": "gemv_fast"}, "version 'gemv_fast'"),
         (AWQ | {"version": "marlin"}, "version 'marlin'"),
         (AUTO_ROUND | {"packing_format": "auto_round:mlx"}, "packing_format 'auto_round:mlx'"),
-        (AUTO_ROUND | {"data_type": "mx_int"}, "data_type 'mx_int'; nf4conv decodes int and fp"),
+        (
+            AUTO_ROUND | {"data_type": "mx_int"},
+            "data_type 'mx_int'; nf4conv decodes int, fp, mx_fp",
+        ),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type 'mx_fp'; nf4conv decodes int, fp, mx_fp"),
         (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "its weights are rotated"),
         (
             PACKED | {"transform_config": rotated("weight_input", "input")},

@@ -116,6 +116,8 @@ def _blocks_named(description: Mapping[str, Any]) -> Iterator[Any]:
     """Yields everything that may describe a block, checked or not."""
     if str(description.get("quant_method")) == "fp8":
         yield description.get("weight_block_size", (128, 128))  # the default of transformers
+    else:
+        yield description.get("weight_block_size")  # of AutoRound
     yield 1, description.get("group_size")
     if description.get("quant_method") == "quark":
         for layers in weights_of_quark(description):
@@ -172,7 +174,8 @@ def _packing_of_auto_round(description: Mapping[str, Any]) -> str:
         layout = rest.partition(":")[0]
         if layout in ("auto_awq", "awq"):
             return "AWQ"
-        if layout in ("auto_gptq", "gptq", "fp8", "fp8_static"):  # FP8 has no words
+        # floats have no words
+        if layout in ("auto_gptq", "gptq", "fp8", "fp8_static", "llm_compressor"):
             return "GPTQ"
         if layout == "gptqmodel" or layout in _KERNELS_OF_AUTO_ROUND:
             return "GPTQ v2"

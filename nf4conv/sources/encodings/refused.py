@@ -130,16 +130,19 @@ def _check_transforms(description: Mapping[str, Any]) -> None:
 
 
 def _check_auto_round(description: Mapping[str, Any]) -> None:
-    """Refuses what AutoRound writes beside integers of few bits and FP8.
+    """Refuses what AutoRound writes beside integers of few bits, FP8, MXFP4, MXFP8 and NVFP4.
 
     Raises:
         UndecodableError: the description names other values, or rotated ones.
     """
     values = description.get("data_type", "int")
-    if values not in ("int", "int_sym", "int_asym_dq", "fp", "fp8"):
+    # small floats lie as those of compressed-tensors, or in a way of their own
+    is_as_compressed = description.get("packing_format") == "auto_round:llm_compressor"
+    is_small_float = is_as_compressed and values in ("mx_fp", "nv_fp")
+    if values not in ("int", "int_sym", "int_asym_dq", "fp", "fp8") and not is_small_float:
         raise UndecodableError(
             f"already quantized: quant_method auto-round, data_type {values!r:.40}; nf4conv "
-            f"decodes int and fp, so give the checkpoint that it was made from"
+            f"decodes int, fp, mx_fp and nv_fp, so give the checkpoint that it was made from"
         )
     if description.get("rotation_config"):
         raise UndecodableError(

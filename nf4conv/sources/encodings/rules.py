@@ -122,12 +122,17 @@ def _plain_fp4(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | Non
 
 
 def _check_fp4(values: TensorInfo, scale: TensorInfo, factor: TensorInfo | None) -> None:
-    """Raises a SourceError unless each row has a scale for each 16, or each 32, of its values."""
+    """Raises a SourceError unless each row has a scale for each 16, or each 32, of its values.
+
+    Powers of two, in bytes, are for 32 values. Bytes for 16 are E5M3, as AutoRound writes them.
+    """
     if len(values.shape) != 2 or len(scale.shape) != 2 or scale.shape[0] != values.shape[0]:
         raise misfit(values, scale)
     columns = 2 * values.shape[1]
     groups = scale.shape[1]
     if columns not in (16 * groups, 32 * groups):
+        raise misfit(values, scale)
+    if scale.dtype == "U8" and columns != 32 * groups:
         raise misfit(values, scale)
     if scale.dtype not in ("F8_E4M3", "F8_E8M0", "U8"):
         raise misfit(values, scale)
