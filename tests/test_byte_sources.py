@@ -138,6 +138,9 @@ def test_bytes_that_were_rounded_to_fewer_bits(tmp_path: Path, dtype: str):
     notes = "".join(plan_quantization(source).notes)
     assert f"(torchao): 1 of {dtype.upper()}, groups of 32" in notes
     assert ("rounded once more" in notes) == (dtype == "int4")
+    quantize_checkpoint(source, tmp_path / "out", None, CPU)
+    card = (tmp_path / "out/README.md").read_text()
+    assert f"weights in {dtype.upper()}, groups of 32, which were decoded first" in card
 
 
 def test_floats_of_torchao(tmp_path: Path):

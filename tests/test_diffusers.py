@@ -239,6 +239,13 @@ def test_choosing(pipeline, options, expected):
     assert packed(plan_quantization(pipeline, options)) == expected
 
 
+def test_weights_in_a_gguf_file_are_not_left_out_unsaid(pipeline):
+    [weights] = (pipeline / "text_encoder").glob("*.safetensors")
+    weights.rename(weights.with_name("encoder-Q4_0.gguf"))
+    with pytest.raises(SourceError, match=r"text_encoder: has its weights in encoder-Q4_0.gguf"):
+        plan_quantization(pipeline)
+
+
 def test_choosing_nothing_is_refused(pipeline):
     with pytest.raises(PlanError, match="no tensor of this diffusers pipeline would be packed"):
         plan_quantization(pipeline, QuantizeOptions(include=("vae/*",)))

@@ -24,7 +24,7 @@ from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit, is_in
 from nf4conv.sources.encodings.types.gguf import GgufBlocks
 from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
 from nf4conv.sources.encodings.types.merged import Merged
-from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4
+from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
 from nf4conv.sources.record import KEPT, PACKED, any_number, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import split_component
@@ -112,6 +112,8 @@ def _made_from(tensor: TensorInfo) -> str:
     if isinstance(encoding, PackedIntegers | HalfQuadratic | GgufBlocks):
         return encoding.name
     _, values = encoding.parts[0]
+    if isinstance(encoding, Scaled) and values.dtype == "I8":
+        return encoding.name
     return _made_from(values)
 
 

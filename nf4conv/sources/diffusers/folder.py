@@ -149,6 +149,7 @@ def _describe(
                 variant=where.variant if _has_variant(own, where.variant) else None,
             )
         else:
+            _refuse_gguf(folder / part, own)
             files += _copied_from(part, own)
     if not submodels:
         raise SourceError(f"{index}: no part of this diffusers pipeline has weights", path=index)
@@ -171,6 +172,17 @@ def _by_folder(names: Iterable[str]) -> tuple[list[str], Mapping[str, list[str]]
 def _has_weights(names: Iterable[str]) -> bool:
     """Returns True if there are weights at the top of a folder, by its files."""
     return any("/" not in name and name.endswith((".safetensors", ".bin")) for name in names)
+
+
+def _refuse_gguf(folder: Path, names: Iterable[str]) -> None:
+    """Refuses a submodel whose weights are in GGUF files alone: the result would have none."""
+    found = sorted(name for name in names if name.endswith(".gguf"))
+    if found:
+        raise SourceError(
+            f"{folder}: has its weights in {found[0]}, and no pipeline is read with GGUF files; "
+            f"put there what `nf4conv dequantize` makes of it",
+            path=folder,
+        )
 
 
 def _copied_from(part: str, names: Sequence[str]) -> list[PurePosixPath]:
