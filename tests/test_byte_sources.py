@@ -72,6 +72,23 @@ def test_int_quantized_with_zero_points(tmp_path: Path, strategy: str, rows: int
     assert compare_checkpoints(source, tmp_path / "out", run=CPU).counts == {"equal in value": 1}
 
 
+def test_what_belongs_to_activations_is_left_out(tmp_path: Path):
+    """Scales and zero points of a cache of keys and values, and of activations, in INT8."""
+    parts = {f"{Q}.weight": random_bytes(64, 64), f"{Q}.weight_scale": torch.ones(64, 1).bfloat16()}
+    of_activations = {f"{Q}.input_scale", f"{Q}.input_zero_point"}
+    for letter in "qkv":
+        for field in ("scale", "zero_point", "global_scale"):
+            of_activations.add(f"model.layers.0.self_attn.{letter}_{field}")
+    more = dict.fromkeys(of_activations, torch.ones(1))
+    cache = {"num_bits": 8, "type": "int", "symmetric": False}
+    description = INT8 | {"format": "mixed-precision", "kv_cache_scheme": cache}
+    source = write(
+        tmp_path / "source", description, parts | {name: one.clone() for name, one in more.items()}
+    )
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    assert set(load_file(tmp_path / "out" / FILE)) == {f"{Q}.weight"}
+
+
 def of_int4(fields: dict[str, Any]) -> dict[str, Any]:
     """A config of torchao that says how integers of 4 bits lie."""
     return TORCHAO | {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": fields}}}

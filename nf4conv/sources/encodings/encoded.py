@@ -51,7 +51,9 @@ _UNREAD_DTYPES: Final[tuple[str, ...]] = (
 _ENDS_OF_ACTIVATIONS: Final = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale",
     ".output_scale", ".qscale_act", ".k_scale", ".v_scale", ".q_scale", ".kv_scale",
-    ".prob_scale", ".attn_scale", ".weight_format", "_act_quant_scale", "_act_quant_zero_point",
+    ".k_zero_point", ".v_zero_point", ".q_zero_point", ".output_zero_point", ".k_global_scale",
+    ".v_global_scale", ".q_global_scale", ".prob_scale", ".attn_scale", ".weight_format",
+    "_act_quant_scale", "_act_quant_zero_point",
 )  # fmt: skip
 """Ends of the names of tensors that a quantized model needs to run, and a decoded one does not."""
 
