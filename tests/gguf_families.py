@@ -498,3 +498,17 @@ def convert_all(folders: Sequence[Path], out_type: str) -> list[Path]:
     command = [sys.executable, "-c", _PROGRAM, str(CONVERTER), *pairs]
     subprocess.run(command, check=True, env=variables)
     return outs
+
+
+def assert_equal_in_bfloat16(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
+    """Checks that tensors are those expected, bit for bit; names are compared before."""
+    different = {}
+    for name in found:
+        assert found[name].shape == expected[name].shape, name
+        assert found[name].dtype == torch.bfloat16, name
+        unequal = int((found[name] != expected[name]).sum())
+        if unequal:
+            different[name] = unequal
+    assert not different

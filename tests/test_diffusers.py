@@ -1,6 +1,7 @@
 """Diffusers pipelines: what is packed, what stays, and that the whole is finished last."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -239,10 +240,19 @@ def test_choosing(pipeline, options, expected):
     assert packed(plan_quantization(pipeline, options)) == expected
 
 
-def test_weights_in_a_gguf_file_are_not_left_out_unsaid(pipeline):
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("encoder-Q4_0.gguf", "put there what `nf4conv dequantize` makes of it"),
+        ("model.onnx", "put its weights there as safetensors"),
+        ("flax_model.msgpack", "put its weights there as safetensors"),
+    ],
+)
+def test_weights_of_other_programs_are_not_left_out_unsaid(pipeline, name, advice):
     [weights] = (pipeline / "text_encoder").glob("*.safetensors")
-    weights.rename(weights.with_name("encoder-Q4_0.gguf"))
-    with pytest.raises(SourceError, match=r"text_encoder: has its weights in encoder-Q4_0.gguf"):
+    weights.rename(weights.with_name(name))
+    message = f"text_encoder: has its weights in {name} alone, which is not read in a pipeline; "
+    with pytest.raises(SourceError, match=re.escape(f"{message}{advice}")):
         plan_quantization(pipeline)
 
 

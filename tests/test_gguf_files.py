@@ -19,14 +19,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from command_line import done, run
 from fuzz_gguf import FILES
 from gguf_files import LLAMA, SHAPES, text, write_gguf
 from hub_server import Hub, Repo
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from nf4conv.cli import main
 from nf4conv.codec.decode.ggml.decoding import decode_ggml
 from nf4conv.errors import SourceError
 from nf4conv.report.text.terminal import printable
@@ -47,16 +46,6 @@ TYPES = {
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "nf4conv" / "gguf"
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def done(*arguments: object) -> Result:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def raw(path: Path, name: str) -> torch.Tensor:

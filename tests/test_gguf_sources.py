@@ -15,6 +15,7 @@ from gguf_families import (
     FAMILIES,
     MIXTURE,
     SMALL,
+    assert_equal_in_bfloat16,
     class_of,
     convert,
     convert_all,
@@ -72,14 +73,7 @@ def test_a_family_comes_back(tmp_path: Path, family: str, converted: dict[str, t
     dequantize_checkpoint(gguf, tmp_path / "back", run=CPU, where=where)
     expected, found = state_of(source), state_of(tmp_path / "back")
     assert found.keys() == expected.keys() - LEFT_OUT.get(family, set())
-    different = {}
-    for name in found:
-        assert found[name].shape == expected[name].shape, name
-        assert found[name].dtype == torch.bfloat16, name
-        unequal = int((found[name] != expected[name]).sum())
-        if unequal:
-            different[name] = unequal
-    assert not different
+    assert_equal_in_bfloat16(found, expected)
     dequantize_checkpoint(gguf, tmp_path / "alone", run=CPU)
     alone = output_of(class_of(STANDS_FOR.get(family, family)), tmp_path / "alone")
     original = output_of(class_of(family), source)

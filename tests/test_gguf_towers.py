@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_families import CONVERTER
+from gguf_families import CONVERTER, assert_equal_in_bfloat16
 from gguf_towers import FAMILIES, convert_all, convert_llava, write_llava, write_model
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
@@ -71,14 +71,7 @@ def test_a_model_that_sees_comes_back(
     dequantize_checkpoint(text, tmp_path / "back", run=CPU, where=place_of(source, tower))
     expected, found = expected_of(sees, source), state_of(tmp_path / "back")
     assert found.keys() == expected.keys()
-    different = {}
-    for name in found:
-        assert found[name].shape == expected[name].shape, name
-        assert found[name].dtype == torch.bfloat16, name
-        unequal = int((found[name] != expected[name]).sum())
-        if unequal:
-            different[name] = unequal
-    assert not different
+    assert_equal_in_bfloat16(found, expected)
     original, back = logits_of(source), logits_of(tmp_path / "back")
     if sees == GEMMA:
         original = original[..., :99]

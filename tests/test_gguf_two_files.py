@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from command_line import done, run
 from gguf_pair import (
     CONFIG,
     TEXT_SHAPES,
@@ -27,7 +27,6 @@ from hub_server import Hub, Repo
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from nf4conv.cli import main
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.report.text.terminal import printable
@@ -40,16 +39,6 @@ CPU = ("--device", "cpu")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def done(*arguments: object) -> Result:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def stored(path: Path, name: str) -> torch.Tensor:

@@ -27,6 +27,9 @@ _PACKED: Final = re.compile(
 unconditional_transformer of Ideogram 4 and text_encoder_3 of SD 3.
 """
 
+_OTHER_WEIGHTS: Final = (".gguf", ".onnx", ".msgpack", ".h5", ".pt", ".pth", ".ckpt")
+"""Suffixes of files in which other programs keep the weights of a submodel."""
+
 
 @dataclass(frozen=True)
 class DiffusersFolder:
@@ -149,7 +152,7 @@ def _describe(
                 variant=where.variant if _has_variant(own, where.variant) else None,
             )
         else:
-            _refuse_gguf(folder / part, own)
+            _refuse_other_weights(folder / part, own)
             files += _copied_from(part, own)
     if not submodels:
         raise SourceError(f"{index}: no part of this diffusers pipeline has weights", path=index)
@@ -174,15 +177,17 @@ def _has_weights(names: Iterable[str]) -> bool:
     return any("/" not in name and name.endswith((".safetensors", ".bin")) for name in names)
 
 
-def _refuse_gguf(folder: Path, names: Iterable[str]) -> None:
-    """Refuses a submodel whose weights are in GGUF files alone: the result would have none."""
-    found = sorted(name for name in names if name.endswith(".gguf"))
-    if found:
-        raise SourceError(
-            f"{folder}: has its weights in {found[0]}, and no pipeline is read with GGUF files; "
-            f"put there what `nf4conv dequantize` makes of it",
-            path=folder,
-        )
+def _refuse_other_weights(folder: Path, names: Iterable[str]) -> None:
+    """Refuses a submodel with weights that are not read here: the result would have none."""
+    found = sorted(name for name in names if name.endswith(_OTHER_WEIGHTS))
+    if not found:
+        return
+    text = f"{folder}: has its weights in {found[0]} alone, which is not read in a pipeline"
+    if found[0].endswith(".gguf"):
+        text += "; put there what `nf4conv dequantize` makes of it"
+    else:
+        text += "; put its weights there as safetensors"
+    raise SourceError(text, path=folder)
 
 
 def _copied_from(part: str, names: Sequence[str]) -> list[PurePosixPath]:

@@ -192,6 +192,13 @@ def _as_json(content: Any) -> bytes:
 
 def _write_changed(path: Path, content: bytes) -> None:
     """Writes a file unless it is there with this content."""
-    if path.is_file() and not path.is_symlink() and path.read_bytes() == content:
-        return
-    write_private(path, content)
+    if not _has_content(path, content):
+        write_private(path, content)
+
+
+def _has_content(path: Path, content: bytes) -> bool:
+    """Returns True for a file with this content. Another process may remove it at any moment."""
+    try:
+        return path.is_file() and not path.is_symlink() and path.read_bytes() == content
+    except FileNotFoundError:
+        return False
