@@ -261,6 +261,25 @@ def test_the_cache_stays_small(tmp_path: Path, cache: Path, monkeypatch: pytest.
     assert sum(file.stat().st_size for file in cache.rglob("*")) <= 150_000
 
 
+def test_what_another_process_removes_while_it_is_compared_is_written(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_gguf(tmp_path / "model.gguf", SPELLED)
+    config = open_source(path).whole_folder() / "config.json"
+    assert config.is_relative_to(cache)
+    read_bytes = Path.read_bytes
+
+    def removed_meanwhile(place: Path) -> bytes:
+        if place == config and config.exists():
+            shutil.rmtree(config.parent)
+        return read_bytes(place)
+
+    monkeypatch.setattr(Path, "read_bytes", removed_meanwhile)
+    assert open_source(path).whole_folder() == config.parent
+    monkeypatch.undo()
+    assert config.is_file()
+
+
 def test_processes_share_the_cache(tmp_path: Path):
     """Four make the same tokenizers at once, and remove those of each other."""
     paths = []
