@@ -500,6 +500,17 @@ def convert_all(folders: Sequence[Path], out_type: str) -> list[Path]:
     return outs
 
 
+def decoded_by_gguf(path: Path) -> dict[str, torch.Tensor]:
+    """The values of all tensors of a file, as llama.cpp's package decodes them."""
+    import gguf
+
+    decoded = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        decoded[tensor.name] = torch.from_numpy(values.copy())
+    return decoded
+
+
 def assert_equal_in_bfloat16(
     found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> None:

@@ -6,7 +6,6 @@ Hugging Face → GGUF → Hugging Face, for every family (`make test-gguf`).
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,6 +18,7 @@ from gguf_families import (
     class_of,
     convert,
     convert_all,
+    decoded_by_gguf,
     write_model,
 )
 from safetensors.torch import load_file, save_file
@@ -234,8 +234,6 @@ def test_models_whose_positions_are_cut_off_are_refused(
 @pytest.mark.parametrize("out_type", ["f32", "f16", "q8_0"])
 def test_values_are_those_that_the_file_holds(tmp_path: Path, out_type: str):
     """f32 bit for bit, f16 equal to the cast, Q8_0 equal to gguf's own decoding."""
-    import gguf
-
     source = write_model(tmp_path / "source", "Qwen3ForCausalLM", torch.float32)
     path = convert(source, out_type)
     options = DequantizeOptions(dtype="float16" if out_type == "f16" else "float32")
@@ -246,10 +244,7 @@ def test_values_are_those_that_the_file_holds(tmp_path: Path, out_type: str):
     if out_type == "f16":
         expected = {name: values.half() for name, values in expected.items()}
     if out_type == "q8_0":
-        decoded = {}
-        for tensor in gguf.GGUFReader(path).tensors:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
-            decoded[tensor.name] = torch.from_numpy(np.array(values))
+        decoded = decoded_by_gguf(path)
         name = "model.layers.1.mlp.down_proj.weight"
         assert not torch.equal(expected[name], decoded["blk.1.ffn_down.weight"])
         expected = {name: decoded["blk.1.ffn_down.weight"]}

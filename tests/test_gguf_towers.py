@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_families import CONVERTER, assert_equal_in_bfloat16
+from gguf_families import CONVERTER, assert_equal_in_bfloat16, decoded_by_gguf
 from gguf_towers import FAMILIES, convert_all, convert_llava, write_llava, write_model
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
@@ -134,8 +134,6 @@ def test_llava_comes_back_but_for_what_it_does_not_use(tmp_path: Path):
 @pytest.mark.parametrize("out_type", ["f32", "f16", "q8_0"])
 def test_values_are_those_that_the_files_hold(tmp_path: Path, out_type: str):
     """f32 bit for bit, f16 equal to the cast, Q8_0 equal to gguf's own decoding."""
-    import gguf
-
     source = write_model(tmp_path / "m", "Qwen2_5_VLForConditionalGeneration", torch.float32)
     [(text, tower)] = convert_all([source], out_type)
     options = DequantizeOptions(dtype="float16" if out_type == "f16" else "float32")
@@ -145,10 +143,7 @@ def test_values_are_those_that_the_files_hold(tmp_path: Path, out_type: str):
     if out_type == "f16":
         expected = {name: values.half() for name, values in expected.items()}
     if out_type == "q8_0":
-        decoded = {}
-        for tensor in gguf.GGUFReader(tower).tensors:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
-            decoded[tensor.name] = torch.from_numpy(values.copy())
+        decoded = decoded_by_gguf(tower)
         parts = [decoded[f"v.blk.1.attn_{part}.weight"] for part in "qkv"]
         name = "visual.blocks.1.attn.qkv.weight"
         assert not torch.equal(expected[name], torch.cat(parts))

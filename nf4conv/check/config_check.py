@@ -54,18 +54,11 @@ def check_config(structure: Structure) -> Mapping[str, Any]:
     return config
 
 
-def check_plain_config(structure: Structure) -> Mapping[str, Any]:
-    """Notes a config.json that says of a decoded checkpoint that it is still quantized.
-
-    Args:
-        structure: the checkpoint.
-
-    Returns:
-        The content of config.json; nothing if there is none, or none that can be read.
-    """
+def check_plain_config(structure: Structure) -> None:
+    """Notes a config.json that says of a decoded checkpoint that it is still quantized."""
     config = _read_config(structure)
     if config is None:
-        return {}
+        return
     _check_leftovers(structure, config)
     # a submodel that stays in the encoding that it has keeps its description
     is_in_floats = all(
@@ -74,7 +67,6 @@ def check_plain_config(structure: Structure) -> Mapping[str, Any]:
     if is_in_floats and config.get("quantization_config") is not None:
         _note(structure, "has a quantization_config, though no weight is quantized")
     _check_unpacked_dtypes(structure, config)
-    return config
 
 
 def _note(structure: Structure, text: str, *, is_fault: bool = True) -> None:

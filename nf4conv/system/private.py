@@ -87,7 +87,7 @@ def cache_folder() -> Path | None:
 def remove_oldest(folder: Path, most: int) -> None:
     """Removes from a cache what was used longest ago, until the rest is small enough.
 
-    What was used in the last hour stays, for another process may read it. An entry is renamed
+    Entries used in the last hour stay, for another process may read them. An entry is renamed
     before it is removed: nobody sees half of one. What cannot be removed stays, too.
 
     Args:

@@ -187,16 +187,8 @@ def packed_by_awq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | 
         raise _unknown(tensor, "AWQ", siblings)
     if zeros.shape != (groups, words):
         raise misfit(tensor, zeros)
-    encoding = PackedIntegers(
-        values=tensor,
-        scale=scale,
-        zeros=zeros,
-        group_index=None,
-        packing="AWQ",
-        bits=bits,
-        columns=columns,
-        group_size=_group_size(tensor, scale, columns, groups, siblings),
-    )
+    group_size = _group_size(tensor, scale, columns, groups, siblings)
+    encoding = _in_words_of_awq(tensor, scale, zeros, bits, group_size)
     return _presented(tensor, f"{module}.weight", rows, encoding, siblings)
 
 
@@ -217,18 +209,25 @@ def packed_by_quark(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo 
         raise misfit(tensor, scale)
     if zeros.dtype != "I32" or zeros.shape != (groups, words):
         raise misfit(tensor, zeros)
-    encoding = PackedIntegers(
-        values=tensor,
+    encoding = _in_words_of_awq(tensor, scale, zeros, bits=4, group_size=columns // groups)
+    encoding = replace(encoding, is_signed=packing == "int4")
+    return _presented(tensor, tensor.name, rows, encoding, siblings)
+
+
+def _in_words_of_awq(
+    values: TensorInfo, scale: TensorInfo, zeros: TensorInfo, bits: int, group_size: int
+) -> PackedIntegers:
+    """Returns the encoding of words [in, words], with zero points [groups, words]."""
+    return PackedIntegers(
+        values=values,
         scale=scale,
         zeros=zeros,
         group_index=None,
         packing="AWQ",
-        bits=4,
-        columns=columns,
-        group_size=columns // groups,
-        is_signed=packing == "int4",
+        bits=bits,
+        columns=values.shape[0],
+        group_size=group_size,
     )
-    return _presented(tensor, tensor.name, rows, encoding, siblings)
 
 
 def packed_by_torchao(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:

@@ -22,7 +22,7 @@ _DECODED: Final = {
     "uint4": ("per_group",),
     "int8": ("per_tensor", "per_channel"),
 }
-"""What is decoded: the values of qscheme by that of dtype."""
+"""The values of qscheme that nf4conv decodes, by that of dtype."""
 
 _AXES: Final = {"per_channel": (0, None), "per_group": (1, -1, None)}
 """The axes along which matrices are read, by the value of qscheme."""

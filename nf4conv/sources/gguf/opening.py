@@ -33,7 +33,7 @@ _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.
 _MOST_FILES: Final = 10_000
 
 Absent: TypeAlias = Mapping[Path, Callable[[], IO[bytes]]]
-"""What opens files that are not here, by the path that they would have."""
+"""Functions that open files that are not here, by the path that each would have."""
 
 
 @dataclass(frozen=True)

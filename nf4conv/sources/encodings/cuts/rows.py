@@ -1,6 +1,6 @@
 """Cuts rows out of an encoded matrix, or a matrix out of a stack of them.
 
-What is cut out is encoded as the whole is. Encodings whose parts do not lie row by row cannot be
+A cut is encoded as the whole is. Encodings whose parts do not lie row by row cannot be
 cut. A tensor that an adapter changes can be cut where the tensor below it can.
 """
 

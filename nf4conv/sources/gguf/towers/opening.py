@@ -78,27 +78,35 @@ def _kind_of(path: Path, header: GgufHeader) -> Tower:
     return tower
 
 
+def _are_swapped(tensors: Sequence[GgufTensor]) -> bool:
+    """Returns True if the first matrix of a network is called ffn_down: it widens."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    first = by_name.get("v.blk.0.ffn_down.weight")
+    if first is None or len(first.shape) != 2 or "v.blk.0.ffn_gate.weight" in by_name:
+        return False
+    return first.shape[0] > first.shape[1]
+
+
+def _numbers_of_mergers(tensors: Sequence[GgufTensor]) -> dict[int, int]:
+    """Returns the number of each merger on the way, by that of its layer."""
+    depths = set()
+    for tensor in tensors:
+        found = _DEEPSTACK.fullmatch(tensor.name)
+        if found is not None:
+            depths.add(int(found[1]))
+    return {depth: number for number, depth in enumerate(sorted(depths))}
+
+
 def _renamed(tensors: Sequence[GgufTensor]) -> tuple[GgufTensor, ...]:
     """Returns tensors by the names that the converter gives them today, mergers by their number.
 
     Until 2025 it called the first matrix of a layer's network ffn_down and the second ffn_up. The
     first one widens. Mergers on the way (deepstack) have the number of their layer in the file.
     """
-    by_name = {tensor.name: tensor for tensor in tensors}
-    first = by_name.get("v.blk.0.ffn_down.weight")
-    are_swapped = (
-        first is not None
-        and len(first.shape) == 2
-        and first.shape[0] > first.shape[1]
-        and "v.blk.0.ffn_gate.weight" not in by_name
-    )
-    swapped = {"ffn_down": "ffn_up", "ffn_up": "ffn_down"} if are_swapped else {}
-    depths = set()
-    for name in by_name:
-        found = _DEEPSTACK.fullmatch(name)
-        if found is not None:
-            depths.add(int(found[1]))
-    number_of = {depth: number for number, depth in enumerate(sorted(depths))}
+    swapped = {}
+    if _are_swapped(tensors):
+        swapped = {"ffn_down": "ffn_up", "ffn_up": "ffn_down"}
+    number_of = _numbers_of_mergers(tensors)
     renamed = []
     for tensor in tensors:
         name = tensor.name
