@@ -600,6 +600,9 @@ def test_what_does_not_fit_is_refused(
         (AWQ | {"version": "GEMV"}, "version 'gemv'; nf4conv decodes gemm"),
         (AWQ | {"version": "gemv_fast"}, "version 'gemv_fast'"),
         (AWQ | {"version": "marlin"}, "version 'marlin'"),
+        (AWQ | {"backend": "llm-awq"}, "backend 'llm-awq'"),
+        (AWQ | {"pack_method": "order"}, "pack_method 'order'; nf4conv decodes reorder"),
+        (AWQ | {"pack_method": "reorder", "zero_point": False}, "awq, zero_point 'false'"),
         (AUTO_ROUND | {"packing_format": "auto_round:mlx"}, "packing_format 'auto_round:mlx'"),
         (
             AUTO_ROUND | {"data_type": "mx_int"},

@@ -132,6 +132,8 @@ def test_quark(tmp_path: Path, kind: str):
             "weights in int4 and in uint4",
         ),
         (INT4, {"export": {"pack_method": "order"}}, "pack_method 'order'"),
+        (FP8, {"export": {"weight_format": "fake_quantized"}}, "weight_format 'fake_quantized'"),
+        (FP4 | {"scale_format": "e5m3"}, {}, "scale_format 'e5m3'"),
         (FP4, {"algo_config": [{"name": "rotation", "r1": True}]}, "its weights are rotated"),
         (FP4, {"algo_config": {"name": "quarot"}}, "its weights are rotated"),
     ],
@@ -166,3 +168,16 @@ def test_what_does_not_fit(
     with pytest.raises(SourceError, match=f"{Q}.({message})") as error:
         dequantize_checkpoint(source, tmp_path / "out", None, CPU)
     assert "\n" not in str(error.value)
+
+
+def test_scales_that_may_lie_either_way(tmp_path: Path):
+    """As many groups as rows: only the release tells [groups, out] from [out, groups]."""
+    int4 = quark(32, 1024, is_signed=True)
+    source, config = write(tmp_path / "source", INT4, int4.parts)
+    with pytest.raises(SourceError, match=r"as many groups as rows, 32, .* no version") as error:
+        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    assert "\n" not in str(error.value)
+    config["quantization_config"]["version"] = "0.13"
+    (source / "config.json").write_text(json.dumps(config))
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    assert torch.equal(load_file(tmp_path / "out" / FILE)[f"{Q}.weight"], int4.decoded)

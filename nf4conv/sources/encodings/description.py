@@ -30,6 +30,9 @@ _PACKING_KEYS: Final = ("checkpoint_format", "version", "format")
 _KERNELS_OF_AUTO_ROUND: Final = ("", "exllamav2", "exllamav1", "triton", "tritonv2", "torch")
 """What may follow "auto_round:" in configs of old releases: a kernel, which changes no layout."""
 
+_REORDERED: Final = "reorder"
+"""The value of pack_method that AMD's Quark writes for words of AWQ."""
+
 _BITS_OF_DTYPES: Final = {f"int{bits}": bits for bits in range(1, 8)}
 """Bits by the dtype of weights in a config of torchao."""
 
@@ -54,6 +57,7 @@ class Description:
             those of AWQ; None for methods without a choice.
         bits_in_bytes: how many bits integers were rounded to that take a byte each: fewer than 8
             where torchao's config names as many for all.
+        names_release: True if the config says which release of its tool wrote it.
     """
 
     method: str | None
@@ -61,6 +65,7 @@ class Description:
     schemes: tuple[Scheme, ...] = ()
     packing: str | None = None
     bits_in_bytes: int = 8
+    names_release: bool = False
 
 
 def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Description:
@@ -87,7 +92,13 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
     if method == "torchao":
         schemes = tuple(_schemes_of_torchao(found))
         return Description(method, (), schemes, packing, _bits_in_bytes(found))
-    return Description(method, tuple(_blocks(found)), tuple(_schemes(found)), packing)
+    return Description(
+        method,
+        blocks=tuple(_blocks(found)),
+        schemes=tuple(_schemes(found)),
+        packing=packing,
+        names_release=isinstance(found.get("version"), str),
+    )
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -142,6 +153,8 @@ def _packing(method: str, description: Mapping[str, Any]) -> str | None:
     known = _PACKINGS.get(method)
     if known is None:
         return None
+    if method == "awq":
+        _check_awq(description)
     if description.get("is_marlin_format") is True:
         description = {"checkpoint_format": "marlin"}
     for key in _PACKING_KEYS:
@@ -153,6 +166,25 @@ def _packing(method: str, description: Mapping[str, Any]) -> str | None:
             raise _other_packing(method, key, named, " and ".join(tuple(known)[:2]))
         return packing
     return next(iter(known.values()))
+
+
+def _check_awq(description: Mapping[str, Any]) -> None:
+    """Refuses words that are called AWQ's and are not.
+
+    The first AWQ, llm-awq, is named as a backend alone. AMD's Quark writes pack_method too, and
+    codes in two's complement where there are no zero points
+    (quark/torch/export/main_export/quant_config_parser.py of Quark 0.13).
+
+    Raises:
+        UndecodableError: the description names such words.
+    """
+    if description.get("backend") == "llm-awq":
+        raise _other_packing("awq", "backend", "llm-awq", "gemm and exllama")
+    order = description.get("pack_method", _REORDERED)
+    if order != _REORDERED:
+        raise _other_packing("awq", "pack_method", str(order), _REORDERED)
+    if "pack_method" in description and description.get("zero_point") is False:
+        raise _other_packing("awq", "zero_point", "false", "those of Quark that have them")
 
 
 def _packing_of_auto_round(description: Mapping[str, Any]) -> str:

@@ -209,6 +209,14 @@ def packed_by_quark(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo 
         raise misfit(tensor, scale)
     if zeros.dtype != "I32" or zeros.shape != (groups, words):
         raise misfit(tensor, zeros)
+    if groups == rows and not siblings.description.names_release:
+        raise SourceError.about(
+            tensor.file,
+            tensor.name,
+            f"of Quark, has as many groups as rows, {rows:,}, and the config names no version: "
+            "releases before 0.6 stored scales the other way round; give the checkpoint that it "
+            "was made from",
+        )
     encoding = _in_words_of_awq(tensor, scale, zeros, bits=4, group_size=columns // groups)
     encoding = replace(encoding, is_signed=packing == "int4")
     return _presented(tensor, tensor.name, rows, encoding, siblings)

@@ -7,6 +7,8 @@
 
 So quark/torch/export/nn/modules/realquantizer.py and quark/torch/utils/pack.py of Quark 0.13 write
 them. Integers of 4 bits are signed, in two's complement, or unsigned. Only the config says which.
+All releases on PyPI, 0.6 to 0.13, write scales of integers as [groups, out]. Those before wrote
+[out, groups]. The config names the release from 0.9 on.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,6 +29,9 @@ _DECODED: Final = {
 _AXES: Final = {"per_channel": (0, None), "per_group": (1, -1, None)}
 """The axes along which matrices are read, by the value of qscheme."""
 
+_SCALES_OF_FP4: Final = ("e8m0", "float32", None)
+"""Values of scale_format of FP4 whose scales, if they are bytes, are powers of two."""
+
 _ROTATIONS: Final = ("rotation", "quarot")
 """Names in algo_config of what rotates weights, and activations while the model runs."""
 
@@ -43,15 +48,34 @@ def check_quark(description: Mapping[str, Any]) -> None:
         axis = weight.get("ch_axis")
         if scheme not in _DECODED.get(dtype, ()) or axis not in _AXES.get(scheme, (axis,)):
             raise _refused(f"weights in {dtype:.20} {scheme:.20}", "they lie in another way")
+        scales = weight.get("scale_format")
+        if dtype == "fp4" and scales not in _SCALES_OF_FP4:
+            raise _refused(f"scale_format {scales!r:.40}", "its scales are no powers of two")
     if len(_integers(found)) > 1:
         raise _refused("weights in int4 and in uint4", "nothing tells them apart")
-    exported = description.get("export")
-    if _integers(found) and isinstance(exported, Mapping):
-        order = exported.get("pack_method", "reorder")
-        if order != "reorder":
-            raise _refused(f"pack_method {order!r:.40}", "its integers lie in another order")
+    _check_export(description.get("export"), has_integers=bool(_integers(found)))
     if any(name in _ROTATIONS for name in _algorithms(description)):
         raise _refused("algo_config rotation", "its weights are rotated")
+
+
+def _check_export(exported: Any, *, has_integers: bool) -> None:
+    """Refuses integers in another order, and weights that are not rounded until they are loaded.
+
+    Args:
+        exported: what the config says of the export.
+        has_integers: True if there are integers of 4 bits.
+
+    Raises:
+        UndecodableError: the config names either.
+    """
+    if not isinstance(exported, Mapping):
+        return
+    order = exported.get("pack_method", "reorder")
+    if has_integers and order != "reorder":
+        raise _refused(f"pack_method {order!r:.40}", "its integers lie in another order")
+    stored = exported.get("weight_format", "real_quantized")
+    if stored not in ("real_quantized", None):
+        raise _refused(f"weight_format {stored!r:.40}", "its weights are stored as floats")
 
 
 def weights_of_quark(description: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
