@@ -38,7 +38,7 @@ format: $(VENV)/.installed ## format the code with ruff
 fuzz: $(VENV)/.installed ## run commands on mutated checkpoints for ten minutes; FUZZ="--seed N --cases N --seconds N"
 	PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(FUZZ)
 
-SCENARIOS := quantize dequantize overwrite stream pipeline parts streamed-parts push calibrated experts single-file
+SCENARIOS := quantize dequantize overwrite stream pipeline parts streamed-parts push calibrated experts single-file gguf towers streamed-towers integers
 
 kills: $(VENV)/.installed ## kill runs before and after every operation on their folder, and resume them; then by other signals
 	for scenario in $(SCENARIOS); do for points in 1000000 "60 signals"; do folder=$$(mktemp -d) && \

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from checkpoints import contents, write_mixture, write_source
-from safetensors.torch import save_file
+from gguf_files import LLAMA, write_gguf
+from gguf_pair import write_all
+from safetensors.torch import load_file, save_file
 
 # none of these imports the Hub's client, which must know the address of our server before
 from nf4conv.commands.dequantize import dequantize_checkpoint
@@ -78,6 +80,10 @@ def scenario(name: str, folder: Path) -> Scenario:
         "calibrated": calibrating,
         "experts": packing_experts,
         "single-file": writing_one_file,
+        "gguf": reading_gguf,
+        "towers": reading_two_files,
+        "streamed-towers": streaming_two_files,
+        "integers": decoding_integers,
     }
     if name in makers:
         return makers[name](folder, source)
@@ -216,6 +222,89 @@ def writing_one_file(folder: Path, _: Path) -> Scenario:
         quantize_checkpoint(source, out / name, options, replace(RUN, checksum=False))
 
     return Scenario(write, prepare=lambda out: out.mkdir(), mark=name)
+
+
+def reading_gguf(folder: Path, _: Path) -> Scenario:
+    """The cache is empty before each run that begins anew: config, card and tokenizer go there."""
+    tokens = [f"token {number}" for number in range(5000)]
+    spelled = {
+        **LLAMA,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": ["t o"],
+    }
+    source = write_gguf(folder / "model.gguf", spelled, default="Q4_0")
+    cache = folder / "user cache"
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    options = replace(OPTIONS, max_shard_size=200_000)
+
+    def prepare(_: Path) -> None:
+        shutil.rmtree(cache, ignore_errors=True)
+
+    def quantize(out: Path) -> None:
+        quantize_checkpoint(source, out, options, RUN)
+
+    return Scenario(quantize, prepare)
+
+
+def reading_two_files(folder: Path, _: Path) -> Scenario:
+    place = folder / "two files"
+    place.mkdir()
+    text, _ = write_all(place)
+    where = SourceOptions(mmproj=str(place / "mmproj.gguf"), config_from=str(place / "original"))
+
+    def dequantize(out: Path) -> None:
+        dequantize_checkpoint(text, out, DequantizeOptions(max_shard_size=60_000), RUN, where=where)
+
+    return Scenario(dequantize)
+
+
+def streaming_two_files(folder: Path, _: Path) -> Scenario:
+    place = folder / "two files"
+    place.mkdir()
+    write_all(place)
+    original = (place / "original").rename(folder / "original")
+    start_server(place)
+    where = SourceOptions(
+        stream=True,
+        gguf_file="model.gguf",
+        mmproj="mmproj.gguf",
+        config_from=str(original),
+        cache_dir=folder / "cache",
+    )
+
+    def quantize(out: Path) -> None:
+        options = replace(OPTIONS, max_shard_size=20_000)
+        quantize_checkpoint("org/name", out, options, RUN, where=where)
+
+    return Scenario(quantize)
+
+
+def decoding_integers(folder: Path, plain: Path) -> Scenario:
+    """The checkpoint of the other scenarios, quantized by GPTQ, back to 16 bits."""
+    from integers import gptq  # it imports the Hub's client
+
+    source = folder / "gptq"
+    shutil.copytree(plain, source)
+    (source / "model.safetensors.index.json").unlink()
+    stored = {}
+    for path in sorted(source.glob("*.safetensors")):
+        stored |= load_file(path)
+        path.unlink()
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        weight = gptq(*stored.pop(name).shape)
+        module = name.removesuffix(".weight")
+        stored |= {f"{module}.{part}": values for part, values in weight.parts.items()}
+    save_file(stored, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    (source / "config.json").write_text(json.dumps(config))
+
+    def dequantize(out: Path) -> None:
+        dequantize_checkpoint(source, out, DequantizeOptions(max_shard_size=150_000), RUN)
+
+    return Scenario(dequantize)
 
 
 def write_pipeline(folder: Path, source: Path) -> Path:
