@@ -6,6 +6,7 @@ tests/test_gguf_sources.py compares with llama.cpp's converter, tests/test_ggml.
 import json
 import os
 import re
+import resource
 import shutil
 import struct
 import subprocess
@@ -27,8 +28,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from nf4conv.codec.decode.ggml.decoding import decode_ggml
+from nf4conv.commands.dequantize import plan_dequantization
 from nf4conv.errors import SourceError
 from nf4conv.report.text.terminal import printable
+from nf4conv.run.filling import space_needed
 from nf4conv.sources.gguf import tokenizing, unpacked
 from nf4conv.sources.gguf.families.registry import FAMILIES
 from nf4conv.sources.gguf.header import read_gguf_header
@@ -233,6 +236,35 @@ def test_a_cache_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not (tmp_path / "out" / "config.json").exists()
     monkeypatch.setattr(unpacked, "write_private", genuine)
     done("dequantize", path, tmp_path / "out", "--device", "cpu")
+
+
+def test_a_cache_that_gets_full_keeps_nothing_half_written(tmp_path: Path, cache: Path):
+    """The kernel refuses to let a file grow; what was written of it would keep the disk full."""
+    spelled = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 20_000}
+    path = write_gguf(tmp_path / "model.gguf", spelled)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(SourceError, match=r"cannot be unpacked: .*: File too large"):
+            open_source(path).whole_folder()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    left = {file.name for file in cache.rglob("*") if file.is_file()}
+    assert left == {"config.json", "README.md"}
+    assert (open_source(path).whole_folder() / "tokenizer.json").stat().st_size > 100_000
+
+
+def test_a_tokenizer_from_the_cache_counts_in_what_a_disk_must_have_room_for(tmp_path: Path):
+    spelled = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 20_000}
+    path = write_gguf(tmp_path / "model.gguf", spelled)
+    before = space_needed(plan_dequantization(path), ())
+    folder = open_source(path).whole_folder()
+    size = sum((folder / name).stat().st_size for name in unpacked._NAMES)
+    plan = plan_dequantization(path)
+    after = space_needed(plan, ())
+    assert after >= plan.output.largest_size + size
+    assert size > 100_000
+    assert before > after
 
 
 def test_the_cache_stays_small(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):

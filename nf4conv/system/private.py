@@ -68,9 +68,14 @@ def write_private(path: Path, content: bytes) -> None:
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{os.urandom(8).hex()}")
-    with os.fdopen(create(draft, 0o600), "wb") as file:
-        file.write(content)
-    draft.replace(path)
+    try:
+        with os.fdopen(create(draft, 0o600), "wb") as file:
+            file.write(content)
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):  # half of a file would keep a full disk full
+            draft.unlink()
+        raise
 
 
 def cache_folder() -> Path | None:

@@ -88,7 +88,7 @@ class TokenizerFiles:
 
     Attributes:
         names: those of the files.
-        largest: about how many bytes they have together at most.
+        largest: how many bytes they have together; before they are made, about the most.
     """
 
     def __init__(self, path: Path, folder: Path, metadata: Mapping[str, Any]) -> None:
@@ -103,7 +103,9 @@ class TokenizerFiles:
 
     def can_be_made(self) -> bool:
         """Returns True if the files are there, or can be made of the metadata."""
-        if self._are_there():
+        there = self._bytes_there()
+        if there is not None:
+            self.largest = there
             return True
         self._vocabulary = tokenizing.read_vocabulary(self._metadata)
         if self._vocabulary is None:
@@ -131,7 +133,7 @@ class TokenizerFiles:
             self._thread.wait()
             self._thread = None
         error = self._error
-        if error is None and not self._are_there():  # or not any more: others share the cache
+        if error is None and self._bytes_there() is None:  # or not any more: others share the cache
             self._make_or_note()
             error = self._error
         if isinstance(error, OSError):
@@ -169,15 +171,20 @@ class TokenizerFiles:
         self._vocabulary = None
         remove_oldest(entry.parent, _MOST_KEPT)
 
-    def _are_there(self) -> bool:
-        """Returns True if another run has made the files, and they are as it left them."""
+    def _bytes_there(self) -> int | None:
+        """Returns the size of the files, if a run has made them and they are as it left them."""
         entry = self._folder.parent
+        total = 0
         try:
             os.utime(entry)  # used now: nobody removes it
             sizes = json.loads(read_private(entry / "sizes.json") or b"")
-            return all(_is_intact(self._folder / name, sizes[name]) for name in _NAMES)
+            for name in _NAMES:
+                if not _is_intact(self._folder / name, sizes[name]):
+                    return None
+                total += sizes[name]
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return False
+            return None
+        return total
 
 
 def _is_intact(path: Path, size: int) -> bool:
