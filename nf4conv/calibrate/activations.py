@@ -15,11 +15,11 @@ class Activations:
     """Keeps hidden states, batch by batch, in the dtype that the model computes in.
 
     Args:
-        device: that computes.
-        nbytes: what all of them take.
+        device: the device that computes.
+        nbytes: the bytes of the hidden states of all windows.
         budget: the most bytes to keep in memory.
-        file: where they go beyond that.
-        place: where they are kept; None for the device, if it has room.
+        file: the file that holds all of them if they take more than that.
+        place: the device whose memory holds them; None for `device` if it has room, else the host.
     """
 
     def __init__(

@@ -72,6 +72,7 @@ def calibrate_block(block: BlockAtWork, outputs: Mapping[str, torch.Tensor]) -> 
 def _plain(
     block: BlockAtWork, stage: Stage, outputs: Mapping[str, torch.Tensor]
 ) -> Iterator[_Outcome]:
+    """Rounds the weights of a stage that multiplies one input."""
     moments = moments_of(block, stage)
     judge = moments.judging.mean()
     calibrating = moments.calibrating.mean()
@@ -117,6 +118,7 @@ def _unfactored(moments: torch.Tensor, blocksize: int) -> Factor:
 
 
 def _experts(block: BlockAtWork, stage: Stage) -> Iterator[_Outcome]:
+    """Rounds the weights of a stage of experts, each of which gets inputs of its own."""
     by_expert = stage.by_expert
     for found in moments_of_experts(block, stage):
         judge = found.moments.judging.mean()
@@ -134,11 +136,12 @@ def _round(
     """Yields weights with the same inputs in 4 bits, and what is gained for each.
 
     Args:
-        block: that they are in.
+        block: the block that holds the weights.
         targets: the weights.
         of_inputs: the factor of the second moments of their inputs.
         judge: second moments of inputs that did not calibrate.
-        few_tokens: how many tokens the moments are of, if they are too few; else None.
+        few_tokens: the number of tokens that the moments come from, if that is too few. Otherwise
+            None.
     """
     format = block.format
     weights = [_original(block, target) for target in targets]
@@ -179,12 +182,12 @@ def _searched(block: BlockAtWork, weight: torch.Tensor) -> Rounded:
 
 def put_all(block: BlockAtWork, decoded: Sequence[tuple[Target, Rounded]]) -> None:
     """Puts decoded weights in the place of the original ones."""
-    changed = {}
+    changed = set()
     for target, rounded in decoded:
         name = target.job.source.name
         values = block.contents.values[name]
         matrix_in(values, target.job.matrix).copy_(rounded.values(values.dtype))
-        changed[name] = True
+        changed.add(name)
     block.contents.renew(changed)
 
 

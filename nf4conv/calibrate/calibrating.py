@@ -45,10 +45,10 @@ def calibrate(
     """Calibrates what a plan says, or goes on with it, and returns the plan that writes it.
 
     Args:
-        plan: of `plan_calibration`.
+        plan: what `plan_calibration` returned.
         out: the output folder.
-        run: the device.
-        progress: told the bytes of the source that have been worked through since the last call.
+        run: how to use the machine: the device, --overwrite and --checksum count here.
+        progress: is called with the source bytes that have been worked through since the last call.
 
     Raises:
         SourceError: the source has changed, or holds NaN.

@@ -32,9 +32,9 @@ class WeightGain:
     """Says what calibration gained for one weight.
 
     Attributes:
-        gain: the error of the layer's outputs on windows that did not calibrate, over that of the
-            searched weight. 1 where the search was kept.
-        tokens: how many tokens reached the weight, where not all did; else None.
+        gain: the error of the layer's outputs on windows that did not calibrate, relative to the
+            error with searched scales. 1 for a weight that keeps the searched scales.
+        tokens: the number of tokens that reached the weight, if that is too few. Otherwise None.
     """
 
     gain: float
@@ -46,10 +46,11 @@ class BlockRecord:
     """Records a finished block.
 
     Attributes:
-        sha256: of the file with its weights.
-        components_sha256: of the bytes of all components but the code maps, weight after weight.
-        gains: by the name of the weight.
-        made_by: device and versions.
+        sha256: the SHA-256 of the file with its weights.
+        components_sha256: the SHA-256 of the bytes of all components except the code maps, weight
+            after weight.
+        gains: what was gained for each weight, by its name.
+        made_by: the device and the versions that calibrated the block.
     """
 
     sha256: str
@@ -62,8 +63,8 @@ class FinishedBlocks:
     """Writes and finds finished blocks.
 
     Args:
-        folder: where they are kept.
-        format: of the weights.
+        folder: the folder that keeps them.
+        format: the format of the weights.
     """
 
     def __init__(self, folder: Path, format: Format) -> None:
@@ -87,10 +88,10 @@ class FinishedBlocks:
         """Writes a block, then its record.
 
         Args:
-            number: of the block.
+            number: the number of the block.
             weights: its weights, by name.
-            gains: what was gained for each.
-            made_by: device and versions.
+            gains: what was gained for each weight, by its name.
+            made_by: the device and the versions that calibrated the block.
 
         Raises:
             OutputError: they cannot be written.

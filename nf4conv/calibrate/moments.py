@@ -20,8 +20,10 @@ from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format
 
 _MOST_ENERGY: Final = 64.0
-"""A token counts no more than one of this many times the median energy. The first tokens of a text
-have activations in large models that would hide all others."""
+"""The most energy that a token may have, relative to the median; a token with more is scaled down.
+
+In large models, the first tokens of a text have activations that would hide all others.
+"""
 
 _MOST_BYTES: Final = 4 * 10**9
 """The most bytes of second moments of experts that are added up at a time."""
@@ -32,14 +34,14 @@ class BlockAtWork:
     """Holds a block while its weights are in memory.
 
     Attributes:
-        path: where it stands in the model, for errors.
+        path: the path of the block in the model, for errors.
         module: the block.
         contents: its weights.
-        targets: those that are calibrated.
-        calls: how it is called, by batch.
+        targets: the weights that are calibrated.
+        calls: the arguments that each batch calls it with.
         activations: the hidden states of all windows.
-        calibrating: how many batches calibrate; the others judge.
-        format: of the weights in 4 bits.
+        calibrating: the number of batches that calibrate; the others judge.
+        format: the format of the weights in 4 bits.
     """
 
     path: str
@@ -62,8 +64,8 @@ class Moments:
     """The second moments of what goes into weights.
 
     Attributes:
-        calibrating: over the windows that calibrate.
-        judging: over those that judge.
+        calibrating: the moments over the windows that calibrate.
+        judging: the moments over the windows that judge.
     """
 
     calibrating: SecondMoments
@@ -113,9 +115,9 @@ class ExpertMoments:
     """The second moments of what goes into one expert.
 
     Attributes:
-        expert: its number.
-        moments: filled up with those of all experts where few tokens reach it.
-        few_tokens: how many tokens reach it, if they are too few to stand alone; else None.
+        expert: the number of the expert.
+        moments: its moments. If too few tokens reach it, those of all experts are blended in.
+        few_tokens: the number of tokens that reach it, if that is too few. Otherwise None.
     """
 
     expert: int
@@ -164,6 +166,7 @@ def _sums(
 
 
 def _blended(expert: int, moments: Moments, pooled: Moments) -> ExpertMoments:
+    """Returns the moments of an expert; those of all experts are blended in if they are few."""
     tokens = moments.calibrating.tokens
     few = None if moments.calibrating.is_enough() else tokens
     blended = Moments(

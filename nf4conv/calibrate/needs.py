@@ -44,11 +44,10 @@ class Shapes:
     """Describes the weights of a model as far as its needs depend on them.
 
     Attributes:
-        blocks: how many there are.
-        block_elements: elements of the largest block.
-        outside_elements: elements of what is used outside the blocks at one time.
-        matrices: [out, in] of each weight that is calibrated.
-        stage_elements: about the most elements that are rounded at once.
+        blocks: the number of blocks.
+        block_elements: the number of elements of the largest block.
+        outside_elements: the number of elements outside the blocks that are used at one time.
+        matrices: the shape of each weight that is calibrated, [out, in].
     """
 
     blocks: int
@@ -84,12 +83,12 @@ def estimate(
     """Estimates what a calibration takes.
 
     Args:
-        shapes: of the model.
-        windows: the tokens.
+        shapes: the weights of the model.
+        windows: the tokens that it reads.
         config: the content of config.json.
-        outputs: of which weights the outputs count; None for those of none.
-        memory: what the user allows for hidden states; None for the default.
-        finished_bytes: what all finished blocks take on disk.
+        outputs: "qkv" or "all", as --calibrate-output has it; None without that option.
+        memory: the bytes that the user allows for hidden states; None for the default.
+        finished_bytes: the bytes that all finished blocks take on disk.
     """
     budget = MEMORY if memory is None else memory
     tokens = windows.ids.size / _USUAL_TOKENS

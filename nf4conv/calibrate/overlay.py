@@ -30,8 +30,8 @@ def with_calibrated_weights(plan: QuantizationPlan, finished: FinishedBlocks) ->
     """Returns a plan whose calibrated weights are copied from finished blocks.
 
     Args:
-        plan: of a calibration, all blocks of which are finished.
-        finished: finds them.
+        plan: a plan with a calibration, all blocks of which are finished.
+        finished: finds the finished blocks.
     """
     assert isinstance(plan.calibration, PreparedCalibration)
     components: dict[str, TensorInfo] = {}

@@ -54,7 +54,7 @@ class PreparedCalibration(Calibration):
     targets: Mapping[int, Sequence[Target]]
 
 
-def refuse_impossible(source: Source, options: QuantizeOptions) -> QuantizationPlan | None:
+def refuse_impossible(source: Source, options: QuantizeOptions) -> None:
     """Refuses options that do not go with --calibrate.
 
     Raises:
@@ -76,20 +76,21 @@ def refuse_impossible(source: Source, options: QuantizeOptions) -> QuantizationP
     tokens = options.calibration_tokens
     if tokens is not None and tokens < _FEWEST_TOKENS:
         raise PlanError(f"--calibration-tokens {tokens}: expected at least {_FEWEST_TOKENS}")
-    return None
 
 
 def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
     """Adds a calibration to the plan of a checkpoint, whose scales are searched.
+
+    Args:
+        plan: a plan of a source and of options that `refuse_impossible` has let pass.
 
     Raises:
         PlanError: the model cannot be calibrated, or the texts are not what is needed.
     """
     source = plan.source
     options = plan.options
-    refuse_impossible(source, options)
     release = version()
-    assert source.config is not None
+    assert source.config is not None  # or else refuse_impossible would have refused it
     names = [tensor.name for tensor in source.tensors]
     model = build_model(source.config, torch.float32, names)
     found = _Found(plan, model)
@@ -103,15 +104,40 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
             f"out"
         )
     texts, windows = _windows(source, options, model)
+    calibration = _prepared(plan, found, flow, texts, windows, release)
+    output = with_jobs(plan.output, found.weights)
+    notes = (*plan.notes, *_notes(calibration, found, options))
+    return replace(plan, output=output, calibration=calibration, notes=notes)
+
+
+def _prepared(
+    plan: QuantizationPlan,
+    found: "_Found",
+    flow: Flow,
+    texts: Sequence[Text],
+    windows: Windows,
+    release: str,
+) -> PreparedCalibration:
+    """Puts together what was found out about a calibration, and estimates what it needs.
+
+    Args:
+        plan: the plan of the checkpoint.
+        found: the weights that are calibrated.
+        flow: runs the model up to its blocks.
+        texts: the texts that calibrate.
+        windows: the tokens that the model reads.
+        release: the version of transformers.
+    """
+    options = plan.options
     needs = estimate(
         found.shapes(flow),
         windows,
-        source.config,
+        plan.source.config or {},
         options.calibrate_output,
         options.calibration_memory,
         found.bytes_on_disk,
     )
-    calibration = PreparedCalibration(
+    return PreparedCalibration(
         texts=tuple(CalibrationText(text.name, text.sha256, text.share) for text in texts),
         tokens=windows.tokens,
         judging_tokens=windows.judging * windows.ids.shape[1],
@@ -129,9 +155,6 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
         fillings=found.fillings,
         targets=found.targets,
     )
-    output = with_jobs(plan.output, found.weights)
-    notes = (*plan.notes, *_notes(calibration, found, options))
-    return replace(plan, output=output, calibration=calibration, notes=notes)
 
 
 def with_jobs(output: Plan, names: frozenset[str]) -> Plan:
@@ -175,6 +198,7 @@ class _Found:
                 yield from filling.parameters
 
     def _find_targets(self) -> None:
+        """Sorts the packed weights: those to calibrate by block, and those that are left out."""
         reached = set()
         for filling in self._fillings:
             number = self.blocks.number_of(filling.parameters[0])
@@ -349,6 +373,7 @@ def _ends(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _require_known_tokens(texts: Sequence[Text], model: Any, source: Source) -> None:
+    """Raises a PlanError if a text has a token id that the model does not know."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for text in texts:
         largest = int(text.ids.max())
@@ -361,6 +386,7 @@ def _require_known_tokens(texts: Sequence[Text], model: Any, source: Source) -> 
 
 
 def _notes(calibration: Calibration, found: _Found, options: QuantizeOptions) -> Iterator[str]:
+    """Yields the lines about a calibration that the user should read."""
     wanted = options.calibration_tokens or TOKENS
     texts = ", ".join(text.name for text in calibration.texts)
     yield (

@@ -32,13 +32,13 @@ class Session:
     """Runs parts of one model on one device.
 
     Args:
-        plan: of a calibration.
-        device: that computes.
-        folder: for hidden states that do not fit into memory.
+        plan: a plan with a calibration.
+        device: the device that computes.
+        folder: the folder for hidden states that do not fit into memory.
 
     Attributes:
         calibration: what is to be done.
-        dtype: what the model computes in: on a GPU the dtype of the weights, on a CPU float32.
+        dtype: the dtype that the model computes in: on a GPU that of the weights, on a CPU float32.
     """
 
     def __init__(self, plan: QuantizationPlan, device: torch.device, folder: Path) -> None:
@@ -103,8 +103,8 @@ class Session:
         """Fills parameters outside the blocks.
 
         Args:
-            reader: of the checkpoint.
-            names: the parameters; None for all.
+            reader: reads the checkpoint.
+            names: the names of the parameters; None for all.
         """
         model = self.calibration.flow.model
         fillings = list(self.calibration.fillings.get(None, ()))

@@ -98,10 +98,10 @@ def inputs_of(block: nn.Module, stage: Stage, call: Call, hidden: torch.Tensor) 
     """Returns what goes into a stage, [tokens, in_features]; the block runs no further than that.
 
     Args:
-        block: of which earlier stages are in 4 bits.
+        block: the block, in which the weights of earlier stages are in 4 bits by now.
         stage: one of its stages.
-        call: how the block is called.
-        hidden: what goes into the block.
+        call: the arguments that the block is called with.
+        hidden: the hidden states that go into the block.
     """
     caught: list[torch.Tensor] = []
 

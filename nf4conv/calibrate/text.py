@@ -100,6 +100,7 @@ def _shipped() -> list[Path]:
 
 
 def _require_file(place: str) -> None:
+    """Raises a PlanError if a text is no file that can be read, and says what to give instead."""
     path = Path(place)
     if path.is_file():
         if path.suffix in _SUFFIXES:
@@ -121,8 +122,9 @@ def read_texts(wanted: Sequence[Wanted], tokens: int, tokenizer: Callable[[], An
 
     Args:
         wanted: the texts.
-        tokens: how many are needed of all texts together.
-        tokenizer: returns the model's tokenizer, or raises a PlanError; called if text needs it.
+        tokens: the number of tokens that are needed of all texts together.
+        tokenizer: returns the model's tokenizer, or raises a PlanError. It is called only for texts
+            that need one.
 
     Raises:
         PlanError: a text cannot be read or tokenized, is empty, or strange to the model.
@@ -208,6 +210,7 @@ def _parts(path: Path, most: int) -> Iterator[tuple[str, bool]]:
 
 
 def _decoded(path: Path) -> str:
+    """Reads a text; raises a PlanError if it is not UTF-8."""
     try:
         with named(path, PlanError):
             content = path.read_text(encoding="utf-8")
@@ -238,6 +241,7 @@ def _messages_or_texts(path: Path, tokenizer: Any) -> Iterator[tuple[str, bool]]
 
 
 def _chat(path: Path, number: int, messages: list[Any], tokenizer: Any) -> str:
+    """Returns the messages of a line in the form that the tokenizer's chat template gives them."""
     if not getattr(tokenizer, "chat_template", None):
         if path.parent == _SHIPPED:  # base models have no template, and are to be calibrated, too
             return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

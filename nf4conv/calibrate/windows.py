@@ -28,7 +28,7 @@ class Windows:
 
     Attributes:
         ids: [windows, length] int64.
-        calibrating: how many of them calibrate.
+        calibrating: the number of windows that calibrate.
     """
 
     ids: Ids
@@ -61,9 +61,9 @@ def choose_windows(
     """Chooses windows of texts.
 
     Args:
-        texts: what they are cut from, with the share of each.
-        tokens: how many should calibrate.
-        length: tokens of a window, those of `ends` among them.
+        texts: the texts that they are cut from, with the share of each.
+        tokens: the number of tokens that should calibrate.
+        length: the number of tokens of a window, `ends` included.
         seed: decides which windows are taken.
         ends: ids before and after the text of a window; empty for none.
 

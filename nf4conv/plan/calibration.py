@@ -12,9 +12,9 @@ class CalibrationText:
     """Describes a text that calibrates.
 
     Attributes:
-        name: of the file.
-        sha256: of the file.
-        share: of the tokens, from 0 to 1.
+        name: the name of the file.
+        sha256: the SHA-256 of the file.
+        share: the share of the tokens that come from this text, from 0 to 1.
     """
 
     name: str
@@ -70,18 +70,19 @@ class Calibration:
 
     Attributes:
         texts: what the model reads.
-        tokens: how many tokens calibrate.
-        judging_tokens: how many others judge what was gained.
-        window: tokens that the model reads together.
+        tokens: the number of tokens that calibrate.
+        judging_tokens: the number of other tokens, which judge what was gained.
+        window: the number of tokens that the model reads together.
         seed: decides which windows of the texts are taken.
-        transformers: the version whose code runs the model.
-        passes: how often all blocks are run: three times if outputs count.
+        transformers: the version of transformers whose code runs the model.
+        passes: the number of times that all blocks are run: 1, or 3 with `outputs`.
         block_bytes: the bytes of each block in the source.
-        bytes_spared: how many fewer bytes are read to write the result: weights in 4 bits are read
-            then instead of those of the source.
+        bytes_spared: the source bytes that the run need not read afterwards to write the result: it
+            reads the calibrated weights, which are in 4 bits, instead of the original ones.
         weights: names of the weights that are calibrated.
-        outputs: of which weights the outputs count: "qkv", "all", or None for those of none.
-        needs: what it takes.
+        outputs: the weights for which it counts how much predictions depend on their outputs:
+            "qkv" or "all". None without --calibrate-output.
+        needs: the time, memory and disk space that it takes.
     """
 
     texts: tuple[CalibrationText, ...]
@@ -133,10 +134,11 @@ class CalibratedWeights:
     """Says what came of the weights of a block.
 
     Attributes:
-        sha256: of what decodes them, see check/calibrated.py.
-        gains: for each weight the error of its outputs on judging windows, relative to that of
-            searched scales; 1 where the search was kept.
-        few_tokens: how many tokens reached each weight that fewer reached than it needs.
+        sha256: the SHA-256 of all components that decode them, see check/calibrated.py.
+        gains: the error of each weight's outputs on judging windows, relative to the error with
+            searched scales; 1 for a weight that keeps the searched scales.
+        few_tokens: the number of tokens that reached a weight, for each weight that too few
+            reached.
     """
 
     sha256: str

@@ -23,7 +23,7 @@ def experts_of(filling: Filling, parameter: nn.Parameter) -> Mapping[str, int]:
 
     Args:
         filling: joins matrices of single experts to a parameter of three dimensions.
-        parameter: that parameter, [experts, …].
+        parameter: the parameter of three dimensions, [experts, …].
 
     Returns:
         Nothing if its first dimension is not that of experts.
@@ -56,7 +56,8 @@ class ExpertWatch(TorchFunctionMode):
 
     Attributes:
         parameters: the parameters, [experts, …] each, by any key.
-        note: is called with the key, the expert and the inputs, [tokens, in_features].
+        note: a function that is called with the key, the expert and its inputs,
+            [tokens, in_features].
     """
 
     parameters: Mapping[Any, torch.Tensor]

@@ -126,6 +126,7 @@ class _Catcher:
         return forward
 
     def _note(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Notes a call of a block, and returns what the block would; ends the run at the last."""
         is_named = _NAME in kwargs
         hidden = kwargs.pop(_NAME) if is_named else args[0]
         if number != len(self._calls):

@@ -40,11 +40,11 @@ def follow_names(model: nn.Module, tensors: Sequence[TensorInfo]) -> list[Fillin
     Tensors that the model has no place for are left out.
 
     Args:
-        model: of transformers.
-        tensors: those of the checkpoint.
+        model: the model, of a class of transformers.
+        tensors: the tensors of the checkpoint.
 
     Raises:
-        PlanError: transformers cannot say.
+        PlanError: transformers cannot load these tensors into the model.
     """
     try:
         return _follow(model, tensors)
@@ -58,6 +58,7 @@ def follow_names(model: nn.Module, tensors: Sequence[TensorInfo]) -> list[Fillin
 
 
 def _follow(model: Any, tensors: Sequence[TensorInfo]) -> list[Filling]:
+    """Follows the names; transformers may raise anything."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -95,7 +96,7 @@ def _follow(model: Any, tensors: Sequence[TensorInfo]) -> list[Filling]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts numbers in names by their value."""
+    """Returns a sort key by which "layers.2" comes before "layers.10"."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 

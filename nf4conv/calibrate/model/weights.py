@@ -1,6 +1,6 @@
 """Fills a model with weights of a checkpoint: read, decoded and merged as for every other run."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
@@ -27,8 +27,8 @@ class WeightReader:
     """Reads tensors of a checkpoint to a device.
 
     Args:
-        buffers: brings bytes to the device.
-        dtype: what the model computes in.
+        buffers: the buffers that bring bytes to the device.
+        dtype: the dtype that the model computes in.
     """
 
     def __init__(self, buffers: TorchBuffers, dtype: torch.dtype) -> None:
@@ -40,7 +40,7 @@ class WeightReader:
 
         Args:
             tensor: it may be encoded, and adapters may be merged into it.
-            dtype: for floats; None for that of the model.
+            dtype: the dtype of the result, if the tensor has floats; None for that of the model.
         """
         values = read_values(self._buffers, tensor).view(tensor.shape)
         wanted = dtype or self._dtype
@@ -69,10 +69,11 @@ class Contents:
         model: the model, whose parameters they become.
         fillings: what the parameters are filled from.
         read: returns the values of a tensor, in the dtype that its parameter has.
+        device: the device that holds them.
 
     Attributes:
-        values: the tensors of the checkpoint by name. Who changes one must call `renew`.
-        device: where they are.
+        values: the tensors of the checkpoint by name. After changing one, call `renew`.
+        device: the device that holds them.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class Contents:
                 self.values[tensor.name] = read(tensor, filling.parameters[0])
         self.renew(self.values)
 
-    def renew(self, names: Mapping[str, object]) -> None:
-        """Makes the parameters anew that tensors of these names are in."""
+    def renew(self, names: Collection[str]) -> None:
+        """Makes those parameters anew that are made from tensors of these names."""
         for filling in self._fillings:
             tensors = [self.values[tensor.name] for tensor in filling.tensors]
             if not any(tensor.name in names for tensor in filling.tensors):
