@@ -24,8 +24,8 @@ class Factors:
 
     Attributes:
         lhs: [n, rows, rank], or [rows, rank] for a single expert.
-        rhs: [n, rank, columns], or [rank, columns].
-        scaling: of their product.
+        rhs: [n, rank, columns], or [rank, columns] for a single expert.
+        scaling: the number that the product lhs · rhs is multiplied by.
     """
 
     lhs: torch.Tensor
@@ -33,11 +33,11 @@ class Factors:
     scaling: float
 
     def chosen(self, index: Any) -> "Factors":
-        """Returns those of some experts, or of one."""
+        """Returns the factors of some experts, or of one."""
         return Factors(self.lhs[index], self.rhs[index], self.scaling)
 
     def transposed(self) -> "Factors":
-        """Returns those of the transposed matrices."""
+        """Returns the factors of the transposed matrices."""
         lhs, rhs = self.rhs.transpose(-2, -1), self.lhs.transpose(-2, -1)
         return Factors(lhs, rhs, self.scaling)
 
@@ -46,7 +46,7 @@ class AdaptedExperts(torch.Tensor):
     """Shows experts in 4 bits with LoRA.
 
     Attributes:
-        base: the experts without it.
+        base: the experts without LoRA.
         factors: what is added to them, one for each adapter.
     """
 
@@ -82,7 +82,10 @@ class AdaptedExperts(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Computes by the way of FUNCTIONS; asks for metadata; or adds up."""
+        """Computes with a function of FUNCTIONS if there is one; otherwise adds up.
+
+        Metadata, such as shape and dtype, is looked up and needs no sum.
+        """
         kwargs = kwargs or {}
         own = FUNCTIONS.get(func)
         if own is not None:
@@ -139,6 +142,7 @@ def _getitem(weight: AdaptedExperts, index: Any) -> Any:
 
 
 def _transpose(weight: AdaptedExperts, *dims: int) -> Any:
+    """Transposes each matrix, as Experts4bit does."""
     base = weight.base.transpose(*dims) if dims else weight.base.t()
     if not isinstance(base, Experts4bit):
         return NotImplemented
@@ -146,6 +150,7 @@ def _transpose(weight: AdaptedExperts, *dims: int) -> Any:
 
 
 def _to(weight: AdaptedExperts, *args: Any, **kwargs: Any) -> AdaptedExperts:
+    """Moves or casts experts and factors."""
     factors = []
     for own in weight.factors:
         lhs, rhs = own.lhs.to(*args, **kwargs), own.rhs.to(*args, **kwargs)
@@ -155,6 +160,7 @@ def _to(weight: AdaptedExperts, *args: Any, **kwargs: Any) -> AdaptedExperts:
 
 
 def _linear(x: Any, weight: Any, bias: torch.Tensor | None = None) -> Any:
+    """Multiplies with one expert: x · Wᵀ + bias."""
     if not isinstance(weight, AdaptedExperts) or weight.dim() != 2:
         return NotImplemented
     result = functional.linear(x, weight.base, bias)

@@ -1,5 +1,7 @@
-"""Says when the loader acts: the switch in the environment, the releases of transformers that it
-knows, and whether their hooks are there.
+"""Decides whether the loader acts.
+
+It acts if the environment does not switch it off, if it knows the release of transformers, and if
+all hooks are there that it needs.
 """
 
 import inspect
@@ -47,11 +49,12 @@ def needs_loader(version: str) -> bool:
 
 
 def why_unknown(version: str, quantizer: Any = None) -> str | None:
-    """Returns why the loader does not patch a release of transformers, None if it does.
+    """Returns why the loader does not patch a release of transformers; None if it does.
 
     Args:
-        version: of transformers.
-        quantizer: its Bnb4BitHfQuantizer, to look for the hooks; None looks at the version only.
+        version: the version of transformers.
+        quantizer: the Bnb4BitHfQuantizer of that release, which must have the hooks; None to look
+            at the version only.
     """
     release = release_of(version)
     if release < FIRST_KNOWN:

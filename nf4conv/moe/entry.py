@@ -50,7 +50,7 @@ def patch(quantizer: Any, transformers_version: str) -> None:
 
     Args:
         quantizer: the class Bnb4BitHfQuantizer.
-        transformers_version: of the release that it is from.
+        transformers_version: the version of transformers that it belongs to.
     """
     if "_nf4conv" in vars(quantizer) or not needs_loader(transformers_version):
         return

@@ -116,6 +116,7 @@ def is_computable(module: torch.nn.Module, x: torch.Tensor) -> bool:
 
 
 def _trains(x: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Returns True if gradients are recorded for the inputs."""
     return torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
 
 
@@ -143,7 +144,7 @@ def multiply(
 
     Args:
         module: the layer, for its biases and its activation.
-        projections: of the layer.
+        projections: the weights that the layer multiplies with.
         x: [tokens, hidden].
         ids: [tokens, k]; experts that do not exist contribute nothing.
         weights: [tokens, k].
@@ -206,9 +207,9 @@ _projections = weakref.WeakKeyDictionary()  # of the weights that go up
 
 
 def projections_of(module: torch.nn.Module, layer: PackedLayer) -> Projections | None:
-    """Returns what a layer multiplies with; None if the kernels cannot read it.
+    """Returns what a layer multiplies with; None if the kernels cannot read its weights.
 
-    Made once for each weight.
+    It is made once for each weight.
     """
     up, down = layer.up.weight, layer.down.weight
     known = _projections.get(up)
@@ -220,6 +221,7 @@ def projections_of(module: torch.nn.Module, layer: PackedLayer) -> Projections |
 
 
 def _make_projections(module: Any, up: Experts4bit, down: Experts4bit) -> Projections | None:
+    """Makes what a layer multiplies with; returns None if the kernels cannot read its weights."""
     for weight in (up, down):
         if weight.shown.ids is not None or weight.shown.is_transposed:
             return None

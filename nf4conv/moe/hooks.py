@@ -17,7 +17,8 @@ from nf4conv.moe.loading.checkpoints import (
 )
 
 BYTES_PER_ELEMENT: Final = 0.5625
-"""Of packed experts: 4.5 bits without double quantization, 4.13 with it."""
+"""The most bytes that an element of packed experts takes: 4.5 bits; 4.13 with double quantization.
+"""
 
 _SAVING: Final = (
     "transformers cannot save a model with 4-bit experts: copy the folder that it was loaded from; "
@@ -67,8 +68,9 @@ def _process_model_before_weight_loading(own: Callable[..., Any]) -> Callable[..
 
 
 def update_weight_conversions(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts converters for packed experts before the others; transformers 5.23 gives the model too,
-    earlier ones do not.
+    """Puts converters for packed experts before the others.
+
+    transformers 5.23 passes the model too; earlier releases do not.
     """
 
     def update(self: Any, weight_conversions: Any, *args: Any) -> Any:
@@ -113,8 +115,9 @@ def get_quantize_ops(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _process_model_after_weight_loading(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Prepares layers of experts for compiled code; has nf4conv compute those that bitsandbytes'
-    CPU kernels cannot take.
+    """Prepares layers of experts for compiled code.
+
+    Lets nf4conv compute the 4-bit layers that bitsandbytes' CPU kernels cannot take.
     """
 
     def process(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,8 @@ class PackedLayer(NamedTuple):
     Attributes:
         up: `gate_up_proj`, or `up_proj` where experts have no gate.
         down: `down_proj`.
-        up_factors, down_factors: LoRA on them; none without.
+        up_factors: LoRA on `up`; empty without LoRA.
+        down_factors: LoRA on `down`; empty without LoRA.
     """
 
     up: Experts4bit

@@ -46,16 +46,16 @@ def offload(model: torch.nn.Module, budget: int) -> ExpertCache:
     """Moves packed experts to host memory; for inference on one GPU.
 
     Args:
-        model: with packed experts on the GPU, loaded by transformers; or offloaded before, with
-            another budget.
+        model: a model that transformers has loaded, with packed experts on the GPU. It may have
+            been offloaded before, with another budget.
         budget: bytes of GPU memory for the experts of all layers together.
 
     Returns:
-        What counts how often an expert was there.
+        The cache, which counts how often an expert was on the GPU when it was needed.
 
     Raises:
-        CodecError: the model has no packed experts; they have LoRA, or were packed as one stack; or
-            the budget holds no expert of each layer.
+        CodecError: the model has no packed experts, they cannot be offloaded, or the budget holds
+            less than one expert of each layer.
     """
     found = []
     for module in model.modules():
@@ -82,7 +82,7 @@ def _offload_layer(module: Any, layer: PackedLayer, budget: int) -> OffloadedLay
     stacks = (*up.parts, *down.parts)
     slots = budget // sum(map(expert_bytes, stacks))
     if slots == 0:
-        raise CodecError("the budget is less than an expert of each layer")
+        raise CodecError("the budget holds less than one expert of each layer; give more bytes")
     device = next(iter(module.parameters())).device
     previous = getattr(module, "_nf4conv_offloaded", None)
     if previous is not None:

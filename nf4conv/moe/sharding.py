@@ -112,7 +112,7 @@ def fsdp_post_all_gather(
         shard: the experts of this process.
         all_gather_outputs: the tensors, which are not copied and stay where they are.
         metadata: nothing.
-        param_dtype: of decoded values.
+        param_dtype: the dtype of decoded values.
         out: what this returned the first time, and shows the tensors already.
 
     Returns:
@@ -156,10 +156,10 @@ def _split(tensor: Experts4bit, size: int, dim: int = 0) -> Any:
 
 
 def _new_empty(tensor: Experts4bit, size: Sequence[int], **_: Any) -> Any:
-    """Is asked for the empty pieces of processes that are too many.
+    """Refuses to make an empty piece: FSDP2 asks for it if there are more processes than experts.
 
     Raises:
-        PlanError: that is what it is asked for.
+        PlanError: an empty piece is wanted.
     """
     if list(size) == [0]:
         raise _unequal(tensor)
@@ -223,6 +223,7 @@ def _piece(tensor: Experts4bit, start: int, end: int) -> Experts4bit:
 
 
 def _experts_of(part: PackedExperts, start: int, end: int) -> PackedExperts:
+    """Returns the experts of one part from `start` to `end`, with tensors of their own."""
     if part.nested and part.nested_blocks_per_expert is None:
         part = _without_nesting(part)
     shares = {"codes": part.codes[start:end], "absmax": part.absmax[start:end]}

@@ -80,7 +80,7 @@ class Experts4bit(torch.Tensor):
 
         Args:
             ids: [n], numbers of experts of the weight.
-            dtype: of the result; that of this tensor by default.
+            dtype: the dtype of the result; that of this tensor by default.
         """
         decoded = self.weight.decode(ids, dtype or self.dtype)
         if self.shown.is_transposed:
@@ -103,7 +103,10 @@ class Experts4bit(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Computes by FUNCTIONS what autograd must not see; __torch_dispatch__ has the rest."""
+        """Computes with a function of FUNCTIONS, if there is one, before autograd sees the call.
+
+        __torch_dispatch__ computes everything else.
+        """
         kwargs = kwargs or {}
         own = FUNCTIONS.get(func)
         if own is not None:
@@ -228,7 +231,7 @@ def _permute(tensor: Experts4bit, dims: Sequence[int]) -> Any:
 
 
 def _reshape(tensor: Experts4bit, shape: Sequence[int], **__: Any) -> Any:
-    """Does what matmul does before it calls bmm: asks for the shape that is there."""
+    """Returns the same tensor for the shape that it has: matmul asks for it before it calls bmm."""
     if len(shape) != tensor.dim():
         return NotImplemented
     for wanted, size in zip(shape, tensor.shape, strict=True):
@@ -340,7 +343,10 @@ def _decode_active(weight: Experts4bit, offs: torch.Tensor) -> torch.Tensor | No
 
 
 def _fallback_backward(_x: Any, weight: Any, offs: torch.Tensor, grad: torch.Tensor) -> Any:
-    """Is the backward pass of transformers' own grouped product: no gradient for the weight."""
+    """Computes the backward pass of transformers' own grouped product.
+
+    The weight gets no gradient.
+    """
     grad_x = _grouped_mm(
         torch.ops.transformers.grouped_mm_fallback.default,
         grad.contiguous(),

@@ -56,7 +56,7 @@ class PackedWeight:
 
         Args:
             ids: [n] integers, on the device of the parts.
-            dtype: of the result.
+            dtype: the dtype of the result.
 
         Returns:
             [n, rows, columns] of the parameter, bit for bit as bitsandbytes decodes each part.
@@ -86,7 +86,7 @@ class PackedWeight:
 
         Args:
             ends: [E] integers: where the rows of each expert end.
-            dtype: of the result.
+            dtype: the dtype of the result.
 
         Returns:
             [E, rows, columns] of the parameter, anything in the place of experts without rows;
@@ -130,7 +130,7 @@ class PackedWeight:
         return named
 
     def settings(self) -> tuple[str, bool, tuple[dict[str, Any], ...]]:
-        """Returns what is no tensor; equal for weights that differ in their tensors only."""
+        """Returns all that is no tensor. It is equal for weights that differ only in tensors."""
         return self.rows, self.is_transposed, tuple(part.settings() for part in self.parts)
 
     @classmethod
@@ -167,7 +167,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def decode_traced(part: PackedExperts, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decodes as `decode`, by one operator that a graph calls and does not look into."""
+    """Decodes as `decode` does, in one operator that a graph calls and does not look into."""
     tensors = part.tensors()
     settings = json.dumps(part.settings())
     decoded: torch.Tensor = _decode_op(

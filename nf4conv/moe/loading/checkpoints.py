@@ -39,8 +39,10 @@ class Loading:
 
 
 def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
-    """Reads which weights of a checkpoint are packed; None if it has no packed experts, or they are
-    somebody else's to load.
+    """Reads which weights of a checkpoint are packed.
+
+    Returns:
+        None if the checkpoint has no packed experts, or if Unsloth loads them.
 
     Raises:
         CodecError: an expert, or a tensor of one, is missing, the family has no loader, or experts
@@ -74,8 +76,11 @@ def _check_devices(parameters: Iterable[str], device_map: Any) -> None:
 
 
 def look_at_16_bits(model: Any, skipped: list[str] | None) -> Loading | None:
-    """Chooses the experts of a 16-bit model that are packed; None unless NF4CONV_MOE=quantize asks
-    for it.
+    """Chooses the experts of a 16-bit model that are packed.
+
+    Returns:
+        None if nothing is packed: the model has no such experts, or NF4CONV_MOE=quantize does not
+        ask for it.
     """
     parameters = expert_parameters(model) if quantizes() else []
     if not parameters or _stands_back():
@@ -113,8 +118,8 @@ def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) ->
     """Puts converters for packed experts before those of the model.
 
     Args:
-        loading: gets the parameters that stay packed.
-        conversions: of the model and of its quantizer.
+        loading: what is known of the checkpoint. It gets the parameters that stay packed.
+        conversions: the converters and renamings of the model and of its quantizer.
         hf_quantizer: transformers' quantizer.
     """
     from nf4conv.moe.loading.converters import (
@@ -139,16 +144,17 @@ def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) ->
 
 
 def with_packing(operation: Any) -> Any:
-    """Returns an operation that packs experts, and does the rest by another."""
+    """Returns an operation that packs experts, and leaves all other weights to `operation`."""
     from nf4conv.moe.loading.quantize import ExpertsQuantize
 
     return ExpertsQuantize(operation)
 
 
 def patch_narrow_layers(model: Any) -> int:
-    """Has 4-bit layers on a CPU computed by nf4conv whose shapes bitsandbytes' kernels there cannot
-    take: rows that are no multiple of 32 stop them, and columns that are no multiple of a block's
-    64 are decoded wrongly.
+    """Lets nf4conv compute 4-bit layers on a CPU that bitsandbytes' CPU kernels cannot take.
+
+    These kernels stop at rows that are no multiple of 32. They decode columns wrongly that are no
+    multiple of a block's 64.
 
     Returns:
         The number of layers.
@@ -171,7 +177,7 @@ def prepare_transformers(model: Any, parameters: Iterable[str]) -> None:
 
     Args:
         model: the model, without weights.
-        parameters: the names of those that are packed.
+        parameters: the names of the parameters that are packed.
     """
     from transformers.integrations import moe
 

@@ -39,8 +39,9 @@ _SINGLE: Final = {
 
 
 class ExpertsConverter(WeightConverter):
-    """A converter that is cheap to copy: transformers copies it for every tensor, and uses only the
-    first copy for a parameter.
+    """A converter that is cheap to copy.
+
+    transformers copies it for every tensor, and uses only the first copy for a parameter.
     """
 
     _copied: "ExpertsConverter | None" = None  # the last copy
@@ -55,8 +56,10 @@ class ExpertsConverter(WeightConverter):
         return self._copied
 
     def convert(self, *args: Any, **kwargs: Any) -> Any:
-        """Converts what was collected. Raises an error of ours as it is: transformers would print
-        it among other lines, and raise one that does not name it.
+        """Converts what was collected.
+
+        Raises an error of nf4conv as it is. transformers would print it among other lines, and
+        raise one that does not say what is wrong.
         """
         try:
             return super().convert(*args, **kwargs)
@@ -142,8 +145,9 @@ def _patterns(sources: Sequence[str]) -> list[str]:
 
 
 def _of_unsloth_gpt_oss(hf_quantizer: Any) -> list[Any]:
-    """Returns converters for gpt-oss as Unsloth names it: a Linear for each expert, and the router
-    one level deeper.
+    """Returns converters for gpt-oss under the names that Unsloth gives its tensors.
+
+    Unsloth has a Linear for each expert, and the router one level deeper.
     """
     made: list[Any] = []
     for name in ("gate_up_proj", "down_proj"):

@@ -10,6 +10,9 @@ from typing import Final
 from nf4conv.errors import CodecError
 from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 
+AGAIN: Final = "download or quantize the checkpoint again"
+"""What to do about a checkpoint that is incomplete or damaged."""
+
 _NESTED: Final = ("nested_absmax", "nested_quant_map")
 _ONE_OF_EXPERTS: Final = re.compile(r"^(.*?experts)\.(?:(\w+)\.)?(\d+)\.(.+)$")
 _UNSLOTH_GPT_OSS: Final = re.compile(r"experts\.(?:gate_up|down)_projs\.\d+\.")
@@ -20,7 +23,7 @@ class PackedNames:
     """The packed weights of a checkpoint, by their names in its files.
 
     Attributes:
-        components: by the name of a weight, the suffixes of the tensors beside its codes.
+        components: the suffixes of the tensors beside the codes of each weight, by its name.
         codes: the names of weights whose codes are there.
     """
 
@@ -91,10 +94,9 @@ def check_completeness(names: PackedNames) -> None:
 
 
 def check_family(names: PackedNames, model_type: str) -> None:
-    """Raises CodecError for a family whose experts transformers holds in a way that packed ones do
-    not fit.
+    """Raises CodecError for a family whose packed experts do not fit into transformers' modules.
 
-    Without this it would leave them out, and compute with random weights.
+    Without this, transformers would leave the experts out and compute with random weights.
     """
     if model_type == "dbrx":
         raise CodecError(
@@ -117,9 +119,9 @@ def _check_components(name: str, names: PackedNames) -> None:
     if not any(suffix.startswith(QUANT_STATE_PREFIX) for suffix in components):
         missing.append(f"{QUANT_STATE_PREFIX}nf4")
     if name not in names.codes:
-        raise CodecError(f"{name}: the packed codes are missing; {_AGAIN}")
+        raise CodecError(f"{name}: the packed codes are missing; {AGAIN}")
     if missing:
-        raise CodecError(f"{name}.{missing[0]} is missing beside its packed codes; {_AGAIN}")
+        raise CodecError(f"{name}.{missing[0]} is missing beside its packed codes; {AGAIN}")
 
 
 def _check_group(group: Mapping[int, str]) -> None:
@@ -128,7 +130,4 @@ def _check_group(group: Mapping[int, str]) -> None:
     for number in range(max(group) + 1):
         if number not in group:
             name = re.sub(r"\.\d+\.(?!.*\.\d+\.)", f".{number}.", first)
-            raise CodecError(f"{name} is missing: experts 0 to {max(group)} are there; {_AGAIN}")
-
-
-_AGAIN: Final = "download or quantize the checkpoint again"
+            raise CodecError(f"{name} is missing: experts 0 to {max(group)} are there; {AGAIN}")

@@ -15,10 +15,9 @@ from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
 from nf4conv.format.layout import COMPONENT_SUFFIXES
+from nf4conv.moe.loading.headers import AGAIN
 from nf4conv.moe.tensor import Experts4bit
 from nf4conv.moe.weight import ALTERNATING, AS_STORED, SEPARATED, PackedWeight
-
-AGAIN = "download or quantize the checkpoint again"
 
 
 class ExpertsDeserialize(ConversionOps):
@@ -28,8 +27,9 @@ class ExpertsDeserialize(ConversionOps):
 
     Attributes:
         sources: patterns of the names of packed weights, one for each part of the parameter.
-        own_sources: the same as the model's own converter has them.
-        operations: those of the model's own converter; none if it has none for these names.
+        own_sources: the patterns of the model's own converter for the same parts.
+        operations: the operations of the model's own converter; none if it has none for these
+            names.
         hf_quantizer: transformers' quantizer. If an operation lacks this attribute, transformers
             casts absmax and its scales to the model's dtype.
         refused: why the tensors of the last parameter were refused; None if they were not.
@@ -70,7 +70,7 @@ class ExpertsDeserialize(ConversionOps):
             source_patterns: all patterns of the converter.
             target_patterns: the names of parameters, without what stands before.
             full_layer_name: the whole name of the first of them.
-            model: has the parameters, on the meta device.
+            model: the model, whose parameters are on the meta device.
             **kwargs: what the model's own operations want besides.
 
         Returns:
@@ -115,9 +115,9 @@ class ExpertsDeserialize(ConversionOps):
         """Makes the parameter of this name, in the orientation that the model has.
 
         Args:
-            tensors: of each part, the codes ("") and components by suffix.
-            name: of the parameter.
-            model: has it.
+            tensors: the codes ("") and the components of each part, by suffix.
+            name: the name of the parameter.
+            model: the model that has the parameter.
         """
         parts = []
         for source, own in zip(self.sources, tensors, strict=True):
@@ -143,8 +143,9 @@ class ExpertsDeserialize(ConversionOps):
     def _is_transposed(
         self, weight: PackedWeight, expected: torch.Size, module: Any, name: str
     ) -> bool:
-        """Returns whether the parameter has the transposed matrices; the shape decides, and for
-        square ones what the model says of itself.
+        """Returns True if the parameter has the transposed matrices.
+
+        The shape tells. For square matrices, the model's own operations or its module tell.
         """
         experts, (rows, columns) = weight.experts, weight.matrix_shape
         stored, transposed = (experts, rows, columns), (experts, columns, rows)
@@ -165,8 +166,9 @@ class ExpertsDeserialize(ConversionOps):
 
 
 class SharedExpertsDeserialize(ExpertsDeserialize, ErnieFuseAndSplitTextVisionExperts):
-    """Loads a list of experts that two parameters share. transformers before 5.20 takes several
-    targets from operations of its own class only.
+    """Loads a list of experts that two parameters share.
+
+    transformers before 5.20 takes several targets only from operations of this class of its own.
     """
 
 
@@ -182,8 +184,10 @@ def _are_single(pattern: str) -> bool:
 
 
 def has_transposed_experts(module: Any) -> bool:
-    """Returns whether a module of experts holds [in, out]: by its attribute, or its gate_up_proj,
-    whose outputs are gate and up.
+    """Returns True if a module of experts holds its matrices as [in, out].
+
+    Its attribute `is_transposed` tells. Without one, the shape of gate_up_proj does: its outputs
+    are gate and up, so they are more than its inputs.
     """
     known = getattr(module, "is_transposed", None)
     if known is not None:
@@ -206,7 +210,10 @@ def _collected(input_dict: dict[str, Any], source: str) -> dict[str, list[torch.
 def _share(
     tensors: dict[str, list[torch.Tensor]], place: int, targets: int
 ) -> dict[str, list[torch.Tensor]]:
-    """Returns one of equal shares of the experts: Ernie-VL's of text, then those of vision."""
+    """Returns one of equal shares of the experts.
+
+    Ernie-VL has the experts for text first, then those for vision.
+    """
     shared = {}
     for suffix, found in tensors.items():
         count = -(-len(found) // targets)
@@ -219,7 +226,7 @@ def pack_part(tensors: dict[str, list[torch.Tensor]], name: str) -> PackedExpert
 
     Args:
         tensors: codes ("") and components by suffix; one of each for each expert, or for a stack.
-        name: for messages.
+        name: the name of the projection, for messages.
 
     Raises:
         CodecError: a tensor is missing, contradicts another, or holds what no quantizer writes.
@@ -263,8 +270,9 @@ class RouterDeserialize(ConversionOps):
     """Decodes packed weights of what is no Linear4bit, such as routers that transformers 4 packed.
 
     Attributes:
-        operation: transformers' own, for everything else.
-        hf_quantizer: as in ExpertsDeserialize.
+        operation: transformers' own operation, which converts everything else.
+        hf_quantizer: transformers' quantizer. If an operation lacks this attribute, transformers
+            casts absmax and its scales to the model's dtype.
     """
 
     def __init__(self, operation: Any) -> None:
@@ -282,7 +290,7 @@ class RouterDeserialize(ConversionOps):
         full_layer_name: str = "",
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Decodes, or leaves it to transformers."""
+        """Decodes the weight, or leaves it to transformers if its module is a Linear4bit."""
         from bitsandbytes.nn import Linear4bit  # type: ignore[attr-defined]
 
         path, _, leaf = full_layer_name.rpartition(".")

@@ -26,7 +26,7 @@ class ExpertsQuantize(ConversionOps):
     """Packs stacks of experts, and leaves other weights to transformers.
 
     Attributes:
-        operation: transformers' own.
+        operation: transformers' own operation, which converts all other weights.
         hf_quantizer: transformers' quantizer; `_nf4conv.parameters` names the stacks.
     """
 
@@ -39,8 +39,8 @@ class ExpertsQuantize(ConversionOps):
 
         Args:
             input_dict: 16-bit weights by the names of parameters, or lists of one.
-            model: has these parameters.
-            **kwargs: for transformers' own operation.
+            model: the model that has these parameters.
+            **kwargs: what transformers' own operation wants besides.
         """
         stacks = self.hf_quantizer._nf4conv.parameters
         config = self.hf_quantizer.quantization_config
@@ -64,7 +64,7 @@ def pack_stack(stack: torch.Tensor, name: str, module: Any, config: Any) -> Expe
 
     Args:
         stack: [E, rows, columns].
-        name: of the parameter.
+        name: the name of the parameter.
         module: the layer of experts that it belongs to.
         config: transformers' BitsAndBytesConfig.
     """
