@@ -13,7 +13,7 @@ from typing import Any, Final
 from nf4conv.models.config import levels
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.family import Family
-from nf4conv.models.family_table import READ
+from nf4conv.models.family_table import READ_DIRECTLY
 from nf4conv.models.module_names import is_multimodal, module_of
 from nf4conv.models.name_patterns import (
     FLOAT32,
@@ -56,8 +56,8 @@ class Evidence:
         layers: the largest number of layers that the config names; 0 when it names none.
         multimodal: True if encoders of other inputs stand beside a language model.
         mostly_half: True if most bytes are not float32.
-        names_in_blocks: every part of the path of a matrix below something numbered. Only families
-            with `only_blocks` ask for it; it is empty for all others.
+        names_in_blocks: the parts of the paths of all matrices in numbered blocks. It is empty
+            unless a family has `only_blocks`.
         plain_experts: True if experts that are stored one by one have nothing but weights.
     """
 
@@ -163,9 +163,9 @@ class Evidence:
         if self._is_linear_by_family(module):
             return None
         if any(family.only_blocks for family in self.families) and not is_numbered(module):
-            # a top-level proj_out cannot be listed without hitting every proj_out of the blocks; it
-            # may have few rows, which only bitsandbytes' kernels for CPUs cannot take, and
-            # diffusers wants a GPU
+            # A proj_out at the top is packed if blocks have a proj_out, too: the skip list could
+            # not name it without naming theirs. It may have few rows. Only bitsandbytes' kernels
+            # for CPUs cannot take these, and diffusers needs a GPU.
             return None if module in self.names_in_blocks else Why.OUTSIDE_BLOCKS
         if self.multimodal and is_in_tower(module):
             if any(family.renames_towers for family in self.families):
@@ -197,7 +197,7 @@ class Evidence:
         if not experts and place_below(parent).is_expert:
             return Why.EXPERT
         if leaf == "weights_proj":
-            return READ  # of sparse attention's indexer
+            return READ_DIRECTLY  # by the indexer of sparse attention
         if leaf in ("x_proj", "dt_proj", "out_proj") and f"{parent}.D" in self.shapes:
             return "state-space kernels read this weight directly"
         if leaf == "out_proj" and f"{parent}.in_proj_weight" in self.shapes:

@@ -99,6 +99,7 @@ def without_odd_sizes(source: Source, selection: Selection, format: Format) -> S
 
 
 def _is_odd(decision: Pack | Keep, size: int) -> bool:
+    """Returns True if a packed weight's bytes do not divide into elements of this many bytes."""
     if isinstance(decision, Keep):
         return False
     for matrix in decision.matrices:

@@ -45,6 +45,7 @@ def _cleaned(value: object) -> object:
 
 
 def _is_code(key: str, value: object) -> bool:
+    """Returns True for an entry of a config that makes transformers fetch code."""
     if key in _KEYS or key.endswith(_ENDINGS):
         return True
     return isinstance(value, str) and value.startswith(_ADDRESSES)

@@ -122,6 +122,7 @@ def second_opinion(
 def _select_twice(
     tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions
 ) -> _TwoOpinions:
+    """Decides for every tensor by the rules, and then by the module tree of transformers."""
     by_rule = select(tensors, config, options)
     skeleton = read_skeleton([tensor.name for tensor in tensors], config)
     corrected = {}
@@ -143,50 +144,62 @@ def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
     """
     try:
         import transformers
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            rename_source_key,
-        )
-        from transformers.quantizers.quantizers_utils import should_convert_module
+        from transformers.core_model_loading import rename_source_key  # noqa: F401
     except ImportError as error:
         raise PlanError(
             f"--plan-with transformers needs transformers 5: pip install 'nf4conv[transformers]' "
             f"({error})"
         ) from error
     excess = excess_of(config, names)
+    if excess is not None:
+        raise _unbuildable(config, excess)
     try:
-        if excess is not None:
-            raise ValueError(excess)
         model = _build(config)
-        conversions = get_model_conversion_mapping(model)
-        renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
-        converters = [step for step in conversions if isinstance(step, WeightConverter)]
-        meta_state = model.state_dict()
-        modules = {}
-        for name in names:
-            renamed, converter = rename_source_key(
-                name, renamings, converters, model.base_model_prefix, meta_state
-            )
-            if converter is None and renamed.endswith(".weight") and renamed in meta_state:
-                modules[name] = module_of(renamed)
-        protected = list(model._keep_in_fp32_modules or ())
-        linear = set()
-        transposed = set()
-        for layer in _linear_layers(model):
-            if should_convert_module(layer.path, protected):
-                linear.add(layer.path)
-                if layer.is_transposed:
-                    transposed.add(layer.path)
+        modules = _follow_names(names, model)
+        layers = list(_linear_layers(model))
     except PlanError:
         raise
-    except Exception as error:
-        version = f"--plan-with transformers: transformers {transformers.__version__}"
-        raise PlanError(
-            f"{version} cannot build {architecture_of(config) or 'a model'}: {str(error)[:300]}"
-        ) from error
-    return Skeleton(modules, frozenset(linear), frozenset(transposed), transformers.__version__)
+    except Exception as error:  # transformers raises anything
+        raise _unbuildable(config, str(error)[:300]) from error
+    linear = frozenset(layer.path for layer in layers)
+    transposed = frozenset(layer.path for layer in layers if layer.is_transposed)
+    return Skeleton(modules, linear, transposed, transformers.__version__)
+
+
+def _unbuildable(config: Mapping[str, Any], why: str) -> PlanError:
+    """Returns the error of a model that the installed transformers cannot build."""
+    import transformers
+
+    return PlanError(
+        f"--plan-with transformers: transformers {transformers.__version__} cannot build "
+        f"{architecture_of(config) or 'a model'}: {why}"
+    )
+
+
+def _follow_names(names: Sequence[str], model: "PreTrainedModel") -> dict[str, str]:
+    """Returns the path of the module whose weight a tensor becomes, by the tensor's name on disk.
+
+    Tensors that become no weight of a module, and those that are converted, are left out.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
+    converters = [step for step in conversions if isinstance(step, WeightConverter)]
+    meta_state = model.state_dict()
+    modules = {}
+    for name in names:
+        renamed, converter = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, meta_state
+        )
+        if converter is None and renamed.endswith(".weight") and renamed in meta_state:
+            modules[name] = module_of(renamed)
+    return modules
 
 
 def _build(config: Mapping[str, Any]) -> "PreTrainedModel":
@@ -219,15 +232,17 @@ class _LinearLayer:
 
 
 def _linear_layers(model: "PreTrainedModel") -> Iterator[_LinearLayer]:
-    """Yields the linear layers of a model; subclasses of `nn.Linear` are none of them."""
+    """Yields the layers that transformers replaces; subclasses of `nn.Linear` are none of them."""
     import torch
     from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
+    protected = list(model._keep_in_fp32_modules or ())
     for path, module in model.named_modules():
-        if isinstance(module, Conv1D):
-            yield _LinearLayer(path, is_transposed=True)
-        elif type(module) is torch.nn.Linear:
-            yield _LinearLayer(path, is_transposed=False)
+        is_transposed = isinstance(module, Conv1D)
+        is_linear = is_transposed or type(module) is torch.nn.Linear
+        if is_linear and should_convert_module(path, protected):
+            yield _LinearLayer(path, is_transposed)
 
 
 def _correct(tensor: TensorInfo, decision: Pack | Keep, skeleton: Skeleton) -> Pack | Keep:

@@ -220,6 +220,7 @@ def _base_of(packed: Sequence[str]) -> str | None:
 
 
 def _check_names(entries: Iterable[str]) -> None:
+    """Raises a PlanError for an entry that transformers 5 would not take for a name."""
     # a regular expression could match anything, or take for ever to match
     odd = [entry for entry in entries if not is_name(entry)]
     if odd:
@@ -242,7 +243,7 @@ def mistaken_for_skipped(entries: Iterable[str], packed: Collection[str]) -> tup
     index = NameIndex(entries)
     by_beginning = rule_by_beginning(index)
     by_end = Rule(index.ends, index.ends)
-    # no more of a path than this can match, and that much many paths have in common
+    # only so many characters of a path can match, and many paths have these in common
     beginnings = {path[: index.longest] for path in packed}
     skipped_beginnings = set(by_beginning.skipped(grouped(beginnings)))
     skipped_paths = set(by_end.skipped(grouped(packed)))
@@ -301,6 +302,7 @@ def _in_order(entries: Iterable[str]) -> tuple[str, ...]:
 
 
 def _natural_order(entry: str) -> tuple[list[tuple[int, int, str]], str]:
+    """Returns a sort key that compares numbers in a path by their value."""
     order = []
     for part in re.split(r"(\d+)", entry):
         if part.isdecimal():

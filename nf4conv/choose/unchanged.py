@@ -36,10 +36,10 @@ class Stored(NamedTuple):
     """Tells what the tensors of a weight are copied from.
 
     Attributes:
-        parts: for each component but the quant state, in the order of `layout.components`: the
-            tensor to copy, or its bytes.
+        parts: the tensor to copy, or the bytes to write, for each component except the quant state,
+            in the order of `layout.components`.
         blob: the JSON of the quant state.
-        scales: how its blocks were scaled, of codebook.SCALES.
+        scales: how its blocks were scaled, one of codebook.RECORDED_SCALES.
     """
 
     parts: tuple[TensorInfo | bytes, ...]
@@ -118,8 +118,8 @@ def _copied_from(
 
     Args:
         tensor: a weight of a 4-bit source.
-        format: the format that is asked for. Its dtype does not matter, which is that of other
-            tensors, nor do its scales: a search finds nothing better than what has no error.
+        format: the format that is asked for. Its dtype does not matter: it is that of other
+            tensors. Nor do its scales: a search cannot improve values that are in 4 bits already.
         scales: how the weight was scaled.
         read: reads one of the `_small_parts` of the weight.
     """

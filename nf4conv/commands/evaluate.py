@@ -161,7 +161,7 @@ def evaluate_checkpoints(
 def _refuse_gguf(models: Sequence[Source]) -> None:
     """Refuses GGUF files, which are no folders that transformers loads."""
     for model in models:
-        if model.place is not None:
+        if model.is_gguf:
             raise SourceError(
                 f"{model}: evaluate runs no GGUF file; `nf4conv dequantize` makes a folder of it, "
                 f"to give instead"

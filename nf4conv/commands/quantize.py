@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from nf4conv.choose import skeleton
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.quantizing.checkpoint import execute_one, plan_checkpoint
 from nf4conv.errors import DiffusersFolderError, PlanError
@@ -182,7 +183,6 @@ def second_opinion(plan: AnyQuantizationPlan) -> tuple[str, ...]:
         return ()
     if find_spec("transformers") is None:
         return ()
-    from nf4conv.choose import skeleton  # importing transformers takes seconds
 
     return skeleton.second_opinion(plan.source.tensors, plan.source.config, plan.options)
 

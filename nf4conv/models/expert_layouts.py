@@ -65,7 +65,7 @@ class FoundStack(NamedTuple):
     """A tensor of a checkpoint that stacks experts.
 
     Attributes:
-        stack: how they lie in it.
+        stack: how the experts lie in the tensor.
         experts: the path below which single experts are numbered.
         layout: the layout of the family.
     """
@@ -173,7 +173,7 @@ _STACKED_TYPES: Final = (
     "diffusion_gemma_text", "gemma4_text", "granitemoe_swa", "hy_v4", "mistral4",
     "muse_spark_text", "zaya",
 )  # fmt: skip
-"""Model types of the same layout that are stored so."""
+"""Model types of the same layout whose authors store the experts as stacks."""
 
 _TRANSPOSED_TYPES: Final = ("openai_privacy_filter", "llama4", "llama4_text")
 _QWEN_VL_TYPES: Final = ("qwen3_vl_moe", "qwen3_vl_moe_text")
@@ -252,15 +252,17 @@ def partner_names(name: str, found: FoundStack) -> Iterator[str]:
         name: the name of a stack.
         found: what `find_stack` returned for it.
     """
-    # the ends of the patterns are names as they stand, with escaped dots
-    end = _literal_end(found.stack)
+    end = name_after_group(found.stack)
     for other in found.layout.stacks:
         if other is not found.stack and other.experts == found.stack.experts:
-            yield name.removesuffix(end) + _literal_end(other)
+            yield name.removesuffix(end) + name_after_group(other)
 
 
-def _literal_end(stack: ExpertStack) -> str:
-    """Returns what a pattern matches after its group."""
+def name_after_group(stack: ExpertStack) -> str:
+    """Returns the end of a stack's name: what its pattern has after the group.
+
+    The ends of the patterns are names as they stand, with escaped dots.
+    """
     return stack.pattern.rpartition(")")[2].removesuffix("$").replace("\\", "")
 
 

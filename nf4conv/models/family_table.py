@@ -16,7 +16,7 @@ from nf4conv.models.family import Family, KeptModules, Renaming
 
 # Reasons that users read.
 
-READ: Final = (
+READ_DIRECTLY: Final = (
     "transformers reads this weight outside of its module, which a packed one does not survive"
 )
 SUBCLASS: Final = "an nn.Linear subclass, which transformers 5 leaves alone"
@@ -76,9 +76,9 @@ _KEPT_BY_TRANSFORMERS: Final[Mapping[str, Family]] = {
 """transformers itself keeps these weights out of 4-bit."""
 
 # Like T5, these read the weight of `wo` outside of its module. transformers does not protect it.
-T5_UNPROTECTED: Final = Family(keep=(KeptModules(r"(^|\.)wo$", READ),))
+T5_UNPROTECTED: Final = Family(keep=(KeptModules(r"(^|\.)wo$", READ_DIRECTLY),))
 RETRIEVAL: Final = Family(
-    keep=(KeptModules(r"(^|\.)embedding_proj_layer$", READ),),
+    keep=(KeptModules(r"(^|\.)embedding_proj_layer$", READ_DIRECTLY),),
     # as transformers 5.0 has them
     heads=("vlm.model.vision_tower", "vlm.model.visual", "vlm.model.multi_modal_projector"),
 )
@@ -93,11 +93,11 @@ _READ_ELSEWHERE: Final[Mapping[str, Family]] = {
     "colqwen2": RETRIEVAL,
     "colmodernvbert": RETRIEVAL,
     "neomme": Family(
-        keep=(KeptModules(r"(^|\.)proj$", READ),),
+        keep=(KeptModules(r"(^|\.)proj$", READ_DIRECTLY),),
         heads=("unembedding_projection",),
     ),
-    "wavlm": Family(keep=(KeptModules(r"(^|\.)attention\.(q|k|v|out)_proj$", READ),)),
-    "mobilebert": Family(keep=(KeptModules(r"^cls\.", READ),)),
+    "wavlm": Family(keep=(KeptModules(r"(^|\.)attention\.(q|k|v|out)_proj$", READ_DIRECTLY),)),
+    "mobilebert": Family(keep=(KeptModules(r"^cls\.", READ_DIRECTLY),)),
     "falcon": FALCON,
     "RefinedWeb": FALCON,
     "RefinedWebModel": FALCON,

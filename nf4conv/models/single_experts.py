@@ -20,6 +20,7 @@ from nf4conv.models.expert_layouts import (
     are_stacked,
     find_stack,
     layouts_of,
+    name_after_group,
 )
 from nf4conv.models.families import model_types
 
@@ -87,7 +88,7 @@ def stack_name(experts: str, stack: ExpertStack, layout: ExpertLayout) -> str | 
 
     Args:
         experts: the path below which the experts are numbered.
-        stack: how they are stacked.
+        stack: how the experts lie in the tensor.
         layout: the layout that the stack belongs to.
 
     Returns:
@@ -98,14 +99,13 @@ def stack_name(experts: str, stack: ExpertStack, layout: ExpertLayout) -> str | 
     below = stack.experts.removeprefix(r"\1")
     if not experts.endswith(below):
         return None
-    end = stack.pattern.rpartition(")")[2].removesuffix("$").replace("\\", "")
     above = experts.removesuffix(below)
     # what a pattern has after its first group, such as ".experts", is inside the group of others
-    name = above + end
+    name = above + name_after_group(stack)
     found = find_stack(name, (layout,))
     return name if found is not None and found.experts == experts else None
 
 
 def is_gpt_oss(config: Mapping[str, Any]) -> bool:
-    """Returns True for a model whose experts Unsloth gives names of its own."""
+    """Returns True for gpt-oss, to whose experts Unsloth gives names of its own."""
     return "gpt_oss" in tuple(model_types(config))

@@ -125,6 +125,7 @@ def arrange(
 
 
 def _check_names(jobs: Sequence[Job]) -> None:
+    """Raises a PlanError if two output tensors would have one name."""
     seen: dict[str, Job] = {}
     for job in jobs:
         if seen.setdefault(job.name, job) is not job:

@@ -101,8 +101,8 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
         PlanError: the request cannot be met for this checkpoint.
     """
     packed = {tensor.name for tensor in source.tensors if is_quantized(tensor)}
-    is_of_gguf = source.place is not None  # the result differs from it even if nothing is decoded
-    if not packed and not options.lora and not is_of_gguf:
+    # a GGUF file becomes a folder of transformers even if nothing in it is decoded
+    if not packed and not options.lora and not source.is_gguf:
         raise PlanError(f"{place}: no tensor of this checkpoint is quantized")
     wanted = {name for name in packed if is_wanted(name, options.include, options.exclude)}
     _check_stays(source, packed - wanted)
@@ -121,10 +121,10 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
         stem=source.stem,
     )
     if config is not None and not still_packed:
-        config = _plain(config, dtype)
+        config = _decoded_config(config, dtype)
     notes = notes_on_links(source)
     is_of_others = any(is_quantized(tensor) and not is_in_4_bits(tensor) for tensor in tensors)
-    if options.lora or is_of_others or is_of_gguf:
+    if options.lora or is_of_others or source.is_gguf:
         notes = (*source.notes, *notes)
     return DequantizationPlan(options, source, output, config, notes)
 
@@ -156,7 +156,8 @@ def _dtype_of_model(config: Mapping[str, Any], tensors: Sequence[TensorInfo]) ->
     return "bfloat16" if has_kept else dominant
 
 
-def _plain(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def _decoded_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Returns the config of a checkpoint in which nothing is left in 4 bits."""
     if "_class_name" in config:  # a config of diffusers names no dtype
         return without_quantization(config)
     return plain_config(config, dtype)
@@ -253,6 +254,7 @@ def _output_dtype(tensor: TensorInfo, evidence: Evidence, options: DequantizeOpt
 
 
 def _decode_or_keep(tensor: TensorInfo, dtype: str) -> CopyJob:
+    """Returns the job of a tensor that does not stay in 4 bits."""
     if tensor.encoding is None:
         return CopyJob(tensor, dtype, _KEPT)
     reason = _DECODED if tensor.unmerged is tensor else _MERGED

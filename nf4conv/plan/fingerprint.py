@@ -51,11 +51,11 @@ def shared_fingerprint(
     source is not there any more when it runs.
 
     Args:
-        plan: plan of one part.
-        part: that part.
-        run: how the part is run.
-        device: device that computes.
-        card: model card of the result, without its figures; None for a result without one.
+        plan: the plan of one part.
+        part: the part that `plan` makes.
+        run: how to use the machine.
+        device: the device that computes.
+        card: the model card of the result, without its figures; None for a result without one.
     """
     source = plan.source
     sizes = {name: stamp[:1] for name, stamp in source_stamps(source).items()}

@@ -27,7 +27,7 @@ _ENTRY_SYNTAX: Final = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
 
 
 class Kind(NamedTuple):
-    """Sorts the tensors of a shard: those of one kind stand together, in the order of these."""
+    """Says which tensors of a shard stand together. Kinds sort as they follow each other there."""
 
     # negative, so that the largest alignment comes first
     negative_alignment: int
@@ -38,9 +38,9 @@ class Kind(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Says what weights of one shape take in the output.
+    """Says what a weight of one shape takes in the output.
 
-    It is worked out once for each shape: models have few shapes and many weights.
+    It is computed once for each shape: models have few shapes and many weights.
     """
 
     # tensors that a weight becomes; the last is the JSON blob, with its longest length
@@ -57,7 +57,7 @@ class Footprint(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def footprint(format: Format, shape: tuple[int, ...]) -> Footprint:
-    """Works out what a weight of this shape takes when it is packed in this format."""
+    """Computes what a weight of this shape takes when it is packed in this format."""
     parts = components(format, shape)
     sizes = tuple(part.nbytes for part in parts)
     kinds = []
@@ -90,8 +90,8 @@ class PackJob:
     footprint: Footprint
     # what its components are copied from; None for a weight that has to be packed
     stored: Stored | None = None
-    # of a weight that is calibrated, how it is read from the checkpoint; `source` and `stored` are
-    # what came of it, once that is done
+    # the job that reads a calibrated weight from the checkpoint; None for any other weight. Once
+    # the weight has been calibrated, `source` and `stored` are the result
     original: "PackJob | None" = None
     # where each component but the blob begins, from the start of the shard's data
     offsets: list[int] = field(default_factory=list)
@@ -167,10 +167,10 @@ class CopyJob:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """Returns the dtypes that its values go through, from what is stored, or decoded to.
+        """Returns the dtypes that its values go through, beginning with what is stored or decoded.
 
-        A single dtype holds whatever is decoded. With several, finite values may become infinite on
-        the way.
+        A single dtype can hold all values. With several, finite values may become infinite on the
+        way.
         """
         encoding = self.source.encoding
         if encoding is None:
@@ -182,6 +182,7 @@ class CopyJob:
         return tuple(tag for tag, _ in groupby(steps))
 
     def _holds_what_is_decoded(self) -> bool:
+        """Returns True if no value that is decoded is too large for the dtype of the output."""
         encoding = self.source.encoding
         if isinstance(encoding, Bitsandbytes4bit):
             return self.dtype == encoding.dtype

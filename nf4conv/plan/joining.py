@@ -57,7 +57,7 @@ def join_experts(
         tensors: the tensors of a checkpoint.
         config: the content of its config.json.
         apart: names of tensors that must stay as they are; the experts of their layers stay too.
-        layouts: how experts are to be stacked; None for what the family has on disk.
+        layouts: the layouts in which to stack experts; None for those that the family has on disk.
 
     Returns:
         The tensors in order, a stack in the place of its first matrix. Those of other families are

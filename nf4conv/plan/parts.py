@@ -32,7 +32,7 @@ _SCHEDULERS: Final = (
     _Scheduler("JOB_COMPLETION_INDEX", _COUNT),  # an indexed job of Kubernetes
     _Scheduler("RANK", "WORLD_SIZE"),  # torchrun
 )
-"""Of several that are set, the first counts."""
+"""The schedulers that are known. If the variables of several are set, the first one counts."""
 
 
 PlanT = TypeVar("PlanT", bound=WritingPlan | DiffusersPlan[Any])
@@ -81,6 +81,7 @@ def plan_part(plan: PlanT, run: RunOptions, asked_by: str = "--part") -> PlanT:
 
 
 def _require_divisible(plan: WritingPlan, run: RunOptions, asked_by: str) -> None:
+    """Raises a PlanError for options with which a plan cannot be carried out in parts."""
     if run.overwrite:
         raise PlanError(
             f"{asked_by} does not go with --overwrite, which would delete what other parts make; "
@@ -118,6 +119,7 @@ def number_of(part: str) -> tuple[int, int]:
 
 
 def _from_environment() -> tuple[int, int]:
+    """Returns the number of this part and of all parts, from a scheduler's variables."""
     scheduler = _scheduler()
     index = _number(scheduler.index)
     count = _number(_COUNT if _COUNT in os.environ else scheduler.count)
@@ -142,6 +144,7 @@ def _scheduler() -> _Scheduler:
 
 
 def _number(variable: str) -> int:
+    """Reads a whole number from an environment variable; raises a PlanError for anything else."""
     text = os.environ.get(variable, "not set")
     if not re.fullmatch(r"\d{1,9}", text):
         raise PlanError(
@@ -153,8 +156,9 @@ def _number(variable: str) -> int:
 def _shares(shards: Sequence[Shard], count: int) -> dict[str, int]:
     """Returns the number of the part that makes each shard, by the shard's name.
 
-    A part makes neighbouring shards, about as many bytes as the others. Two parts rather do not
-    read one source file. Of more parts than shards, those beyond the shards make none.
+    A part makes neighbouring shards, and about as many bytes as the other parts. Cuts between
+    source files are preferred, so that two parts seldom read one file. If there are more parts than
+    shards, the last parts make none.
     """
     count = min(count, len(shards))
     sizes = [shard.largest_size + shard.source_bytes for shard in shards]

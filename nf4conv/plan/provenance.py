@@ -81,6 +81,7 @@ def provenance_of(source: Source, plan: Plan) -> dict[str, Provenance]:
 
 
 def _of_job(job: PackJob, format: Format) -> Provenance:
+    """Returns what the weight of a job is, given the format of the weights that are packed."""
     if job.original is not None:
         calibrated = replace(format, scales="calibrated")
         is_from_4_bits = is_in_4_bits(job.original.source)
@@ -177,7 +178,7 @@ def groups_of(weights: Mapping[str, Provenance]) -> list[dict[str, Any]]:
 
 
 def _shared_patterns(groups: Iterable[Sequence[str]]) -> set[str]:
-    """Returns the names with any number that stand for weights of several groups."""
+    """Returns the patterns that match weights of several groups: names with "*" for numbers."""
     seen: set[str] = set()
     shared: set[str] = set()
     for group in groups:
@@ -188,7 +189,12 @@ def _shared_patterns(groups: Iterable[Sequence[str]]) -> set[str]:
 
 
 def _patterns(names: Sequence[str], shared: set[str]) -> list[str]:
-    """Returns names of weights, those with any number in place of all that only differ in it."""
+    """Returns patterns that stand for weights: "*" stands for numbers, unless it is ambiguous.
+
+    Args:
+        names: the names of the weights of one group.
+        shared: the patterns that match weights of other groups, too.
+    """
     found: dict[str, None] = {}
     for name in names:
         pattern = any_number(name)

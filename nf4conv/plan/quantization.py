@@ -211,6 +211,7 @@ def require_searched(source: object, plans: Sequence[QuantizationPlan]) -> None:
 def _notes_on_unchanged(
     unchanged: Mapping[str, Stored | str], options: QuantizeOptions
 ) -> Iterator[str]:
+    """Says which weights of a 4-bit source stay as they are, and which are packed anew."""
     if not unchanged:
         return
     packed_anew = [(name, why) for name, why in unchanged.items() if isinstance(why, str)]

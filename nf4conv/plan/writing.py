@@ -30,7 +30,7 @@ NO_CONFIG: Final = (
     "config.json is missing, so no library knows what to load; put the model's config.json beside "
     "its weights, and run again"
 )
-"""What is said of a source without one."""
+"""The note on a source without a config.json."""
 
 
 @dataclass(frozen=True)

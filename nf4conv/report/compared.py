@@ -54,6 +54,7 @@ def compared_row(
 
 
 def _status(pair: TensorPair, result: TensorDifference | None) -> Status:
+    """Returns how the tensors of one name compare; `result` is None if they cannot be compared."""
     if pair.a is None:
         return Status.ONLY_B
     if pair.b is None:
@@ -86,6 +87,7 @@ def _format(tensor: TensorInfo | None) -> str | None:
 
 
 def _passes(row: ComparedRow, tolerance: float | None) -> bool:
+    """Returns True if a difference is allowed; without a tolerance, only equal bytes are."""
     if row.status is Status.IDENTICAL:
         return True
     if tolerance is None:

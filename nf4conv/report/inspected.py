@@ -46,6 +46,7 @@ def inspected_rows(
 def _row(
     tensor: TensorInfo, components: Mapping[str, TensorInfo], contents: Mapping[str, bytes]
 ) -> InspectedRow:
+    """Describes one tensor, or one packed weight with its components by suffix."""
     size = tensor.nbytes + sum(part.nbytes for part in components.values())
     shape = tensor.shape
     dtype = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
@@ -86,6 +87,7 @@ class _QuantState:
 def _quantization(
     state: _QuantState, values: TensorInfo, components: Mapping[str, TensorInfo]
 ) -> StoredQuantization:
+    """Describes how a packed weight is stored, by its quant state and its tensors."""
     tensors = {"": _dtype_and_shape(values)}
     for suffix, part in components.items():
         tensors[suffix] = _dtype_and_shape(part)

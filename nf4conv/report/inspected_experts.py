@@ -93,6 +93,7 @@ def _is_of_transformers_4(
 
 
 def _readers(packed: Sequence[InspectedRow], config: Mapping[str, Any]) -> str:
+    """Returns a line that says what loads packed experts."""
     matrices = [PackedMatrix(row.name, row.shape) for row in packed]
     first = packed[0].quantization
     assert first is not None

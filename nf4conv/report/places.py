@@ -120,6 +120,7 @@ def unusual(treated: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def _unusual_lines(kind: str, members: list[tuple[str, str]]) -> Iterator[str]:
+    """Yields a line for each treatment of a kind that less than half of its tensors have."""
     counts = Counter(treatment for _, treatment in members).most_common()
     common, most = counts[0]
     if 2 * most <= len(members):

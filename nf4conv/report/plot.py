@@ -123,6 +123,7 @@ def scatter(
 
 
 def _grid(x: _Axis, y: _Axis, measured: str) -> Iterator[str]:
+    """Yields lines and numbers along both axes, and what the axes show."""
     for value in y.ticks():
         place = y.place(value)
         yield _stroke(x.start, place, x.stop, place, "#e5e5e5")

@@ -7,11 +7,11 @@ between the first two: those of all-MiniLM-L6-v2 have 0.092 to 0.099 with NF4 at
 absmax, where the theory gives 0.092 and 0.099. The third, with its heavier tails (0.112), is the
 tolerance.
 
-The errors of calibrated weights are no measure of their quality: codes are moved away from their
-own weights to make up for the errors of others. So no integral gives them. They are measured on two
-small trained models: the least and the largest. The tolerance is four times the error of searched
-scales, 1.4 to 1.7 times the largest, by which a weight that is another one, or none, is still
-noticed (docs/verify.md, benchmarks/calibration_errors.py).
+The errors of calibrated weights are no measure of their quality: calibration moves codes away from
+their own weights to make up for the errors of others. So no integral gives them. tolerance.json has
+the least and the largest that were measured on two small trained models. The tolerance is four
+times the error of searched scales, which is 1.4 to 1.7 times the largest. A wrong weight in the
+place of the right one still exceeds it (docs/verify.md, benchmarks/calibration_errors.py).
 
 docs/verify.md derives the integral, and tests/test_verify.py computes it. The errors of searched
 scales are measured, by tests/test_searched_checkpoints.py.
@@ -42,6 +42,7 @@ class ExpectedErrors(NamedTuple):
 
 
 def _read_errors() -> dict[tuple[str, str], Mapping[int, ExpectedErrors]]:
+    """Reads tolerance.json: the errors by scales and quant_type, and by blocksize."""
     tables: dict[tuple[str, str], Mapping[int, ExpectedErrors]] = {}
     content = json.loads(Path(__file__).with_name("tolerance.json").read_bytes())
     for scales, formats in content.items():

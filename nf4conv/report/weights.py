@@ -50,6 +50,7 @@ def weight_faults(result: WeightResult, options: VerifyOptions) -> Iterator[tupl
 
 
 def _scale_faults(scales: ScaleErrors) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with the scales of a weight, compared with its source."""
     if scales.wrong:
         yield (
             "scales",
@@ -66,6 +67,7 @@ def _scale_faults(scales: ScaleErrors) -> Iterator[tuple[str, str]]:
 def _exact_faults(
     weight: StoredWeight, errors: PieceErrors, scales: ScaleErrors
 ) -> Iterator[tuple[str, str]]:
+    """Yields in which bytes a weight is not what quantizing its source gives."""
     if errors.differing or scales.differing or scales.described:
         yield (
             "exact",

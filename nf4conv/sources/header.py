@@ -36,8 +36,9 @@ _POINTER: Final = b"version https://git-lfs"
 _SHORT_HEADER: Final = 2**23  # bytes; a longer header describes at least as much data
 _LONGEST_NAME: Final = 1000  # characters
 _MOST_DOTS: Final = 64
-"""Dots of a name, at which it is taken apart: several times what models have, and no more than
-memory can bear.
+"""The most dots of a name. It is several times what models have.
+
+Names are divided at their dots, so many dots would take much memory.
 """
 
 
@@ -79,7 +80,7 @@ def header_stop(path: Path, head: bytes, size: int) -> int:
     Args:
         path: the file, to name it in an error.
         head: the first bytes of the file, at least 8 unless it has fewer.
-        size: how many bytes the file has.
+        size: the size of the file in bytes.
 
     Raises:
         SourceError: no safetensors file begins like this.
@@ -122,7 +123,7 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
     Args:
         raw: the JSON of the header, without the 8 bytes of its length.
         path: the file.
-        size: how many bytes the file has.
+        size: the size of the file in bytes.
 
     Raises:
         SourceError: the header is no JSON, or has an unknown dtype, an impossible shape, or offsets

@@ -70,8 +70,8 @@ def present_encoded(opened: Source) -> Source:
         SourceError: tensors do not fit together; the message names them.
         UndecodableError: the checkpoint is quantized by a method that nf4conv does not decode.
     """
-    if opened.place is not None:
-        return opened  # a GGUF file, whose tensors say how they are decoded
+    if opened.is_gguf:
+        return opened  # its tensors already say how they are decoded
     config = opened.config or {}
     exported = _exported(opened)
     dtype = "F16" if checkpoint_dtype(config) == "float16" else "BF16"
@@ -153,6 +153,7 @@ def open_stored(source: str | Path, where: SourceOptions | None = None) -> Sourc
 
 
 def _open(source: str, where: SourceOptions) -> Source:
+    """Opens whatever is at a place: a file, a folder, or a repository of the Hub."""
     path = Path(source)
     try:
         if is_file(path):
@@ -196,6 +197,7 @@ def _how_to_merge(adapter: str, where: SourceOptions) -> str:
 
 
 def _open_repository(repo: str, where: SourceOptions) -> Source:
+    """Fetches a repository of the Hub, and opens the folder in the cache."""
     from nf4conv.sources.remote.hub import fetch_source  # huggingface_hub takes long to import
 
     fetched = fetch_source(repo, where)
@@ -301,6 +303,7 @@ def _folder_of_config(where: SourceOptions) -> Path | None:
 
 
 def _open_file(path: Path) -> Source:
+    """Opens a single weight file: safetensors, or a pickle."""
     if path.suffix not in (".safetensors", *PICKLE_SUFFIXES):
         raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle", path=path)
     folder = path.parent

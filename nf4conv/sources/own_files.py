@@ -1,7 +1,7 @@
 """Tells which files of a folder are its own.
 
-A folder may come from a stranger, and a link in it may lead to /etc or /proc. Links are followed
-that stay inside the folder that the user named, or that lead to blobs of the
+A folder may come from a stranger, and a link in it may lead to /etc or /proc. nf4conv follows only
+two kinds of links: those that stay inside the folder that the user named, and those to blobs of the
 Hub's cache, of which a snapshot consists: CACHE/models--org--name/snapshots/COMMIT/config.json →
 CACHE/models--org--name/blobs/HASH.
 """

@@ -20,6 +20,11 @@ def is_repo_id(text: str) -> bool:
     return _REPO_ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
+def prefix_of(where: SourceOptions) -> str:
+    """Returns what the names of files begin with that are in the subfolder; empty without one."""
+    return f"{where.subfolder.strip('/')}/" if where.subfolder else ""
+
+
 def from_address(source: str, where: SourceOptions) -> tuple[str, SourceOptions]:
     """Returns the name of a repository, and what to take of it, given the address of a page.
 

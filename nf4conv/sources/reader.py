@@ -83,7 +83,7 @@ class _OpenFile:
 
     Attributes:
         content: what is read at positions.
-        readers: how many threads are reading it.
+        readers: the number of threads that are reading it.
         is_slow: True if the last large read took long; None if there was none.
     """
 

@@ -51,10 +51,10 @@ KEPT: Final = "kept as found"
 _LARGEST: Final = 2**24  # bytes of a record
 _NUMBER: Final = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a part of a name that is a number
 
-_SAMPLES: Final = 4096  # of all files, roughly
-_MOST_SAMPLES: Final = 256  # of a file
-_FEWEST_SAMPLES: Final = 8  # of a file
-_SAMPLE: Final = 4096  # bytes
+_SAMPLES: Final = 4096  # that are read of all files together, roughly
+_MOST_SAMPLES: Final = 256  # that are read of a file
+_FEWEST_SAMPLES: Final = 8  # that are read of a file
+_SAMPLE: Final = 4096  # bytes of a sample
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class GroupOfWeights:
         origin: PACKED or KEPT. Empty if the record does not say.
         made_from: what the source has in their place, such as "bfloat16" or "bitsandbytes
             nf4+/64". "from" in the file. Empty if the record does not say.
-        scales: how the blocks were scaled, of codebook.RECORDED_SCALES.
+        scales: how the blocks were scaled, one of codebook.RECORDED_SCALES.
         count: the number of weights. None if the record does not say.
         names: their names, in which "*" stands for any number between two dots. None for the group
             of all weights that no other group names.
@@ -91,8 +91,8 @@ def record_of(
     Args:
         source: what the checkpoint is made from.
         command: "quantize" or "dequantize".
-        version: of nf4conv.
-        options: of the command, as they were given.
+        version: the version of nf4conv.
+        options: the options of the command, as they were given.
         weights: groups of the weights in 4 bits.
         not_packed: the number of other tensors by their dtype.
 
@@ -134,6 +134,7 @@ def _describe(source: Source) -> dict[str, Any]:
 
 
 def _describe_adapter(adapter: AdapterFiles) -> dict[str, Any]:
+    """Returns what tells an adapter from others."""
     if adapter.origin is not None:
         return {"id": str(adapter), "config": adapter.config}
     return {
@@ -185,7 +186,7 @@ def for_header(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the content of an nf4conv.json if it has what every reader needs, otherwise None."""
+    """Returns the content of an nf4conv.json; None if it lacks what every reader needs."""
     is_record = isinstance(record.get("options"), dict) and isinstance(record.get("source"), dict)
     return record if is_record else None
 
@@ -205,6 +206,7 @@ def recorded_weights(record: Mapping[str, Any]) -> list[GroupOfWeights]:
 
 
 def _group_of(group: Mapping[str, Any]) -> GroupOfWeights:
+    """Reads a group of a record; whatever is not of the expected kind counts as not said."""
     origin = group.get("origin")
     made_from = group.get("from")
     count = group.get("count")
@@ -227,9 +229,9 @@ def _scales_or_absmax(scales: object) -> str:
 
 
 def recorded_scales(place: Path) -> Callable[[str], str]:
-    """Returns a function that tells how a weight was scaled, of RECORDED_SCALES, given its name.
+    """Returns a function that tells how a weight was scaled, given its name.
 
-    It says "absmax" unless the record of the checkpoint says otherwise.
+    It returns one of RECORDED_SCALES: "absmax" unless the record of the checkpoint says otherwise.
 
     Args:
         place: the folder of the checkpoint, or its only file.
@@ -253,7 +255,7 @@ def group_finder(names: Sequence[Sequence[str] | None]) -> Callable[[str], int |
     """Returns a function that tells to which group of a record a weight belongs, given its name.
 
     Args:
-        names: of the weights of each group; None of a group that has all others.
+        names: the names of the weights of each group; None for the group that has all others.
 
     Returns:
         A function that returns the number of the group, from 0; None for a weight of no group.

@@ -46,8 +46,8 @@ class PendingFiles(Protocol):
     """Files of a source's folder that are made when they are needed.
 
     Attributes:
-        names: those of the files.
-        largest: about how many bytes they have together at most; 0 if they are there.
+        names: the names of the files.
+        largest: about the most bytes that they have together; 0 if they are there.
     """
 
     names: tuple[str, ...]
@@ -77,7 +77,7 @@ class Source:
         fetched: where it came from on the Hub, and which weight files are still there; None for a
             local source.
         adapters: the adapters that have been merged into it.
-        place: what the user named, if that is not `folder`: a GGUF file.
+        place: the GGUF file that the user named, with its tower; None for any other source.
         named_files: the names of the files that the user named, if they are several: those of a
             text model and of its tower.
         is_file: True if it is one weight file, whatever lies beside it.
@@ -100,6 +100,11 @@ class Source:
     is_file: bool = False
     pending: PendingFiles | None = None
     card_beside: Path | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        """Returns True if the tensors are those of a GGUF file."""
+        return self.place is not None
 
     @property
     def card(self) -> Path:

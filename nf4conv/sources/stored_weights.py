@@ -42,9 +42,10 @@ class StoredWeight:
     Attributes:
         values: the packed codes.
         components: the tensors beside them, by suffix.
-        format: how it is packed; the scales as far as that is recorded.
-        shape: of the weight before it was quantized.
-        nested_offset: added to the decoded absmax; None without double quantization.
+        format: how it is packed. Its scales are what the record says of them.
+        shape: the shape of the weight before it was quantized.
+        nested_offset: the number that is added to the decoded absmax; None without double
+            quantization.
         blob: the quant state if it is not on disk yet; then it is not among the components.
     """
 
@@ -83,8 +84,8 @@ class Structure:
         plain: the tensors that belong to no packed weight, by name.
         findings: what is wrong so far.
         read: reads a small tensor.
-        scales: tells how a weight is said to be scaled, of codebook.SCALES, given its name.
-        record: what it says of its making; None if it says nothing that can be read.
+        scales: tells how a weight was scaled according to the record, given its name.
+        record: the content of its nf4conv.json; None if it has none that can be read.
     """
 
     folder: Path

@@ -11,7 +11,7 @@ STEMS: Final = ("model", "diffusion_pytorch_model")
 MODEL_INDEX: Final = "model_index.json"
 """The file that makes a folder a diffusers pipeline.
 
-Weights beside it are those of all its parts in another format.
+Weight files beside it hold all its parts in another format.
 """
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -84,7 +84,7 @@ def _named(
     Args:
         names: the files in the folder.
         stems: base names of weight files, in the order of preference.
-        suffix: of the weight files, without a dot.
+        suffix: the suffix of the weight files, without a dot.
         variant: a word in their names, or None.
     """
     infix = "" if variant is None else f".{variant}"

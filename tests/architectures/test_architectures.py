@@ -32,7 +32,7 @@ from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import PlanError
 from nf4conv.models.config import UNREAD, levels
-from nf4conv.models.family_table import READ
+from nf4conv.models.family_table import READ_DIRECTLY
 from nf4conv.options import QuantizeOptions
 
 EVERY = [architecture for group in CASES.values() for architecture in group]
@@ -47,7 +47,7 @@ DELIBERATE = (
     Why.ROUTER.value,
     Why.TOWER.value,
     "transformers 5 splits or merges this weight when it loads it",
-    READ,
+    READ_DIRECTLY,
     "shared by layers and stored with any one of them, of which transformers 5 finds some only "
     "unpacked",
     "an output head",

@@ -1,7 +1,7 @@
 """Decides about the experts of a layer together: all are there, and all are packed or none."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.choose.experts.gathering import SINGLE, Experts
@@ -17,59 +17,65 @@ def check_layout(decisions: Mapping[str, Pack | Keep], experts: Experts, moe: st
 
     Args:
         decisions: what becomes of each tensor, by name.
-        experts: those of the checkpoint.
-        moe: how experts are to be stored; None for a source in 4 bits that keeps its layout.
+        experts: the experts of the checkpoint.
+        moe: "packed", "stacked" or "portable", as --moe has it; None for a source in 4 bits that
+            keeps its layout.
 
     Raises:
         PlanError: an expert is missing, or has another shape than the others of its layer. Loaders
             put all experts of a layer into one tensor.
     """
-    layers: dict[str, dict[str, dict[int, TensorInfo]]] = {}
-    for name, decision in decisions.items():
-        if not isinstance(decision, Pack) or experts.layer_of(name) is None:
-            continue
-        match = SINGLE.match(name)
-        if match is not None:
-            if moe == "stacked":
-                raise PlanError(
-                    f"{name}: --moe stacked: no stacks are known for the experts of "
-                    f"{experts.config.get('model_type', 'this checkpoint')}; --moe packed packs "
-                    f"them one by one"
-                )
-            projections = layers.setdefault(match[1], {})
-            projections.setdefault(match[3], {})[int(match[2])] = experts.tensors[name]
     if moe is None:
         check_whole(experts.tensors.values(), experts.config)
-    else:
-        _check_layers(layers, experts.config)
+        return
+    packed = []
+    for name, decision in decisions.items():
+        if isinstance(decision, Pack) and experts.layer_of(name) is not None:
+            packed.append(experts.tensors[name])
+    layers = _single_experts(packed)
+    if moe == "stacked" and layers:
+        name = next(tensor.name for tensor in packed if SINGLE.match(tensor.name))
+        raise PlanError(
+            f"{name}: --moe stacked: no stacks are known for the experts of "
+            f"{experts.config.get('model_type', 'this checkpoint')}; --moe packed packs them one "
+            f"by one"
+        )
+    _check_layers(layers, experts.config)
 
 
 def check_whole(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> None:
-    """Checks the experts that are stored one by one, packed or not, where the config knows how many
-    there are.
+    """Checks the experts that are stored one by one, packed or not.
+
+    Nothing is checked if the config does not say how many experts there are.
 
     Args:
-        tensors: those of a checkpoint.
+        tensors: all tensors of a checkpoint.
         config: the content of its config.json.
 
     Raises:
         PlanError: an expert is missing, or has another shape than the others of its layer.
     """
-    if not experts_in(config):
-        return
+    if experts_in(config):
+        _check_layers(_single_experts(tensors), config)
+
+
+_Layers: TypeAlias = Mapping[str, Mapping[str, Mapping[int, TensorInfo]]]
+"""Weights of single experts, by the path of the layer's experts, projection and number."""
+
+
+def _single_experts(tensors: Iterable[TensorInfo]) -> _Layers:
+    """Returns those tensors that are weights of single experts, by layer."""
     layers: dict[str, dict[str, dict[int, TensorInfo]]] = {}
     for tensor in tensors:
         match = SINGLE.match(tensor.name)
         if match is not None:
             projections = layers.setdefault(match[1], {})
             projections.setdefault(match[3], {})[int(match[2])] = tensor
-    _check_layers(layers, config)
+    return layers
 
 
-def _check_layers(
-    layers: Mapping[str, Mapping[str, Mapping[int, TensorInfo]]], config: Mapping[str, Any]
-) -> None:
-    """Checks weights of single experts, by layer, projection and number."""
+def _check_layers(layers: _Layers, config: Mapping[str, Any]) -> None:
+    """Raises a PlanError unless all experts of each layer are there and have one shape."""
     is_uneven = any(model_type in UNEVEN for model_type in model_types(config))
     if is_uneven or "model_type" not in config:
         return
@@ -90,6 +96,7 @@ def _check_layers(
 def _check_projection(
     layer: str, projection: str, weights: Mapping[int, TensorInfo], count: int
 ) -> None:
+    """Raises a PlanError unless `count` experts have this projection, all in one shape."""
     first = next(iter(weights.values()))
     for expert in range(count):
         weight = weights.get(expert)

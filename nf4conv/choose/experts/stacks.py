@@ -10,7 +10,7 @@ from nf4conv.sources.tensors import TensorInfo
 
 
 class Sizes(NamedTuple):
-    """The sizes that all stacks of a layer share."""
+    """The sizes that all stacks of a layer share. They are only compared with each other."""
 
     experts: int
     inner: int  # width between the projections
@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
 def sizes_of(
     tensor: TensorInfo, found: FoundStack, is_transposed: bool, config: Mapping[str, Any]
 ) -> Sizes:
-    """Returns the sizes of a stack, if it were of this orientation."""
+    """Returns the sizes that a stack has if its matrices are stored in this orientation."""
     experts, rows, columns = _shape_of(tensor, found, config)
     outputs, inputs = (columns, rows) if is_transposed else (rows, columns)
     if found.stack.is_last:

@@ -87,6 +87,7 @@ def _compute_dtype(config: Mapping[str, Any] | None) -> str | None:
 
 
 def _quantized_card(subject: Subject, parts: Sequence[str]) -> str:
+    """Puts the parts that cards of quantized models share around those of one card."""
     return "\n".join(
         [
             quantized_front_matter(subject),
@@ -209,7 +210,7 @@ def with_evaluation(card: str, compared: Evaluations, at: int, plot: str = "") -
     """
     earlier = re.compile(rf"\n*{_EVALUATION_TITLE}\n.*?(?=\n## |\Z)", re.DOTALL)
     above, check, below = earlier.sub("", card).partition("\n## Check\n")
-    text = sections.evaluation_table(compared.evaluations[at].rows())
+    text = sections.evaluation_table(compared.evaluations[at])
     if len(compared.evaluations) > 1:
         text += sections.side_by_side(compared, at)
     if plot:

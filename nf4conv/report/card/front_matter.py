@@ -58,6 +58,7 @@ def read_front_matter(path: Path, root: Path) -> tuple[OriginalCard, tuple[str, 
 
 
 def _read_card(path: Path) -> OriginalCard:
+    """Reads a card; raises anything for one that cannot be read."""
     with path.open("rb") as file:
         start = file.read(_LONGEST_FRONT_MATTER)
         rest = file.read(_LONGEST_CARD)
@@ -80,7 +81,8 @@ def _read_card(path: Path) -> OriginalCard:
 def _of_authors(text: str) -> str:
     """Returns a text without what an earlier nf4conv wrote at its beginning.
 
-    Below a line of dashes our cards have the text of the authors; above it no line is one.
+    Our cards have the text of the original's authors below a line of dashes. There is no such line
+    above it.
     """
     while _OURS.match(text) is not None:
         text = text.partition("\n---\n")[2].strip()

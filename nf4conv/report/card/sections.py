@@ -13,7 +13,7 @@ from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
 from nf4conv.plan.provenance import Provenance
 from nf4conv.report.card.subject import HUB, Figures, Subject, repo_link
 from nf4conv.report.loading import Loading
-from nf4conv.report.results.contents import Evaluations
+from nf4conv.report.results.contents import Evaluation, Evaluations
 from nf4conv.report.text.evaluations import comparison_cells
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OriginalCard
@@ -21,7 +21,7 @@ from nf4conv.sources.places import is_repo_id
 from nf4conv.sources.record import KEPT, PACKED
 
 HERE: Final = "."
-"""What code loads in the folder of the checkpoint itself."""
+"""The path by which code loads the checkpoint when it runs in the checkpoint's own folder."""
 
 _ELSEWHERE: Final = '# runs in the folder of this model; elsewhere, put its path or name for "."'
 
@@ -59,6 +59,7 @@ def merged_introduction(subject: Subject, folder: str) -> str:
 
 
 def _original_link(subject: Subject) -> str:
+    """Returns the name of the original, as a link if it is on the Hub."""
     origin = subject.name.origin
     if origin is not None:
         subfolder = f", {code(origin.subfolder)}," if origin.subfolder else ""
@@ -322,9 +323,9 @@ def original_text(original: OriginalCard) -> str:
     return f"---\n\n{original.body}\n" if original.body else ""
 
 
-def evaluation_table(rows: Mapping[str, str]) -> str:
-    """Returns the table of what `evaluate` found."""
-    return _two_columns(rows)
+def evaluation_table(found: Evaluation) -> str:
+    """Returns the table of what `evaluate` found about one model."""
+    return _two_columns(found.rows())
 
 
 def side_by_side(compared: Evaluations, at: int) -> str:

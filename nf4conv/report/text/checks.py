@@ -69,7 +69,7 @@ def _weight_cells(name: str, rows: Sequence[WeightRow]) -> tuple[str, ...]:
     """Returns the cells of a weight, or of experts with the range of their errors.
 
     Args:
-        name: of the weight, or of all of them.
+        name: the name of the weight, or the one that all of them share.
         rows: the weights, that of the largest error first.
     """
     worst = rows[0]

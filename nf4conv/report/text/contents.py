@@ -17,7 +17,7 @@ from nf4conv.report.text.terminal import printable
 from nf4conv.sources.record import recorded_weights
 
 _SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
-"""What is said of scales that are not absmax."""
+"""What users read about scales that are not absmax."""
 
 
 def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) -> Iterator[str]:
@@ -46,6 +46,7 @@ def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) 
 
 
 def _inspection_head(inspection: Inspection) -> Iterator[str]:
+    """Yields what is said of the whole checkpoint: sizes, config, experts and origin."""
     totals = inspection.totals
     tensors = f"{totals.tensors:,} tensors, {_share_of_few_bits(inspection)}"
     bits = f"{totals.bits_per_parameter:.2f} bits each"
@@ -77,7 +78,7 @@ def _share_of_few_bits(inspection: Inspection) -> str:
 
 
 def _calibration(made: Mapping[str, Any]) -> Iterator[str]:
-    """Yields by what weights were calibrated, and what it gained; nothing if they were not."""
+    """Yields which text calibrated the weights, and what it gained; nothing without calibration."""
     asked = made.get("calibration")
     found = made.get("calibrated")
     if not isinstance(asked, dict) or not isinstance(found, dict):

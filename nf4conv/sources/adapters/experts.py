@@ -23,7 +23,7 @@ _FUSED: Final = ("gate_up_proj", "down_proj")
 """Parameters of fused experts in the order in which PEFT wraps them: the last is the outermost."""
 
 _PROJECTIONS: Final = {"gate_up_proj": GATE_UP, "down_proj": DOWN}
-"""The projections that each of them holds."""
+"""The projections that each fused parameter holds."""
 
 
 class _MatrixNames(NamedTuple):

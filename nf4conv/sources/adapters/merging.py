@@ -35,10 +35,10 @@ def open_merged(
 
     Args:
         source: a folder, a file, or "org/name" on the Hub.
-        where: how to read it.
+        where: what to take of a folder or repository, and how to reach the Hub.
         lora: the adapters: folders, or names on the Hub; may be empty.
-        lora_experts: the order of the experts' factors in adapters that do not tell it, of
-            choices.LORA_EXPERTS; None refuses adapters of which it is not certain.
+        lora_experts: the order of the experts' factors in adapters that do not tell it, one of
+            choices.LORA_EXPERTS. None refuses adapters whose order is not certain.
 
     Raises:
         SourceError: something cannot be read, an adapter changes what the checkpoint lacks, or
@@ -65,7 +65,7 @@ def open_merged(
 
 
 class _Merging:
-    """A source while adapters are merged into it."""
+    """Merges adapters into a source, one after the other."""
 
     def __init__(self, source: Source) -> None:
         self._base = Base(source)

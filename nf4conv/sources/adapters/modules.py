@@ -125,6 +125,7 @@ def _stored_twin(base: Base, embedding: TensorInfo) -> TensorInfo | None:
 def _change_of_bias(
     base: Base, adapter: Adapter, module: str, bias: TensorInfo, scale: float
 ) -> Change:
+    """Returns the change of a module's bias; raises a SourceError if the bias does not fit."""
     target = base.find(f"{module}.bias")
     if target is None:
         raise base.lacks(adapter, f"{module}.bias")

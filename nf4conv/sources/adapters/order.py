@@ -36,7 +36,7 @@ def is_expert_major(adapter: Adapter, path: str, rank: int, experts: int) -> boo
         adapter: the adapter.
         path: the parameter, for errors.
         rank: the rank of each expert.
-        experts: how many experts the factors stack.
+        experts: the number of experts whose factors are stacked.
 
     Raises:
         SourceError: Unsloth made the adapter, and nothing tells the order.

@@ -57,7 +57,7 @@ class Patterns:
             self._known.append((self._compiled(pattern), value))
 
     def value_of(self, path: str, otherwise: object) -> Any:
-        """Returns what the first pattern stands for that fits a path, or what else holds.
+        """Returns what the first pattern stands for that fits a path; `otherwise` if none fits.
 
         A pattern fits the whole path, or the end of it behind a dot (PEFT: get_pattern_key).
 
@@ -89,6 +89,7 @@ class Patterns:
             )
 
     def _compiled(self, pattern: str) -> Callable[[str], bool]:
+        """Returns a function that tells whether a pattern fits a path."""
         self.count(_STEPS_OF_A_CHARACTER * (len(pattern) + 1))
         whole = rf"(.*\.)?({pattern})$"
         try:
@@ -139,6 +140,7 @@ class _Text:
         return places
 
     def _step(self, operation: str, argument: Any, places: int) -> int:
+        """Returns the places to which one operation leads from some places."""
         if operation in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
             return (places & self._mask(operation, argument)) << 1
         if operation == "BRANCH":
@@ -164,6 +166,7 @@ class _Text:
         raise self._patterns.unknown(self._pattern, operation.lower())
 
     def _repeat(self, least: int, most: int, inner: Any, places: int) -> int:
+        """Returns the places to which `least` to `most` repetitions lead from some places."""
         # more often than there are characters, nothing changes any more
         enough = len(self._text) + 1
         for _ in range(min(least, enough)):
@@ -179,7 +182,10 @@ class _Text:
         return places
 
     def _look(self, direction: int, inner: Any, places: int, *, is_wanted: bool) -> int:
-        """Returns the places at which an expression matches ahead, or behind; or those others."""
+        """Returns the places at which an expression matches ahead of them, or behind them.
+
+        Without `is_wanted` it returns the places at which the expression does not match.
+        """
         width = inner.getwidth()[0] if direction < 0 else 0
         found = 0
         for place in range(len(self._text) + 1):
@@ -195,6 +201,7 @@ class _Text:
         return found
 
     def _anchor(self, name: str) -> int:
+        """Returns the places at which an anchor such as ^, $ or a word boundary matches."""
         size = len(self._text)
         if name in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
             return 1

@@ -66,6 +66,7 @@ def separate_head(base: Base, adapter: Adapter) -> tuple[Adapter, str]:
 
 
 def _changed_weights(base: Base, adapter: Adapter) -> _Changed:
+    """Returns the weights that an adapter changes, with the heads and the embedding among them."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in adapter.targeted:
         shape = shape_made(adapter, part)

@@ -16,7 +16,7 @@ from nf4conv.errors import NoDiffusersFolderError, SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.auxiliary import auxiliary_names
 from nf4conv.sources.own_files import own_files, require_own
-from nf4conv.sources.places import from_address, is_repo_id
+from nf4conv.sources.places import from_address, is_repo_id, prefix_of
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.weight_files import MODEL_INDEX, find_weights
 
@@ -38,7 +38,7 @@ class DiffusersFolder:
     Attributes:
         folder: the folder with its files; of a pipeline on the Hub, those that are not weights.
         place: the folder, or the repository on the Hub, that its submodels are opened from.
-        submodels: how to open each submodel, by name, in the order of model_index.json.
+        submodels: the options that open each submodel, by name, in the order of model_index.json.
         files: the other files that belong to it, relative to the folder, without model_index.json.
         strays: links that would belong to it but lead out of the folder.
     """
@@ -85,13 +85,9 @@ def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> Di
     return _open_repository(str(source), where)
 
 
-def _prefix_of(where: SourceOptions) -> str:
-    """Returns what the paths of files begin with that are in the subfolder."""
-    return f"{where.subfolder.strip('/')}/" if where.subfolder else ""
-
-
 def _open_local(root: Path, where: SourceOptions) -> DiffusersFolder:
-    folder = root / _prefix_of(where)
+    """Opens a pipeline that is a folder on this disk."""
+    folder = root / prefix_of(where)
     index = folder / MODEL_INDEX
     if not index.is_file():
         raise NoDiffusersFolderError(
@@ -104,6 +100,7 @@ def _open_local(root: Path, where: SourceOptions) -> DiffusersFolder:
 
 
 def _open_repository(repo: str, where: SourceOptions) -> DiffusersFolder:
+    """Opens a pipeline on the Hub, and fetches its files except the weights."""
     from nf4conv.sources.remote.hub import list_diffusers  # huggingface_hub takes long to import
 
     fetched, names = list_diffusers(repo, where)
@@ -115,7 +112,7 @@ def _open_repository(repo: str, where: SourceOptions) -> DiffusersFolder:
     if "README.md" in names:
         needed.append("README.md")
     if needed:
-        prefix = _prefix_of(where)
+        prefix = prefix_of(where)
         fetched.repository.fetch([f"{prefix}{name}" for name in needed])
     return pipeline
 
@@ -128,7 +125,7 @@ def _describe(
     Args:
         folder: the folder with its model_index.json.
         place: the folder or repository that its submodels are opened from.
-        where: how to open the pipeline.
+        where: the options that opened the pipeline.
         names: all its files, relative to the folder.
     """
     index = folder / MODEL_INDEX
@@ -148,7 +145,7 @@ def _describe(
         if _has_weights(own):
             submodels[part] = replace(
                 where,
-                subfolder=f"{_prefix_of(where)}{part}",
+                subfolder=f"{prefix_of(where)}{part}",
                 variant=where.variant if _has_variant(own, where.variant) else None,
             )
         else:
@@ -198,6 +195,7 @@ def _copied_from(part: str, names: Sequence[str]) -> list[PurePosixPath]:
 
 
 def _has_variant(names: Collection[str], variant: str | None) -> bool:
+    """Returns True if a folder with these files has weights of a variant."""
     with suppress(SourceError):
         return bool(find_weights(names, variant, ""))
     return False

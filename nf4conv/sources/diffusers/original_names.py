@@ -200,8 +200,8 @@ def _joined(name: str, places: int, parts: Sequence[_Part]) -> TensorInfo:
     """Returns a tensor whose rows are those of its parts, one after the other.
 
     Args:
-        name: of the tensor.
-        places: how many parts there must be.
+        name: the name of the tensor that is made.
+        places: the number of parts that there must be.
         parts: the parts, in any order.
 
     Raises:

@@ -73,7 +73,7 @@ class GgufHeader:
 
     Attributes:
         metadata: numbers, strings, lists of numbers, and `Texts`, by key.
-        tensors: in the order of the records.
+        tensors: the tensors in the order of their records.
         digest: the SHA-256 of the metadata's bytes.
     """
 
@@ -105,7 +105,7 @@ class _Parser:
     Args:
         path: the file, for messages.
         content: its bytes.
-        size: how many they are.
+        size: the number of its bytes.
     """
 
     def __init__(self, path: Path, content: HeaderBytes, size: int) -> None:

@@ -23,7 +23,7 @@ class Texts:
 
     Attributes:
         content: the strings, each behind its length in 8 bytes.
-        count: how many they are.
+        count: the number of strings.
     """
 
     content: bytes
@@ -48,8 +48,8 @@ class HeaderBytes:
 
     Args:
         path: the file, for messages.
-        file: the same, opened.
-        size: its bytes.
+        file: the same file, opened.
+        size: the number of its bytes.
 
     Attributes:
         position: where the next byte is.

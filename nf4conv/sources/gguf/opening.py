@@ -43,11 +43,11 @@ class _TextModel:
     Attributes:
         path: the file that the user named.
         files: all of its files.
-        header: that of the first one.
-        tensors: those of all files.
+        header: the header of the first file.
+        tensors: the tensors of all files.
         sizes: the metadata without the architecture's name in its keys.
-        names: those of the tensors, also with `*` for the number of a layer.
-        family: that of its architecture.
+        names: the names of the tensors, also with `*` for the number of a layer.
+        family: the family of its architecture.
     """
 
     path: Path

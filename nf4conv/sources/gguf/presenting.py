@@ -58,8 +58,8 @@ def present(
     """Returns the tensors that a checkpoint of transformers would have.
 
     Args:
-        tensors: those of the file.
-        family: that of its architecture.
+        tensors: the tensors of the file.
+        family: the family of its architecture.
         sizes: the metadata without the architecture's name in its keys.
         dtype: the tag of the dtype that they are presented in.
 

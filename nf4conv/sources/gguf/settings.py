@@ -36,10 +36,10 @@ def config_of(
 
     Args:
         sizes: the metadata without the architecture's name in its keys.
-        names: those of the file's tensors, also with `*` for the number of a layer.
-        family: that of its architecture.
-        tensors: as they are presented.
-        dtype: the tag that they are presented in.
+        names: the names of the file's tensors, also with `*` for the number of a layer.
+        family: the family of its architecture.
+        tensors: the tensors under the names and in the layout of transformers.
+        dtype: the tag of the dtype that they are presented in.
     """
     config: dict[str, Any] = {
         "architectures": [family.architecture],

@@ -42,7 +42,7 @@ llama.cpp's llama-vocab.cpp; of Kimi K2, pat_str in its tokenization_kimi.py.
 """
 
 _TAKES_WHOLE_WORDS: Final = ("llama-bpe", "kimi-k2")
-"""Ways in which a word that is a token is not put together by merges."""
+"""Values of `tokenizer.ggml.pre` by which a word that is a token is taken without any merges."""
 
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
@@ -60,7 +60,7 @@ _BPE: Final = {
     "fuse_unk": False,
     "byte_fallback": False,
 }
-"""A model of BPE, but for its vocabulary and its merges."""
+"""A model of BPE without its vocabulary and its merges."""
 
 _AT_A_TIME: Final = 4096
 """Tokens or merges that a piece of tokenizer.json has: about 1 ms of work."""
@@ -80,9 +80,9 @@ class Vocabulary:
     """Describes what a tokenizer is made of.
 
     Attributes:
-        kind: how llama.cpp calls it: "gpt2" or "llama".
-        tokens: by their numbers.
-        metadata: of the file.
+        kind: what llama.cpp calls the tokenizer: "gpt2" or "llama".
+        tokens: the tokens in the order of their numbers.
+        metadata: the metadata of the file.
     """
 
     kind: str
@@ -97,7 +97,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary | None:
     if not isinstance(texts, Texts) or not _is_known(metadata, kind, len(texts)):
         return None
     tokens = list(texts)
-    if len(set(tokens)) != len(tokens):  # two tokens of other bytes that are no text
+    if len(set(tokens)) != len(tokens):  # bytes that are no text were replaced, in two tokens alike
         return None
     return Vocabulary(kind, tokens, metadata)
 
@@ -163,7 +163,7 @@ def _pairs(merges: Iterable[str]) -> list[list[str]]:
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a byte-level BPE differs in."""
+    """Returns the parts of tokenizer.json that only a byte-level BPE has."""
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
     pattern = _CUTS[pre]
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
@@ -181,7 +181,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    """Returns what a BPE of SentencePiece differs in."""
+    """Returns the parts of tokenizer.json that only a BPE of SentencePiece has."""
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     normalizers: list[dict[str, Any]] = []
     decoders: list[dict[str, Any]] = [
@@ -239,9 +239,9 @@ def _post_processor(
     """Returns what puts the first and last token around a text; None if neither is wanted.
 
     Args:
-        metadata: of the file.
-        tokens: the vocabulary.
-        begins: True if a text begins with a token where the metadata does not say.
+        metadata: the metadata of the file.
+        tokens: the tokens in the order of their numbers.
+        begins: True if a text begins with a special token unless the metadata says otherwise.
     """
     wanted = []
     if metadata.get("tokenizer.ggml.add_bos_token", begins):

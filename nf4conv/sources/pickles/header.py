@@ -174,7 +174,7 @@ def _legacy_storages(
 
     Args:
         file: the file.
-        keys: of the storages, in the order of their bytes.
+        keys: the keys of the storages, in the order of their bytes.
         known: the storages that tensors are views of, by key.
         position: where the first storage begins.
     """

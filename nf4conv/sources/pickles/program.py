@@ -32,7 +32,7 @@ def run_pickle(file: IO[bytes]) -> Any:
     """Returns the value that a pickle describes.
 
     Args:
-        file: at the first opcode; it is left after the last one.
+        file: a file that stands at the first opcode; afterwards it stands behind the last one.
 
     Returns:
         Dicts, lists, tuples, texts, numbers and StoredTensors.

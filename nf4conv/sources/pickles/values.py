@@ -1,7 +1,6 @@
 """Checks and combines what a pickle of a state dict describes: dicts, storages and tensors.
 
-None of the values are hashed, compared or printed but names and numbers, since a tuple may hold
-itself a billion times.
+Only names and numbers are hashed, compared or printed: a tuple may hold itself a billion times.
 """
 
 from typing import Any, Final, NamedTuple

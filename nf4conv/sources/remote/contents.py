@@ -65,6 +65,7 @@ def damaged_files(files: Iterable[tuple[Path, RemoteFile]]) -> dict[RemoteFile, 
 
 
 def _check_once(listed: tuple[Path, RemoteFile]) -> str | None:
+    """Returns what is wrong with a file; does not read one again that was found right before."""
     path, file = listed
     path = path.resolve()  # the cache has links to its blobs
     state = _state_of(path, file)

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.auxiliary import auxiliary_names
+from nf4conv.sources.places import prefix_of
 from nf4conv.sources.reader import read_small
 from nf4conv.sources.remote.asking import explained
 from nf4conv.sources.remote.contents import RemoteFile
@@ -51,7 +52,7 @@ _LIKELY: Final = (
     "diffusion_pytorch_model.safetensors",
     MODEL_INDEX,
 )
-"""Files one of which every source has: by them it is found in the cache."""
+"""Files of which every source has at least one. By them a source is found in the cache."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     if where.local_files_only or is_offline():
         return _from_cache(repo, where)
     repository = Repository(repo, where)
-    prefix = _prefix_of(where)
+    prefix = prefix_of(where)
     names = _names_below(repository, prefix)
     place = f"{repo}/{prefix}".rstrip("/")
     at_top = {name for name in names if "/" not in name}
@@ -131,11 +132,6 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     return Fetched(folder, origin, repository, absent)
 
 
-def _prefix_of(where: SourceOptions) -> str:
-    """Returns what the names of files begin with that are in the subfolder."""
-    return f"{where.subfolder.strip('/')}/" if where.subfolder else ""
-
-
 def _names_below(repository: Repository, prefix: str) -> list[str]:
     """Returns the names of files that begin with a prefix, without it."""
     names = repository.files
@@ -147,7 +143,7 @@ def _small_files(repository: Repository, prefix: str, names: Collection[str]) ->
 
     Args:
         repository: the repository; its modules.json is fetched if it has one.
-        prefix: of the names of files in the subfolder.
+        prefix: what the names of files in the subfolder begin with.
         names: the files in the subfolder, without the prefix.
     """
     modules = None
@@ -195,7 +191,7 @@ def fetch_gguf(repo: str, names: Sequence[str], where: SourceOptions) -> tuple[l
 
     Args:
         repo: "org/name".
-        names: of the files, the text model's first.
+        names: the names of the files, the text model's first.
         where: revision and subfolder, and how to reach the Hub.
 
     Returns:
@@ -213,7 +209,7 @@ def fetch_gguf(repo: str, names: Sequence[str], where: SourceOptions) -> tuple[l
         ]
         return files, each_found[0]
     repository = Repository(repo, where)
-    wanted = [f"{_prefix_of(where)}{name}" for name in names]
+    wanted = [f"{prefix_of(where)}{name}" for name in names]
     needed: set[str] = set()
     for name in wanted:
         needed |= _files_of_gguf(repository, repo, name)
@@ -257,7 +253,7 @@ def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str,
         files = [path for path in fetched.folder.rglob("*") if path.is_file()]
         return fetched, tuple(path.relative_to(fetched.folder).as_posix() for path in files)
     repository = Repository(repo, where)
-    prefix = _prefix_of(where)
+    prefix = prefix_of(where)
     folder = repository.fetch_first([f"{prefix}{MODEL_INDEX}"]) / prefix
     origin = Origin(repo, repository.commit, prefix.rstrip("/"))
     return Fetched(folder, origin, repository, {}), tuple(_names_below(repository, prefix))

@@ -201,6 +201,7 @@ class ShardStream(RemoteReader):
             raise SourceError("no longer wanted")
 
     def _download(self, file: RemoteFile, *, again: bool) -> Path:
+        """Fetches a file, and turns whatever goes wrong into an error of nf4conv."""
         where = f"{self._repository.repo}/{file.name}"
         attempt = partial(self._repository.download, file, self._folder, self._go_on, again=again)
         try:

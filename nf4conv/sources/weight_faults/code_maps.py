@@ -39,7 +39,7 @@ def _check_map(
         structure: the checkpoint, which gets the finding.
         part: the map; None if there is none, which is noted elsewhere.
         values: the standard map.
-        name: of the standard map.
+        name: the name of the standard map.
     """
     if part is None or part.dtype != "F32" or part.elements != len(values):
         return

@@ -33,7 +33,7 @@ def read_state(
         blob: the tensor with the JSON.
         suffix: its suffix, which names the quant type.
         is_nested: True if there is a nested_absmax.
-        scales: how the weight is said to be scaled.
+        scales: how the weight was scaled according to the record.
 
     Returns:
         The fields; None if there are faults that leave the weight unreadable.
