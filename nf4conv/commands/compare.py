@@ -173,6 +173,7 @@ class _Sides:
 def _open(
     a: str | Path, b: str | Path, options: CompareOptions, where: SourceOptions | None
 ) -> _Sides:
+    """Opens two checkpoints, or two diffusers pipelines."""
     try:
         source_a = open_source(a, where)
         source_b = open_source(b, where)
@@ -287,7 +288,7 @@ def _measure(
 
 
 def _needs_values(result: TensorDifference) -> bool:
-    """Tells whether values must be compared. Of complex numbers only the bytes are compared."""
+    """Returns True if values must be compared. Of complex numbers only the bytes are compared."""
     if result.is_identical or not result.a.elements:
         return False
     return "C64" not in (result.a.dtype, result.b.dtype)

@@ -104,6 +104,7 @@ def _unproved(structure: Structure) -> Decoding:
 def _match(
     structure: Structure, plan: DequantizationPlan, options: VerifyOptions, *, is_folder: bool
 ) -> Decoding:
+    """Pairs a decoded checkpoint with what its source decodes to, and checks its files."""
     pairs = pair_decoded(structure, plan)
     if is_folder:
         check_planned_config(structure, plan.config, exact=options.exact)

@@ -112,6 +112,7 @@ def plan_dequantization(
 
 
 def _log_plan(plan: AnyDequantizationPlan, started: float) -> None:
+    """Logs what was planned, and how long it took since `started` (time.perf_counter)."""
     seconds = time.perf_counter() - started
     totals = plan.totals()
     _log.info(
@@ -144,9 +145,8 @@ def plan_checkpoint(
     plan = dequantization.plan_source(source, opened, options)
     if not options.lora:
         return plan  # it gets no card, because its original's card says all there is
-    from nf4conv.report.card.front_matter import (
-        read_front_matter,  # importing a reader of YAML takes a moment
-    )
+    # importing a reader of YAML takes a moment
+    from nf4conv.report.card.front_matter import read_front_matter
 
     front, complaints = read_front_matter(opened.card, opened.root_of_card)
     return replace(plan, front=front, notes=(*plan.notes, *complaints))
@@ -155,6 +155,7 @@ def plan_checkpoint(
 def _plan_pipeline(
     source: str | Path, folder: DiffusersFolder, options: DequantizeOptions
 ) -> DiffusersPlan[DequantizationPlan]:
+    """Plans a diffusers pipeline; raises a PlanError if nothing in it is quantized."""
     submodels = {}
     for name, place in folder.submodels.items():
         submodels[name] = plan_submodel(folder, name, options, place)

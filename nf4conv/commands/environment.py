@@ -69,6 +69,7 @@ class _Computing(NamedTuple):
 
 
 def _find_computing() -> _Computing:
+    """Finds the GPUs, and says what `--device auto` would compute with."""
     try:
         import torch
 

@@ -10,7 +10,7 @@ bitsandbytes, when they are called.
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -23,7 +23,7 @@ from nf4conv.commands.evaluating.answers import answers, load
 from nf4conv.commands.evaluating.bounds import require_stored
 from nf4conv.commands.evaluating.distances import StateDistances, TokenDistances
 from nf4conv.commands.evaluating.question import Question, make_question, refuse_adapter
-from nf4conv.commands.evaluating.storage import storages
+from nf4conv.commands.evaluating.storage import Storage, storages
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.output.writer import write_file, write_result
@@ -135,27 +135,47 @@ def evaluate_checkpoints(
     figures = _ask_all(question, original.folder, where.variant, folders, progress)
     evaluations = []
     for out, found, room in zip(outs, figures, storages(stored), strict=True):
-        evaluation = Evaluation(
-            out=str(out),
-            source=str(source),
-            passed=options.max_kl is None or found["kl"] <= options.max_kl,
-            kind=question.kind,
-            text=question.text,
-            tokens=question.ids.numel(),
-            device=question.device,
-            arithmetic="float32, weights decoded" if question.device == "cpu" else "as loaded",
-            figures=found,
-            bytes=room.bytes,
-            bits_per_weight=room.bits_per_weight,
-        )
-        evaluations.append(evaluation)
+        evaluations.append(_evaluation(str(out), str(source), question, options, found, room))
     compared = Evaluations(all(one.passed for one in evaluations), tuple(evaluations))
     if options.plot is not None:
         write_result(options.plot, evaluation_plot(compared).encode())
     if options.card:
-        for at, folder in enumerate(folders):
-            _write_into_card(folder, compared, at)
+        for number, folder in enumerate(folders):
+            _write_into_card(folder, compared, number)
     return compared
+
+
+def _evaluation(
+    out: str,
+    source: str,
+    question: Question,
+    options: EvaluateOptions,
+    figures: Mapping[str, float],
+    storage: Storage,
+) -> Evaluation:
+    """Returns the result for one model in 4 bits.
+
+    Args:
+        out: the model, as it was given.
+        source: the original, as it was given.
+        question: what all models were asked.
+        options: the largest divergence that passes, among others.
+        figures: how far the answers are from those of the original.
+        storage: how much room the model takes.
+    """
+    return Evaluation(
+        out=out,
+        source=source,
+        passed=options.max_kl is None or figures["kl"] <= options.max_kl,
+        kind=question.kind,
+        text=question.text,
+        tokens=question.ids.numel(),
+        device=question.device,
+        arithmetic="float32, weights decoded" if question.device == "cpu" else "as loaded",
+        figures=figures,
+        bytes=storage.bytes,
+        bits_per_weight=storage.bits_per_weight,
+    )
 
 
 def _refuse_gguf(models: Sequence[Source]) -> None:
@@ -182,17 +202,23 @@ def _refuse_probabilities(options: EvaluateOptions) -> None:
             raise PlanError(f"{name}: an encoder gives no probabilities")
 
 
-def _write_into_card(folder: Path, compared: Evaluations, at: int) -> None:
-    from nf4conv.report.card.cards import (
-        with_evaluation,  # importing a reader of YAML takes a moment
-    )
+def _write_into_card(folder: Path, compared: Evaluations, number: int) -> None:
+    """Writes an evaluation into the card of one of the models, and a plot beside it.
+
+    Args:
+        folder: the folder of the model.
+        compared: what was found of all models.
+        number: which of them is in the folder, counted from 0.
+    """
+    # importing a reader of YAML takes a moment
+    from nf4conv.report.card.cards import with_evaluation
 
     plot = evaluation_plot(compared) if len(compared.evaluations) > 1 else ""
     if plot:
         write_file(folder / _PLOT, [plot.encode()])
         renew_checksum(folder, _PLOT)
     name = _PLOT if plot else ""
-    card = with_evaluation(_read_card(folder), compared, at, name)
+    card = with_evaluation(_read_card(folder), compared, number, name)
     write_file(folder / _CARD, [card.encode()])
     renew_checksum(folder, _CARD)
 

@@ -69,6 +69,7 @@ def finish_checkpoint(out: str | Path, *, reread: bool = True) -> FinishReport:
 
 
 def _finish(out: Path, started: float, reread: bool) -> FinishReport:
+    """Finishes a folder that parts have filled, and reports it."""
     with SharedFolder(out) as folder:
         plan = folder.read_plan()
         folder.collect(plan, reread)
@@ -95,6 +96,7 @@ def _finish(out: Path, started: float, reread: bool) -> FinishReport:
 
 
 def _index(folder: SharedFolder, stem: str) -> dict[str, bytes]:
+    """Returns the index of the shards by its name; nothing if there is only one shard."""
     total = 0
     files = {}
     for name in folder.finished:
@@ -108,10 +110,12 @@ def _card(plan: Mapping[str, Any], size: int, verified: VerificationSummary | No
     """Puts the figures of all parts into the card that a part has prepared."""
     if plan["model card"] is None:
         return None
-    from nf4conv.report.card.sections import measured_rows  # importing YAML takes a moment
-    from nf4conv.report.card.subject import Figures  # importing YAML takes a moment
+    # importing a reader of YAML takes a moment
+    from nf4conv.report.card.sections import measured_rows
+    from nf4conv.report.card.subject import Figures
 
-    before, parameters = plan["bytes"], plan["parameters"]
+    before = plan["bytes"]
+    parameters = plan["parameters"]
     prepared = measured_rows(Figures(before, 0), parameters)
     measured = measured_rows(Figures(before, size, verified), parameters)
     return str(plan["model card"]).replace(prepared, measured, 1)

@@ -156,6 +156,7 @@ class _Part:
 
 
 def _inspect_one(stored: Source) -> _Part:
+    """Describes one checkpoint, or one submodel of a pipeline."""
     source = _with_packed_integers(stored)
     small = [tensor for tensor in source.tensors if _describes_a_weight(tensor)]
     contents = read_together(source, small)
@@ -203,7 +204,7 @@ def _holds_words(tensor: TensorInfo) -> bool:
 
 
 def _describes_a_weight(tensor: TensorInfo) -> bool:
-    """Tells whether a tensor is a quant state, or a code map, of a packed weight."""
+    """Returns True if a tensor is a quant state, or a code map, of a packed weight."""
     if tensor.nbytes > LARGEST_QUANT_STATE:
         return False
     _, suffix = split_component(tensor.name)

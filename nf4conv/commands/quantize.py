@@ -137,6 +137,7 @@ def plan_quantization(
 
 
 def _log_plan(plan: AnyQuantizationPlan, started: float) -> None:
+    """Logs what was planned, and how long it took since `started` (time.perf_counter)."""
     seconds = time.perf_counter() - started
     totals = plan.totals()
     tensors = totals.packed + totals.copied
@@ -156,7 +157,7 @@ def _little_saved(plan: AnyQuantizationPlan) -> Iterator[str]:
     """Yields a line if the result will be little smaller than the source."""
     totals = plan.totals()
     if 3 * totals.bytes_after <= 2 * totals.bytes_before:
-        return  # of most plans no row is made before the run
+        return  # so most plans make no rows before the run
     line = little_saved(plan.rows())
     if line:
         yield line

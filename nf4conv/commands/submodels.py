@@ -76,13 +76,15 @@ def write_submodels(
     """Carries out the plans of all submodels.
 
     Args:
-        plan: plan of the pipeline.
-        out: output folder.
+        plan: the plan of the pipeline.
+        out: the output folder.
         run: how to use the machine.
-        progress: is told how many more source bytes have been read, from any thread.
+        progress: is called with the number of source bytes that have been read since the last
+            call, from any thread.
         write: carries out the plan of one submodel.
-        join: adds what only this command reports to the joined report, given those of submodels.
-        card: writes the README.md of the whole; None for a result without one.
+        join: completes the joined report with what only this command reports, given the joined
+            report and those of all submodels.
+        card: returns the README.md of the pipeline, given its report; None if it gets none.
     """
     if not run.overwrite and _is_complete(plan, out):
         reports = [write(part, out / name, run, progress) for name, part in plan.submodels.items()]
@@ -166,6 +168,7 @@ def _files(name: str, plan: WritingPlan) -> set[str]:
 
 
 def _is_finished(workspace: Workspace, name: str, plan: WritingPlan, run: RunOptions) -> bool:
+    """Returns True if an earlier run has finished a submodel, with checksums or without as now."""
     has_checksums = (workspace.out / name / CHECKSUMS).is_file()
     is_noted = _files(name, plan) <= workspace.finished.keys()
     return is_noted and has_checksums == run.checksum
@@ -211,13 +214,14 @@ def _joined(
     """Joins the reports of submodels.
 
     Args:
-        plan: plan of the pipeline.
-        out: output folder.
-        reports: of the submodels that have been written.
-        kept: shards of the others, which an earlier run has finished.
+        plan: the plan of the pipeline.
+        out: the output folder.
+        reports: the reports of the submodels that have been written.
+        kept: the number of shards of the others, which an earlier run has finished.
         left_out: lines about files that are not copied.
     """
-    first, totals = reports[0], plan.totals()
+    first = reports[0]
+    totals = plan.totals()
     seconds_by_activity = {}
     for activity in first.seconds_by_activity:
         spent = [report.seconds_by_activity.get(activity, 0.0) for report in reports]

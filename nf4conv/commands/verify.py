@@ -197,6 +197,7 @@ def _plan_checkpoint(
     options: VerifyOptions,
     where: SourceOptions | None,
 ) -> VerificationPlan:
+    """Plans the verification of one checkpoint; raises DiffusersFolderError for a pipeline."""
     structure = read_structure(Path(path))
     if is_decoded(structure, has_source=source is not None):
         is_folder = Path(path).is_dir()
@@ -253,6 +254,15 @@ def _plan_pipeline(
     options: VerifyOptions,
     where: SourceOptions | None,
 ) -> DiffusersVerificationPlan:
+    """Plans the verification of each submodel of a pipeline, and checks the files beside them.
+
+    Args:
+        folder: the pipeline.
+        path: the pipeline, as it was given.
+        source: the pipeline that it was made from, as it was given. None if that was not given.
+        options: what to require.
+        where: revision, token and the like of a source on the Hub.
+    """
     origin = None if source is None else open_diffusers(source, where)
     submodels = {}
     for name in folder.submodels:
@@ -367,6 +377,7 @@ def execute_verification(
 def _verify_checkpoint(
     plan: VerificationPlan, run: RunOptions, progress: Callable[[int], None]
 ) -> VerifyReport:
+    """Verifies the values of one checkpoint."""
     started = time.perf_counter()
     measured = verify_values(plan.structure.weights, plan.pairs, run, progress, plan.source)
     with_checksums = check_checksums(plan.structure, run.workers or len(usable_cores()))

@@ -205,6 +205,21 @@ def _settings(options: VerifyOptions, structure: Structure, device: str) -> Veri
     )
 
 
+def _join_checks(
+    reports: Iterable[VerifyReport], around: Iterable[Finding]
+) -> dict[str, CheckResult]:
+    """Joins the checks of all submodels and of the files beside them; one fault fails a check."""
+    checks: dict[str, CheckResult] = {}
+    for report in reports:
+        for name, check in report.checks.items():
+            passed = check.passed and (name not in checks or checks[name].passed)
+            checks[name] = CheckResult(check.meaning, passed)
+    for finding in around:
+        if finding.is_fault:
+            checks[finding.check] = CheckResult(CHECKS[finding.check], False)
+    return checks
+
+
 def join_reports(
     path: str,
     source: str | None,
@@ -226,7 +241,6 @@ def join_reports(
         which settings, is told for the first submodel.
     """
     first = next(iter(reports.values()))
-    checks: dict[str, CheckResult] = {}
     sizes = dict.fromkeys(first.sizes, 0)
     findings: list[Finding] = [*around]
     weights: list[WeightRow] = []
@@ -234,9 +248,6 @@ def join_reports(
     parameters = 0
     tensors: ComparedTensors | None = None
     for submodel, report in reports.items():
-        for name, check in report.checks.items():
-            passed = check.passed and (name not in checks or checks[name].passed)
-            checks[name] = CheckResult(check.meaning, passed)
         for use, size in report.sizes.items():
             sizes[use] += size
         findings.extend(
@@ -247,10 +258,7 @@ def join_reports(
         parameters += report.parameters
         if report.tensors is not None:
             tensors = report.tensors if tensors is None else tensors + report.tensors
-    for finding in around:
-        if finding.is_fault:
-            checks[finding.check] = CheckResult(CHECKS[finding.check], False)
-    passed = all(check.passed for check in checks.values())
+    checks = _join_checks(reports.values(), around)
     identical = None
     if source is not None:
         identical = all(report.identical for report in reports.values())
@@ -258,7 +266,7 @@ def join_reports(
         first,
         path=path,
         source=source,
-        passed=passed,
+        passed=all(check.passed for check in checks.values()),
         checks=checks,
         findings=tuple(findings),
         weights=tuple(weights),

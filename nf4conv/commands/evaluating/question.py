@@ -32,6 +32,8 @@ _TOKENS: Final = 16384  # that all models read, unless the user asks for another
 _MOST_BYTES: Final = 2 << 30  # of the original's answers, unless the user asks for more tokens
 _CHARACTERS: Final = 16  # of text that are read for a token: more than one has on average
 
+_SHIPPED_TEXT: Final = "pydoc_data.topics, the reference of the Python language"
+
 _TOKENIZER_FILES: Final = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "bpe")
 _TOKENIZER_SUFFIXES: Final = (".model", ".tiktoken", ".spm", ".vocab", ".bpe")
 """How the names of files begin, or end, of which one at least belongs to every tokenizer."""
@@ -80,35 +82,36 @@ class _Tokens:
 def make_question(outs: Sequence[Source], options: EvaluateOptions, device: str) -> Question:
     """Chooses what to ask, by the config and the tokenizer of the first model in 4 bits.
 
+    Args:
+        outs: the models in 4 bits, at least one.
+        options: the text, and how many tokens of it.
+        device: where the models run, as --device has it.
+
     Raises:
         PlanError: transformers is not installed, or cannot use the architecture or the tokens; or
             the models are not of one kind.
     """
     _require_libraries()
     device = str(find_device(device))
-    out = outs[0].folder
-    config = outs[0].config or {}
-    vocabulary = _vocabulary(outs[0])
+    first = outs[0]
+    out = first.folder
+    vocabulary = _vocabulary(first)
     for other in outs[1:]:
-        _require_alike(outs[0], other)
+        _require_alike(first, other)
     # ids, or a text for the tokenizer
     content = _read_content(out, options)
-    kind, loader = _kind_of_model(config)
+    kind, loader = _kind_of_model(first.config or {})
     width = vocabulary
     if kind == "encoder":
-        width = _size(outs[0], "hidden_size") or _size(outs[0], "dim") or 1
-    window = _WINDOWS[kind]
-    for key in ("max_position_embeddings", "n_positions"):
-        window = min(window, _size(outs[0], key) or window)
+        width = _size(first, "hidden_size") or _size(first, "dim") or 1
+    window = _longest_window(first, kind)
     wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
     if isinstance(content, str):
         tokens = _tokenize(out, options.text, content, wanted)
     else:
         tokens = _Tokens(content[:wanted])
     ids = tokens.ids
-    text = "pydoc_data.topics, the reference of the Python language"
-    if options.text is not None:
-        text = options.text.name
+    text = _SHIPPED_TEXT if options.text is None else options.text.name
     if ids.size < 2 or ids.min() < 0 or ids.max() >= vocabulary:
         raise PlanError(f"{text}: expected at least two token ids from 0 to {vocabulary - 1:,}")
     ends = tokens.ends if kind in ("encoder", "masked") else ()
@@ -127,6 +130,14 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions, device: str)
         width=width,
         device=device,
     )
+
+
+def _longest_window(out: Source, kind: str) -> int:
+    """Returns the most tokens that a model of this kind is asked about together."""
+    window = _WINDOWS[kind]
+    for key in ("max_position_embeddings", "n_positions"):
+        window = min(window, _size(out, key) or window)
+    return window
 
 
 def refuse_adapter(model: str | Path, folder: Path) -> None:
@@ -152,6 +163,7 @@ def refuse_adapter(model: str | Path, folder: Path) -> None:
 
 
 def _require_libraries() -> None:
+    """Raises a PlanError if a library is missing, before it would be imported, which takes long."""
     for name in ("transformers", "bitsandbytes"):
         if importlib.util.find_spec(name) is None:
             raise PlanError(

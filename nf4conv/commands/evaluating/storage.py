@@ -46,6 +46,7 @@ def _structure(out: Source) -> Structure:
 
 
 def _bits(structure: Structure, linear: set[str]) -> float | None:
+    """Returns the bits of codes and scales for each element of the linear weights."""
     size = 0
     elements = 0
     for name in linear:

@@ -29,10 +29,20 @@ def plan_checkpoint(
     *,
     is_public: bool = False,
 ) -> QuantizationPlan:
-    """Plans one checkpoint; raises DiffusersFolderError for a diffusers pipeline.
+    """Plans one checkpoint.
 
-    With `is_public`, experts stay in 16 bits unless the options, or a source in 4 bits, say
-    otherwise: most who find the result on the Hub do not have nf4conv.
+    Args:
+        source: a folder, a file, or "org/name" on the Hub.
+        options: what to make of it.
+        where: what to take of a folder or repository, and how to reach the Hub.
+        is_public: True if the result is to be uploaded. Experts then stay in 16 bits unless the
+            options, or a source in 4 bits, say otherwise: most who find the result on the Hub do
+            not have nf4conv.
+
+    Raises:
+        DiffusersFolderError: the source is a diffusers pipeline.
+        SourceError: the source cannot be read.
+        PlanError: the request cannot be met for it.
     """
     with uncollected():
         opened = _open(source, options, where)
@@ -75,9 +85,9 @@ def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | N
 
 
 def read_card(card: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:
-    from nf4conv.report.card.front_matter import (
-        read_front_matter,  # importing a reader of YAML takes a moment
-    )
+    """Reads the model card of a source, and says why if it cannot be read."""
+    # importing a reader of YAML takes a moment
+    from nf4conv.report.card.front_matter import read_front_matter
 
     return read_front_matter(card, root)
 
@@ -89,6 +99,7 @@ def execute_one(
     progress: Callable[[int], None],
     push: PushOptions | None,
 ) -> QuantizeReport:
+    """Carries out the plan of one checkpoint, and uploads the result if `push` asks for it."""
     require_apart(plan.source.folder, out)
     plan = prepared(plan, run)
     if plan.options.single_file:

@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 def plan_pipeline(
     folder: DiffusersFolder, options: QuantizeOptions, *, is_public: bool = False
 ) -> DiffusersPlan[QuantizationPlan]:
+    """Plans a diffusers pipeline: each submodel by its own rules.
+
+    Args:
+        folder: the pipeline.
+        options: what to make of it.
+        is_public: True if the result is to be uploaded, as for `plan_checkpoint`.
+
+    Raises:
+        SourceError: a submodel cannot be read.
+        PlanError: nothing would be packed, or the request cannot be met for a submodel.
+    """
     submodels = {}
     for name, place in folder.submodels.items():
         submodels[name] = _plan_submodel(folder, name, options, place, is_public=is_public)
@@ -59,6 +70,7 @@ def _plan_submodel(
 
 
 def _require_packed_submodel(plan: DiffusersPlan[QuantizationPlan]) -> None:
+    """Raises a PlanError if no weight of the pipeline would be packed."""
     if not plan.totals().packed:
         raise PlanError(
             f"{plan.folder.place}: no tensor of this diffusers pipeline would be packed; "
@@ -73,6 +85,7 @@ def execute_pipeline(
     progress: Callable[[int], None],
     push: PushOptions | None,
 ) -> QuantizeReport:
+    """Carries out the plan of a pipeline, and uploads the result if `push` asks for it."""
     require_apart(plan.folder.folder, out)
     submodels = {name: prepared(part, run) for name, part in plan.submodels.items()}
     plan = replace(plan, submodels=submodels)

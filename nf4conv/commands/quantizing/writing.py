@@ -92,10 +92,10 @@ def report_of_run(
     """Adds what only a quantization reports to what every run reports.
 
     Args:
-        plan: that was carried out, of a checkpoint or of a whole diffusers pipeline.
+        plan: the plan that was carried out, of a checkpoint or of a whole diffusers pipeline.
         run: what came of it.
-        loading: how the result is loaded; None if nothing says so.
-        verification: what was measured; None without `--verify`.
+        loading: how the result is loaded. None if nothing says how.
+        verification: what was measured. None without `--verify`.
     """
     totals = plan.totals()
     return QuantizeReport.of_run(

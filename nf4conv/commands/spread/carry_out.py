@@ -38,11 +38,12 @@ def carry_out(
     """Has workers make all parts of a plan, and finishes the checkpoint.
 
     Args:
-        plan: plan of `plan_quantization` or `plan_dequantization`.
+        plan: what `plan_quantization` or `plan_dequantization` returned.
         execute: carries out a plan of that command.
-        out: output folder.
+        out: the output folder.
         run: how to use the machine.
-        progress: is told how many more source bytes have been read.
+        progress: is called with the number of source bytes that have been read since the last
+            call.
 
     Returns:
         A report of the whole run.
@@ -77,7 +78,8 @@ def carry_out(
         reports = _make_parts(crew, plan, execute, out, shards, progress)
     elapsed = time.perf_counter() - started
     finished = finish_checkpoint(out, reread=False)
-    # which computes nothing, and says what is there now; each part has verified its own
+    # a run into a finished folder computes nothing, and reports what is there; each part has
+    # verified its own shards
     report = execute(plan, out, replace(alone, verify=False))
     if run.verify and isinstance(report, QuantizeReport):
         report = replace(report, verification=finished.verification)
@@ -150,7 +152,7 @@ def _joined(report: ReportT, parts: list[ReportT], seconds: float) -> ReportT:
     )
     return replace(
         joined,
-        # of one process, since parts run side by side
+        # parts run side by side, so one process stands for all
         pipeline_seconds=max(part.pipeline_seconds for part in parts),
         host_baseline_bytes=max(part.host_baseline_bytes for part in parts),
         host_peak_bytes=max(part.host_peak_bytes for part in parts),

@@ -38,6 +38,7 @@ class ProcessCrew:
         return self._threads.submit(self._call, work)
 
     def _call(self, work: PartWork) -> RunReport | Exception:
+        """Starts a process at the next place, and waits for its report or its error."""
         place = next(self._places)
         answer, theirs = self._context.Pipe()
         mine = replace(work, run=replace(work.run, device=place.device))
