@@ -5,8 +5,7 @@ and filled by our own reader. docs/calibration.md explains the options.
 
 planning.py     reads the texts, builds the model without weights, finds its blocks
 needs.py        estimates time, memory and disk, and refuses what has no room
-text.py         reads texts as token ids
-texts/          holds the texts that nf4conv ships, for --calibrate default
+text.py         reads texts as token ids; texts/ has those that nf4conv ships
 windows.py      cuts tokens into windows, and chooses them by a seed
 calibrating.py  calibrates block by block, or goes on with it
 block.py        rounds the weights of one block, stage by stage

@@ -210,8 +210,7 @@ def _write_into_card(folder: Path, compared: Evaluations, number: int) -> None:
         compared: what was found of all models.
         number: which of them is in the folder, counted from 0.
     """
-    # importing a reader of YAML takes a moment
-    from nf4conv.report.card.cards import with_evaluation
+    from nf4conv.report.card.cards import with_evaluation  # importing YAML takes a moment
 
     plot = evaluation_plot(compared) if len(compared.evaluations) > 1 else ""
     if plot:

@@ -86,8 +86,7 @@ def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | N
 
 def read_card(card: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:
     """Reads the model card of a source, and says why if it cannot be read."""
-    # importing a reader of YAML takes a moment
-    from nf4conv.report.card.front_matter import read_front_matter
+    from nf4conv.report.card.front_matter import read_front_matter  # importing YAML takes a moment
 
     return read_front_matter(card, root)
 
