@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
-from nf4conv.codec.kernels.product import group, held, kernel, shapes
+from nf4conv.codec.kernels.product import dividing, group, held, kernel, shapes
 from nf4conv.codec.kernels.product.panels import kernels as panels
 from nf4conv.codec.kernels.product.panels import plans
 from nf4conv.codec.quant_state import QuantState, decoding_of
@@ -507,7 +507,7 @@ TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  #
 NAMES = ("x", "out", "packed", "absmax", "code", "nested_absmax", "offset", "pair")
 
 
-def compiled(shape: shapes.Shape | held.Held, dtype: torch.dtype, out: torch.dtype) -> str:
+def compiled(shape: shapes.Shape | shapes.Held, dtype: torch.dtype, out: torch.dtype) -> str:
     """Compiles product_kernel and returns its PTX."""
     kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
     absmax = ("*u8" if shape.nested else "*fp32", "*fp32", "*fp32", "*fp32")
@@ -517,7 +517,7 @@ def compiled(shape: shapes.Shape | held.Held, dtype: torch.dtype, out: torch.dty
         ("m", "n", "k", "steps", "share", "programs", "longer", "split_shift", "block_shift"), "i32"
     )
     signature |= {"norm": "fp32", "SHAPE": "constexpr"}
-    function = held.held_kernel if isinstance(shape, held.Held) else kernel.product_kernel
+    function = held.held_kernel if isinstance(shape, shapes.Held) else kernel.product_kernel
     signature = {name: signature[name] for name in function.arg_names}
     source = ASTSource(fn=function, signature=signature, constexprs={"SHAPE": shape})
     options = {
@@ -541,7 +541,7 @@ def multiply(
     n = state.shape[0]
     short = decoding.blocksize < 64 or k % 64 > 0
     shape = shapes.shape_for(m, n, k, short, state.nested, early=hopper)
-    division = shapes.divide(shape, n, k, programs)
+    division = dividing.divide(shape, n, k, programs)
     shift = division.split_shift
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
     pairs = tables.pair_table(decoding.quant_type, x.dtype, torch.device("cpu"))
@@ -554,7 +554,7 @@ def multiply(
     addresses = [i * GLOBAL for i in buffers]
     sizes = [m, n, k, *division.arguments()]
     values = [*addresses, *sizes, *scaling, 0, 0]
-    name = "held_kernel" if isinstance(shape, held.Held) else "product_kernel"
+    name = "held_kernel" if isinstance(shape, shapes.Held) else "product_kernel"
     parameters = {f"{name}_param_{i}": value for i, value in enumerate(values)}
     ptx = compiled(shape, x.dtype, out.dtype)
     machine = Machine(ptx, 32 * shape.warps, parameters, buffers, division.programs)
@@ -661,7 +661,7 @@ def multiply_group(
     rows = tuple(state.shape[0] for _, state in weights)
     short = shapes.is_short(k, form)
     shape = shapes.shape_for(m, sum(rows), k, short, form.nested, early=True)
-    divisions = shapes.divide_group(shape, rows, k, 12)
+    divisions = dividing.divide_group(shape, rows, k, 12)
     shift = divisions[0].split_shift
     dtype = torch.float32 if shift else x.dtype
     outs = [torch.full((1 << shift, m, n), float("nan"), dtype=dtype) for n in rows]
@@ -697,7 +697,7 @@ def multiply_group(
     return found
 
 
-def compiled_group(shape: shapes.Shape | held.Held, dtype: torch.dtype, out: torch.dtype) -> str:
+def compiled_group(shape: shapes.Shape | shapes.Held, dtype: torch.dtype, out: torch.dtype) -> str:
     """Compiles group_kernel and returns its PTX."""
     kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
     absmax = "*u8" if shape.nested else "*fp32"

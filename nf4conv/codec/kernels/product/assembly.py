@@ -315,7 +315,7 @@ def wide_assembly(dtype: tl.dtype, shape: Any) -> str:
     Operands: totals of four slots, for each of `sets` sets of rows of x; the totals before; four
     words of each slot; scales; 4 * lane in each byte; for each set the address of 32 k of x, 0 for
     zeros; whether slots 2 and 3 are looked up; if not, their totals mean nothing. `shape` is a
-    launches.Shape.
+    shapes.Shape.
     """
     kind = dtype.name.replace("fp", "f")
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"

@@ -46,6 +46,57 @@ def decode_scale(
 
 
 @triton.jit
+def decode_scales(
+    absmax, nested_absmax, offset, code_ptr, SHARED: tl.constexpr, SHAPE: tl.constexpr
+):
+    """Decode what a lane has loaded of absmax, and of nested absmax: a tuple of each."""
+    scales = ()
+    for i in tl.static_range(len(absmax)):
+        one = decode_scale(absmax[i], nested_absmax[i], offset, code_ptr, SHARED, SHAPE)
+        scales = scales + (one,)
+    return scales
+
+
+@triton.jit
+def lay_out(pair_ptr, thread, HAS_CODES: tl.constexpr, SHAPE: tl.constexpr):
+    """Lay out shared memory, fill the table of pairs, and wait for the kernel before.
+
+    Returns the thread, so that what uses it comes after this, and the address of `tiles`.
+    """
+    fill: tl.constexpr = text.fill_assembly(
+        0 + SHAPE.warps, 0 + SHAPE.shared_bytes, HAS_CODES, SHAPE.early
+    )
+    return run_assembly(fill, "rr", "lr", (pair_ptr.to(tl.int64), thread))
+
+
+@triton.jit
+def meet(code_ptr, thread, HAS_CODES: tl.constexpr):
+    """Fill the table of nested absmax if there is one, and wait until all threads have filled
+    theirs; return the thread, so that what uses it comes after this.
+    """
+    fill: tl.constexpr = text.meet_assembly(HAS_CODES)
+    return run_assembly(fill, "r", "lr", (code_ptr.to(tl.int64), thread))[0]
+
+
+@triton.jit
+def add_waiting(sums, thread, PARTS: tl.constexpr, SHAPE: tl.constexpr):
+    """Add up the sums that wait in shared memory, `PARTS` of each, for SHAPE.held units.
+
+    A unit has SHAPE.sums threads, of which each returns one of its sums.
+    """
+    add: tl.constexpr = text.gather_assembly(PARTS, 0 + SHAPE.sums)
+    place = thread // SHAPE.sums * (SHAPE.sums * PARTS) + thread % SHAPE.sums
+    has_unit = (thread < SHAPE.sums * SHAPE.held).to(tl.int32)
+    return run_assembly(add, "f", "rr", (sums + place * 4, has_unit))[0]
+
+
+@triton.jit
+def lane_bytes(thread):
+    """Return 4 * lane in each byte, by which a lane finds its copy of the table of pairs."""
+    return thread % 32 * 0x04040404
+
+
+@triton.jit
 def first_row(tile, thread, SHAPE: tl.constexpr):
     """Return the row of W in each lane's first slot, [threads] int32.
 

@@ -15,14 +15,15 @@ import triton.language as tl
 from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
 from nf4conv.codec.kernels.experts.stacks import value_of
 from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.product.dividing import MOST_SPLITS
 from nf4conv.codec.kernels.product.launches import (
     Product,
     is_hopper,
-    prepare_sum,
     readable,
     stream_of,
+    types_of_weight,
 )
-from nf4conv.codec.kernels.product.shapes import MOST_SPLITS
+from nf4conv.codec.kernels.product.sums import prepare_sum
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import Addresses, Form
 
@@ -77,10 +78,7 @@ def prepare_dense(
     steps = -(-k // (32 * tile.chunks * parts))
     table = value_table(form.quant_type, device).data_ptr()
     behind = (table, m, n, k, steps, (form.blocksize // 32).bit_length() - 1)
-    absmax = torch.uint8 if form.nested else torch.float32
-    others = torch.float32
-    target_dtype = torch.float32 if parts > 1 else dtype
-    pointers = (dtype, target_dtype, torch.uint8, absmax, others, others, others, torch.int32)
+    pointers = (dtype, *types_of_weight(dtype, form, parts > 1), torch.int32)
     launch = launch_dense.prepare(
         device,
         (*pointers, *behind[1:]),
@@ -98,9 +96,7 @@ def prepare_dense(
         if parts > 1:
             target = x.new_empty(2 * parts * m * n)  # float32, in 16-bit elements
         stream = current_stream()
-        launch(
-            row_tiles * parts, stream, x.data_ptr(), target.data_ptr(), *weight, *behind
-        )  # fmt: skip
+        launch(row_tiles * parts, stream, x.data_ptr(), target.data_ptr(), *weight, *behind)
         if parts > 1:
             add(stream, target.data_ptr(), out.data_ptr(), m * n)
         return out

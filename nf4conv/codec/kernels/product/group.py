@@ -5,6 +5,7 @@ they fill the GPU better than one after the other.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -12,24 +13,22 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.product.dividing import Division, divide_group
 from nf4conv.codec.kernels.product.held import multiply_held
 from nf4conv.codec.kernels.product.kernel import multiply_units
 from nf4conv.codec.kernels.product.launches import (
     block_shift_of,
-    is_hopper,
     readable,
     shape_and_programs,
     stream_of,
-    wait,
+    types_of_weight,
 )
-from nf4conv.codec.kernels.product.shapes import divide_group
+from nf4conv.codec.kernels.product.sums import MOST_RESULTS, prepare_group_sum
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Addresses, Form
 
-MOST_WEIGHTS: Final = 3
+MOST_WEIGHTS: Final = MOST_RESULTS
 """The largest group that one launch multiplies."""
-
-_TILE: Final = 512  # elements of a program of sum_group_kernel
 
 ProductOfGroup = Callable[[torch.Tensor, Sequence[Addresses]], list[torch.Tensor]]
 """Multiplies x, of one shape and dtype, with weights: x, their addresses → x · Wᵀ of each."""
@@ -52,91 +51,75 @@ def prepare_group(
     shape, programs = shape_and_programs(m, sum(rows), k, form, device)
     divisions = divide_group(shape, rows, k, programs)
     shift = divisions[0].split_shift
-    filled = [*rows, *rows[-1:] * (MOST_WEIGHTS - len(rows))]
-    each = [*divisions, *divisions[-1:] * (MOST_WEIGHTS - len(rows))]
-    firsts = [0]
-    for one in divisions:
-        firsts.append(firsts[-1] + one.programs)
-    count = firsts[-1]
-    firsts += [count]
     behind: list[float] = [pair_table(form.quant_type, dtype, device).data_ptr(), m, k]
-    for first, n, one in zip(firsts, filled, each, strict=False):
-        behind += [first, n, one.share, one.longer]
+    behind += _work_of_each(rows, divisions)
     behind += [divisions[0].steps, shift, block_shift_of(k, form)]
     behind += [1 / MULTIPLES[form.quant_type, dtype]]
-    absmax = torch.uint8 if form.nested else torch.float32
-    target = torch.float32 if shift > 0 else dtype
-    others = (torch.float32,) * 3
-    pointers = (target, torch.uint8, absmax, *others) * MOST_WEIGHTS
+    pointers = (dtype, *types_of_weight(dtype, form, shift > 0) * MOST_WEIGHTS, torch.int32)
     launch = launch_group.prepare(
         device,
-        (dtype, *pointers, torch.int32, *behind[1:]),
+        (*pointers, *behind[1:]),
         (shape,),
         (dtype, shift > 0),
         shape.warps,
         shape.registers,
         begins_early=shape.early,
     )
+    count = sum(one.programs for one in divisions)
     current_stream = stream_of(device)
-    add = _prepare_sum(device, dtype, 1 << shift, [m * n for n in rows])
     out_shapes = [(*x_shape[:-1], n) for n in rows]
-    parts_size = (2 * m * sum(rows)) << shift if shift > 0 else 0  # float32, in 16-bit elements
-    part_sizes = [(4 * m * n) << shift for n in rows]
     missing = MOST_WEIGHTS - len(rows)
 
-    def multiply(x: torch.Tensor, weights: Sequence[Addresses]) -> list[torch.Tensor]:
-        x = readable(x)
-        results = [x.new_empty(one) for one in out_shapes]
-        targets = [one.data_ptr() for one in results]
-        parts = x.new_empty(parts_size)
-        if shift > 0:
-            targets = [parts.data_ptr()]
-            for size in part_sizes[:-1]:
-                targets.append(targets[-1] + size)
+    def launch_all(
+        stream: int, x: torch.Tensor, targets: Sequence[int], weights: Sequence[Addresses]
+    ) -> None:
         addresses: list[int] = []
         for target, weight in zip(targets, weights, strict=True):
             addresses += [target, *weight]
         addresses += addresses[-6:] * missing
-        stream = current_stream()
         launch(count, stream, x.data_ptr(), *addresses, *behind)
-        if shift > 0:
-            add(stream, parts.data_ptr(), [one.data_ptr() for one in results])
+
+    if shift == 0:
+
+        def multiply(x: torch.Tensor, weights: Sequence[Addresses]) -> list[torch.Tensor]:
+            x = readable(x)
+            results = [x.new_empty(one) for one in out_shapes]
+            launch_all(current_stream(), x, [one.data_ptr() for one in results], weights)
+            return results
+
+        return multiply
+
+    add = prepare_group_sum(device, dtype, 1 << shift, shape.early, [m * n for n in rows])
+    parts_size = (2 * m * sum(rows)) << shift  # float32, in 16-bit elements
+    places = [(4 * m * before) << shift for before in accumulate(rows[:-1], initial=0)]
+
+    def multiply_parts(x: torch.Tensor, weights: Sequence[Addresses]) -> list[torch.Tensor]:
+        x = readable(x)
+        results = [x.new_empty(one) for one in out_shapes]
+        parts = x.new_empty(parts_size)
+        first = parts.data_ptr()
+        stream = current_stream()
+        launch_all(stream, x, [first + place for place in places], weights)
+        add(stream, first, [one.data_ptr() for one in results])
         return results
 
-    return multiply
+    return multiply_parts
 
 
-def _prepare_sum(
-    device: torch.device, dtype: torch.dtype, splits: int, counts: list[int]
-) -> Callable[[int, int, list[int]], None]:
-    """Prepare to add up the parts of a group's products.
+def _work_of_each(rows: tuple[int, ...], divisions: list[Division]) -> list[int]:
+    """Return for each weight the numbers that group_kernel takes: first, n, share and longer.
 
-    Returns:
-        A function of a stream, the address of the parts, and those of the results.
+    A weight that is not there has those of the last one, but no programs: its first program is the
+    number of all.
     """
-    if splits == 1:
-        return lambda *_: None
-    early = is_hopper(device)
-    missing = MOST_WEIGHTS - len(counts)
-    firsts = [0]
-    for count in counts:
-        firsts.append(firsts[-1] - (-count // _TILE))
-    programs = firsts[-1]
-    firsts += [programs]
-    behind = [*counts, *counts[-1:] * missing, *firsts[1:MOST_WEIGHTS]]
-    launch = _launch_sum_group.prepare(
-        device,
-        (torch.float32, dtype, dtype, dtype, *behind),
-        (splits, _TILE, early),
-        dtype,
-        num_warps=4,
-        begins_early=early,
-    )
-
-    def add(stream: int, parts: int, results: list[int]) -> None:
-        launch(programs, stream, parts, *results, *results[-1:] * missing, *behind)
-
-    return add
+    work: list[int] = []
+    first = 0
+    for n, one in zip(rows, divisions, strict=True):
+        work += [first, n, one.share, one.longer]
+        first += one.programs
+    for _ in range(MOST_WEIGHTS - len(rows)):
+        work += [first, *work[-3:]]
+    return work
 
 
 @kernel
@@ -219,48 +202,3 @@ def _chosen(program, one, two, three):
         of_two = tl.where(program >= two[6], two[i], one[i])
         own = own + (tl.where(program >= three[6], three[i], of_two),)
     return own
-
-
-@kernel
-def sum_group_kernel(
-    parts_ptr,
-    out_ptr,
-    second_out_ptr,
-    third_out_ptr,
-    count: tl.int64,
-    second_count: tl.int64,
-    third_count: tl.int64,
-    second_first: tl.int32,
-    third_first: tl.int32,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Add up the parts of products. With EARLY it may begin before these are complete.
-
-    Pointers to tensors:
-        parts_ptr: float32, for each product [SPLITS, its count].
-        out_ptr, second_out_ptr, third_out_ptr: float16 or bfloat16, of so many, written.
-
-    Scalars:
-        count, second_count, third_count: elements of a result.
-        second_first, third_first: the first programs of the second and the third.
-    """
-    program = tl.program_id(0)
-    is_second = program >= second_first
-    is_third = program >= third_first
-    before = tl.where(is_third, count + second_count, tl.where(is_second, count, 0))
-    own = tl.where(is_third, third_count, tl.where(is_second, second_count, count))
-    to_ptr = tl.where(is_third, third_out_ptr, tl.where(is_second, second_out_ptr, out_ptr))
-    program -= tl.where(is_third, third_first, tl.where(is_second, second_first, 0))
-    index = program.to(tl.int64) * TILE + tl.arange(0, TILE)
-    if EARLY:
-        index += wait(index)
-    from_ptr = parts_ptr + before * SPLITS
-    total = tl.load(from_ptr + index, mask=index < own)
-    for part in tl.static_range(1, SPLITS):
-        total += tl.load(from_ptr + part * own + index, mask=index < own)
-    tl.store(to_ptr + index, total.to(to_ptr.dtype.element_ty), mask=index < own)
-
-
-_launch_sum_group = Launcher(sum_group_kernel)

@@ -8,63 +8,20 @@ the ones before. Sums of SHAPE.held units wait in shared memory for each other.
 Tensors have one element for each thread of a program, as in kernel.py.
 """
 
-from dataclasses import dataclass, field
-from typing import ClassVar
-
 import triton
 import triton.language as tl
 
 import nf4conv.codec.kernels.product.assembly as text
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.product.common import decode_scale, run_assembly, store_sums
-
-
-@dataclass(eq=False)  # told apart by identity, which is faster
-class Held:
-    """The shape of a product: held_kernel is compiled once for each.
-
-    Triton's cache on disk tells by repr() alone for which shape a kernel was compiled, so repr has
-    all attributes that the kernel reads, those that are worked out too.
-
-    Attributes:
-        steps: of a unit.
-        rows: rows of x at most, 1 or 2; 1 if short.
-        short: True if sums are over 32 k; False for 64.
-        nested: True if absmax is uint8 codes.
-        early: True to begin before the kernel before has ended.
-        warps: of a program.
-        sharing: steps whose columns share registers: 2 where a second row has none, otherwise 1.
-        columns_most: columns of W at most.
-        scales: scales that a lane loads in a step, for its quad.
-        sums: sums of a unit, for each range of each warp.
-        held: units whose sums wait in shared memory.
-        shared_bytes: of these sums.
-        registers: of a thread at most: a multiprocessor holds two programs.
-    """
-
-    holds_x: ClassVar[bool] = True
-
-    steps: int
-    rows: int
-    short: bool = False
-    nested: bool = True
-    early: bool = True
-    warps: int = 8
-    sharing: int = field(init=False)
-    columns_most: int = field(init=False)
-    scales: int = field(init=False)
-    sums: int = field(init=False)
-    held: int = field(init=False)
-    shared_bytes: int = field(init=False)
-    registers: int = 128
-
-    def __post_init__(self) -> None:
-        self.sharing = 2 if self.rows == 1 and not self.short and self.steps > 1 else 1
-        self.columns_most = 256 * self.warps * self.steps
-        self.scales = 2 if self.short else 1
-        self.sums = 8 * self.rows
-        self.held = 16 // self.rows
-        self.shared_bytes = 8 * self.warps * self.sums * self.held
+from nf4conv.codec.kernels.product.common import (
+    add_waiting,
+    decode_scales,
+    lane_bytes,
+    lay_out,
+    meet,
+    run_assembly,
+    store_sums,
+)
 
 
 @kernel
@@ -121,8 +78,7 @@ def multiply_held(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr):
     x = ()
     for step in tl.static_range(0, 0 + SHAPE.steps, 0 + SHAPE.sharing):
         x = x + _load_x(x_ptr, m, k, step, thread, SHAPE)
-    meet: tl.constexpr = text.meet_assembly(0 + SHAPE.nested)
-    thread = run_assembly(meet, "r", "lr", (code_ptr.to(tl.int64), thread))[0]
+    thread = meet(code_ptr, thread, SHAPE.nested)
     held = 0
     while unit < end:
         current = ahead
@@ -149,10 +105,7 @@ def _start(weight, unit, pair_ptr, thread, SHAPE: tl.constexpr):
     stride = thread.to(tl.int64) * 0 + weight[3].to(tl.int64) * 2
     inputs: tl.constexpr = "ll" + "r" * SHAPE.steps
     run_assembly(ask, "r", inputs, (address, stride) + _by_step(weight, left, thread, SHAPE))
-    fill: tl.constexpr = text.fill_assembly(
-        SHAPE.warps, SHAPE.shared_bytes, 0 + SHAPE.nested, 0 + SHAPE.early
-    )
-    return run_assembly(fill, "rr", "lr", (pair_ptr.to(tl.int64), thread))
+    return lay_out(pair_ptr, thread, SHAPE.nested, SHAPE)
 
 
 @triton.jit
@@ -256,19 +209,21 @@ def _add_unit(loaded, x, x_ptr, offset, code_ptr, thread, SHAPE: tl.constexpr):
     """Return the totals of a unit's two slots."""
     add: tl.constexpr = text.stacks_assembly(x_ptr.dtype.element_ty, 1, 0 + SHAPE.short)
     inputs: tl.constexpr = "ff" + "r" * 8 + "f" * SHAPE.scales + "r" * 17
-    lane_bytes = (thread % 32 * 0x04040404,)  # 4 * lane in each byte
-    scales = loaded[8 * SHAPE.steps : 8 * SHAPE.steps + SHAPE.scales * SHAPE.steps]
+    absmax = loaded[8 * SHAPE.steps : 8 * SHAPE.steps + SHAPE.scales * SHAPE.steps]
     nested = loaded[8 * SHAPE.steps + SHAPE.scales * SHAPE.steps :]
     zero = tl.zeros(thread.shape, tl.float32)
     totals = (zero, zero)
     others = (zero, zero)  # of the second of two steps that are paired
     for step in tl.static_range(0 + SHAPE.steps):
-        own = ()
-        for i in tl.static_range(0 + SHAPE.scales):
-            absmax = scales[step * SHAPE.scales + i]
-            nested_absmax = nested[step * SHAPE.scales + i]
-            own = own + (decode_scale(absmax, nested_absmax, offset, code_ptr, True, SHAPE),)
-        operands = loaded[8 * step : 8 * step + 8] + own + lane_bytes
+        scales = decode_scales(
+            absmax[step * SHAPE.scales : step * SHAPE.scales + SHAPE.scales],
+            nested[step * SHAPE.scales : step * SHAPE.scales + SHAPE.scales],
+            offset,
+            code_ptr,
+            True,
+            SHAPE,
+        )
+        operands = loaded[8 * step : 8 * step + 8] + scales + (lane_bytes(thread),)
         operands = operands + x[step // SHAPE.sharing * 16 : step // SHAPE.sharing * 16 + 16]
         if step % SHAPE.sharing == 1:
             others = run_assembly(add, "ff", inputs, others + operands)
@@ -319,12 +274,9 @@ def _gather(out_ptr, sums, m, last, n, norm, first, held, thread, SHAPE: tl.cons
     A unit has SHAPE.sums threads; thread 2 * (rows * row + row of x) + slot has that row of the
     slot.
     """
-    add: tl.constexpr = text.gather_assembly(SHAPE.warps * 2, 0 + SHAPE.sums)
+    found = add_waiting(sums, thread, SHAPE.warps * 2, SHAPE)
     unit = thread // SHAPE.sums
     index = thread % SHAPE.sums
-    place = unit * (SHAPE.sums * SHAPE.warps * 2) + index
-    has_unit = (unit < SHAPE.held).to(tl.int32)
-    found = run_assembly(add, "f", "rr", (sums + place * 4, has_unit))[0]
     column = index // 2 % SHAPE.rows
     row = (first + unit) * 8 + index % 2 * 4 + index // (2 * SHAPE.rows)
     meant = (unit <= held) & (column < m) & (row < last)

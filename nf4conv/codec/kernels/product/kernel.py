@@ -16,7 +16,7 @@ tile  8 * column_tiles rows of x, copied to shared memory. A lane loads 8 bytes,
 
 Tensors have one element for each thread of a program, so an asm statement is the code of one
 thread. A lane (g, t) of a warp, g = lane // 4 and t = lane % 4, holds *slots*, rows of W that are
-8 / ranges apart. SHAPE is a launches.Shape. `0 + SHAPE.x` makes a constexpr of an attribute, where
+8 / ranges apart. SHAPE is a shapes.Shape. `0 + SHAPE.x` makes a constexpr of an attribute, where
 Triton asks for one.
 
 tests/emulator.py runs what this compiles to.
@@ -27,7 +27,14 @@ import triton.language as tl
 
 import nf4conv.codec.kernels.product.assembly as text
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.product.common import decode_scale, first_row, run_assembly
+from nf4conv.codec.kernels.product.common import (
+    decode_scales,
+    first_row,
+    lane_bytes,
+    lay_out,
+    meet,
+    run_assembly,
+)
 from nf4conv.codec.kernels.product.tile import copy_x, finish, tile_stage
 from nf4conv.codec.kernels.product.wide import gather, leave_unit, wide_stage
 
@@ -101,8 +108,7 @@ def multiply_units(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr)
     thread, tiles = _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE)
     offset = tl.load(offset_ptr) if SHAPE.nested else 0.0
     ahead = _load_stage(weight, unit, 0, steps, split_shift, thread, SHAPE)
-    meet: tl.constexpr = text.meet_assembly(SHAPE.wide and SHAPE.nested)
-    thread = run_assembly(meet, "r", "lr", (code_ptr.to(tl.int64), thread))[0]
+    thread = meet(code_ptr, thread, SHAPE.wide and SHAPE.nested)
     if not SHAPE.wide:
         first = _first_k(unit, 0, steps, split_shift, thread, SHAPE)
         copy_x(x_ptr, tiles, first, m, k, thread, SHAPE)
@@ -120,9 +126,15 @@ def multiply_units(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr)
         next_step = tl.where(done, 0, step + 1)
         ahead = _load_stage(weight, next_unit, next_step, steps, split_shift, thread, SHAPE)
         following = _first_k(next_unit, next_step, steps, split_shift, thread, SHAPE)
-        scales = _scales(current, offset, code_ptr, SHAPE)
-        lane_bytes = (thread % 32 * 0x04040404,)  # 4 * lane in each byte
-        operands = current[: SHAPE.words] + scales + lane_bytes
+        scales = decode_scales(
+            current[SHAPE.words : SHAPE.words + SHAPE.scales],
+            current[SHAPE.words + SHAPE.scales :],
+            offset,
+            code_ptr,
+            SHAPE.wide,
+            SHAPE,
+        )
+        operands = current[: SHAPE.words] + scales + (lane_bytes(thread),)
         if SHAPE.wide:
             whole = unit + SHAPE.unit_rows // 2 < end
             totals = wide_stage(totals, operands, x_ptr, m, k, first, whole, thread, SHAPE)
@@ -162,10 +174,7 @@ def _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE: tl.constex
         row = tl.minimum(row, n - 1)
         address = packed_ptr.to(tl.int64) + (row.to(tl.int64) * k + first) // 2
         run_assembly("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "r", "l", (address,))
-    fill: tl.constexpr = text.fill_assembly(
-        SHAPE.warps, SHAPE.shared_bytes, SHAPE.wide and SHAPE.nested, SHAPE.early
-    )
-    return run_assembly(fill, "rr", "lr", (pair_ptr.to(tl.int64), thread))
+    return lay_out(pair_ptr, thread, SHAPE.wide and SHAPE.nested, SHAPE)
 
 
 @triton.jit
@@ -229,17 +238,6 @@ def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.conste
         codes = codes + (tl.load(absmax_ptr + block),)
         nested = nested + (tl.load(nested_absmax_ptr + (block >> 8)) if SHAPE.nested else block,)
     return words + codes + nested
-
-
-@triton.jit
-def _scales(stage, offset, code_ptr, SHAPE: tl.constexpr):
-    """Decode the absmax of a stage, as `_load_stage` returns it: a tuple of [threads] float32."""
-    out = ()
-    for i in tl.static_range(0 + SHAPE.scales):
-        code = stage[SHAPE.words + i]
-        nested_absmax = stage[SHAPE.words + SHAPE.scales + i]
-        out = out + (decode_scale(code, nested_absmax, offset, code_ptr, SHAPE.wide, SHAPE),)
-    return out
 
 
 @triton.jit

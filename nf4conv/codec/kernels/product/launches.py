@@ -1,6 +1,7 @@
-"""Chooses the kernel that multiplies x with a packed weight, by the rows of x, and launches it.
+"""Prepares products with the kernels of kernel.py and held.py, and launches them.
 
-What comes before and after the kernel is here too.
+What all that launch a product need is here too: which GPU it is, its stream, and x as kernels read
+it.
 """
 
 from collections.abc import Callable
@@ -8,22 +9,22 @@ from functools import partial
 from typing import Final
 
 import torch
-import triton
-import triton.language as tl
 from triton.runtime import driver
 
-from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.product.held import Held, launch_held
+from nf4conv.codec.kernels.product.dividing import MOST_SPLITS as MOST_SPLITS  # for panels/
+from nf4conv.codec.kernels.product.dividing import divide
+from nf4conv.codec.kernels.product.held import launch_held
 from nf4conv.codec.kernels.product.kernel import launch_product
 from nf4conv.codec.kernels.product.shapes import (
     FUSED_ROWS,
     SHAPES,
+    Held,
     Shape,
-    divide,
     is_short,
     shape_for,
 )
-from nf4conv.codec.kernels.product.shapes import MOST_SPLITS as MOST_SPLITS
+from nf4conv.codec.kernels.product.sums import prepare_sum as prepare_sum  # for panels/ too
+from nf4conv.codec.kernels.product.sums import wait as wait  # for panels/
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Addresses, Form
 
@@ -34,9 +35,6 @@ measured on one of them.
 
 MOST_ELEMENTS: Final = 1 << 34
 """Of a weight: its pieces of 8 bytes and its blocks of 64 elements are counted in 32 bits."""
-
-_TILE: Final = 512  # elements of a program of sum_kernel
-
 
 Product = Callable[[torch.Tensor, Addresses], torch.Tensor]
 """Multiplies x, of one shape and dtype, with a weight: x, addresses → x · Wᵀ."""
@@ -64,15 +62,12 @@ def prepare_product(
     out_shape = (*x_shape[:-1], n)
     shape, programs = shape_and_programs(m, n, k, form, device)
     division = divide(shape, n, k, programs)
+    shift = division.split_shift
     behind: tuple[float, ...] = (pair_table(form.quant_type, dtype, device).data_ptr(), m, n, k)
     behind += (*division.arguments(), block_shift_of(k, form))
     behind += (1 / MULTIPLES[form.quant_type, dtype],)
-    absmax = torch.uint8 if form.nested else torch.float32
-    others = torch.float32
-    shift = division.split_shift
-    target_dtype = torch.float32 if shift > 0 else dtype
+    pointers = (dtype, *types_of_weight(dtype, form, shift > 0), torch.int32)
     launcher = launch_held if isinstance(shape, Held) else launch_product
-    pointers = (dtype, target_dtype, torch.uint8, absmax, others, others, others, torch.int32)
     launch = launcher.prepare(
         device,
         (*pointers, *behind[1:]),
@@ -108,6 +103,15 @@ def prepare_product(
         return out
 
     return multiply_parts
+
+
+def types_of_weight(dtype: torch.dtype, form: Form, in_parts: bool) -> tuple[torch.dtype, ...]:
+    """Return the types of the tensors that belong to a weight: the result's, or that of its parts;
+    then those of Addresses.
+    """
+    target = torch.float32 if in_parts else dtype
+    absmax = torch.uint8 if form.nested else torch.float32
+    return target, torch.uint8, absmax, torch.float32, torch.float32, torch.float32
 
 
 def shape_and_programs(
@@ -148,62 +152,3 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 def stream_of(device: torch.device) -> Callable[[], int]:
     """Return a function that returns the device's current stream."""
     return partial(driver.active.get_current_stream, device.index)
-
-
-def prepare_sum(
-    device: torch.device, dtype: torch.dtype, splits: int, early: bool
-) -> Callable[[int, int, int, int], None]:
-    """Prepare to add up the parts of products.
-
-    Returns:
-        A function of a stream, the address of the parts, that of the result, and its elements.
-    """
-    launch = _launch_sum.prepare(
-        device,
-        (torch.float32, dtype, 1),
-        (splits, _TILE, early),
-        dtype,
-        num_warps=4,
-        begins_early=early,
-    )
-
-    def add(stream: int, parts: int, out: int, count: int) -> None:
-        launch(-(-count // _TILE), stream, parts, out, count)
-
-    return add
-
-
-@triton.jit
-def wait(index):
-    """Wait for the kernel before, and let the next one begin; return zeros of the index's shape,
-    int64, so that what uses them comes after this.
-    """
-    wait: tl.constexpr = "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b64 $0, 0;"
-    return tl.inline_asm_elementwise(wait, "=l,l", [index], dtype=tl.int64, is_pure=False, pack=1)
-
-
-@kernel
-def sum_kernel(
-    parts_ptr,
-    out_ptr,
-    count: tl.int64,
-    SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Add up the parts of a product. With EARLY it may begin before these are complete.
-
-    Pointers to tensors:
-        parts_ptr: [SPLITS, count] float32.
-        out_ptr: [count] float16 or bfloat16, written.
-    """
-    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    if EARLY:
-        index += wait(index)
-    total = tl.load(parts_ptr + index, mask=index < count)
-    for part in tl.static_range(1, SPLITS):
-        total += tl.load(parts_ptr + part * count + index, mask=index < count)
-    tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=index < count)
-
-
-_launch_sum = Launcher(sum_kernel)

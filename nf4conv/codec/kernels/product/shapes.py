@@ -1,14 +1,10 @@
-"""The shapes of the kernels for few rows of x: which there are, and how they divide the work."""
+"""The shapes of the kernels for few rows of x: which there are, and which one a product takes."""
 
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final
 
-from nf4conv.codec.kernels.product.held import Held
 from nf4conv.codec.quant_state import Form
-
-MOST_SPLITS: Final = 8
-"""Parts of k in different programs, each with an output of its own."""
 
 
 @dataclass(eq=False)  # told apart by identity, which is faster
@@ -98,6 +94,53 @@ class Shape:
         self.registers = min(65536 // (64 * self.warps), 255)
 
 
+@dataclass(eq=False)  # told apart by identity, which is faster
+class Held:
+    """The shape of a product with x in registers: held_kernel is compiled once for each.
+
+    What is said of Shape's repr holds here too.
+
+    Attributes:
+        steps: of a unit.
+        rows: rows of x at most, 1 or 2; 1 if short.
+        short: True if sums are over 32 k; False for 64.
+        nested: True if absmax is uint8 codes.
+        early: True to begin before the kernel before has ended.
+        warps: of a program.
+        sharing: steps whose columns share registers: 2 where a second row has none, otherwise 1.
+        columns_most: columns of W at most.
+        scales: scales that a lane loads in a step, for its quad.
+        sums: sums of a unit, for each range of each warp.
+        held: units whose sums wait in shared memory.
+        shared_bytes: of these sums.
+        registers: of a thread at most: a multiprocessor holds two programs.
+    """
+
+    holds_x: ClassVar[bool] = True
+
+    steps: int
+    rows: int
+    short: bool = False
+    nested: bool = True
+    early: bool = True
+    warps: int = 8
+    sharing: int = field(init=False)
+    columns_most: int = field(init=False)
+    scales: int = field(init=False)
+    sums: int = field(init=False)
+    held: int = field(init=False)
+    shared_bytes: int = field(init=False)
+    registers: int = 128
+
+    def __post_init__(self) -> None:
+        self.sharing = 2 if self.rows == 1 and not self.short and self.steps > 1 else 1
+        self.columns_most = 256 * self.warps * self.steps
+        self.scales = 2 if self.short else 1
+        self.sums = 8 * self.rows
+        self.held = 16 // self.rows
+        self.shared_bytes = 8 * self.warps * self.sums * self.held
+
+
 def _wide(rows: int, ranges: int, short: bool = False, sets: int = 1) -> Shape:
     """Return the shape of a wide kernel."""
     return Shape(
@@ -170,97 +213,3 @@ def shape_for(rows: int, n: int, k: int, short: bool, nested: bool, early: bool)
 def _variant(shape: Shape | Held, nested: bool, early: bool) -> Shape | Held:
     """Return a shape with other attributes, always the same one."""
     return replace(shape, nested=nested, early=early)
-
-
-class Division(NamedTuple):
-    """A product's work, divided among programs; see product_kernel and held_kernel.
-
-    Attributes:
-        steps: stages of a unit; 0 if x is held.
-        share: rows of W of a wide program; units of one that holds x; otherwise units of all.
-        longer: programs that have one more if x is held; otherwise the number of programs.
-        split_shift: log2 of the parts of k.
-        programs: the number of programs.
-    """
-
-    steps: int
-    share: int
-    longer: int
-    split_shift: int
-    programs: int
-
-    def arguments(self) -> tuple[int, ...]:
-        """Return what the kernel is told of this."""
-        if self.steps == 0:
-            return self.share, self.longer
-        return self[:4]
-
-
-def divide(shape: Shape | Held, n: int, k: int, programs: int) -> Division:
-    """Divide the product with an [n, k] weight among up to `programs` programs.
-
-    k is divided into as many parts as keep the programs busy.
-    """
-    if isinstance(shape, Held):
-        units = -(-n // 8)
-        programs = min(units, programs)
-        return Division(0, units // programs, units % programs, 0, programs)
-    if shape.wide:
-        half = shape.unit_rows // 2
-        share = max(-(-n // (half * programs)), 2) * half
-        programs = -(-n // share)
-        return Division(-(-k // shape.span), share, programs, 0, programs)
-    tiles = -(-n // shape.unit_rows)
-    most = min(MOST_SPLITS, programs // tiles, k // shape.span)
-    shift = 0
-    while 2 << shift <= most:
-        shift += 1
-    units = tiles << shift
-    programs = min(units, programs)
-    return Division(-(-k // (shape.span << shift)), units, programs, shift, programs)
-
-
-def divide_group(
-    shape: Shape | Held, rows: tuple[int, ...], k: int, programs: int
-) -> list[Division]:
-    """Divide the products with [rows, k] weights among up to `programs` programs."""
-    if isinstance(shape, Held):
-        return _divide_equally(rows, 8, programs, True)
-    if shape.wide:
-        found = _divide_equally(rows, shape.unit_rows // 2, programs, False)
-        return [one._replace(steps=-(-k // shape.span)) for one in found]
-    together = divide(
-        shape, sum(-(-n // shape.unit_rows) for n in rows) * shape.unit_rows, k, programs
-    )
-    shift = together.split_shift
-    divisions = []
-    for n in rows:
-        units = -(-n // shape.unit_rows) << shift
-        own = max(units * together.programs // together.share, 1)
-        divisions.append(Division(together.steps, units, own, shift, own))
-    return divisions
-
-
-def _divide_equally(
-    rows: tuple[int, ...], unit_rows: int, programs: int, whole: bool
-) -> list[Division]:
-    """Give all programs nearly as many units, and each program units of one weight.
-
-    Args:
-        rows: of the weights.
-        unit_rows: rows of a unit.
-        programs: at most.
-        whole: True for shares of units; False for shares of rows, two units at least.
-    """
-    units = [-(-n // unit_rows) for n in rows]
-    share = max(-(-sum(units) // programs), 1 if whole else 2)
-    while sum(-(-one // share) for one in units) > programs:
-        share += 1
-    divisions = []
-    for one in units:
-        count = -(-one // share)
-        if whole:
-            divisions.append(Division(0, one // count, one % count, 0, count))
-        else:
-            divisions.append(Division(0, share * unit_rows, count, 0, count))
-    return divisions

@@ -24,7 +24,7 @@ def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
 
     Operands: the totals, for each row tile and column tile two of row g, two of row g + 8; the
     totals before; for each slot two words of each block; scales; 4 * lane in each byte; the address
-    of the tiles. `shape` is a launches.Shape.
+    of the tiles. `shape` is a shapes.Shape.
     """
     tiles = _operand_of_lane(shape) + 1
     lines = [

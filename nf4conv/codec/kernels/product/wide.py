@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 import nf4conv.codec.kernels.product.assembly as text
-from nf4conv.codec.kernels.product.common import run_assembly, store_sums
+from nf4conv.codec.kernels.product.common import add_waiting, run_assembly, store_sums
 
 
 @triton.jit
@@ -96,11 +96,8 @@ def gather(out_ptr, sums, m, n, norm, first, end, held, thread, SHAPE: tl.conste
     4 * (columns * row + column) + slot stores that row of the slot, and that column: a row of x.
     """
     COLUMNS: tl.constexpr = SHAPE.columns
-    add: tl.constexpr = text.gather_assembly(SHAPE.warps * SHAPE.ranges, SHAPE.sums)
+    found = add_waiting(sums, thread, SHAPE.warps * SHAPE.ranges, SHAPE)
     unit = thread // SHAPE.sums
-    place = unit * (SHAPE.sums * SHAPE.warps * SHAPE.ranges) + thread % SHAPE.sums
-    has_unit = (thread < SHAPE.sums * SHAPE.held).to(tl.int32)
-    found = run_assembly(add, "f", "rr", (sums + place * 4, has_unit))[0]
     column = thread // 4 % COLUMNS
     row_of_slot = thread % SHAPE.sums // 4 // COLUMNS
     row = first + unit * SHAPE.unit_rows + thread % 4 * SHAPE.apart + row_of_slot
