@@ -35,6 +35,24 @@ def test_packed_may_be_viewed_as_another_dtype() -> None:
         assert torch.equal(ops.dequantize_4bit(view, state), ops.dequantize_4bit(packed, state))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scales", ["absmax", "search"])
+def test_a_parameter_is_quantized_as_its_values_are(dtype: torch.dtype, scales: str) -> None:
+    weight = random_weight(96 * 64 + 3, dtype).to(DEVICE)
+    packed, state = ops.quantize_4bit(torch.nn.Parameter(weight), scales=scales)
+    expected, expected_state = ops.quantize_4bit(weight, scales=scales)
+    assert torch.equal(packed, expected)
+    for name, component in state.components().items():
+        assert not component.requires_grad
+        assert torch.equal(component, expected_state.components()[name])
+
+
+@pytest.mark.parametrize("blocksize", [48, 64.0, "64"])
+def test_quantize_refuses_other_blocksizes(blocksize: object) -> None:
+    with pytest.raises(CodecError, match=f"unsupported blocksize {blocksize}"):
+        ops.quantize_4bit(torch.ones(64), blocksize=blocksize)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -31,7 +31,7 @@ def quantize_4bit(
 
     Args:
         tensor: the weight, of any shape: n elements of float32, float16 or bfloat16, on any device.
-            Blocks run over its row-major order.
+            Blocks run over its row-major order. It may be a Parameter; the result has no gradient.
         quant_type: "nf4" (the default) or "fp4".
         blocksize: elements that share one absmax: 32, 64 (the default), 128, … 4096.
         double_quant: quantize the absmax too, to 8 bits in blocks of 256; True by default. It takes
@@ -61,7 +61,8 @@ def quantize_4bit(
             f"cannot quantize {tensor.dtype}: bitsandbytes takes float32, float16 and bfloat16; "
             f"cast the tensor first"
         )
-    flat = tensor.contiguous().view(-1)
+    # backends write into tensors of their own, which autograd refuses to record
+    flat = tensor.detach().contiguous().view(-1)
     device = flat.device
     blocks = block_count(flat.numel(), blocksize)
     packed = torch.empty((-(-flat.numel() // 2), 1), dtype=torch.uint8, device=device)
@@ -179,7 +180,7 @@ def check_options(quant_type: str, blocksize: int) -> None:
         raise CodecError(
             f"unknown quant_type {quant_type!r}; expected one of {', '.join(CODEBOOKS)}"
         )
-    if blocksize not in BLOCKSIZES:
+    if not isinstance(blocksize, int) or blocksize not in BLOCKSIZES:  # 64.0 is not 64
         raise CodecError(
             f"unsupported blocksize {blocksize}; expected one of {', '.join(map(str, BLOCKSIZES))}"
         )
