@@ -16,6 +16,7 @@ import pytest
 from checkpoints import contents
 
 from nf4conv.errors import OutputError, SourceError
+from nf4conv.output.manifest import lines_in, listed_in, manifest_of
 from nf4conv.output.workspace import Workspace
 from nf4conv.sources.header import read_header
 from nf4conv.sources.unfinished import WORK_FOLDER
@@ -393,6 +394,19 @@ def test_a_work_folder_that_is_a_link_is_left_alone(tmp_path, overwrite):
     with pytest.raises(OutputError, match=r"out/\.nf4conv: is a link"):
         workspace(tmp_path / "out", overwrite=overwrite)
     assert contents(tmp_path / "elsewhere") == {"thesis.txt": b"precious"}
+
+
+def test_the_manifest_lists_any_name_as_sha256sum_does(tmp_path: Path):
+    """Line breaks and backslashes are escaped; U+2028 and the like break no line."""
+    names = ["a\nb", "a\rb", "a\\b", "a\\nb", "\\", "a\u2028b", "a\x85b", "\x0c", " a", "*a", "-a"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    content = manifest_of(dict.fromkeys(names, hashlib.sha256(b"x").hexdigest()))
+    expected = subprocess.run(
+        ["sha256sum", "--", *sorted(names)], cwd=tmp_path, capture_output=True, check=True
+    )
+    assert content.encode() == expected.stdout
+    assert [listed_in(line).name for line in lines_in(content)] == sorted(names)
 
 
 def test_a_name_that_is_no_text_is_in_the_manifest_as_it_is(tmp_path):

@@ -17,7 +17,7 @@ from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import structure_of
 from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions, SourceOptions
-from nf4conv.output.folder import CHECKSUMS
+from nf4conv.output.manifest import CHECKSUMS
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.writing import WritingPlan

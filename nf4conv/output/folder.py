@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.output.crc32 import crc32_of_file
+from nf4conv.output.manifest import CHECKSUMS, manifest_of
 from nf4conv.output.writer import ShardWriter, write_file
 from nf4conv.sources.reader import digest_of, read_chunks, read_small
 from nf4conv.sources.record import MAKING
@@ -39,7 +40,6 @@ from nf4conv.system.locking import remove_lock
 from nf4conv.system.names import FolderNames
 from nf4conv.system.removal import is_link, remove
 
-CHECKSUMS: Final = "SHA256SUMS"
 OWN_NAMES: Final = ("config.json", "README.md", MAKING, CHECKSUMS)
 """Names of files that are written anew, and so no file of the source gets."""
 
@@ -344,8 +344,7 @@ class OutputFolder:
         sums |= self._written
         for name, content in last.items():
             sums[name] = hashlib.sha256(content).hexdigest()
-        lines = [f"{sums[name]}  ".encode() + os.fsencode(name) + b"\n" for name in sorted(sums)]
-        return b"".join(lines)
+        return os.fsencode(manifest_of(sums))
 
     def remove_work_folder(self) -> None:
         """Removes everything but the result."""

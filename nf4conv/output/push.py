@@ -21,6 +21,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from nf4conv.errors import Nf4convError, OutputError
+from nf4conv.output.manifest import CHECKSUMS
 from nf4conv.sources.remote.asking import is_unreachable, one_line, patiently
 from nf4conv.sources.remote.repository import LIBRARY, PATIENCE, abort_transfers
 from nf4conv.system.background import Background, outlast
@@ -30,9 +31,8 @@ _log: Final = logging.getLogger(__name__)
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 """Endings of files that hold weights or list them."""
 
-_MISLEADING: Final = ("SHA256SUMS", "model_index.json")
+_MISLEADING: Final = (CHECKSUMS, "model_index.json")
 """Files that are wrong beside other weights than those that they were written for."""
-
 
 _LOGIN: Final = "; log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
@@ -55,6 +55,10 @@ class Push:
         create_pr: whether the result becomes a pull request, which its owners may merge. The
             repository must be there. The weights that it holds stay until the merge, so
             `overwrite` is not needed.
+
+    Attributes:
+        repo: the repository.
+        creates_pr: True if the commit becomes a pull request.
 
     Raises:
         OutputError: it cannot be written, is public although nobody asked for that, or holds
@@ -80,8 +84,8 @@ class Push:
         self._error: Exception | None = None
         self._stopped = threading.Event()
         self._uploading = Background(self._upload_all, "nf4conv-push")
-        # names of the files that the repository holds so far
         self.creates_pr = create_pr
+        # names of the files that the repository holds so far
         self._before = self._open_repository(public, overwrite or create_pr)
 
     def _open_repository(self, public: bool, overwrite: bool) -> set[str]:
@@ -165,11 +169,12 @@ class Push:
             _log.info("uploaded what was left of %d files in %.1f s", len(files), seconds)
             return str(commit.pr_url or commit.commit_url)
         except Exception as error:  # an odd answer makes huggingface_hub raise anything
-            place = shlex.quote(str(folder))
+            command = f"hf upload {self.repo} {shlex.quote(str(folder))} ."
+            if self.creates_pr:
+                command += " --create-pr"
             raise Nf4convError(
                 f"--push-to-hub {self.repo}: {one_line(error)}; the checkpoint itself is "
-                f"complete, so this pushes "
-                f"it: hf upload {self.repo} {place} .{' --create-pr' if self.creates_pr else ''}"
+                f"complete, so this pushes it: {command}"
             ) from error
 
     def _operations(

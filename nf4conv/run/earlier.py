@@ -11,7 +11,8 @@ from typing import Any, Final
 from nf4conv.check.intact import require_checksums, require_planned
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
-from nf4conv.output.folder import CHECKSUMS, OWN_NAMES
+from nf4conv.output.folder import OWN_NAMES
+from nf4conv.output.manifest import CHECKSUMS
 from nf4conv.output.workspace import tidy
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results.runs import RunReport
