@@ -319,6 +319,30 @@ FAMILIES |= {
         "n_groups": 2,
         "moe_shared_expert_intermediate_size": 48,
     },
+    "SolarOpenForCausalLM": {**ROUTED, "head_dim": 16},
+    "BambaForCausalLM": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "attn_layer_indices": [1],
+    },
+    "Ministral3ForCausalLM": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "CohereForCausalLM:plus": {"use_qk_norm": True},
+    "CamembertModel": {"type_vocab_size": 1},
     "EuroBertModel": {},
     "DistilBertModel": {"dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 96},
 }
@@ -356,6 +380,7 @@ TIED = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "CohereForCausalLM",
+    "CohereForCausalLM:plus",
     "GPT2LMHeadModel",
     "BloomForCausalLM",
     "FalconForCausalLM",
@@ -392,6 +417,16 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
+def write_words(folder: Path) -> None:
+    """A vocabulary whose words begin with the sign of a space, as that of CamemBERT."""
+    words = ["<pad>", "<s>", "</s>", *(f"▁{letter}" for letter in map(chr, range(97, 123)))]
+    tokens = {word: number for number, word in enumerate(words)}
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(tokens, [])), **special
+    ).save_pretrained(folder)
+
+
 def write_sentencepiece(folder: Path) -> None:
     """A model of SentencePiece, which the converter wants of some families."""
     import sentencepiece
@@ -425,6 +460,8 @@ def write_model(folder: Path, architecture: str, dtype: torch.dtype) -> Path:
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(written | FOR_CONVERTER.get(architecture, {})))
     write_tokenizer(folder)
+    if architecture == "CamembertModel":
+        write_words(folder)
     if architecture in OF_SENTENCEPIECE:
         write_sentencepiece(folder)
     return folder
@@ -434,6 +471,7 @@ def write_model(folder: Path, architecture: str, dtype: torch.dtype) -> Path:
 OTHER_VOCABULARIES = (
     ("glm", "Glm4Model"),
     ("glm", "Glm4MoeModel"),
+    ("glm", "SolarOpenModel"),
     ("ernie", "Ernie4_5Model"),
     ("jamba", "JambaModel"),
     ("t5", "T5Model"),

@@ -13,6 +13,7 @@ from gguf_families import (
     CONVERTER,
     FAMILIES,
     MIXTURE,
+    ROUTED,
     SMALL,
     assert_equal_in_bfloat16,
     class_of,
@@ -37,7 +38,8 @@ pytestmark = [
 CPU = RunOptions(device="cpu")
 
 # what the converter does not put into the file
-LEFT_OUT = {"BertModel": {"pooler.dense.weight", "pooler.dense.bias"}}
+_POOLER = {"pooler.dense.weight", "pooler.dense.bias"}
+LEFT_OUT = {"BertModel": _POOLER, "CamembertModel": _POOLER}
 # the class of the model that the metadata alone stands for, which computes the same
 STANDS_FOR = {"Glm4MoeLiteForCausalLM": "DeepseekV3ForCausalLM"}
 
@@ -168,16 +170,25 @@ def test_the_layer_of_the_token_after_the_next_comes_back(
         ("Qwen2_5_VLForConditionalGeneration", "Qwen2ForCausalLM"),
         ("Qwen3VLForConditionalGeneration", "Qwen3ForCausalLM"),
         ("Qwen3VLMoeForConditionalGeneration", "Qwen3MoeForCausalLM"),
+        ("Glm4vForConditionalGeneration", "Glm4ForCausalLM"),
+        ("Glm4vMoeForConditionalGeneration", "Glm4MoeForCausalLM"),
     ],
 )
 def test_the_text_model_of_one_that_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: str, alone: str
 ):
-    """Files of Qwen2.5-VL and Qwen3-VL have text models alone, which are Qwen2 and Qwen3."""
+    """Files of Qwen2.5-VL and Qwen3-VL have text models alone, which are Qwen2 and Qwen3.
+
+    Of GLM-4.1V, the converter moves rows, as it does not of GLM-4-0414 itself.
+    """
     sections = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    if "Glm4v" in sees:
+        sections |= {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
     text = {
         **SMALL,
         **MIXTURE,
+        **ROUTED,
+        "attention_bias": True,
         "head_dim": 16,
         "rope_parameters": sections,
         "tie_word_embeddings": False,
@@ -189,7 +200,7 @@ def test_the_text_model_of_one_that_sees(
     original = output_of(class_of(sees), source)
     state = state_of(source)
     for name, values in state.items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        if "Qwen" in sees and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             # as models on the Hub have them; transformers 5 turns them when it loads
             state[name] = values.transpose(1, 2).contiguous()
     rewrite(source, state)
@@ -218,6 +229,42 @@ def test_an_embedding_model_of_qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert torch.equal(found[f"model.{name}"], values), name
     kind = class_of("Qwen3Model")
     assert torch.equal(output_of(kind, source), output_of(kind, tmp_path / "alone"))
+
+
+def test_qwen2_without_biases_is_llama(tmp_path: Path):
+    """KORMo, whose class the converter takes for that of Qwen2; Qwen2 always has biases."""
+    source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)
+    original = output_of(class_of("LlamaForCausalLM"), source)
+    rewrite(source, state_of(source), architectures=["KORMoForCausalLM"])
+    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
+    assert torch.equal(original, output_of(class_of("LlamaForCausalLM"), tmp_path / "alone"))
+
+
+def test_mistral_small_3_is_no_ministral_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The converter gives both the architecture mistral3, if the text model names no class."""
+    text = {**SMALL, "model_type": "mistral", "head_dim": 16, "sliding_window": None}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = {"text_config": text, "vision_config": vision | {"num_attention_heads": 2}}
+    sees = "Mistral3ForConditionalGeneration"
+    monkeypatch.setitem(FAMILIES, sees, config)
+    source = write_model(tmp_path / "source", sees, torch.bfloat16)
+    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
+    config = json.loads((tmp_path / "alone" / "config.json").read_text())
+    assert config["model_type"] == "mistral"
+    expected = output_of(class_of(sees), source)
+    assert torch.equal(expected, output_of(class_of("MistralForCausalLM"), tmp_path / "alone"))
+
+
+def test_a_decoder_that_sees_all_is_refused_without_a_config(tmp_path: Path):
+    """No key of config.json tells transformers so."""
+    source = write_model(tmp_path / "source", "Qwen2ForCausalLM", torch.bfloat16)
+    rewrite(source, state_of(source), is_causal=False)
+    path = convert(source, "bf16")
+    with pytest.raises(UndecodableError, match="in which tokens see those behind them"):
+        dequantize_checkpoint(path, tmp_path / "alone", run=CPU)
+    where = SourceOptions(config_from=str(source))
+    dequantize_checkpoint(path, tmp_path / "back", run=CPU, where=where)
+    assert state_of(tmp_path / "back").keys() == state_of(source).keys()
 
 
 @pytest.mark.parametrize("encoder", ["RobertaModel", "XLMRobertaModel"])

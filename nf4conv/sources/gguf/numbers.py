@@ -1,5 +1,6 @@
 """Reads numbers of metadata and configs, where anything may stand."""
 
+import struct
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -23,3 +24,12 @@ def counts_of(values: Mapping[str, Any], key: str) -> list[int]:
     if not all(isinstance(count, int) and 0 <= count <= _LARGEST for count in found):
         return []
     return [int(count) for count in found]
+
+
+def shortest(value: float) -> float:
+    """Returns the shortest decimal that is the same number in float32, as which it is stored."""
+    for digits in range(1, 10):
+        rounded = float(f"{value:.{digits}g}")
+        if struct.pack("<f", rounded) == struct.pack("<f", value):
+            return rounded
+    return value

@@ -95,6 +95,7 @@ def open_gguf(
     notes = [_note_on_types(model.tensors), *_notes_on_tower(model, beside)]
     tokenizer = None
     if borrowed is None:
+        _check_direction(model)
         config = config_of(model.sizes, model.names, model.family, presented, dtype)
         borrowed, tokenizer = unpack(path, model.header, config)
         notes.append(_note_on_metadata(model.tensors, has_tokenizer=tokenizer is not None))
@@ -234,12 +235,22 @@ def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> Ggu
             f"know; it knows {', '.join(FAMILIES)}",
             path=path,
         )
-    if family.lacks:
+    if family.refusal:
         raise UndecodableError(
-            f"{path}: GGUF of a {family.model_type} model lacks {family.lacks}; take the original",
+            f"{path}: GGUF of a {family.model_type} model {family.refusal}; take the original",
             path=path,
         )
     return family
+
+
+def _check_direction(model: _TextModel) -> None:
+    """Refuses a decoder whose tokens see those behind them: no config says so to transformers."""
+    if model.sizes.get("attention.causal") is False and not model.family.is_encoder:
+        raise UndecodableError(
+            f"{model.path}: a {model.family.model_type} in which tokens see those behind them; "
+            f"--config-from REPO takes config and code of the original, which make it so",
+            path=model.path,
+        )
 
 
 def _check_model_type(path: Path, config: Mapping[str, Any], family: GgufFamily) -> None:

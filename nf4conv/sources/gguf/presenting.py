@@ -11,7 +11,7 @@ from nf4conv.format.gguf import FUSED, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
 from nf4conv.sources.encodings.types.arranged import StackedExperts
 from nf4conv.sources.encodings.types.gguf import GgufBlocks
 from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, GgufFamily, Join, Piece
-from nf4conv.sources.gguf.families.joining import count_matrices, matrix_of
+from nf4conv.sources.gguf.families.steps.joining import count_matrices, matrix_of
 from nf4conv.sources.gguf.header import GgufTensor
 from nf4conv.sources.gguf.numbers import counts_of, positive
 from nf4conv.sources.tensors import TensorInfo
@@ -171,8 +171,9 @@ def _presented(
 
 
 def _experts(stack: GgufTensor, name: str, dtype: str) -> Iterator[TensorInfo]:
-    """Yields the matrices of a stack, `#` in the name for their number."""
-    if len(stack.shape) != 3:
+    """Yields the matrices of a stack, or its vectors, `#` in the name for their number."""
+    dimensions = 3 if stack.name.endswith("_exps.weight") else 2
+    if not dimensions <= len(stack.shape) <= 3:
         raise _misfit(stack, f"is of shape {list(stack.shape)}, and no stack of experts")
     try:
         count = count_matrices(stack)

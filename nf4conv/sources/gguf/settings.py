@@ -1,12 +1,11 @@
 """Makes the content of config.json of the metadata of a GGUF file."""
 
-import struct
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.sources.gguf.families.family import GgufFamily
-from nf4conv.sources.gguf.numbers import positive
+from nf4conv.sources.gguf.numbers import positive, shortest
 from nf4conv.sources.tensors import TensorInfo
 
 _TOKENS: Final = {
@@ -49,7 +48,7 @@ def config_of(
     for key, name in family.config.items():
         value = sizes.get(key)
         if isinstance(value, float):
-            config[name] = _shortest(value)
+            config[name] = shortest(value)
         elif isinstance(value, int) and (value or name != "sliding_window"):
             config[name] = value
     for key, name in _TOKENS.items():
@@ -66,15 +65,6 @@ def config_of(
     for complete in family.complete:
         complete(sizes, names, config)
     return config
-
-
-def _shortest(value: float) -> float:
-    """Returns the shortest decimal that is the same number in float32, as which it is stored."""
-    for digits in range(1, 10):
-        rounded = float(f"{value:.{digits}g}")
-        if struct.pack("<f", rounded) == struct.pack("<f", value):
-            return rounded
-    return value
 
 
 def _add_what_tensors_tell(
@@ -123,7 +113,7 @@ def _add_rotary_scaling(config: dict[str, Any], sizes: Mapping[str, Any]) -> Non
     for key, name in _YARN.items():
         value = sizes.get(f"rope.scaling.{key}")
         if isinstance(value, float):
-            value = _shortest(value)
+            value = shortest(value)
         if isinstance(value, int | float):
             scaling[name] = value
     if "factor" in scaling:

@@ -4,9 +4,10 @@ A family is a few lines: the names of its modules in the file and in transformer
 converter moved or changed (the classes in its folder conversion/), and the keys of its config.
 
 family.py      says what a family consists of
-common.py      has the names and keys that many families share
+steps/         has what families are made of: names, joins, configs, signs
 dense.py       lists decoders whose layers are all alike
 later_dense.py  lists more of them
+gemma.py       lists Gemma
 mixtures.py    lists mixtures of experts
 later_mixtures.py  lists those of 2025 and later
 latents.py     lists models whose keys and values are made of latents
@@ -14,7 +15,5 @@ early.py       lists decoders of 2019 to 2023 with names of their own
 recurrent.py   lists models with states or convolutions
 linear_attention.py  lists models with linear attention
 encoders.py    lists encoders, and encoders with a decoder
-joining.py     puts tensors together that are several in the file and one in transformers
-completing.py  completes config.json with what keys of the metadata do not say by themselves
 registry.py    finds the family of a file
 """

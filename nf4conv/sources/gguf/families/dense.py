@@ -3,8 +3,8 @@
 from typing import Final
 
 from nf4conv.format.gguf import PLUS_ONE
-from nf4conv.sources.gguf.families.common import (
-    ALL_NORMS_PLUS_ONE,
+from nf4conv.sources.gguf.families.family import GgufFamily, Join
+from nf4conv.sources.gguf.families.steps.common import (
     AROUND,
     ATTENTION,
     BIASES_OF_LLAMA,
@@ -14,7 +14,6 @@ from nf4conv.sources.gguf.families.common import (
     LIKE_LLAMA,
     MULTIPLIERS,
     NORMS,
-    NORMS_AROUND,
     NORMS_BEHIND,
     NOT_GATED,
     RMS,
@@ -22,15 +21,12 @@ from nf4conv.sources.gguf.families.common import (
     SIZES,
     WINDOW,
 )
-from nf4conv.sources.gguf.families.completing import (
-    add_heads_of_gemma_4,
+from nf4conv.sources.gguf.families.steps.completing import (
     add_layer_types,
     add_no_window,
-    add_scale_of_gemma,
-    add_sparsity_of_activations,
+    add_scaling_of_ministral,
 )
-from nf4conv.sources.gguf.families.family import GgufFamily, Join
-from nf4conv.sources.gguf.families.joining import join_grouped_queries
+from nf4conv.sources.gguf.families.steps.joining import join_grouped_queries
 
 LLAMA: Final = GgufFamily(
     model_type="llama",
@@ -39,15 +35,26 @@ LLAMA: Final = GgufFamily(
     changed=ROTARY_QK,
     config={**SIZES, **RMS, **HEAD},
     shown=BIASES_OF_LLAMA,
-    also=("mistral", "smollm3"),
+    also=("mistral", "smollm3", "internlm3", "iquestcoder"),
 )
 
-MISTRAL3: Final = GgufFamily(
+MINISTRAL3: Final = GgufFamily(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
     names=LIKE_LLAMA,
     changed=ROTARY_QK,
     config={**SIZES, **RMS, **HEAD},
+    complete=(add_scaling_of_ministral,),
+    marker="attention.temperature_scale",
+)
+
+MISTRAL: Final = GgufFamily(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    names=LIKE_LLAMA,
+    changed=ROTARY_QK,
+    config={**SIZES, **RMS, **HEAD},
+    complete=(add_no_window,),
 )
 
 QWEN2: Final = GgufFamily(
@@ -62,124 +69,7 @@ QWEN3: Final = GgufFamily(
     architecture="Qwen3ForCausalLM",
     names=LIKE_LLAMA,
     config={**SIZES, **RMS, **HEAD},
-)
-
-GEMMA: Final = GgufFamily(
-    model_type="gemma",
-    architecture="GemmaForCausalLM",
-    names=LIKE_LLAMA,
-    changed=ALL_NORMS_PLUS_ONE,
-    config={**SIZES, **RMS, **HEAD},
-)
-
-_LIKE_GEMMA_2: Final = {**AROUND, **ATTENTION, **NORMS_AROUND, **GATED}
-
-GEMMA2: Final = GgufFamily(
-    model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
-    names=_LIKE_GEMMA_2,
-    changed=ALL_NORMS_PLUS_ONE,
-    config={
-        **SIZES,
-        **RMS,
-        **HEAD,
-        **WINDOW,
-        "attn_logit_softcapping": "attn_logit_softcapping",
-        "final_logit_softcapping": "final_logit_softcapping",
-    },
-    complete=(add_scale_of_gemma,),
-)
-
-GEMMA3: Final = GgufFamily(
-    model_type="gemma3_text",
-    architecture="Gemma3ForCausalLM",
-    names=_LIKE_GEMMA_2,
-    changed=ALL_NORMS_PLUS_ONE,
-    config={**SIZES, **RMS, **HEAD, **WINDOW},
-    complete=(add_scale_of_gemma,),
-    also=("gemma3",),
-)
-
-EMBEDDING_GEMMA: Final = GgufFamily(
-    model_type="gemma3_text",
-    architecture="Gemma3TextModel",
-    names={name: value.removeprefix("model.") for name, value in GEMMA3.names.items()},
-    changed=ALL_NORMS_PLUS_ONE,
-    config=GEMMA3.config,
-    constants={"use_bidirectional_attention": True},
-    complete=(add_scale_of_gemma,),
-)
-
-_INPUTS_OF_LAYERS: Final = {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-    "blk.*.inp_gate": f"{LAYER}.per_layer_input_gate",
-    "blk.*.proj": f"{LAYER}.per_layer_projection",
-    "blk.*.post_norm": f"{LAYER}.post_per_layer_input_norm",
-}
-"""Names of the embeddings that Gemma 3n and 4 have for each layer."""
-
-GEMMA3N: Final = GgufFamily(
-    model_type="gemma3n_text",
-    architecture="Gemma3nForCausalLM",
-    names={
-        **_LIKE_GEMMA_2,
-        **_INPUTS_OF_LAYERS,
-        "blk.*.altup_correct_scale.weight": f"{LAYER}.altup.correct_output_scale",
-        "blk.*.altup_correct_coef": f"{LAYER}.altup.correction_coefs",
-        "blk.*.altup_predict_coef": f"{LAYER}.altup.prediction_coefs",
-        "blk.*.altup_router": f"{LAYER}.altup.modality_router",
-        "blk.*.altup_router_norm": f"{LAYER}.altup.router_norm",
-        "blk.*.laurel_l": f"{LAYER}.laurel.linear_left",
-        "blk.*.laurel_r": f"{LAYER}.laurel.linear_right",
-        "blk.*.laurel_post_norm": f"{LAYER}.laurel.post_laurel_norm",
-    },
-    experts={
-        "altup_proj": "model.altup_projections.#",
-        "altup_unembd_proj": "model.altup_unembed_projections.#",
-    },
-    config={
-        **SIZES,
-        **RMS,
-        **HEAD,
-        **WINDOW,
-        "rope.freq_base_swa": "rope_local_base_freq",
-        "final_logit_softcapping": "final_logit_softcapping",
-        "altup.active_idx": "altup_active_idx",
-        "altup.num_inputs": "altup_num_inputs",
-        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-        "attention.shared_kv_layers": "num_kv_shared_layers",
-    },
-    rows={
-        "laurel_rank": "model.layers.0.laurel.linear_left.weight",
-        "vocab_size_per_layer_input": "model.embed_tokens_per_layer.weight",
-    },
-    complete=(add_layer_types, add_sparsity_of_activations),
-    also=("gemma3n",),
-)
-
-GEMMA4: Final = GgufFamily(
-    model_type="gemma4_text",
-    architecture="Gemma4ForCausalLM",
-    names={
-        **_LIKE_GEMMA_2,
-        **_INPUTS_OF_LAYERS,
-        "blk.*.layer_output_scale.weight": f"{LAYER}.layer_scalar",
-    },
-    config={
-        **SIZES,
-        **RMS,
-        **WINDOW,
-        "attention.key_length": "global_head_dim",
-        "attention.key_length_swa": "head_dim",
-        "attention.shared_kv_layers": "num_kv_shared_layers",
-        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-        "final_logit_softcapping": "final_logit_softcapping",
-    },
-    rows={"vocab_size_per_layer_input": "model.embed_tokens_per_layer.weight"},
-    complete=(add_layer_types, add_heads_of_gemma_4),
-    also=("gemma4",),
+    shown={"attention_bias": "blk.*.attn_q.bias"},
 )
 
 PHI3: Final = GgufFamily(
@@ -219,7 +109,10 @@ COMMAND_R: Final = GgufFamily(
         "attention.layer_norm_epsilon": "layer_norm_eps",
         "logit_scale": "logit_scale",
     },
-    shown={"attention_bias": "blk.*.attn_q.bias"},
+    shown={
+        "attention_bias": "blk.*.attn_q.bias",
+        "use_qk_norm": "blk.*.attn_q_norm.weight",
+    },
 )
 
 OLMO2: Final = GgufFamily(
@@ -247,12 +140,19 @@ STABLELM: Final = GgufFamily(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
     names=LIKE_LLAMA,
+    experts={
+        "blk.*.attn_q_norm": f"{LAYER}.self_attn.q_layernorm.norms.#",
+        "blk.*.attn_k_norm": f"{LAYER}.self_attn.k_layernorm.norms.#",
+    },
     config={
         **SIZES,
         "attention.layer_norm_epsilon": "layer_norm_eps",
         "use_parallel_residual": "use_parallel_residual",
     },
-    shown={"use_qkv_bias": "blk.*.attn_q.bias"},
+    shown={
+        "use_qkv_bias": "blk.*.attn_q.bias",
+        "qk_layernorm": "blk.*.attn_q_norm.weight",
+    },
 )
 
 NEMOTRON: Final = GgufFamily(

@@ -3,8 +3,8 @@
 from typing import Final
 
 from nf4conv.format.gguf import FUSED, TRANSPOSED
-from nf4conv.sources.gguf.families.common import BASIC_SIZES, LAYER, SIZES
 from nf4conv.sources.gguf.families.family import GgufFamily
+from nf4conv.sources.gguf.families.steps.common import BASIC_SIZES, LAYER, SIZES
 
 GPT2: Final = GgufFamily(
     model_type="gpt2",

@@ -2,8 +2,16 @@
 
 from typing import Final
 
-from nf4conv.sources.gguf.families.common import BASIC_SIZES, LIKE_LLAMA, RMS, SIZES
 from nf4conv.sources.gguf.families.family import GgufFamily
+from nf4conv.sources.gguf.families.steps.common import BASIC_SIZES, LIKE_LLAMA, RMS, SIZES
+from nf4conv.sources.gguf.families.steps.telling import has_words_of_sentencepiece
+
+_CONFIG_OF_BERT: Final = {
+    **BASIC_SIZES,
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+}
+
+_TOKEN_TYPES: Final = {"type_vocab_size": "embeddings.token_type_embeddings.weight"}
 
 BERT: Final = GgufFamily(
     model_type="bert",
@@ -22,11 +30,20 @@ BERT: Final = GgufFamily(
         "blk.*.ffn_down": "encoder.layer.*.output.dense",
         "blk.*.layer_output_norm": "encoder.layer.*.output.LayerNorm",
     },
-    config={
-        **BASIC_SIZES,
-        "attention.layer_norm_epsilon": "layer_norm_eps",
-    },
+    config=_CONFIG_OF_BERT,
+    rows=_TOKEN_TYPES,
     marker="token_types.weight",
+    is_encoder=True,
+)
+
+CAMEMBERT: Final = GgufFamily(
+    model_type="camembert",
+    architecture="CamembertModel",
+    names=BERT.names,
+    config=_CONFIG_OF_BERT,
+    rows=_TOKEN_TYPES,
+    sign=has_words_of_sentencepiece,
+    is_encoder=True,
 )
 
 DISTIL_BERT: Final = GgufFamily(
@@ -52,16 +69,18 @@ DISTIL_BERT: Final = GgufFamily(
         "feed_forward_length": "hidden_dim",
         "attention.head_count": "n_heads",
     },
+    is_encoder=True,
 )
 
-_POSITIONS: Final = "the first rows of its position embeddings, which llama.cpp leaves out"
+_POSITIONS: Final = "lacks the first rows of its position embeddings, which llama.cpp leaves out"
 
 ROBERTA: Final = GgufFamily(
     model_type="roberta",
     architecture="RobertaModel",
     names={},
     marker="tokenizer.ggml.merges",  # BERT has words without merges
-    lacks=_POSITIONS,
+    refusal=_POSITIONS,
+    is_encoder=True,
 )
 
 XLM_ROBERTA: Final = GgufFamily(
@@ -69,7 +88,8 @@ XLM_ROBERTA: Final = GgufFamily(
     architecture="XLMRobertaModel",
     names={},
     marker="tokenizer.ggml.scores",  # nor has BERT scores
-    lacks=_POSITIONS,
+    refusal=_POSITIONS,
+    is_encoder=True,
 )
 
 EUROBERT: Final = GgufFamily(
@@ -77,6 +97,7 @@ EUROBERT: Final = GgufFamily(
     architecture="EuroBertModel",
     names={name: module.removeprefix("model.") for name, module in LIKE_LLAMA.items()},
     config={**SIZES, **RMS},
+    is_encoder=True,
 )
 
 MODERN_BERT: Final = GgufFamily(
@@ -101,6 +122,7 @@ MODERN_BERT: Final = GgufFamily(
         "rope.freq_base": "global_rope_theta",
         "rope.freq_base_swa": "local_rope_theta",
     },
+    is_encoder=True,
 )
 
 _ENCODER_OF_T5: Final = {
@@ -166,6 +188,7 @@ T5: Final = GgufFamily(
     architecture="T5ForConditionalGeneration",
     names={**_ENCODER_OF_T5, **_DECODER_OF_T5, **_NOT_GATED},
     config=_CONFIG_OF_T5,
+    is_encoder=True,
 )
 
 GATED_T5: Final = GgufFamily(
@@ -176,6 +199,7 @@ GATED_T5: Final = GgufFamily(
     constants=_IS_GATED,
     marker="enc.blk.*.ffn_gate.weight",
     also=("mt5",),
+    is_encoder=True,
 )
 
 UMT5: Final = GgufFamily(
@@ -185,6 +209,7 @@ UMT5: Final = GgufFamily(
     config=_CONFIG_OF_T5,
     constants=_IS_GATED,
     marker="enc.blk.1.attn_rel_b.weight",  # which T5 has in the first layer alone
+    is_encoder=True,
 )
 
 T5_ENCODER: Final = GgufFamily(
@@ -192,6 +217,7 @@ T5_ENCODER: Final = GgufFamily(
     architecture="T5EncoderModel",
     names={**_ENCODER_OF_T5, **_NOT_GATED},
     config=_CONFIG_OF_T5,
+    is_encoder=True,
 )
 
 GATED_T5_ENCODER: Final = GgufFamily(
@@ -202,4 +228,5 @@ GATED_T5_ENCODER: Final = GgufFamily(
     constants=_IS_GATED,
     marker="enc.blk.*.ffn_gate.weight",
     also=("mt5",),
+    is_encoder=True,
 )

@@ -67,6 +67,9 @@ class Join:
     put_together: Callable[[Sequence[GgufTensor], Mapping[str, Any]], Stack]
 
 
+Sign = Callable[[Mapping[str, Any], Collection[str]], bool]
+"""Tells whether a file is of a family, given the same as a `Completion`."""
+
 Completion = Callable[[Mapping[str, Any], Collection[str], dict[str, Any]], None]
 """Completes config.json, given the metadata without the architecture's name in its keys, and the
 names of the tensors."""
@@ -94,8 +97,10 @@ class GgufFamily:
         complete: functions that complete config.json.
         marker: a tensor or a key of the metadata that only files of this family have, where
             llama.cpp gives several families one name.
+        sign: tells files of this family where no single marker does.
         also: other model types whose config goes with such a file.
-        lacks: what every such file lacks of the model, which is refused then; usually nothing.
+        is_encoder: True if every token sees those behind it, too.
+        refusal: why no such file can be read: what follows "GGUF of a … model"; usually nothing.
     """
 
     model_type: str
@@ -111,5 +116,18 @@ class GgufFamily:
     rows: Mapping[str, str] = field(default_factory=dict)
     complete: tuple[Completion, ...] = ()
     marker: str = ""
+    sign: Sign | None = None
     also: tuple[str, ...] = ()
-    lacks: str = ""
+    is_encoder: bool = False
+    refusal: str = ""
+
+    def is_meant(self, sizes: Mapping[str, Any], names: Collection[str]) -> bool:
+        """Returns True if a file is of this family, and not of others with the same name.
+
+        Args:
+            sizes: the metadata without the architecture's name in its keys.
+            names: those of the tensors, also with `*` for the number of a layer.
+        """
+        if self.sign is not None:
+            return self.sign(sizes, names)
+        return not self.marker or self.marker in names or bool(sizes.get(self.marker))

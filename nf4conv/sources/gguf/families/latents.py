@@ -2,7 +2,8 @@
 
 from typing import Final
 
-from nf4conv.sources.gguf.families.common import (
+from nf4conv.sources.gguf.families.family import GgufFamily, Join
+from nf4conv.sources.gguf.families.steps.common import (
     AROUND,
     CORRECTED,
     COUNTS_OF_DEEPSEEK,
@@ -16,9 +17,11 @@ from nf4conv.sources.gguf.families.common import (
     SHARED_EXPERTS,
     SIZES,
 )
-from nf4conv.sources.gguf.families.completing import add_kinds_of_indexers, add_sizes_of_latents
-from nf4conv.sources.gguf.families.family import GgufFamily, Join
-from nf4conv.sources.gguf.families.joining import join_latent_heads
+from nf4conv.sources.gguf.families.steps.completing import (
+    add_kinds_of_indexers,
+    add_sizes_of_latents,
+)
+from nf4conv.sources.gguf.families.steps.joining import join_latent_heads
 
 _NAMES_OF_LATENTS: Final = {
     **AROUND,
@@ -73,6 +76,14 @@ DEEPSEEK_V3: Final = GgufFamily(
     complete=(add_sizes_of_latents,),
     marker="blk.*.exp_probs_b.bias",
     also=("kimi_k2", "glm4_moe_lite"),
+)
+
+MISTRAL_LARGE_3: Final = GgufFamily(
+    model_type="mistral_large_3",
+    architecture="MistralLarge3",
+    names={},
+    marker="attention.temperature_scale",
+    refusal="was made of Mistral's own files, and transformers has no such model",
 )
 
 _INDEXER: Final = {

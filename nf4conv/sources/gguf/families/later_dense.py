@@ -2,7 +2,9 @@
 
 from typing import Final
 
-from nf4conv.sources.gguf.families.common import (
+from nf4conv.sources.gguf.families.dense import GLM4
+from nf4conv.sources.gguf.families.family import GgufFamily, Join
+from nf4conv.sources.gguf.families.steps.common import (
     AROUND,
     ATTENTION,
     BIASES_OF_LLAMA,
@@ -17,8 +19,9 @@ from nf4conv.sources.gguf.families.common import (
     SIZES,
     WINDOW,
 )
-from nf4conv.sources.gguf.families.completing import add_layer_types, add_size_of_heads
-from nf4conv.sources.gguf.families.family import GgufFamily
+from nf4conv.sources.gguf.families.steps.completing import add_layer_types, add_size_of_heads
+from nf4conv.sources.gguf.families.steps.joining import join_apart_halves
+from nf4conv.sources.gguf.families.steps.telling import lacks_biases
 
 GLM: Final = GgufFamily(
     model_type="glm",
@@ -34,6 +37,41 @@ GLM: Final = GgufFamily(
     shown={"attention_bias": "blk.*.attn_q.bias"},
     complete=(add_size_of_heads,),
 )
+
+CHATGLM: Final = GgufFamily(
+    model_type="chatglm",
+    architecture="ChatGLMModel",
+    names={},
+    marker="blk.*.attn_qkv.weight",
+    refusal="is of code that transformers does not have, with names of its own",
+)
+
+_QUERIES_AND_KEYS: Final = ("blk.*.attn_q", "blk.*.attn_k")
+
+GLM4V_TEXT: Final = GgufFamily(
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    names=GLM4.names,
+    joined=tuple(
+        Join(f"{GLM4.names[module]}.{ending}", (f"{module}.{ending}",), join_apart_halves)
+        for module in _QUERIES_AND_KEYS
+        for ending in ("weight", "bias")
+    ),
+    config=GLM4.config,
+    shown=GLM4.shown,
+    marker="rope.dimension_sections",
+)
+"""The text model of GLM-4.1V, which is GLM-4-0414, and of which the converter moves rows."""
+
+QWEN2_WITHOUT_BIASES: Final = GgufFamily(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names=LIKE_LLAMA,
+    config={**SIZES, **RMS, **HEAD},
+    constants={"attention_bias": False},
+    sign=lacks_biases,
+)
+"""KORMo: Qwen2 without biases is Llama, with rows in the order of transformers."""
 
 JAIS2: Final = GgufFamily(
     model_type="jais2",

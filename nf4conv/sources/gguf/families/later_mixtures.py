@@ -2,7 +2,9 @@
 
 from typing import Final
 
-from nf4conv.sources.gguf.families.common import (
+from nf4conv.sources.gguf.families.family import GgufFamily
+from nf4conv.sources.gguf.families.mixtures import GLM4_MOE
+from nf4conv.sources.gguf.families.steps.common import (
     AROUND,
     ATTENTION,
     COUNTS_OF_DEEPSEEK,
@@ -19,13 +21,14 @@ from nf4conv.sources.gguf.families.common import (
     SIZES,
     WINDOW,
 )
-from nf4conv.sources.gguf.families.completing import (
+from nf4conv.sources.gguf.families.steps.completing import (
     add_choice_of_experts,
+    add_full_rotation,
     add_kinds_of_networks,
     add_layer_types,
     add_rotation_of_each_kind,
 )
-from nf4conv.sources.gguf.families.family import GgufFamily
+from nf4conv.sources.gguf.families.steps.telling import has_tokens_of_solar
 
 _SHARED_MLP: Final = {
     "blk.*.ffn_gate_shexp": f"{LAYER}.mlp.shared_mlp.gate_proj",
@@ -154,4 +157,22 @@ COHERE2_MOE: Final = GgufFamily(
     },
     rows={"prefix_dense_intermediate_size": "model.layers.0.mlp.gate_proj.weight"},
     complete=(add_layer_types, add_kinds_of_networks, add_choice_of_experts),
+)
+
+SOLAR_OPEN: Final = GgufFamily(
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    names={**LIKE_LLAMA, **GLM4_MOE.names},
+    experts=EXPERTS,
+    config=GLM4_MOE.config,
+    complete=(add_full_rotation,),
+    sign=has_tokens_of_solar,
+)
+
+GRANITE_MOE_SWA: Final = GgufFamily(
+    model_type="granitemoe_swa",
+    architecture="GraniteMoeSWAForCausalLM",
+    names={},
+    marker="blk.*.ffn_gate_up_exps.weight",
+    refusal="has experts in a layout that nf4conv does not read",
 )

@@ -3,7 +3,8 @@
 from typing import Final
 
 from nf4conv.format.gguf import NEGATIVE_EXP
-from nf4conv.sources.gguf.families.common import (
+from nf4conv.sources.gguf.families.family import CHANNELS, GgufFamily, Join
+from nf4conv.sources.gguf.families.steps.common import (
     ALL_NORMS_PLUS_ONE,
     AROUND,
     ATTENTION,
@@ -17,9 +18,8 @@ from nf4conv.sources.gguf.families.common import (
     SHARED_EXPERT,
     SIZES,
 )
-from nf4conv.sources.gguf.families.completing import add_linear_attention
-from nf4conv.sources.gguf.families.family import CHANNELS, GgufFamily, Join
-from nf4conv.sources.gguf.families.joining import (
+from nf4conv.sources.gguf.families.steps.completing import add_linear_attention
+from nf4conv.sources.gguf.families.steps.joining import (
     join_linear_attention,
     join_tiled_channels,
     join_tiled_columns,

@@ -2,7 +2,8 @@
 
 from typing import Final
 
-from nf4conv.sources.gguf.families.common import (
+from nf4conv.sources.gguf.families.family import GgufFamily, Join
+from nf4conv.sources.gguf.families.steps.common import (
     AROUND,
     ATTENTION,
     CORRECTED,
@@ -30,12 +31,11 @@ from nf4conv.sources.gguf.families.common import (
     SIZES,
     WINDOW,
 )
-from nf4conv.sources.gguf.families.completing import (
+from nf4conv.sources.gguf.families.steps.completing import (
     add_norm_of_queries,
     add_rounding_of_yarn,
 )
-from nf4conv.sources.gguf.families.family import GgufFamily, Join
-from nf4conv.sources.gguf.families.joining import (
+from nf4conv.sources.gguf.families.steps.joining import (
     join_alternating_experts,
     join_transposed_experts,
 )
@@ -85,6 +85,7 @@ QWEN3MOE: Final = GgufFamily(
     experts=EXPERTS,
     config={**SIZES, **RMS, **HEAD, **EXPERT_COUNTS},
     constants={"norm_topk_prob": True},
+    shown={"attention_bias": "blk.*.attn_q.bias"},
 )
 
 OLMOE: Final = GgufFamily(

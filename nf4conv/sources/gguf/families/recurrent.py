@@ -3,7 +3,8 @@
 from typing import Final
 
 from nf4conv.format.gguf import NEGATIVE_EXP
-from nf4conv.sources.gguf.families.common import (
+from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, GgufFamily, Join
+from nf4conv.sources.gguf.families.steps.common import (
     AROUND,
     ATTENTION,
     BASIC_SIZES,
@@ -21,15 +22,19 @@ from nf4conv.sources.gguf.families.common import (
     SHARED_EXPERT_OF_GRANITE,
     SIZES,
 )
-from nf4conv.sources.gguf.families.completing import (
+from nf4conv.sources.gguf.families.steps.completing import (
     add_heads_of_states,
+    add_layers_of_bamba,
     add_layers_of_granite,
     add_layers_of_jamba,
     add_layers_of_nemotron,
     add_layers_with_attention,
 )
-from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, GgufFamily, Join
-from nf4conv.sources.gguf.families.joining import join_rows
+from nf4conv.sources.gguf.families.steps.joining import join_rows
+from nf4conv.sources.gguf.families.steps.telling import (
+    has_layers_that_differ,
+    rotates_beside_states,
+)
 
 _SIZES_OF_MAMBA: Final = {
     "block_count": "num_hidden_layers",
@@ -164,6 +169,24 @@ GRANITE_HYBRID_MOE: Final = GgufFamily(
     marker="blk.*.ffn_gate_exps.weight",
 )
 
+BAMBA: Final = GgufFamily(
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    names={
+        **_NAMES_OF_GRANITE,
+        "output_norm": "model.final_layernorm",
+        "blk.*.ffn_norm": f"{LAYER}.pre_ff_layernorm",
+        "blk.*.ffn_gate": f"{LAYER}.feed_forward.gate_proj",
+        "blk.*.ffn_up": f"{LAYER}.feed_forward.up_proj",
+        "blk.*.ffn_down": f"{LAYER}.feed_forward.down_proj",
+    },
+    changed=GRANITE_HYBRID.changed,
+    shapes=MAMBA2.shapes,
+    config=_CONFIG_OF_GRANITE,
+    complete=(add_layers_of_bamba,),
+    sign=rotates_beside_states,
+)
+
 _NAMES_OF_NEMOTRON: Final = {
     "token_embd": "backbone.embeddings",
     "output_norm": "backbone.norm_f",
@@ -224,6 +247,14 @@ NEMOTRON_H_MOE: Final = GgufFamily(
         "moe_latent_size": "moe_latent_size",
     },
     complete=(add_layers_of_nemotron,),
+)
+
+NEMOTRON_PUZZLE: Final = GgufFamily(
+    model_type="nemotron_h_puzzle",
+    architecture="NemotronHPuzzleForCausalLM",
+    names={},
+    sign=has_layers_that_differ,
+    refusal="has layers that differ, for which transformers has no config",
 )
 
 _LAYER_OF_JAMBA: Final = {

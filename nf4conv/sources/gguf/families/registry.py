@@ -7,6 +7,7 @@ from nf4conv.sources.gguf.families import (
     dense,
     early,
     encoders,
+    gemma,
     latents,
     later_dense,
     later_mixtures,
@@ -20,7 +21,6 @@ _Table: TypeAlias = Mapping[str, GgufFamily]
 _Choices: TypeAlias = Mapping[str, tuple[GgufFamily, ...]]
 
 _QWEN: Final[_Table] = {
-    "qwen2": dense.QWEN2,
     "qwen2vl": dense.QWEN2,  # what sees is in another file, and the rest is the same
     "qwen3": dense.QWEN3,
     "qwen3vl": dense.QWEN3,
@@ -33,19 +33,17 @@ _QWEN: Final[_Table] = {
 }
 
 _GEMMA: Final[_Table] = {
-    "gemma": dense.GEMMA,
-    "gemma2": dense.GEMMA2,
-    "gemma3": dense.GEMMA3,
-    "gemma-embedding": dense.EMBEDDING_GEMMA,
-    "gemma3n": dense.GEMMA3N,
-    "gemma4": dense.GEMMA4,
+    "gemma": gemma.GEMMA,
+    "gemma2": gemma.GEMMA2,
+    "gemma3": gemma.GEMMA3,
+    "gemma-embedding": gemma.EMBEDDING_GEMMA,
+    "gemma3n": gemma.GEMMA3N,
+    "gemma4": gemma.GEMMA4,
 }
 
 _OF_COMPANIES: Final[_Table] = {
-    "mistral3": dense.MISTRAL3,
     "phi3": dense.PHI3,
     "granite": dense.GRANITE,
-    "granite_swa": later_dense.GRANITE_SWA,
     "command-r": dense.COMMAND_R,
     "cohere2": dense.COHERE2,
     "nemotron": dense.NEMOTRON,
@@ -54,8 +52,6 @@ _OF_COMPANIES: Final[_Table] = {
 }
 
 _FROM_CHINA: Final[_Table] = {
-    "chatglm": later_dense.GLM,
-    "glm4": dense.GLM4,
     "ernie4_5": dense.ERNIE4_5,
     "seed_oss": dense.SEED_OSS,
     "hunyuan-dense": dense.HUNYUAN_DENSE,
@@ -84,7 +80,6 @@ _MIXTURES: Final[_Table] = {
     "minimax-m2": mixtures.MINIMAX_M2,
     "gpt-oss": mixtures.GPT_OSS,
     "llama4": mixtures.LLAMA4,
-    "glm4moe": mixtures.GLM4_MOE,
     "dots1": mixtures.DOTS1,
     "ernie4_5-moe": mixtures.ERNIE4_5_MOE,
     "phimoe": mixtures.PHIMOE,
@@ -110,7 +105,6 @@ _RECURRENT: Final[_Table] = {
     "lfm2": recurrent.LFM2,
     "lfm2moe": recurrent.LFM2_MOE,
     "nemotron_h": recurrent.NEMOTRON_H,
-    "nemotron_h_moe": recurrent.NEMOTRON_H_MOE,
 }
 
 _ENCODERS: Final[_Table] = {
@@ -123,13 +117,31 @@ _LIKE_NAMED_DECODERS: Final[_Choices] = {
     "falcon": (early.FALCON_40B, early.FALCON),
     "llama": (mixtures.MIXTRAL, dense.LLAMA),
     "granitemoe": (mixtures.GRANITE_MOE_SHARED, mixtures.GRANITE_MOE),
-    "deepseek2": (latents.DEEPSEEK_V3, latents.DEEPSEEK_V2, latents.YOUTU),
+    "deepseek2": (
+        latents.MISTRAL_LARGE_3,
+        latents.DEEPSEEK_V3,
+        latents.DEEPSEEK_V2,
+        latents.YOUTU,
+    ),
     "mamba": (recurrent.FALCON_MAMBA, recurrent.MAMBA),
-    "granitehybrid": (recurrent.GRANITE_HYBRID_MOE, recurrent.GRANITE_HYBRID),
+    "granitehybrid": (recurrent.GRANITE_HYBRID_MOE, recurrent.BAMBA, recurrent.GRANITE_HYBRID),
+    "nemotron_h_moe": (recurrent.NEMOTRON_PUZZLE, recurrent.NEMOTRON_H_MOE),
+    "qwen2": (later_dense.QWEN2_WITHOUT_BIASES, dense.QWEN2),
+    "mistral3": (dense.MINISTRAL3, dense.MISTRAL),
+    "chatglm": (later_dense.CHATGLM, later_dense.GLM),
+    "glm4": (later_dense.GLM4V_TEXT, dense.GLM4),
+    "glm4moe": (later_mixtures.SOLAR_OPEN, mixtures.GLM4_MOE),
+    "granite_swa": (later_mixtures.GRANITE_MOE_SWA, later_dense.GRANITE_SWA),
 }
 
 _LIKE_NAMED_ENCODERS: Final[_Choices] = {
-    "bert": (encoders.ROBERTA, encoders.XLM_ROBERTA, encoders.BERT, encoders.DISTIL_BERT),
+    "bert": (
+        encoders.ROBERTA,
+        encoders.XLM_ROBERTA,
+        encoders.CAMEMBERT,
+        encoders.BERT,
+        encoders.DISTIL_BERT,
+    ),
     "t5": (encoders.UMT5, encoders.GATED_T5, encoders.T5),
     "t5encoder": (encoders.GATED_T5_ENCODER, encoders.T5_ENCODER),
 }
@@ -171,6 +183,6 @@ def family_of(
     """
     families = FAMILIES.get(architecture, ())
     for family in families:
-        if not family.marker or family.marker in names or sizes.get(family.marker):
+        if family.is_meant(sizes, names):
             return family
     return None

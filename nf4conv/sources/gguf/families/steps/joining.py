@@ -110,6 +110,29 @@ def join_grouped_queries(parts: Parts, sizes: Sizes) -> Stack:
     return Stack(tuple(groups), shape)
 
 
+def join_apart_halves(parts: Parts, sizes: Sizes) -> Stack:
+    """Returns rows of heads whose rotated pairs lie side by side; in the file, halves do.
+
+    Source: Glm4Model.normal_to_neox, which it uses for GLM-4.1V. What is not rotated stays.
+    """
+    [tensor] = parts
+    rotated = _size(sizes, "rope.dimension_count")
+    size = positive(sizes, "attention.key_length")
+    if size is None:
+        size = _size(sizes, "embedding_length") // _size(sizes, "attention.head_count")
+    rows = tensor.shape[0] if tensor.shape else 0
+    if rotated % 2 or rotated > size or rows % size or not 0 < rows // size <= _MOST_GROUPS:
+        raise ValueError(f"has {rows} rows, which do not go with heads of {size}")
+    groups = []
+    for first in range(0, rows, size):
+        middle, last = first + rotated // 2, first + rotated
+        halves = (rows_of(tensor, first, middle), rows_of(tensor, middle, last))
+        groups.append(tuple(map(Piece, halves)))
+        if rotated < size:
+            groups.append((Piece(rows_of(tensor, last, first + size)),))
+    return Stack(tuple(groups), tensor.shape, is_interleaved=True)
+
+
 def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
     """Returns query, key, values and gates of each key head, one head after the other.
 

@@ -4,7 +4,7 @@ from typing import Final
 
 from nf4conv.format.gguf import PLUS_ONE, ROTARY
 from nf4conv.sources.gguf.families.family import Join
-from nf4conv.sources.gguf.families.joining import join_experts, join_rows
+from nf4conv.sources.gguf.families.steps.joining import join_experts, join_rows
 
 LAYER: Final = "model.layers.*"
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from nf4conv.sources.gguf.numbers import counts_of, positive
+from nf4conv.sources.gguf.numbers import counts_of, positive, shortest
 
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the models whose queries are scaled by another number than the size of a head."""
@@ -136,6 +136,28 @@ def add_rounding_of_yarn(
         config["rope_scaling"]["truncate"] = False
 
 
+def add_scaling_of_ministral(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds how Ministral 3 stretches rotary embeddings and scales queries by their position.
+
+    Source: Ministral3Model of llama.cpp's converter, which leaves out mscale. It equals
+    mscale_all_dim in all releases.
+    """
+    stretched = config.pop("rope_scaling", {})
+    scale = sizes.get("rope.scaling.yarn_log_multiplier")
+    beta = sizes.get("attention.temperature_scale")
+    if not stretched or not isinstance(scale, float) or not isinstance(beta, float):
+        return
+    config["rope_parameters"] = {
+        **stretched,
+        "rope_theta": config.pop("rope_theta", None),
+        "mscale": scale,
+        "mscale_all_dim": scale,
+        "llama_4_scaling_beta": shortest(beta),
+    }
+
+
 def add_layers_with_attention(
     sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
 ) -> None:
@@ -189,6 +211,18 @@ def add_layers_of_granite(
         config["mamba_expand"] = width // hidden
 
 
+def add_layers_of_bamba(
+    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds which layers of Bamba have attention, and the sizes of the others' states."""
+    add_layers_of_granite(sizes, names, config)
+    types = config.pop("layer_types")
+    config["attn_layer_indices"] = [
+        layer for layer, kind in enumerate(types) if kind == "attention"
+    ]
+    del config["position_embedding_type"]
+
+
 def add_heads_of_states(
     sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
 ) -> None:
@@ -225,6 +259,16 @@ def add_size_of_heads(
     hidden = positive(config, "hidden_size")
     if heads is not None and hidden is not None:
         config["head_dim"] = hidden // heads
+
+
+def add_full_rotation(
+    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Says that all of a head of Solar Open is rotated.
+
+    The converter writes a half, as for GLM, if the config does not say it.
+    """
+    config.pop("partial_rotary_factor", None)
 
 
 def add_kinds_of_networks(
