@@ -319,7 +319,7 @@ def test_a_byte_level_tokenizer_comes_back(
     source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     metadata = {"tokenizer.ggml.pre": kind, "tokenizer.ggml.merges": Texts(b"", 0)}
-    like = json.loads(b"".join(tokenizer_json(Vocabulary("gpt2", ["a"], metadata))))
+    like = json.loads(b"".join(tokenizer_json(Vocabulary("gpt2", [b"a"], metadata))))
     whole = json.loads(tokenizer.to_str()) | {
         key: like[key] for key in ("normalizer", "pre_tokenizer", "decoder")
     }

@@ -3,6 +3,7 @@
 opening.py      opens a file, or all files of a split one
 header.py       reads metadata, and where the tensors are
 incoming.py     reads the bytes of a header, more of them when they are needed
+remembered.py   remembers where arrays of strings end, for the next run
 families/       lists architectures: their names, what llama.cpp's converter moved, their configs
 towers/         reads the tower of a model that sees
 presenting.py   presents a file's tensors under the names and in the layout of transformers

@@ -18,6 +18,7 @@ from typing import IO, Any, Final
 from nf4conv.errors import SourceError, named
 from nf4conv.format.gguf import BLOCK_TYPES, BlockType
 from nf4conv.sources.gguf.incoming import HeaderBytes, Texts
+from nf4conv.sources.gguf.remembered import KnownEnds, place_of, recall, remember
 from nf4conv.sources.header import MOST_TENSORS, check_name
 
 MAGIC: Final = b"GGUF"
@@ -25,6 +26,7 @@ MAGIC: Final = b"GGUF"
 _MOST_DIMENSIONS: Final = 4
 _SMALLEST_PAIR: Final = 13  # bytes of a key without letters, a type, and a value of one byte
 _SMALLEST_RECORD: Final = 24
+_MANY: Final = 10_000  # strings; to find the end of as many takes 1 ms
 
 _NUMBERS: Final = {
     0: "B",
@@ -96,7 +98,31 @@ def read_gguf_header(path: Path, opened: Callable[[], IO[bytes]] | None = None) 
     with named(path, SourceError), path.open("rb") if opened is None else opened() as file:
         size = file.seek(0, 2)
         file.seek(0)
-        return _Parser(path, HeaderBytes(path, file, size), size).parse()
+        content = HeaderBytes(path, file, size)
+        parser = _Parser(path, content, size)
+        place = place_of(content.beginning())
+        header = _parse_by_ends(parser, content, recall(place))
+        if header is not None:
+            return header
+        content.begin_again({})
+        header = parser.parse()
+        if content.strings >= _MANY:
+            remember(place, KnownEnds(header.digest, content.ends))
+        return header
+
+
+def _parse_by_ends(
+    parser: "_Parser", content: HeaderBytes, known: KnownEnds | None
+) -> GgufHeader | None:
+    """Returns the header if its metadata is that of which the ends are known; None otherwise."""
+    if known is None:
+        return None
+    content.begin_again(known.ends)
+    try:
+        header = parser.parse()
+    except SourceError:  # it is another header, or has a fault that is found again
+        return None
+    return header if header.digest == known.digest else None
 
 
 class _Parser:

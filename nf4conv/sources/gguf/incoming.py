@@ -2,7 +2,7 @@
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -11,8 +11,8 @@ from nf4conv.errors import SourceError
 
 _LONGEST_HEADER: Final = 2**28  # bytes; tokenizers of 260,000 tokens take 20 MB
 _LONGEST_STRING: Final = 2**24
-_FIRST_READ: Final = 2**20  # bytes; each one that follows is twice as long, up to the longest
-_LONGEST_READ: Final = 2**24
+_READ: Final = 2**20  # bytes at a time; memory of longer reads is not used again by the next one
+_BEGINNING: Final = 2**16
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -42,6 +42,18 @@ class Texts:
             stop = start + length
             yield content[start:stop].decode(errors="replace")
 
+    def encoded(self) -> list[bytes]:
+        """Returns the strings as they are in the file."""
+        content = self.content
+        found = []
+        stop = 0
+        for _ in range(self.count):
+            [length] = _LENGTH.unpack_from(content, stop)
+            start = stop + 8
+            stop = start + length
+            found.append(content[start:stop])
+        return found
+
 
 class HeaderBytes:
     """The bytes of a header, which are read from the first one on.
@@ -53,6 +65,8 @@ class HeaderBytes:
 
     Attributes:
         position: where the next byte is.
+        ends: where each array of strings ends that was read, by where its strings begin.
+        strings: how many strings these arrays have.
     """
 
     def __init__(self, path: Path, file: IO[bytes], size: int) -> None:
@@ -60,13 +74,33 @@ class HeaderBytes:
         self._file = file
         self._end = min(size, _LONGEST_HEADER)
         self._here = bytearray()
-        self._next_read = _FIRST_READ
+        self._expected: Mapping[int, int] = {}
         self.position = 0
+        self.ends: dict[int, int] = {}
+        self.strings = 0
 
     @property
     def left(self) -> int:
         """Returns how many bytes the rest of the header can have."""
         return self._end - self.position
+
+    def beginning(self) -> bytes:
+        """Returns the first bytes of the file, without going on behind them."""
+        count = min(_BEGINNING, self._end)
+        self._need(count)
+        return bytes(self._here[:count])
+
+    def begin_again(self, expected: Mapping[int, int]) -> None:
+        """Goes back to the first byte.
+
+        Args:
+            expected: where arrays of strings end, by where their strings begin. These are not
+                looked at, so whoever expects it checks the digest.
+        """
+        self._expected = expected
+        self.position = 0
+        self.ends = {}
+        self.strings = 0
 
     def take(self, count: int) -> bytes:
         """Reads the next bytes."""
@@ -90,17 +124,27 @@ class HeaderBytes:
     def texts(self, count: int) -> Texts:
         """Reads strings that follow each other, of which only the lengths are looked at."""
         start = self.position
-        passed = self._pass_texts(count)
-        while passed < count:
-            self._need(self.position + 8)
-            passed += self._pass_texts(count - passed)
+        if start in self._expected:
+            self.position = max(self._expected[start], start)
+        else:
+            self._find_end(count)
         self._need(self.position)
-        return Texts(bytes(self._here[start : self.position]), count)
+        self.ends[start] = self.position
+        self.strings += count
+        with memoryview(self._here) as here:
+            return Texts(bytes(here[start : self.position]), count)
 
     def digest(self) -> str:
         """Returns the SHA-256 of all that was read so far."""
         with memoryview(self._here) as here:
             return hashlib.sha256(here[: self.position]).hexdigest()
+
+    def _find_end(self, count: int) -> None:
+        """Goes on behind strings."""
+        passed = self._pass_texts(count)
+        while passed < count:
+            self._need(self.position + 8)
+            passed += self._pass_texts(count - passed)
 
     def _pass_texts(self, count: int) -> int:
         """Goes on behind the next strings, and returns how many of their lengths are here.
@@ -129,11 +173,10 @@ class HeaderBytes:
         if stop > self._end:
             raise self._cut_off()
         while len(self._here) < stop:
-            content = self._file.read(min(self._next_read, self._end - len(self._here)))
+            content = self._file.read(min(_READ, self._end - len(self._here)))
             if not content:
                 raise self._cut_off()
             self._here += content
-            self._next_read = min(2 * self._next_read, _LONGEST_READ)
 
     def _check_length(self, length: int) -> None:
         if length > _LONGEST_STRING:

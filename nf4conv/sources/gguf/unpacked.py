@@ -110,7 +110,7 @@ class TokenizerFiles:
         self._vocabulary = tokenizing.read_vocabulary(self._metadata)
         if self._vocabulary is None:
             return False
-        self.largest = 32 * len(self._vocabulary.tokens)
+        self.largest = 32 * len(self._vocabulary.encoded)
         for texts in self._metadata.values():
             if isinstance(texts, Texts):
                 self.largest += 3 * len(texts.content)
