@@ -896,10 +896,34 @@ def test_what_is_no_checkpoint(tmp_path: Path):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_checkpoint_that_is_not_packed_fails(source: Path):
-    report = verify_checkpoint(source, None, None, CPU)
+def test_a_checkpoint_that_is_packed_otherwise_fails(source: Path, tmp_path: Path):
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))
+    change(UP, lambda tensor: tensor.to(torch.int32))(copy)
+    report = verify_checkpoint(copy, None, None, CPU)
     assert not report.passed
     assert any("has no weight in 4 bits" in finding.text for finding in report.findings)
+
+
+def test_a_checkpoint_in_16_bits_is_only_looked_at(source: Path, tmp_path: Path):
+    """Nothing says what it was made from: it is whole, and its values are finite."""
+    report = verify_checkpoint(source, None, None, CPU)
+    assert report.passed
+    assert set(report.checks) == {"files", "index", "components", "config", "finite"}
+    [note] = report.findings
+    assert note.text.startswith("has no weight in 4 bits, and nothing says what it was made from")
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))
+    change(UP, filled(5, float("nan")))(copy)
+    change(UP, filled(77, float("-inf")))(copy)
+    code, found, _ = run_command(copy)
+    assert code == 1
+    assert_found(found, "finite", UP)
+    assert any(finding["text"].startswith("2 of ") for finding in found)
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (copy / "config.json").write_text(json.dumps(config))
+    code, found, _ = run_command(copy)
+    assert code == 1
+    assert any("though no weight is quantized" in finding["text"] for finding in found)
 
 
 def test_another_model_as_the_source(good: Path, tmp_path: Path):

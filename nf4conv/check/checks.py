@@ -22,6 +22,7 @@ CHECKS: Final[Mapping[str, str]] = {
         "every scale is finite and, if not searched, not negative; "
         "with a source, it is that of the source"
     ),
+    "finite": "no value of a tensor that is compared with nothing is NaN or infinite",
     "names": "the tensors are those of the source",
     "model config": "config.json describes the model of the source",
     "record": "nf4conv.json says what is stored",
@@ -58,3 +59,6 @@ OF_DECODED: Final = ("files", "index", "components", "config")
 
 OF_DECODED_WITH_SOURCE: Final = ("names", "model config", "copies")
 """The checks that such a verification makes if there is a source to decode again."""
+
+OF_DECODED_ALONE: Final = ("finite",)
+"""The checks that such a verification makes if there is none."""

@@ -42,10 +42,17 @@ class CopiedPair(NamedTuple):
 
 @dataclass(frozen=True)
 class Pairs:
-    """Lists what is to be compared with what."""
+    """Lists what is to be compared with what.
+
+    Attributes:
+        weights: packed weights, with what they are packed from.
+        copies: tensors that are not packed, with those of the source.
+        alone: tensors in floats for which there is no source. They are only to be finite.
+    """
 
     weights: Sequence[PackedPair] = ()
     copies: Sequence[CopiedPair] = ()
+    alone: Sequence[TensorInfo] = ()
 
 
 @dataclass(frozen=True)

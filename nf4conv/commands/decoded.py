@@ -17,6 +17,7 @@ from nf4conv.check.record_check import check_decoded_record, check_origin
 from nf4conv.commands.dequantize import plan_checkpoint, plan_submodel
 from nf4conv.options import SourceOptions, VerifyOptions
 from nf4conv.plan.dequantization import DequantizationPlan, plan_source
+from nf4conv.plan.jobs import FLOAT_TAGS
 from nf4conv.sources.diffusers.folder import DiffusersFolder
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
@@ -97,8 +98,11 @@ def _check_alone(structure: Structure) -> None:
 
 def _unproved(structure: Structure) -> Decoding:
     text = "no value was compared; give --source to decode it again and to compare every bit"
+    if structure.record is None:
+        text = f"has no weight in 4 bits, and nothing says what it was made from: {text}"
     structure.note("copies", "", "", text, is_fault=False)
-    return Decoding(None, Pairs())
+    floats = [tensor for tensor in structure.tensors.values() if tensor.dtype in FLOAT_TAGS]
+    return Decoding(None, Pairs(alone=tuple(floats)))
 
 
 def _match(

@@ -19,7 +19,7 @@ from nf4conv.check.calibrated import check_calibrated
 from nf4conv.check.checksums import check_checksums
 from nf4conv.check.config_check import check_config, check_exact_config
 from nf4conv.check.copied_files import check_copied_files, check_files
-from nf4conv.check.decoded.asking import is_decoded
+from nf4conv.check.decoded.asking import is_decoded, is_plain
 from nf4conv.check.model_config import check_model_config, check_model_index
 from nf4conv.check.pairing import Pairs, pair
 from nf4conv.check.record_check import check_card, check_origin, check_record
@@ -57,7 +57,7 @@ class VerificationPlan:
         config: the content of its config.json. Empty if it has none.
         source: the checkpoint that it was made from. None if that was not given.
         pairs: the tensors to compare with those of the source. Empty without a source.
-        is_decoded: True if `dequantize` made the checkpoint, or another tool that decodes.
+        is_decoded: True if no weight is packed: `dequantize` made the checkpoint, or another tool.
     """
 
     path: Path
@@ -78,6 +78,7 @@ class VerificationPlan:
             count += weight.nbytes + job.source_bytes
         for stored, original in self.pairs.copies:
             count += stored.nbytes + original.nbytes
+        count += sum(tensor.nbytes for tensor in self.pairs.alone)
         return count
 
 
@@ -199,7 +200,8 @@ def _plan_checkpoint(
 ) -> VerificationPlan:
     """Plans the verification of one checkpoint; raises DiffusersFolderError for a pipeline."""
     structure = read_structure(Path(path))
-    if is_decoded(structure, has_source=source is not None):
+    has_source = source is not None
+    if is_decoded(structure, has_source=has_source) or (not has_source and is_plain(structure)):
         is_folder = Path(path).is_dir()
         decoding = match_checkpoint(structure, source, options, where, is_folder=is_folder)
         return _plan_decoded(Path(path), structure, decoding, options)

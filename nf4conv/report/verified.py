@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 
 from nf4conv import __version__
@@ -10,6 +10,7 @@ from nf4conv.check.checks import (
     ALWAYS,
     CHECKS,
     OF_DECODED,
+    OF_DECODED_ALONE,
     OF_DECODED_WITH_SOURCE,
     WITH_SOURCE,
 )
@@ -30,11 +31,14 @@ class Measured:
         weights: what was measured of each packed weight, by its name.
         copies: what was measured of each tensor that is not packed, by its name. Empty without a
             source.
+        not_finite: how many values of a tensor that is compared with nothing are NaN or infinite,
+            by its name.
     """
 
     device: str
     weights: Mapping[str, WeightResult]
     copies: Mapping[str, CopyResult]
+    not_finite: Mapping[str, int] = field(default_factory=dict)
 
 
 def verification_report(
@@ -127,8 +131,7 @@ def _ran(
     ran = set(OF_DECODED)
     if structure.record is not None:
         ran.add("record")
-    if source is not None:
-        ran.update(OF_DECODED_WITH_SOURCE)
+    ran.update(OF_DECODED_ALONE if source is None else OF_DECODED_WITH_SOURCE)
     if options.exact:
         ran.add("copied files")
     return ran
@@ -143,6 +146,11 @@ def _note_faults(structure: Structure, measured: Measured, options: VerifyOption
         if copy.differing:
             text = f"{copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
             structure.note("copies", copy.tensor.file, copy.tensor.name, text)
+    for name, count in measured.not_finite.items():
+        if count:
+            tensor = structure.tensors[name]
+            text = f"{count:,} of {tensor.elements:,} values are NaN or infinite"
+            structure.note("finite", tensor.file, name, text)
 
 
 def _in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -1,8 +1,9 @@
 """Verifies the values of a checkpoint: proves what is right, and diagnoses the rest."""
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
@@ -15,9 +16,11 @@ from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline
 from nf4conv.run.reading import open_reader
 from nf4conv.run.tasks.prove import CheckpointProof, plan_proof
+from nf4conv.run.tasks.scan import count_values
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.tensors import TensorInfo
 
 _log: Final = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ def verify_values(
         progress: told how many more bytes have been read, from any thread.
         source: the checkpoint that is compared with, whose files may still be on the Hub.
     """
+    if pairs.alone:
+        return _look_at_values(pairs.alone, run, progress)
     plan = plan_proof(pairs)
     devices = open_devices(lambda: plan.jobs, plan.format, run, is_measured=True)
     started = time.perf_counter()
@@ -77,6 +82,17 @@ def verify_values(
     seconds = time.perf_counter() - started
     _log.info("looked at the values of %d tensors in %.1f s", len(unproved) + len(unlike), seconds)
     return Measured(devices.torch.name, results, copies)
+
+
+def _look_at_values(
+    tensors: Sequence[TensorInfo], run: RunOptions, progress: Callable[[int], None]
+) -> Measured:
+    """Looks for values that are NaN or infinite in tensors that are compared with nothing."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    limits = dict.fromkeys(by_name, math.inf)
+    counts = count_values(by_name, limits, run, None, progress)
+    not_finite = {name: count.not_finite for name, count in counts.items()}
+    return Measured(TorchBackend(run.device).name, {}, {}, not_finite)
 
 
 def _diagnose(

@@ -39,6 +39,14 @@ def is_decoded(structure: Structure, *, has_source: bool) -> bool:
     return has_source and bool(structure.tensors)
 
 
+def is_plain(structure: Structure) -> bool:
+    """Returns True if a checkpoint is in floats of 16 bits or more, and nothing says more of it."""
+    if structure.weights or structure.record is not None:
+        return False
+    matrices = [tensor for tensor in structure.tensors.values() if len(tensor.shape) > 1]
+    return bool(matrices) and all(tensor.dtype in FLOAT_TAGS for tensor in matrices)
+
+
 def decoding_options(structure: Structure, options: VerifyOptions) -> DequantizeOptions:
     """Returns the options by which a checkpoint was decoded, and notes those that cannot be.
 

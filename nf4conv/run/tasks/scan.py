@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -43,6 +43,10 @@ class _Counts:
             )
 
 
+def _ignore(_: int) -> None:
+    """Takes a count that nobody asked for."""
+
+
 def _count_piece(
     backend: TorchBackend,
     name: str,
@@ -58,7 +62,11 @@ def _count_piece(
 
 
 def count_values(
-    tensors: Mapping[str, TensorInfo], limits: Mapping[str, float], run: RunOptions, source: Source
+    tensors: Mapping[str, TensorInfo],
+    limits: Mapping[str, float],
+    run: RunOptions,
+    source: Source | None,
+    progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, UnfitValues]:
     """Counts the values of tensors that are NaN or infinite, or whose magnitude is too large.
 
@@ -66,14 +74,15 @@ def count_values(
         tensors: the tensors, by name.
         limits: the largest magnitude of each, by the same names.
         run: how to use the machine.
-        source: the checkpoint that they belong to.
+        source: the checkpoint that they belong to; None if they are in files at hand.
+        progress: told how many more bytes have been read, from any thread.
 
     Returns:
         What was counted of each tensor, by name.
     """
     found = _Counts()
     torch = TorchBackend(run.device)
-    pipeline = make_pipeline([torch], run, lambda _: None)
+    pipeline = make_pipeline([torch], run, progress or _ignore)
     tasks = []
     for name, tensor in tensors.items():
         most = pipeline.piece * 8 // DTYPE_BITS[tensor.dtype]
