@@ -24,14 +24,40 @@ def require_same_run(
     """
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if changed:
-        key = changed[0]
-        was = shortened(before.get(key))
-        found = shortened(now.get(key))
+        place, was, found = _first_difference(changed[0], before, now)
         raise OutputError(
             f"{out}: holds an unfinished run that differs in {', '.join(changed)} "
-            f"({key} was {was}, is {found}); {advice}",
+            f"({place} was {shortened(was)}, is {shortened(found)}); {advice}",
             path=out,
         )
+
+
+def _first_difference(
+    key: str, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[str, object, object]:
+    """Finds the first value that differs within one of a fingerprint, such as a file's stamp.
+
+    Args:
+        key: the name of a value that differs.
+        before: the fingerprint of the run that has begun.
+        now: that of this run.
+
+    Returns:
+        place: the names that lead to the value.
+        was: the value before; None if there was none.
+        found: the value now; None if there is none.
+    """
+    places = [key]
+    was = before.get(key)
+    found = now.get(key)
+    while isinstance(was, Mapping) and isinstance(found, Mapping):
+        names = [name for name in {**was, **found} if was.get(name) != found.get(name)]
+        if not names:  # one of them has a null that the other lacks
+            break
+        places.append(json.dumps(names[0], ensure_ascii=False)[1:-1])
+        was = was.get(names[0])
+        found = found.get(names[0])
+    return f"{': '.join(places):.200}", was, found
 
 
 def as_json(value: Any) -> Any:
