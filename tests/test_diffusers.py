@@ -1,5 +1,6 @@
 """Diffusers pipelines: what is packed, what stays, and that the whole is finished last."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -604,3 +605,28 @@ def test_of_the_hub_only_what_is_needed_is_fetched(hub: Hub, tmp_path, pipeline,
     opened = open_diffusers("org/model", variant).submodels
     assert {name: place.variant for name, place in opened.items()} == {
         "transformer": "fp16", "text_encoder": None, "vae": None}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("scheduler/scheduler_config.json", "scheduler_config.json: its content is not in the"),
+        ("vae/config.json", "config.json: its content is not in the cache any more; run once"),
+        ("vae/diffusion_pytorch_model.safetensors", "vae: neither safetensors weights nor a"),
+    ],
+)
+def test_offline_a_file_that_has_lost_its_content_is_refused(
+    hub: Hub, tmp_path: Path, pipeline: Path, name: str, said: str
+):
+    hub.repos["org/model"] = Repo()
+    hub.repos["org/model"].commit(contents(pipeline))
+    where = SourceOptions(cache_dir=tmp_path / "cache")
+    plan = plan_quantization("org/model", where=where)
+    [path] = [path for path in (tmp_path / "cache").rglob(name) if "snapshots" in path.parts]
+    path.resolve().unlink()
+    offline = dataclasses.replace(where, local_files_only=True)
+    with pytest.raises(SourceError, match=said):
+        plan_quantization("org/model", where=offline)
+    again = plan_quantization("org/model", where=where)
+    assert again.submodels.keys() == plan.submodels.keys()
+    plan_quantization("org/model", where=offline)

@@ -130,6 +130,10 @@ def test_names_on_the_hub(hub: Hub, tmp_path: Path):
         assert (tmp_path / out / "model.safetensors").read_bytes() == expected
     offline = (*cached[:2], "--local-files-only")
     done("inspect", "me/models", *named, *offline)
+    [card] = (tmp_path / "hub").rglob("README.md")
+    card.resolve().unlink()
+    result = run("inspect", "me/models", *named, *offline)
+    assert "README.md: its content is not in the cache any more; run once" in result.stderr
     wrong = (*named[:3], "none.gguf", *named[4:])
     result = run("inspect", "me/models", *wrong, *cached[:2])
     assert "me/models: has no none.gguf; its GGUF files: mmproj.gguf, model.gguf" in result.stderr

@@ -129,6 +129,24 @@ def test_offline_and_not_cached(hub: Hub, where: SourceOptions):
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "README.md"])
+def test_offline_a_file_that_has_lost_its_content_is_refused(
+    hub: Hub, files: dict[str, bytes], where: SourceOptions, name: str
+):
+    """Its blob was removed; the result would be without it, and look finished."""
+    publish(hub, files)
+    path = open_source(REPO, where).folder / name
+    path.resolve().unlink()
+    offline = SourceOptions(cache_dir=where.cache_dir, local_files_only=True)
+    lost = rf"{name}: its content is not in the cache any more; run once without --local-files-only"
+    with pytest.raises(SourceError, match=lost):
+        open_source(REPO, offline)
+    open_source(REPO, where)
+    assert path.read_bytes() == files[name]
+    path.with_name("model.onnx").symlink_to("nowhere")  # which is not needed
+    open_source(REPO, offline)
+
+
 def test_an_interrupted_download_is_not_taken_for_a_cached_one(
     hub: Hub, files: dict[str, bytes], where: SourceOptions, monkeypatch: pytest.MonkeyPatch
 ):

@@ -6,7 +6,7 @@ HF_HUB_OFFLINE forbids to ask the Hub.
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -105,7 +105,7 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
             offline, or holds no weights.
     """
     if where.local_files_only or is_offline():
-        return _from_cache(repo, where)
+        return _with_small_files(_from_cache(repo, where))
     repository = Repository(repo, where)
     prefix = prefix_of(where)
     names = _names_below(repository, prefix)
@@ -150,9 +150,57 @@ def _small_files(repository: Repository, prefix: str, names: Collection[str]) ->
     if "modules.json" in names:
         root = repository.fetch_first([f"{prefix}modules.json"])
         modules = read_small(root / prefix / "modules.json")
+    return _small_among(names, modules)
+
+
+def _small_among(names: Collection[str], modules: bytes | None) -> set[str]:
+    """Chooses the files that are read beside the weights, or copied, by the content of modules."""
     small = {str(path) for path in auxiliary_names(names, modules)}
     small.update(name for name in _DESCRIPTIONS if name in names)
     return small
+
+
+def _with_small_files(found: Fetched) -> Fetched:
+    """Returns a source that was found in the cache, if no small file in it has lost its content."""
+    names = _names_in(found.folder)
+    modules = found.folder / "modules.json"
+    content = read_small(modules) if modules.is_file() else None
+    require_content(found.folder, _small_among(names, content))
+    return found
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Returns the names of all files of a snapshot, whether their content is there or not."""
+    files = [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
+    return [path.relative_to(folder).as_posix() for path in files]
+
+
+def require_content(folder: Path, names: Iterable[str]) -> None:
+    """Checks that files of a snapshot in the cache are more than names.
+
+    They are links to blobs. A file whose blob was removed would pass for one that the repository
+    lacks, and the result would lack it, too.
+
+    Args:
+        folder: that of the snapshot.
+        names: of the files, relative to it.
+
+    Raises:
+        SourceError: the content of a file is gone.
+    """
+    for name in sorted(names):
+        path = folder / name
+        if path.is_symlink() and not path.exists():
+            raise SourceError(
+                f"{path}: its content is not in the cache any more; run once without "
+                f"{_why_offline()}, to download it",
+                path=path,
+            )
+
+
+def _why_offline() -> str:
+    """Returns what forbids to ask the Hub."""
+    return "HF_HUB_OFFLINE" if is_offline() else "--local-files-only"
 
 
 def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
@@ -207,6 +255,7 @@ def fetch_gguf(repo: str, names: Sequence[str], where: SourceOptions) -> tuple[l
         files = [
             found.folder / Path(name).name for found, name in zip(each_found, names, strict=True)
         ]
+        require_content(each_found[0].folder, ("README.md",))
         return files, each_found[0]
     repository = Repository(repo, where)
     wanted = [f"{prefix_of(where)}{name}" for name in names]
@@ -250,8 +299,7 @@ def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str,
     """
     if where.local_files_only or is_offline():
         fetched = _from_cache(repo, where)
-        files = [path for path in fetched.folder.rglob("*") if path.is_file()]
-        return fetched, tuple(path.relative_to(fetched.folder).as_posix() for path in files)
+        return fetched, tuple(_names_in(fetched.folder))
     repository = Repository(repo, where)
     prefix = prefix_of(where)
     folder = repository.fetch_first([f"{prefix}{MODEL_INDEX}"]) / prefix
