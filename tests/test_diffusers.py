@@ -257,6 +257,25 @@ def test_weights_of_other_programs_are_not_left_out_unsaid(pipeline, name, advic
         plan_quantization(pipeline)
 
 
+def test_a_model_whose_weights_are_lost_is_refused(pipeline: Path):
+    """The result would lack them; a processor may have a config and no weights."""
+    vae = pipeline / "vae"
+    for path in vae.glob("*.bin"):
+        path.unlink()
+    [weights] = vae.glob("*.safetensors")
+    index = vae / "diffusion_pytorch_model.safetensors.index.json"
+    content = {"metadata": {}, "weight_map": {"decoder": weights.name}}
+    index.write_text(json.dumps(content))
+    weights.unlink()
+    message = f"{vae}: AutoencoderKL without weights; the download is incomplete"
+    with pytest.raises(SourceError, match=re.escape(message)):
+        plan_quantization(pipeline)
+    parts = json.loads((pipeline / "model_index.json").read_text())
+    parts["vae"] = ["diffusers", "VaeImageProcessor"]
+    (pipeline / "model_index.json").write_text(json.dumps(parts))
+    plan_quantization(pipeline)
+
+
 def test_choosing_nothing_is_refused(pipeline):
     with pytest.raises(PlanError, match="no tensor of this diffusers pipeline would be packed"):
         plan_quantization(pipeline, QuantizeOptions(include=("vae/*",)))

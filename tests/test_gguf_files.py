@@ -232,7 +232,7 @@ def test_a_cache_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     result = run("dequantize", path, tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 2
     assert "its metadata cannot be unpacked" in result.stderr
-    assert "tokenizer.json: No space left on device" in result.stderr
+    assert "tokenizer.json: No space left on device; XDG_CACHE_HOME names" in result.stderr
     assert not (tmp_path / "out" / "config.json").exists()
     monkeypatch.setattr(unpacked, "write_private", genuine)
     done("dequantize", path, tmp_path / "out", "--device", "cpu")

@@ -31,6 +31,10 @@ _OTHER_WEIGHTS: Final = (".gguf", ".onnx", ".msgpack", ".h5", ".pt", ".pth", ".c
 """Suffixes of files in which other programs keep the weights of a submodel."""
 
 
+_NO_MODELS: Final = ("Tokenizer", "TokenizerFast", "Processor", "Extractor", "Scheduler")
+"""How the classes of parts end that have no weights."""
+
+
 @dataclass(frozen=True)
 class DiffusersFolder:
     """A diffusers pipeline that can be read.
@@ -153,6 +157,7 @@ def _describe(
             )
         else:
             _refuse_other_weights(folder / part, own)
+            _refuse_lost_weights(folder / part, own, value[1])
             files += _copied_from(part, own)
     if not submodels:
         raise SourceError(f"{index}: no part of this diffusers pipeline has weights", path=index)
@@ -188,6 +193,14 @@ def _refuse_other_weights(folder: Path, names: Iterable[str]) -> None:
     else:
         text += "; put its weights there as safetensors"
     raise SourceError(text, path=folder)
+
+
+def _refuse_lost_weights(folder: Path, names: Collection[str], class_name: str) -> None:
+    """Refuses a model without weights: a download has ended too early, or a cache has lost them."""
+    if "config.json" in names and not class_name.endswith(_NO_MODELS):
+        raise SourceError(
+            f"{folder}: {class_name:.80} without weights; the download is incomplete", path=folder
+        )
 
 
 def _copied_from(part: str, names: Sequence[str]) -> list[PurePosixPath]:

@@ -145,7 +145,8 @@ class TokenizerFiles:
         """Returns what to tell a user."""
         place = error.filename or self._folder
         return SourceError(
-            f"{self._path}: its metadata cannot be unpacked: {place}: {error.strerror}"
+            f"{self._path}: its metadata cannot be unpacked: {place}: {error.strerror}; "
+            f"XDG_CACHE_HOME names another folder for it"
         )
 
     def _make_or_note(self) -> None:
