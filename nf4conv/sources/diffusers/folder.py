@@ -105,8 +105,7 @@ def _open_local(root: Path, where: SourceOptions) -> DiffusersFolder:
 
 def _open_repository(repo: str, where: SourceOptions) -> DiffusersFolder:
     """Opens a pipeline on the Hub, and fetches its files except the weights."""
-    # huggingface_hub takes long to import
-    from nf4conv.sources.remote.hub import list_diffusers, require_content
+    from nf4conv.sources.remote.hub import list_diffusers, require_content  # slow import
 
     fetched, names = list_diffusers(repo, where)
     if fetched.repository is None:  # offline the revision is asked for again
