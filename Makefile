@@ -159,7 +159,7 @@ $(VENV)/llama.cpp: $(VENV)/.installed
 	mv $@.new $@
 
 test-gguf: $(VENV)/llama.cpp ## test the ways to GGUF and back, with llama.cpp's converter and its Python package
-	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest -m "not gpu" tests/test_gguf.py tests/test_gguf_sources.py tests/test_gguf_aliases.py tests/test_gguf_towers.py tests/test_ggml.py tests/test_ggml_kernels.py tests/test_docs.py
+	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest -m "not gpu" tests/test_gguf.py tests/test_gguf_sources.py tests/test_gguf_aliases.py tests/test_gguf_kimi.py tests/test_gguf_towers.py tests/test_ggml.py tests/test_ggml_kernels.py tests/test_docs.py
 
 # the same library as llama-cpp-python builds, without what runs models fast
 $(VENV)/libllama: $(VENV)/llama.cpp

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf_families import CONVERTER, LINEAR_ATTENTION, SMALL, class_of, write_tokenizer
+from gguf_families import (
+    CONVERTER,
+    LINEAR_ATTENTION,
+    MIXTURE,
+    OTHER_VOCABULARIES,
+    ROUTED,
+    SMALL,
+    class_of,
+    write_tokenizer,
+)
+from gguf_families import FAMILIES as TEXT_FAMILIES
 from safetensors.torch import load_file, save_file
 
 _TEXT = {**SMALL, "tie_word_embeddings": False}
@@ -99,13 +109,80 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+_GLM_SECTIONS = {**_SECTIONS, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+_OF_GLM = {
+    "depth": 4,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+}
+_GLM_TOKENS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "image_start_token_id": 92,
+    "image_end_token_id": 93,
+    "video_start_token_id": 88,
+    "video_end_token_id": 89,
+}
+_GLM_TEXT = {
+    **_TEXT,
+    "head_dim": 16,
+    "attention_bias": True,
+    "rope_parameters": _GLM_SECTIONS,
+}
+_WHISPER = {"num_mel_bins": 8, "max_source_positions": 16}
+FAMILIES |= {
+    "Qwen3VLMoeForConditionalGeneration": {
+        **_QWEN_TOKENS,
+        "text_config": {**_TEXT, **MIXTURE, "head_dim": 16, "rope_parameters": _SECTIONS},
+        "vision_config": FAMILIES["Qwen3VLForConditionalGeneration"]["vision_config"],
+    },
+    "Qwen3_5MoeForConditionalGeneration": {
+        **_QWEN_TOKENS,
+        "text_config": {**_TEXT, **MIXTURE, **LINEAR_ATTENTION},
+        "vision_config": FAMILIES["Qwen3_5ForConditionalGeneration"]["vision_config"],
+    },
+    "Glm4vForConditionalGeneration": {
+        **_GLM_TOKENS,
+        "text_config": _GLM_TEXT,
+        "vision_config": _OF_GLM,
+    },
+    "Glm4vMoeForConditionalGeneration": {
+        **_GLM_TOKENS,
+        "text_config": {**_GLM_TEXT, **ROUTED, "first_k_dense_replace": 1},
+        "vision_config": _OF_GLM,
+    },
+    "Llama4ForConditionalGeneration": {
+        "image_token_index": 90,
+        "text_config": {**_TEXT, **TEXT_FAMILIES["Llama4ForCausalLM"]},
+        "vision_config": {**_VISION, "intermediate_size": 128, "vision_output_dim": 48}
+        | {"projector_input_dim": 48, "projector_output_dim": 48, "pixel_shuffle_ratio": 0.5},
+    },
+    "Qwen2AudioForConditionalGeneration": {
+        "audio_token_index": 90,
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "audio_config": {**_WHISPER, "d_model": 32, "encoder_layers": 4}
+        | {"encoder_attention_heads": 2, "encoder_ffn_dim": 48},
+    },
+    "VoxtralForConditionalGeneration": {
+        "audio_token_id": 90,
+        "text_config": {**_TEXT, "model_type": "llama", "head_dim": 16},
+        "audio_config": {**_VISION, **_WHISPER, "intermediate_size": 128},
+    },
+}
+HEARING = ("Qwen2AudioForConditionalGeneration", "VoxtralForConditionalGeneration")
+
 OF_CLIP = {
     "text_config": {**_TEXT, "model_type": "llama"},
     "vision_config": {**_VISION, "model_type": "clip_vision_model"},
     "image_token_index": 90,
     "image_token_id": 90,
+    "image_grid_pinpoints": [[28, 28]],  # of LLaVA-NeXT
 }
-"""LLaVA 1.5, whose tower today's converter does not convert."""
+"""LLaVA 1.5 and LLaVA-NeXT, whose towers today's converter does not convert."""
 
 # names that the converter knows, by what transformers 5.23 begins them with
 _HUB = {
@@ -129,6 +206,9 @@ TEXTS = {
     "Idefics3ForConditionalGeneration": "LlamaForCausalLM",
     "SmolVLMForConditionalGeneration": "LlamaForCausalLM",
     "InternVLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2AudioForConditionalGeneration": "Qwen2ForCausalLM",
+    "VoxtralForConditionalGeneration": "LlamaForCausalLM",
+    "LlavaNextForConditionalGeneration": "LlamaForCausalLM",
 }
 # seeds of models in which a weight of a norm is so small that adding 1 rounds it
 SEEDS = {"Qwen3_5ForConditionalGeneration": 1}
@@ -142,14 +222,53 @@ def write_model(folder: Path, architecture: str, dtype: torch.dtype) -> Path:
     return _write(folder, architecture, FAMILIES[architecture], dtype)
 
 
-def write_llava(folder: Path) -> Path:
+def write_llava(folder: Path, architecture: str = "LlavaForConditionalGeneration") -> Path:
     """A tiny LLaVA 1.5 of random weights that float16 holds, under the names of the Hub."""
-    folder = _write(folder, "LlavaForConditionalGeneration", OF_CLIP, torch.bfloat16)
+    folder = _write(folder, architecture, OF_CLIP, torch.bfloat16)
     _rename(folder, {**_HUB, "vision_tower.pre_layrnorm": "vision_tower.vision_model.pre_layrnorm"})
+    _round_to_float16(folder)
+    return folder
+
+
+def _round_to_float16(folder: Path) -> None:
+    """Leaves values that float16 holds, in which the converter writes some of them."""
     path = folder / "model.safetensors"
     state = {name: values.half().bfloat16() for name, values in load_file(path).items()}
     save_file(state, path, {"format": "pt"})
-    return folder
+
+
+def _leave_out_line_ends(folder: Path) -> None:
+    """Leaves out what the text model of LLaVA-NeXT does not have."""
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    if state.pop("image_newline", None) is not None:
+        save_file(state, path, {"format": "pt"})
+
+
+def _stack_experts(folder: Path) -> None:
+    """Stacks experts as models on the Hub have them; transformers 5 writes single ones."""
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    single = sorted(name for name in state if ".experts.0.gate_proj." in name)
+    for name in single:
+        stem = name.partition(".experts.0.")[0]
+        for matrices, stack in ((("gate", "up"), "gate_up_proj"), (("down",), "down_proj")):
+            experts = []
+            for expert in range(MIXTURE["num_experts"]):
+                names = [f"{stem}.experts.{expert}.{kind}_proj.weight" for kind in matrices]
+                experts.append(torch.cat([state.pop(name) for name in names]))
+            state[f"{stem}.experts.{stack}"] = torch.stack(experts)
+    save_file(state, path, {"format": "pt"})
+
+
+def _turn_experts(folder: Path) -> None:
+    """Turns experts as models on the Hub have them; transformers 5 turns them when it loads."""
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    for name, values in state.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            state[name] = values.transpose(1, 2).contiguous()
+    save_file(state, path, {"format": "pt"})
 
 
 def _write(folder: Path, architecture: str, config: dict[str, Any], dtype: torch.dtype) -> Path:
@@ -162,6 +281,12 @@ def _write(folder: Path, architecture: str, config: dict[str, Any], dtype: torch
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.to(dtype).save_pretrained(folder)
     _rename(folder, OLDER_NAMES.get(architecture, {}))
+    if architecture == "Qwen3VLMoeForConditionalGeneration":
+        _turn_experts(folder)
+    if architecture == "Qwen3_5MoeForConditionalGeneration":
+        _stack_experts(folder)
+    if architecture in HEARING:
+        _round_to_float16(folder)
     write_tokenizer(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR))
     path = folder / "tokenizer_config.json"
@@ -189,6 +314,7 @@ def _for_converter(folder: Path) -> Path:
     copy = folder.with_name(f"{folder.name}-for-converter")
     shutil.copytree(folder, copy)
     _rename(copy, FOR_CONVERTER.get(architecture, {}))
+    _leave_out_line_ends(copy)
     config["text_config"]["architectures"] = [TEXTS.get(architecture, architecture)]
     (copy / "config.json").write_text(json.dumps(config))
     return copy
@@ -204,6 +330,9 @@ script, *triples = sys.argv[1:]
 sys.path.insert(0, str(Path(script).parent))
 from conversion.base import ModelBase, TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+for module, kind in json.loads(os.environ["OTHER_VOCABULARIES"]):
+    classes = vars(importlib.import_module(f"conversion.{module}"))
+    classes[kind].set_vocab = TextModel._set_vocab_gpt2
 parameters = ModelBase.load_hparams
 def load(folder, is_mistral_format=False):
     written = json.loads((Path(folder) / "config.json").read_text())
@@ -235,6 +364,7 @@ _OF_LEGACY = (
     ("mlp.fc1", "ffn_down"),
     ("mlp.fc2", "ffn_up"),
     ("embedding", "embd"),
+    ("image_newline", "model.image_newline"),
 )
 
 
@@ -277,5 +407,10 @@ def convert_all(folders: Sequence[Path], out_type: str) -> list[tuple[Path, Path
         pairs.append((text, tower))
         words += [str(_for_converter(folder)), str(text), str(tower)]
     command = [sys.executable, "-c", _PROGRAM, str(CONVERTER), *words]
-    subprocess.run(command, check=True, env={**os.environ, "OUT_TYPE": out_type})
+    variables = {
+        **os.environ,
+        "OTHER_VOCABULARIES": json.dumps(OTHER_VOCABULARIES),
+        "OUT_TYPE": out_type,
+    }
+    subprocess.run(command, check=True, env=variables)
     return pairs

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_families import CONVERTER, assert_equal_in_bfloat16, decoded_by_gguf
+from gguf_families import CONVERTER, assert_equal_in_bfloat16, class_of, decoded_by_gguf
 from gguf_towers import FAMILIES, convert_all, convert_llava, write_llava, write_model
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
 
 from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
@@ -86,25 +85,39 @@ def test_a_model_that_sees_comes_back(
 
 
 def logits_of(folder: Path) -> torch.Tensor:
-    """The logits of some tokens with an image between them."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    """The logits of some tokens with an image between them, or a sound."""
+    config = json.loads((folder / "config.json").read_text())
+    model = class_of(config["architectures"][0]).from_pretrained(folder, dtype=torch.float32)
     model.eval()
+    inputs = sound_for(model.config) if "audio_config" in config else inputs_of(model.config)
+    taken = "input_features" if "audio_config" in config else "pixel_values"
     with torch.no_grad():
-        inputs = inputs_of(model.config)
         logits = model(**inputs).logits
-        changed = {**inputs, "pixel_values": inputs["pixel_values"] + 1}
+        changed = {**inputs, taken: -inputs[taken]}
         assert not torch.equal(model(**changed).logits, logits)  # the image is seen
     return logits
+
+
+def sound_for(config: Any) -> dict[str, torch.Tensor]:
+    """Tokens, and a sound of 32 frames."""
+    count = {"qwen2_audio": 8, "voxtral": 4}[config.model_type]
+    inputs = {"input_ids": torch.tensor([[3, 4, 5, *[90] * count, 6, 7, 8]])}
+    generator = torch.Generator().manual_seed(0)
+    inputs["input_features"] = torch.randn(1, 8, 32, generator=generator)
+    if config.model_type == "qwen2_audio":
+        inputs["feature_attention_mask"] = torch.ones(1, 32, dtype=torch.long)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    return inputs
 
 
 def inputs_of(config: Any) -> dict[str, torch.Tensor]:
     """Tokens, and an image of 4 × 4 patches."""
     kind = config.model_type
     generator = torch.Generator().manual_seed(0)
-    image_tokens = 16 if kind == "llava" else 4
+    image_tokens = {"llava": 16, "llava_next": 36}.get(kind, 4)
     tokens = torch.tensor([[3, 4, 5, *[config.image_token_id] * image_tokens, 6, 7, 8]])
     inputs = {"input_ids": tokens}
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "glm4v")):
         inputs["pixel_values"] = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
         inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]])
         inputs["mm_token_type_ids"] = (tokens == config.image_token_id).int()
@@ -113,12 +126,18 @@ def inputs_of(config: Any) -> dict[str, torch.Tensor]:
     inputs["pixel_values"] = torch.randn(shape, generator=generator)
     if config.vision_config.model_type == "pixtral":
         inputs["image_sizes"] = torch.tensor([[28, 28]])
+    if kind == "llava_next":  # the image as a whole, its only tile, and a line's end for each row
+        inputs["pixel_values"] = torch.randn(1, 2, 3, 28, 28, generator=generator)
+        inputs["image_sizes"] = torch.tensor([[28, 28]])
     return inputs
 
 
-def test_llava_comes_back_but_for_what_it_does_not_use(tmp_path: Path):
+@pytest.mark.parametrize(
+    "llava", ["LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"]
+)
+def test_llava_comes_back_but_for_what_it_does_not_use(tmp_path: Path, llava: str):
     """Its last layer and last norm are not in the file; logits are equal without them."""
-    source = write_llava(tmp_path / "llava")
+    source = write_llava(tmp_path / "llava", llava)
     [(text, _)] = convert_all([source], "bf16")
     where = place_of(source, convert_llava(source))
     dequantize_checkpoint(text, tmp_path / "back", run=CPU, where=where)

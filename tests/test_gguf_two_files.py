@@ -6,6 +6,8 @@ tests/test_gguf_towers.py compares with llama.cpp's converter.
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from command_line import done, run
+from gguf_files import write_gguf
 from gguf_pair import (
     CONFIG,
+    TEXT,
     TEXT_SHAPES,
     TOWER,
     TOWER_SHAPES,
@@ -30,7 +34,9 @@ from transformers import AutoModelForImageTextToText
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.report.text.terminal import printable
+from nf4conv.sources.gguf.families.registry import FAMILIES
 from nf4conv.sources.gguf.header import read_gguf_header
+from nf4conv.sources.gguf.towers.registry import TOWERS
 from nf4conv.sources.opening import open_source
 
 CPU = ("--device", "cpu")
@@ -286,3 +292,72 @@ def test_mutations_of_a_tower_are_read_or_refused(tmp_path: Path, seed: int):
         said = str(error)
     assert "\n" not in printable(said)
     assert re.search(r"model\.gguf|mmproj\.gguf", said)
+
+
+def test_planning_imports_no_torch(tmp_path: Path):
+    text, words = write_all(tmp_path)
+    arguments = ["dequantize", str(text), "out", "--dry-run", *map(str, words)]
+    program = (
+        "import sys\nfrom nf4conv.cli import main\n"
+        f"main({arguments!r}, standalone_mode=False)\n"
+        f"main({['inspect', *arguments[1:2], *arguments[4:]]!r}, standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+WHISPER = {
+    "general.architecture": "clip",
+    "clip.projector_type": "voxtral",
+    "clip.audio.block_count": 1,
+}
+_OF_WHISPER = {
+    "attn_q": "self_attn.q_proj",
+    "attn_out": "self_attn.out_proj",
+    "ln1": "self_attn_layer_norm",
+    "ffn_up": "fc1",
+}
+
+
+def test_a_tower_that_hears(tmp_path: Path):
+    """Voxtral: biases of its convolutions are a column in the file."""
+    metadata = {key.replace("qwen2vl", "llama"): value for key, value in TEXT.items()}
+    metadata["general.architecture"] = "llama"
+    write_gguf(tmp_path / "model.gguf", metadata, shapes={"token_embd.weight": (128, 64)})
+    shapes: dict[str, tuple[int, ...]] = {
+        "a.conv1d.1.weight": (32, 8, 3),
+        "a.conv1d.1.bias": (32, 1),
+        "a.position_embd.weight": (16, 32),
+        "mm.a.mlp.2.weight": (64, 64),
+    }
+    for module in _OF_WHISPER:
+        shapes[f"a.blk.0.{module}.weight"] = (32, 32)
+    tower = write_tower(tmp_path, WHISPER, shapes)
+    config = {"model_type": "voxtral", "audio_token_id": 9, "vision_config": None}
+    config["text_config"] = {**CONFIG["text_config"], "model_type": "llama"}
+    config["audio_config"] = {"num_hidden_layers": 1}
+    original = write_original(tmp_path / "original", **config)
+    where = SourceOptions(config_from=str(original), mmproj=str(tower))
+    source = open_source(tmp_path / "model.gguf", where)
+    assert {tensor.name: tensor.shape for tensor in source.tensors} == {
+        "language_model.model.embed_tokens.weight": (128, 64),
+        "audio_tower.conv1.weight": (32, 8, 3),
+        "audio_tower.conv1.bias": (32,),
+        "audio_tower.embed_positions.weight": (16, 32),
+        "multi_modal_projector.linear_2.weight": (64, 64),
+        **{f"audio_tower.layers.0.{name}.weight": (32, 32) for name in _OF_WHISPER.values()},
+    }
+    assert any(note.startswith("the tower that hears: ") for note in source.notes)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_experts_of_a_whole_model_are_stacked(model_type: str):
+    """As models on the Hub have them; those of a text model alone come one by one."""
+    tower = TOWERS["qwen3vl_merger"]
+    [text] = FAMILIES["qwen3vlmoe"]
+    whole = tower.text_family(text, model_type)
+    assert not whole.experts
+    assert tower.text_family(text, "qwen3_vl") is text
+    names = {join.name.replace("*", "0") for join in whole.joined}
+    experts = "model.layers.0.mlp.experts"
+    assert names == {f"{experts}.gate_up_proj", f"{experts}.down_proj"}

@@ -116,10 +116,14 @@ def _open_whole(model: _TextModel, tower: Path, borrowed: Path | None, absent: A
     found = open_tower(tower, absent.get(tower))
     check_config(path, config, found, model.family)
     dtype = _dtype_of(model.tensors, config)
-    text = present(model.tensors, model.family, model.sizes, dtype)
+    family = found.tower.text_family(model.family, config.get("model_type"))
+    text = present(model.tensors, family, model.sizes, dtype)
     presented = put_together(path, text, found, dtype)
     config, further = fitted_config(config, text, found)
-    notes = [_note_on_types(model.tensors), f"the tower that sees: {_types_of(found.tensors)}"]
+    notes = [
+        _note_on_types(model.tensors),
+        f"the tower that {found.tower.does}: {_types_of(found.tensors)}",
+    ]
     notes += further
     files = (*model.files, tower)
     place = f"{path} with {tower.name}"

@@ -24,7 +24,7 @@ _COMPUTED: Final = (
 )
 """Tensors that a converter computed, and that no checkpoint of transformers has."""
 
-_IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.|v\.)?blk|v\.deepstack)\.(\d+)\.(.+)")
+_IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.|v\.|a\.)?blk|v\.deepstack)\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)

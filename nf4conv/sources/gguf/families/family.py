@@ -51,6 +51,10 @@ class Stack:
     is_interleaved: bool = False
 
 
+PutTogether = Callable[[Sequence[GgufTensor], Mapping[str, Any]], Stack]
+"""Makes a stack of tensors, given the sizes that the metadata names."""
+
+
 @dataclass(frozen=True)
 class Join:
     """A tensor of transformers that the converter took apart.
@@ -58,13 +62,13 @@ class Join:
     Attributes:
         name: that of the tensor.
         parts: the names of the tensors in the file.
-        put_together: makes the stack of these tensors, given the sizes that the metadata names; it
-            raises a ValueError that says what does not fit.
+        put_together: makes the stack of these tensors; it raises a ValueError that says what does
+            not fit.
     """
 
     name: str
     parts: tuple[str, ...]
-    put_together: Callable[[Sequence[GgufTensor], Mapping[str, Any]], Stack]
+    put_together: PutTogether
 
 
 Sign = Callable[[Mapping[str, Any], Collection[str]], bool]

@@ -53,6 +53,7 @@ _AROUND_CLIP: Final = {
     "v.pre_ln": "vision_tower.vision_model.pre_layrnorm",
     "mm.0": "multi_modal_projector.linear_1",
     "mm.2": "multi_modal_projector.linear_2",
+    "model.image_newline": "image_newline",
 }
 
 LLAVA: Final = Tower(
@@ -60,6 +61,7 @@ LLAVA: Final = Tower(
         model_type="llava",
         architecture="LlavaForConditionalGeneration",
         names={**_siglip("vision_tower.vision_model"), **_AROUND_CLIP},
+        also=("llava_next",),
     ),
     projection="multi_modal_projector.linear_2.weight",
     text_prefixes=_OF_LLAVA,
@@ -143,5 +145,33 @@ INTERNVL: Final = Tower(
         names={**_AROUND_INTERN, **in_layers("vision_tower.encoder.layer.*", _OF_INTERN)},
     ),
     projection="multi_modal_projector.linear_2.weight",
+    text_prefixes=_OF_LLAVA,
+)
+
+_AROUND_LLAMA_4: Final = {
+    "v.class_embd": "vision_model.class_embedding",
+    "v.patch_embd": "vision_model.patch_embedding.linear",
+    "v.position_embd.weight": "vision_model.positional_embedding_vlm",
+    "v.pre_ln": "vision_model.layernorm_pre",
+    "v.post_ln": "vision_model.layernorm_post",
+    "mm.model.mlp.1": "vision_model.vision_adapter.mlp.fc1",
+    "mm.model.mlp.2": "vision_model.vision_adapter.mlp.fc2",
+    "mm.model.fc": "multi_modal_projector.linear_1",
+}
+
+_OF_LLAMA_4: Final = {
+    **_SIGLIP,
+    "attn_out": "self_attn.o_proj",
+    "ln1": "input_layernorm",
+    "attn_post_norm": "post_attention_layernorm",
+}
+
+LLAMA4: Final = Tower(
+    family=GgufFamily(
+        model_type="llama4",
+        architecture="Llama4ForConditionalGeneration",
+        names={**_AROUND_LLAMA_4, **in_layers("vision_model.model.layers.*", _OF_LLAMA_4)},
+    ),
+    projection="multi_modal_projector.linear_1.weight",
     text_prefixes=_OF_LLAVA,
 )

@@ -14,6 +14,15 @@ _LAYER_OF_LLAVA: Final = -2
 """What LlavaConfig of transformers takes for vision_feature_layer by default."""
 
 
+_KEYS_OF_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers")
+_KEYS_OF_TOKENS: Final = (
+    "image_token_id",
+    "image_token_index",
+    "audio_token_id",
+    "audio_token_index",
+)
+
+
 def check_config(path: Path, config: Mapping[str, Any], found: TowerFile, text: GgufFamily) -> None:
     """Refuses a config of another model than a tower and a text model make.
 
@@ -44,7 +53,7 @@ def check_config(path: Path, config: Mapping[str, Any], found: TowerFile, text: 
 
 def _check_layers(config: Mapping[str, Any], found: TowerFile) -> None:
     """Refuses a tower with another number of layers than the config says."""
-    stated = _layers_of(config)
+    stated = _layers_of(config, found)
     if stated is None or stated == found.layers:
         return
     if found.tower.lacks_last_layers and _last_layer_taken(config, stated) == found.layers:
@@ -55,12 +64,13 @@ def _check_layers(config: Mapping[str, Any], found: TowerFile) -> None:
     )
 
 
-def _layers_of(config: Mapping[str, Any]) -> int | None:
+def _layers_of(config: Mapping[str, Any], found: TowerFile) -> int | None:
     """Returns how many layers the config says that a tower has."""
-    of_vision = config.get("vision_config")
-    if not isinstance(of_vision, Mapping):
+    part = config.get(found.tower.part)
+    if not isinstance(part, Mapping):
         return None
-    return positive(of_vision, "num_hidden_layers") or positive(of_vision, "depth")
+    counts = (positive(part, key) for key in _KEYS_OF_LAYERS)
+    return next((count for count in counts if count is not None), None)
 
 
 def _last_layer_taken(config: Mapping[str, Any], layers: int) -> int | None:
@@ -132,7 +142,7 @@ def fitted_config(
     if embeddings is None or not isinstance(of_text, Mapping):
         return config, notes
     tokens = embeddings.shape[0]
-    of_image = config.get("image_token_id", config.get("image_token_index", 0))
+    of_image = next((config[key] for key in _KEYS_OF_TOKENS if key in config), 0)
     if isinstance(of_image, int) and of_image >= tokens and not found.tower.masks_image_token:
         raise SourceError(
             f"{embeddings.file}: has {tokens:,} tokens, and that of an image is {of_image:,} by "
@@ -151,7 +161,7 @@ def _with_layers(
     config: Mapping[str, Any], found: TowerFile
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Returns a config with as many layers as a tower has, and what to tell about that."""
-    stated = _layers_of(config)
+    stated = _layers_of(config, found)
     if stated is None or stated == found.layers:
         return config, []
     of_vision = {**config["vision_config"], "num_hidden_layers": found.layers}

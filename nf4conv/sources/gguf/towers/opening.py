@@ -13,7 +13,7 @@ from nf4conv.sources.gguf.towers.registry import ARCHITECTURE, TOWERS, projector
 from nf4conv.sources.gguf.towers.tower import Tower
 from nf4conv.sources.tensors import TensorInfo
 
-_LAYER: Final = re.compile(r"v\.blk\.(\d{1,4})\.(.+)")
+_LAYER: Final = re.compile(r"([av]\.blk)\.(\d{1,4})\.(.+)")
 _DEEPSTACK: Final = re.compile(r"v\.deepstack\.(\d{1,4})\.(.+)")
 
 
@@ -53,10 +53,10 @@ def open_tower(path: Path, opened: Callable[[], IO[bytes]] | None = None) -> Tow
     """
     header = read_gguf_header(path, opened)
     tower = _kind_of(path, header)
-    tensors = _renamed(header.tensors)
-    prefix = f"{ARCHITECTURE}.vision."
+    tensors = _renamed(header.tensors, tower.layer)
+    prefix = f"{ARCHITECTURE}.{'audio' if tower.hears else 'vision'}."
     sizes = {key.removeprefix(prefix): value for key, value in header.metadata.items()}
-    return TowerFile(path, tower, tensors, sizes, _count_layers(path, tensors))
+    return TowerFile(path, tower, tensors, sizes, _count_layers(path, tensors, tower.layer))
 
 
 def _kind_of(path: Path, header: GgufHeader) -> Tower:
@@ -78,11 +78,11 @@ def _kind_of(path: Path, header: GgufHeader) -> Tower:
     return tower
 
 
-def _are_swapped(tensors: Sequence[GgufTensor]) -> bool:
+def _are_swapped(tensors: Sequence[GgufTensor], layer: str) -> bool:
     """Returns True if the first matrix of a network is called ffn_down: it widens."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    first = by_name.get("v.blk.0.ffn_down.weight")
-    if first is None or len(first.shape) != 2 or "v.blk.0.ffn_gate.weight" in by_name:
+    first = by_name.get(f"{layer}.0.ffn_down.weight")
+    if first is None or len(first.shape) != 2 or f"{layer}.0.ffn_gate.weight" in by_name:
         return False
     return first.shape[0] > first.shape[1]
 
@@ -97,14 +97,14 @@ def _numbers_of_mergers(tensors: Sequence[GgufTensor]) -> dict[int, int]:
     return {depth: number for number, depth in enumerate(sorted(depths))}
 
 
-def _renamed(tensors: Sequence[GgufTensor]) -> tuple[GgufTensor, ...]:
+def _renamed(tensors: Sequence[GgufTensor], layer: str) -> tuple[GgufTensor, ...]:
     """Returns tensors by the names that the converter gives them today, mergers by their number.
 
     Until 2025 it called the first matrix of a layer's network ffn_down and the second ffn_up. The
     first one widens. Mergers on the way (deepstack) have the number of their layer in the file.
     """
     swapped = {}
-    if _are_swapped(tensors):
+    if _are_swapped(tensors, layer):
         swapped = {"ffn_down": "ffn_up", "ffn_up": "ffn_down"}
     number_of = _numbers_of_mergers(tensors)
     renamed = []
@@ -113,26 +113,26 @@ def _renamed(tensors: Sequence[GgufTensor]) -> tuple[GgufTensor, ...]:
         in_layer = _LAYER.fullmatch(name)
         on_the_way = _DEEPSTACK.fullmatch(name)
         if in_layer is not None:
-            module, dot, ending = in_layer[2].partition(".")
-            name = f"v.blk.{in_layer[1]}.{swapped.get(module, module)}{dot}{ending}"
+            module, dot, ending = in_layer[3].partition(".")
+            name = f"{in_layer[1]}.{in_layer[2]}.{swapped.get(module, module)}{dot}{ending}"
         elif on_the_way is not None:
             name = f"v.deepstack.{number_of[int(on_the_way[1])]}.{on_the_way[2]}"
         renamed.append(replace(tensor, name=name))
     return tuple(renamed)
 
 
-def _count_layers(path: Path, tensors: Sequence[GgufTensor]) -> int:
+def _count_layers(path: Path, tensors: Sequence[GgufTensor], layer: str) -> int:
     """Returns how many layers a tower has, which all have the same tensors."""
     layers: dict[int, set[str]] = {}
     for tensor in tensors:
         found = _LAYER.fullmatch(tensor.name)
         if found is not None:
-            layers.setdefault(int(found[1]), set()).add(found[2])
+            layers.setdefault(int(found[2]), set()).add(found[3])
     endings = sorted(set().union(*layers.values()))
     for number in range(len(layers)):
         for ending in endings:
             if ending not in layers.get(number, ()):
-                name = f"v.blk.{number}.{ending}"
+                name = f"{layer}.{number}.{ending}"
                 raise SourceError(
                     f"{path}: {name}: is missing; other layers have one", path=path, tensor=name
                 )

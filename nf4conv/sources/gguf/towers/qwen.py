@@ -1,8 +1,10 @@
-"""Lists the towers of Qwen, whose queries, keys and values are one matrix in transformers."""
+"""Lists the towers of Qwen and GLM, whose queries, keys and values are one matrix."""
 
 from typing import Final
 
-from nf4conv.sources.gguf.families.family import GgufFamily, Join
+from nf4conv.sources.gguf.families.family import GgufFamily, Join, PutTogether
+from nf4conv.sources.gguf.families.steps.common import GATE_AND_UP, LAYER
+from nf4conv.sources.gguf.families.steps.joining import join_experts, join_transposed_experts
 from nf4conv.sources.gguf.towers.joining import join_attention, join_frames
 from nf4conv.sources.gguf.towers.tower import Tower, in_layers
 
@@ -70,15 +72,58 @@ _AROUND_LATER: Final = {
     "mm.2": "model.visual.merger.linear_fc2",
 }
 
+
+def _stacks_of_experts(put_together: PutTogether) -> tuple[Join, ...]:
+    """Returns the experts of a text model as models on the Hub that see have them."""
+    experts = f"{LAYER}.mlp.experts"
+    return (
+        Join(f"{experts}.gate_up_proj", GATE_AND_UP, put_together),
+        Join(f"{experts}.down_proj", ("blk.*.ffn_down_exps.weight",), put_together),
+    )
+
+
 QWEN3_VL: Final = Tower(
     family=GgufFamily(
         model_type="qwen3_vl",
         architecture="Qwen3VLForConditionalGeneration",
         names={**_AROUND_LATER, **in_layers("model.visual.blocks.*", _LATER)},
         joined=(Join("model.visual.patch_embed.proj.weight", _FRAMES, join_frames),),
-        also=("qwen3_5",),
+        also=("qwen3_5", "qwen3_vl_moe", "qwen3_5_moe"),
     ),
     projection="model.visual.merger.linear_fc2.weight",
-    text_types=("qwen3_vl_text",),
+    text_types=("qwen3_vl_text", "qwen3_vl_moe_text"),
+    text_prefixes={"model.": "model.language_model."},
+    stacked={
+        "qwen3_vl_moe": _stacks_of_experts(join_transposed_experts),
+        "qwen3_5_moe": _stacks_of_experts(join_experts),
+    },
+)
+
+_AROUND_GLM: Final = {
+    "v.patch_embd.bias": "model.visual.patch_embed.proj.bias",
+    "v.position_embd": "model.visual.embeddings.position_embedding",
+    "v.norm_embd": "model.visual.post_conv_layernorm",
+    "v.post_ln": "model.visual.post_layernorm",
+    "mm.patch_merger": "model.visual.downsample",
+    "mm.model.fc": "model.visual.merger.proj",
+    "mm.post_norm": "model.visual.merger.post_projection_norm",
+    "mm.gate": "model.visual.merger.gate_proj",
+    "mm.up": "model.visual.merger.up_proj",
+    "mm.down": "model.visual.merger.down_proj",
+}
+
+GLM4V: Final = Tower(
+    family=GgufFamily(
+        model_type="glm4v",
+        architecture="Glm4vForConditionalGeneration",
+        names={
+            **_AROUND_GLM,
+            **in_layers("model.visual.blocks.*", {**_COMMON, **_GATED, "attn_qkv": "attn.qkv"}),
+        },
+        joined=(Join("model.visual.patch_embed.proj.weight", _FRAMES, join_frames),),
+        also=("glm4v_moe",),
+    ),
+    projection="model.visual.merger.down_proj.weight",
+    text_types=("glm4v_text", "glm4v_moe_text"),
     text_prefixes={"model.": "model.language_model."},
 )

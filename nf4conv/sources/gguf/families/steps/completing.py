@@ -98,7 +98,8 @@ def add_sizes_of_latents(
     """Adds the sizes of DeepSeek's heads, which llama.cpp counts otherwise.
 
     Source: DeepseekV2Model of llama.cpp's converter. Files before April 2025 lack the keys that end
-    with _mla.
+    with _mla. Attention is scaled by mscale_all_dim; mscale, which is not in the file, equals it in
+    all releases.
     """
     config.pop("partial_rotary_factor", None)  # a part of each head has a size of its own
     config["num_key_value_heads"] = config.get("num_attention_heads")
@@ -113,6 +114,10 @@ def add_sizes_of_latents(
         config["head_dim"] = rotated
     if value is not None:
         config["v_head_dim"] = value
+    multiplier = sizes.get("rope.scaling.yarn_log_multiplier")
+    if "rope_scaling" in config and isinstance(multiplier, float):
+        scale = shortest(multiplier * 10)  # llama.cpp multiplies by 0.1
+        config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
     groups = positive(config, "n_group")
     if config["model_type"] == "deepseek_v2" and groups is not None and groups > 1:
         config["topk_method"] = "group_limited_greedy"
