@@ -519,7 +519,6 @@ def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
         *((name, "a codebook of its own") for name in ("aqlm", "vptq", "spqr", "higgs")),
         *((name, "integers that lie as one kernel reads them") for name in ("marlin", "eetq")),
         ("fp_quant", "small floats in a layout of its own, or rotated"),
-        ("bitnet", "ternary weights, which 4 bits would only enlarge"),
         ("gguf", "llama.cpp's block formats, which nf4conv reads from the .gguf file itself"),
         ("never-heard-of", "a format that nf4conv does not decode"),
     ],

@@ -25,6 +25,7 @@ from nf4conv.sources.diffusers.folder import open_diffusers
 from nf4conv.sources.encodings.description import quantization_of
 from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
 from nf4conv.sources.encodings.types.scaled import Scaled
+from nf4conv.sources.encodings.types.ternary import Ternary
 from nf4conv.sources.opening import open_stored, present_encoded
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
@@ -174,7 +175,9 @@ def _inspect_one(stored: Source) -> _Part:
 
 def _with_packed_integers(stored: Source) -> Source:
     """Presents packed integers, whose shapes say little, as the weights that they stand for."""
-    if not any(_holds_words(tensor) for tensor in stored.tensors):
+    described = quantization_of(stored.config or {}) or {}
+    is_of_bitnet = described.get("quant_method") == "bitnet"  # whose words are bytes
+    if not is_of_bitnet and not any(_holds_words(tensor) for tensor in stored.tensors):
         return stored
     try:
         presented = present_encoded(stored)
@@ -194,7 +197,7 @@ def _is_shown_decoded(tensor: TensorInfo) -> bool:
     encoding = tensor.encoding
     if isinstance(encoding, Scaled):
         return encoding.values.name != tensor.name
-    return isinstance(encoding, PackedIntegers | HalfQuadratic)
+    return isinstance(encoding, PackedIntegers | HalfQuadratic | Ternary)
 
 
 def _holds_words(tensor: TensorInfo) -> bool:

@@ -25,6 +25,7 @@ from nf4conv.sources.encodings.types.gguf import GgufBlocks
 from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
 from nf4conv.sources.encodings.types.merged import Merged
 from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.sources.encodings.types.ternary import Ternary
 from nf4conv.sources.record import KEPT, PACKED, any_number, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import split_component
@@ -110,7 +111,7 @@ def _made_from(tensor: TensorInfo) -> str:
         return "fp4 (e2m1)"
     if isinstance(encoding, GgufBlocks) and encoding.block_type in PLAIN:
         return _made_from(encoding.values)
-    if isinstance(encoding, PackedIntegers | HalfQuadratic | GgufBlocks):
+    if isinstance(encoding, PackedIntegers | HalfQuadratic | Ternary | GgufBlocks):
         return encoding.name
     _, values = encoding.parts[0]
     if isinstance(encoding, Scaled) and values.dtype == "I8":

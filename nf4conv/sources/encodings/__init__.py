@@ -9,6 +9,7 @@ scaled.py        recognises 8-bit values with scales
 siblings.py      finds the tensors that belong together by their names
 integers.py      recognises packed integers: compressed-tensors, GPTQ, AWQ, torchao and Quark
 hqq.py           recognises weights of HQQ
+bitnet.py        recognises weights of BitNet
 bitsandbytes.py  recognises the weights of bitsandbytes, in 4 bits and in 8
 cuts/            cuts tensors into pieces that can be decoded alone
 types/           describes how tensors are decoded from others, a type for each encoding

@@ -152,4 +152,9 @@ def bitsandbytes_8bit(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInf
         raise SourceError.about(
             order.file, order.name, "a layout for one kind of GPU; only rows are decoded"
         )
-    return tensor._replace(dtype=siblings.dtype, encoding=Bitsandbytes8bit(tensor, scale))
+    must_transpose = is_transposed(module_of(tensor.name), siblings.families)
+    encoding = Bitsandbytes8bit(tensor, scale, is_transposed=must_transpose)
+    shape = tensor.shape
+    if must_transpose:
+        shape = shape[::-1]
+    return tensor._replace(shape=shape, dtype=siblings.dtype, encoding=encoding)

@@ -7,7 +7,13 @@ from typing import Any, Final
 from nf4conv.errors import UndecodableError
 from nf4conv.models.config import LEFTOVERS, levels
 from nf4conv.sources.encodings.quark import integers_of_quark, weights_of_quark
-from nf4conv.sources.encodings.refused import INT4_OF_TORCHAO, check_decodable, mappings_in
+from nf4conv.sources.encodings.refused import (
+    INT4_OF_TORCHAO,
+    check_decodable,
+    check_no_mlx,
+    linear_class_of,
+    mappings_in,
+)
 
 _ALIASES: Final = {
     "compressed_tensors": "compressed-tensors",
@@ -54,9 +60,10 @@ class Description:
         blocks: the shapes of blocks that may share a scale, the most likely one first.
         schemes: how integers may be packed; empty if the config names no bits.
         packing: how words lie: "GPTQ", "GPTQ v2" or "AWQ"; of Quark "int4" or "uint4", which lie as
-            those of AWQ; None for methods without a choice.
+            those of AWQ; of BitNet the class of its layers; None for methods without a choice.
         bits_in_bytes: how many bits integers were rounded to that take a byte each: fewer than 8
             where torchao's config names as many for all.
+        is_reordered: True if the config says that columns are not in the order of their groups.
         names_release: True if the config says which release of its tool wrote it.
     """
 
@@ -65,6 +72,7 @@ class Description:
     schemes: tuple[Scheme, ...] = ()
     packing: str | None = None
     bits_in_bytes: int = 8
+    is_reordered: bool = False
     names_release: bool = False
 
 
@@ -79,6 +87,7 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
     Raises:
         UndecodableError: nf4conv does not decode the method.
     """
+    check_no_mlx(config)
     found = quantization_of(config)
     of_modelopt = exported.get("quantization")
     if found is None and isinstance(of_modelopt, Mapping):
@@ -97,6 +106,7 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
         blocks=tuple(_blocks(found)),
         schemes=tuple(_schemes(found)),
         packing=packing,
+        is_reordered=found.get("desc_act") is True,
         names_release=isinstance(found.get("version"), str),
     )
 
@@ -141,7 +151,7 @@ def _blocks_named(description: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _packing(method: str, description: Mapping[str, Any]) -> str | None:
-    """Returns how the words of GPTQ, AWQ, AutoRound or Quark lie.
+    """Returns how the words of GPTQ, AWQ, AutoRound or Quark lie, or the class of BitNet's layers.
 
     Raises:
         UndecodableError: in a way that nf4conv does not decode.
@@ -150,6 +160,8 @@ def _packing(method: str, description: Mapping[str, Any]) -> str | None:
         return _packing_of_auto_round(description)
     if method == "quark":
         return integers_of_quark(description)
+    if method == "bitnet":
+        return linear_class_of(description)
     known = _PACKINGS.get(method)
     if known is None:
         return None

@@ -16,6 +16,7 @@ share a scale.
     W                 I8       P.scale in F8_E8M0, 32 a row        DeepSeek-V4's experts
     X_blocks          U8       X_scales                            gpt-oss MXFP4, decoded to X
     W_packed          I32      W_scale [, W_zero_point, …]         compressed-tensors INT4, INT8
+    W                 U8       W_scale, one value                  BitNet
     P.W_q             U8       P.scale, P.zero, P.shape …          HQQ, decoded to P.weight
     P.qweight         I32      P.scales, P.qzeros [, P.g_idx]      GPTQ and AWQ, decoded to P.weight
     P._weight_qdata   I8, F8   P._weight_scale [, _zero_point]     torchao, decoded to P.weight;
@@ -45,11 +46,13 @@ _UNREAD_DTYPES: Final[tuple[str, ...]] = (
     "F4",
     "F6_E2M3",
     "F6_E3M2",
+    "U32",
 )
 """Dtypes of tensors that nf4conv cannot read unless they are part of an encoding."""
 
 _ENDS_OF_ACTIVATIONS: Final = (
-    ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale",
+    ".input_scale", ".input_scale_ub", ".input_global_scale", ".input_zero_point",
+    ".activation_scale",
     ".output_scale", ".qscale_act", ".k_scale", ".v_scale", ".q_scale", ".kv_scale",
     ".k_zero_point", ".v_zero_point", ".q_zero_point", ".output_zero_point", ".k_global_scale",
     ".v_global_scale", ".q_global_scale", ".prob_scale", ".attn_scale", ".weight_format",

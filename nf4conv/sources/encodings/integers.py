@@ -151,6 +151,12 @@ def packed_by_gptq(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo |
     groups = scale.shape[0]
     index = siblings.find(f"{module}.g_idx")
     columns = None
+    if index is None and groups > 1 and siblings.description.is_reordered:
+        raise SourceError.about(
+            tensor.file,
+            tensor.name,
+            "lacks its g_idx, and desc_act in the config says that its columns are not in order",
+        )
     if index is not None and len(index.shape) == 1:
         columns = index.shape[0]
     for bits in _likely_bits(siblings):

@@ -21,6 +21,7 @@ _ACCEPTED: Final = (
     "hqq",
     "torchao",
     "quark",
+    "bitnet",
 )
 """Values of quant_method whose tensors are decoded."""
 
@@ -40,10 +41,15 @@ _REFUSED: Final = {
     **dict.fromkeys(
         ("fp_quant", "fouroversix", "nvfp4"), "small floats in a layout of its own, or rotated"
     ),
-    "bitnet": "ternary weights, which 4 bits would only enlarge",
     "gguf": "llama.cpp's block formats, which nf4conv reads from the .gguf file itself",
 }
 """Values of quant_method that are refused, with the reason."""
+
+DIVIDING: Final = "bitlinear"
+"""The class of BitNet's layers whose results are divided by the scale; it need not be named."""
+
+_MULTIPLYING: Final = "autobitlinear"
+"""The class of BitNet's layers whose results are multiplied with the scale."""
 
 INT4_OF_TORCHAO: Final = ("Int4WeightOnlyConfig", "Float8DynamicActivationInt4WeightConfig")
 """Configs of torchao that store two integers a byte, or eight a word."""
@@ -87,6 +93,7 @@ def check_decodable(method: str, description: Mapping[str, Any]) -> None:
             f"already quantized: quant_method {' '.join(method.split()):.60}; give the checkpoint "
             f"that it was made from: {reason}"
         )
+    _check_gptqmodel(method, description)
     if method == "compressed-tensors":
         _check_formats(description)
         _check_transforms(description)
@@ -96,6 +103,42 @@ def check_decodable(method: str, description: Mapping[str, Any]) -> None:
         _check_torchao(description)
     if method == "quark":
         check_quark(description)
+
+
+def check_no_mlx(config: Mapping[str, Any]) -> None:
+    """Refuses what MLX quantizes: its configs name no method, and have a key of their own.
+
+    Raises:
+        UndecodableError: the config has that key.
+    """
+    found = config.get("quantization")
+    if isinstance(found, Mapping) and "bits" in found and "group_size" in found:
+        raise UndecodableError(
+            f"already quantized: by MLX, to {found['bits']!r:.20} bits; give the checkpoint that "
+            f"it was made from"
+        )
+
+
+def _check_gptqmodel(method: str, description: Mapping[str, Any]) -> None:
+    """Refuses what GPTQModel writes under the names of others, and means in another way.
+
+    It divides FP8 by W_scale_inv, where all others multiply (dequantize_weight of
+    gptqmodel/nn_modules/qlinear/fp8.py of GPTQModel 7.7.0). With `rotation`, its loader rotates
+    activations while the model runs (_setup_rotation_online_had of gptqmodel/models/loader.py).
+
+    Raises:
+        UndecodableError: the description names either.
+    """
+    if "weight_scale_semantics" in description:
+        raise UndecodableError(
+            f"already quantized: quant_method {method:.20} of GPTQModel, whose scales divide; give "
+            f"the checkpoint that it was made from"
+        )
+    if method in ("gptq", "awq") and description.get("rotation"):
+        raise UndecodableError(
+            f"already quantized: quant_method {method} with a rotation; give the checkpoint that "
+            f"it was made from: its weights are rotated"
+        )
 
 
 def _check_formats(description: Mapping[str, Any]) -> None:
@@ -149,6 +192,36 @@ def _check_auto_round(description: Mapping[str, Any]) -> None:
             "already quantized: quant_method auto-round with a rotation_config; give the "
             "checkpoint that it was made from: its weights are rotated"
         )
+
+
+def linear_class_of(description: Mapping[str, Any]) -> str:
+    """Returns the class of BitNet's layers, which says what their scales do.
+
+    Raises:
+        UndecodableError: weights are rounded while the model runs, norms stand before them, or the
+            class is unknown.
+    """
+    found = description.get("linear_class", DIVIDING)
+    if found not in (DIVIDING, _MULTIPLYING):
+        raise _refused_bitnet(
+            f"linear_class {found!r:.40}", "nf4conv does not know what scales do in it"
+        )
+    mode = description.get("quantization_mode", "offline")
+    if mode != "offline":
+        raise _refused_bitnet(
+            f"quantization_mode {mode!r:.40}", "its weights are rounded while the model runs"
+        )
+    if description.get("use_rms_norm"):
+        raise _refused_bitnet("use_rms_norm", "no plain model has a norm before each layer")
+    return str(found)
+
+
+def _refused_bitnet(what: str, why: str) -> UndecodableError:
+    """Returns the error of a model that computes more than it stores."""
+    return UndecodableError(
+        f"already quantized: quant_method bitnet, {what}; give the checkpoint that it was made "
+        f"from: {why}"
+    )
 
 
 def _check_torchao(description: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from typing import Final
 
 from nf4conv.format.layout import COMPONENT_SUFFIXES
+from nf4conv.sources.encodings.bitnet import packed_by_bitnet
 from nf4conv.sources.encodings.bitsandbytes import bitsandbytes_4bit, bitsandbytes_8bit
 from nf4conv.sources.encodings.hqq import packed_by_hqq
 from nf4conv.sources.encodings.integers import (
@@ -148,6 +149,7 @@ _RULES: Final = (
     packed_by_hqq,
     packed_by_torchao,
     packed_by_quark,
+    packed_by_bitnet,
     _packed_fp4,
     _plain_fp4,
     bitsandbytes_4bit,

@@ -28,9 +28,25 @@ def scaled_bytes(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | N
         )
     block = None
     if scale is not None:
+        if siblings.description.method == "fbgemm_fp8":
+            scale = _scale_of_columns(tensor, scale)
         block = _block_of_scale(tensor, scale, siblings.description.blocks)
     zero = _zero(tensor, scale, siblings.find(f"{tensor.name}_zero_point"))
     return tensor._replace(dtype=siblings.dtype, encoding=Scaled(tensor, scale, block, zero))
+
+
+def _scale_of_columns(tensor: TensorInfo, scale: TensorInfo) -> TensorInfo:
+    """Returns the scales of stacked experts in the shape that says what they scale.
+
+    FbgemmFp8Quantize in integrations/fbgemm_fp8.py of transformers 5.23 scales the columns of
+    down_proj of Llama 4, [experts, in, out], and stores the scales as [experts, out, 1].
+    """
+    if len(tensor.shape) != 3:
+        return scale
+    experts, _, columns = tensor.shape
+    if scale.shape != (experts, columns, 1):
+        return scale
+    return scale._replace(shape=(experts, 1, columns))
 
 
 def bytes_of_torchao(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:

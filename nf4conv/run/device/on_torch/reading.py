@@ -14,6 +14,7 @@ from nf4conv.codec.decode.halves import HalvesLayout, decode_halves
 from nf4conv.codec.decode.integers import IntegerLayout, decode_integers
 from nf4conv.codec.decode.packed import decode_packed
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
+from nf4conv.codec.decode.ternary import TernaryLayout, decode_ternary
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
 from nf4conv.format.gguf import NEGATIVE_EXP, PLAIN, PLUS_ONE
@@ -40,6 +41,7 @@ from nf4conv.sources.encodings.types.merged import (
     VectorDelta,
 )
 from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.sources.encodings.types.ternary import Ternary
 from nf4conv.sources.tensors import DTYPE_BITS, Encoding, FileRange, Parts, TensorInfo
 
 TORCH_DTYPES: Final = {
@@ -145,13 +147,16 @@ def _decode(
         case Scaled():
             return _decode_scaled(encoding, parts, dtype)
         case Bitsandbytes8bit():
-            return decode_int8_rows(values, parts["scale"], dtype)
+            decoded = decode_int8_rows(values, parts["scale"], dtype)
+            return decoded.t().contiguous() if encoding.is_transposed else decoded
         case Fp4():
             return _decode_fp4(encoding, parts, dtype)
         case PackedIntegers():
             return _decode_integers(encoding, parts, dtype)
         case HalfQuadratic():
             return _decode_halves(encoding, parts, dtype)
+        case Ternary():
+            return _decode_ternary(encoding, parts, dtype)
         case GgufBlocks():
             return _decode_gguf(encoding, values, dtype)
         case Bitsandbytes4bit():
@@ -207,6 +212,19 @@ def _decode_integers(
         group_index=parts.get("group_index"),
     )
     return decoded.t().contiguous() if encoding.is_transposed else decoded
+
+
+def _decode_ternary(
+    encoding: Ternary, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    layout = TernaryLayout(
+        quarter=encoding.quarter,
+        first=encoding.first,
+        rows=encoding.rows,
+        first_line=encoding.first_line,
+        is_divided=encoding.is_divided,
+    )
+    return decode_ternary(parts["values"], parts["scale"], layout, dtype)
 
 
 def _decode_halves(

@@ -24,6 +24,7 @@ from nf4conv.sources.encodings.types.gguf import GgufBlocks
 from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
 from nf4conv.sources.encodings.types.merged import Delta, LowRankDelta, Merged
 from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.sources.encodings.types.ternary import Ternary
 from nf4conv.sources.tensors import Encoding, TensorInfo
 
 
@@ -38,6 +39,8 @@ def can_cut_rows(tensor: TensorInfo, start: int) -> bool:
         case Merged():
             return not encoding.needs_all_rows and can_cut_rows(encoding.base, start)
         case Fp4() | PackedIntegers() | Bitsandbytes4bit() if encoding.is_transposed:
+            return False
+        case Bitsandbytes8bit(is_transposed=True):
             return False
         case GgufBlocks() if encoding.changed not in (None, ROTARY):
             return False
@@ -159,6 +162,8 @@ def _encoded_rows(tensor: TensorInfo, encoding: Encoding, start: int, stop: int)
         columns = tensor.shape[1]
         first = encoding.first + start * columns
         return replace(encoding, first=first, elements=(stop - start) * columns)
+    if isinstance(encoding, Ternary):
+        return replace(encoding, first=encoding.first + start, rows=stop - start)
     if isinstance(encoding, GgufBlocks):
         heads = encoding.heads
         if encoding.changed == ROTARY:

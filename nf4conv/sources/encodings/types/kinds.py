@@ -5,6 +5,7 @@ from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.encodings.types.gguf import GgufBlocks
 from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
 from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.sources.encodings.types.ternary import Ternary
 from nf4conv.sources.tensors import TensorInfo
 
 
@@ -18,6 +19,7 @@ def is_quantized(tensor: TensorInfo) -> bool:
         | Fp4
         | PackedIntegers
         | HalfQuadratic
+        | Ternary
         | GgufBlocks
         | Bitsandbytes4bit,
     )

@@ -1,7 +1,7 @@
 """Describes weights of small values times scales that many of them share: FP8, INT8, FP4."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 from nf4conv.sources.tensors import Encoding, Parts, TensorInfo
 
@@ -56,17 +56,24 @@ class Scaled(Encoding):
 class Bitsandbytes8bit(Encoding):
     """A weight of bitsandbytes' LLM.int8(): each row was scaled to a largest magnitude of 127."""
 
-    name: ClassVar[str] = "int8 rows"
-
     values: TensorInfo  # [rows, columns] I8
     scale: TensorInfo  # [rows] or [rows, 1] F32: the largest magnitudes, bitsandbytes' SCB
+    # True if the weight was quantized as [out, in] for a family that stores its weights as [in,
+    # out]
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        return "int8 rows transposed" if self.is_transposed else "int8 rows"
 
     @property
     def parts(self) -> Parts:
         return ("values", self.values), ("scale", self.scale)
 
     def decodes_like(self, other: "Encoding") -> bool:
-        return isinstance(other, Bitsandbytes8bit)
+        if not isinstance(other, Bitsandbytes8bit):
+            return False
+        return self.is_transposed == other.is_transposed
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
     if encoding is None or tag not in DTYPE_NAMES or tensor.elements == 0:
         return None
     match encoding:
-        case Scaled(zero=TensorInfo()):
+        case Scaled(zero=TensorInfo()) | Bitsandbytes8bit(is_transposed=True):
             return None
         case Scaled() | Bitsandbytes8bit():
             return _scaled_purpose(encoding, tag)
