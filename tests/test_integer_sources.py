@@ -608,6 +608,7 @@ def test_what_does_not_fit_is_refused(
             AUTO_ROUND | {"data_type": "mx_int"},
             "data_type 'mx_int'; nf4conv decodes int, fp, mx_fp",
         ),
+        (AUTO_ROUND | {"packing_format": "auto_round", "act_bits": 8}, "act_bits '8 or fewer'"),
         (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type 'mx_fp'; nf4conv decodes int, fp, mx_fp"),
         (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "its weights are rotated"),
         (

@@ -149,9 +149,38 @@ def test_what_is_refused_by_its_config(
         dequantize_checkpoint(source, tmp_path / "out", None, CPU)
 
 
-def test_words_without_a_config(tmp_path: Path):
-    source = write(tmp_path / "source", of_mlx(), None)
-    with pytest.raises(SourceError, match=f"{Q}.weight: part of a weight that is already"):
+def of_comfyui(kind: str) -> dict[str, torch.Tensor]:
+    """FP8 with a scale under a name of its own; NVFP4 with scales in the order of a kernel."""
+    if kind == "FP8":
+        values = torch.ones(128, 128).to(torch.float8_e4m3fn)
+        return {f"{Q}.weight": values, f"{Q}.scale_weight": torch.tensor(0.02)}
+    return {
+        f"{Q}.weight": torch.ones(128, 64).byte(),
+        f"{Q}.weight_scale": torch.ones(128, 8).to(torch.float8_e4m3fn),
+        f"{Q}.weight_scale_2": torch.tensor(0.02),
+        f"{Q}.comfy_quant": torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8),
+    }
+
+
+def of_quanto() -> dict[str, torch.Tensor]:
+    return {
+        f"{Q}.weight._data": torch.ones(64, 64).to(torch.float8_e4m3fn),
+        f"{Q}.weight._scale": torch.ones(64, 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name"),
+    [
+        (of_mlx(), "weight"),
+        (of_comfyui("FP8"), "scale_weight"),
+        (of_comfyui("NVFP4"), "comfy_quant"),
+        (of_quanto(), "weight._scale"),
+    ],
+)
+def test_what_no_config_describes(tmp_path: Path, tensors: dict[str, torch.Tensor], name: str):
+    source = write(tmp_path / "source", tensors, None)
+    with pytest.raises(SourceError, match=f"{Q}.{name}: part of a weight that is already"):
         dequantize_checkpoint(source, tmp_path / "out", None, CPU)
 
 

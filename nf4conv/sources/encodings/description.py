@@ -221,10 +221,23 @@ def _packing_of_auto_round(description: Mapping[str, Any]) -> str:
         # floats have no words
         if layout in ("auto_gptq", "gptq", "fp8", "fp8_static", "llm_compressor"):
             return "GPTQ"
+        if layout in _KERNELS_OF_AUTO_ROUND and _rounds_activations(description):
+            raise _other_packing("auto-round", "act_bits", "8 or fewer", "weights alone")
         if layout == "gptqmodel" or layout in _KERNELS_OF_AUTO_ROUND:
             return "GPTQ v2"
     known = "auto_round:auto_gptq, auto_round:gptqmodel and auto_round:auto_awq"
     raise _other_packing("auto-round", key, named, known)
+
+
+def _rounds_activations(description: Mapping[str, Any]) -> bool:
+    """Returns True if AutoRound rounds activations to integers, too.
+
+    Then its own layout has zero points one too small as well, as qlinear_triton_act.py of releases
+    from 0.4 on packs them (auto_round/export/export_to_autoround/), and more tensors beside.
+    """
+    bits = _first_int(description, "act_bits")
+    is_of_integers = description.get("data_type", "int") in ("int", "int_sym", "int_asym_dq")
+    return bits is not None and bits <= 8 and is_of_integers
 
 
 def _other_packing(method: str, key: str, named: str, known: str) -> UndecodableError:

@@ -65,6 +65,8 @@ _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qweight", ".qzeros", ".qscale_weight",
     ".g_idx", ".W_q", ".SCB", ".pre_quant_scale", ".bitmask", ".w_bf16_to_fp8_scale", "_qdata",
     "_act_pre_scale", "_scale_and_zero", "_per_tensor_scale", ".input_rotation", ".input_prescale",
+    ".scale_weight", "scaled_fp8", ".comfy_quant",  # of ComfyUI, whose files have no config
+    ".weight._scale",  # of quanto alone
     *COMPONENT_ENDS,
 )  # fmt: skip
 """Ends of the names of parts of encoded weights.

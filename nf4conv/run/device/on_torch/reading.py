@@ -147,8 +147,7 @@ def _decode(
         case Scaled():
             return _decode_scaled(encoding, parts, dtype)
         case Bitsandbytes8bit():
-            decoded = decode_int8_rows(values, parts["scale"], dtype)
-            return decoded.t().contiguous() if encoding.is_transposed else decoded
+            return _decode_int8_rows(encoding, parts, dtype)
         case Fp4():
             return _decode_fp4(encoding, parts, dtype)
         case PackedIntegers():
@@ -162,8 +161,14 @@ def _decode(
         case Bitsandbytes4bit():
             return decode_packed(parts, dtype, is_transposed=encoding.is_transposed)
         case Strided():
-            return torch.as_strided(values, tensor.shape, encoding.strides).to(dtype).contiguous()
+            return _decode_strided(tensor.shape, encoding, values).to(dtype).contiguous()
     raise AssertionError(f"{tensor.name}: {encoding.name} has no decoder here")
+
+
+def _decode_strided(
+    shape: tuple[int, ...], encoding: Strided, values: torch.Tensor
+) -> torch.Tensor:
+    return torch.as_strided(values, shape, encoding.strides)
 
 
 def _decode_scaled(
@@ -176,6 +181,13 @@ def _decode_scaled(
         dtype,
         zero=parts.get("zero"),
     )
+
+
+def _decode_int8_rows(
+    encoding: Bitsandbytes8bit, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    decoded = decode_int8_rows(parts["values"], parts["scale"], dtype)
+    return decoded.t().contiguous() if encoding.is_transposed else decoded
 
 
 def _decode_fp4(
