@@ -22,9 +22,13 @@ from nf4conv import (
     inspect_checkpoint,
     quantize_checkpoint,
 )
+from nf4conv.codec.decode.ternary import TernaryLayout, decode_ternary
 from nf4conv.commands.compare import compare_checkpoints
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import SourceError
+from nf4conv.sources.encodings.cuts.rows import rows_of
+from nf4conv.sources.encodings.types.ternary import Ternary
+from nf4conv.sources.tensors import TensorInfo
 
 CPU = RunOptions(device="cpu", workers=2, buffer_size=1)
 FILE = "model.safetensors"
@@ -113,6 +117,33 @@ def test_bitnet(tmp_path: Path, linear_class: str):
     quantize_checkpoint(source, tmp_path / "nf4", QuantizeOptions(double_quant=False), CPU)
     counts = compare_checkpoints(tmp_path / "nf4", out, run=CPU).counts
     assert set(counts) <= {"equal in value", "identical"}, counts
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, 32), (10, 6), (6, 4), (5, 22), (24, 8), (31, 1)])
+def test_rows_of_a_weight(tmp_path: Path, first: int, rows: int):
+    """Runs within a quarter of 8 rows, and over their borders."""
+    ternary = torch.randint(-1, 2, (32, 16))
+    codes = pack_weights(ternary.clone())
+    file = tmp_path / "codes"
+    file.write_bytes(codes.numpy().tobytes())
+    scale = TensorInfo("scale", "F32", (1,), file, 0, 4)
+    stored = TensorInfo("codes", "U8", (8, 16), file, 0, 128)
+    whole = TensorInfo(
+        "w", "BF16", (32, 16), file, 0, 128, Ternary(stored, scale, is_divided=True, rows=32)
+    )
+    encoding = rows_of(whole, first, first + rows).encoding
+    assert isinstance(encoding, Ternary)
+    (_, values), _ = encoding.parts
+    lines = torch.tensor(list(file.read_bytes()[values.start : values.stop]), dtype=torch.uint8)
+    layout = TernaryLayout(
+        quarter=encoding.quarter,
+        first=encoding.first,
+        rows=encoding.rows,
+        first_line=encoding.first_line,
+        is_divided=True,
+    )
+    decoded = decode_ternary(lines.view(values.shape), torch.tensor([2.0]), layout, torch.float32)
+    assert torch.equal(decoded, ternary[first : first + rows] / 2)
 
 
 @pytest.mark.parametrize(
