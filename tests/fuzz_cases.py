@@ -315,6 +315,7 @@ _INTEGERS: dict[str, Callable[[Path], None]] = {
         partial(integers.quark, is_signed=True),
     ),
     "Quark MXFP4": templates.quark_mxfp4,
+    "BitNet": templates.bitnet,
     "torchao INT4": templates.integers(
         {
             "quant_method": "torchao",
