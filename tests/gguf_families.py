@@ -342,6 +342,18 @@ FAMILIES |= {
         },
     },
     "CohereForCausalLM:plus": {"use_qk_norm": True},
+    "Gemma4ForCausalLM:experts": {
+        **FAMILIES["Gemma4ForCausalLM"],
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "MiniCPM3ForCausalLM": {**LATENT, "v_head_dim": 16, "q_lora_rank": 48},
+    "NomicBertModel": {"num_key_value_heads": 4},
     "CamembertModel": {"type_vocab_size": 1},
     "EuroBertModel": {},
     "DistilBertModel": {"dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 96},
@@ -368,12 +380,26 @@ FOR_CONVERTER = {
 FOR_CONVERTER |= {
     "GlmForCausalLM": {"seq_length": 128, "layernorm_epsilon": 0.00000015625},
     "EuroBertModel": {"classifier_pooling": "mean"},
+    "NomicBertModel": {
+        "n_positions": 2048,
+        "max_trained_positions": 2048,
+        "activation_function": "swiglu",
+        "causal": False,
+        "qkv_proj_bias": False,
+        "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False,
+        "prenorm": False,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+    },
 }
 OF_SENTENCEPIECE = (
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
     "Phi3ForCausalLM",
     "NemotronForCausalLM",
+    "MiniCPM3ForCausalLM",
 )
 TIED = (
     "GemmaForCausalLM",
@@ -496,6 +522,8 @@ from pathlib import Path
 script, *pairs = sys.argv[1:]
 sys.path.insert(0, str(Path(script).parent))
 from conversion.base import ModelBase, TextModel
+from conversion.bert import NomicBertModel
+NomicBertModel._is_tokenizer_xlmroberta = lambda self: False
 TextModel.get_vocab_base_pre = lambda self, tokenizer: os.environ.get("PRE_TOKENIZER", "gpt-2")
 for module, kind in json.loads(os.environ["OTHER_VOCABULARIES"]):
     classes = vars(importlib.import_module(f"conversion.{module}"))

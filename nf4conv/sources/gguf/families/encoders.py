@@ -72,6 +72,26 @@ DISTIL_BERT: Final = GgufFamily(
     is_encoder=True,
 )
 
+NOMIC_BERT: Final = GgufFamily(
+    model_type="nomic_bert",
+    architecture="NomicBertModel",
+    names={
+        "token_embd": "embeddings.word_embeddings",
+        "token_types": "embeddings.token_type_embeddings",
+        "token_embd_norm": "emb_ln",
+        "blk.*.attn_qkv": "encoder.layers.*.attn.Wqkv",
+        "blk.*.attn_output": "encoder.layers.*.attn.out_proj",
+        "blk.*.attn_output_norm": "encoder.layers.*.norm1",
+        "blk.*.ffn_up": "encoder.layers.*.mlp.fc11",
+        "blk.*.ffn_gate": "encoder.layers.*.mlp.fc12",
+        "blk.*.ffn_down": "encoder.layers.*.mlp.fc2",
+        "blk.*.layer_output_norm": "encoder.layers.*.norm2",
+    },
+    config={**_CONFIG_OF_BERT, "rope.freq_base": "rope_theta"},
+    rows=_TOKEN_TYPES,
+    is_encoder=True,
+)
+
 _POSITIONS: Final = "lacks the first rows of its position embeddings, which llama.cpp leaves out"
 
 ROBERTA: Final = GgufFamily(

@@ -141,3 +141,30 @@ GEMMA4: Final = GgufFamily(
     complete=(add_layer_types, add_heads_of_gemma_4),
     also=("gemma4",),
 )
+
+GEMMA4_MOE: Final = GgufFamily(
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    names={
+        **GEMMA4.names,
+        "blk.*.post_ffw_norm_1": f"{LAYER}.post_feedforward_layernorm_1",
+        "blk.*.post_ffw_norm_2": f"{LAYER}.post_feedforward_layernorm_2",
+        "blk.*.pre_ffw_norm_2": f"{LAYER}.pre_feedforward_layernorm_2",
+        "blk.*.ffn_gate_inp.weight": f"{LAYER}.router.proj.weight",
+        "blk.*.ffn_gate_inp.scale": f"{LAYER}.router.scale",
+        "blk.*.ffn_down_exps.scale": f"{LAYER}.router.per_expert_scale",
+        "blk.*.ffn_gate_up_exps.weight": f"{LAYER}.experts.gate_up_proj",
+        "blk.*.ffn_down_exps.weight": f"{LAYER}.experts.down_proj",
+    },
+    config={
+        **GEMMA4.config,
+        "expert_count": "num_experts",
+        "expert_used_count": "top_k_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+    constants={"enable_moe_block": True},
+    rows=GEMMA4.rows,
+    complete=GEMMA4.complete,
+    marker="expert_count",
+    also=GEMMA4.also,
+)

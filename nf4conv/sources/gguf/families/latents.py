@@ -1,4 +1,4 @@
-"""Lists models whose keys and values are made of latents: DeepSeek, Kimi K2, GLM-5, Youtu."""
+"""Lists models whose keys and values are made of latents, as DeepSeek's and Kimi K2's."""
 
 from typing import Final
 
@@ -20,6 +20,7 @@ from nf4conv.sources.gguf.families.steps.common import (
 from nf4conv.sources.gguf.families.steps.completing import (
     add_kinds_of_indexers,
     add_sizes_of_latents,
+    add_sizes_of_minicpm,
 )
 from nf4conv.sources.gguf.families.steps.joining import join_latent_heads
 
@@ -127,4 +128,19 @@ YOUTU: Final = GgufFamily(
     joined=(_LATENT_HEADS,),
     config=_CONFIG_OF_LATENTS,
     complete=(add_sizes_of_latents,),
+)
+
+MINICPM3: Final = GgufFamily(
+    model_type="minicpm3",
+    architecture="MiniCPM3ForCausalLM",
+    names=_NAMES_OF_LATENTS,
+    config={
+        **SIZES,
+        **RMS,
+        "attention.q_lora_rank": "q_lora_rank",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+    },
+    constants={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},  # as in llama.cpp
+    complete=(add_sizes_of_minicpm,),
 )

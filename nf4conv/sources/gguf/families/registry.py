@@ -38,7 +38,6 @@ _GEMMA: Final[_Table] = {
     "gemma3": gemma.GEMMA3,
     "gemma-embedding": gemma.EMBEDDING_GEMMA,
     "gemma3n": gemma.GEMMA3N,
-    "gemma4": gemma.GEMMA4,
 }
 
 _OF_COMPANIES: Final[_Table] = {
@@ -95,6 +94,7 @@ _LATER_MIXTURES: Final[_Table] = {
 }
 
 _LATENTS: Final[_Table] = {
+    "minicpm3": latents.MINICPM3,
     "deepseek32": latents.DEEPSEEK_V32,
     "glm-dsa": latents.GLM_DSA,
 }
@@ -110,6 +110,7 @@ _RECURRENT: Final[_Table] = {
 _ENCODERS: Final[_Table] = {
     "modern-bert": encoders.MODERN_BERT,
     "eurobert": encoders.EUROBERT,
+    "nomic-bert": encoders.NOMIC_BERT,
 }
 
 _LIKE_NAMED_DECODERS: Final[_Choices] = {
@@ -126,6 +127,7 @@ _LIKE_NAMED_DECODERS: Final[_Choices] = {
     "mamba": (recurrent.FALCON_MAMBA, recurrent.MAMBA),
     "granitehybrid": (recurrent.GRANITE_HYBRID_MOE, recurrent.BAMBA, recurrent.GRANITE_HYBRID),
     "nemotron_h_moe": (recurrent.NEMOTRON_PUZZLE, recurrent.NEMOTRON_H_MOE),
+    "gemma4": (gemma.GEMMA4_MOE, gemma.GEMMA4),
     "qwen2": (later_dense.QWEN2_WITHOUT_BIASES, dense.QWEN2),
     "mistral3": (dense.MINISTRAL3, dense.MISTRAL),
     "chatglm": (later_dense.CHATGLM, later_dense.GLM),

@@ -67,14 +67,18 @@ def add_sparsity_of_activations(
 
 
 def add_heads_of_gemma_4(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
 ) -> None:
     """Adds the heads of keys of each kind of layer, and that all of a head is rotated by default.
+
+    Layers whose keys are their values, too, have none of these in the file.
 
     The share that full attention rotates is in rope_freqs.weight, and the default of transformers.
     """
     config.pop("partial_rotary_factor", None)
     config.pop("rope_theta", None)
+    keys = [layer for layer in _layers(names, config) if f"blk.{layer}.attn_k.weight" in names]
+    config["attention_k_eq_v"] = any(f"blk.{layer}.attn_v.weight" not in names for layer in keys)
     heads = counts_of(sizes, "attention.head_count_kv")
     types = config.get("layer_types", [])
     for kind, key in (
@@ -121,6 +125,21 @@ def add_sizes_of_latents(
     groups = positive(config, "n_group")
     if config["model_type"] == "deepseek_v2" and groups is not None and groups > 1:
         config["topk_method"] = "group_limited_greedy"
+
+
+def add_sizes_of_minicpm(
+    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
+) -> None:
+    """Adds the sizes of MiniCPM 3's heads; values have what llama.cpp takes by default."""
+    config.pop("partial_rotary_factor", None)
+    key = positive(sizes, "attention.key_length")
+    rotated = positive(config, "qk_rope_head_dim")
+    heads = positive(config, "num_attention_heads")
+    hidden = positive(config, "hidden_size")
+    if key is not None and rotated is not None:
+        config["qk_nope_head_dim"] = key - rotated
+    if heads is not None and hidden is not None:
+        config["v_head_dim"] = hidden // heads
 
 
 def add_norm_of_queries(
