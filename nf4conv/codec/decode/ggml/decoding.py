@@ -43,8 +43,10 @@ DECODERS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 It takes [n, bytes of a block] uint8, and returns [n, values of a block] float32.
 """
 
-_VALUES_TOGETHER: Final = 2**22
-"""Values that are decoded at a time: the steps in between take several times their memory."""
+_VALUES_TOGETHER: Final = 2**18
+"""Values that are decoded at a time: the steps in between take several times their memory. What
+they leave for each other, 1 MB in float32, stays in a core's cache. With 2^22 they took 1.3 to 2.1
+times as long."""
 
 
 def decode_ggml(values: torch.Tensor, block_type: str, dtype: torch.dtype) -> torch.Tensor:

@@ -119,8 +119,8 @@ def part_of(gathered: Gathered, start: int, stop: int, device: torch.device) -> 
 def _check_finite(pieces: Sequence[WeightPiece], weights: Sequence[torch.Tensor]) -> None:
     """Raises a NonFiniteError if a weight holds NaN or infinity."""
     # A sum is NaN or infinite if any term is; a finite weight whose sum overflows is looked at
-    # again.
-    sums = torch.stack([weight.sum(dtype=torch.float32) for weight in weights])
+    # again. In another dtype than the weight's, torch would sum a copy.
+    sums = torch.stack([weight.sum() for weight in weights])
     if bool(torch.isfinite(sums).all()):
         return
     for piece, weight in zip(pieces, weights, strict=True):
