@@ -112,9 +112,11 @@ def main(description: str | None, cases: Sequence[Case]) -> None:
     parser.add_argument("--json", type=Path, help="where to write what is found")
     parser.add_argument("--seconds", type=float, default=560, help="when to end, from the start on")
     parser.add_argument("--commit", help="recorded; by default what git says")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--dry-run", action="store_true", help="only compile, without a GPU")
     arguments = parser.parse_args()
     ends = time.time() + arguments.seconds
+    cases = [case for case in cases if arguments.only in case.name]
     failures = compile_all(cases)
     count = sum(len(case.candidates) for case in cases)
     print(f"{count} candidates of {len(cases)} cases, {len(failures)} do not compile", flush=True)

@@ -9,6 +9,7 @@ its own, because Triton cannot compile in a process whose kernels are interprete
 import operator
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -530,9 +531,15 @@ def compiled(shape: shapes.Shape | shapes.Held, dtype: torch.dtype, out: torch.d
 
 
 def multiply(
-    x: torch.Tensor, packed: torch.Tensor, state: QuantState, programs: int, hopper: bool
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    state: QuantState,
+    programs: int,
+    hopper: bool,
+    shape: shapes.Shape | shapes.Held | None = None,
 ) -> torch.Tensor:
-    """Multiplies with the kernel, as `programs` programs, one after the other.
+    """Multiplies with the kernel, as `programs` programs, one after the other; of the shape that is
+    chosen for these sizes, or another.
 
     Plain torch does what stands around the kernel.
     """
@@ -540,7 +547,8 @@ def multiply(
     m, k = x.shape
     n = state.shape[0]
     short = decoding.blocksize < 64 or k % 64 > 0
-    shape = shapes.shape_for(m, n, k, short, state.nested, early=hopper)
+    if shape is None:
+        shape = shapes.shape_for(m, n, k, short, state.nested, early=hopper)
     division = dividing.divide(shape, n, k, programs)
     shift = division.split_shift
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
@@ -733,7 +741,24 @@ def run_panels() -> None:
         print("panel", plan, m, n, k, blocksize, dtype)
 
 
+def run_other_shapes() -> None:
+    """Multiplies with shapes that benchmarks/row_plans.py times, and nothing chooses yet."""
+    fewer_warps = shapes.Shape(
+        rows=2, ranges=2, column_tiles=0, warps=4, slots=4, blocks=2, copied=0
+    )
+    for m, n, k, shape in (
+        (1, 70, 5120, shapes.Held(steps=5, rows=1, warps=4, registers=255)),
+        (1, 70, 2112, fewer_warps),
+        (12, 300, 1088, replace(shapes.SHAPES[3], blocks=2, copied=2)),
+    ):
+        packed, state = packed_weight(n, k)
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
+        assert_close_to_exact(multiply(x, packed, state, 6, True, shape), x, packed, state)
+        print("other", m, n, k, shape)
+
+
 if __name__ == "__main__":
+    run_other_shapes()
     run_panels()
     run_groups()
     for turn, (m, n, k, quant_type, blocksize, nested, dtype) in enumerate(

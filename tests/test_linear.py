@@ -157,4 +157,4 @@ def test_the_kernels_multiply() -> None:
     command = [sys.executable, Path(__file__).with_name("emulator.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 44
+    assert len(done.stdout.splitlines()) == 47

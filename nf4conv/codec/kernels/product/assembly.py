@@ -85,11 +85,11 @@ def fill_assembly(warps: int, shared_bytes: int, has_codes: bool, early: bool) -
 
 
 @triton.constexpr_function
-def meet_assembly(has_codes: bool) -> str:
+def meet_assembly(has_codes: bool, warps: int = 8) -> str:
     """Fill `codes`, the values of nested absmax, if it is there; then wait until all threads have
-    filled shared memory.
+    filled shared memory. `warps`: of a program, 8 at most if it is there.
 
-    Operands: $0 the thread, one of 256; $1 address of the [256] values; $2 the thread.
+    Operands: $0 the thread; $1 address of the [256] values; $2 the thread.
     """
     lines = []
     if has_codes:
@@ -100,10 +100,11 @@ def meet_assembly(has_codes: bool) -> str:
             "mad.wide.u32 o, $2, 4, $1;",
             "mov.u32 w, codes;",
             "mad.lo.u32 w, $2, 4, w;",
-            "ld.global.b32 c, [o];",
-            "st.shared.b32 [w], c;",
-            "}",
         ]
+        for first in range(0, 256, 32 * warps):
+            place = f"+{4 * first}" if first else ""
+            lines += [f"ld.global.b32 c, [o{place}];", f"st.shared.b32 [w{place}], c;"]
+        lines += ["}"]
     lines += ["bar.sync 0;", "mov.u32 $0, $2;"]
     return "\n".join(lines)
 

@@ -70,11 +70,11 @@ def lay_out(pair_ptr, thread, HAS_CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def meet(code_ptr, thread, HAS_CODES: tl.constexpr):
+def meet(code_ptr, thread, HAS_CODES: tl.constexpr, SHAPE: tl.constexpr):
     """Fill the table of nested absmax if there is one, and wait until all threads have filled
     theirs; return the thread, so that what uses it comes after this.
     """
-    fill: tl.constexpr = text.meet_assembly(HAS_CODES)
+    fill: tl.constexpr = text.meet_assembly(HAS_CODES, 0 + SHAPE.warps)
     return run_assembly(fill, "r", "lr", (code_ptr.to(tl.int64), thread))[0]
 
 

@@ -32,10 +32,18 @@ class Division(NamedTuple):
         return self[:4]
 
 
-def divide(shape: Shape | Held, n: int, k: int, programs: int) -> Division:
+def divide(
+    shape: Shape | Held, n: int, k: int, programs: int, split_shift: int | None = None
+) -> Division:
     """Divide the product with an [n, k] weight among up to `programs` programs.
 
-    k is divided into as many parts as keep the programs busy.
+    Args:
+        shape: of the kernel.
+        n: rows of the weight.
+        k: its columns.
+        programs: at most.
+        split_shift: log2 of the parts of k, for the tile kernel; by default as many parts as keep
+            the programs busy.
     """
     if isinstance(shape, Held):
         units = -(-n // 8)
@@ -47,27 +55,38 @@ def divide(shape: Shape | Held, n: int, k: int, programs: int) -> Division:
         programs = -(-n // share)
         return Division(-(-k // shape.span), share, programs, 0, programs)
     tiles = -(-n // shape.unit_rows)
-    most = min(MOST_SPLITS, programs // tiles, k // shape.span)
-    shift = 0
-    while 2 << shift <= most:
-        shift += 1
+    shift = _split_shift(shape, tiles, k, programs) if split_shift is None else split_shift
     units = tiles << shift
     programs = min(units, programs)
     return Division(-(-k // (shape.span << shift)), units, programs, shift, programs)
 
 
+def _split_shift(shape: Shape, tiles: int, k: int, programs: int) -> int:
+    """Return the log2 of as many parts of k as keep the programs busy with that many tiles."""
+    most = min(MOST_SPLITS, programs // tiles, k // shape.span)
+    shift = 0
+    while 2 << shift <= most:
+        shift += 1
+    return shift
+
+
 def divide_group(
-    shape: Shape | Held, rows: tuple[int, ...], k: int, programs: int
+    shape: Shape | Held,
+    rows: tuple[int, ...],
+    k: int,
+    programs: int,
+    split_shift: int | None = None,
 ) -> list[Division]:
-    """Divide the products with [rows, k] weights among up to `programs` programs."""
+    """Divide the products with [rows, k] weights among up to `programs` programs, as `divide` does
+    for one weight.
+    """
     if isinstance(shape, Held):
         return _divide_equally(rows, 8, programs, True)
     if shape.wide:
         found = _divide_equally(rows, shape.unit_rows // 2, programs, False)
         return [one._replace(steps=-(-k // shape.span)) for one in found]
-    together = divide(
-        shape, sum(-(-n // shape.unit_rows) for n in rows) * shape.unit_rows, k, programs
-    )
+    tiles = sum(-(-n // shape.unit_rows) for n in rows)
+    together = divide(shape, tiles * shape.unit_rows, k, programs, split_shift)
     shift = together.split_shift
     divisions = []
     for n in rows:

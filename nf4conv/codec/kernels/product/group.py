@@ -23,6 +23,7 @@ from nf4conv.codec.kernels.product.launches import (
     stream_of,
     types_of_weight,
 )
+from nf4conv.codec.kernels.product.shapes import Held, Shape
 from nf4conv.codec.kernels.product.sums import MOST_RESULTS, prepare_group_sum
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Addresses, Form
@@ -35,7 +36,12 @@ ProductOfGroup = Callable[[torch.Tensor, Sequence[Addresses]], list[torch.Tensor
 
 
 def prepare_group(
-    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, rows: tuple[int, ...], form: Form
+    x_shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: tuple[int, ...],
+    form: Form,
+    chosen: tuple[Shape | Held, list[Division]] | None = None,
 ) -> ProductOfGroup:
     """Prepare to multiply all x of one shape with all groups of weights of some shapes.
 
@@ -45,11 +51,18 @@ def prepare_group(
         device: a GPU.
         rows: of two or three weights, which have k columns.
         form: of the weights; the packed codes begin at a multiple of 16 bytes.
+        chosen: which kernel, and how the work is divided; by default what shape_for and
+            divide_group say.
+
+    Returns:
+        A function of x and the weights that returns x · Wᵀ of each, [..., its rows].
     """
     k = x_shape[-1]
     m = x_shape.numel() // k
-    shape, programs = shape_and_programs(m, sum(rows), k, form, device)
-    divisions = divide_group(shape, rows, k, programs)
+    if chosen is None:
+        shape, programs = shape_and_programs(m, sum(rows), k, form, device)
+        chosen = shape, divide_group(shape, rows, k, programs)
+    shape, divisions = chosen
     shift = divisions[0].split_shift
     behind: list[float] = [pair_table(form.quant_type, dtype, device).data_ptr(), m, k]
     behind += _work_of_each(rows, divisions)

@@ -78,7 +78,7 @@ def multiply_held(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr):
     x = ()
     for step in tl.static_range(0, 0 + SHAPE.steps, 0 + SHAPE.sharing):
         x = x + _load_x(x_ptr, m, k, step, thread, SHAPE)
-    thread = meet(code_ptr, thread, SHAPE.nested)
+    thread = meet(code_ptr, thread, SHAPE.nested, SHAPE)
     held = 0
     while unit < end:
         current = ahead

@@ -108,7 +108,7 @@ def multiply_units(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr)
     thread, tiles = _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE)
     offset = tl.load(offset_ptr) if SHAPE.nested else 0.0
     ahead = _load_stage(weight, unit, 0, steps, split_shift, thread, SHAPE)
-    thread = meet(code_ptr, thread, SHAPE.wide and SHAPE.nested)
+    thread = meet(code_ptr, thread, SHAPE.wide and SHAPE.nested, SHAPE)
     if not SHAPE.wide:
         first = _first_k(unit, 0, steps, split_shift, thread, SHAPE)
         copy_x(x_ptr, tiles, first, m, k, thread, SHAPE)

@@ -12,7 +12,7 @@ import torch
 from triton.runtime import driver
 
 from nf4conv.codec.kernels.product.dividing import MOST_SPLITS as MOST_SPLITS  # for panels/
-from nf4conv.codec.kernels.product.dividing import divide
+from nf4conv.codec.kernels.product.dividing import Division, divide
 from nf4conv.codec.kernels.product.held import launch_held
 from nf4conv.codec.kernels.product.kernel import launch_product
 from nf4conv.codec.kernels.product.shapes import (
@@ -41,7 +41,12 @@ Product = Callable[[torch.Tensor, Addresses], torch.Tensor]
 
 
 def prepare_product(
-    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, n: int, form: Form
+    x_shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    n: int,
+    form: Form,
+    chosen: tuple[Shape | Held, Division] | None = None,
 ) -> Product:
     """Prepare to multiply all x of one shape with all weights of one shape.
 
@@ -53,6 +58,7 @@ def prepare_product(
         device: a GPU.
         n: rows of the weights; n · k is below MOST_ELEMENTS.
         form: of the weights; the packed codes begin at a multiple of 16 bytes.
+        chosen: which kernel, and how the work is divided; by default what shape_for and divide say.
 
     Returns:
         A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
@@ -60,8 +66,10 @@ def prepare_product(
     k = x_shape[-1]
     m = x_shape.numel() // k
     out_shape = (*x_shape[:-1], n)
-    shape, programs = shape_and_programs(m, n, k, form, device)
-    division = divide(shape, n, k, programs)
+    if chosen is None:
+        shape, programs = shape_and_programs(m, n, k, form, device)
+        chosen = shape, divide(shape, n, k, programs)
+    shape, division = chosen
     shift = division.split_shift
     behind: tuple[float, ...] = (pair_table(form.quant_type, dtype, device).data_ptr(), m, n, k)
     behind += (*division.arguments(), block_shift_of(k, form))

@@ -106,7 +106,7 @@ class Held:
         short: True if sums are over 32 k; False for 64.
         nested: True if absmax is uint8 codes.
         early: True to begin before the kernel before has ended.
-        warps: of a program.
+        warps: of a program: 4 or 8.
         sharing: steps whose columns share registers: 2 where a second row has none, otherwise 1.
         columns_most: columns of W at most.
         scales: scales that a lane loads in a step, for its quad.
