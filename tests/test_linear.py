@@ -6,8 +6,11 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from products import assert_close_to_exact, packed_weight
@@ -124,6 +127,109 @@ def test_notices_what_has_been_replaced_and_forgets_what_is_gone() -> None:
     del state
     gc.collect()
     assert known not in linear._weights
+
+
+def test_keeps_no_codes_of_a_weight_that_has_moved() -> None:
+    array = np.zeros(24 * 64, np.uint8)
+    lives = weakref.ref(array)
+    packed = torch.from_numpy(array)
+    del array
+    _, state = packed_weight(24, 128)
+    nf4conv.linear_4bit(torch.randn(2, 128), packed, state)
+    packed = packed.clone()  # as when a model moves: the same state, other codes
+    gc.collect()
+    assert lives() is None
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["", "known"])
+def test_refuses_codes_that_are_too_few_or_not_side_by_side(known: bool) -> None:
+    packed, state = packed_weight(24, 128)
+    x = torch.randn(2, 128)
+    if known:
+        nf4conv.linear_4bit(x, packed, state)
+    with pytest.raises(CodecError, match="1535 bytes"):
+        nf4conv.linear_4bit(x, packed[:-1], state)
+    with pytest.raises(CodecError, match="contiguous"):
+        nf4conv.linear_4bit(x, packed.view(2, -1).t(), state)
+
+
+@pytest.mark.parametrize("part", ["absmax", "offset", "nested absmax", "nested code"])
+def test_notices_each_part_that_is_replaced(part: str) -> None:
+    packed, state = packed_weight(24, 128)
+    x = torch.randn(2, 128)
+    first = nf4conv.linear_4bit(x, packed, state)
+    weight = linear._weights[id(state)]
+    if part == "absmax":
+        state.absmax = state.absmax ^ 1
+    elif part == "offset":
+        state.offset = state.offset + 1
+    elif part == "nested absmax":
+        state.state2.absmax = state.state2.absmax * 2
+    else:
+        state.state2.code = state.state2.code * 2
+    assert not torch.equal(nf4conv.linear_4bit(x, packed, state), first)
+    assert linear._weights[id(state)] is not weight
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["", "trains"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_changes_nothing(dtype: torch.dtype, trains: bool) -> None:
+    packed, state = packed_weight(24, 128)
+    x = torch.randn(3, 128).to(dtype).requires_grad_(trains)
+    expected = nf4conv.linear_4bit(x, packed, state)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = nf4conv.linear_4bit(x, packed, state)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_bias_of_another_dtype(dtype: torch.dtype) -> None:
+    packed, state = packed_weight(24, 128)
+    x = torch.randn(3, 128).bfloat16().requires_grad_()
+    bias = torch.randn(24).to(dtype).requires_grad_()
+    out = nf4conv.linear_4bit(x, packed, state, bias)
+    assert_close_to_exact(out.detach(), x.detach(), packed, state, bias.detach())
+    out.sum().backward()
+    assert (x.grad.dtype, bias.grad.dtype) == (torch.bfloat16, dtype)
+
+
+@pytest.mark.parametrize("offset", [1, 4, 8, 16])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+def test_codes_that_begin_anywhere_and_are_stored_as_anything(
+    storage: torch.dtype, offset: int
+) -> None:
+    packed, state = packed_weight(24, 128, "fp4", 32)
+    room = torch.zeros(packed.numel() + 16, dtype=torch.uint8)
+    room[offset : offset + packed.numel()] = packed.view(-1)
+    codes = room[offset : offset + packed.numel()]
+    if offset % storage.itemsize == 0:
+        codes = codes.view(storage)
+    x = torch.randn(128)
+    assert_close_to_exact(nf4conv.linear_4bit(x, codes, state), x, packed, state)
+
+
+def test_x_that_is_laid_out_otherwise() -> None:
+    packed, state = packed_weight(24, 128)
+    columns = torch.randn(128, 6).t()
+    strided = torch.randn(2, 3, 256)[..., ::2]
+    repeated = torch.randn(1, 128).expand(5, 128)
+    for x in (columns, strided, repeated):
+        assert_close_to_exact(nf4conv.linear_4bit(x, packed, state), x, packed, state)
+
+
+def test_several_threads_at_once() -> None:
+    weights = [packed_weight(24, 128, blocksize=size) for size in (32, 64, 128)]
+    x = [torch.randn(rows, 128) for rows in range(1, 6)]
+
+    def work(start: int) -> None:
+        for turn in range(start, start + 60):
+            packed, state = weights[turn % 3]
+            found = nf4conv.linear_4bit(x[turn % 5], packed, state)
+            assert_close_to_exact(found, x[turn % 5], packed, state)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(8)))
 
 
 @pytest.mark.parametrize(

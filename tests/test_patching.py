@@ -3,6 +3,8 @@ back.
 """
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -130,6 +132,55 @@ def test_a_copy_uses_its_own_weight() -> None:
     copied[0].weight.quant_state.absmax.fill_(7)
     x = torch.randn(2, 128)
     assert not torch.equal(copied[0](x), model[0](x))
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch.save"])
+def test_a_patched_model_can_be_stored(way: str) -> None:
+    model = packed_model(bias=True)
+    expected_keys = set(model.state_dict())
+    nf4conv.patch_linear_4bit(model)
+    assert set(model.state_dict()) == expected_keys
+    if way == "pickle":
+        read = pickle.loads(pickle.dumps(model))  # noqa: S301 - our own
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        read = torch.load(file, weights_only=False)
+    x = torch.randn(2, 128)
+    assert torch.equal(read(x), model(x))
+    read[0].weight.quant_state.absmax.fill_(7)
+    assert not torch.equal(read[0](x), model[0](x))
+    assert nf4conv.unpatch_linear_4bit(read) == 2
+
+
+def test_a_patched_model_moves() -> None:
+    model = packed_model(bias=True)
+    nf4conv.patch_linear_4bit(model)
+    x = torch.randn(2, 128)
+    expected = model(x)
+    assert torch.equal(model.to("cpu")(x), expected)
+    assert model.bfloat16()(x).dtype == x.dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model[0](x).dtype == x.dtype
+
+
+class Doubled(bitsandbytes.nn.Linear4bit):
+    """A layer that computes something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_class_with_a_forward_of_its_own_keeps_it() -> None:
+    layer = Doubled(128, 128, compute_dtype=torch.float32, quant_type="nf4")
+    model = torch.nn.Sequential(layer).to("cpu")
+    x = torch.randn(2, 128, requires_grad=True)
+    expected = model(x)
+    assert nf4conv.patch_linear_4bit(model) == 0
+    assert torch.equal(model(x), expected)
+    assert nf4conv.decoded_linear_4bit(model) == {"0": "Doubled has a forward of its own"}
+    assert nf4conv.unpatch_linear_4bit(model) == 0
 
 
 def test_hooks_of_accelerate_stay() -> None:

@@ -14,8 +14,11 @@ import torch
 from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.linear_op import linear_op, multiply_packed, train_op
 from nf4conv.codec.ops import check_decodable
-from nf4conv.codec.quant_state import DTYPE_NAMES, QuantState, decoding_of
+from nf4conv.codec.quant_state import DTYPE_NAMES, Addresses, QuantState, decoding_of
 from nf4conv.errors import CodecError
+
+Multiply = Callable[[torch.Tensor, Addresses, torch.Tensor | None], torch.Tensor]
+"""Multiplies x with a weight on a GPU: x, addresses, a bias or None → x · Wᵀ + bias."""
 
 
 def linear_4bit(
@@ -48,14 +51,25 @@ def linear_4bit(
     """
     if torch.compiler.is_compiling():
         return _traced(x, packed, quant_state, bias)
+    weight = _weight_of(packed, quant_state)
     if type(x) is not torch.Tensor or _trains(x, bias):
-        weight = _weight_of(packed, quant_state)
         weight.check(x, bias)
         operator = train_op if _trains(x, bias) else linear_op
-        result: torch.Tensor = operator(x, bias, *weight.operands())
+        result: torch.Tensor = operator(x, bias, *_operands(packed, quant_state))
         return result
     # torch's dispatcher, which the operators go through, takes longer than the launch
-    return _weight_of(packed, quant_state).multiply(x, bias)
+    product = weight.product_for(x, bias)
+    if product is None:
+        return multiply_packed(x, bias, *_operands(packed, quant_state))
+    return product(x, weight.kernel_addresses, bias)
+
+
+def _operands(packed: torch.Tensor, state: QuantState) -> tuple[Any, ...]:
+    """Return the arguments of the operators that are of the weight."""
+    decoding = decoding_of(state)
+    codes = packed.data.view(torch.uint8)
+    n = state.shape[0]
+    return codes, *decoding.tensors(), n, decoding.quant_type, decoding.blocksize
 
 
 def _trains(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -131,20 +145,23 @@ _MOST_PRODUCTS: Final = 64
 
 
 class _Weight:
-    """A weight that was checked, and what is prepared to multiply with it: made once, forgotten
-    with its state.
+    """Remembers of a weight that it was checked, where its tensors are, and what is prepared to
+    multiply with it.
+
+    It keeps none of the tensors: when a model moves to another device, their memory is free. It is
+    forgotten with the weight's state.
     """
 
     def __init__(self, packed: torch.Tensor, state: QuantState) -> None:
         self.shape = _checked_shape(packed, state)
         self.device = packed.device
-        # without .data, bitsandbytes' own parameter would keep its state alive
-        self.packed = packed.data.view(torch.uint8)
-        self.decoding = decoding_of(state)
-        self.addresses = (packed.data_ptr(), state.absmax.data_ptr())
+        decoding = decoding_of(state)
+        self.form = decoding.form()
+        self.codes = (packed.data_ptr(), packed.nbytes)
         self.bias_shape = (self.shape[0],)
-        self.kernel_addresses = self.decoding.addresses(packed)
-        self.products: dict[tuple[torch.Size, torch.dtype, torch.device], Any] = {}
+        self.kernel_addresses = decoding.addresses(packed)
+        self.tensors = [weakref.ref(tensor) for tensor in decoding.pointers()]
+        self.products: dict[tuple[torch.Size, torch.dtype, torch.device], Multiply] = {}
         key = id(state)
 
         def forget(_: object) -> None:
@@ -154,53 +171,51 @@ class _Weight:
 
     def is_of(self, packed: torch.Tensor, state: QuantState) -> bool:
         """Return True if this was made for these tensors and none was replaced since."""
-        return (
-            self.decoding.absmax is state.absmax
-            and self.decoding.state2 is state.state2
-            and self.state() is state
-            and (packed.data_ptr(), state.absmax.data_ptr()) == self.addresses
-        )
-
-    def operands(self) -> tuple[Any, ...]:
-        """Return the arguments of the operators that are of the weight."""
-        quant_type, blocksize = self.decoding.quant_type, self.decoding.blocksize
-        return self.packed, *self.decoding.tensors(), self.shape[0], quant_type, blocksize
+        absmax, code, nested_absmax, offset = self.tensors
+        if self.state() is not state or absmax() is not state.absmax:
+            return False
+        state2 = state.state2
+        if (state2 is not None) != self.form.nested:
+            return False
+        if state2 is not None and not (
+            code() is state2.code and nested_absmax() is state2.absmax and offset() is state.offset
+        ):
+            return False
+        # a tensor whose data are replaced is the same object
+        if state.absmax.data_ptr() != self.kernel_addresses[1]:
+            return False
+        # bitsandbytes' own class of parameters answers each question in Python, 4 µs or more
+        with torch._C.DisableTorchFunctionSubclass():
+            codes = (packed.data_ptr(), packed.nbytes)
+            return codes == self.codes and packed.is_contiguous()
 
     def check(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Raise CodecError unless x and bias fit."""
         _check_operands(x, bias, self.shape, self.device)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return x · Wᵀ + bias, [..., N] of the dtype of x [..., K]."""
+    def product_for(self, x: torch.Tensor, bias: torch.Tensor | None) -> Multiply | None:
+        """Return what multiplies with x and adds the bias; None where there are no kernels."""
         product = self.products.get((x.shape, x.dtype, x.device))
         if product is None:
             self.check(x, bias)
-            product = self._prepare(x)
+            if has_kernels(self.device):
+                product = self._prepare(x)
         elif bias is not None and (bias.shape != self.bias_shape or bias.device != self.device):
             self.check(x, bias)
-        result: torch.Tensor = product(x, self.kernel_addresses, bias)
-        return result
+        return product
 
-    def _prepare(self, x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def _prepare(self, x: torch.Tensor) -> Multiply:
         """Return what multiplies all that have the shape, dtype and device of x."""
-        if not has_kernels(self.device):
-            return self._multiply_by_definition
         from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
 
         n, k = self.shape
         alignment = choosing.alignment_of(self.kernel_addresses[0])
-        matrix = choosing.Matrix(n, k, self.decoding.form(), alignment)
+        matrix = choosing.Matrix(n, k, self.form, alignment)
         product = choosing.prepare_multiply(x.shape, x.dtype, x.device, matrix)
         if len(self.products) == _MOST_PRODUCTS:
             self.products.clear()
         self.products[x.shape, x.dtype, x.device] = product
         return product
-
-    def _multiply_by_definition(
-        self, x: torch.Tensor, _: object, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Multiply where there are no kernels."""
-        return multiply_packed(x, bias, *self.operands())
 
 
 def _weight_of(packed: torch.Tensor, state: QuantState) -> _Weight:

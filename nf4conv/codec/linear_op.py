@@ -56,13 +56,22 @@ def multiply_packed(
         weight = _decode(*tensors, n, k, torch.float32, quant_type, blocksize)
         if bias is not None:
             bias = bias.float()
-        return functional.linear(x.float(), weight, bias).to(x.dtype)
+        return _in_float32(x, weight, bias).to(x.dtype)
     from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
 
     addresses = _addresses(packed, absmax, nested_absmax, nested_code, offset)
     form = Form(quant_type, blocksize, nested_absmax is not None)
     matrix = choosing.Matrix(n, x.shape[-1], form, choosing.alignment_of(addresses[0]))
     return choosing.prepare_multiply(x.shape, x.dtype, x.device, matrix)(x, addresses, bias)
+
+
+def _in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x · Wᵀ + bias in float32, where autocast would compute in less."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return functional.linear(x.float(), weight, bias)
+    with torch.autocast(kind, enabled=False):
+        return functional.linear(x.float(), weight, bias)
 
 
 def multiply_group(

@@ -16,8 +16,9 @@ from nf4conv.codec.quant_state import decoding_of
 def patch_linear_4bit(model: torch.nn.Module) -> int:
     """Make the 4-bit layers of a model multiply with `linear_4bit`.
 
-    Every `bitsandbytes.nn.Linear4bit` of the model, and every layer of a class derived from it,
-    gets a new `forward`. Nothing else of the model changes. Layers whose weights are not packed yet
+    Every `bitsandbytes.nn.Linear4bit` of the model gets a new `forward`, and every layer of a class
+    derived from it, unless that class has a forward of its own. Nothing else of the model changes.
+    Layers whose weights are not packed yet
     keep bitsandbytes' product until they are; so do layers that have run on a CPU, where
     bitsandbytes packs weights anew for a product of its own. It does not matter whether adapters
     are added before or after, and hooks of accelerate stay where they are. When the model is
@@ -40,6 +41,8 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
     join_when_compiling()
     patched = 0
     for _, module in _linear_4bit_layers(model):
+        if _has_own_forward(module):
+            continue
         _replace_forward(module, partial(_forward, module))
         state = getattr(module.weight, "quant_state", None)
         if state is not None and not _is_repacked(state):
@@ -100,10 +103,21 @@ def decoded_linear_4bit(
 def _linear_4bit_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Find the layers of bitsandbytes. PEFT's layers around them have a class of the same name."""
     for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if kind.__name__ == "Linear4bit" and not kind.__module__.startswith("peft."):
-                yield name, module
-                break
+        if _kind_of(module) is not None:
+            yield name, module
+
+
+def _kind_of(module: torch.nn.Module) -> Any:
+    """Return the Linear4bit that a layer's class is or derives from; None if there is none."""
+    for kind in type(module).__mro__:
+        if kind.__name__ == "Linear4bit" and not kind.__module__.startswith("peft."):
+            return kind
+    return None
+
+
+def _has_own_forward(module: Any) -> bool:
+    """Return True if the class of a layer computes something else than Linear4bit does."""
+    return type(module).forward is not _kind_of(module).forward
 
 
 def _replace_forward(module: Any, forward: Any) -> None:
@@ -143,6 +157,8 @@ def _compute_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
 
 def _why_decoded(module: Any, dtype: torch.dtype) -> str:
     """Return why a layer has no kernel; empty if it has one."""
+    if _has_own_forward(module):
+        return f"{type(module).__name__} has a forward of its own"
     weight = module.weight
     state = getattr(weight, "quant_state", None)
     if state is None:

@@ -168,7 +168,10 @@ def _with_bias(product: Product) -> Multiply:
 
 
 def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Multiply:
-    """Prepare to decode, then to call the library's product."""
+    """Prepare to decode, then to call the library's product.
+
+    Under autocast the library computes in another dtype; the result has that of x all the same.
+    """
     shape = (matrix.n, matrix.k)
     decode = None
     if matrix.n * matrix.k > 0:
@@ -181,6 +184,6 @@ def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -
             decode(current_stream(), decoded.data_ptr(), weight)
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
-        return functional.linear(x, decoded, bias)
+        return functional.linear(x, decoded, bias).to(dtype)
 
     return multiply
