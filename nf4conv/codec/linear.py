@@ -1,24 +1,23 @@
 """x · Wᵀ with a packed weight, from Python: checks once, then launches.
 
-16-bit x of up to 64 rows  a fused kernel (kernels/product/): decodes in registers
-anything else on a GPU     decode, then the library's product, as bitsandbytes does
-no kernels here            the weight as float32, a float32 product, one rounding: the definition
+few rows of 16-bit x    a fused kernel (kernels/product/): decodes in registers
+anything else on a GPU  decodes, then calls the library's product, as bitsandbytes does
+no kernels here         decodes to float32, multiplies in float32, rounds once: the definition
 """
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.linear_op import linear_op, multiply_packed, train_op
 from nf4conv.codec.ops import check_decodable
-from nf4conv.codec.quant_state import DTYPE_NAMES, Addresses, QuantState, decoding_of
+from nf4conv.codec.quant_state import DTYPE_NAMES, QuantState, decoding_of
 from nf4conv.errors import CodecError
 
-Multiply = Callable[[torch.Tensor, Addresses, torch.Tensor | None], torch.Tensor]
-"""Multiplies x with a weight on a GPU: x, addresses, a bias or None → x · Wᵀ + bias."""
+if TYPE_CHECKING:  # importing Triton takes a second
+    from nf4conv.codec.kernels.product.choosing import Multiply
 
 
 def linear_4bit(
@@ -27,7 +26,8 @@ def linear_4bit(
     """Multiply x with a packed weight: x · Wᵀ + bias, with float32 sums.
 
     On NVIDIA GPUs of compute capability 8 and newer a fused kernel decodes the weight while it
-    multiplies, for float16 and bfloat16 x of up to 64 rows. Otherwise the weight is decoded first.
+    multiplies, for float16 and bfloat16 x of up to 64 rows, and on Hopper of up to 512 where that
+    is faster. Otherwise the weight is decoded first.
     Works under `torch.compile` in all its modes and in CUDA graphs, and is differentiable with
     respect to x and bias.
 
@@ -193,7 +193,7 @@ class _Weight:
         """Raise CodecError unless x and bias fit."""
         _check_operands(x, bias, self.shape, self.device)
 
-    def product_for(self, x: torch.Tensor, bias: torch.Tensor | None) -> Multiply | None:
+    def product_for(self, x: torch.Tensor, bias: torch.Tensor | None) -> "Multiply | None":
         """Return what multiplies with x and adds the bias; None where there are no kernels."""
         product = self.products.get((x.shape, x.dtype, x.device))
         if product is None:
@@ -204,7 +204,7 @@ class _Weight:
             self.check(x, bias)
         return product
 
-    def _prepare(self, x: torch.Tensor) -> Multiply:
+    def _prepare(self, x: torch.Tensor) -> "Multiply":
         """Return what multiplies all that have the shape, dtype and device of x."""
         from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
 
