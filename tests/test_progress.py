@@ -53,6 +53,7 @@ def test_a_bar_ticks_while_a_library_is_imported_and_names_it(
     program = f"import sys\nsys.stderr.wait_for({elapsed!r}, 2)\n"
     (tmp_path / "slow_library.py").write_text(program)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "slow_library", raising=False)
     monkeypatch.setattr(progress_bar, "_SLOW_IMPORTS", ("slow_library",))
     with progress("quantizing", 1000, hidden=False) as advance:
         import slow_library  # noqa: F401 - which takes until two times have been shown
