@@ -334,10 +334,15 @@ def test_what_autoround_writes(tmp_path: Path, packing: str, make: Any):
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
 
 
-def test_old_names_of_autoround(tmp_path: Path):
-    description = AUTO_ROUND | {"quant_method": "intel/auto-round", "backend": "auto_round:gptq"}
+@pytest.mark.parametrize(
+    ("backend", "make"),
+    [("auto_round:gptq", without_index(gptq)), ("gptq:exllamav2", gptq)],
+    ids=["0.3", "0.2"],
+)
+def test_old_names_of_autoround(tmp_path: Path, backend: str, make: Any):
+    description = AUTO_ROUND | {"quant_method": "intel/auto-round", "backend": backend}
     del description["packing_format"]
-    source, decoded = write(tmp_path / "source", without_index(gptq), description)
+    source, decoded = write(tmp_path / "source", make, description)
     dequantize_checkpoint(source, tmp_path / "out", None, CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
 
@@ -608,6 +613,7 @@ def test_what_does_not_fit_is_refused(
             AUTO_ROUND | {"data_type": "mx_int"},
             "data_type 'mx_int'; nf4conv decodes int, fp, mx_fp",
         ),
+        (AUTO_ROUND | {"packing_format": "gptq:marlin"}, "packing_format 'gptq:marlin'"),
         (AUTO_ROUND | {"packing_format": "auto_round", "act_bits": 8}, "act_bits '8 or fewer'"),
         (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type 'mx_fp'; nf4conv decodes int, fp, mx_fp"),
         (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "its weights are rotated"),

@@ -149,17 +149,21 @@ def test_what_is_refused_by_its_config(
         dequantize_checkpoint(source, tmp_path / "out", None, CPU)
 
 
+def nvfp4() -> dict[str, torch.Tensor]:
+    return {
+        f"{Q}.weight": torch.ones(128, 64).byte(),
+        f"{Q}.weight_scale": torch.ones(128, 8).to(torch.float8_e4m3fn),
+        f"{Q}.weight_scale_2": torch.tensor(0.02),
+    }
+
+
 def of_comfyui(kind: str) -> dict[str, torch.Tensor]:
     """FP8 with a scale under a name of its own; NVFP4 with scales in the order of a kernel."""
     if kind == "FP8":
         values = torch.ones(128, 128).to(torch.float8_e4m3fn)
         return {f"{Q}.weight": values, f"{Q}.scale_weight": torch.tensor(0.02)}
-    return {
-        f"{Q}.weight": torch.ones(128, 64).byte(),
-        f"{Q}.weight_scale": torch.ones(128, 8).to(torch.float8_e4m3fn),
-        f"{Q}.weight_scale_2": torch.tensor(0.02),
-        f"{Q}.comfy_quant": torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8),
-    }
+    described = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
+    return {**nvfp4(), f"{Q}.comfy_quant": described}
 
 
 def of_quanto() -> dict[str, torch.Tensor]:
@@ -176,6 +180,7 @@ def of_quanto() -> dict[str, torch.Tensor]:
         (of_comfyui("FP8"), "scale_weight"),
         (of_comfyui("NVFP4"), "comfy_quant"),
         (of_quanto(), "weight._scale"),
+        ({f"{Q}.svdquant_lora_a": torch.ones(4, 64), **nvfp4()}, "svdquant_lora_a"),
     ],
 )
 def test_what_no_config_describes(tmp_path: Path, tensors: dict[str, torch.Tensor], name: str):

@@ -36,6 +36,9 @@ _PACKING_KEYS: Final = ("checkpoint_format", "version", "format")
 _KERNELS_OF_AUTO_ROUND: Final = ("", "exllamav2", "exllamav1", "triton", "tritonv2", "torch")
 """What may follow "auto_round:" in configs of old releases: a kernel, which changes no layout."""
 
+_KERNELS_OF_AUTO_GPTQ: Final = ("exllamav2", "exllamav1", "triton", "cuda")
+"""What may follow "gptq:" in configs of AutoRound 0.2, which packed with AutoGPTQ."""
+
 _REORDERED: Final = "reorder"
 """The value of pack_method that AMD's Quark writes for words of AWQ."""
 
@@ -213,6 +216,8 @@ def _packing_of_auto_round(description: Mapping[str, Any]) -> str:
     named = str(description.get(key) or "auto").lower()
     family, _, rest = named.partition(":")
     if named == "auto":
+        return "GPTQ"
+    if family == "gptq" and rest in _KERNELS_OF_AUTO_GPTQ:
         return "GPTQ"
     if family in ("auto_round", "autoround"):
         layout = rest.partition(":")[0]

@@ -67,6 +67,7 @@ _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     "_act_pre_scale", "_scale_and_zero", "_per_tensor_scale", ".input_rotation", ".input_prescale",
     ".scale_weight", "scaled_fp8", ".comfy_quant",  # of ComfyUI, whose files have no config
     ".weight._scale",  # of quanto alone
+    ".svdquant_lora_a", ".svdquant_lora_b", ".weight_quantizer._scale",  # of ModelOpt
     *COMPONENT_ENDS,
 )  # fmt: skip
 """Ends of the names of parts of encoded weights.
