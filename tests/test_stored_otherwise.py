@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import int8_vectorwise_dequant
+from bitsandbytes.functional import int8_vectorwise_dequant, quantize_4bit
 from integers import awq, gptq
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
@@ -186,6 +186,21 @@ def of_quanto() -> dict[str, torch.Tensor]:
 def test_what_no_config_describes(tmp_path: Path, tensors: dict[str, torch.Tensor], name: str):
     source = write(tmp_path / "source", tensors, None)
     with pytest.raises(SourceError, match=f"{Q}.{name}: part of a weight that is already"):
+        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+
+
+def test_integers_that_no_rule_knows(tmp_path: Path):
+    """BitsAndBytesLinear of GPTQModel 7.7.0 names all that is beside a weight in its own way."""
+    packed, state = quantize_4bit(torch.randn(64, 64))
+    stored = {
+        f"{Q}.weight": packed,
+        f"{Q}.weight_absmax": state.absmax,
+        f"{Q}.weight_quant_map": state.code,
+        f"{Q}.weight_quant_state": torch.ones(9).byte(),
+        "lm_head.weight": torch.ones(96, 64).to(BF16),
+    }
+    source = write(tmp_path / "source", stored, {"quant_method": "bitsandbytes", "format": "nf4"})
+    with pytest.raises(SourceError, match=f"{Q}.weight: part of a weight that is already"):
         dequantize_checkpoint(source, tmp_path / "out", None, CPU)
 
 

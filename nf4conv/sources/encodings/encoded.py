@@ -50,6 +50,8 @@ _UNREAD_DTYPES: Final[tuple[str, ...]] = (
 )
 """Dtypes of tensors that nf4conv cannot read unless they are part of an encoding."""
 
+_INTEGER_DTYPES: Final = ("U8", "I8", "U16", "I16", "I32", "U64", "I64")
+
 _ENDS_OF_ACTIVATIONS: Final = (
     ".input_scale", ".input_scale_ub", ".input_global_scale", ".input_zero_point",
     ".activation_scale",
@@ -192,6 +194,8 @@ def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
         dtypes += ("I32",)
     for tensor in tensors:
         is_unread = tensor.dtype in dtypes and tensor.encoding is None
+        if method is not None and _is_integer_matrix(tensor):
+            is_unread = True
         if is_unread or tensor.name.endswith(ends):
             raise SourceError.about(
                 tensor.file,
@@ -199,3 +203,11 @@ def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
                 "part of a weight that is already quantized in a "
                 "way that nf4conv does not decode; give the checkpoint that it was made from",
             )
+
+
+def _is_integer_matrix(tensor: TensorInfo) -> bool:
+    """Returns True if a weight is a matrix of integers, as that of no model is before it is
+    quantized.
+    """
+    is_matrix = tensor.name.endswith(".weight") and len(tensor.shape) > 1
+    return is_matrix and tensor.dtype in _INTEGER_DTYPES and tensor.encoding is None
