@@ -155,6 +155,14 @@ FAMILIES |= {
         "text_config": {**_GLM_TEXT, **ROUTED, "first_k_dense_replace": 1},
         "vision_config": _OF_GLM,
     },
+    "Gemma4ForConditionalGeneration": {
+        "text_config": {**SMALL, **TEXT_FAMILIES["Gemma4ForCausalLM:experts"]},
+        "vision_config": {**_VISION, "head_dim": 16, "patch_size": 4, "num_key_value_heads": 2}
+        | {"standardize": True, "use_clipped_linears": True, "position_embedding_size": 16},
+        "audio_config": None,
+        "image_token_id": 90,
+        "tie_word_embeddings": True,
+    },
     "Llama4ForConditionalGeneration": {
         "image_token_index": 90,
         "text_config": {**_TEXT, **TEXT_FAMILIES["Llama4ForCausalLM"]},
@@ -279,6 +287,11 @@ def _write(folder: Path, architecture: str, config: dict[str, Any], dtype: torch
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("_min", "_max")):  # of what Gemma 4 clips
+                buffer.fill_(-1.5 if name.endswith("_min") else 1.5)
+            if "std_" in name:
+                buffer.normal_()
     model.to(dtype).save_pretrained(folder)
     _rename(folder, OLDER_NAMES.get(architecture, {}))
     if architecture == "Qwen3VLMoeForConditionalGeneration":

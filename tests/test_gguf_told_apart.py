@@ -13,7 +13,7 @@ from command_line import done
 from gguf_files import LLAMA, SHAPES, text, write_gguf
 from safetensors.torch import load_file
 
-from nf4conv.errors import UndecodableError
+from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.sources.gguf.families.registry import family_of
 from nf4conv.sources.gguf.header import read_gguf_header
 from nf4conv.sources.gguf.incoming import Texts
@@ -129,6 +129,19 @@ def test_rows_of_the_text_model_of_glm_4v(tmp_path: Path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "glm4"
     assert config["partial_rotary_factor"] == 0.5
+
+
+@pytest.mark.parametrize(("rotated", "rows"), [(4, 64), (7, 64), (8, 60), (32, 64)])
+def test_heads_of_glm_4v_that_do_not_fit(tmp_path: Path, rotated: int, rows: int):
+    metadata = {
+        "general.architecture": "glm4",
+        "glm4.attention.key_length": 16,
+        "glm4.rope.dimension_count": rotated,
+        "glm4.rope.dimension_sections": [1, 1, 2, 0],
+    }
+    path = write_gguf(tmp_path / "model.gguf", metadata, shapes={"blk.0.attn_q.weight": (rows, 64)})
+    with pytest.raises(SourceError, match=r"blk\.0\.attn_q\.weight: has "):
+        open_source(path)
 
 
 def test_norms_of_each_head_come_one_by_one(tmp_path: Path):

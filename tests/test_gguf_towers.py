@@ -89,8 +89,8 @@ def logits_of(folder: Path) -> torch.Tensor:
     config = json.loads((folder / "config.json").read_text())
     model = class_of(config["architectures"][0]).from_pretrained(folder, dtype=torch.float32)
     model.eval()
-    inputs = sound_for(model.config) if "audio_config" in config else inputs_of(model.config)
-    taken = "input_features" if "audio_config" in config else "pixel_values"
+    inputs = sound_for(model.config) if config.get("audio_config") else inputs_of(model.config)
+    taken = "input_features" if config.get("audio_config") else "pixel_values"
     with torch.no_grad():
         logits = model(**inputs).logits
         changed = {**inputs, taken: -inputs[taken]}
@@ -120,6 +120,12 @@ def inputs_of(config: Any) -> dict[str, torch.Tensor]:
     if kind.startswith(("qwen", "glm4v")):
         inputs["pixel_values"] = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
         inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        inputs["mm_token_type_ids"] = (tokens == config.image_token_id).int()
+        return inputs
+    if kind == "gemma4":  # 6 × 6 patches, of which 3 × 3 make a token
+        inputs["pixel_values"] = torch.rand(1, 36, 3 * 4 * 4, generator=generator)
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).flip(-1)
+        inputs["image_position_ids"] = places.view(1, 36, 2)
         inputs["mm_token_type_ids"] = (tokens == config.image_token_id).int()
         return inputs
     shape = (1, 1, 3, 28, 28) if kind in ("idefics3", "smolvlm") else (1, 3, 28, 28)

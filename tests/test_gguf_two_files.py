@@ -361,3 +361,11 @@ def test_experts_of_a_whole_model_are_stacked(model_type: str):
     names = {join.name.replace("*", "0") for join in whole.joined}
     experts = "model.layers.0.mlp.experts"
     assert names == {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
+
+
+def test_a_tower_that_sees_and_hears_is_refused(tmp_path: Path):
+    text, _ = write_all(tmp_path)
+    tower = write_tower(tmp_path, {**TOWER, "clip.has_audio_encoder": True})
+    where = SourceOptions(config_from=str(tmp_path / "original"), mmproj=str(tower))
+    with pytest.raises(SourceError, match="a tower that both sees and hears"):
+        open_source(text, where)

@@ -10,7 +10,7 @@ from nf4conv.errors import SourceError
 from nf4conv.format.gguf import FUSED, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
 from nf4conv.sources.encodings.types.arranged import StackedExperts
 from nf4conv.sources.encodings.types.gguf import GgufBlocks
-from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, GgufFamily, Join, Piece
+from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, SCALAR, GgufFamily, Join, Piece
 from nf4conv.sources.gguf.families.steps.joining import count_matrices, matrix_of
 from nf4conv.sources.gguf.header import GgufTensor
 from nf4conv.sources.gguf.numbers import counts_of, positive
@@ -165,6 +165,8 @@ def _presented(
     if change is not None:
         presented = _changed(tensor, presented, module, change, heads)
     shape = family.shapes.get(pattern)
+    if shape == SCALAR and tensor.shape != (1,):
+        raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no number")
     if shape == CHANNELS and len(tensor.shape) < 2:
         raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no convolution of channels")
     yield presented if shape is None else _reshaped(presented, shape)
@@ -267,6 +269,8 @@ def _reshaped(presented: TensorInfo, shape: str) -> TensorInfo:
     """Returns a tensor in the shape that transformers gives it."""
     if shape == FLAT:
         return presented._replace(shape=(presented.elements,))
+    if shape == SCALAR:
+        return presented._replace(shape=())
     assert shape == CHANNELS
     *channels, width = presented.shape
     return presented._replace(shape=(math.prod(channels), 1, width))

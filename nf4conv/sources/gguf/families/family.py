@@ -13,6 +13,9 @@ from nf4conv.sources.gguf.header import GgufTensor
 FLAT: Final = "flat"
 """Vectors that the converter gave more dimensions."""
 
+SCALAR: Final = "scalar"
+"""Numbers that the converter stored as vectors of one."""
+
 CHANNELS: Final = "channels"
 """Convolutions of single channels: [channels, 1, width], which the converter stored without 1."""
 
@@ -91,8 +94,8 @@ class GgufFamily:
         joined: tensors that are several in the file.
         changed: what the converter did to a module, by its name in the file: one of the words
             of format/gguf.py.
-        shapes: how transformers shapes a tensor otherwise, by its name in the file: FLAT or
-            CHANNELS.
+        shapes: how transformers shapes a tensor otherwise, by its name in the file: FLAT,
+            SCALAR or CHANNELS.
         config: the key of config.json by the key of the metadata, without the architecture.
         constants: what config.json has besides.
         shown: keys of config.json that are True if the file has a tensor, and the tensor's name in

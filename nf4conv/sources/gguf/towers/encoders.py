@@ -3,7 +3,8 @@
 from typing import Final
 
 from nf4conv.format.gguf import PLUS_ONE, ROTARY
-from nf4conv.sources.gguf.families.family import GgufFamily
+from nf4conv.sources.gguf.families.family import SCALAR, GgufFamily, Join
+from nf4conv.sources.gguf.towers.joining import join_patches
 from nf4conv.sources.gguf.towers.tower import Tower, in_layers
 
 _OF_LLAVA: Final = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
@@ -174,4 +175,69 @@ LLAMA4: Final = Tower(
     ),
     projection="multi_modal_projector.linear_1.weight",
     text_prefixes=_OF_LLAVA,
+)
+
+_LAYER_OF_GEMMA_4: Final = {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ln1": "input_layernorm",
+    "ln2": "pre_feedforward_layernorm",
+    "attn_post_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+
+_MATRICES_OF_GEMMA_4: Final = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+_LIMITS: Final = ("input_min", "input_max", "output_min", "output_max")
+"""Scalars to which some releases clip what goes into a matrix, and what comes out."""
+
+
+def _matrices_with_limits() -> dict[str, str]:
+    """Returns the names of matrices of Gemma 4, and of their limits."""
+    names = {}
+    for module, name in _MATRICES_OF_GEMMA_4.items():
+        names[f"{module}.weight"] = f"{name}.linear.weight"
+        for limit in _LIMITS:
+            names[f"{module}.{limit}"] = f"{name}.{limit}"
+    return names
+
+
+GEMMA4: Final = Tower(
+    family=GgufFamily(
+        model_type="gemma4",
+        architecture="Gemma4ForConditionalGeneration",
+        names={
+            "v.position_embd.weight": "model.vision_tower.patch_embedder.position_embedding_table",
+            "v.std_bias": "model.vision_tower.std_bias",
+            "v.std_scale": "model.vision_tower.std_scale",
+            "mm.input_projection": "model.embed_vision.embedding_projection",
+            **in_layers(
+                "model.vision_tower.encoder.layers.*",
+                {**_LAYER_OF_GEMMA_4, **_matrices_with_limits()},
+            ),
+        },
+        joined=(
+            Join(
+                "model.vision_tower.patch_embedder.input_proj.weight",
+                ("v.patch_embd.weight",),
+                join_patches,
+            ),
+        ),
+        shapes={
+            f"v.blk.*.{module}.{limit}": SCALAR
+            for module in _MATRICES_OF_GEMMA_4
+            for limit in _LIMITS
+        },
+    ),
+    projection="model.embed_vision.embedding_projection.weight",
+    text_prefixes={"model.": "model.language_model."},
+    masks_image_token=True,
 )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from nf4conv.sources.gguf.families.family import Piece, Stack
+from nf4conv.sources.gguf.families.steps.joining import count_matrices, matrix_of
 from nf4conv.sources.gguf.header import GgufTensor
 
 
@@ -43,6 +44,21 @@ def join_frames(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack
         pieces.append(Piece(as_rows))
     joined = (outputs, channels, len(parts), height, width)
     return Stack((tuple(pieces),), joined, is_interleaved=True)
+
+
+def join_patches(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+    """Returns [out, height · width · channels] of [out, channels, height, width].
+
+    Source: Gemma4VisionAudioModel, which makes a convolution of a matrix.
+    """
+    [part] = parts
+    if len(part.shape) != 4 or part.block_type.values > 1:
+        raise ValueError(f"is of shape {list(part.shape)}, and no convolution")
+    outputs, channels, height, width = part.shape
+    as_matrices = replace(part, shape=(outputs, channels, height * width))
+    count = count_matrices(as_matrices)
+    groups = [(Piece(matrix_of(as_matrices, output)),) for output in range(count)]
+    return Stack(tuple(groups), (outputs, channels * height * width), is_transposed=True)
 
 
 def _common_shape(parts: Sequence[GgufTensor]) -> tuple[int, ...]:

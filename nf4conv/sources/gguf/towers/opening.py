@@ -67,6 +67,12 @@ def _kind_of(path: Path, header: GgufHeader) -> Tower:
             f"{path}: --mmproj names no tower's file: its architecture is {architecture!r}",
             path=path,
         )
+    if all(header.metadata.get(f"clip.has_{kind}_encoder") for kind in ("vision", "audio")):
+        raise UndecodableError(
+            f"{path}: a tower that both sees and hears, and nf4conv reads none that does; take the "
+            f"original, or the text model alone",
+            path=path,
+        )
     projector = projector_of(header.metadata)
     tower = TOWERS.get(str(projector))
     if tower is None:

@@ -13,6 +13,7 @@ TOWERS: Final[Mapping[str, Tower]] = {
     "glm4v": qwen.GLM4V,
     "llama4": encoders.LLAMA4,
     "gemma3": encoders.GEMMA3,
+    "gemma4v": encoders.GEMMA4,
     "idefics3": encoders.IDEFICS3,
     "pixtral": encoders.PIXTRAL,
     "internvl": encoders.INTERNVL,

@@ -121,7 +121,9 @@ def join_apart_halves(parts: Parts, sizes: Sizes) -> Stack:
     if size is None:
         size = _size(sizes, "embedding_length") // _size(sizes, "attention.head_count")
     rows = tensor.shape[0] if tensor.shape else 0
-    if rotated % 2 or rotated > size or rows % size or not 0 < rows // size <= _MOST_GROUPS:
+    if rotated % 2 or rotated not in (size, size // 2):
+        raise ValueError(f"has heads of {size}, of which {rotated} are rotated: no half, nor all")
+    if rows % size or not 0 < rows // size <= _MOST_GROUPS:
         raise ValueError(f"has {rows} rows, which do not go with heads of {size}")
     groups = []
     for first in range(0, rows, size):
