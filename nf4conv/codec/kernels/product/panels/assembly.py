@@ -23,13 +23,25 @@ from nf4conv.codec.kernels.product.panels.decoding import (
     scales,
 )
 from nf4conv.codec.kernels.product.panels.inputs import operand
-from nf4conv.codec.kernels.product.panels.tiles import copy_first, next_stage, refill, say_free
+from nf4conv.codec.kernels.product.panels.tiles import (
+    copy_first,
+    copy_tiles,
+    next_stage,
+    refill,
+    say_free,
+)
 
 
 @triton.constexpr_function
 def loop_assembly(dtype: tl.dtype, shape: Any) -> str:
-    """Multiply all turns of a part, and leave the sums in shared memory for all programs of a
-    cluster.
+    """Return `assemble_loop` with `leave_sums`: all programs of a cluster find the sums."""
+    text: str = assemble_loop(dtype, shape, leave_sums(shape))
+    return text
+
+
+@triton.constexpr_function
+def assemble_loop(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
+    """Multiply all turns of a part; `end` stores the sums in shared memory.
 
     Operands: $0 the address of the sums; then the thread; the addresses of packed codes, absmax,
     its code, nested absmax, the offset of the latter, the table, and the first tile of x; the first
@@ -37,12 +49,14 @@ def loop_assembly(dtype: tl.dtype, shape: Any) -> str:
     blocks that share a scale; what scales are multiplied with. `shape` is a panel.Panel. The sums
     of a column are shape.rows + 4 apart.
     """
-    lines = ["{", *_registers(shape), *_prepare_shared(dtype, shape)]
+    lines = ["{", *declare_registers(shape), *prepare_shared(dtype, shape)]
     # what follows must come after it: the kernel before may have written all else
     lines += ["griddepcontrol.wait;", "griddepcontrol.launch_dependents;"]
-    lines += [*copy_first(shape), *_prepare(dtype, shape), "setp.eq.b32 one, 0, 0;"]
-    for i in range(shape.totals):
-        lines += [f"mov.f32 c{i}, 0f00000000;"]
+    lines += [
+        *copy_first(shape, copy_tiles(shape)),
+        *prepare_lanes(dtype, shape),
+        *clear_sums(shape),
+    ]
     lines += [*load_words("w"), *load_scale(shape, 0)]
     lines += [*look_scale_up(shape), *load_scale(shape, 2)]
     lines += ["$$Lturn:", *_turn(dtype, shape)]
@@ -50,6 +64,33 @@ def loop_assembly(dtype: tl.dtype, shape: Any) -> str:
         *next_stage(shape),
         f"setp.lt.u32 p, turn, {operand('turns')};",
         "@p bra.uni $$Lturn;",
+        *end,
+        "mov.b32 $0, tiles;",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+@triton.constexpr_function
+def clear_sums(shape: Any) -> list[str]:
+    """Begin sums at zero; `one` says that products are added to them."""
+    return ["setp.eq.b32 one, 0, 0;", *[f"mov.f32 c{i}, 0f00000000;" for i in range(shape.totals)]]
+
+
+@triton.constexpr_function
+def leave_sums(shape: Any) -> list[str]:
+    """Store the sums in shared memory, at `tiles`, where all programs of a cluster find them."""
+    return [
+        *store_sums(shape),
+        "barrier.cluster.arrive.release.aligned;",
+        "barrier.cluster.wait.acquire.aligned;",
+    ]
+
+
+@triton.constexpr_function
+def store_sums(shape: Any) -> list[str]:
+    """Store the sums of a thread in shared memory."""
+    lines = [
         "wgmma.wait_group.sync.aligned 0;",
         # now the tiles of x are not needed any more
         "bar.sync 0;",
@@ -60,17 +101,11 @@ def loop_assembly(dtype: tl.dtype, shape: Any) -> str:
     for i in range(shape.totals):
         place = (i // 4 * 8 + i % 2) * (shape.rows + 4) + i // 2 % 2 * 8
         lines += [f"st.shared.f32 [a+{4 * place}], c{i};"]
-    lines += [
-        "barrier.cluster.arrive.release.aligned;",
-        "barrier.cluster.wait.acquire.aligned;",
-        "mov.b32 $0, tiles;",
-        "}",
-    ]
-    return "\n".join(lines)
+    return lines
 
 
 @triton.constexpr_function
-def _registers(shape: Any) -> list[str]:
+def declare_registers(shape: Any) -> list[str]:
     """Declare registers, and the barriers; all else lies behind them in shared memory."""
     return [
         f".shared .align 16 .b8 gates[{16 * shape.stages}];",
@@ -87,7 +122,7 @@ def _registers(shape: Any) -> list[str]:
 
 
 @triton.constexpr_function
-def _prepare_shared(dtype: tl.dtype, shape: Any) -> list[str]:
+def prepare_shared(dtype: tl.dtype, shape: Any) -> list[str]:
     """Set up barriers and tables: these are older than the kernel before.
 
     gates0 + 8 i becomes complete when stage i has been copied, gates0 + 8 (stages + i) when all
@@ -124,7 +159,7 @@ def _prepare_shared(dtype: tl.dtype, shape: Any) -> list[str]:
 
 
 @triton.constexpr_function
-def _prepare(dtype: tl.dtype, shape: Any) -> list[str]:
+def prepare_lanes(dtype: tl.dtype, shape: Any) -> list[str]:
     """Find the addresses of a thread, and its value of the table."""
     thread, k, n = operand("thread"), operand("k"), operand("n")
     begin = operand("first")
@@ -210,7 +245,7 @@ def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
             lines += [wait.format(1)]
             if half == 0:
                 lines += say_free(shape)
-    lines += refill(shape)
+    lines += refill(shape, copy_tiles(shape))
     return [*lines, *[f"mov.b32 w{i}, n{i};" for i in range(8)]]
 
 

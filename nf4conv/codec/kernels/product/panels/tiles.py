@@ -8,8 +8,8 @@ from nf4conv.codec.kernels.product.panels.inputs import operand
 
 
 @triton.constexpr_function
-def copy_first(shape: Any) -> list[str]:
-    """Begin to copy the tiles of the first turns."""
+def copy_first(shape: Any, copy: list[str]) -> list[str]:
+    """Begin to copy the tiles of the first turns; `copy` is copy_tiles'."""
     lines = [f"mov.b64 source, {operand('x')};", "mov.b32 turn, 0;"]
     for name in ("stage", "parity"):
         lines += [f"mov.b32 {name}{i}, 0;" for i in ("", "1", "2")]
@@ -19,13 +19,13 @@ def copy_first(shape: Any) -> list[str]:
             "and.pred q, q, leader;",
             f"add.u32 gate, gates0, {8 * stage};",
             f"add.u32 a, tiles, {stage * shape.turn_bytes};",
-            *_copy(shape),
+            *copy,
         ]
     return lines
 
 
 @triton.constexpr_function
-def _copy(shape: Any) -> list[str]:
+def copy_tiles(shape: Any) -> list[str]:
     """Begin to copy the tiles of the next turn to address a, if q."""
     bulk = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     return [
@@ -65,7 +65,7 @@ def say_free(shape: Any) -> list[str]:
 
 
 @triton.constexpr_function
-def refill(shape: Any) -> list[str]:
+def refill(shape: Any, copy: list[str]) -> list[str]:
     """Copy tiles to where those of the last turn but one were, or of the last one if there are only
     three stages, when all warps have multiplied them.
 
@@ -86,5 +86,5 @@ def refill(shape: Any) -> list[str]:
         f"@waits mbarrier.try_wait.parity.shared.b64 q, [gate+{8 * shape.stages}], parity{lag};",
         "@!q bra.uni $$Lfree;",
         "and.pred q, waits, leader;",
-        *_copy(shape),
+        *copy,
     ]

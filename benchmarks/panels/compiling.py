@@ -1,0 +1,77 @@
+"""Compiles candidates without a GPU: what a variant's machine code needs, and its PTX."""
+
+import re
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks.panels.costs import Candidate
+from benchmarks.panels.kernels import candidate_kernel
+from nf4conv.codec.kernels.product.panels.kernels import panel_kernel
+
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+_POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+
+
+class Needs(NamedTuple):
+    """What a thread of a kernel needs.
+
+    Attributes:
+        registers: at most.
+        spilled: bytes of local memory.
+    """
+
+    registers: int
+    spilled: int
+
+
+def compiled(candidate: Candidate, dtype: torch.dtype, capped: bool = True) -> Any:
+    """Compiles a candidate's kernel for Hopper, with Triton.
+
+    Args:
+        candidate: with a panel for nested absmax, or a plain one.
+        dtype: of x.
+        capped: with no more registers than its panel allows; the PTX is the same without.
+    """
+    panel, cluster, splits = candidate.plan
+    out = "*fp32" if splits > 1 else _POINTERS[dtype]
+    absmax = "*u8" if panel.nested else "*fp32"
+    function: Any = panel_kernel if candidate.way == "ordered" else candidate_kernel
+    types = {"out_ptr": out, "packed_ptr": "*u8", "absmax_ptr": absmax, "table_ptr": "*i32"}
+    types |= {"x_ptr": _POINTERS[dtype], "x_address": "i64", "norm": "fp32"}
+    constants = {"PANEL": panel}
+    if candidate.way != "ordered":
+        constants |= {"DTYPE": TYPES[dtype], "PAIRED": cluster > 1}
+        constants |= {"STRAIGHT": candidate.way == "straight"}
+    signature = {}
+    for name in function.arg_names:
+        other = "i64" if name.startswith("map") else "i32"
+        if name.endswith("_ptr"):
+            other = "*fp32"
+        signature[name] = "constexpr" if name in constants else types.get(name, other)
+    options: dict[str, Any] = {"num_warps": 4 * panel.groups, "launch_pdl": True}
+    options |= {"enable_fp_fusion": False}
+    if capped:
+        options["maxnreg"] = panel.registers
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def needs_of(cubin: bytes) -> Needs:
+    """Returns what a kernel needs, as cuobjdump says, which Triton brings."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    return Needs(found["REG"], found["STACK"] + found["LOCAL"])

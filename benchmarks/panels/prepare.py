@@ -1,0 +1,86 @@
+"""Prepares products by candidates, as product/panels prepares its own."""
+
+import torch
+
+from benchmarks.panels.compiling import TYPES
+from benchmarks.panels.costs import Candidate
+from benchmarks.panels.kernels import candidate_kernel
+from benchmarks.panels.maps import MAP_WORDS, map_of
+from nf4conv.codec.kernels.launch import Launcher
+from nf4conv.codec.kernels.product.launches import Product, prepare_sum, readable, stream_of
+from nf4conv.codec.kernels.product.panels.kernels import TILE, launch_arrange
+from nf4conv.codec.kernels.product.panels.prepare import prepare_panel
+from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
+from nf4conv.codec.quant_state import Addresses, Form
+
+launch_candidate = Launcher(candidate_kernel)
+
+
+def prepare(
+    candidate: Candidate,
+    x_shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    n: int,
+    form: Form,
+) -> Product:
+    """Prepares to multiply all x of one shape with all weights of one shape; see prepare_panel."""
+    if candidate.way == "ordered":
+        return prepare_panel(x_shape, dtype, device, n, form, candidate.plan)
+    straight = candidate.way == "straight"
+    k = x_shape[-1]
+    m = x_shape.numel() // k
+    out_shape = (*x_shape[:-1], n)
+    panel, cluster, splits = candidate.plan
+    if not form.nested:
+        panel = panel.plain
+    column_tiles = -(-m // panel.columns)
+    clusters = column_tiles * -(-n // panel.rows) * splits
+    norm = 1.0
+    table = value_table(form.quant_type, device)
+    if dtype == torch.bfloat16:
+        table = pair_table(form.quant_type, torch.float16, device)
+        norm /= MULTIPLES[form.quant_type, torch.float16]
+    shift = (form.blocksize // 64).bit_length() - 1
+    x_map = map_of(m, k, panel.columns, dtype) if straight else (0,) * (MAP_WORDS - 1)
+    behind = (*x_map, table.data_ptr(), m, n, k, cluster, splits, shift, norm)
+    types = (torch.uint8 if form.nested else torch.float32, *(torch.float32,) * 3)
+    target_dtype = torch.float32 if splits > 1 else dtype
+    launch = launch_candidate.prepare(
+        device,
+        (target_dtype, torch.uint8, *types, 0, *x_map, torch.int32, *behind[MAP_WORDS:]),
+        (panel, TYPES[dtype], cluster > 1, straight),
+        (dtype, splits > 1),
+        num_warps=4 * panel.groups,
+        registers=panel.registers,
+        begins_early=True,
+        shared_bytes=panel.shared_bytes,
+        cluster=cluster,
+    )
+    words = 0 if straight else column_tiles * -(-k // 128) * panel.columns * 64
+    arrange = launch_arrange.prepare(
+        device, (dtype, dtype, m, k), (panel.columns, TILE), dtype, num_warps=4, begins_early=True
+    )
+    add = prepare_sum(device, dtype, splits, early=True) if splits > 1 else None
+    space = 2 * words + (2 * splits * m * n if splits > 1 else 0)  # 16-bit elements
+    current_stream = stream_of(device)
+
+    def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+        x = readable(x)
+        out = x.new_empty(out_shape)
+        stream = current_stream()
+        address = x.data_ptr()
+        target = out.data_ptr()
+        if space > 0:
+            room = x.new_empty(space)
+            if splits > 1:
+                target = room.data_ptr() + 4 * words
+            if not straight:
+                arrange(words // TILE, stream, address, room.data_ptr(), m, k)
+                address = room.data_ptr()
+        launch(clusters, stream, target, *weight, address, *behind)
+        if add is not None:
+            add(stream, target, out.data_ptr(), m * n)
+        return out
+
+    return multiply
