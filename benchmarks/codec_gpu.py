@@ -12,10 +12,8 @@ capture, so quantizers are timed with events around plain calls.
 
 import argparse
 import json
-import statistics
 import subprocess
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +23,10 @@ import triton
 from bitsandbytes import functional
 
 from benchmarks import gpu_peers, plot_codec
+from benchmarks.timing import L2_BYTES, Call, graph, loop, take_turns
 from nf4conv.codec import kernels, ops
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
-Call = Callable[[], object]
-
-L2_BYTES = 60 << 20
-ROUNDS = 9
 SHAPES = (
     (1024, 1024), (4096, 4096), (4096, 11008), (5120, 13824), (6656, 17920), (8192, 8192),
     (8192, 22016), (8192, 28672), (16384, 53248),
@@ -235,55 +230,6 @@ def materialised_error(
 ) -> tuple[torch.Tensor, ...]:
     error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
     return error.abs().max(), error.double().square().sum(), weight.double().square().sum()
-
-
-def graph(calls: list[Call]) -> Callable[[], float]:
-    """A timer, in µs, of one pass over the calls, captured as a graph of at least 10 launches."""
-    repeats = -(-10 // len(calls))
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-
-    def time_once() -> float:
-        captured.replay()
-        return between_events(captured.replay) / repeats
-
-    return time_once
-
-
-def loop(call: Call, repeats: int) -> Callable[[], float]:
-    def repeat() -> None:
-        for _ in range(repeats):
-            call()
-
-    def time_once() -> float:
-        call()
-        return between_events(repeat) / repeats
-
-    return time_once
-
-
-def between_events(call: Call) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e3
-
-
-def take_turns(timers: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """Median µs of each timer, one measurement of every one in each round."""
-    measured: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(ROUNDS):
-        for name, timer in timers.items():
-            measured[name].append(timer())
-    return {name: statistics.median(values) for name, values in measured.items()}
 
 
 def wall(call: Call, repeats: int = 300) -> float:

@@ -15,7 +15,7 @@ from emulator import GLOBAL, Bits, Machine, Mask, Words, arranged, cut, run_toge
 from products import assert_close_to_exact, packed_weight
 
 from benchmarks.panels.compiling import TYPES, compiled
-from benchmarks.panels.costs import Candidate, Way, panels
+from benchmarks.panels.costs import Candidate, Way, fits, panels
 from nf4conv.codec.kernels import tables
 from nf4conv.codec.kernels.product.panels import plans
 from nf4conv.codec.quant_state import QuantState, decoding_of
@@ -97,9 +97,10 @@ def multiply(
     out = torch.full((splits, m, n), float("nan"), dtype=dtype)
     norm = 1.0
     table = tables.value_table(decoding.quant_type, torch.device("cpu"))
-    if x.dtype == torch.bfloat16:
-        table = tables.pair_table(decoding.quant_type, torch.float16, torch.device("cpu"))
-        norm /= tables.MULTIPLES[decoding.quant_type, torch.float16]
+    if x.dtype == torch.bfloat16 or candidate.way == "scaled":
+        values = x.dtype if candidate.way == "scaled" else torch.float16
+        table = tables.pair_table(decoding.quant_type, values, torch.device("cpu"))
+        norm /= tables.MULTIPLES[decoding.quant_type, values]
     buffers: dict[int, Bits] = {}
     for i, tensor in enumerate((out, packed, *decoding.pointers(), table), start=1):
         buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
@@ -146,9 +147,10 @@ def run(
 def run_random(count: int, seed: int) -> None:
     """Multiplies random shapes by random candidates."""
     chance = random.Random(seed)
-    ways: tuple[Way, ...] = ("brisk", "straight", "straight")
+    ways: tuple[Way, ...] = ("brisk", "straight", "scaled")
     for _ in range(count):
-        shape = chance.choice(panels())
+        way = chance.choice(ways)
+        shape = chance.choice([one for one in panels() if fits(way, one)])
         shape = chance.choice((shape, shape.plain))
         k = 64 * chance.randint(1, 24)
         parts = [(1, 1), (2, 1), (1, 3), (2, 2)]
@@ -158,7 +160,7 @@ def run_random(count: int, seed: int) -> None:
         blocksize = 64 << chance.randint(0, 6)
         quant_type = chance.choice(("nf4", "fp4"))
         dtype = chance.choice(list(TYPES))
-        run(Candidate(chance.choice(ways), plan), m, n, k, blocksize, quant_type, dtype)
+        run(Candidate(way, plan), m, n, k, blocksize, quant_type, dtype)
 
 
 if __name__ == "__main__":
@@ -169,6 +171,10 @@ if __name__ == "__main__":
         (Candidate("straight", plans.Plan(wide, 2, 2)), 270, 151, 832, 256, "nf4"),
     ):
         run(*chosen, torch.bfloat16)
+    narrow = next(one for one in panels() if (one.groups, one.columns) == (4, 64))
+    for way, shape in (("scaled", plans.PANELS[1].plain), ("scaled", narrow)):
+        plan = plans.Plan(shape, 2, 1)
+        run(Candidate(way, plan), 70, 130, 448, 64, "nf4", torch.bfloat16)
     run(Candidate("straight", plans.Plan(plans.TALL.plain, 2, 1)), 130, 300, 448, 128, "fp4",
         torch.float16)  # fmt: skip
     if len(sys.argv) > 1:

@@ -5,6 +5,7 @@ costs.py        estimates what a plan takes, and says which plans are worth a me
 kernels.py      the kernel of all candidates: x in order or as it is, a shorter end
 prepare.py      prepares a product by it
 assembly.py     its loop over k for x as it is, as PTX
+scaling.py      the same with sums that are scaled instead of weights
 transposing.py  exchanges bytes of codes between lanes, as PTX
 ending.py       leaves and stores the sums of a program
 maps.py         describes x to the unit that copies tiles

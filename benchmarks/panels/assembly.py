@@ -38,30 +38,9 @@ def straight_loop(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
     The operands are those of product/panels' assemble_loop, but x is the first row of x.
     """
     lines = [
-        "{",
-        *declare_registers(shape),
-        *declare_exchange(),
-        ".reg .b32 column, block, zero;",
-        *prepare_shared(dtype, shape),
-        # the tensor map is the kernel's seventh argument, and those behind it
-        "mov.b64 source, candidate_kernel_param_6;",
-        "cvta.param.u64 source, source;",
-        "@leader prefetch.tensormap [source];",
-        # what follows must come after it: the kernel before may have written all else
-        "griddepcontrol.wait;",
-        "griddepcontrol.launch_dependents;",
-        f"cvt.u32.u64 column, {operand('x')};",
-        f"shl.b32 block, {operand('first')}, 1;",
-        "mov.b32 zero, 0;",
-        *copy_first(shape, _copy(shape))[1:],  # but for where tiles in order begin
-        *prepare_lanes(dtype, shape),
-        *prepare_exchange(),
+        *begin(dtype, shape, []),
         *clear_sums(shape),
-        *load_words("n"),
-        *load_scale(shape, 0),
-        *exchange(shape),
-        *look_scale_up(shape),
-        *load_scale(shape, 2),
+        *load_first(shape),
         "$$Lturn:",
         *_turn(dtype, shape),
         *next_stage(shape),
@@ -75,7 +54,45 @@ def straight_loop(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
 
 
 @triton.constexpr_function
-def _copy(shape: Any) -> list[str]:
+def begin(dtype: tl.dtype, shape: Any, registers: list[str]) -> list[str]:
+    """Declare registers, and others; set all up, and begin to copy tiles."""
+    return [
+        "{",
+        *declare_registers(shape),
+        *declare_exchange(),
+        ".reg .b32 column, block, zero;",
+        *registers,
+        *prepare_shared(dtype, shape),
+        # the tensor map is the kernel's seventh argument, and those behind it
+        "mov.b64 source, candidate_kernel_param_6;",
+        "cvta.param.u64 source, source;",
+        "@leader prefetch.tensormap [source];",
+        # what follows must come after it: the kernel before may have written all else
+        "griddepcontrol.wait;",
+        "griddepcontrol.launch_dependents;",
+        f"cvt.u32.u64 column, {operand('x')};",
+        f"shl.b32 block, {operand('first')}, 1;",
+        "mov.b32 zero, 0;",
+        *copy_first(shape, copy_by_map(shape))[1:],  # but for where tiles in order begin
+        *prepare_lanes(dtype, shape),
+        *prepare_exchange(),
+    ]
+
+
+@triton.constexpr_function
+def load_first(shape: Any) -> list[str]:
+    """Load what the first turn needs, and begin with what the second does."""
+    return [
+        *load_words("n"),
+        *load_scale(shape, 0),
+        *exchange(),
+        *look_scale_up(shape),
+        *load_scale(shape, 2),
+    ]
+
+
+@triton.constexpr_function
+def copy_by_map(shape: Any) -> list[str]:
     """Begin to copy the tiles of the next turn to address a, if q. What lies behind the last row or
     the last k becomes zeros.
     """
@@ -90,15 +107,7 @@ def _copy(shape: Any) -> list[str]:
 @triton.constexpr_function
 def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
     """Multiply a turn, while what the next two need is on its way."""
-    lines = [*_scale(shape), "add.u32 mine, mine, 2;", *load_words("n")]
-    lines += [*look_scale_up(shape), *load_scale(shape, 2)]
-    lines += [
-        "shl.b32 gate, stage, 3;",
-        "add.u32 gate, gates0, gate;",
-        "shr.u32 low, tiles, 4;",
-        f"mad.lo.u32 low, stage, {shape.turn_bytes // 16}, low;",
-        "add.u32 low, low, 0x10000;",
-    ]
+    lines = begin_turn(shape)
     wait = "wgmma.wait_group.sync.aligned {};"
     for half in range(2):
         # with one set of registers, the unit before must be done before the next is decoded
@@ -120,11 +129,28 @@ def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
             lines += [wait.format(1)]
             if half == 0:
                 lines += say_free(shape)
-    return [*lines, *refill(shape, _copy(shape)), *exchange(shape)]
+    return [*lines, *refill(shape, copy_by_map(shape)), *exchange()]
 
 
 @triton.constexpr_function
-def _scale(shape: Any) -> list[str]:
+def begin_turn(shape: Any) -> list[str]:
+    """Ask for what the next two turns need, and find the stage of this one."""
+    return [
+        *lane_scale(shape),
+        "add.u32 mine, mine, 2;",
+        *load_words("n"),
+        *look_scale_up(shape),
+        *load_scale(shape, 2),
+        "shl.b32 gate, stage, 3;",
+        "add.u32 gate, gates0, gate;",
+        "shr.u32 low, tiles, 4;",
+        f"mad.lo.u32 low, stage, {shape.turn_bytes // 16}, low;",
+        "add.u32 low, low, 0x10000;",
+    ]
+
+
+@triton.constexpr_function
+def lane_scale(shape: Any) -> list[str]:
     """Decode a lane's scale of this turn: s, of slot t % 2 in block t // 2."""
     lines = ["mov.f32 s, nested;"]
     if shape.nested:
@@ -140,10 +166,19 @@ def _scales_of(half: int) -> list[str]:
 
 @triton.constexpr_function
 def _multiply_unit(dtype: tl.dtype, shape: Any, half: int) -> list[str]:
-    """Begin the products of a unit: a step takes two chunks of eight k."""
+    """Begin the products of a unit, which are added to sums."""
+    return multiply_unit(dtype, shape, half, "c", ["one"] * 4)
+
+
+@triton.constexpr_function
+def multiply_unit(dtype: tl.dtype, shape: Any, half: int, sums: str, added: list[str]) -> list[str]:
+    """Begin the products of a unit: a step takes two chunks of eight k.
+
+    `added` says of each step whether what stands in the registers `sums` is added.
+    """
     kind = dtype.name.replace("fp", "f")
     wgmma = f"wgmma.mma_async.sync.aligned.m64n{shape.columns}k16.f32.{kind}.{kind}"
-    sums = ", ".join(f"c{i}" for i in range(shape.totals))
+    targets = ", ".join(f"{sums}{i}" for i in range(shape.totals))
     lines = ["wgmma.fence.sync.aligned;"]
     for step in range(4):
         left = []
@@ -153,6 +188,6 @@ def _multiply_unit(dtype: tl.dtype, shape: Any, half: int) -> list[str]:
         lines += [
             f"add.u32 a, low, {half * shape.turn_bytes // 32 + 2 * step};",
             "mov.b64 y, {a, high};",
-            f"{wgmma} {{{sums}}}, {{{', '.join(left)}}}, y, one, 1, 1, 0;",
+            f"{wgmma} {{{targets}}}, {{{', '.join(left)}}}, y, {added[step]}, 1, 1, 0;",
         ]
     return [*lines, "wgmma.commit_group.sync.aligned;"]

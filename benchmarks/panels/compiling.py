@@ -51,7 +51,7 @@ def compiled(candidate: Candidate, dtype: torch.dtype, capped: bool = True) -> A
     constants = {"PANEL": panel}
     if candidate.way != "ordered":
         constants |= {"DTYPE": TYPES[dtype], "PAIRED": cluster > 1}
-        constants |= {"STRAIGHT": candidate.way == "straight"}
+        constants |= {"WAY": candidate.way}
     signature = {}
     for name in function.arg_names:
         other = "i64" if name.startswith("map") else "i32"
@@ -61,7 +61,7 @@ def compiled(candidate: Candidate, dtype: torch.dtype, capped: bool = True) -> A
     options: dict[str, Any] = {"num_warps": 4 * panel.groups, "launch_pdl": True}
     options |= {"enable_fp_fusion": False}
     if capped:
-        options["maxnreg"] = panel.registers
+        options["maxnreg"] = candidate.registers
     source = ASTSource(fn=function, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 

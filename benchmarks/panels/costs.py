@@ -1,10 +1,11 @@
 """Estimates what a product takes on an H200, and says which plans are worth a measurement.
 
 The estimate is that of product/panels/plans.py, for any size of panel: what a program takes to
-begin and to end, its turns, and what stands beside it. Of the 679 plans that were once timed at 56
-sizes (docs/kernels.md) it is off by 6 % root mean square.
+begin and to end, its turns, and what stands beside it. It was off by 6 % root mean square for the
+679 plans that were timed at 56 sizes in the sweep that docs/kernels.md tells of.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,9 +22,9 @@ MOST_SHARED: Final = 232_448
 
 MOST_PARTS: Final = 8
 
-Way = Literal["ordered", "brisk", "straight"]
+Way = Literal["ordered", "brisk", "straight", "scaled"]
 """What computes: the package's panel_kernel, with x that a kernel before has ordered; kernels.py,
-with such x; kernels.py, with x as it is.
+with such x; kernels.py, with x as it is; the same, with sums that are scaled instead of weights.
 """
 
 
@@ -34,10 +35,18 @@ class Candidate:
     Attributes:
         way: whether x is ordered before.
         plan: how the product is divided.
+        registers: of a thread at most.
     """
 
     way: Way
     plan: Plan
+
+    @property
+    def registers(self) -> int:
+        panel = self.plan.panel
+        if self.way == "scaled" and panel.sets == 2:  # there are twice as many sums
+            return 255
+        return panel.registers
 
     def __str__(self) -> str:
         panel, cluster, splits = self.plan
@@ -78,32 +87,51 @@ def panels() -> tuple[Panel, ...]:
     return tuple(found)
 
 
-def _programs_at_once(panel: Panel) -> int:
-    """Returns how many programs of a panel a multiprocessor runs: 2 if registers and shared memory
-    are enough.
-    """
+def _programs_at_once(candidate: Candidate) -> int:
+    """Returns how many programs a multiprocessor has room for: 1 or 2."""
+    panel = candidate.plan.panel
     threads = 128 * panel.groups
-    fits = 2 * threads * panel.registers <= 65_536 and 2 * (panel.shared_bytes + 1024) <= 233_472
+    fits = (
+        2 * threads * candidate.registers <= 65_536 and 2 * (panel.shared_bytes + 1024) <= 233_472
+    )
     return 2 if fits else 1
 
 
+def _turn(candidate: Candidate) -> float:
+    """Returns about how many µs a turn of a program takes: 128 k."""
+    panel = candidate.plan.panel
+    turn = 0.55 + 0.0032 * panel.columns
+    if candidate.way == "straight":
+        turn += 0.55 * 0.07
+    elif candidate.way == "scaled":
+        turn += 0.0006 * panel.columns - 0.55 * 0.3
+    if panel.groups == 4:
+        return turn * 2 * 0.915
+    return turn * 1.03 if panel.sets == 1 else turn
+
+
 def estimate(candidate: Candidate, m: int, n: int, k: int) -> float:
-    """Returns about how many µs a product takes."""
+    """Returns about how many µs a product takes.
+
+    Nothing but "ordered" was measured: the others are taken to need 1 µs less for the end of a
+    program and 1 µs less for adding up in a cluster, "straight" 7 % more for decoding and "scaled"
+    30 % less, but time for each sum, as their instructions were counted.
+    """
     panel, cluster, splits = candidate.plan
     programs = -(-m // panel.columns) * -(-n // panel.rows) * cluster * splits
-    turns = -(-(-(-k // 128)) // (cluster * splits))
-    turn = 0.55 + 0.0032 * panel.columns
-    order = 0.4 + m * k * 4 / 2.4e6
-    if candidate.way == "straight":
-        turn += 0.55 * 0.07  # of decoding: 7 % more instructions, counted
-        order = 0.0
-    if panel.groups == 4:
-        turn *= 2 * 0.915
-    together = _programs_at_once(panel)
-    one = 2.5 + turns * turn
-    if together == 2:
+    all_turns = -(-k // 128)
+    turns = -(-all_turns // (cluster * splits))
+    begin_and_end, pair = 2.5, 3.0
+    if candidate.way != "ordered":
+        begin_and_end, pair = 1.5, 2.0
+    order = 0.0
+    if candidate.way in ("ordered", "brisk"):
+        order = 0.4 + m * k * 4 / 2.4e6
+    turn = _turn(candidate)
+    one = begin_and_end + turns * turn
+    if _programs_at_once(candidate) == 2:
         whole, rest = divmod(programs, 2 * PROCESSORS)
-        two = 3.5 + turns * turn * 1.8
+        two = begin_and_end + 1 + turns * turn * 1.8
         cost = whole * two
         if rest > PROCESSORS:
             cost += two
@@ -114,7 +142,7 @@ def estimate(candidate: Candidate, m: int, n: int, k: int) -> float:
     if splits > 1:
         cost += 1 + splits * m * n * 8 / 4.1e6
     if cluster > 1:
-        cost += 3
+        cost += pair
     return order + cost
 
 
@@ -126,21 +154,32 @@ def _plans(k: int) -> Iterator[Plan]:
             yield Plan(panel, cluster, splits)
 
 
+def fits(way: Way, panel: Panel) -> bool:
+    """Returns whether a thread has registers enough."""
+    if way != "scaled":
+        return True
+    return panel.columns <= (64 if panel.sets == 1 else 128)
+
+
 def candidates(m: int, n: int, k: int, most: int) -> list[Candidate]:
-    """Returns the plans that are estimated to take least time, fastest first.
+    """Returns the plans that are estimated to take least time, and the plan of today for each way.
 
     Of each panel and way no more than two, because an estimate that is wrong for one division is
-    wrong for its neighbours; of each way at least a third.
+    wrong for its neighbours.
     """
-    found: list[Candidate] = []
-    counts: dict[tuple[Way, Panel], int] = {}
-    everything = [Candidate(way, plan) for plan in _plans(k) for way in ("ordered", "straight")]
-    everything.sort(key=lambda one: estimate(one, m, n, k))
-    room: dict[Way, int] = {"ordered": most // 3, "straight": most - most // 3}
-    for one in everything:
-        kind = (one.way, one.plan.panel)
-        if room[one.way] > 0 and counts.get(kind, 0) < 2:
-            counts[kind] = counts.get(kind, 0) + 1
-            room[one.way] -= 1
+    today = present(m, n, k)
+    found = [Candidate("brisk", today.plan), Candidate("straight", today.plan)]
+    shares: dict[Way, int] = {"ordered": 3, "brisk": 4, "straight": 5, "scaled": 4}
+    for way, parts in shares.items():
+        share = most * parts // 16
+        everything = [Candidate(way, plan) for plan in _plans(k) if fits(way, plan.panel)]
+        ranked = sorted(everything, key=lambda one: estimate(one, m, n, k))
+        counts: Counter[Panel] = Counter()
+        for one in ranked:
+            if one in found or one == today or counts[one.plan.panel] == 2:
+                continue
+            counts[one.plan.panel] += 1
             found.append(one)
+            if counts.total() == share:
+                break
     return found

@@ -1,8 +1,8 @@
 """The kernel of all candidates: panel_kernel with a shorter end, and with x as the caller has it.
 
 product/panels' arrange_kernel cuts x into tiles whose k stand in the order that a lane has them.
-With STRAIGHT a tensor map copies tiles of x with k in their own order, and lanes exchange bytes of
-codes instead. That is one launch less.
+With "straight" a tensor map copies tiles of x with k in their own order, and lanes exchange bytes
+of codes instead. That is one launch less. "scaled" also scales sums instead of weights.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ import triton.language as tl
 
 from benchmarks.panels.assembly import straight_loop
 from benchmarks.panels.ending import WAIT_FOR_PAIR, leave, store_tile
+from benchmarks.panels.scaling import scaled_loop
 from nf4conv.codec.kernels.launch import kernel
 from nf4conv.codec.kernels.product.assembly import constraints
 from nf4conv.codec.kernels.product.panels import inputs
@@ -19,10 +20,15 @@ from nf4conv.codec.kernels.product.panels.assembly import assemble_loop
 
 
 @triton.constexpr_function
-def loop_of(dtype: tl.dtype, shape: Any, paired: bool, straight: bool) -> str:
+def loop_of(dtype: tl.dtype, shape: Any, paired: bool, way: str) -> str:
     """Return the PTX of a program's loop over k, which leaves the sums in shared memory."""
-    assemble = straight_loop if straight else assemble_loop
-    text: str = assemble(dtype, shape, leave(shape, paired))
+    end = leave(shape, paired)
+    if way == "scaled":
+        text: str = scaled_loop(dtype, shape, end)
+    elif way == "straight":
+        text = straight_loop(dtype, shape, end)
+    else:
+        text = assemble_loop(dtype, shape, end)
     return text
 
 
@@ -61,14 +67,15 @@ def candidate_kernel(
     PANEL: tl.constexpr,
     DTYPE: tl.constexpr,
     PAIRED: tl.constexpr,
-    STRAIGHT: tl.constexpr,
+    WAY: tl.constexpr,
 ):
     """Compute one part of k of one tile, then a share of the sums of a cluster's parts.
 
-    Pointers and scalars are as in panel_kernel. x, of DTYPE, is at x_address in tiles, or if
-    STRAIGHT x_address to map15 are a tensor map of it. The unit that copies tiles wants the map at
-    a multiple of 64. A Hopper GPU has a kernel's arguments from byte 0x210 of a bank of constants
-    on, so six pointers must stand before it. PAIRED says that clusters have two programs, not one.
+    Pointers and scalars are as in panel_kernel. WAY is a costs.Way. x, of DTYPE, is at x_address
+    in tiles, or if not "brisk" x_address to map15 are a tensor map of it. The unit that copies
+    tiles wants the map at a multiple of 64. A Hopper GPU has a kernel's arguments from byte 0x210
+    of a bank of constants on, so six pointers must stand before it. For "scaled" the table is
+    tables.pair_table of DTYPE. PAIRED says that clusters have two programs, not one.
     """
     ROWS: tl.constexpr = 0 + PANEL.rows
     COLUMNS: tl.constexpr = 0 + PANEL.columns
@@ -95,7 +102,7 @@ def candidate_kernel(
         is_pure=False,
         pack=1,
     )
-    if STRAIGHT:
+    if WAY != "brisk":
         x = column.to(tl.int64)
     else:
         x = x_address + (column.to(tl.int64) * all_turns + first * COLUMNS) * 256
@@ -104,7 +111,7 @@ def candidate_kernel(
         nested_absmax_ptr.to(tl.int64), offset_ptr.to(tl.int64), table_ptr.to(tl.int64), x,
         row, n, k, first, turns, block_shift, norm,
     )  # fmt: skip
-    TEXT: tl.constexpr = loop_of(DTYPE, PANEL, PAIRED, STRAIGHT)
+    TEXT: tl.constexpr = loop_of(DTYPE, PANEL, PAIRED, WAY)
     LETTERS: tl.constexpr = inputs.LETTERS
     CONSTRAINTS: tl.constexpr = constraints("r", LETTERS)
     sums = tl.inline_asm_elementwise(

@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.panels.compiling import TYPES
-from benchmarks.panels.costs import Candidate
+from benchmarks.panels.costs import Candidate, Way
 from benchmarks.panels.kernels import candidate_kernel
 from benchmarks.panels.maps import MAP_WORDS, map_of
 from nf4conv.codec.kernels.launch import Launcher
@@ -27,7 +27,7 @@ def prepare(
     """Prepares to multiply all x of one shape with all weights of one shape; see prepare_panel."""
     if candidate.way == "ordered":
         return prepare_panel(x_shape, dtype, device, n, form, candidate.plan)
-    straight = candidate.way == "straight"
+    straight = candidate.way != "brisk"
     k = x_shape[-1]
     m = x_shape.numel() // k
     out_shape = (*x_shape[:-1], n)
@@ -36,23 +36,19 @@ def prepare(
         panel = panel.plain
     column_tiles = -(-m // panel.columns)
     clusters = column_tiles * -(-n // panel.rows) * splits
-    norm = 1.0
-    table = value_table(form.quant_type, device)
-    if dtype == torch.bfloat16:
-        table = pair_table(form.quant_type, torch.float16, device)
-        norm /= MULTIPLES[form.quant_type, torch.float16]
+    table, norm = _table(candidate.way, dtype, device, form)
     shift = (form.blocksize // 64).bit_length() - 1
     x_map = map_of(m, k, panel.columns, dtype) if straight else (0,) * (MAP_WORDS - 1)
-    behind = (*x_map, table.data_ptr(), m, n, k, cluster, splits, shift, norm)
+    behind = (*x_map, table, m, n, k, cluster, splits, shift, norm)
     types = (torch.uint8 if form.nested else torch.float32, *(torch.float32,) * 3)
     target_dtype = torch.float32 if splits > 1 else dtype
     launch = launch_candidate.prepare(
         device,
         (target_dtype, torch.uint8, *types, 0, *x_map, torch.int32, *behind[MAP_WORDS:]),
-        (panel, TYPES[dtype], cluster > 1, straight),
+        (panel, TYPES[dtype], cluster > 1, candidate.way),
         (dtype, splits > 1),
         num_warps=4 * panel.groups,
-        registers=panel.registers,
+        registers=candidate.registers,
         begins_early=True,
         shared_bytes=panel.shared_bytes,
         cluster=cluster,
@@ -84,3 +80,12 @@ def prepare(
         return out
 
     return multiply
+
+
+def _table(way: Way, dtype: torch.dtype, device: torch.device, form: Form) -> tuple[int, float]:
+    """Returns the address of the table for x of a dtype, and what scales are multiplied with."""
+    if dtype == torch.float16 and way != "scaled":
+        return value_table(form.quant_type, device).data_ptr(), 1.0
+    values = dtype if way == "scaled" else torch.float16
+    table = pair_table(form.quant_type, values, device)
+    return table.data_ptr(), 1 / MULTIPLES[form.quant_type, values]

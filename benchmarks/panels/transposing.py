@@ -6,8 +6,6 @@ words. Two exchanges with a neighbour, of half of what a lane has each, bring ev
 (a transposition of 4 × 4 bytes for each word).
 """
 
-from typing import Any
-
 import triton
 
 
@@ -38,7 +36,7 @@ def prepare_exchange() -> list[str]:
 
 
 @triton.constexpr_function
-def exchange(shape: Any) -> list[str]:
+def exchange() -> list[str]:
     """Bring words n of a turn to words w as a lane decodes them.
 
     Words 2 i and 2 i + 1 of a slot become one word for each half of the turn, of two chunks of

@@ -1,0 +1,295 @@
+"""Finds the fastest plan and kernel for 33 to 512 rows of x on a Hopper GPU, beside cuBLAS and what
+is chosen today, above all where products take longer than they should.
+
+    python -m benchmarks.panel_plans --json FILE [--seconds 300] [--most 16] [--shapes 4096x4096 …]
+        [--rows 128 …] [--variants N] [--processes N] [--dry-run] [--commit HASH]
+
+benchmarks/panels holds the kernels and says which plans may be fast. Many processes compile and
+check them first, in the order of the sizes that they are for. Then one process times them: medians
+of graph replays over weights that exceed the L2 cache, all in turns with cuBLAS and with today's
+choice, bfloat16 x, nested NF4 in blocks of 64. The file is whole after each size. Sizes whose aim
+is missed come first, the others follow while there is time.
+
+Without a GPU, --dry-run compiles for one and looks for spilled registers, then runs all the rest
+with small weights and nf4conv's product on the CPU in the place of every candidate.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import triton
+from torch.nn import functional
+
+import nf4conv
+from benchmarks.panels.checking import MOST_ERROR, check_all, relative_error, variant_of
+from benchmarks.panels.costs import Candidate, candidates, estimate, goal, present
+from benchmarks.panels.prepare import prepare
+from benchmarks.timing import L2_BYTES, Call, graph, take_turns
+from nf4conv.codec.quant_state import Decoding, QuantState, decoding_of
+from nf4conv.system.cores import usable_cores
+
+RESULTS: Final = Path(__file__).parent / "results/linear_rows_h200.json"
+
+CHECKING_SHARE: Final = 0.6
+"""Of the time, at most, for compiling and checking."""
+
+ROUNDS: Final = 7
+
+LAUNCHES: Final = 24
+"""Launches of a graph at least."""
+
+
+@dataclass
+class Case:
+    """A size to measure.
+
+    Attributes:
+        n, k: rows and columns of the weight.
+        m: rows of x.
+        missed: True if today's choice takes longer than it should.
+        tried: the candidates.
+    """
+
+    n: int
+    k: int
+    m: int
+    missed: bool
+    tried: list[Candidate] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.n}×{self.k}, {self.m} rows"
+
+
+@dataclass
+class Weight:
+    """A packed weight. `decoding` holds what kernels read."""
+
+    packed: torch.Tensor
+    state: QuantState
+    decoding: Decoding
+
+
+Multiply = Callable[[torch.Tensor, Weight], torch.Tensor]
+
+
+@dataclass
+class Weights:
+    """Weights of one size, packed and not, that together exceed the L2 cache."""
+
+    packed: list[Weight]
+    dense: list[torch.Tensor]
+
+
+class OnGpu:
+    """Makes weights and products, and times calls."""
+
+    device = torch.device("cuda", 0)
+
+    def weights(self, n: int, k: int) -> Weights:
+        def count(size: int) -> int:
+            return max(2, -(-2 * L2_BYTES // size))
+
+        return Weights(
+            [self.weight(n, k) for _ in range(count(n * k // 2))],
+            [
+                torch.randn(n, k, device=self.device).bfloat16().mul_(0.02)
+                for _ in range(count(2 * n * k))
+            ],
+        )
+
+    def weight(self, n: int, k: int) -> Weight:
+        packed, state = nf4conv.quantize_4bit(torch.randn(n, k, device=self.device).mul_(0.02))
+        return Weight(packed, state, decoding_of(state))
+
+    def product(self, candidate: Candidate, x: torch.Tensor, weight: Weight) -> Multiply:
+        n = weight.state.shape[0]
+        form = weight.decoding.form()
+        multiply = prepare(candidate, x.shape, x.dtype, self.device, n, form)
+        return lambda x, weight: multiply(x, weight.decoding.addresses(weight.packed))
+
+    def timer(self, calls: list[Call]) -> Callable[[], float]:
+        return graph(calls, least=LAUNCHES)
+
+
+class Rehearsal(OnGpu):
+    """Does the same on a CPU: weights are small, and a product is nf4conv's own."""
+
+    device = torch.device("cpu")
+
+    def weights(self, n: int, k: int) -> Weights:
+        n, k = 64 * max(n // 2048, 1), 64 * max(k // 2048, 1)
+        dense = [torch.randn(n, k).bfloat16() for _ in range(2)]
+        return Weights([self.weight(n, k) for _ in range(2)], dense)
+
+    def product(self, *_: object) -> Multiply:
+        return lambda x, weight: nf4conv.linear_4bit(x, weight.packed, weight.state)
+
+    def timer(self, calls: list[Call]) -> Callable[[], float]:
+        def time_once() -> float:
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            return (time.perf_counter() - start) * 1e6
+
+        return time_once
+
+
+def main() -> None:
+    arguments = parsed()
+    start = time.time()
+    ends = start + arguments.seconds
+    cases = cases_of(arguments)
+    variants = list(dict.fromkeys(variant_of(one) for case in cases for one in case.tried))
+    variants = variants[: arguments.variants]
+    say(f"{len(cases)} sizes, {len(variants)} variants")
+    checking_ends = start + CHECKING_SHARE * arguments.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        checked = check_all(variants, arguments.processes, checking_ends, Path(folder), say)
+    say(f"{time.time() - start:.0f} s")
+    tools = Rehearsal() if arguments.dry_run else OnGpu()
+    record: dict[str, Any] = {"versions": versions(arguments.commit), "sizes": []}
+    record["checked"] = {str(one): wrong for one, wrong in checked.items()}
+    weights, size = None, None
+    for case in cases:
+        if time.time() > ends:
+            say("the time is over")
+            break
+        if size != (case.n, case.k):
+            weights = None  # frees memory for the next
+            size = (case.n, case.k)
+            weights = tools.weights(*size)
+        case.tried = [one for one in case.tried if checked.get(variant_of(one)) == ""]
+        row = measured(case, weights, tools)
+        record["sizes"].append(row)
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        say(summary(row))
+    met = [one for one in record["sizes"] if one["missed"] and one["best"]["ratio"] <= one["goal"]]
+    missed = [one for one in record["sizes"] if one["missed"]]
+    say(f"{len(met)} of {len(missed)} sizes that missed their aim would meet it")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where to write what was found")
+    parser.add_argument("--seconds", type=float, default=300, help="for all, about")
+    parser.add_argument("--most", type=int, default=16, help="candidates for each size, about")
+    parser.add_argument("--shapes", nargs="*", default=[], help="only these, such as 4096x14336")
+    parser.add_argument("--rows", nargs="*", type=int, default=[], help="only these")
+    parser.add_argument("--variants", type=int, help="compile no more kernels than these")
+    parser.add_argument("--processes", type=int, default=len(usable_cores()))
+    parser.add_argument("--dry-run", action="store_true", help="do without a GPU")
+    parser.add_argument("--commit", default="", help="recorded")
+    arguments = parser.parse_args()
+    if not arguments.dry_run and not torch.cuda.is_available():
+        parser.error("there is no GPU: use --dry-run")
+    return arguments
+
+
+def cases_of(arguments: argparse.Namespace) -> list[Case]:
+    """Returns the sizes that are asked for: those whose aim is missed first, most of them first,
+    those of one weight together.
+    """
+    known = json.loads(RESULTS.read_text())["rows"]
+    cases = []
+    for row in known:
+        n, k = row["shape"]
+        m = row["rows"]
+        asked = not arguments.shapes or f"{n}x{k}" in arguments.shapes
+        if m > 32 and asked and m in (arguments.rows or [m]):
+            cases.append(Case(n, k, m, row["nf4conv"] / row["cuBLAS"] > goal(m)))
+
+    def missed_of(case: Case) -> int:
+        return sum(one.missed for one in cases if (one.n, one.k) == (case.n, case.k))
+
+    cases.sort(key=lambda one: (not one.missed, -missed_of(one), one.n, one.k, one.m))
+    for case in cases:
+        case.tried = candidates(case.m, case.n, case.k, arguments.most)
+    return cases
+
+
+def measured(case: Case, weights: Weights, tools: OnGpu) -> dict[str, Any]:
+    """Times a size: cuBLAS, today's choice, and the candidates."""
+    today = present(case.m, case.n, case.k)
+    k = weights.packed[0].state.shape[1]
+    x = torch.randn(case.m, k, device=tools.device).bfloat16()
+    product = tools.product(today, x, weights.packed[0])
+    expected = product(x, weights.packed[0])
+    timers = {
+        "cuBLAS": tools.timer([partial(functional.linear, x, one) for one in weights.dense]),
+        "today": tools.timer([partial(product, x, one) for one in weights.packed]),
+    }
+    wrong = {}
+    for one in case.tried:
+        try:
+            product = tools.product(one, x, weights.packed[0])
+            error = relative_error(product(x, weights.packed[0]), expected)
+            if not error <= MOST_ERROR:
+                wrong[str(one)] = f"differs from today's by {error:.2e}"
+                continue
+            timers[str(one)] = tools.timer([partial(product, x, w) for w in weights.packed])
+        except Exception as failure:  # noqa: BLE001 - of Triton, the driver, torch: others go on
+            wrong[str(one)] = f"{type(failure).__name__}: {str(failure)[:200]}"
+    times = take_turns(timers, ROUNDS)
+    for name in times:
+        times[name] /= len(weights.dense if name == "cuBLAS" else weights.packed)
+    best = min((name for name in times if name != "cuBLAS"), key=lambda name: times[name])
+    estimates = {str(one): estimate(one, case.m, case.n, case.k) for one in (today, *case.tried)}
+    return {
+        "shape": [case.n, case.k],
+        "rows": case.m,
+        "missed": case.missed,
+        "goal": goal(case.m),
+        "today's plan": str(today),
+        "best": {"name": best, "ratio": round(times[best] / times["cuBLAS"], 3)},
+        "µs": {name: round(value, 2) for name, value in times.items()},
+        "estimated µs": {name: round(value, 1) for name, value in estimates.items()},
+        "wrong": wrong,
+    }
+
+
+def summary(row: dict[str, Any]) -> str:
+    """Returns a line about a size: what is fastest, and the fastest of each way."""
+    times = row["µs"]
+    n, k = row["shape"]
+    base = times["cuBLAS"]
+    ways = []
+    for way in ("ordered", "brisk", "straight", "scaled"):
+        of_way = [(value, name) for name, value in times.items() if name.startswith(way)]
+        if of_way:
+            value, name = min(of_way)
+            ways.append(f"{name} {value} ({value / base:.2f})")
+    met = "met" if row["best"]["ratio"] <= row["goal"] else "missed"
+    today = f"today {times['today']} ({times['today'] / base:.2f})"
+    wrong = f"; {len(row['wrong'])} wrong" if row["wrong"] else ""
+    head = f"{n}×{k} {row['rows']}: cuBLAS {base}, {today}, goal {row['goal']} {met}"
+    return f"{head} | {' | '.join(ways)}{wrong}"
+
+
+def versions(commit: str) -> dict[str, str]:
+    """Returns where and with what this runs."""
+    found = {"torch": torch.__version__, "triton": triton.__version__, "commit": commit}
+    found["date"] = time.strftime("%Y-%m-%d")
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        found |= {"gpu": torch.cuda.get_device_name(), "driver": told.strip()}
+    return found
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
