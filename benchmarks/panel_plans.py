@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 import triton
@@ -31,7 +31,7 @@ from torch.nn import functional
 
 import nf4conv
 from benchmarks.panels.checking import MOST_ERROR, check_all, relative_error, variant_of
-from benchmarks.panels.costs import Candidate, candidates, estimate, goal, present
+from benchmarks.panels.costs import Candidate, Way, candidates, estimate, goal, present
 from benchmarks.panels.prepare import prepare
 from benchmarks.timing import L2_BYTES, Call, graph, take_turns
 from nf4conv.codec.quant_state import Decoding, QuantState, decoding_of
@@ -264,7 +264,7 @@ def summary(row: dict[str, Any]) -> str:
     n, k = row["shape"]
     base = times["cuBLAS"]
     ways = []
-    for way in ("ordered", "brisk", "straight", "scaled"):
+    for way in get_args(Way):
         of_way = [(value, name) for name, value in times.items() if name.startswith(way)]
         if of_way:
             value, name = min(of_way)

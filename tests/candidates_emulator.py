@@ -23,6 +23,9 @@ from nf4conv.codec.quant_state import QuantState, decoding_of
 MAP_PARAMETER = 6
 """The number of the parameter that a tensor map begins with, counted from 0."""
 
+STREAM_PROGRAMS = 7
+"""Programs that share all turns."""
+
 ORDERED_X = 15
 """The number of the tensor that x in tiles is."""
 
@@ -69,6 +72,10 @@ class TensorMachine(Machine):
         address ^= (address >> 7 & 7) << 4
         self.shared[target + address] = data
 
+    def do_mbarrier(self, parts: Words, names: Words, mask: Mask) -> None:
+        if parts[1] != "inval":
+            super().do_mbarrier(parts, names, mask)
+
     def do_prmt(self, parts: Words, names: Words, mask: Mask) -> None:
         """Also takes selectors, below 8, from a register."""
         if names[3][0].isdigit():
@@ -85,36 +92,48 @@ class TensorMachine(Machine):
         self.put(names[0], total, mask)
 
 
+def table_of(way: Way, quant_type: str, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """Returns the table for x of a dtype, and what scales are multiplied with."""
+    cpu = torch.device("cpu")
+    if dtype == torch.float16 and way != "scaled":
+        return tables.value_table(quant_type, cpu), 1.0
+    values = dtype if way == "scaled" else torch.float16
+    return tables.pair_table(quant_type, values, cpu), 1 / tables.MULTIPLES[quant_type, values]
+
+
 def multiply(
     x: torch.Tensor, packed: torch.Tensor, state: QuantState, candidate: Candidate
 ) -> torch.Tensor:
-    """Multiplies with candidate_kernel, as its clusters one after the other."""
+    """Multiplies with a candidate's kernel, as its clusters one after the other."""
     shape, cluster, splits = candidate.plan
+    stream = candidate.way == "stream"
     decoding = decoding_of(state)
     m, k = x.shape
     n = state.shape[0]
     dtype = x.dtype if splits == 1 else torch.float32
     out = torch.full((splits, m, n), float("nan"), dtype=dtype)
-    norm = 1.0
-    table = tables.value_table(decoding.quant_type, torch.device("cpu"))
-    if x.dtype == torch.bfloat16 or candidate.way == "scaled":
-        values = x.dtype if candidate.way == "scaled" else torch.float16
-        table = tables.pair_table(decoding.quant_type, values, torch.device("cpu"))
-        norm /= tables.MULTIPLES[decoding.quant_type, values]
+    table, norm = table_of(candidate.way, decoding.quant_type, x.dtype)
+    clusters = -(-m // shape.columns) * -(-n // shape.rows) * splits
+    tensors = [out, packed, *decoding.pointers(), table]
+    if stream:
+        clusters = STREAM_PROGRAMS
+        sums = torch.full((clusters, shape.rows * shape.columns), float("nan"))
+        tensors += [sums, torch.zeros(clusters, dtype=torch.int32)]
     buffers: dict[int, Bits] = {}
-    for i, tensor in enumerate((out, packed, *decoding.pointers(), table), start=1):
+    for i, tensor in enumerate(tensors, start=1):
         buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
-    *pointers, table_pointer = (i * GLOBAL for i in buffers)
+    pointers = [i * GLOBAL for i in buffers]
     x_address = 0
     if candidate.way == "brisk":
         buffers[ORDERED_X] = arranged(x, shape).numpy()
         x_address = ORDERED_X * GLOBAL
     norm_bits = int(np.float32(norm).view(np.uint32))
     shift = (decoding.blocksize // 64).bit_length() - 1
-    given = [*pointers, x_address, *([0] * 15), table_pointer]
-    given += [m, n, k, cluster, splits, shift, norm_bits, 0, 0]
-    parameters = {f"candidate_kernel_param_{i}": value for i, value in enumerate(given)}
-    clusters = -(-m // shape.columns) * -(-n // shape.rows) * splits
+    parts = [] if stream else [cluster, splits]
+    given = [*pointers[:MAP_PARAMETER], x_address, *([0] * 15), *pointers[MAP_PARAMETER:]]
+    given += [m, n, k, *parts, shift, norm_bits, 0, 0]
+    name = "stream_kernel" if stream else "candidate_kernel"
+    parameters = {f"{name}_param_{i}": value for i, value in enumerate(given)}
     ptx = compiled(candidate, x.dtype, capped=False).asm["ptx"]
     for first in range(0, clusters * cluster, cluster):
         machines: list[Machine] = []
@@ -123,6 +142,8 @@ def multiply(
             machine.x, machine.columns = x, shape.columns
             machines.append(machine)
         run_together(machines, first)
+    if stream:
+        assert not buffers[len(tensors)].any()  # all flags are set back
     found = torch.from_numpy(buffers[1]).view(dtype).view(out.shape)
     return found.sum(0, dtype=torch.float32).to(x.dtype)
 
@@ -147,14 +168,15 @@ def run(
 def run_random(count: int, seed: int) -> None:
     """Multiplies random shapes by random candidates."""
     chance = random.Random(seed)
-    ways: tuple[Way, ...] = ("brisk", "straight", "scaled")
+    ways: tuple[Way, ...] = ("brisk", "straight", "scaled", "stream")
     for _ in range(count):
         way = chance.choice(ways)
-        shape = chance.choice([one for one in panels() if fits(way, one)])
+        shape = chance.choice([one for one in panels() if fits(way, plans.Plan(one, 1, 1))])
         shape = chance.choice((shape, shape.plain))
         k = 64 * chance.randint(1, 24)
         parts = [(1, 1), (2, 1), (1, 3), (2, 2)]
-        parts = [one for one in parts if one[0] * one[1] <= -(-k // 128)]
+        most = 1 if way == "stream" else -(-k // 128)
+        parts = [one for one in parts if one[0] * one[1] <= most]
         plan = plans.Plan(shape, *chance.choice(parts))
         m, n = chance.randint(33, 512), chance.randint(1, 400)
         blocksize = 64 << chance.randint(0, 6)
@@ -172,8 +194,10 @@ if __name__ == "__main__":
     ):
         run(*chosen, torch.bfloat16)
     narrow = next(one for one in panels() if (one.groups, one.columns) == (4, 64))
-    for way, shape in (("scaled", plans.PANELS[1].plain), ("scaled", narrow)):
-        plan = plans.Plan(shape, 2, 1)
+    for way, shape, cluster in (
+        ("scaled", plans.PANELS[1].plain, 2), ("scaled", narrow, 2), ("stream", plans.NARROW, 1),
+    ):  # fmt: skip
+        plan = plans.Plan(shape, cluster, 1)
         run(Candidate(way, plan), 70, 130, 448, 64, "nf4", torch.bfloat16)
     run(Candidate("straight", plans.Plan(plans.TALL.plain, 2, 1)), 130, 300, 448, 128, "fp4",
         torch.float16)  # fmt: skip

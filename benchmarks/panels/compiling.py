@@ -13,11 +13,15 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.panels.costs import Candidate
+from benchmarks.panels.costs import Candidate, Way
 from benchmarks.panels.kernels import candidate_kernel
+from benchmarks.panels.streaming import stream_kernel
 from nf4conv.codec.kernels.product.panels.kernels import panel_kernel
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+KERNELS: dict[Way, Any] = {"ordered": panel_kernel, "stream": stream_kernel}
+"""The kernels of ways that candidate_kernel does not know."""
 
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
@@ -45,13 +49,12 @@ def compiled(candidate: Candidate, dtype: torch.dtype, capped: bool = True) -> A
     panel, cluster, splits = candidate.plan
     out = "*fp32" if splits > 1 else _POINTERS[dtype]
     absmax = "*u8" if panel.nested else "*fp32"
-    function: Any = panel_kernel if candidate.way == "ordered" else candidate_kernel
+    function = KERNELS.get(candidate.way, candidate_kernel)
     types = {"out_ptr": out, "packed_ptr": "*u8", "absmax_ptr": absmax, "table_ptr": "*i32"}
     types |= {"x_ptr": _POINTERS[dtype], "x_address": "i64", "norm": "fp32"}
-    constants = {"PANEL": panel}
-    if candidate.way != "ordered":
-        constants |= {"DTYPE": TYPES[dtype], "PAIRED": cluster > 1}
-        constants |= {"WAY": candidate.way}
+    types |= {"flags_ptr": "*i32"}
+    constants = {"PANEL": panel, "DTYPE": TYPES[dtype], "PAIRED": cluster > 1, "WAY": candidate.way}
+    constants = {name: one for name, one in constants.items() if name in function.arg_names}
     signature = {}
     for name in function.arg_names:
         other = "i64" if name.startswith("map") else "i32"

@@ -22,9 +22,10 @@ MOST_SHARED: Final = 232_448
 
 MOST_PARTS: Final = 8
 
-Way = Literal["ordered", "brisk", "straight", "scaled"]
+Way = Literal["ordered", "brisk", "straight", "scaled", "stream"]
 """What computes: the package's panel_kernel, with x that a kernel before has ordered; kernels.py,
-with such x; kernels.py, with x as it is; the same, with sums that are scaled instead of weights.
+with such x; kernels.py, with x as it is; the same, with sums that are scaled instead of weights;
+streaming.py: "straight", and programs share all turns evenly (a plan's cluster and splits are 1).
 """
 
 
@@ -44,7 +45,8 @@ class Candidate:
     @property
     def registers(self) -> int:
         panel = self.plan.panel
-        if self.way == "scaled" and panel.sets == 2:  # there are twice as many sums
+        twice = self.way == "scaled" and panel.sets == 2  # there are twice as many sums
+        if twice or (self.way == "stream" and panel.groups == 2):
             return 255
         return panel.registers
 
@@ -87,7 +89,7 @@ def panels() -> tuple[Panel, ...]:
     return tuple(found)
 
 
-def _programs_at_once(candidate: Candidate) -> int:
+def programs_at_once(candidate: Candidate) -> int:
     """Returns how many programs a multiprocessor has room for: 1 or 2."""
     panel = candidate.plan.panel
     threads = 128 * panel.groups
@@ -101,7 +103,7 @@ def _turn(candidate: Candidate) -> float:
     """Returns about how many µs a turn of a program takes: 128 k."""
     panel = candidate.plan.panel
     turn = 0.55 + 0.0032 * panel.columns
-    if candidate.way == "straight":
+    if candidate.way in ("straight", "stream"):
         turn += 0.55 * 0.07
     elif candidate.way == "scaled":
         turn += 0.0006 * panel.columns - 0.55 * 0.3
@@ -117,6 +119,8 @@ def estimate(candidate: Candidate, m: int, n: int, k: int) -> float:
     program and 1 µs less for adding up in a cluster, "straight" 7 % more for decoding and "scaled"
     30 % less, but time for each sum, as their instructions were counted.
     """
+    if candidate.way == "stream":
+        return _estimate_stream(candidate, m, n, k)
     panel, cluster, splits = candidate.plan
     programs = -(-m // panel.columns) * -(-n // panel.rows) * cluster * splits
     all_turns = -(-k // 128)
@@ -129,7 +133,7 @@ def estimate(candidate: Candidate, m: int, n: int, k: int) -> float:
         order = 0.4 + m * k * 4 / 2.4e6
     turn = _turn(candidate)
     one = begin_and_end + turns * turn
-    if _programs_at_once(candidate) == 2:
+    if programs_at_once(candidate) == 2:
         whole, rest = divmod(programs, 2 * PROCESSORS)
         two = begin_and_end + 1 + turns * turn * 1.8
         cost = whole * two
@@ -146,6 +150,20 @@ def estimate(candidate: Candidate, m: int, n: int, k: int) -> float:
     return order + cost
 
 
+def _estimate_stream(candidate: Candidate, m: int, n: int, k: int) -> float:
+    """Returns the same for programs that share all turns: each begins a segment in 0.7 µs, and
+    leaves a tile of sums, at 60 bytes a ns; an owner reads those of others.
+    """
+    panel = candidate.plan.panel
+    all_turns = -(-k // 128)
+    total = -(-m // panel.columns) * -(-n // panel.rows) * all_turns
+    turns = -(-total // PROCESSORS)
+    segments = 1 + -(-turns // all_turns)
+    others = -(-all_turns // turns)
+    tile = 4 * panel.rows * panel.columns / 60e3
+    return 1.5 + turns * _turn(candidate) + 0.7 * segments + (1 + others) * tile
+
+
 def _plans(k: int) -> Iterator[Plan]:
     """Yields all plans that k can be divided for."""
     turns = -(-k // 128)
@@ -154,11 +172,12 @@ def _plans(k: int) -> Iterator[Plan]:
             yield Plan(panel, cluster, splits)
 
 
-def fits(way: Way, panel: Panel) -> bool:
-    """Returns whether a thread has registers enough."""
-    if way != "scaled":
-        return True
-    return panel.columns <= (64 if panel.sets == 1 else 128)
+def fits(way: Way, plan: Plan) -> bool:
+    """Returns whether a kernel takes a plan, and a thread has registers enough."""
+    panel, cluster, splits = plan
+    if way == "stream":
+        return cluster * splits == 1 and panel.columns % 64 == 0
+    return way != "scaled" or panel.columns <= (64 if panel.sets == 1 else 128)
 
 
 def candidates(m: int, n: int, k: int, most: int) -> list[Candidate]:
@@ -169,10 +188,10 @@ def candidates(m: int, n: int, k: int, most: int) -> list[Candidate]:
     """
     today = present(m, n, k)
     found = [Candidate("brisk", today.plan), Candidate("straight", today.plan)]
-    shares: dict[Way, int] = {"ordered": 3, "brisk": 4, "straight": 5, "scaled": 4}
+    shares: dict[Way, int] = {"ordered": 2, "brisk": 3, "straight": 4, "scaled": 4, "stream": 3}
     for way, parts in shares.items():
         share = most * parts // 16
-        everything = [Candidate(way, plan) for plan in _plans(k) if fits(way, plan.panel)]
+        everything = [Candidate(way, plan) for plan in _plans(k) if fits(way, plan)]
         ranked = sorted(everything, key=lambda one: estimate(one, m, n, k))
         counts: Counter[Panel] = Counter()
         for one in ranked:

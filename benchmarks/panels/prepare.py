@@ -3,9 +3,10 @@
 import torch
 
 from benchmarks.panels.compiling import TYPES
-from benchmarks.panels.costs import Candidate, Way
+from benchmarks.panels.costs import Candidate, Way, programs_at_once
 from benchmarks.panels.kernels import candidate_kernel
 from benchmarks.panels.maps import MAP_WORDS, map_of
+from benchmarks.panels.streaming import stream_kernel
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.product.launches import Product, prepare_sum, readable, stream_of
 from nf4conv.codec.kernels.product.panels.kernels import TILE, launch_arrange
@@ -14,6 +15,8 @@ from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
 from nf4conv.codec.quant_state import Addresses, Form
 
 launch_candidate = Launcher(candidate_kernel)
+
+launch_stream = Launcher(stream_kernel)
 
 
 def prepare(
@@ -27,6 +30,8 @@ def prepare(
     """Prepares to multiply all x of one shape with all weights of one shape; see prepare_panel."""
     if candidate.way == "ordered":
         return prepare_panel(x_shape, dtype, device, n, form, candidate.plan)
+    if candidate.way == "stream":
+        return _prepare_stream(candidate, x_shape, dtype, device, n, form)
     straight = candidate.way != "brisk"
     k = x_shape[-1]
     m = x_shape.numel() // k
@@ -77,6 +82,56 @@ def prepare(
         launch(clusters, stream, target, *weight, address, *behind)
         if add is not None:
             add(stream, target, out.data_ptr(), m * n)
+        return out
+
+    return multiply
+
+
+def _prepare_stream(
+    candidate: Candidate,
+    x_shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    n: int,
+    form: Form,
+) -> Product:
+    """Prepares to multiply by programs that share all turns. Two streams must not share a product:
+    its flags are its own.
+    """
+    k = x_shape[-1]
+    m = x_shape.numel() // k
+    out_shape = (*x_shape[:-1], n)
+    panel = candidate.plan.panel
+    if not form.nested:
+        panel = panel.plain
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    programs = processors * programs_at_once(candidate)
+    table, norm = _table(candidate.way, dtype, device, form)
+    shift = (form.blocksize // 64).bit_length() - 1
+    x_map = map_of(m, k, panel.columns, dtype)
+    flags = torch.zeros(programs, dtype=torch.int32, device=device)
+    types = (torch.uint8 if form.nested else torch.float32, *(torch.float32,) * 3)
+    behind = (m, n, k, shift, norm)
+    launch = launch_stream.prepare(
+        device,
+        (dtype, torch.uint8, *types, 0, *x_map, torch.int32, torch.float32, torch.int32, *behind),
+        (panel, TYPES[dtype]),
+        dtype,
+        num_warps=4 * panel.groups,
+        registers=candidate.registers,
+        begins_early=True,
+        shared_bytes=panel.shared_bytes,
+    )
+    size = 2 * programs * panel.rows * panel.columns  # float32, in 16-bit elements
+    current_stream = stream_of(device)
+
+    def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+        x = readable(x)
+        out = x.new_empty(out_shape)
+        left = x.new_empty(size).data_ptr()
+        target, address = out.data_ptr(), x.data_ptr()
+        tables = (table, left, flags.data_ptr())
+        launch(programs, current_stream(), target, *weight, address, *x_map, *tables, *behind)
         return out
 
     return multiply
