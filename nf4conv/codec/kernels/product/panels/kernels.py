@@ -126,7 +126,7 @@ def panel_kernel(
         TEXT, CONSTRAINTS, operands, dtype=tl.int32, is_pure=False, pack=1
     )
     out_ptr += split.to(tl.int64) * m * n
-    store_share(out_ptr, sums, thread, rank, cluster, m, n, column, row, ROWS, COLUMNS)
+    _store_share(out_ptr, sums, thread, rank, cluster, m, n, column, row, ROWS, COLUMNS)
     # no program ends while another reads its sums
     tl.inline_asm_elementwise(
         "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; "
@@ -140,7 +140,7 @@ def panel_kernel(
 
 
 @triton.jit
-def store_share(
+def _store_share(
     out_ptr,
     sums,
     thread,
