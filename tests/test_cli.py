@@ -233,8 +233,13 @@ def test_short_names_of_dtypes(short, dtype):
         (["--public"], "--public means nothing without --push-to-hub"),
         (["--all"], "--all means nothing without --dry-run"),
         (["--revision", "main"], "--revision is about a model on the Hub, not about"),
+        (["--config-from", "a/b"], "--config-from means nothing without a GGUF file"),
+        (["--mmproj", "tower.gguf"], "--mmproj means nothing without a GGUF file"),
+        (["--calibration-seed", "1"], "--calibration-seed means nothing without --calibrate"),
+        (["--calibrate-output", "all"], "--calibrate-output means nothing without --calibrate"),
+        (["--lora-experts", "rank-major"], "--lora-experts means nothing without --lora"),
     ],
-    ids=["tolerance", "public", "all", "revision"],
+    ids=lambda value: value[0].removeprefix("--") if isinstance(value, list) else "",
 )
 def test_an_option_that_would_be_ignored_is_refused(tmp_path, options, said):
     source = write_source(tmp_path / "source")

@@ -33,6 +33,12 @@ MODELS = {
     "causal": transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**SMALL, num_attention_heads=2, max_position_embeddings=64)
     ),
+    # whose rows of down_proj are no multiple of the blocksize
+    "narrow": transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **SMALL | {"intermediate_size": 72}, num_attention_heads=2, max_position_embeddings=64
+        )
+    ),
     "masked": transformers.BertForMaskedLM(
         transformers.BertConfig(
             **SMALL | {"vocab_size": 30522}, num_attention_heads=2, max_position_embeddings=64
@@ -142,6 +148,15 @@ def test_a_model_says_what_its_decoded_weights_say(tmp_path, ids, kind, tokenize
     assert same.kind == kind
     assert abs(same.figures["kl"]) < 1e-6
     assert same.figures["agreement"] == 1
+    assert nf4conv.evaluate_checkpoint(out, source, options, "cpu").figures["kl"] > 1e-4
+
+
+def test_blocks_that_span_rows_are_decoded_rightly(tmp_path, ids):
+    """bitsandbytes' kernels for CPUs decode them wrongly."""
+    source, out = made(tmp_path, "narrow")
+    options = EvaluateOptions(text=ids, tokens=320)
+    same = nf4conv.evaluate_checkpoint(out, decoded(tmp_path, out), options, "cpu")
+    assert abs(same.figures["kl"]) < 1e-6
     assert nf4conv.evaluate_checkpoint(out, source, options, "cpu").figures["kl"] > 1e-4
 
 

@@ -49,7 +49,6 @@ ROOMS["__main__"] = {"cli", "system"}
 # libraries that only the named modules may import
 ORACLES = {
     "bitsandbytes": (
-        "commands.evaluating.answers",
         "commands.evaluating.question",
         "moe.loading.operations",
         "moe.loading.quantize",

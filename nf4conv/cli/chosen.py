@@ -1,5 +1,6 @@
 """Gathers the options that a user chose (`chosen`), and refuses those without effect."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,13 +15,32 @@ def refuse_alone(useless: str, *, needed: str) -> NoReturn:
     raise click.UsageError(f"{useless} means nothing without {needed}")
 
 
-def check_hub_options(where: nf4conv.SourceOptions, *places: str) -> None:
-    """Refuses options about the Hub if all places are on this disk.
+def check_lora_experts(lora: Sequence[str], lora_experts: str | None) -> None:
+    """Refuses --lora-experts without --lora."""
+    if lora_experts is not None and not lora:
+        refuse_alone("--lora-experts", needed="--lora")
+
+
+def check_source_options(where: nf4conv.SourceOptions, *places: str) -> None:
+    """Refuses options about the Hub or about GGUF files if they have no effect on any place.
 
     Args:
         where: the options.
         places: the checkpoints that the options are about. None, if --source was not given.
     """
+    _check_hub_options(where, places)
+    given = []
+    if where.mmproj is not None:
+        given.append("--mmproj")
+    if where.config_from is not None:
+        given.append("--config-from")
+    has_gguf = where.gguf_file is not None or any(".gguf" in place for place in places)
+    if given and not has_gguf:
+        refuse_alone(given[0], needed="a GGUF file: name one, or give --gguf-file")
+
+
+def _check_hub_options(where: nf4conv.SourceOptions, places: Sequence[str]) -> None:
+    """Refuses options about the Hub if all places are on this disk."""
     given = []
     if where.revision:
         given.append("--revision")

@@ -150,7 +150,17 @@ _token_option = option(
     help="Use this access token for the Hub.  [default: that of hf auth login]",
 )
 
-# The options of a command that reads checkpoints, which may be on the Hub. They fill SourceOptions.
+# The options of a command that runs models, which may be on the Hub. They fill SourceOptions.
+model_options = several(
+    _revision_option,
+    _subfolder_option,
+    _variant_option,
+    _cache_dir_option,
+    _local_files_only_option,
+    _token_option,
+)
+
+# The options of a command that reads checkpoints, which may also be GGUF files.
 repository_options = several(
     _revision_option,
     _subfolder_option,

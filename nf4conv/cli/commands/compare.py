@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 import nf4conv
-from nf4conv.cli.chosen import check_hub_options, chosen
+from nf4conv.cli.chosen import check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import (
@@ -52,7 +52,7 @@ def compare(a: str, b: str, **values: Any) -> None:
     run = chosen(nf4conv.RunOptions, values)
     options = chosen(nf4conv.CompareOptions, values)
     where = chosen(nf4conv.SourceOptions, values)
-    check_hub_options(where, a, b)
+    check_source_options(where, a, b)
     if display.quiet:
         silence_libraries()
     plan = nf4conv.plan_comparison(a, b, options, where)

@@ -6,7 +6,7 @@ import click
 
 import nf4conv
 from nf4conv.choices import NON_FINITE
-from nf4conv.cli.chosen import check_hub_options, chosen
+from nf4conv.cli.chosen import check_lora_experts, check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, Group, examples, option
 from nf4conv.cli.options import (
@@ -58,10 +58,10 @@ from nf4conv.report.text.progress_bar import progress
 def dequantize(source: str, out: str, **values: Any) -> None:
     """Decode the quantized checkpoint SRC into the folder OUT.
 
-    SRC is quantized by bitsandbytes, GPTQ, AWQ, HQQ, AutoRound, torchao or compressed-tensors, or
-    in FP8 or FP4: a folder, a .safetensors file, or a model on the Hugging Face Hub. Or it is a
-    .gguf file. OUT loads as any 16-bit model,
-    and llama.cpp converts it to GGUF.
+    SRC is a folder, a .safetensors or .gguf file, or a model on the Hugging Face Hub. It is
+    quantized by bitsandbytes, GGUF, GPTQ, AWQ, HQQ, AutoRound, torchao, Quark or
+    compressed-tensors, or in FP8 or FP4. OUT loads as any 16-bit model, and llama.cpp converts it
+    to GGUF.
     """
     from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
     from nf4conv.report.text.runs import dequantization_lines  # importing it holds up --help
@@ -70,8 +70,9 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     run = chosen(nf4conv.RunOptions, values)
     options = chosen(nf4conv.DequantizeOptions, values)
     where = chosen(nf4conv.SourceOptions, values)
+    check_lora_experts(options.lora, options.lora_experts)
     display.check_all()
-    check_hub_options(where, source)
+    check_source_options(where, source)
     if display.quiet:
         silence_libraries()
     whole = nf4conv.plan_dequantization(source, options, where)

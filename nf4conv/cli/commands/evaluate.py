@@ -6,15 +6,15 @@ from typing import Any
 import click
 
 import nf4conv
-from nf4conv.cli.chosen import check_hub_options, chosen
+from nf4conv.cli.chosen import check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, Group, examples, option
 from nf4conv.cli.options import (
     FILE,
     device_option,
     json_options,
+    model_options,
     quiet_option,
-    repository_options,
     source_option,
     verbose_log_option,
 )
@@ -65,7 +65,7 @@ from nf4conv.report.text.progress_bar import Ticking
     type=FILE,
     help="Draw divergence against bits per weight into this file, as SVG.",
 )
-@repository_options
+@model_options
 @device_option("Compute on this device: auto, cpu, cuda or cuda:N.")
 @json_options
 @quiet_option("Show no progress and no table: the exit code tells the result.")
@@ -85,7 +85,7 @@ def evaluate(outs: tuple[str, ...], source: str, device: str, **values: Any) -> 
     display = chosen(Display, values)
     options = chosen(nf4conv.EvaluateOptions, values)
     where = chosen(nf4conv.SourceOptions, values)
-    check_hub_options(where, source)
+    check_source_options(where, source)
     hide_bar = None  # tqdm then hides the bar if stderr is not a terminal
     if display.quiet:
         silence_libraries()

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 import nf4conv
-from nf4conv.cli.chosen import check_hub_options, chosen
+from nf4conv.cli.chosen import check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import all_option, json_options, repository_options, verbose_log_option
@@ -34,7 +34,7 @@ def inspect(path: str, **values: Any) -> None:
 
     display = chosen(Display, values)
     where = chosen(nf4conv.SourceOptions, values)
-    check_hub_options(where, path)
+    check_source_options(where, path)
     silence_libraries()  # what is downloaded here is too small for progress bars
     found = nf4conv.inspect_checkpoint(path, where)
     display.show(found, inspection_lines(found, terminal_width(), every=display.every))

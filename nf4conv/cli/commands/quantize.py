@@ -1,6 +1,6 @@
 """`nf4conv quantize`: quantizes a checkpoint."""
 
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -14,7 +14,12 @@ from nf4conv.choices import (
     QUANT_TYPES,
     SCALES,
 )
-from nf4conv.cli.chosen import check_hub_options, chosen, refuse_alone
+from nf4conv.cli.chosen import (
+    check_lora_experts,
+    check_source_options,
+    chosen,
+    refuse_alone,
+)
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, Group, examples, option
 from nf4conv.cli.options import (
@@ -31,6 +36,14 @@ from nf4conv.cli.options import (
 )
 from nf4conv.cli.parameters import Dtype, Place, Size, WholeNumber
 from nf4conv.report.text.progress_bar import progress
+
+_OF_CALIBRATION: Final = (
+    "calibrate_output",
+    "calibration_tokens",
+    "calibration_seed",
+    "calibration_memory",
+)
+"""Options that only change how --calibrate works."""
 
 
 @click.command(
@@ -220,8 +233,8 @@ def quantize(source: str, out: str, **values: Any) -> None:
 
     SRC is a folder, a .safetensors or .gguf file, a torch pickle, or a model on the Hugging Face
     Hub. If SRC is quantized by another method, nf4conv decodes it on the way: GGUF, GPTQ, AWQ, HQQ,
-    AutoRound, torchao, compressed-tensors, FP8, FP4 and 8-bit weights. If SRC is in 4 bits of
-    bitsandbytes, nf4conv writes it anew for current loaders: weights in the format asked for, by
+    AutoRound, torchao, Quark, compressed-tensors, FP8, FP4 and 8-bit weights. If SRC is in 4 bits
+    of bitsandbytes, nf4conv writes it anew for current loaders: weights in the format asked for, by
     default their own, stay bit for bit. In a diffusers pipeline, nf4conv packs denoisers and text
     encoders; --include 'transformer/*' chooses submodels.
     """
@@ -233,14 +246,9 @@ def quantize(source: str, out: str, **values: Any) -> None:
     options = chosen(nf4conv.QuantizeOptions, values)
     where = chosen(nf4conv.SourceOptions, values)
     push = chosen(nf4conv.PushOptions, values)
-    if run.tolerance is not None and not run.verify:
-        refuse_alone("--tolerance", needed="--verify")
-    if push.public and push.push_to_hub is None:
-        refuse_alone("--public", needed="--push-to-hub")
-    if push.create_pr and push.push_to_hub is None:
-        refuse_alone("--create-pr", needed="--push-to-hub")
+    _check_options(options, run, push)
     display.check_all()
-    check_hub_options(where, source)
+    check_source_options(where, source)
     if display.quiet:
         silence_libraries()
     whole = nf4conv.plan_quantization(source, options, where, push)
@@ -263,3 +271,21 @@ def quantize(source: str, out: str, **values: Any) -> None:
     with progress(verb, work, hidden=display.quiet, last=last, calibration=calibration) as advance:
         report = nf4conv.execute_quantization(plan, out, run, advance, push)
     display.show(report, quantization_lines(report))
+
+
+def _check_options(
+    options: nf4conv.QuantizeOptions, run: nf4conv.RunOptions, push: nf4conv.PushOptions
+) -> None:
+    """Refuses options that have no effect without another one."""
+    if run.tolerance is not None and not run.verify:
+        refuse_alone("--tolerance", needed="--verify")
+    if push.public and push.push_to_hub is None:
+        refuse_alone("--public", needed="--push-to-hub")
+    if push.create_pr and push.push_to_hub is None:
+        refuse_alone("--create-pr", needed="--push-to-hub")
+    check_lora_experts(options.lora, options.lora_experts)
+    if options.calibrate:
+        return
+    for name in _OF_CALIBRATION:
+        if getattr(options, name) is not None:
+            refuse_alone(f"--{name.replace('_', '-')}", needed="--calibrate")

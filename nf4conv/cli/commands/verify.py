@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 import nf4conv
-from nf4conv.cli.chosen import check_hub_options, chosen
+from nf4conv.cli.chosen import check_lora_experts, check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, Group, examples, option
 from nf4conv.cli.options import (
@@ -74,10 +74,11 @@ def verify(path: str, source: str | None, report: Path | None, **values: Any) ->
     run = chosen(nf4conv.RunOptions, values)
     options = chosen(nf4conv.VerifyOptions, values)
     where = chosen(nf4conv.SourceOptions, values)
+    check_lora_experts(options.lora, options.lora_experts)
     if source is None:
-        check_hub_options(where)
+        check_source_options(where)
     else:
-        check_hub_options(where, source)
+        check_source_options(where, source)
     if display.quiet:
         silence_libraries()
     plan = nf4conv.plan_verification(path, source, options, where)

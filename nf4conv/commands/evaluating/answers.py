@@ -18,6 +18,7 @@ import torch
 
 from nf4conv.calibrate.model.building import first_line
 from nf4conv.choose.parsing import parse_config
+from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.commands.evaluating.question import Question
 from nf4conv.errors import SourceError
 from nf4conv.sources.encodings.description import describe
@@ -70,9 +71,11 @@ def _is_of_other_method(folder: Path) -> bool:
 
 
 def _decode_layers(model: Any) -> None:
-    """Puts plain layers in the place of those in 4 bits."""
-    from bitsandbytes.functional import dequantize_4bit
+    """Puts plain layers in the place of those in 4 bits.
 
+    nf4conv decodes them: bitsandbytes' kernels for CPUs decode weights wrongly whose rows are no
+    multiple of the blocksize.
+    """
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "Linear4bit":
             state = getattr(module.weight, "quant_state", None)
@@ -81,7 +84,7 @@ def _decode_layers(model: Any) -> None:
                     f"{model.name_or_path}: {name} is not in 4 bits, but its config.json does not "
                     f"skip it; nf4conv verify says more"
                 )
-            weight = dequantize_4bit(module.weight.data, state).view(state.shape)
+            weight = dequantize_4bit(module.weight.data, state)
             plain = torch.nn.Linear(state.shape[1], state.shape[0], device="meta")
             plain.weight = torch.nn.Parameter(weight, requires_grad=False)
             plain.bias = module.bias

@@ -223,6 +223,10 @@ def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
 def _fetched(place: str, where: SourceOptions) -> "tuple[Path, Origin]":
     """Fetches an adapter from the Hub; returns its folder in the cache and where it came from."""
     repo, _, revision = place.partition("@")
+    if Path(place).is_file():
+        raise SourceError(
+            f"{place}: a file; give the folder that PEFT saved, with its {ADAPTER_CONFIG}"
+        )
     if Path(place).exists() or not is_repo_id(repo):
         raise SourceError(f"{place}: no such folder; an adapter is a folder, or a name on the Hub")
     from nf4conv.sources.remote.hub import fetch_adapter  # huggingface_hub takes long to import
