@@ -73,8 +73,8 @@ def _is_of_other_method(folder: Path) -> bool:
 def _decode_layers(model: Any) -> None:
     """Puts plain layers in the place of those in 4 bits.
 
-    nf4conv decodes them: bitsandbytes' kernels for CPUs decode weights wrongly whose rows are no
-    multiple of the blocksize.
+    nf4conv decodes them: bitsandbytes' kernels for CPUs decode some weights wrongly whose rows are
+    no multiple of the blocksize.
     """
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "Linear4bit":
