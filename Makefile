@@ -5,10 +5,14 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
-.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu gpu-acceptance gpu-panels bench bench-e2e test-architectures test-diffusers test-moe-training test-gguf test-gguf-quantized test-moe-releases test-load-lines test-browser test-ray check-automation test-space test-slurm test-kubernetes clean
+.PHONY: help demo docs test test-quick test-floors test-floors-quick check format fuzz kills gpu \
+  gpu-acceptance gpu-panels bench bench-e2e test-architectures test-diffusers \
+  test-moe-training test-gguf test-gguf-quantized test-moe-releases test-load-lines \
+  test-browser test-ray check-automation test-space test-slurm test-kubernetes clean \
+  docs/architectures.md docs/diffusers.md
 
 help: ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
+	@grep -hE '^[a-z0-9/.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -49,7 +53,7 @@ kills: $(VENV)/.installed ## kill runs before and after every operation on their
 gpu: $(VENV)/.installed ## test compiled kernels against bitsandbytes CUDA (needs an NVIDIA GPU)
 	$(BIN)/python -m pytest -m gpu
 
-gpu-acceptance: $(VENV)/.installed ## run these and more in many processes, then measure products and decoding (10 minutes); OUT=folder
+gpu-acceptance: $(VENV)/.installed ## run the GPU tests and more in many processes, then measure products and decoding (10 minutes); OUT=folder
 	$(BIN)/python -m benchmarks.gpu_acceptance --out $(or $(OUT),gpu-acceptance) --commit $$(git rev-parse HEAD)
 
 gpu-panels: $(VENV)/.installed ## find the fastest plans and kernels for 33 to 512 rows of x on a Hopper GPU (5 minutes); OUT=file
@@ -134,7 +138,7 @@ $(VENV)/kubernetes-validate/.installed: $(VENV)/.installed
 	$(VENV)/kubernetes-validate/bin/pip install --quiet kubernetes-validate==1.37.0
 	touch $@
 
-test-kubernetes: $(VENV)/kubernetes-validate/.installed ## test those for Kubernetes against its schema, and run their commands
+test-kubernetes: $(VENV)/kubernetes-validate/.installed ## test the Kubernetes jobs of docs/cluster.md against its schema, and run their commands
 	KUBERNETES_VALIDATE=$(abspath $(VENV))/kubernetes-validate/bin/kubernetes-validate \
 	  $(BIN)/python -m pytest tests/test_cluster.py -k kubernetes
 
@@ -204,7 +208,7 @@ $(VENV)/floors-quick/.installed: $(VENV)/.installed
 	ls -d $(abspath $(VENV))/lib/python*/site-packages > $$(ls -d $(VENV)/floors-quick/lib/python*/site-packages)/behind.pth
 	touch $@
 
-test-floors-quick: $(VENV)/floors-quick/.installed ## run a part of that, with the torch that is installed, for CI
+test-floors-quick: $(VENV)/floors-quick/.installed ## run a part of test-floors, with the torch that is installed, for CI
 	$(VENV)/floors-quick/bin/python -m pytest -m "not gpu and not oracle" $(addprefix tests/test_,cli.py making.py header.py layout.py hub.py hub_faults.py stream.py push.py)
 
 docs/architectures.md: $(VENV)/transformers-4/.installed ## write the tables of what the sweep finds, here and in selection.md
