@@ -180,7 +180,7 @@ def check_options(quant_type: str, blocksize: int) -> None:
         raise CodecError(
             f"unknown quant_type {quant_type!r}; expected one of {', '.join(CODEBOOKS)}"
         )
-    if not isinstance(blocksize, int) or blocksize not in BLOCKSIZES:  # 64.0 is not 64
+    if blocksize not in BLOCKSIZES or isinstance(blocksize, float):  # 64.0 is not 64
         raise CodecError(
             f"unsupported blocksize {blocksize}; expected one of {', '.join(map(str, BLOCKSIZES))}"
         )
