@@ -42,7 +42,6 @@ class Shape:
         padded: k of a term, with what fills its last range.
         stages: of a unit.
         holds_x: True if x stays in registers.
-        loaded: values that a thread loads in a stage.
     """
 
     terms: int
@@ -62,13 +61,11 @@ class Shape:
     padded: int = field(init=False)
     stages: int = field(init=False)
     holds_x: bool = field(init=False)
-    loaded: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.padded = -(-self.row_chunks // 2) * 128
         self.stages = -(-self.terms * self.padded // (self.span * self.steps))
         self.holds_x = self.stages * self.steps == 1
-        self.loaded = 10 * self.steps * self.stacks
 
 
 shape_of = cache(Shape)
