@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 from nf4conv.models.expert_layouts import UNEVEN, experts_in, find_stack, layouts_of
 from nf4conv.models.families import model_types
@@ -16,8 +16,8 @@ from nf4conv.models.single_experts import single_expert
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo
 
-_CHECK = "experts"
-_MOST_NUMBERS = 8  # in a line
+_CHECK: Final = "experts"
+_MOST_NUMBERS: Final = 8  # in a line
 
 
 @dataclass
@@ -101,8 +101,9 @@ def _check_alike(structure: Structure, layer: _Layer) -> None:
 def _format_of(weight: StoredWeight) -> str:
     """Returns what loaders expect to be one for all experts of a layer."""
     format = weight.format
-    nesting = "double quantization" if format.double_quant else "no double quantization"
-    return f"{format.quant_type}, blocks of {format.blocksize}, {nesting}, from {format.dtype}"
+    return (
+        f"{format.quant_type}, blocks of {format.blocksize}, {format.nesting}, from {format.dtype}"
+    )
 
 
 def _unlike(kinds: Mapping[str, Hashable], what: str) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.record import read_record, scales_in
 from nf4conv.sources.source import Source, read_tensor
-from nf4conv.sources.stored_weights import StoredWeight, Structure, split_component
+from nf4conv.sources.stored_weights import Structure, split_component
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
 from nf4conv.sources.weight_faults.weight import check_weight
@@ -206,7 +206,7 @@ def _check_uniform(structure: Structure) -> None:
     dtypes: dict[str, Hashable] = {}
     for name, weight in structure.weights.items():
         quant_types[name] = weight.format.quant_type
-        nestings[name] = _nesting_of(weight)
+        nestings[name] = weight.format.nesting
         blocksizes[name] = weight.format.blocksize
         dtypes[name] = weight.values.dtype
     _check_alike(structure, "data types", quant_types)
@@ -236,7 +236,3 @@ def _check_alike(
     text = f"{rarest}, while others are {commonest}: {count}"
     file = structure.weights[name].values.file
     structure.note("uniform", file, name, text, is_fault=is_fault)
-
-
-def _nesting_of(weight: StoredWeight) -> str:
-    return "double quantization" if weight.format.double_quant else "no double quantization"

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from nf4conv import choices
+
 
 def _floats(patterns: Sequence[str]) -> tuple[float, ...]:
-    """Read float32 numbers, which Python's floats hold exactly, from their bits in hexadecimal."""
+    """Reads float32 numbers, which Python's floats hold exactly, from their bits in hexadecimal."""
     raw = bytes.fromhex(" ".join(patterns))
     return struct.unpack(f">{len(raw) // 4}f", raw)
 
@@ -53,7 +55,7 @@ _TABLES: Final = json.loads(Path(__file__).with_suffix(".json").read_bytes())
 
 
 def _codebook(quant_type: str) -> Codebook:
-    """Make a data type of its entry in codebook.json."""
+    """Makes a data type of its entry in codebook.json."""
     entry = _TABLES["4-bit"][quant_type]
     return Codebook(
         quant_type=quant_type,
@@ -64,13 +66,13 @@ def _codebook(quant_type: str) -> Codebook:
     )
 
 
-CODEBOOKS: Final = {"nf4": _codebook("nf4"), "fp4": _codebook("fp4")}
+CODEBOOKS: Final = {quant_type: _codebook(quant_type) for quant_type in choices.QUANT_TYPES}
 """The data types by their names."""
 
-BLOCKSIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BLOCKSIZES: Final = choices.BLOCKSIZES
 """Block sizes that bitsandbytes' CUDA kernels accept (32 since its 0.49.2)."""
 
-SCALES: Final = ("absmax", "search")
+SCALES: Final = choices.SCALES
 """Ways to choose the scale of a block: its absmax, or the scale that codec/search.py finds."""
 
 RECORDED_SCALES: Final = (*SCALES, "calibrated")

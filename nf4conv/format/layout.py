@@ -82,12 +82,17 @@ class Format:
     scales: str = "absmax"
 
     @property
+    def nesting(self) -> str:
+        """Says in words whether absmax is quantized too."""
+        return "double quantization" if self.double_quant else "no double quantization"
+
+    @property
     def storage_tag(self) -> str:
         """Safetensors' tag of quant_storage."""
         return next(tag for tag, name in STORAGE_DTYPES.items() if name == self.quant_storage)
 
     def decodes_like(self, other: "Format") -> bool:
-        """Return True if codes and scales of both formats are decoded in the same way; dtypes may
+        """Returns True if codes and scales of both formats are decoded in the same way; dtypes may
         differ.
         """
         return (
@@ -97,7 +102,7 @@ class Format:
         )
 
     def __str__(self) -> str:
-        """Return a short form, such as "nf4+/64": the plus is double quantization."""
+        """Returns a short form, such as "nf4+/64": the plus is double quantization."""
         text = self.quant_type
         if self.double_quant:
             text += "+"
@@ -129,15 +134,14 @@ class Component:
 
 
 def block_count(elements: int, blocksize: int) -> int:
-    """Return the number of blocks, of which the last may be partial."""
+    """Returns the number of blocks, of which the last may be partial."""
     return -(-elements // blocksize)
 
 
 def quant_state_json(
     format: Format, shape: Sequence[int], nested_offset: float | None = None
 ) -> bytes:
-    """Return the JSON blob, byte for byte as bitsandbytes' `QuantState.as_dict(packed=True)` writes
-    it.
+    """Returns the JSON blob: the bytes of bitsandbytes' `QuantState.as_dict(packed=True)`.
 
     Args:
         format: of the weight.
@@ -160,7 +164,7 @@ def quant_state_json(
 
 @lru_cache(maxsize=4096)
 def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
-    """Return the tensors that a weight becomes, in the order of the module docstring.
+    """Returns the tensors that a weight becomes, in the order of the module docstring.
 
     Args:
         format: of the weight.
@@ -186,7 +190,7 @@ def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
 
 
 def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, Any]:
-    """Read a JSON blob.
+    """Reads a JSON blob.
 
     Args:
         blob: the bytes.
@@ -220,7 +224,7 @@ def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, A
 
 
 def _is_shape(value: object) -> bool:
-    """Return True for a list of sizes that torch could hold; True and 1.0 are no sizes."""
+    """Returns True for a list of sizes that torch could hold; True and 1.0 are no sizes."""
     if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
         return False
     return all(type(size) is int and 0 <= size < 2**63 for size in value)
@@ -229,14 +233,14 @@ def _is_shape(value: object) -> bool:
 def _check_choice(
     fields: Mapping[str, Any], key: str, allowed: tuple[str, ...] | tuple[int, ...]
 ) -> None:
-    """Raise a CodecError unless a field has one of the allowed values; 64.0 is not 64."""
+    """Raises a CodecError unless a field has one of the allowed values; 64.0 is not 64."""
     value = fields[key]
     if type(value) not in (str, int) or value not in allowed:
         raise CodecError(f"quant_state: {key} {value!r}, expected one of {list(allowed)}")
 
 
 def nested_offset_of(fields: Mapping[str, Any]) -> float:
-    """Return the nested_offset of a JSON blob's fields, a float32 in float64.
+    """Returns the nested_offset of a JSON blob's fields, a float32 in float64.
 
     Raises:
         CodecError: there is none, or it is no number that float32 holds.
