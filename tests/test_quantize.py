@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import contents, write_source
+from checkpoints import contents, tensors_of, write_source
 from safetensors.torch import load_file, save_file
 
 from nf4conv.codec.ops import quantize_4bit
@@ -23,18 +23,9 @@ KEYS = [
 ]  # fmt: skip
 
 
-def written(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        loaded = load_file(file)
-        assert not tensors.keys() & loaded.keys()
-        tensors |= loaded
-    return tensors
-
-
 def assert_is(folder: Path, name: str, weight: torch.Tensor, options: QuantizeOptions) -> None:
     """The checkpoint's tensors for a weight are those that the codec makes of it."""
-    tensors = written(folder)
+    tensors = tensors_of(folder)
     double_quant = options.double_quant in (None, True)
     packed, state = quantize_4bit(
         weight, options.quant_type or "nf4", options.blocksize or 64, double_quant
@@ -55,11 +46,11 @@ def test_weights_are_what_the_codec_makes_of_them(tmp_path, quant_type, blocksiz
     source = write_source(tmp_path / "source")
     options = QuantizeOptions(quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
     quantize_checkpoint(source, tmp_path / "out", options, CPU)
-    for name, weight in written(source).items():
+    for name, weight in tensors_of(source).items():
         if "proj" in name:
             assert_is(tmp_path / "out", name, weight, options)
         else:
-            assert torch.equal(written(tmp_path / "out")[name], weight)
+            assert torch.equal(tensors_of(tmp_path / "out")[name], weight)
 
 
 @pytest.mark.parametrize("workers", [1, 5])
@@ -142,11 +133,11 @@ def test_dtype(tmp_path, dtype, configured):
     options = QuantizeOptions(dtype=dtype)
     quantize_checkpoint(source, tmp_path / "out", options, CPU)
     target = getattr(torch, dtype)
-    for name, weight in written(source).items():
+    for name, weight in tensors_of(source).items():
         if "proj" in name:
             assert_is(tmp_path / "out", name, weight.to(target), options)
         else:
-            assert torch.equal(written(tmp_path / "out")[name], weight.to(target))
+            assert torch.equal(tensors_of(tmp_path / "out")[name], weight.to(target))
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
 
 
@@ -161,7 +152,7 @@ def test_mixed_dtypes_become_the_config_s(tmp_path):
         tensors[name] = tensors[name].to(dtype)
     save_file(tensors, shard)
     quantize_checkpoint(source, tmp_path / "out", None, CPU)
-    found = written(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     assert_is(
         tmp_path / "out",
         "model.layers.0.mlp.up_proj.weight",
@@ -219,7 +210,7 @@ def test_weights_in_many_pieces_are_cast_piece_by_piece(tmp_path, stored, dtype,
         source, tmp_path / "out", options, RunOptions("cpu", workers, buffer_size=1)
     )
     assert_is(tmp_path / "out", UP, tensors[UP].to(getattr(torch, dtype)), options)
-    kept = written(tmp_path / "out")["model.embed_tokens.weight"]
+    kept = tensors_of(tmp_path / "out")["model.embed_tokens.weight"]
     assert kept.dtype == getattr(torch, dtype)
     assert torch.equal(kept, tensors["model.embed_tokens.weight"].to(kept.dtype))
 
@@ -245,7 +236,7 @@ def test_tensors_do_not_depend_on_the_source_s_files(tmp_path, parts):
     (tmp_path / "parts/config.json").write_bytes((whole / "config.json").read_bytes())
     for source in ("whole", "parts"):
         quantize_checkpoint(tmp_path / source, tmp_path / f"{source}-out", None, CPU)
-    left, right = written(tmp_path / "whole-out"), written(tmp_path / "parts-out")
+    left, right = tensors_of(tmp_path / "whole-out"), tensors_of(tmp_path / "parts-out")
     assert left.keys() == right.keys()
     assert all(
         torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left
@@ -273,7 +264,7 @@ def test_what_is_no_weight_is_kept_bit_for_bit(tmp_path):
     }
     source = write_single(tmp_path / "source", kept | {UP: random(64, 64)})
     quantize_checkpoint(source, tmp_path / "out", None, CPU)
-    found = written(tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
     for name, tensor in kept.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name
@@ -298,7 +289,7 @@ def test_include_exclude_and_skip_modules(tmp_path):
     quantize_checkpoint(source, tmp_path / "out", options, CPU)
     packed = {
         name.removesuffix(".absmax")
-        for name in written(tmp_path / "out")
+        for name in tensors_of(tmp_path / "out")
         if name.endswith(".weight.absmax")
     }
     assert packed == {
