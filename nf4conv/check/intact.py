@@ -30,7 +30,8 @@ def require_planned(out: Path, shards: Iterable[Shard]) -> None:
     for shard in shards:
         fault = _fault_of(out / shard.name, shard)
         if fault is not None:
-            raise OutputError(f"{out / shard.name}: {fault}; {_HOW_TO_MEND}")
+            file = out / shard.name
+            raise OutputError(f"{file}: {fault}; {_HOW_TO_MEND}", path=file)
 
 
 def require_sound(out: Path) -> None:
@@ -42,7 +43,7 @@ def require_sound(out: Path) -> None:
     try:
         structure = read_structure(out)
     except SourceError as error:
-        raise OutputError(f"{error}; {_HOW_TO_MEND}") from error
+        raise OutputError(f"{error}; {_HOW_TO_MEND}", path=error.path or out) from error
     check_checksums(structure, len(usable_cores()))
     _raise_first(out, structure)
 

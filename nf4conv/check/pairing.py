@@ -143,7 +143,7 @@ def _other_names(
             yield name, _Alias(router, frozenset({plain_name}))
 
 
-def _origin_of_unsloth(weight: StoredWeight, by_name: Mapping[str, TensorInfo]) -> "_Origin | None":
+def _origin_of_unsloth(weight: StoredWeight, by_name: Mapping[str, TensorInfo]) -> _Origin | None:
     """Returns what an expert of gpt-oss was packed from, by the name that Unsloth gives it."""
     single = single_expert(weight.name)
     if single is None or not single.is_of_unsloth or len(weight.shape) != 2:

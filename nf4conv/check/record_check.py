@@ -107,8 +107,9 @@ def _claims_something(groups: object) -> bool:
     return any(isinstance(group, Mapping) and "quant_type" in group for group in groups)
 
 
-def _wrong_groups(structure: Structure, groups: list[Any]) -> Iterator[str]:
-    """Yields what groups of weights say that is not so."""
+def _wrong_groups(structure: Structure, listed: list[Any]) -> Iterator[str]:
+    """Yields what groups of weights say that is not so; what is no group says nothing."""
+    groups = [group if isinstance(group, Mapping) else {} for group in listed]
     group_of = group_finder([_names_of(group) for group in groups])
     counts = Counter[int | None]()
     for name, weight in structure.weights.items():
@@ -120,22 +121,22 @@ def _wrong_groups(structure: Structure, groups: list[Any]) -> Iterator[str]:
             yield f"{name}: {wrong}"
             return  # one says it: a checkpoint may have thousands
     for number, group in enumerate(groups):
-        claimed = group.get("count") if isinstance(group, Mapping) else None
-        if claimed != counts[number]:
-            stored = counts[number]
+        claimed = group.get("count")
+        stored = counts[number]
+        if claimed != stored:
             yield f"group {number + 1} has {claimed!r:.50} weights, but {stored:,} are there"
 
 
-def _names_of(group: Any) -> list[str] | None:
+def _names_of(group: Mapping[str, Any]) -> list[str] | None:
     """Returns the names that a group lists; None if it has all weights that no other one has."""
-    names = group.get("names") if isinstance(group, Mapping) else None
+    names = group.get("names")
     return [str(name) for name in names] if isinstance(names, list) else None
 
 
-def _wrong_field(group: Any, weight: StoredWeight) -> str | None:
+def _wrong_field(group: Mapping[str, Any], weight: StoredWeight) -> str | None:
     """Returns in what a weight is not as its group says; None if it is."""
     for field in _OF_FORMAT:
-        claimed = group.get(field) if isinstance(group, Mapping) else None
+        claimed = group.get(field)
         stored = getattr(weight.format, field)
         if claimed != stored:
             return f"{field} is {claimed!r:.50}, but it is stored as {stored!r}"

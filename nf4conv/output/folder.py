@@ -270,7 +270,8 @@ class OutputFolder:
         """
         reason = self._names.take(name)
         if reason is not None:
-            raise OutputError(f"{self.out / name}: cannot be written here: {reason}")
+            path = self.out / name
+            raise OutputError(f"{path}: cannot be written here: {reason}", path=path)
         self._require_no_link_to_a_folder(name)
 
     def copy(self, name: str, source: Path) -> bool:

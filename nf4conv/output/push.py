@@ -37,8 +37,8 @@ _MISLEADING: Final = (CHECKSUMS, "model_index.json")
 _LOGIN: Final = "; log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
-class _FinishedFile(NamedTuple):
-    """Names a file that can be uploaded."""
+class _FileToUpload(NamedTuple):
+    """Names a finished file, which can be uploaded."""
 
     name: str  # in the repository
     path: Path  # on this disk
@@ -78,7 +78,7 @@ class Push:
         self.repo = repo
         self._api = HfApi(token=token, library_name=LIBRARY)
         # files to upload; None ends the uploads
-        self._queue: SimpleQueue[_FinishedFile | None] = SimpleQueue()
+        self._queue: SimpleQueue[_FileToUpload | None] = SimpleQueue()
         self._uploaded: dict[str, CommitOperationAdd] = {}
         # what ended the uploads
         self._error: Exception | None = None
@@ -139,7 +139,7 @@ class Push:
             name: its name in the repository.
             path: the file.
         """
-        self._queue.put(_FinishedFile(name, path))
+        self._queue.put(_FileToUpload(name, path))
 
     def commit(self, folder: Path, message: str) -> str:
         """Makes the files of a folder a model, once those that were offered are uploaded.
@@ -199,7 +199,7 @@ class Push:
         except Exception as error:  # noqa: BLE001 - raised again by `commit`
             self._error = error
 
-    def _upload(self, file: _FinishedFile) -> None:
+    def _upload(self, file: _FileToUpload) -> None:
         def upload() -> CommitOperationAdd:
             addition = CommitOperationAdd(file.name, file.path)
             self._api.preupload_lfs_files(self.repo, [addition], create_pr=self.creates_pr)

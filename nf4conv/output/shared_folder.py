@@ -133,7 +133,7 @@ class SharedFolder(OutputFolder):
             return
         write_file(copy, read_chunks(source), folder=self._private)
         if digest_of(copy) != copy.name:
-            raise OutputError(f"{source}: changed while it was read; run again")
+            raise OutputError(f"{source}: changed while it was read; run again", path=source)
 
     def collect(self, plan: Mapping[str, Any], reread: bool) -> None:
         """Takes over all shards of a plan, and copies what belongs beside them.
@@ -157,8 +157,9 @@ class SharedFolder(OutputFolder):
             self.copy(name, staged)
             if self._written[name] != digest:
                 remove(self.out, WORK_FOLDER, AUXILIARY, digest)
+                path = self.out / name
                 raise OutputError(
-                    f"{self.out}/{name}: not what was written; run any of the parts again"
+                    f"{path}: not what was written; run any of the parts again", path=path
                 )
 
     def _require(self, plan: Mapping[str, Any], found: Collection[str], how: str) -> None:

@@ -228,6 +228,7 @@ def tidy(out: Path) -> None:
     A run leaves it there that is killed at its very end.
     """
     if (out / WORK_FOLDER).is_dir():
-        # the error says that the folder is not empty, or that another run is at work there
+        # opening it removes the work folder of a run that was complete, and then refuses a folder
+        # that is not empty; nothing is removed if another run is at work there
         with suppress(OutputError):
             Workspace(out, {}, overwrite=False, checksum=False)
