@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from nf4conv.errors import OutputError
 from nf4conv.options import RunOptions
@@ -25,11 +25,7 @@ from nf4conv.sources.record import for_header
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.unfinished import finished_shards
 
-if TYPE_CHECKING:
-    pass
-
 _log: Final = logging.getLogger(__name__)
-
 
 PlanT = TypeVar("PlanT", bound=WritingPlan)
 

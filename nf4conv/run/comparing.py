@@ -26,7 +26,7 @@ def compare_bytes(
         PlanError: there is no such device as the user named, although none is needed here.
     """
     if run.device not in ("auto", "cpu") and gpu_named(run.device) is None:
-        _ = TorchBackend(run.device).name
+        _ = TorchBackend(run.device).name  # which finds the device, or says that there is none
     pipeline = make_pipeline([], run, progress)
     pipeline.run(byte_tasks(results, pipeline.piece))
     _log.info("compared the bytes of %d tensors in %.1f s", len(results), pipeline.elapsed)
@@ -36,12 +36,13 @@ def compare_values(
     results: Sequence[TensorDifference], run: RunOptions, progress: Callable[[int], None]
 ) -> str:
     """Compares tensors value by value; returns the device that most was done on."""
-    devices, with_kernels, others = open_devices_for_pairs(results, run)
+    opened = open_devices_for_pairs(results, run)
+    devices = opened.devices
     pipeline = make_pipeline(devices.backends, run, progress)
     pipeline.run(
         chain(
-            value_tasks(with_kernels, devices.main, pipeline.piece),
-            value_tasks(others, devices.torch, pipeline.piece),
+            value_tasks(opened.with_kernels, devices.main, pipeline.piece),
+            value_tasks(opened.others, devices.torch, pipeline.piece),
         )
     )
     _log.info("compared the values of %d tensors in %.1f s", len(results), pipeline.elapsed)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
@@ -82,20 +81,26 @@ class Pipeline:
             tasks: what is to be done.
             reader: reads the source, and is closed by the caller; None for local files.
         """
-        with nullcontext(reader) if reader is not None else Reader() as reader:
-            crew = _Crew(tasks, reader)
-            threads = [
-                Background(partial(self._work, crew, reader), f"nf4conv-{n}")
-                for n in range(self.workers)
-            ]
-            try:
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.wait()
-            except BaseException:
-                outlast(threads, partial(crew.stop, None))
-                raise
+        if reader is not None:
+            self._run(tasks, reader)
+            return
+        with Reader() as local_files:
+            self._run(tasks, local_files)
+
+    def _run(self, tasks: Iterable[Task], reader: Reader) -> None:
+        crew = _Crew(tasks, reader)
+        threads = [
+            Background(partial(self._work, crew, reader), f"nf4conv-{n}")
+            for n in range(self.workers)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.wait()
+        except BaseException:
+            outlast(threads, partial(crew.stop, None))
+            raise
         if crew.error is not None:
             raise crew.error
         self.elapsed += time.perf_counter() - crew.started

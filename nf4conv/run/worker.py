@@ -119,6 +119,6 @@ class Worker:
     def fill(self, host: memoryview, ranges: Sequence[FileRange], positions: Sequence[int]) -> None:
         """Reads file ranges to their positions in host memory."""
         with self.timed(Activity.READ):
-            for (file, start, stop), position in zip(ranges, positions, strict=False):
+            for (file, start, stop), position in zip(ranges, positions, strict=True):
                 self.reader.read_into(file, start, host[position : position + stop - start])
         self.advance(sum(stop - start for _, start, stop in ranges))

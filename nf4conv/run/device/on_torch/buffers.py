@@ -52,10 +52,7 @@ class TorchBuffers:
             buffer and live until the next call. Ranges that are larger than the buffer get memory
             of their own.
         """
-        positions = list(
-            accumulate((aligned(stop - start) for _, start, stop in ranges), initial=0)
-        )
-        size = positions[-1]
+        *positions, size = _places(ranges)
         if self._uploaded is not None:
             self._uploaded.synchronize()  # the copy that still reads the buffer, if there is one
         if size <= len(self.worker.buffer):
@@ -67,7 +64,7 @@ class TorchBuffers:
         if self._stream is not None:
             self._uploaded = self._stream.record_event(self._uploaded)
         tensors = []
-        for (_, start, stop), position in zip(ranges, positions, strict=False):
+        for (_, start, stop), position in zip(ranges, positions, strict=True):
             tensors.append(buffer[position : position + stop - start])
         return tensors
 
@@ -80,7 +77,7 @@ class TorchBuffers:
             A uint8 tensor for each; None if they are larger than a piece, which is the most that
             host memory has room for.
         """
-        *starts, size = accumulate((aligned(stop - start) for _, start, stop in ranges), initial=0)
+        *starts, size = _places(ranges)
         if self._stream is None and size > self.worker.piece:
             return None
         if ranges != self._kept_ranges:
@@ -149,3 +146,9 @@ class TorchBuffers:
         if self._stream is not None:
             self._stream.synchronize()
         return [raw.numpy().data for raw in fetched]
+
+
+def _places(ranges: Sequence[FileRange]) -> list[int]:
+    """Returns where each of some file ranges begins in a buffer, and where the last one ends."""
+    sizes = [aligned(stop - start) for _, start, stop in ranges]
+    return list(accumulate(sizes, initial=0))
