@@ -86,10 +86,22 @@ def multiply_group(
     quant_type: str,
     blocksize: int,
 ) -> list[torch.Tensor]:
-    """Compute x · Wᵀ + bias for several weights.
+    """Compute x · Wᵀ + bias for several weights, as `multiply_packed` does for one.
 
-    Args: those of `multiply_packed`, lists of them, empty where there are none; rows: of the
-    weights.
+    Args:
+        x: [..., K].
+        biases: one [n] for each weight; empty for none.
+        packed: the codes of each weight.
+        absmax: of each weight.
+        nested_absmax: of each weight; empty without double quantization, as the next two.
+        nested_code: of each weight.
+        offset: of each weight.
+        rows: n of each weight.
+        quant_type: of all weights.
+        blocksize: of all weights.
+
+    Returns:
+        [..., n] for each weight.
     """
     nones = [None] * len(rows)
     tensors = [one or nones for one in (nested_absmax, nested_code, offset, biases)]

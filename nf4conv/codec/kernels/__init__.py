@@ -1,11 +1,11 @@
-"""The Triton backend: the operations of `reference.py` at the memory limit of the card, for CUDA
+"""The Triton backend: the operations of `reference/` at the memory limit of the card, for CUDA
 tensors.
 
     packing/        weight → packed codes, absmax and the codes of absmax
     decoding/       packed codes and other encodings → floats
     rounding/       weights and second moments of their inputs → codes and scales
     product/        x, packed codes, absmax → x · Wᵀ
-    experts/        the same for the experts of mixtures, and decoding of those that are used
+    experts/        products with the experts of mixtures, and decoding of those that are used
     ahead/          says what kernels programs without torch take
     error.py        compares a weight with its packed codes; nothing is materialised
     difference.py   compares two vectors

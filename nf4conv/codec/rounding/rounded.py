@@ -21,7 +21,7 @@ class Rounded:
         packed: [ceil(n / 2), 1] uint8, two codes a byte.
         state: decodes them; `state.components()` are the tensors to store beside them.
         cost_searched: tr(E·H·Eᵀ) of the searched scales, H being the moments of the rounding.
-        cost: the same of this weight. NaN where nothing was measured.
+        cost: tr(E·H·Eᵀ) of this weight. Both are NaN where nothing was measured.
         is_calibrated: False if the codes and scales are those of the search.
     """
 

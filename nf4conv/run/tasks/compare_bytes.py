@@ -26,12 +26,12 @@ class StoredBytes:
 
     Args:
         reader: reads what is stored.
-        stored: what is stored, by the offset at which its first byte is to be written. The name of
-            each is that under which it is found unlike; several may share one.
+        stored: what is stored, by the offset that its first byte is written to. `unlike` gets the
+            names of these; several may share one.
         advance: told how many stored bytes have been read.
 
     Attributes:
-        unlike: the names of what was given other bytes than are stored.
+        unlike: the names of what got other bytes than are stored.
     """
 
     def __init__(

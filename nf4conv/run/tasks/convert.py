@@ -38,7 +38,17 @@ def convert_pieces(
 def write_converted(
     destination: Writable, backend: Backend, parts: Sequence[CopyPart], worker: Worker
 ) -> None:
-    """Writes converted tensors, or parts of them, to their places; arguments as of `convert`."""
+    """Converts tensors, or parts of them, and writes them to their places.
+
+    Args:
+        destination: takes the converted bytes.
+        backend: the device that converts.
+        parts: tensors, or parts of them, that go through the same dtypes.
+        worker: the thread's.
+
+    Raises:
+        CastError: finite values become infinite; raised once all values are written.
+    """
     for job, start, values in worker.device(backend).convert(parts):
         with worker.timed(Activity.WRITE):
             destination.write(job.offset + start, values)

@@ -351,8 +351,15 @@ def prove_copy(
 ) -> bool:
     """Proves a kept tensor, or a piece of it, that has just been written.
 
+    Args:
+        worker: the worker that has written it.
+        devices: of the run.
+        job: the tensor.
+        piece: what was written of it.
+        place: the file, and where the data begins in it.
+
     Returns:
-        True if it comes out the same. `place` is the file, and where the shard's data begins in it.
+        True if it comes out the same.
     """
     file, start = place
     if not job.is_changed:

@@ -9,8 +9,8 @@ meant in each matrix; a *layout* is a tuple of sizes that all stacks of a launch
     chunks          chunks of a row
     expert_chunks   chunks from one expert to the next
     blocks          absmax from one expert to the next
-    nested_blocks   the same of nested absmax; 0 if nested blocks run over experts' borders
-    offset_step     the same of offsets; 0 if all experts share one
+    nested_blocks   nested absmax from one expert to the next; 0 if nested blocks run over borders
+    offset_step     offsets from one expert to the next; 0 if all experts share one
     block_shift     a block has 64 << block_shift elements
 """
 

@@ -17,7 +17,7 @@ from nf4conv.codec.kernels.packing.search import search_tile
 
 @triton.jit
 def _find_tile(table_ptr, tensors, TILE: tl.constexpr):
-    """Find the tile that this program works on, in a table as of quantize_batch_kernel.
+    """Find the tile that this program works on, in a table such as quantize_batch_kernel's.
 
     Its tensor is the last one whose first tile is at or before the program's number. Empty tensors
     share their first tile with the next tensor and are skipped.

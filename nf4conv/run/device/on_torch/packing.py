@@ -27,7 +27,7 @@ def pack(
     gathered: Gathered | None,
     stored: Sequence[StoredWeight],
 ) -> Packed:
-    """Packs weights, or a piece of a large one; arguments and errors as of `Device.pack`."""
+    """Packs weights, or a piece of a large one: `Device.pack` of device/protocol.py."""
     scale_ranges = [_scale_ranges(*pair) for pair in zip(stored, pieces, strict=False)]
     weights, scales = _read(device, pieces, format, scale_ranges)
     with device.timed(Activity.COMPUTE):
@@ -198,8 +198,9 @@ def _measure(
         table = code_table("dynamic", weight.device)
         nested = NestedState(scales["nested_absmax"].view(torch.float32), table)
         offset = torch.tensor(stored.nested_offset, dtype=torch.float32, device=weight.device)
-    decoding = Decoding(absmax, nested, offset, format.quant_type, format.blocksize)
-    decoding = decoding._replace(scales=stored.format.scales)
+    decoding = Decoding(
+        absmax, nested, offset, format.quant_type, format.blocksize, stored.format.scales
+    )
     sums = backend(weight.device).error_sums(weight, codes, decoding)
     return piece_errors(sums)
 

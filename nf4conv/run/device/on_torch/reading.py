@@ -57,7 +57,7 @@ TORCH_DTYPES: Final = {
 
 
 def read_values(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
-    """[elements] on the device, decoded if they are encoded."""
+    """Reads the values of a tensor to the device: [elements], decoded if they are encoded."""
     if tensor.encoding is not None:
         return read_decoded(device, tensor).view(-1)
     [raw] = device.read([tensor.file_range])
@@ -274,10 +274,10 @@ def _decode_gguf(encoding: GgufBlocks, values: torch.Tensor, dtype: torch.dtype)
 
 
 def _shaped(values: torch.Tensor, tensor: TensorInfo) -> torch.Tensor:
-    """A view in the tensor's shape; a view that changes nothing still costs what a small kernel
-    does.
-    """
-    return values if values.shape == tensor.shape else values.view(tensor.shape)
+    """Returns values in the shape of a tensor."""
+    if values.shape == tensor.shape:
+        return values  # a view that changes nothing costs as much as a small kernel
+    return values.view(tensor.shape)
 
 
 def _read_stack(device: TorchBuffers, tensor: TensorInfo, encoding: StackedExperts) -> torch.Tensor:
@@ -342,10 +342,17 @@ def _read_whole(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
 def packed_piece(
     parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, QuantState]:
-    """The codes of a weight that bitsandbytes packed, or of a piece of it, and their state, from
-    parts and their bytes.
+    """Returns the codes of a weight that bitsandbytes packed, or of a piece of it, and their state.
 
-    The state's shape is that of the whole weight.
+    Args:
+        parts: the tensors of the weight, or of the piece, by role.
+        raws: the bytes of each, uint8.
+
+    Returns:
+        The codes, and a state whose shape is that of the whole weight.
+
+    Raises:
+        CodecError: the parts contradict each other.
     """
     tensors = {}
     for (role, part), raw in zip(parts.items(), raws, strict=True):
@@ -355,7 +362,7 @@ def packed_piece(
 
 
 def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
-    """An encoded tensor that decodes to a dtype which holds all its values."""
+    """Returns an encoded tensor with a dtype that holds all values that it decodes to."""
     assert tensor.encoding is not None
     if isinstance(tensor.encoding, Strided):
         return tensor
@@ -363,11 +370,15 @@ def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
 
 
 def read_matrix(device: TorchBuffers, job: PackJob, dtype: torch.dtype) -> torch.Tensor:
-    """A whole weight that is stored transposed, encoded, or as a part of a larger tensor, as it is
-    before it is packed.
+    """Reads a whole weight that is stored transposed, encoded, or as a part of a larger tensor.
+
+    Args:
+        device: where it is read to.
+        job: the weight.
+        dtype: of the result.
 
     Returns:
-        [n] `dtype` on the device, contiguous.
+        The weight as it is packed: [n] `dtype` on the device, contiguous.
     """
     source, matrix = located(job)
     if source.encoding is not None:

@@ -159,8 +159,14 @@ class DriverBuffers:
                 self.stream.wait()
 
     def execute(self, upload: int, launches: Sequence[Launch], download: int) -> None:
-        """Copies so many bytes of the input up, launch, copy so many bytes of the output down, and
-        wait for it all.
+        """Copies bytes of the input up, launches kernels, and copies bytes of the output down.
+
+        Returns once all of that is done.
+
+        Args:
+            upload: bytes of the input, from its beginning on.
+            launches: the kernels, in order.
+            download: bytes of the output, from its beginning on.
         """
         if upload:
             self.stream.to_device(self.input.address, self.source.address, upload)
@@ -170,8 +176,9 @@ class DriverBuffers:
         self.fetch(0, self.output.address, download)
 
     def fetch(self, start: int, address: int, size: int) -> None:
-        """Copies so many bytes on the device to a place in the result, once all before is done, and
-        wait for it.
+        """Copies bytes on the device to a place in the result, after all that was launched before.
+
+        Returns once that is done.
         """
         self.stream.to_host(self.result.address + start, address, size)
         self.stream.wait()

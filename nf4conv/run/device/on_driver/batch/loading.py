@@ -32,7 +32,7 @@ def load(
     steps: Sequence[str],
     make_room: Callable[[int], int] | None = None,
 ) -> Loaded:
-    """Reads tensors, decode them if they are encoded, and cast them.
+    """Reads tensors, decodes them if they are encoded, and casts them.
 
     Args:
         batch: the input, which is read now.

@@ -30,7 +30,7 @@ def pack(
     gathered: Gathered | None,
     stored: Sequence[StoredWeight],
 ) -> Packed:
-    """Packs weights, or a piece of a large one; arguments and errors as of `Device.pack`."""
+    """Packs weights, or a piece of a large one: `Device.pack` of device/protocol.py."""
     batch = BatchInput(buffers)
     measurement = Measurement(batch, pieces, format, stored) if stored else None
     out = OutputLayout([piece.elements for piece in pieces], format.blocksize)
