@@ -35,7 +35,7 @@ def decode_fp4(
     multiplier: torch.Tensor | None = None,
     is_transposed: bool = False,
 ) -> torch.Tensor:
-    """Decode a matrix, or a stack of matrices.
+    """Decodes a matrix, or a stack of matrices.
 
     Args:
         values: [..., rows, columns / 2] uint8 or int8: two values each, the first one in the low
@@ -98,7 +98,7 @@ def _check_scales(values: torch.Tensor, scale: torch.Tensor, groups: int) -> Non
 
 
 def pair_values(values: torch.Tensor) -> torch.Tensor:
-    """Decode bytes to the two values of each, by a table of all pairs: [..., n] → [..., 2 · n]
+    """Decodes bytes to the two values of each, by a table of all pairs: [..., n] → [..., 2 · n]
     float32.
     """
     singles = torch.tensor(E2M1, dtype=torch.float32, device=values.device)

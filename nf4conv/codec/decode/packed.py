@@ -11,7 +11,7 @@ from nf4conv.codec.quant_state import QuantState
 def decode_packed(
     parts: Mapping[str, torch.Tensor], dtype: torch.dtype, *, is_transposed: bool = False
 ) -> torch.Tensor:
-    """Decode a weight that bitsandbytes packed to 4 bits, or some blocks of one.
+    """Decodes a weight that bitsandbytes packed to 4 bits, or some blocks of one.
 
     Args:
         parts: "values", the packed codes in any dtype, and the components by suffix.

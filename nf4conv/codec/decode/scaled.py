@@ -31,7 +31,7 @@ def decode_scaled(
     by_127: bool = False,
     zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode 8-bit values.
+    """Decodes 8-bit values.
 
     Args:
         values: [..., rows, columns] float8_e4m3fn, float8_e5m2 or int8.
@@ -77,7 +77,7 @@ def decode_scaled(
 
 
 def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode a weight of bitsandbytes' LLM.int8(), whose rows were scaled so that their largest
+    """Decodes a weight of bitsandbytes' LLM.int8(), whose rows were scaled so that their largest
     magnitude is 127.
 
     The result is rounded as bitsandbytes' int8_vectorwise_dequant rounds: twice in float32.
@@ -99,7 +99,7 @@ def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales as float32, in their shape; bytes are E8M0, of which 255 means NaN."""
+    """Returns scales as float32, in their shape; bytes are E8M0, of which 255 means NaN."""
     if scale.dtype != torch.uint8:
         return scale.to(torch.float32)
     bits = scale.to(torch.int32) << 23  # torch before 2.7 has no E8M0 dtype to cast from
@@ -109,7 +109,7 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 
 
 def byte_values(values: torch.Tensor) -> torch.Tensor:
-    """Return 8-bit values of any dtype as float32, in their shape.
+    """Returns 8-bit values of any dtype as float32, in their shape.
 
     A table of all 256 is several times as fast as torch's cast on a CPU.
     """
@@ -120,7 +120,7 @@ def byte_values(values: torch.Tensor) -> torch.Tensor:
 
 
 def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]:
-    """Cut a tensor's rows into chunks.
+    """Cuts a tensor's rows into chunks.
 
     Args:
         values: [rows, …].
@@ -139,7 +139,7 @@ def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]
 
 
 def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
-    """Raise a CodecError unless there is a scale for each block."""
+    """Raises a CodecError unless there is a scale for each block."""
     height, width = block
     *stacked, rows, columns = values.shape
     expected = (*stacked, -(-rows // height), -(-columns // width))
@@ -151,7 +151,7 @@ def _check_grid(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int
 
 
 def _matrices(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the matrices of a stack, [..., rows, columns]; a vector is one row."""
+    """Returns the matrices of a stack, [..., rows, columns]; a vector is one row."""
     shape = torch.atleast_2d(stack).shape  # type: ignore[no-untyped-call]
     return stack.reshape(math.prod(shape[:-2]), *shape[-2:]).unbind()
 
@@ -165,7 +165,7 @@ def _decode_matrix(
     by_127: bool = False,
     zero: torch.Tensor | None = None,
 ) -> None:
-    """Decode a matrix in plain torch.
+    """Decodes a matrix in plain torch.
 
     Args:
         values: [rows, columns] float8_e4m3fn, float8_e5m2 or int8.
@@ -187,7 +187,7 @@ def _decode_matrix(
 
 
 def _of_rows(grid: torch.Tensor, part: slice, block: tuple[int, int], columns: int) -> torch.Tensor:
-    """Return what rows of a matrix have of a grid, whose values blocks share, to broadcast."""
+    """Returns what rows of a matrix have of a grid, whose values blocks share, to broadcast."""
     height, width = block
     if grid.shape[0] > 1:
         grid = grid[part.start // height : -(-part.stop // height)]
@@ -200,14 +200,14 @@ def _of_rows(grid: torch.Tensor, part: slice, block: tuple[int, int], columns: i
 def _broadcastable_zero(
     values: torch.Tensor, zero: torch.Tensor, block: tuple[int, int]
 ) -> torch.Tensor:
-    """Return zero points as float32, in a shape that goes with the values' as scales do."""
+    """Returns zero points as float32, in a shape that goes with the values' as scales do."""
     if block == (1, 1):
         zero = _broadcastable(values, zero)
     return zero.to(torch.float32)
 
 
 def _broadcastable(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in a shape that broadcasts against the values'; a CodecError if there is
+    """Returns scales in a shape that broadcasts against the values'; a CodecError if there is
     none.
     """
     if scale.numel() == 1:

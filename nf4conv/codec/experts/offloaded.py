@@ -29,7 +29,7 @@ class OffloadedLayer:
     """
 
     def __init__(self, stacks: Sequence[PackedExperts], slots: int, device: torch.device) -> None:
-        """Copies the experts to host memory, pinned where there is a GPU.
+        """Copy the experts to host memory, pinned where there is a GPU.
 
         Raises:
             CodecError: nested blocks run over experts' borders, so that no expert has its own.
@@ -78,7 +78,7 @@ class OffloadedLayer:
         return self._table
 
     def _free_slot(self, wanted: set[int]) -> int:
-        """Returns a slot that is free, or that of the expert whose last use is longest ago."""
+        """Return a slot that is free, or that of the expert whose last use is longest ago."""
         if len(self._slot_of) < self.slots:
             return len(self._slot_of)
         oldest = next(expert for expert in self._slot_of if expert not in wanted)

@@ -128,7 +128,7 @@ class Device:
         _call("cuCtxSetCurrent", self._context)
 
     def capability(self) -> tuple[int, int]:
-        """Compute capability, such as (9, 0)."""
+        """Returns the compute capability, such as (9, 0)."""
         value = ctypes.c_int()
         found = []
         for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
