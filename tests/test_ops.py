@@ -65,6 +65,24 @@ def test_quantize_refuses_other_blocksizes(blocksize: object) -> None:
         ),
         (lambda p, s: (p, replaced(s, absmax=s.absmax.float())), "absmax: torch.float32, expected"),
         (lambda p, s: (p, replaced(s, offset=None)), "nested state"),
+        (
+            lambda p, s: (p, replaced(s, offset=s.offset.double())),
+            "nested_offset: torch.float64, expected float32",
+        ),
+        (
+            lambda p, s: (
+                p,
+                replaced(s, state2=NestedState(s.state2.absmax.half(), s.state2.code)),
+            ),
+            "nested_absmax: torch.float16, expected float32",
+        ),
+        (
+            lambda p, s: (
+                p,
+                replaced(s, state2=NestedState(s.state2.absmax, s.state2.code.bfloat16())),
+            ),
+            "nested_quant_map: torch.bfloat16, expected float32",
+        ),
         (lambda p, s: (p, replaced(s, blocksize=48)), "unsupported blocksize 48"),
         (lambda p, s: (p, replaced(s, quant_type="int4")), "unknown quant_type 'int4'"),
         (
@@ -82,6 +100,9 @@ def test_quantize_refuses_other_blocksizes(blocksize: object) -> None:
         "absmax-strided",
         "absmax-dtype",
         "offset",
+        "offset-dtype",
+        "nested-dtype",
+        "map-dtype",
         "blocksize",
         "type",
         "nested",

@@ -211,9 +211,16 @@ def check_decodable(packed: torch.Tensor, quant_state: QuantState, elements: int
         if quant_state.offset is None or state2.blocksize != NESTED_BLOCKSIZE:
             raise CodecError(f"nested state: expected an offset and blocksize {NESTED_BLOCKSIZE}")
         nested_blocks = block_count(blocks, NESTED_BLOCKSIZE)
-        _check_flat("nested_absmax", state2.absmax, nested_blocks, device)
-        _check_flat("nested_quant_map", state2.code, 256, device)
-        _check_flat("nested_offset", quant_state.offset, 1, device)
+        _check_float32("nested_absmax", state2.absmax, nested_blocks, device)
+        _check_float32("nested_quant_map", state2.code, 256, device)
+        _check_float32("nested_offset", quant_state.offset, 1, device)
+
+
+def _check_float32(name: str, tensor: torch.Tensor, elements: int, device: torch.device) -> None:
+    """Raise CodecError unless a kernel can read a tensor as so many float32 numbers."""
+    _check_flat(name, tensor, elements, device)
+    if tensor.dtype != torch.float32:
+        raise CodecError(f"{name}: {tensor.dtype}, expected float32")
 
 
 def _check_flat(name: str, tensor: torch.Tensor, elements: int, device: torch.device) -> None:

@@ -203,6 +203,8 @@ def check_experts(packed: PackedExperts) -> None:
     offset = packed.nested_offset
     if packed.nested and (offset is None or offset.numel() not in (1, experts)):
         raise CodecError(f"nested_offset: expected 1 or {experts} of them")
+    if offset is not None and offset.dtype != torch.float32:
+        raise CodecError(f"nested_offset: {offset.dtype}, expected float32")
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
