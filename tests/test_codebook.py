@@ -9,6 +9,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from nf4conv import choices
+from nf4conv.format import codebook
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
 NF4, FP4 = CODEBOOKS["nf4"], CODEBOOKS["fp4"]
@@ -102,3 +104,10 @@ def test_dynamic_map_has_the_published_digest():
         hashlib.sha256(stored).hexdigest()
         == "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c"
     )
+
+
+def test_options_offer_what_the_codec_takes():
+    """The tables import no options: they decide kernels that are kept, and options do not."""
+    assert tuple(codebook.CODEBOOKS) == choices.QUANT_TYPES
+    assert codebook.BLOCKSIZES == choices.BLOCKSIZES
+    assert codebook.SCALES == choices.SCALES

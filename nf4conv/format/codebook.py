@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from nf4conv import choices
-
 
 def _floats(patterns: Sequence[str]) -> tuple[float, ...]:
     """Reads float32 numbers, which Python's floats hold exactly, from their bits in hexadecimal."""
@@ -66,13 +64,13 @@ def _codebook(quant_type: str) -> Codebook:
     )
 
 
-CODEBOOKS: Final = {quant_type: _codebook(quant_type) for quant_type in choices.QUANT_TYPES}
+CODEBOOKS: Final = {"nf4": _codebook("nf4"), "fp4": _codebook("fp4")}
 """The data types by their names."""
 
-BLOCKSIZES: Final = choices.BLOCKSIZES
+BLOCKSIZES: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Block sizes that bitsandbytes' CUDA kernels accept (32 since its 0.49.2)."""
 
-SCALES: Final = choices.SCALES
+SCALES: Final = ("absmax", "search")
 """Ways to choose the scale of a block: its absmax, or the scale that codec/search.py finds."""
 
 RECORDED_SCALES: Final = (*SCALES, "calibrated")
