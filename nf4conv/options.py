@@ -126,8 +126,8 @@ class SourceOptions:
             False, which downloads whole files.
         gguf_file: the name of a GGUF file in the folder or repository, which is the source then.
             None (default) takes safetensors, or pickles.
-        mmproj: for a GGUF file, the file of the tower that sees: a path, or a name in the folder or
-            repository. It needs `config_from`. None (default) takes the text model alone.
+        mmproj: for a GGUF file, the file of the tower that sees or hears: a path, or a name in the
+            folder or repository. It needs `config_from`. None (default) takes the text model alone.
         config_from: for a GGUF file, the folder or model on the Hub from which config.json and the
             tokenizer are taken. None (default) makes them of the file's metadata.
     """

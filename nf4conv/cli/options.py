@@ -118,7 +118,7 @@ _mmproj_option = option(
     "--mmproj",
     group=Group.SOURCE,
     metavar="FILE",
-    help="For a GGUF file: read the tower that sees from this one; needs --config-from.",
+    help="For a GGUF file: read the tower that sees or hears from this one; needs --config-from.",
 )
 _config_from_option = option(
     "--config-from",

@@ -74,7 +74,7 @@ def open_gguf(
         borrowed: the folder from which config.json, the tokenizer and other files are taken. None
             makes config.json and the tokenizer of the file's metadata.
         absent: opens files that are not here, by the path that they would have.
-        tower: the file of the tower that sees. None opens the text model alone.
+        tower: the file of the tower that sees or hears. None opens the text model alone.
         beside: names of files that would be beside this one, of those that are not here.
 
     Raises:
