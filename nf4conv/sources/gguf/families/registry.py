@@ -113,27 +113,33 @@ _ENCODERS: Final[_Table] = {
     "nomic-bert": encoders.NOMIC_BERT,
 }
 
-_LIKE_NAMED_DECODERS: Final[_Choices] = {
+_LIKE_NAMED_DENSE: Final[_Choices] = {
+    "llama": (mixtures.MIXTRAL, dense.LLAMA),
     "olmo2": (dense.OLMO3, dense.OLMO2),
     "falcon": (early.FALCON_40B, early.FALCON),
-    "llama": (mixtures.MIXTRAL, dense.LLAMA),
+    "gemma4": (gemma.GEMMA4_MOE, gemma.GEMMA4),
+    "qwen2": (later_dense.QWEN2_WITHOUT_BIASES, dense.QWEN2),
+    "mistral3": (dense.MINISTRAL3, dense.MISTRAL),
+    "chatglm": (later_dense.CHATGLM, later_dense.GLM),
+    "glm4": (later_dense.GLM4V_TEXT, dense.GLM4),
+}
+
+_LIKE_NAMED_MIXTURES: Final[_Choices] = {
+    "glm4moe": (later_mixtures.SOLAR_OPEN, mixtures.GLM4_MOE),
     "granitemoe": (mixtures.GRANITE_MOE_SHARED, mixtures.GRANITE_MOE),
+    "granite_swa": (later_mixtures.GRANITE_MOE_SWA, later_dense.GRANITE_SWA),
     "deepseek2": (
         latents.MISTRAL_LARGE_3,
         latents.DEEPSEEK_V3,
         latents.DEEPSEEK_V2,
         latents.YOUTU,
     ),
+}
+
+_LIKE_NAMED_RECURRENT: Final[_Choices] = {
     "mamba": (recurrent.FALCON_MAMBA, recurrent.MAMBA),
     "granitehybrid": (recurrent.GRANITE_HYBRID_MOE, recurrent.BAMBA, recurrent.GRANITE_HYBRID),
     "nemotron_h_moe": (recurrent.NEMOTRON_PUZZLE, recurrent.NEMOTRON_H_MOE),
-    "gemma4": (gemma.GEMMA4_MOE, gemma.GEMMA4),
-    "qwen2": (later_dense.QWEN2_WITHOUT_BIASES, dense.QWEN2),
-    "mistral3": (dense.MINISTRAL3, dense.MISTRAL),
-    "chatglm": (later_dense.CHATGLM, later_dense.GLM),
-    "glm4": (later_dense.GLM4V_TEXT, dense.GLM4),
-    "glm4moe": (later_mixtures.SOLAR_OPEN, mixtures.GLM4_MOE),
-    "granite_swa": (later_mixtures.GRANITE_MOE_SWA, later_dense.GRANITE_SWA),
 }
 
 _LIKE_NAMED_ENCODERS: Final[_Choices] = {
@@ -164,7 +170,9 @@ _SINGLE: Final[_Table] = {
 
 FAMILIES: Final[_Choices] = {
     **{architecture: (family,) for architecture, family in _SINGLE.items()},
-    **_LIKE_NAMED_DECODERS,
+    **_LIKE_NAMED_DENSE,
+    **_LIKE_NAMED_MIXTURES,
+    **_LIKE_NAMED_RECURRENT,
     **_LIKE_NAMED_ENCODERS,
 }
 """The families by the architecture that `general.architecture` names.

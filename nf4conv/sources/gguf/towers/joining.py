@@ -6,14 +6,17 @@ the tensors in the order of `Join.parts`, and the sizes of the metadata.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from nf4conv.sources.gguf.families.family import Piece, Stack
 from nf4conv.sources.gguf.families.steps.joining import count_matrices, matrix_of
 from nf4conv.sources.gguf.header import GgufTensor
 
+_Parts: TypeAlias = Sequence[GgufTensor]
+_Sizes: TypeAlias = Mapping[str, Any]
 
-def join_attention(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+
+def join_attention(parts: _Parts, _sizes: _Sizes) -> Stack:
     """Returns the rows of queries, keys and values one after the other; of biases, the elements.
 
     Source: Qwen2VLVisionModel.
@@ -26,7 +29,7 @@ def join_attention(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> St
     return Stack((group,), (rows, *shape[1:]))
 
 
-def join_frames(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+def join_frames(parts: _Parts, _sizes: _Sizes) -> Stack:
     """Returns [out, channels, frames, height, width] of one [out, channels, height, width] a frame.
 
     Source: Qwen2VLVisionModel, which takes patch_embed.proj apart.
@@ -46,7 +49,7 @@ def join_frames(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack
     return Stack((tuple(pieces),), joined, is_interleaved=True)
 
 
-def join_patches(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stack:
+def join_patches(parts: _Parts, _sizes: _Sizes) -> Stack:
     """Returns [out, height · width · channels] of [out, channels, height, width].
 
     Source: Gemma4VisionAudioModel, which makes a convolution of a matrix.
@@ -61,7 +64,7 @@ def join_patches(parts: Sequence[GgufTensor], _sizes: Mapping[str, Any]) -> Stac
     return Stack(tuple(groups), (outputs, channels * height * width), is_transposed=True)
 
 
-def _common_shape(parts: Sequence[GgufTensor]) -> tuple[int, ...]:
+def _common_shape(parts: _Parts) -> tuple[int, ...]:
     """Returns the shape of parts that are alike."""
     shape = parts[0].shape
     for part in parts:

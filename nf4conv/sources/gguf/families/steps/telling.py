@@ -5,9 +5,12 @@ tensors, also with `*` for the number of a layer.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from nf4conv.sources.gguf.incoming import Texts
+
+_Sizes: TypeAlias = Mapping[str, Any]
+_Names: TypeAlias = Collection[str]
 
 _SPACE: Final = "▁"
 """What SentencePiece writes for a space, and llama.cpp before each word of BERT."""
@@ -16,7 +19,7 @@ _FEW: Final = 0.01
 """Share of words that may begin with that character in a vocabulary without SentencePiece."""
 
 
-def has_words_of_sentencepiece(sizes: Mapping[str, Any], _names: Collection[str]) -> bool:
+def has_words_of_sentencepiece(sizes: _Sizes, _names: _Names) -> bool:
     """Tells CamemBERT from BERT: its words have the sign of a space, and get it once more.
 
     Source: BertModel.set_vocab.
@@ -24,33 +27,41 @@ def has_words_of_sentencepiece(sizes: Mapping[str, Any], _names: Collection[str]
     tokens = sizes.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, Texts) or not len(tokens):
         return False
-    twice = sum(token.startswith(2 * _SPACE) and len(token) > 2 for token in tokens)
-    return twice > _FEW * len(tokens)
+    twice = 2 * _SPACE
+    count = 0
+    for token in tokens:
+        if token.startswith(twice) and token != twice:
+            count += 1
+    return count > _FEW * len(tokens)
 
 
-def rotates_beside_states(sizes: Mapping[str, Any], names: Collection[str]) -> bool:
+def rotates_beside_states(sizes: _Sizes, names: _Names) -> bool:
     """Tells Bamba from Granite 4, which has no rotary embeddings where it has states.
 
     Source: GraniteHybridModel.set_gguf_parameters.
     """
-    return "blk.*.ssm_a" in names and bool(sizes.get("rope.scaling.finetuned"))
+    has_states = "blk.*.ssm_a" in names
+    return has_states and bool(sizes.get("rope.scaling.finetuned"))
 
 
-def has_tokens_of_solar(sizes: Mapping[str, Any], _names: Collection[str]) -> bool:
+def has_tokens_of_solar(sizes: _Sizes, _names: _Names) -> bool:
     """Tells Solar Open from GLM-4.5, which always says how many layers have no experts.
 
     Source: SolarOpenModel, which changes nothing but the tokenizer.
     """
-    return (
-        sizes.get("tokenizer.ggml.pre") == "solar-open" or "leading_dense_block_count" not in sizes
-    )
+    if sizes.get("tokenizer.ggml.pre") == "solar-open":
+        return True
+    return "leading_dense_block_count" not in sizes
 
 
-def has_layers_that_differ(sizes: Mapping[str, Any], _names: Collection[str]) -> bool:
+def has_layers_that_differ(sizes: _Sizes, _names: _Names) -> bool:
     """Tells Puzzle from Nemotron-H: its layers use more or fewer experts (NemotronHPuzzleModel)."""
-    return isinstance(sizes.get("expert_used_count"), list)
+    used_experts = sizes.get("expert_used_count")
+    return isinstance(used_experts, list)
 
 
-def lacks_biases(_sizes: Mapping[str, Any], names: Collection[str]) -> bool:
+def lacks_biases(_sizes: _Sizes, names: _Names) -> bool:
     """Tells KORMo from Qwen2, whose queries have biases always."""
-    return "blk.*.attn_q.weight" in names and "blk.*.attn_q.bias" not in names
+    has_queries = "blk.*.attn_q.weight" in names
+    has_biases = "blk.*.attn_q.bias" in names
+    return has_queries and not has_biases
