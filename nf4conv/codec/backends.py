@@ -31,7 +31,7 @@ scales, both written, its quant_type and its blocksize.
 
 @functools.cache
 def backend(device: torch.device) -> ModuleType:
-    """Return the package whose functions run on a device: cpu, kernels or reference."""
+    """Returns the package whose functions run on a device: cpu, kernels or reference."""
     capability = None
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
@@ -39,7 +39,7 @@ def backend(device: torch.device) -> ModuleType:
 
 
 def choose_backend(device_type: str, capability: tuple[int, int] | None) -> ModuleType:
-    """Return the backend for a kind of device.
+    """Returns the backend for a kind of device.
 
     Args:
         device_type: torch's name of it, such as "cuda".
@@ -55,7 +55,7 @@ def choose_backend(device_type: str, capability: tuple[int, int] | None) -> Modu
 
 
 def encoder(device: torch.device, scales: str) -> Encoder:
-    """Return the function that encodes blocks on a device.
+    """Returns the function that encodes blocks on a device.
 
     Args:
         device: of the weights.
@@ -67,7 +67,7 @@ def encoder(device: torch.device, scales: str) -> Encoder:
 
 
 def why_plain(capability: tuple[int, int] | None) -> str:
-    """Return why a GPU computes with plain torch and not with the kernels; empty if the kernels
+    """Returns why a GPU computes with plain torch and not with the kernels; empty if the kernels
     run.
 
     Args:
@@ -83,7 +83,7 @@ def why_plain(capability: tuple[int, int] | None) -> str:
 
 
 def _triton_release() -> tuple[int, int]:
-    """Return major and minor number of the installed Triton; zeros if there is none."""
+    """Returns major and minor number of the installed Triton; zeros if there is none."""
     try:
         found = re.match(r"(\d+)\.(\d+)", version("triton"))
     except PackageNotFoundError:  # Triton is made for Linux
@@ -98,5 +98,5 @@ def _dotted(numbers: tuple[int, int]) -> str:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return True if the Triton kernels compute on a device."""
+    """Returns True if the Triton kernels compute on a device."""
     return backend(device).__name__ == "nf4conv.codec.kernels"

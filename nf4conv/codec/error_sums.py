@@ -61,7 +61,7 @@ class ErrorSums:
 
 
 def half_gaps(quant_type: str, scales: str) -> tuple[float, ...]:
-    """Return the half_gap of each of the 16 codes, slack included.
+    """Returns the half_gap of each of the 16 codes, slack included.
 
     Args:
         quant_type: "nf4" or "fp4".
@@ -80,7 +80,7 @@ def half_gaps(quant_type: str, scales: str) -> tuple[float, ...]:
 
 
 def merged(parts: Sequence[ErrorSums]) -> ErrorSums:
-    """Return the sums of a tensor from those of its parts, added in their order.
+    """Returns the sums of a tensor from those of its parts, added in their order.
 
     Args:
         parts: of consecutive pieces of the tensor; at least one.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # importing Triton takes a second
 def linear_4bit(
     x: torch.Tensor, packed: torch.Tensor, quant_state: QuantState, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply x with a packed weight: x · Wᵀ + bias, with float32 sums.
+    """Multiplies x with a packed weight: x · Wᵀ + bias, with float32 sums.
 
     On NVIDIA GPUs of compute capability 8 and newer a fused kernel decodes the weight while it
     multiplies, for float16 and bfloat16 x of up to 64 rows, and on Hopper of up to 512 where that
@@ -65,7 +65,7 @@ def linear_4bit(
 
 
 def _operands(packed: torch.Tensor, state: QuantState) -> tuple[Any, ...]:
-    """Return the arguments of the operators that are of the weight."""
+    """Returns the arguments of the operators that are of the weight."""
     decoding = decoding_of(state)
     codes = packed.data.view(torch.uint8)
     n = state.shape[0]
@@ -73,7 +73,7 @@ def _operands(packed: torch.Tensor, state: QuantState) -> tuple[Any, ...]:
 
 
 def _trains(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return True if gradients of x or bias may be asked for."""
+    """Returns True if gradients of x or bias may be asked for."""
     return torch.is_grad_enabled() and (
         x.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -82,7 +82,7 @@ def _trains(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
 def _traced(
     x: torch.Tensor, packed: torch.Tensor, state: QuantState, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute `linear_4bit` in a graph that torch.compile makes: what is checked here is checked
+    """Computes `linear_4bit` in a graph that torch.compile makes: what is checked here is checked
     once for the graph, and the tables are made before any run of it.
     """
     n, _ = _checked_shape(packed, state)
@@ -101,13 +101,13 @@ def _traced(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _make_tables(quant_type: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Make the tables that kernels read while a graph is traced, so that its memory has none."""
+    """Makes the tables that kernels read while a graph is traced, so that its memory has none."""
     make_tables(quant_type, dtype, device)
     return True
 
 
 def make_tables(quant_type: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Make the tables that products on a device read; they are kept."""
+    """Makes the tables that products on a device read; they are kept."""
     if not has_kernels(device):
         return
     from nf4conv.codec.kernels import tables  # importing Triton takes a second
@@ -119,7 +119,7 @@ def make_tables(quant_type: str, dtype: torch.dtype, device: torch.device) -> No
 
 
 def _checked_shape(packed: torch.Tensor, state: QuantState) -> torch.Size:
-    """Return the shape [N, K] of a weight; raise CodecError unless its parts belong together."""
+    """Returns the shape [N, K] of a weight; raises CodecError unless its parts belong together."""
     if len(state.shape) != 2:
         raise CodecError(f"the weight has the shape {list(state.shape)}, expected [N, K]")
     check_decodable(packed, state, state.shape[0] * state.shape[1])
@@ -129,7 +129,7 @@ def _checked_shape(packed: torch.Tensor, state: QuantState) -> torch.Size:
 def _check_operands(
     x: torch.Tensor, bias: torch.Tensor | None, shape: torch.Size, device: torch.device
 ) -> None:
-    """Raise CodecError unless x and bias fit a weight."""
+    """Raises CodecError unless x and bias fit a weight."""
     n, k = shape
     if x.shape[-1:] != (k,) or x.dtype not in DTYPE_NAMES or x.device != device:
         raise CodecError(
@@ -170,7 +170,7 @@ class _Weight:
         self.state = weakref.ref(state, forget)
 
     def is_of(self, packed: torch.Tensor, state: QuantState) -> bool:
-        """Return True if this was made for these tensors and none was replaced since."""
+        """Returns True if this was made for these tensors and none was replaced since."""
         absmax, code, nested_absmax, offset = self.tensors
         if self.state() is not state or absmax() is not state.absmax:
             return False
@@ -190,11 +190,11 @@ class _Weight:
             return codes == self.codes and packed.is_contiguous()
 
     def check(self, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Raise CodecError unless x and bias fit."""
+        """Raises CodecError unless x and bias fit."""
         _check_operands(x, bias, self.shape, self.device)
 
     def product_for(self, x: torch.Tensor, bias: torch.Tensor | None) -> "Multiply | None":
-        """Return what multiplies with x and adds the bias; None where there are no kernels."""
+        """Returns what multiplies with x and adds the bias; None where there are no kernels."""
         product = self.products.get((x.shape, x.dtype, x.device))
         if product is None:
             self.check(x, bias)
@@ -205,7 +205,7 @@ class _Weight:
         return product
 
     def _prepare(self, x: torch.Tensor) -> "Multiply":
-        """Return what multiplies all that have the shape, dtype and device of x."""
+        """Returns what multiplies all that have the shape, dtype and device of x."""
         from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
 
         n, k = self.shape
@@ -219,7 +219,7 @@ class _Weight:
 
 
 def _weight_of(packed: torch.Tensor, state: QuantState) -> _Weight:
-    """Return what is known of a weight; check it if it is new."""
+    """Returns what is known of a weight; checks it if it is new."""
     weight = _weights.get(id(state))
     if weight is None or not weight.is_of(packed, state):
         weight = _Weight(packed, state)

@@ -21,7 +21,7 @@ Key = tuple[Any, ...]
 
 
 def join_when_compiling() -> None:
-    """Let Inductor join products, unless another change of graphs was asked for before."""
+    """Lets Inductor join products, unless another change of graphs was asked for before."""
     try:
         from torch._inductor import config
         from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -37,14 +37,14 @@ def join_when_compiling() -> None:
             join_products(graph)
 
         def uuid(self) -> str:
-            """Return what stands for this in the names of compiled graphs."""
+            """Returns what stands for this in the names of compiled graphs."""
             return "nf4conv joins products, 1"
 
     config.post_grad_custom_pre_pass = JoinProducts()
 
 
 def join_products(graph: torch.fx.Graph) -> int:
-    """Join products of the same x with weights of one form, two or three at a time.
+    """Joins products of the same x with weights of one form, two or three at a time.
 
     A joined product takes the place of the first. What the others need is computed before it, so
     products are left alone whose weights come from other computations.
@@ -68,7 +68,7 @@ def join_products(graph: torch.fx.Graph) -> int:
 
 
 def _may_join(node: torch.fx.Node) -> bool:
-    """Return True for a product of few rows whose weight is an input of the graph."""
+    """Returns True for a product of few rows whose weight is an input of the graph."""
     x = node.args[0]
     shape = x.meta["val"].shape if isinstance(x, torch.fx.Node) and "val" in x.meta else ()
     rows = 1
@@ -81,7 +81,7 @@ def _may_join(node: torch.fx.Node) -> bool:
 
 
 def _is_given(node: torch.fx.Node) -> bool:
-    """Return True for an input of the graph, and for what is made of inputs alone."""
+    """Returns True for an input of the graph, and for what is made of inputs alone."""
     if node.op in ("placeholder", "get_attr"):
         return True
     return (
@@ -101,13 +101,13 @@ _VIEWS = (
 
 
 def _key(node: torch.fx.Node) -> Key:
-    """Return what products have in common that may be joined."""
+    """Returns what products have in common that may be joined."""
     x, bias, _, _, nested_absmax, _, _, _, quant_type, blocksize = node.args
     return x, bias is None, nested_absmax is None, quant_type, blocksize
 
 
 def _join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
-    """Replace products by one."""
+    """Replaces products by one."""
     first = nodes[0]
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in nodes[1:]:
@@ -135,7 +135,7 @@ def _join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
 def _move_before(
     node: torch.fx.Node, first: torch.fx.Node, place: dict[torch.fx.Node, int]
 ) -> None:
-    """Move what stands behind `first`, and what that is made of, before it."""
+    """Moves what stands behind `first`, and what that is made of, before it."""
     if place[node] < place[first]:
         return
     for needed in node.all_input_nodes:

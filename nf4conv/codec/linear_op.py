@@ -36,7 +36,7 @@ def multiply_packed(
     quant_type: str,
     blocksize: int,
 ) -> torch.Tensor:
-    """Compute x · Wᵀ + bias with an [n, K] weight.
+    """Computes x · Wᵀ + bias with an [n, K] weight.
 
     Args:
         x: [..., K].
@@ -66,7 +66,7 @@ def multiply_packed(
 
 
 def _in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x · Wᵀ + bias in float32, where autocast would compute in less."""
+    """Returns x · Wᵀ + bias in float32, where autocast would compute in less."""
     kind = x.device.type
     if not torch.amp.is_autocast_available(kind):
         return functional.linear(x.float(), weight, bias)
@@ -86,7 +86,7 @@ def multiply_group(
     quant_type: str,
     blocksize: int,
 ) -> list[torch.Tensor]:
-    """Compute x · Wᵀ + bias for several weights, as `multiply_packed` does for one.
+    """Computes x · Wᵀ + bias for several weights, as `multiply_packed` does for one.
 
     Args:
         x: [..., K].
@@ -132,7 +132,7 @@ def _addresses(
     nested_code: torch.Tensor | None,
     offset: torch.Tensor | None,
 ) -> Addresses:
-    """Return what a kernel is told of a weight."""
+    """Returns what a kernel is told of a weight."""
     first = absmax.data_ptr()
     if nested_absmax is None or nested_code is None or offset is None:
         return packed.data_ptr(), first, first, first, first
@@ -152,7 +152,7 @@ def _decode(
     quant_type: str,
     blocksize: int,
 ) -> torch.Tensor:
-    """Return the decoded weight, [n, k]."""
+    """Returns the decoded weight, [n, k]."""
     state2 = None
     if nested_absmax is not None and nested_code is not None:
         state2 = NestedState(nested_absmax, nested_code)
@@ -164,25 +164,25 @@ def _decode(
 
 
 def _like_result(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Return a tensor of the result's shape and dtype, for tracing."""
+    """Returns a tensor of the result's shape and dtype, for tracing."""
     n: int = arguments[6]
     return x.new_empty((*x.shape[:-1], n))
 
 
 def _like_results(x: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
-    """Return tensors of the results' shapes and dtype, for tracing."""
+    """Returns tensors of the results' shapes and dtype, for tracing."""
     rows: list[int] = arguments[6]
     return [x.new_empty((*x.shape[:-1], n)) for n in rows]
 
 
 def _like_weight(packed: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """Return a tensor of the decoded weight's shape and dtype, for tracing."""
+    """Returns a tensor of the decoded weight's shape and dtype, for tracing."""
     n, k, dtype = arguments[4:7]
     return packed.new_empty((n, k), dtype=dtype)
 
 
 def _define(name: str, schema: str, compute: Any, trace: Any) -> Any:
-    """Make an operator, and return it."""
+    """Makes an operator, and return it."""
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     torch.library.define(f"nf4conv::{name}", schema, tags=tags)
     torch.library.impl(f"nf4conv::{name}", "default", compute)
@@ -223,7 +223,7 @@ def _setup_context(
     inputs: tuple[Any, ...],
     output: torch.Tensor,  # noqa: ARG001 (torch passes it by name)
 ) -> None:
-    """Keep what `_backward` needs of the arguments of `train_op`."""
+    """Keeps what `_backward` needs of the arguments of `train_op`."""
     x, bias, packed, absmax, nested_absmax, nested_code, offset, n, quant_type, blocksize = inputs
     ctx.save_for_backward(packed, absmax, nested_absmax, nested_code, offset)
     ctx.weight_shape = (n, x.shape[-1])
@@ -234,7 +234,7 @@ def _setup_context(
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the arguments of `train_op`: those of x and bias, then Nones."""
+    """Returns the gradients of the arguments of `train_op`: those of x and bias, then Nones."""
     grad_x = None
     grad_bias = None
     if ctx.needs_input_grad[0]:

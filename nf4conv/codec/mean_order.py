@@ -19,13 +19,13 @@ _MAX_PER_THREAD: Final = 256
 
 
 def threads(count: int) -> int:
-    """Return the threads of a block that sums so many values: a power of two."""
+    """Returns the threads of a block that sums so many values: a power of two."""
     most = count if count < 128 else min(count // VECTOR, MAX_THREADS)
     return 1 << (max(most, 1).bit_length() - 1)
 
 
 def thread_blocks(count: int, resident: int) -> int:
-    """Return the number of thread blocks that share the sum of a vector.
+    """Returns the number of thread blocks that share the sum of a vector.
 
     Args:
         count: values of the vector.

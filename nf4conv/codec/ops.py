@@ -24,7 +24,7 @@ def quantize_4bit(
     double_quant: bool = True,
     scales: str = "absmax",
 ) -> tuple[torch.Tensor, QuantState]:
-    """Quantize a weight to 4 bits.
+    """Quantizes a weight to 4 bits.
 
     The result has the bytes that bitsandbytes' CUDA library gives, on any device. With
     `scales="search"` it has as many bytes, the same on every device, and a smaller error.
@@ -77,7 +77,7 @@ def quantize_4bit(
 
 
 def compress_absmax(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, NestedState]:
-    """Quantize absmax to 8 bits: the second quantization of double quantization.
+    """Quantizes absmax to 8 bits: the second quantization of double quantization.
 
     Args:
         absmax: [blocks] float32.
@@ -99,7 +99,7 @@ def dequantize_4bit(
     out: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Decode a packed weight, bit for bit as bitsandbytes' CUDA library does.
+    """Decodes a packed weight, bit for bit as bitsandbytes' CUDA library does.
 
     Works under `torch.compile`.
 
@@ -159,7 +159,7 @@ def dequantize_op(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Call the backend's `dequantize_blocks`; torch.compile sees an opaque operator that writes
+    """Calls the backend's `dequantize_blocks`; torch.compile sees an opaque operator that writes
     `out`.
     """
     state2 = None
@@ -171,11 +171,11 @@ def dequantize_op(
 
 @dequantize_op.register_fake
 def _(*_: object) -> None:
-    """Do nothing: only `out` is written, and tracing need not know what."""
+    """Does nothing: only `out` is written, and tracing need not know what."""
 
 
 def check_options(quant_type: str, blocksize: int) -> None:
-    """Raise CodecError unless the data type and the blocksize are supported."""
+    """Raises CodecError unless the data type and the blocksize are supported."""
     if quant_type not in CODEBOOKS:
         raise CodecError(
             f"unknown quant_type {quant_type!r}; expected one of {', '.join(CODEBOOKS)}"
@@ -187,8 +187,8 @@ def check_options(quant_type: str, blocksize: int) -> None:
 
 
 def check_decodable(packed: torch.Tensor, quant_state: QuantState, elements: int) -> None:
-    """Raise CodecError unless every tensor can be read as one flat piece of memory of the size that
-    a weight of so many elements needs.
+    """Raises CodecError unless every tensor can be read as one flat piece of memory of the size
+    that a weight of so many elements needs.
     """
     check_options(quant_state.quant_type, quant_state.blocksize)
     expected_bytes = -(-elements // 2)
@@ -217,14 +217,14 @@ def check_decodable(packed: torch.Tensor, quant_state: QuantState, elements: int
 
 
 def _check_float32(name: str, tensor: torch.Tensor, elements: int, device: torch.device) -> None:
-    """Raise CodecError unless a kernel can read a tensor as so many float32 numbers."""
+    """Raises CodecError unless a kernel can read a tensor as so many float32 numbers."""
     _check_flat(name, tensor, elements, device)
     if tensor.dtype != torch.float32:
         raise CodecError(f"{name}: {tensor.dtype}, expected float32")
 
 
 def _check_flat(name: str, tensor: torch.Tensor, elements: int, device: torch.device) -> None:
-    """Raise CodecError unless a tensor has so many elements, is on a device and contiguous."""
+    """Raises CodecError unless a tensor has so many elements, is on a device and contiguous."""
     if tensor.numel() != elements or tensor.device != device or not tensor.is_contiguous():
         layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
         raise CodecError(

@@ -14,7 +14,7 @@ from nf4conv.codec.quant_state import decoding_of
 
 
 def patch_linear_4bit(model: torch.nn.Module) -> int:
-    """Make the 4-bit layers of a model multiply with `linear_4bit`.
+    """Makes the 4-bit layers of a model multiply with `linear_4bit`.
 
     Every `bitsandbytes.nn.Linear4bit` of the model gets a new `forward`, and every layer of a class
     derived from it, unless that class has a forward of its own. Nothing else of the model changes.
@@ -54,7 +54,7 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
 
 
 def unpatch_linear_4bit(model: torch.nn.Module) -> int:
-    """Give the 4-bit layers of a model bitsandbytes' own product back.
+    """Gives the 4-bit layers of a model bitsandbytes' own product back.
 
     Args:
         model: what `patch_linear_4bit` changed; changed in place.
@@ -80,7 +80,7 @@ def unpatch_linear_4bit(model: torch.nn.Module) -> int:
 def decoded_linear_4bit(
     model: torch.nn.Module, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, str]:
-    """Say which 4-bit layers `linear_4bit` decodes before it multiplies even a single row.
+    """Says which 4-bit layers `linear_4bit` decodes before it multiplies even a single row.
 
     Args:
         model: a model with layers of bitsandbytes, patched or not.
@@ -101,14 +101,14 @@ def decoded_linear_4bit(
 
 
 def _linear_4bit_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Find the layers of bitsandbytes. PEFT's layers around them have a class of the same name."""
+    """Finds the layers of bitsandbytes. PEFT's layers around them have a class of the same name."""
     for name, module in model.named_modules():
         if _kind_of(module) is not None:
             yield name, module
 
 
 def _kind_of(module: torch.nn.Module) -> Any:
-    """Return the Linear4bit that a layer's class is or derives from; None if there is none."""
+    """Returns the Linear4bit that a layer's class is or derives from; None if there is none."""
     for kind in type(module).__mro__:
         if kind.__name__ == "Linear4bit" and not kind.__module__.startswith("peft."):
             return kind
@@ -116,12 +116,12 @@ def _kind_of(module: torch.nn.Module) -> Any:
 
 
 def _has_own_forward(module: Any) -> bool:
-    """Return True if the class of a layer computes something else than Linear4bit does."""
+    """Returns True if the class of a layer computes something else than Linear4bit does."""
     return type(module).forward is not _kind_of(module).forward
 
 
 def _replace_forward(module: Any, forward: Any) -> None:
-    """Give a layer a new forward, behind the hook of accelerate if there is one."""
+    """Gives a layer a new forward, behind the hook of accelerate if there is one."""
     if "_old_forward" in vars(module) and not _is_ours(vars(module).get("forward")):
         module._old_forward = forward
     else:
@@ -133,7 +133,7 @@ def _is_ours(forward: Any) -> bool:
 
 
 def _forward(module: Any, x: torch.Tensor) -> Any:
-    """Compute what a patched Linear4bit returns for x."""
+    """Computes what a patched Linear4bit returns for x."""
     weight = module._parameters["weight"]
     state = getattr(weight, "quant_state", None)
     if state is None or _is_repacked(state):
@@ -145,18 +145,18 @@ def _forward(module: Any, x: torch.Tensor) -> Any:
 
 
 def _is_repacked(state: Any) -> bool:
-    """Return True if bitsandbytes has packed a weight for its own product on CPUs."""
+    """Returns True if bitsandbytes has packed a weight for its own product on CPUs."""
     return bool(getattr(state, "packing_format_for_cpu", False))
 
 
 def _compute_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
-    """Return in what a layer computes, given the dtype of its input."""
+    """Returns in what a layer computes, given the dtype of its input."""
     found: torch.dtype = module.compute_dtype or dtype
     return found
 
 
 def _why_decoded(module: Any, dtype: torch.dtype) -> str:
-    """Return why a layer has no kernel; empty if it has one."""
+    """Returns why a layer has no kernel; empty if it has one."""
     if _has_own_forward(module):
         return f"{type(module).__name__} has a forward of its own"
     weight = module.weight

@@ -23,7 +23,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @cache
 def code_table(data_type: str, device: torch.device) -> torch.Tensor:
-    """Return the values of codes, a tensor that is shared: never write to it.
+    """Returns the values of codes, a tensor that is shared: never write to it.
 
     Args:
         data_type: "nf4" or "fp4" for [16] float32 (`quant_map` on disk); "dynamic" for the
@@ -93,16 +93,16 @@ class Decoding(NamedTuple):
     scales: str = "absmax"
 
     def form(self) -> Form:
-        """Return what kernels are prepared for."""
+        """Returns what kernels are prepared for."""
         return Form(self.quant_type, self.blocksize, self.state2 is not None)
 
     def addresses(self, packed: torch.Tensor) -> Addresses:
-        """Return where kernels find a weight with these packed codes."""
+        """Returns where kernels find a weight with these packed codes."""
         first, second, third, fourth = [tensor.data_ptr() for tensor in self.pointers()]
         return packed.data_ptr(), first, second, third, fourth
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """Return what kernels read: absmax, and the code, nested absmax and offset that decode it.
+        """Returns what kernels read: absmax, and the code, nested absmax and offset that decode it.
 
         Without double quantization, absmax stands in the place of the other three.
         """
@@ -111,7 +111,7 @@ class Decoding(NamedTuple):
         return self.absmax, self.state2.code, self.state2.absmax, self.offset
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Return absmax, nested absmax, its code and the offset, for torch's custom operators,
+        """Returns absmax, nested absmax, its code and the offset, for torch's custom operators,
         which take no classes.
         """
         if self.state2 is None:
@@ -158,7 +158,7 @@ class QuantState:
         return self.state2 is not None
 
     def components(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that stand beside the packed codes on disk, as bitsandbytes writes
+        """Returns the tensors that stand beside the packed codes on disk, as bitsandbytes writes
         them.
 
         Reads the offset back from the device, which waits for it.
@@ -188,7 +188,7 @@ class QuantState:
     def from_components(
         cls, parts: Mapping[str, torch.Tensor], *, may_say_more: bool = False
     ) -> "QuantState":
-        """Make a state of the tensors that stand beside the packed codes on disk.
+        """Makes a state of the tensors that stand beside the packed codes on disk.
 
         The stored nested_quant_map is used as it is: releases of bitsandbytes before 0.45.3 wrote
         low-precision maps.
@@ -232,12 +232,12 @@ class QuantState:
 
 
 def decoding_of(state: QuantState) -> Decoding:
-    """Return what backends need of a state, ours or bitsandbytes'."""
+    """Returns what backends need of a state, ours or bitsandbytes'."""
     return Decoding(state.absmax, state.state2, state.offset, state.quant_type, state.blocksize)
 
 
 def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Strip the prefixes of names; raise CodecError unless all are components, with one
+    """Strips the prefixes of names; raises CodecError unless all are components, with one
     quant_state.
     """
     named: dict[str, torch.Tensor] = {}
@@ -252,7 +252,7 @@ def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _suffix_of(key: str) -> str:
-    """Return the component that a name ends in; a CodecError if there is none."""
+    """Returns the component that a name ends in; a CodecError if there is none."""
     for suffix in COMPONENT_SUFFIXES:
         # "nested_absmax" does not end in ".absmax", so a suffix is unambiguous
         if key == suffix or key.endswith(f".{suffix}"):
@@ -263,7 +263,7 @@ def _suffix_of(key: str) -> str:
 
 
 def _component(named: Mapping[str, torch.Tensor], suffix: str) -> torch.Tensor:
-    """Return a component by its suffix; a CodecError if it is missing."""
+    """Returns a component by its suffix; a CodecError if it is missing."""
     if suffix not in named:
         raise CodecError(f"the component {suffix} is missing beside {sorted(named)}")
     return named[suffix]

@@ -38,7 +38,7 @@ Words = npt.NDArray[np.uint32]
 
 @functools.cache
 def coefficients() -> Words:
-    """Return c0, c1 and c2 of each segment: [3, 128] uint32."""
+    """Returns c0, c1 and c2 of each segment: [3, 128] uint32."""
     text = Path(__file__).with_suffix(".txt").read_text()
     words = [int(word, 16) for word in text.split()]
     by_segment = np.array(words, dtype=np.uint32).reshape(128, 3)
@@ -47,7 +47,7 @@ def coefficients() -> Words:
 
 @functools.cache
 def _summands() -> Words:
-    """Return c0 · 2^13 + 2023, c1, c2 and 0 of each segment side by side, so that one look finds
+    """Returns c0 · 2^13 + 2023, c1, c2 and 0 of each segment side by side, so that one look finds
     them: [128, 4] uint32.
     """
     c0, c1, c2 = coefficients()
@@ -56,7 +56,7 @@ def _summands() -> Words:
 
 @functools.cache
 def _squares() -> Words:
-    """Return s(t) for every t: [65536] uint32."""
+    """Returns s(t) for every t: [65536] uint32."""
     t = np.arange(1 << 16, dtype=np.uint32)
     total = np.zeros_like(t)
     for high in range(9, 16):
@@ -69,7 +69,7 @@ def _squares() -> Words:
 
 
 def reciprocal(values: torch.Tensor) -> torch.Tensor:
-    """Return 1 / x as rcp.approx.ftz gives it. The host computes it.
+    """Returns 1 / x as rcp.approx.ftz gives it. The host computes it.
 
     Args:
         values: float32, of any shape, on any device.
@@ -99,7 +99,7 @@ def reciprocal(values: torch.Tensor) -> torch.Tensor:
 
 
 def _lowest_bits(bits: Words) -> Words:
-    """Return the lowest 17 bits of the result's mantissa, in units of 2^-24, by the formula above
+    """Returns the lowest 17 bits of the result's mantissa, in units of 2^-24, by the formula above
     modulo 2^32; the bits above those 17 are of no use.
     """
     fraction = bits & 0xFFFF

@@ -33,7 +33,7 @@ _Floats = npt.NDArray[np.float32]
 
 
 def cuda_mean(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean as torch computes it on an H100. The host computes it here.
+    """Returns the mean as torch computes it on an H100. The host computes it here.
 
     Args:
         values: [n] float32, contiguous. On the GPU they would start at a multiple of 16 bytes.
@@ -48,7 +48,7 @@ def cuda_mean(values: torch.Tensor) -> torch.Tensor:
 
 
 def _cuda_sum(values: _Floats) -> _Floats:
-    """Return the sum, [1] float32."""
+    """Returns the sum, [1] float32."""
     count = values.size
     width = threads(count)
     if count < 128:
@@ -66,7 +66,7 @@ def _cuda_sum(values: _Floats) -> _Floats:
 
 
 def _deal(rows: _Floats, lanes: int) -> _Floats:
-    """Deal rows to accumulators in turn, each of which adds its own in order.
+    """Deals rows to accumulators in turn, each of which adds its own in order.
 
     Args:
         rows: [n, …].
@@ -83,7 +83,7 @@ def _deal(rows: _Floats, lanes: int) -> _Floats:
 
 
 def _halve(lanes: _Floats) -> _Floats:
-    """Add the upper half of the last dimension to the lower one until one element is left.
+    """Adds the upper half of the last dimension to the lower one until one element is left.
 
     The dimension is a power of two.
     """

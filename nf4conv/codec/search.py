@@ -68,7 +68,7 @@ an integer, ties to even.
 
 @cache
 def candidates(quant_type: str) -> npt.NDArray[np.float32]:
-    """Return the factors in the order in which they are tried, [candidates] float32.
+    """Returns the factors in the order in which they are tried, [candidates] float32.
 
     Where both signs are tried (NF4), those of one magnitude are neighbours, the positive one first.
     """
@@ -80,7 +80,7 @@ def candidates(quant_type: str) -> npt.NDArray[np.float32]:
 
 @cache
 def levels(quant_type: str) -> npt.NDArray[np.int32]:
-    """Return round(f · value · UNIT) for each factor and code: [16 factors, 16 codes] int32."""
+    """Returns round(f · value · UNIT) for each factor and code: [16 factors, 16 codes] int32."""
     values = np.array(CODEBOOKS[quant_type].values, dtype=np.float64)
     rounded: npt.NDArray[np.float64] = np.rint(np.outer(FACTORS, values) * UNIT)
     return rounded.astype(np.int32)
@@ -88,7 +88,7 @@ def levels(quant_type: str) -> npt.NDArray[np.int32]:
 
 @cache
 def nearest_levels(quant_type: str) -> npt.NDArray[np.int32]:
-    """Return each candidate's level nearest to each position; of two as near, the lower.
+    """Returns each candidate's level nearest to each position; of two as near, the lower.
 
     Returns:
         [candidates, 2 · UNIT + 1] int32; the first column is position -UNIT.

@@ -27,7 +27,7 @@ def write_chunks(
     write: Writer,
     write_special: SpecialWriter,
 ) -> None:
-    """Quantize a weight a chunk at a time, in as many threads as torch uses.
+    """Quantizes a weight a chunk at a time, in as many threads as torch uses.
 
     Args:
         weight: [n] float32, float16 or bfloat16, contiguous.

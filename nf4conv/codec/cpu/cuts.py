@@ -36,7 +36,7 @@ class Scratch:
 
 
 def without_signs(blocks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """Return the magnitudes of blocks, in their dtype; they lie in the scratch."""
+    """Returns the magnitudes of blocks, in their dtype; they lie in the scratch."""
     count = blocks.numel()
     if blocks.dtype == torch.float32:
         magnitudes = scratch.magnitudes[:count].view(blocks.shape)
@@ -47,7 +47,7 @@ def without_signs(blocks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
 
 
 def find_absmax(magnitudes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-    """Write the largest magnitude of each row; NaN where there is one.
+    """Writes the largest magnitude of each row; NaN where there is one.
 
     Args:
         magnitudes: [rows, blocksize] without signs, of any float type; float32 may have signs.
@@ -68,7 +68,7 @@ def find_absmax(magnitudes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
 
 
 def count_cuts(quotients: torch.Tensor, codebook: Codebook, scratch: Scratch) -> Bytes:
-    """Return the number of cuts below each of n quotients, [n] uint8; it lies in the scratch."""
+    """Returns the number of cuts below each of n quotients, [n] uint8; it lies in the scratch."""
     cuts = np.array(codebook.cuts, dtype=np.float32)[:, None]
     values = quotients.view(-1).numpy()
     counts = scratch.codes[: values.size]
@@ -81,7 +81,7 @@ def count_cuts(quotients: torch.Tensor, codebook: Codebook, scratch: Scratch) ->
 
 
 def pair_codes(counts: Bytes, codebook: Codebook) -> npt.NDArray[np.uint16]:
-    """Pack codes, the even one in the high nibble. Overwrites `counts`.
+    """Packs codes, the even one in the high nibble. Overwrites `counts`.
 
     FP4's codes are 0, 1, 6, 7, 4, 5, 2, 3 in the order of their magnitudes: the number of cuts
     below, but with bit 2 turned round where bit 1 is set.

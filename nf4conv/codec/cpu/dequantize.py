@@ -20,7 +20,7 @@ _MIN_SCALE: Final = 2.0**-100  # times the smallest code value it is still no de
 
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
-    """Decode a packed weight: the value of each code times the absmax of its block, rounded to the
+    """Decodes a packed weight: the value of each code times the absmax of its block, rounded to the
     dtype of `out`.
 
     Args:
@@ -44,7 +44,7 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
 
 
 def _decoding_of_blocks(decoding: Decoding, first: int, last: int) -> Decoding:
-    """Return what decodes blocks first … last - 1; `first` begins a nested block."""
+    """Returns what decodes blocks first … last - 1; `first` begins a nested block."""
     piece = decoding._replace(absmax=decoding.absmax[first:last])
     if piece.state2 is None:
         return piece
@@ -60,7 +60,7 @@ def _decode_piece(
     values: torch.Tensor,
     indices: torch.Tensor,
 ) -> None:
-    """Decode consecutive blocks; special ones, and a partial last one, are left to the reference.
+    """Decodes consecutive blocks; special ones, and a partial last one, are left to the reference.
 
     Args:
         packed: [ceil(count / 2)] uint8.

@@ -27,7 +27,7 @@ _MAX_SQUARED: Final = 2.0**50
 
 
 def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
-    """Compare a weight with its packed form, by the bound that error_sums.py states.
+    """Compares a weight with its packed form, by the bound that error_sums.py states.
 
     Squares are added up in float32 within a block, and in float64 from there on.
 
@@ -64,7 +64,7 @@ def _chunk_errors(
     scales: torch.Tensor,
     shifts: torch.Tensor,
 ) -> ErrorSums:
-    """Compare consecutive blocks, of which `scales_and_shifts` has given scales and shifts.
+    """Compares consecutive blocks, of which `scales_and_shifts` has given scales and shifts.
 
     Chunks whose squares might leave float32, and partial blocks, are left to the reference.
     """
@@ -102,7 +102,7 @@ def _count_outside(
     scales: torch.Tensor,
     shifts: torch.Tensor,
 ) -> torch.Tensor:
-    """Count the errors, [n] magnitudes, that are beyond their bound: 0-d int64."""
+    """Counts the errors, [n] magnitudes, that are beyond their bound: 0-d int64."""
     blocksize = decoding.blocksize
     # the bound without its last terms; what is beyond it is seldom, and held against the whole one
     gaps = _gap_pairs(decoding.quant_type, decoding.scales)
@@ -118,7 +118,8 @@ def _count_outside(
 def _by_pairs(
     table: torch.Tensor, indices: torch.Tensor, scales: torch.Tensor, blocksize: int
 ) -> torch.Tensor:
-    """Look up the two entries of each of n bytes and multiply them with the scales of their blocks.
+    """Looks up the two entries of each of n bytes, and multiplies them with the scales of their
+    blocks.
 
     Returns:
         [2 · n] float32.
@@ -130,5 +131,5 @@ def _by_pairs(
 
 @cache
 def _gap_pairs(quant_type: str, scales: str) -> torch.Tensor:
-    """Return [256] int64 words: `half_gaps` of each byte's two codes."""
+    """Returns [256] int64 words: `half_gaps` of each byte's two codes."""
     return pair_table(torch.tensor(half_gaps(quant_type, scales), dtype=torch.float32))

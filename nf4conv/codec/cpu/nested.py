@@ -16,7 +16,7 @@ from nf4conv.format.codebook import NESTED_BLOCKSIZE
 def compress_absmax(
     absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor
 ) -> torch.Tensor:
-    """Quantize absmax to codes of the dynamic map, in blocks of 256, after subtracting its mean.
+    """Quantizes absmax to codes of the dynamic map, in blocks of 256, after subtracting its mean.
 
     Args:
         absmax: [blocks] float32.
@@ -38,7 +38,7 @@ def compress_absmax(
 
 
 def nearest_dynamic(quotients: npt.NDArray[np.float32]) -> Bytes:
-    """Return the 8-bit codes of [n] values, none beyond ±1: [n] uint8; NaN has code 0.
+    """Returns the 8-bit codes of [n] values, none beyond ±1: [n] uint8; NaN has code 0.
 
     The upper half of a float32 leaves two neighbouring codes to choose from; one comparison
     decides.
@@ -52,7 +52,7 @@ def nearest_dynamic(quotients: npt.NDArray[np.float32]) -> Bytes:
 
 @cache
 def _dynamic_search() -> tuple[Bytes, npt.NDArray[np.float32]]:
-    """Return the tables that find the 8-bit code of a float32 by its upper 16 bits.
+    """Returns the tables that find the 8-bit code of a float32 by its upper 16 bits.
 
     Returns:
         lower: [65536] uint8: the lowest code of the values with these upper bits; the others have

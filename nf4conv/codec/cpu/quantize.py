@@ -45,7 +45,7 @@ def quantize_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Quantize a weight in blocks.
+    """Quantizes a weight in blocks.
 
     Args:
         weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
@@ -74,7 +74,7 @@ def _quantize_chunk(
     codebook: Codebook,
     scratch: Scratch,
 ) -> torch.Tensor:
-    """Quantize [rows, blocksize] of any float type; return which blocks are special."""
+    """Quantizes [rows, blocksize] of any float type; returns which blocks are special."""
     is_float32 = blocks.dtype == torch.float32
     magnitudes = blocks
     if not is_float32 or not codebook.signed_cuts:  # find_absmax takes float32 with its signs
@@ -94,7 +94,7 @@ def _quantize_chunk(
 
 
 def _reciprocals(absmax: torch.Tensor) -> torch.Tensor:
-    """Return 1 / absmax, [rows] float32; for 16-bit dtypes from a table of all numbers."""
+    """Returns 1 / absmax, [rows] float32; for 16-bit dtypes from a table of all numbers."""
     if absmax.dtype == torch.float32:
         return reciprocal(absmax)
     return _half_reciprocals(absmax.dtype).index_select(0, absmax.view(torch.int16).int())
@@ -102,7 +102,7 @@ def _reciprocals(absmax: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _half_reciprocals(dtype: torch.dtype) -> torch.Tensor:
-    """Return [32768] float32: the reciprocals of the numbers of a 16-bit dtype without sign, by
+    """Returns [32768] float32: the reciprocals of the numbers of a 16-bit dtype without sign, by
     their bits.
     """
     numbers = torch.arange(1 << 15, dtype=torch.int16).view(dtype)
@@ -110,7 +110,7 @@ def _half_reciprocals(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _add_signs(codes: Bytes, blocks: torch.Tensor, magnitudes: npt.NDArray[np.float32]) -> None:
-    """Add 8 to the codes of negative values.
+    """Adds 8 to the codes of negative values.
 
     What is flushed to zero, before or after it is divided by absmax, has no sign.
 
@@ -130,7 +130,7 @@ def _add_signs(codes: Bytes, blocks: torch.Tensor, magnitudes: npt.NDArray[np.fl
 
 
 def _unsigned_bits(values: torch.Tensor) -> npt.NDArray[np.unsignedinteger]:
-    """View floats as unsigned integers, [n], of their size."""
+    """Views floats as unsigned integers, [n], of their size."""
     if values.itemsize == 4:
         return values.view(-1).view(torch.int32).numpy().view(np.uint32)
     return values.view(-1).view(torch.int16).numpy().view(np.uint16)

@@ -41,7 +41,7 @@ def search_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Quantize a weight in blocks, each with the scale that the search finds for it.
+    """Quantizes a weight in blocks, each with the scale that the search finds for it.
 
     Args:
         weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
@@ -71,8 +71,8 @@ def _search_chunk(
     codebook: Codebook,
     scratch: Scratch,
 ) -> torch.Tensor:
-    """Search [rows, blocksize] of any float type; return which blocks are special: those with NaN,
-    and those that are not searched.
+    """Searches [rows, blocksize] of any float type; returns which blocks are special: those with
+    NaN, and those that are not searched.
     """
     blocksize = blocks.shape[1]
     values = scratch.values[: blocks.numel()].view(blocks.shape).copy_(blocks)
@@ -100,7 +100,7 @@ def _search_chunk(
 
 
 def _least_squares(values: torch.Tensor, absmax: torch.Tensor, quant_type: str) -> torch.Tensor:
-    """Try every factor, then make one step of least squares from the best.
+    """Tries every factor, then makes one step of least squares from the best.
 
     Args:
         values: [rows, blocksize] float32, no NaN.
@@ -127,7 +127,7 @@ def _least_squares(values: torch.Tensor, absmax: torch.Tensor, quant_type: str) 
 
 
 def _by_row(sums: torch.Tensor, rows: int) -> torch.Tensor:
-    """Add up the sums of a row's groups: [groups, n] float32 → [rows, n], exact."""
+    """Adds up the sums of a row's groups: [groups, n] float32 → [rows, n], exact."""
     if sums.shape[0] == rows:
         return sums
     return sums.view(rows, -1, sums.shape[1]).sum(dim=1, dtype=torch.float64)
@@ -135,7 +135,7 @@ def _by_row(sums: torch.Tensor, rows: int) -> torch.Tensor:
 
 @cache
 def _tables(quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a position adds to the sums that reference/search.py spells out.
+    """Returns what a position adds to the sums that reference/search.py spells out.
 
     Returns:
         costs: [positions, candidates] float32, the squared distance from the nearest level.
@@ -156,7 +156,7 @@ def _encode(
     codebook: Codebook,
     scratch: Scratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode values by their scales.
+    """Encodes values by their scales.
 
     Args:
         values: [rows, blocksize] float32, no NaN.

@@ -12,7 +12,7 @@ _MAX_THREADS: Final = 8  # more would mostly wait for the interpreter lock
 
 
 def share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
-    """Call `work(start, stop)` so that the ranges cover all elements, in as many threads as torch
+    """Calls `work(start, stop)` so that the ranges cover all elements, in as many threads as torch
     uses.
 
     Every range begins at a multiple of `unit`. In the threads that are started torch starts none of

@@ -36,7 +36,7 @@ class TernaryLayout:
 def decode_ternary(
     values: torch.Tensor, scale: torch.Tensor, layout: TernaryLayout, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Decode rows of a weight.
+    """Decodes rows of a weight.
 
     Args:
         values: [lines, columns] uint8: the rows of bytes that hold the codes.

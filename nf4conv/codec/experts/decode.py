@@ -9,7 +9,7 @@ from nf4conv.codec.reference.blocks import flushed
 
 
 def decode(packed: PackedExperts, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode experts.
+    """Decodes experts.
 
     Args:
         packed: all experts.
@@ -37,7 +37,7 @@ def decode(packed: PackedExperts, ids: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def decoded_absmax(packed: PackedExperts, ids: torch.Tensor) -> torch.Tensor:
-    """Return the absmax of experts as they decode, [n, blocks] float32.
+    """Returns the absmax of experts as they decode, [n, blocks] float32.
 
     A nested one is a flushed product, then a sum, each rounded.
     """
@@ -55,7 +55,7 @@ def decoded_absmax(packed: PackedExperts, ids: torch.Tensor) -> torch.Tensor:
 
 
 def nested_blocks(packed: PackedExperts, ids: torch.Tensor) -> torch.Tensor:
-    """Return the index of the nested block of each absmax of experts: [n, blocks] int64."""
+    """Returns the index of the nested block of each absmax of experts: [n, blocks] int64."""
     blocks = packed.absmax.shape[1]
     within = torch.arange(blocks, device=ids.device)
     expert = ids.long()[:, None]

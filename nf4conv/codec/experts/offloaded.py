@@ -29,7 +29,7 @@ class OffloadedLayer:
     """
 
     def __init__(self, stacks: Sequence[PackedExperts], slots: int, device: torch.device) -> None:
-        """Copy the experts to host memory, pinned where there is a GPU.
+        """Copies the experts to host memory, pinned where there is a GPU.
 
         Raises:
             CodecError: nested blocks run over experts' borders, so that no expert has its own.
@@ -52,7 +52,7 @@ class OffloadedLayer:
         self.misses = 0
 
     def fetch(self, experts: Sequence[int]) -> torch.Tensor:
-        """Bring experts to the cache.
+        """Brings experts to the cache.
 
         Args:
             experts: at most `slots`, each once.
@@ -78,7 +78,7 @@ class OffloadedLayer:
         return self._table
 
     def _free_slot(self, wanted: set[int]) -> int:
-        """Return a slot that is free, or that of the expert whose last use is longest ago."""
+        """Returns a slot that is free, or that of the expert whose last use is longest ago."""
         if len(self._slot_of) < self.slots:
             return len(self._slot_of)
         oldest = next(expert for expert in self._slot_of if expert not in wanted)
@@ -86,7 +86,7 @@ class OffloadedLayer:
 
 
 def expert_bytes(packed: PackedExperts) -> int:
-    """Return the bytes of one expert of a stack, each piece aligned.
+    """Returns the bytes of one expert of a stack, each piece aligned.
 
     Raises:
         CodecError: nested blocks run over experts' borders.
@@ -95,7 +95,7 @@ def expert_bytes(packed: PackedExperts) -> int:
 
 
 def _pieces(packed: PackedExperts) -> dict[str, torch.Tensor]:
-    """Return what each expert has of its own, as [E, …]."""
+    """Returns what each expert has of its own, as [E, …]."""
     pieces = {"codes": packed.codes, "absmax": packed.absmax}
     if packed.nested_absmax is None or packed.nested_offset is None:
         return pieces
@@ -110,7 +110,7 @@ def _pieces(packed: PackedExperts) -> dict[str, torch.Tensor]:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of one expert's piece."""
+    """Returns the bytes of one expert's piece."""
     return tensor.shape[1] * tensor.itemsize
 
 
@@ -119,7 +119,7 @@ def _aligned(size: int) -> int:
 
 
 def _views(stacks: Sequence[PackedExperts], memory: torch.Tensor) -> list[PackedExperts]:
-    """Return stacks whose experts lie in rows of memory, [n, bytes]."""
+    """Returns stacks whose experts lie in rows of memory, [n, bytes]."""
     made = []
     start = 0
     for stack in stacks:

@@ -72,12 +72,12 @@ class PackedExperts:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that are there by their names, always in the order of TENSORS."""
+        """Returns the tensors that are there by their names, always in the order of TENSORS."""
         found = {name: getattr(self, name) for name in TENSORS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "PackedExperts":
-        """Return the same experts with other tensors.
+        """Returns the same experts with other tensors.
 
         Args:
             tensors: by the names of `tensors`, those that are to replace it.
@@ -86,7 +86,7 @@ class PackedExperts:
         return replace(self, **changed)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedExperts":
-        """Return the same experts on another device; this one if they are there."""
+        """Returns the same experts on another device; this one if they are there."""
         if torch.device(device) == self.device:
             return self
         moved = {}
@@ -95,13 +95,13 @@ class PackedExperts:
         return self.with_tensors(moved)
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields that are no tensors, by name."""
+        """Returns the fields that are no tensors, by name."""
         named = [field.name for field in fields(self)]
         return {name: getattr(self, name) for name in named if name not in TENSORS}
 
 
 def stack_experts(packed: Sequence[torch.Tensor], states: Sequence[QuantState]) -> PackedExperts:
-    """Gather experts that were packed one by one.
+    """Gathers experts that were packed one by one.
 
     Args:
         packed: the codes of each expert, of any shape and dtype.
@@ -141,7 +141,7 @@ def stack_experts(packed: Sequence[torch.Tensor], states: Sequence[QuantState]) 
 
 
 def split_stack(packed: torch.Tensor, state: QuantState) -> PackedExperts:
-    """Take a stack [E, rows, columns] that was packed as one tensor.
+    """Takes a stack [E, rows, columns] that was packed as one tensor.
 
     Raises:
         CodecError: the state is of no stack, or a block belongs to two experts.
@@ -176,7 +176,7 @@ def split_stack(packed: torch.Tensor, state: QuantState) -> PackedExperts:
 
 
 def check_experts(packed: PackedExperts) -> None:
-    """Raise CodecError unless every tensor has the dtype and the size that the others need."""
+    """Raises CodecError unless every tensor has the dtype and the size that the others need."""
     elements = packed.rows * packed.columns
     blocks = block_count(elements, packed.blocksize)
     experts = packed.experts
@@ -208,14 +208,14 @@ def check_experts(packed: PackedExperts) -> None:
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Return rows and columns; a CodecError unless there are two."""
+    """Returns rows and columns; a CodecError unless there are two."""
     if len(shape) != 2:
         raise CodecError(f"an expert has the shape {list(shape)}, expected a matrix")
     return shape[0], shape[1]
 
 
 def _format_of(state: QuantState) -> str:
-    """Return in words what experts of a layer have in common."""
+    """Returns in words what experts of a layer have in common."""
     shape = " × ".join(map(str, state.shape))
     nested = ", double quantization" if state.state2 is not None else ""
     return f"{shape} {state.quant_type}, blocks of {state.blocksize}{nested}"

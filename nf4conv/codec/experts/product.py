@@ -26,7 +26,7 @@ def multiply_rows(
     projection: Projection,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply each row with its experts, one by one.
+    """Multiplies each row with its experts, one by one.
 
     Args:
         x: [tokens, columns], or [tokens · k, columns]; contiguous.
@@ -76,7 +76,7 @@ def multiply_groups(
     projection: Projection,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply groups of rows that chose the same expert.
+    """Multiplies groups of rows that chose the same expert.
 
     Args:
         x: [.., columns], contiguous; pair p has row p // share.
@@ -114,7 +114,7 @@ def multiply_groups(
 def group_by_expert(
     ids: torch.Tensor, experts: int, members: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group pairs by their expert, without waiting for the device.
+    """Groups pairs by their expert, without waiting for the device.
 
     Args:
         ids: [tokens, k] int64, contiguous; a token has an expert once at most.
@@ -135,7 +135,7 @@ def group_by_expert(
 def _group_many(
     flat: torch.Tensor, experts: int, members: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Group pairs by their expert, as many groups as it takes; by torch's operations."""
+    """Groups pairs by their expert, as many groups as it takes; by torch's operations."""
     count = flat.numel()
     device = flat.device
     flat = torch.where(flat < 0, experts, flat)
@@ -163,7 +163,7 @@ def decode_active(
     *,
     alternating: bool = False,
 ) -> torch.Tensor:
-    """Decode the experts that have rows, in one launch, without waiting for the device.
+    """Decodes the experts that have rows, in one launch, without waiting for the device.
 
     Args:
         stacks: one, or gate and up.
@@ -184,7 +184,7 @@ def decode_chosen(
     *,
     alternating: bool = False,
 ) -> torch.Tensor:
-    """Decode chosen experts, in one launch.
+    """Decodes chosen experts, in one launch.
 
     Args:
         stacks: one, or gate and up.
@@ -206,7 +206,7 @@ def _launch_active(
     dtype: torch.dtype,
     alternating: bool,
 ) -> torch.Tensor:
-    """Launch the kernel of active.py."""
+    """Launches the kernel of active.py."""
     from nf4conv.codec.kernels.decoding.dequantize import CONFIGURATIONS  # importing Triton: slow
     from nf4conv.codec.kernels.experts.active import launch_active  # importing Triton is slow
     from nf4conv.codec.kernels.slots import configuration  # importing Triton is slow
@@ -271,7 +271,7 @@ class GroupsShape:
 
 
 def rows_shape(projection: Projection) -> RowsShape:
-    """Choose how rows are multiplied: the fastest of the sweep in docs/kernels.md."""
+    """Chooses how rows are multiplied: the fastest of the sweep in docs/kernels.md."""
     early = _is_hopper(projection.stack.device)
     if projection.up is not None:
         return RowsShape(4, 32, 4, early)
@@ -279,12 +279,12 @@ def rows_shape(projection: Projection) -> RowsShape:
 
 
 def groups_shape(projection: Projection, members: int) -> GroupsShape:
-    """Choose how groups of so many members are multiplied."""
+    """Chooses how groups of so many members are multiplied."""
     is_even = projection.stack.columns % 128 == 0
     return GroupsShape(64, 2 if is_even and members <= 32 else 1, 4, weights_left=True)
 
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    """Return True for a GPU whose kernels may begin before their predecessor has ended."""
+    """Returns True for a GPU whose kernels may begin before their predecessor has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -53,12 +53,12 @@ class Projection:
 
 
 def project(packed: PackedExperts) -> Projection:
-    """Return the projection by whole matrices."""
+    """Returns the projection by whole matrices."""
     return Projection(packed, None, packed.rows)
 
 
 def suits_kernels(packed: PackedExperts) -> bool:
-    """Return True if the kernels can multiply with these experts."""
+    """Returns True if the kernels can multiply with these experts."""
     if not has_kernels(packed.device):
         return False
     if packed.columns % 64 or packed.blocksize < 64 or packed.nested_blocksize != 256:
@@ -71,12 +71,12 @@ def suits_kernels(packed: PackedExperts) -> bool:
 
 
 def suits_together(gate: PackedExperts, up: PackedExperts) -> bool:
-    """Return True if one launch can read both stacks."""
+    """Returns True if one launch can read both stacks."""
     return gate.settings() == up.settings() and offset_step(gate) == offset_step(up)
 
 
 def offset_step(packed: PackedExperts) -> int:
-    """Return from one expert's nested offset to the next; 0 if all have the same one."""
+    """Returns from one expert's nested offset to the next; 0 if all have the same one."""
     offset = packed.nested_offset
     if offset is None or offset.numel() == 1 < packed.experts:
         return 0
@@ -84,7 +84,7 @@ def offset_step(packed: PackedExperts) -> int:
 
 
 def _nested_step(packed: PackedExperts) -> int:
-    """Return from one expert's nested absmax to the next; 0 if nested blocks run over borders."""
+    """Returns from one expert's nested absmax to the next; 0 if nested blocks run over borders."""
     nested_absmax = packed.nested_absmax
     if nested_absmax is None or packed.nested_blocks_per_expert is None:
         return 0
@@ -94,7 +94,7 @@ def _nested_step(packed: PackedExperts) -> int:
 
 
 def _pointers(projection: Projection) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a projection, as kernels read them."""
+    """Returns the tensors of a projection, as kernels read them."""
     from nf4conv.codec.kernels.tables import value_table  # importing Triton takes a second
 
     first = projection.stack
@@ -105,7 +105,7 @@ def _pointers(projection: Projection) -> tuple[torch.Tensor, ...]:
 
 
 def _stack(packed: PackedExperts) -> tuple[torch.Tensor, ...]:
-    """Return codes, absmax, nested absmax and offset; absmax in the place of what is not there."""
+    """Returns codes, absmax, nested absmax and offset; absmax in the place of what is not there."""
     nested, offset = packed.nested_absmax, packed.nested_offset
     if nested is None or offset is None:
         return packed.codes, packed.absmax, packed.absmax, packed.absmax
@@ -113,7 +113,7 @@ def _stack(packed: PackedExperts) -> tuple[torch.Tensor, ...]:
 
 
 def _sizes(projection: Projection) -> tuple[int, ...]:
-    """Return the sizes of a projection, in the order of rows_kernel and groups_kernel."""
+    """Returns the sizes of a projection, in the order of rows_kernel and groups_kernel."""
     packed = projection.stack
     in_stacks = (
         packed.codes.stride(0) // 32,

@@ -15,7 +15,7 @@ _REGISTERS: Final = 128  # of a thread: two programs on a multiprocessor
 
 
 def suits_wide(x: torch.Tensor, projection: Projection) -> bool:
-    """Return True if the kernel for Hopper can multiply with a projection."""
+    """Returns True if the kernel for Hopper can multiply with a projection."""
     if x.dtype not in (torch.bfloat16, torch.float16) or not _is_measured(x.device):
         return False
     return projection.rows % 8 == 0 and x.data_ptr() % 16 == 0
@@ -24,7 +24,7 @@ def suits_wide(x: torch.Tensor, projection: Projection) -> bool:
 def multiply_wide(
     x: torch.Tensor, ids: torch.Tensor, projection: Projection, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply each row with its experts: `multiply_rows` on Hopper, for float16 and bfloat16."""
+    """Multiplies each row with its experts: `multiply_rows` on Hopper, for float16 and bfloat16."""
     from nf4conv.codec.kernels.experts.wide import launch_wide, shape_of  # importing Triton is slow
     from nf4conv.codec.kernels.tables import MULTIPLES, pair_table  # importing Triton is slow
 
@@ -64,14 +64,14 @@ def multiply_wide(
 
 
 def _own_units(projection: Projection, groups: int) -> int:
-    """Return the units of a program, if two of them share a multiprocessor."""
+    """Returns the units of a program, if two of them share a multiprocessor."""
     programs = max(1, 2 * _processors(projection.stack.device) // groups)  # of a group
     return -(-projection.rows // (8 * programs))
 
 
 @cache
 def _is_measured(device: torch.device) -> bool:
-    """Return True for a GPU on which the kernel was measured."""
+    """Returns True for a GPU on which the kernel was measured."""
     from nf4conv.codec.kernels.product.launches import is_hopper  # importing Triton is slow
 
     return device.type == "cuda" and is_hopper(device)
@@ -79,6 +79,6 @@ def _is_measured(device: torch.device) -> bool:
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU."""
+    """Returns the multiprocessors of a GPU."""
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count

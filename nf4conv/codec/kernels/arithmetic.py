@@ -16,13 +16,13 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest float32 that is fini
 
 @triton.jit
 def flush(x):
-    """Replace subnormal numbers by zeros of their sign."""
+    """Replaces subnormal numbers by zeros of their sign."""
     return tl.where(tl.abs(x) < SMALLEST_NORMAL, x * 0.0, x)
 
 
 @triton.jit
 def multiply(a, b, PTX: tl.constexpr):
-    """Multiply tensors of one shape; operands and results are flushed."""
+    """Multiplies tensors of one shape; operands and results are flushed."""
     if PTX:
         return tl.inline_asm_elementwise(
             "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
@@ -33,7 +33,7 @@ def multiply(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
-    """Return 1 / a, float32, as the hardware approximates it; operands and results are flushed.
+    """Returns 1 / a, float32, as the hardware approximates it; operands and results are flushed.
 
     With PTX the hardware does it. Otherwise this is the rule of codec/reciprocal.py, with
     coefficient_ptr: [3, 128] int32, reciprocal.coefficients.
@@ -60,7 +60,7 @@ def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
 
 @triton.jit
 def _truncated_square(t):
-    """Return t² / 2^17 of 16 bits, without the products of two bits that are below 2^17; see
+    """Returns t² / 2^17 of 16 bits, without the products of two bits that are below 2^17; see
     codec/reciprocal.py.
     """
     total = t * 0
@@ -72,7 +72,7 @@ def _truncated_square(t):
 
 @triton.jit
 def magnitude(x):
-    """Return |x|, and for NaN the lowest float32.
+    """Returns |x|, and for NaN the lowest float32.
 
     A maximum over these ignores NaN, as bitsandbytes' does.
     """
@@ -81,7 +81,7 @@ def magnitude(x):
 
 @triton.jit
 def lane_entry(address, PTX: tl.constexpr):
-    """Load one entry for each lane, int32, of a table of 32 words, for shuffles to look up.
+    """Loads one entry for each lane, int32, of a table of 32 words, for shuffles to look up.
 
     Every element of `address`, int64, is the table's. PTX must be true: the interpreter has no
     lanes.
@@ -105,7 +105,7 @@ def lane_entry(address, PTX: tl.constexpr):
 
 @triton.jit
 def lookup(table_ptr, index, PTX: tl.constexpr):
-    """Return table[index % 32] of a table of 32 words whose halves are equal.
+    """Returns table[index % 32] of a table of 32 words whose halves are equal.
 
     The index is int32, of at least one element for each lane.
     """
@@ -125,7 +125,7 @@ def lookup(table_ptr, index, PTX: tl.constexpr):
 
 @triton.jit
 def gather(table_ptr, index, PTX: tl.constexpr):
-    """Return table[index] of a table of int32 words; the index is of any shape.
+    """Returns table[index] of a table of int32 words; the index is of any shape.
 
     tl.load would be free to give its result another layout in the threads, and so to all that is
     computed with it.

@@ -19,7 +19,7 @@ _FP4_ROUND = "0f49400000"  # 1.5 · 2^19: adding it to |q| leaves 16 |q|, rounde
 
 @triton.constexpr_function
 def encode_assembly(dtype: tl.dtype, is_fp4: bool) -> str:
-    """Quantize one slot.
+    """Quantizes one slot.
 
     Operands: $0 the packed codes; $1 … $4 the slot's words; $5 the reciprocal of absmax; $6, $7
     this lane's cut and count of `tables.bucket_table`.
@@ -51,7 +51,7 @@ def encode_assembly(dtype: tl.dtype, is_fp4: bool) -> str:
 
 @triton.constexpr_function
 def _encode_element(dtype: tl.dtype, element: int, is_fp4: bool) -> list[str]:
-    """Find the code of an element, and push it into `codes`, and its sign into `signs`."""
+    """Finds the code of an element, and push it into `codes`, and its sign into `signs`."""
     lines = [*_load_element(dtype, element), "mul.rn.ftz.f32 q, x, $5;"]
     if is_fp4:
         lines += ["abs.f32 m, q;", f"add.rn.f32 d, m, {_FP4_ROUND};"]
@@ -80,7 +80,7 @@ def _encode_element(dtype: tl.dtype, element: int, is_fp4: bool) -> list[str]:
 
 @triton.constexpr_function
 def _load_element(dtype: tl.dtype, element: int) -> list[str]:
-    """Set x to an element of the slot, whose words are $1 … $4."""
+    """Sets x to an element of the slot, whose words are $1 … $4."""
     if dtype.name == "fp32":
         return [f"mov.b32 x, ${1 + element};"]
     word = f"${1 + element // 2}"
@@ -95,7 +95,7 @@ def _load_element(dtype: tl.dtype, element: int) -> list[str]:
 
 @triton.constexpr_function
 def peak_assembly(dtype: tl.dtype) -> str:
-    """Find the largest magnitude in one slot; NaN is ignored, and is the result of nothing else.
+    """Finds the largest magnitude in one slot; NaN is ignored, and is the result of nothing else.
 
     Operands: $0 float32; $1 … $4 the slot's words.
     """
@@ -126,7 +126,7 @@ def peak_assembly(dtype: tl.dtype) -> str:
 
 @triton.constexpr_function
 def bisect_assembly() -> str:
-    """Find the code of one nested quotient: the number of middles below it; a middle itself counts
+    """Finds the code of one nested quotient: the number of middles below it; a middle itself counts
     if its index is odd.
 
     Row 7 of `tables.middle_table` holds every eighth middle: five halvings on it find the group of
@@ -172,7 +172,7 @@ def bisect_assembly() -> str:
 
 @triton.constexpr_function
 def nearest_assembly() -> str:
-    """Find the least distance of two positions, float16 side by side in a word, from 0 and from
+    """Finds the least distance of two positions, float16 side by side in a word, from 0 and from
     eight levels.
 
     Operands: $0 the distances; $1 the positions, not negative; $2 … $9 the levels, each twice in a
@@ -187,7 +187,7 @@ def nearest_assembly() -> str:
 
 @triton.constexpr_function
 def decode_assembly(dtype: tl.dtype) -> str:
-    """Dequantize one slot.
+    """Dequantizes one slot.
 
     Operands: $0 … $3 the four output words; $4 the packed codes; $5 absmax; $6 this lane's value.
     """

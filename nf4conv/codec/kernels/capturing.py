@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def outside_of_graphs() -> Iterator[None]:
-    """Let this thread allocate, copy and load kernels, though its stream may be captured.
+    """Lets this thread allocate, copy and load kernels, though its stream may be captured.
 
     Kernels that are launched inside run at once, on a stream of their own. Await them there.
     """
@@ -42,7 +42,7 @@ def outside_of_graphs() -> Iterator[None]:
 
 
 def kept(make: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a function that makes a table: what it returns is kept, and belongs to no graph."""
+    """Decorates a function that makes a table: what it returns is kept, and belongs to no graph."""
 
     @functools.cache
     @functools.wraps(make)

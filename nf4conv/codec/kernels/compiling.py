@@ -38,8 +38,8 @@ _waiting: list[Variant] = []
 def compile_kernels(
     variants: Sequence[Variant], capability: tuple[int, int]
 ) -> list[dict[str, Any]]:
-    """Compile kernels, in as many processes as there are cores: Triton holds the interpreter's lock
-    meanwhile.
+    """Compiles kernels, in as many processes as there are cores: Triton holds the interpreter's
+    lock meanwhile.
 
     Args:
         variants: the kernels.
@@ -64,7 +64,7 @@ def compile_kernels(
 
 
 def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:
-    """Compile a kernel of `_waiting`, given its number and the compute capability."""
+    """Compiles a kernel of `_waiting`, given its number and the compute capability."""
     number, (major, minor) = task
     variant = _waiting[number]
     kernel = variant.kernel

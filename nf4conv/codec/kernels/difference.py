@@ -15,7 +15,7 @@ NUM_WARPS = 4
 
 @kernel
 def difference_kernel(a_ptr, b_ptr, sums_ptr, n: tl.int64, programs: tl.int64):
-    """Compare STEPS tiles of two vectors.
+    """Compares STEPS tiles of two vectors.
 
     Pointers to tensors:
         a_ptr, b_ptr: [n] float32, float16 or bfloat16, each of its own dtype.

@@ -30,7 +30,7 @@ TILES = tl.constexpr(8)  # of a program
 
 
 def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
-    """Compare a weight with its packed form, by the bound that codec/error_sums.py states.
+    """Compares a weight with its packed form, by the bound that codec/error_sums.py states.
 
     Args:
         weight: [n] float32, float16 or bfloat16, contiguous: the original.
@@ -103,7 +103,7 @@ def error_kernel(
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Compare TILES tiles of a weight with its packed form.
+    """Compares TILES tiles of a weight with its packed form.
 
     Pointers to tensors:
         weight_ptr: [n] float32, float16 or bfloat16.

@@ -27,7 +27,7 @@ _first_call = threading.Lock()  # Triton compiles in one thread at a time
 
 
 def _find_triton_a_folder() -> None:
-    """Give Triton a temporary cache if the user's home cannot be written to.
+    """Gives Triton a temporary cache if the user's home cannot be written to.
 
     Triton keeps what it compiles at home, and fails for users without one: in containers that run
     under a user number without a name.
@@ -46,7 +46,7 @@ _find_triton_a_folder()
 
 
 def kernel(function: Any) -> Any:
-    """Decorate a kernel for a Launcher: `triton.jit`, but only constexprs decide the compilation.
+    """Decorates a kernel for a Launcher: `triton.jit`, but only constexprs decide the compilation.
 
     Args:
         function: its parameters are pointers, named …_ptr, sizes, and constexprs.
@@ -83,7 +83,7 @@ class Launcher:
         registers: int | None = None,
         begins_early: bool = False,
     ) -> Any:
-        """Launch on the current stream of the first argument's device.
+        """Launches on the current stream of the first argument's device.
 
         Args:
             programs: the number of programs: the grid.
@@ -126,7 +126,7 @@ class Launcher:
         shared_bytes: int = 0,
         cluster: int = 1,
     ) -> Callable[..., None]:
-        """Compile without a launch, and return the fastest way to launch.
+        """Compiles without a launch, and return the fastest way to launch.
 
         Args:
             device: a GPU.
@@ -175,7 +175,7 @@ class Launcher:
         begins_early: bool,
         shared_bytes: int = 0,
     ) -> Any:
-        """Compile a variant for the current device, and load it; keep it under its key."""
+        """Compiles a variant for the current device, and loads it; keeps it under its key."""
         _, _, num_warps, constants = key
         with _first_call, outside_of_graphs():
             compiled = self.kernel.warmup(
@@ -195,12 +195,12 @@ class Launcher:
 
 
 def _enlarge(compiled: Any, shared_bytes: int) -> None:
-    """Let a kernel that is not loaded yet have shared memory that Triton does not ask for."""
+    """Lets a kernel that is not loaded yet have shared memory that Triton does not ask for."""
     compiled.metadata = compiled.metadata._replace(shared=shared_bytes)
 
 
 def _packed(compiled: Any, cluster: int) -> Any:
-    """Return what Triton's launcher is told of a kernel, which may have been enlarged."""
+    """Returns what Triton's launcher is told of a kernel, which may have been enlarged."""
     metadata = compiled.metadata
     if cluster > 1:
         metadata = metadata._replace(num_ctas=cluster)
@@ -210,7 +210,7 @@ def _packed(compiled: Any, cluster: int) -> Any:
 
 
 def _direct(launcher: Any) -> Any:
-    """Return what a launcher of Triton calls in C, if that is known; None otherwise.
+    """Returns what a launcher of Triton calls in C, if that is known; None otherwise.
 
     What stands between allocates memory that none of our kernels asks for, and takes a microsecond.
     """
@@ -222,7 +222,7 @@ def _direct(launcher: Any) -> Any:
 
 
 def _addresses(arguments: tuple[torch.Tensor | float, ...]) -> list[float]:
-    """Return arguments as the driver takes them: the addresses of tensors, and numbers."""
+    """Returns arguments as the driver takes them: the addresses of tensors, and numbers."""
     return [one if isinstance(one, (int, float)) else one.data_ptr() for one in arguments]
 
 
@@ -233,7 +233,7 @@ def _run(
     arguments: tuple[torch.Tensor | float, ...],
     others: tuple[Any, ...],
 ) -> None:
-    """Call Triton's C launcher; `others`, behind the arguments, are addresses and numbers."""
+    """Calls Triton's C launcher; `others`, behind the arguments, are addresses and numbers."""
     stream = driver.active.get_current_stream(device)
     compiled.run(
         programs,

@@ -24,7 +24,7 @@ _ELEMENTWISE = tl.constexpr(ELEMENTWISE)
 def configuration(
     dtype: torch.dtype, blocksize: int, configurations: Mapping[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Return the elements and the warps of a program that takes whole blocks.
+    """Returns the elements and the warps of a program that takes whole blocks.
 
     Args:
         dtype: of the weight.
@@ -37,7 +37,7 @@ def configuration(
 
 
 def access(weight: torch.Tensor, packed: torch.Tensor, n: int, tile: int) -> int:
-    """Return how a kernel may touch a weight of n elements and its packed form, if a program takes
+    """Returns how a kernel may touch a weight of n elements and its packed form, if a program takes
     `tile` elements: FULL, SLOTWISE or ELEMENTWISE.
     """
     slot = 16 // weight.element_size()
@@ -57,7 +57,7 @@ def load_words(
     SLOTS: tl.constexpr,
     ACCESS: tl.constexpr,
 ):
-    """Load the bits of a tile, zeros behind its `count` elements: [SLOTS, 4] int32."""
+    """Loads the bits of a tile, zeros behind its `count` elements: [SLOTS, 4] int32."""
     slot = tl.arange(0, SLOTS)[:, None]
     word = slot * 4 + tl.arange(0, 4)[None, :]
     word_ptr = weight_ptr.to(tl.pointer_type(tl.int32))
@@ -79,7 +79,7 @@ def load_words(
 
 @triton.jit
 def split_words(words):
-    """Return the four columns of [SLOTS, 4]."""
+    """Returns the four columns of [SLOTS, 4]."""
     w02, w13 = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
     w0, w2 = tl.split(w02)
     w1, w3 = tl.split(w13)
@@ -88,8 +88,8 @@ def split_words(words):
 
 @triton.jit
 def halves(words, DTYPE: tl.constexpr):
-    """Return the elements of even and of odd index of loaded words, as float32: [SLOTS, 4] each, or
-    [SLOTS, 2] of float32 weights.
+    """Returns the elements of even and of odd index of loaded words, as float32: [SLOTS, 4] each,
+    or [SLOTS, 2] of float32 weights.
     """
     if DTYPE == tl.float32:
         return tl.split(tl.reshape(words.to(tl.float32, bitcast=True), (words.shape[0], 2, 2)))
@@ -105,7 +105,7 @@ def halves(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_packed(packed_ptr, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr):
-    """Load the packed codes of each slot in its low 32 (or 16) bits: [SLOTS] int32."""
+    """Loads the packed codes of each slot in its low 32 (or 16) bits: [SLOTS] int32."""
     slot = tl.arange(0, SLOTS)
     if ACCESS == _ELEMENTWISE:
         byte = tl.arange(0, SLOT // 2)[None, :]

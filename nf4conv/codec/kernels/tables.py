@@ -36,7 +36,7 @@ SEARCH_NEAREST = SEARCH_CANDIDATES + 32
 
 @kept
 def pair_table(quant_type: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return for each byte of codes the two values in 16 bits, times MULTIPLES: [256] int32, the
+    """Returns for each byte of codes the two values in 16 bits, times MULTIPLES: [256] int32, the
     even element's value in the low half.
     """
     values = torch.tensor(CODEBOOKS[quant_type].values, dtype=torch.float64)
@@ -48,7 +48,7 @@ def pair_table(quant_type: str, dtype: torch.dtype, device: torch.device) -> tor
 
 @kept
 def value_table(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the bits of the 16 decoded values, twice over, so that bit 4 of an index does not
+    """Returns the bits of the 16 decoded values, twice over, so that bit 4 of an index does not
     matter: [32] int32.
     """
     return decoded_values(quant_type, device).view(torch.int32).repeat(2)
@@ -56,7 +56,7 @@ def value_table(quant_type: str, device: torch.device) -> torch.Tensor:
 
 @kept
 def bucket_table(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the table that finds codes: 32 buckets of the quotients' range.
+    """Returns the table that finds codes: 32 buckets of the quotients' range.
 
     The bucket of a quotient q is round(15.25 q) + 15 for NF4, 0 … 30, and round(16 |q|) for FP4,
     0 … 16. No bucket holds two cuts, and no cut is nearer to a bucket's edge than 0.04 buckets. So
@@ -85,7 +85,7 @@ def bucket_table(quant_type: str, device: torch.device) -> torch.Tensor:
 
 @kept
 def search_table(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return what packing/search.py reads, one part behind the other: int32 words.
+    """Returns what packing/search.py reads, one part behind the other: int32 words.
 
     Returns:
         0: [448] `bucket_table`.
@@ -104,7 +104,7 @@ def search_table(quant_type: str, device: torch.device) -> torch.Tensor:
 
 @kept
 def middle_table(device: torch.device) -> torch.Tensor:
-    """Return the middles between neighbours of the dynamic map, which bound the 8-bit codes.
+    """Returns the middles between neighbours of the dynamic map, which bound the 8-bit codes.
 
     Each float32 step of (left + right) / 2 is rounded, as bitsandbytes does. The last middle is
     above every quotient.
@@ -122,12 +122,12 @@ def middle_table(device: torch.device) -> torch.Tensor:
 
 @kept
 def bound_table(quant_type: str, scales: str, device: torch.device) -> torch.Tensor:
-    """Return the bits of `half_gaps`, for the error bound, twice over: [32] int32."""
+    """Returns the bits of `half_gaps`, for the error bound, twice over: [32] int32."""
     twice = half_gaps(quant_type, scales) * 2
     return torch.tensor(twice, dtype=torch.float32, device=device).view(torch.int32)
 
 
 def _words(device: torch.device, *parts: npt.ArrayLike) -> torch.Tensor:
-    """Return parts as int32 words, one behind the other."""
+    """Returns parts as int32 words, one behind the other."""
     words = [np.ravel(part).astype("i4") for part in parts]
     return torch.from_numpy(np.concatenate(words)).to(device)

@@ -19,7 +19,7 @@ calls them at any size, which is why the reference uses `index_select`.)
 
 
 def padded_blocks(values: torch.Tensor, blocksize: int) -> torch.Tensor:
-    """Cut values into blocks, with zeros past their end.
+    """Cuts values into blocks, with zeros past their end.
 
     Args:
         values: [n] of any float type.
@@ -35,12 +35,12 @@ def padded_blocks(values: torch.Tensor, blocksize: int) -> torch.Tensor:
 
 
 def flushed(values: torch.Tensor) -> torch.Tensor:
-    """Return values with denormals replaced by zeros of their sign; NaN and infinities stay."""
+    """Returns values with denormals replaced by zeros of their sign; NaN and infinities stay."""
     return values * (values.abs() >= _TINIEST)
 
 
 def scale_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide each block by its absmax: a flushed product with its reciprocal.
+    """Divides each block by its absmax: a flushed product with its reciprocal.
 
     Args:
         blocks: [rows, blocksize] float32, flushed.
@@ -55,7 +55,7 @@ def scale_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def find_absmax(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of each block, [rows] float32.
+    """Returns the largest magnitude of each block, [rows] float32.
 
     NaN is ignored; a block that holds nothing else has -FLT_MAX.
     """

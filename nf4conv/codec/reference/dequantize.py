@@ -8,7 +8,7 @@ from nf4conv.format.codebook import CODEBOOKS
 
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
-    """Decode a packed weight: the value of each code times the absmax of its block, rounded to the
+    """Decodes a packed weight: the value of each code times the absmax of its block, rounded to the
     dtype of `out`.
 
     Args:
@@ -30,7 +30,7 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
 
 
 def _write_nan_as_cuda(values: torch.Tensor) -> None:
-    """Give every NaN the bits that the GPU's multiply and conversion give it: all ones but the
+    """Gives every NaN the bits that the GPU's multiply and conversion give it: all ones but the
     sign.
     """
     if values.dtype == torch.float32:
@@ -42,7 +42,7 @@ def _write_nan_as_cuda(values: torch.Tensor) -> None:
 
 
 def decoded_absmax(decoding: Decoding) -> torch.Tensor:
-    """Return absmax as it decodes, [blocks] float32.
+    """Returns absmax as it decodes, [blocks] float32.
 
     A nested one is a flushed product, then a sum, each rounded.
     """
@@ -57,14 +57,14 @@ def decoded_absmax(decoding: Decoding) -> torch.Tensor:
 
 
 def nested_scales(codes: torch.Tensor, state2: NestedState) -> torch.Tensor:
-    """Return the nested absmax that each of [blocks] codes is multiplied by: [blocks] float32."""
+    """Returns the nested absmax that each of [blocks] codes is multiplied by: [blocks] float32."""
     nested_absmax = flushed(state2.absmax)
     by_code = nested_absmax[:, None].expand(-1, state2.blocksize)
     return by_code.reshape(-1)[: codes.numel()]
 
 
 def decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:
-    """Return the 16 float32 values that CUDA decodes to.
+    """Returns the 16 float32 values that CUDA decodes to.
 
     FP4 code 8 is -0.0 there, not the +0.0 of its quant_map.
     """
@@ -76,7 +76,7 @@ def decoded_values(quant_type: str, device: torch.device) -> torch.Tensor:
 
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack [n] bytes to [2 · n] codes, int32 for use as indices."""
+    """Unpacks [n] bytes to [2 · n] codes, int32 for use as indices."""
     even = packed >> 4
     odd = packed & 15
     codes = torch.stack((even, odd), dim=1)
@@ -84,7 +84,7 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
 
 
 def spread(per_block: torch.Tensor, blocksize: int, start: int, count: int) -> torch.Tensor:
-    """Repeat the values of blocks for their elements.
+    """Repeats the values of blocks for their elements.
 
     Args:
         per_block: [blocks], of a whole weight.

@@ -15,7 +15,7 @@ from nf4conv.codec.reference.dequantize import (
 
 
 def scales_and_shifts(decoding: Decoding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return absmax as it decodes, and how far nested quantization may have moved it.
+    """Returns absmax as it decodes, and how far nested quantization may have moved it.
 
     Returns:
         scales: [blocks] float32.
@@ -33,7 +33,7 @@ def error_sums(
     decoding: Decoding,
     known: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> ErrorSums:
-    """Compare a weight with its packed form.
+    """Compares a weight with its packed form.
 
     Args:
         weight: [n] float32, float16 or bfloat16, contiguous: the original.
@@ -81,6 +81,6 @@ def error_sums(
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest value, 0-d: NaN is ignored, and 0 is that of no values."""
+    """Returns the largest value, 0-d: NaN is ignored, and 0 is that of no values."""
     with_zero = torch.cat((values, values.new_zeros(1)))
     return with_zero.nan_to_num(nan=0.0, posinf=torch.inf).amax()

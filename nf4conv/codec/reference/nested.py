@@ -10,7 +10,7 @@ from nf4conv.format.codebook import DYNAMIC_MAP, NESTED_BLOCKSIZE
 def compress_absmax(
     absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor
 ) -> torch.Tensor:
-    """Quantize absmax to codes of the dynamic map, in blocks of 256, after subtracting its mean.
+    """Quantizes absmax to codes of the dynamic map, in blocks of 256, after subtracting its mean.
 
     Args:
         absmax: [blocks] float32.
@@ -30,7 +30,7 @@ def compress_absmax(
 
 
 def dynamic_cuts(device: torch.device) -> torch.Tensor:
-    """Return the cuts of the dynamic map: a value has the code that is the number of cuts below.
+    """Returns the cuts of the dynamic map: a value has the code that is the number of cuts below.
 
     They are the midpoints of the map's values, [255] float32. A value on a midpoint takes the even
     one of its two codes, so the midpoint above an odd code is moved down by one ulp.

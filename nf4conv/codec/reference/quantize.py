@@ -13,7 +13,7 @@ def quantize_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Quantize a weight in blocks.
+    """Quantizes a weight in blocks.
 
     Args:
         weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
@@ -34,7 +34,7 @@ def quantize_blocks(
 
 
 def nearest_codes(quotients: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Return the codes of elements that were divided by absmax: uint8, in the same shape."""
+    """Returns the codes of elements that were divided by absmax: uint8, in the same shape."""
     if codebook.signed_cuts:
         return _cuts_below(quotients, codebook)
     passed = _cuts_below(quotients.abs(), codebook)
@@ -44,7 +44,7 @@ def nearest_codes(quotients: torch.Tensor, codebook: Codebook) -> torch.Tensor:
 
 
 def _cuts_below(values: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Count the cuts below each value: uint8, in the same shape."""
+    """Counts the cuts below each value: uint8, in the same shape."""
     passed = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     for cut in codebook.cuts:
         passed += values > cut
@@ -52,7 +52,7 @@ def _cuts_below(values: torch.Tensor, codebook: Codebook) -> torch.Tensor:
 
 
 def store_codes(codes: torch.Tensor, packed: torch.Tensor) -> None:
-    """Pack codes, [rows, blocksize] uint8, in their order into as many bytes as there are.
+    """Packs codes, [rows, blocksize] uint8, in their order into as many bytes as there are.
 
     The codes of padding behind an odd end fill the last byte; the others behind the end are
     dropped.

@@ -19,7 +19,7 @@ def search_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Quantize a weight in blocks, each with the scale that the search finds for it.
+    """Quantizes a weight in blocks, each with the scale that the search finds for it.
 
     Args:
         weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
@@ -40,7 +40,7 @@ def search_blocks(
 
 
 def _search(blocks: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Search the scales of flushed blocks, [rows, blocksize] float32.
+    """Searches the scales of flushed blocks, [rows, blocksize] float32.
 
     Returns:
         scales: [rows] float32.
@@ -69,7 +69,7 @@ def _search(blocks: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.
 
 
 def _least_squares(known: torch.Tensor, absmax: torch.Tensor, quant_type: str) -> torch.Tensor:
-    """Try every factor, then make one step of least squares from the best.
+    """Tries every factor, then makes one step of least squares from the best.
 
     Args:
         known: [rows, blocksize] float32, no NaN.
@@ -103,7 +103,7 @@ def _least_squares(known: torch.Tensor, absmax: torch.Tensor, quant_type: str) -
 
 
 def _codes_by_scale(values: torch.Tensor, scales: torch.Tensor, quant_type: str) -> torch.Tensor:
-    """Return the codes, [rows, blocksize] uint8, of values by the scales of their rows."""
+    """Returns the codes, [rows, blocksize] uint8, of values by the scales of their rows."""
     quotients = flushed(values * reciprocal(scales)[:, None])
     return nearest_codes(quotients, CODEBOOKS[quant_type])
 
@@ -111,7 +111,7 @@ def _codes_by_scale(values: torch.Tensor, scales: torch.Tensor, quant_type: str)
 def _cost(
     known: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, quant_type: str
 ) -> torch.Tensor:
-    """Add up the squared errors of each row, each rounded to units of 1 / COST_UNITS.
+    """Adds up the squared errors of each row, each rounded to units of 1 / COST_UNITS.
 
     Returns [rows] int64.
     """

@@ -49,21 +49,21 @@ class Draft:
     scale_codes: torch.Tensor
 
     def of(self, outputs: slice) -> "Draft":
-        """Return a view of some outputs."""
+        """Returns a view of some outputs."""
         return Draft(self.ranks[:, outputs], self.scales[:, outputs], self.scale_codes[:, outputs])
 
     def copy(self) -> "Draft":
-        """Return a copy."""
+        """Returns a copy."""
         return Draft(self.ranks.clone(), self.scales.clone(), self.scale_codes.clone())
 
     def put(self, other: "Draft") -> None:
-        """Take over what another draft of the same shape has chosen."""
+        """Takes over what another draft of the same shape has chosen."""
         self.ranks.copy_(other.ranks)
         self.scales.copy_(other.scales)
         self.scale_codes.copy_(other.scale_codes)
 
     def ordered(self, outputs: torch.Tensor) -> "Draft":
-        """Return a draft with outputs in another order, given by their numbers."""
+        """Returns a draft with outputs in another order, given by their numbers."""
         return Draft(
             self.ranks.index_select(1, outputs),
             self.scales.index_select(1, outputs),
@@ -71,7 +71,7 @@ class Draft:
         )
 
     def values(self, levels: Levels) -> torch.Tensor:
-        """Return the decoded weights, [in_features, outputs] float32."""
+        """Returns the decoded weights, [in_features, outputs] float32."""
         values = levels.decode(self.ranks)
         grouped = values.view(self.scales.shape[0], -1, values.shape[1])
         grouped.mul_(self.scales[:, None, :])
@@ -79,7 +79,7 @@ class Draft:
 
 
 def empty_draft(target: torch.Tensor, blocksize: int) -> Draft:
-    """Return a draft of nothing yet, for a target of [in_features, outputs]."""
+    """Returns a draft of nothing yet, for a target of [in_features, outputs]."""
     groups = (target.shape[0] // blocksize, target.shape[1])
     return Draft(
         ranks=torch.empty(target.shape, dtype=torch.uint8, device=target.device),
@@ -89,7 +89,7 @@ def empty_draft(target: torch.Tensor, blocksize: int) -> Draft:
 
 
 def why_not_calibrated(weight: torch.Tensor, blocksize: int) -> str:
-    """Return why a weight keeps the codes of the search; empty if it can be calibrated.
+    """Returns why a weight keeps the codes of the search; empty if it can be calibrated.
 
     Args:
         weight: [out_features, in_features].
@@ -113,7 +113,7 @@ def round_calibrated(
     double_quant: bool = True,
     sweeps: int = SWEEPS,
 ) -> list[Rounded]:
-    """Round weights that have the same inputs, such as those of q, k and v.
+    """Rounds weights that have the same inputs, such as those of q, k and v.
 
     Args:
         weights: [out_features, in_features] each, of float32, float16 or bfloat16, on the device of
@@ -154,18 +154,18 @@ def round_calibrated(
 
 
 def ordered(weights: Sequence[torch.Tensor], factor: Factor) -> torch.Tensor:
-    """Return weights as [in_features, outputs] float32, inputs in the order of the factor."""
+    """Returns weights as [in_features, outputs] float32, inputs in the order of the factor."""
     columns = [weight.T.index_select(0, factor.order).float() for weight in weights]
     return torch.cat(columns, dim=1)
 
 
 def groups_of(factor: Factor) -> torch.Tensor:
-    """Return the group at each place of the order, [groups] int64."""
+    """Returns the group at each place of the order, [groups] int64."""
     return factor.order[:: factor.blocksize] // factor.blocksize
 
 
 def steps_for(device: torch.device) -> ModuleType:
-    """Return the module with `round_group` and `sweep_group` for a device."""
+    """Returns the module with `round_group` and `sweep_group` for a device."""
     if not has_kernels(device):
         return plain_steps
     import nf4conv.codec.kernels.rounding as kernel_steps  # importing Triton takes a second
@@ -176,7 +176,7 @@ def steps_for(device: torch.device) -> ModuleType:
 def first_draft(
     target: torch.Tensor, factor: Factor, storable: StorableScales, levels: Levels
 ) -> Draft:
-    """Choose scales and ranks group by group.
+    """Chooses scales and ranks group by group.
 
     Args:
         target: [in_features, outputs] float32, overwritten.
@@ -219,7 +219,7 @@ def sweep(
     storable: StorableScales,
     levels: Levels,
 ) -> None:
-    """Improve every scale and every code once.
+    """Improves every scale and every code once.
 
     Args:
         draft: replaced.
@@ -257,14 +257,14 @@ def sweep(
 
 
 def lazy_inputs(inputs: int, blocksize: int) -> int:
-    """Return how many inputs are rounded before all others hear of it: whole groups."""
+    """Returns how many inputs are rounded before all others hear of it: whole groups."""
     return min(inputs, max(_LAZY, blocksize))
 
 
 def packed(
     weights: Sequence[torch.Tensor], found: Sequence[Rounded], draft: Draft, factor: Factor
 ) -> list[Rounded]:
-    """Return the weights of a draft as they are stored.
+    """Returns the weights of a draft as they are stored.
 
     Args:
         weights: the originals, whose rows are the outputs of the draft.
@@ -288,13 +288,13 @@ def packed(
 
 
 def cheaper(cost_searched: float, found: Rounded, cost: float, rounded: Rounded) -> Rounded:
-    """Return the rounded weight with its costs, or the searched one if it costs no more."""
+    """Returns the rounded weight with its costs, or the searched one if it costs no more."""
     if cost < cost_searched:
         return replace(rounded, cost_searched=cost_searched, cost=cost, is_calibrated=True)
     return replace(found, cost_searched=cost_searched, cost=cost_searched)
 
 
 def _cost(weight: torch.Tensor, rounded: Rounded, factor: Factor) -> float:
-    """Return the cost of a rounded weight on the moments of the factor."""
+    """Returns the cost of a rounded weight on the moments of the factor."""
     errors = weight.float() - rounded.values(torch.float32)
     return error_cost(errors.index_select(1, factor.order), factor.moments)

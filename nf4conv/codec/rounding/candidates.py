@@ -13,7 +13,7 @@ FINER: Final = (0.95, 0.97, 0.985, 1.015, 1.03, 1.05)
 
 
 def first_candidates(is_symmetric: bool) -> tuple[float, ...]:
-    """Return the 16 factors of a group's absmax that are tried first.
+    """Returns the 16 factors of a group's absmax that are tried first.
 
     Args:
         is_symmetric: True if the levels are those of FP4, which a minus sign does not change.

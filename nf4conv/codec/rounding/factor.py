@@ -47,7 +47,7 @@ class Factor:
 
 
 def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> Factor:
-    """Order the inputs of a layer and factor the inverse of their second moments.
+    """Orders the inputs of a layer and factor the inverse of their second moments.
 
     The factorisation is in float64. Where it fails, the damping grows tenfold until it holds.
 
@@ -76,7 +76,7 @@ def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> F
 
 
 def energy_order(diagonal: torch.Tensor, blocksize: int) -> torch.Tensor:
-    """Return the inputs, groups of more energy first, and in a group inputs of more energy first.
+    """Returns the inputs, groups of more energy first, and in a group inputs of more energy first.
 
     What is rounded first is compensated by all that follow.
 
@@ -96,7 +96,7 @@ def energy_order(diagonal: torch.Tensor, blocksize: int) -> torch.Tensor:
 def _factor_of_inverse(
     moments: torch.Tensor, order: torch.Tensor, floor: torch.Tensor, damping: float
 ) -> tuple[torch.Tensor, float]:
-    """Return U of (moments + damping · floor · I)⁻¹ = Uᵀ·U, [n, n] float32, and the damping used.
+    """Returns U of (moments + damping · floor · I)⁻¹ = Uᵀ·U, [n, n] float32, and the damping used.
 
     Read from its last row and column backwards, the matrix has a lower Cholesky factor; read
     backwards again, that is an upper R with R·Rᵀ = H, and U is its inverse. All is computed in the
@@ -117,7 +117,7 @@ def _factor_of_inverse(
 
 
 def _in_order(moments: torch.Tensor, order: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """Return moments with rows and columns in an order, float64; dead inputs have the floor."""
+    """Returns moments with rows and columns in an order, float64; dead inputs have the floor."""
     size = moments.shape[0]
     found = torch.empty((size, size), dtype=torch.float64, device=moments.device)
     for rows in _pieces(size):
@@ -128,7 +128,7 @@ def _in_order(moments: torch.Tensor, order: torch.Tensor, floor: torch.Tensor) -
 
 
 def _invert_lower(lower: torch.Tensor) -> None:
-    """Replace a lower triangular matrix by its inverse.
+    """Replaces a lower triangular matrix by its inverse.
 
     Columns are replaced from the last to the first. What stands below a diagonal block D is then
     multiplied by the inverse that stands to the right of it, and by that of D.
@@ -142,7 +142,7 @@ def _invert_lower(lower: torch.Tensor) -> None:
 
 
 def _backwards(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix from its last row and column backwards, float32."""
+    """Returns a matrix from its last row and column backwards, float32."""
     size = matrix.shape[0]
     found = torch.empty((size, size), device=matrix.device)
     for rows in _pieces(size):
@@ -152,6 +152,6 @@ def _backwards(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(size: int) -> Iterator[slice]:
-    """Yield rows or columns that are worked on at a time."""
+    """Yields rows or columns that are worked on at a time."""
     for start in range(0, size, _PIECE):
         yield slice(start, min(start + _PIECE, size))

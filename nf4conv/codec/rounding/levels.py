@@ -30,17 +30,17 @@ class Levels:
     is_symmetric: bool
 
     def ranks(self, quotients: torch.Tensor) -> torch.Tensor:
-        """Return the rank of the level nearest to each quotient: uint8, in the same shape."""
+        """Returns the rank of the level nearest to each quotient: uint8, in the same shape."""
         return torch.bucketize(quotients, self.cuts, out_int32=True).to(torch.uint8)
 
     def decode(self, ranks: torch.Tensor) -> torch.Tensor:
-        """Return the values of ranks, uint8 of any shape: float32, in the same shape."""
+        """Returns the values of ranks, uint8 of any shape: float32, in the same shape."""
         return self.values.index_select(0, ranks.reshape(-1).int()).view(ranks.shape)
 
 
 @cache
 def levels_of(quant_type: str, device: torch.device) -> Levels:
-    """Return the levels of "nf4" or "fp4" on a device; never write to them."""
+    """Returns the levels of "nf4" or "fp4" on a device; never write to them."""
     values, cuts, codes = ascending(quant_type)
     with torch.inference_mode(mode=False):
         return Levels(
@@ -55,7 +55,7 @@ def levels_of(quant_type: str, device: torch.device) -> Levels:
 def ascending(
     quant_type: str,
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
-    """Return the 16 values, the 15 cuts and the 16 codes of a data type's ranks."""
+    """Returns the 16 values, the 15 cuts and the 16 codes of a data type's ranks."""
     codebook = CODEBOOKS[quant_type]
     if codebook.signed_cuts:
         return codebook.values, codebook.cuts, codebook.ranks

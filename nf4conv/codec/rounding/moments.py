@@ -31,11 +31,11 @@ class SecondMoments:
 
     @classmethod
     def zeros(cls, in_features: int, device: torch.device) -> "SecondMoments":
-        """Return the moments of no token."""
+        """Returns the moments of no token."""
         return cls(torch.zeros((in_features, in_features), device=device), 0)
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Add tokens. The same calls in the same order give the same bits on the same device.
+        """Adds tokens. The same calls in the same order give the same bits on the same device.
 
         Args:
             inputs: [..., in_features] of any float type, on the device of the sums. Leave out
@@ -47,15 +47,15 @@ class SecondMoments:
         self.tokens += rows.shape[0]
 
     def mean(self) -> torch.Tensor:
-        """Return the sums over the number of tokens, [in_features, in_features] float32."""
+        """Returns the sums over the number of tokens, [in_features, in_features] float32."""
         return self.sums / max(self.tokens, 1)
 
     def is_enough(self) -> bool:
-        """Return True if there are tokens enough for these moments to stand alone."""
+        """Returns True if there are tokens enough for these moments to stand alone."""
         return self.tokens >= ENOUGH_TOKENS * self.sums.shape[0]
 
     def blended(self, layer: "SecondMoments") -> "SecondMoments":
-        """Return these moments, filled up with those of the whole layer if the tokens are few.
+        """Returns these moments, filled up with those of the whole layer if the tokens are few.
 
         Args:
             layer: the moments of all tokens that the experts of a layer share out.
@@ -75,7 +75,7 @@ class SecondMoments:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Let products of float32 matrices keep float32's precision: no TF32."""
+    """Lets products of float32 matrices keep float32's precision: no TF32."""
     before = torch.get_float32_matmul_precision()
     if before == "highest":
         yield

@@ -49,7 +49,7 @@ def choose_all(
     levels: Levels,
     sweeps: int,
 ) -> Chosen:
-    """Round weights group by group, then sweep over them.
+    """Rounds weights group by group, then sweeps over them.
 
     Args:
         target: [in_features, outputs] float32, inputs in the order of the factor.
@@ -78,7 +78,7 @@ def _round_groups(
     storable: StorableScales,
     levels: Levels,
 ) -> None:
-    """Make the first choice of all scales and ranks; `compensated` is overwritten."""
+    """Makes the first choice of all scales and ranks; `compensated` is overwritten."""
     upper = factor.upper.double()
     for group in range(chosen.scales.shape[0]):
         first = group * factor.blocksize
@@ -101,7 +101,7 @@ def _best_scale(
     storable: StorableScales,
     levels: Levels,
 ) -> torch.Tensor:
-    """Return the scale of each output whose rounding of the block costs least, [outputs]."""
+    """Returns the scale of each output whose rounding of the block costs least, [outputs]."""
     base = block.abs().amax(dim=0)
     best = torch.full_like(base, float("inf"))
     scale = torch.zeros_like(base)
@@ -130,7 +130,7 @@ def _round(
     scale: torch.Tensor,
     levels: Levels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round a block with given scales: error j moves each later input k by error · U[j, k].
+    """Rounds a block with given scales: error j moves each later input k by error · U[j, k].
 
     Returns:
         ranks: [inputs, outputs] int64.
@@ -156,7 +156,7 @@ def _sweep_groups(
     storable: StorableScales,
     levels: Levels,
 ) -> None:
-    """Refit the scale of every group, and move every weight to the level that costs least."""
+    """Refits the scale of every group, and move every weight to the level that costs least."""
     moments = factor.moments.double()
     blocksize = factor.blocksize
     values = levels.values.double()[chosen.ranks]
@@ -183,7 +183,7 @@ def _sweep_groups(
 def _nearest(
     wanted: torch.Tensor, scale: torch.Tensor, levels: Levels
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ranks of the nearest levels, and the distances from the nearest cuts."""
+    """Returns the ranks of the nearest levels, and the distances from the nearest cuts."""
     quotients = (wanted / scale).where(scale != 0, 0)
     cuts = levels.cuts.double()
     distances = (quotients[:, None] - cuts).abs().amin(dim=1)
@@ -193,7 +193,7 @@ def _nearest(
 def _snap(
     wanted: torch.Tensor, group: int, storable: StorableScales, chosen: Chosen
 ) -> torch.Tensor:
-    """Return the nearest storable scales, [outputs] float64.
+    """Returns the nearest storable scales, [outputs] float64.
 
     Which is nearest is a float32 decision; it is noted as a tie if a slightly different wish would
     have another answer.
@@ -208,5 +208,5 @@ def _snap(
 
 
 def _note(margins: torch.Tensor, counts: torch.Tensor, chosen: Chosen) -> None:
-    """Keep the least margin of each output; those that do not count are left out."""
+    """Keeps the least margin of each output; those that do not count are left out."""
     chosen.margins = torch.minimum(chosen.margins, margins.where(counts, float("inf")))

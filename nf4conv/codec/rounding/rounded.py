@@ -32,7 +32,7 @@ class Rounded:
     is_calibrated: bool = False
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the weight as every loader decodes it; by default in its own dtype."""
+        """Returns the weight as every loader decodes it; by default in its own dtype."""
         return dequantize_4bit(self.packed, self.state, dtype=dtype)
 
 
@@ -42,7 +42,7 @@ def search(
     blocksize: int = 64,
     double_quant: bool = True,
 ) -> Rounded:
-    """Return a weight with the codes and scales of the search that needs no data.
+    """Returns a weight with the codes and scales of the search that needs no data.
 
     Args:
         weight: [out_features, in_features] float32, float16 or bfloat16.
@@ -55,7 +55,7 @@ def search(
 
 
 def layer_cost(weight: torch.Tensor, rounded: Rounded, moments: torch.Tensor) -> float:
-    """Return tr(E·H·Eᵀ): the mean over tokens of the squared error of a layer's outputs.
+    """Returns tr(E·H·Eᵀ): the mean over tokens of the squared error of a layer's outputs.
 
     Args:
         weight: [out_features, in_features], the original.
@@ -68,7 +68,7 @@ def layer_cost(weight: torch.Tensor, rounded: Rounded, moments: torch.Tensor) ->
 
 
 def error_cost(errors: torch.Tensor, moments: torch.Tensor) -> float:
-    """Return tr(E·H·Eᵀ) for errors E, [rows, inputs] float32, summed in float64."""
+    """Returns tr(E·H·Eᵀ) for errors E, [rows, inputs] float32, summed in float64."""
     total = torch.zeros((), dtype=torch.float64, device=errors.device)
     rows = max(1, _CHUNK // errors.shape[1])
     with full_precision():
@@ -84,7 +84,7 @@ def pack(
     searched: QuantState,
     nested_absmax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, QuantState]:
-    """Pack ranks and scales as bitsandbytes stores them.
+    """Packs ranks and scales as bitsandbytes stores them.
 
     Args:
         ranks: [out_features, in_features] uint8, of the levels of the data type.

@@ -36,7 +36,7 @@ class StorableScales:
 
     @classmethod
     def beside(cls, states: Sequence[QuantState]) -> "StorableScales":
-        """Return the storable scales for the states that a search gave, with room.
+        """Returns the storable scales for the states that a search gave, with room.
 
         Args:
             states: one for each weight, [out, in] with blocks inside rows. All have double
@@ -55,19 +55,19 @@ class StorableScales:
         return cls(torch.cat(offsets), torch.cat(maxima, dim=1).contiguous())
 
     def in_order(self, groups: torch.Tensor) -> "StorableScales":
-        """Return these scales with groups in another order, given by their numbers."""
+        """Returns these scales with groups in another order, given by their numbers."""
         if self.maxima is None:
             return self
         return StorableScales(self.offset, self.maxima.index_select(0, groups))
 
     def of(self, outputs: slice | torch.Tensor) -> "StorableScales":
-        """Return the scales of some outputs."""
+        """Returns the scales of some outputs."""
         if self.offset is None or self.maxima is None:
             return self
         return StorableScales(self.offset[outputs], self.maxima[:, outputs])
 
     def snap(self, group: int, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the storable scales nearest to those that are wanted.
+        """Returns the storable scales nearest to those that are wanted.
 
         Args:
             group: the number of the blocks: a row of `maxima`.
@@ -87,7 +87,7 @@ class StorableScales:
 
 
 def with_room(state: QuantState) -> torch.Tensor | None:
-    """Return the nested absmax that goes with StorableScales; None without double quantization."""
+    """Returns the nested absmax that goes with StorableScales; None without double quantization."""
     if state.state2 is None:
         return None
     return state.state2.absmax * ROOM

@@ -28,7 +28,7 @@ def round_group(
     scales: torch.Tensor,
     scale_codes: torch.Tensor,
 ) -> None:
-    """Choose the scales of a group together with the ranks of its weights.
+    """Chooses the scales of a group together with the ranks of its weights.
 
     Every candidate rounds the whole group, each error being compensated by the inputs that follow.
     An output takes the candidate whose errors cost least: the first of equals.
@@ -64,7 +64,7 @@ def _choose(
     storable: StorableScales,
     levels: Levels,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best scales of a group and their codes, both [outputs]."""
+    """Returns the best scales of a group and their codes, both [outputs]."""
     absmax = target.abs().amax(dim=0)
     factors = absmax.new_tensor(first_candidates(levels.is_symmetric))
     scales, codes = storable.snap(group, factors[:, None] * absmax)
@@ -81,7 +81,7 @@ def _choose(
 def _least(
     costs: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the least costs and their scales and codes: of [candidates, outputs], [outputs]."""
+    """Returns the least costs and their scales and codes: of [candidates, outputs], [outputs]."""
     at = costs.argmin(dim=0)[None]
     return costs.gather(0, at)[0], scales.gather(0, at)[0], codes.gather(0, at)[0]
 
@@ -89,7 +89,7 @@ def _least(
 def _costs(
     target: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, levels: Levels
 ) -> torch.Tensor:
-    """Return what rounding a group costs with each of [candidates, outputs] scales."""
+    """Returns what rounding a group costs with each of [candidates, outputs] scales."""
     candidates, outputs = scales.shape
     residue = target[:, None, :].expand(-1, candidates, -1).reshape(target.shape[0], -1)
     costs = _round_columns(residue, upper, scales.reshape(-1), levels, None)
@@ -103,7 +103,7 @@ def _round_columns(
     levels: Levels,
     ranks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Round the inputs of a group one after the other.
+    """Rounds the inputs of a group one after the other.
 
     Args:
         residue: [inputs, outputs] float32: the targets, replaced by the errors.
@@ -146,7 +146,7 @@ def sweep_group(
     scale_codes: torch.Tensor,
     change: torch.Tensor,
 ) -> None:
-    """Improve the scales of a group, then its ranks one input after the other.
+    """Improves the scales of a group, then its ranks one input after the other.
 
     The scale that makes the cost least is s + vᵀ·g / vᵀ·H·v, for levels v and the gradient g = H·e
     of the errors e; the nearest storable one is taken. Then each weight takes the level nearest to
@@ -187,7 +187,7 @@ def _recode_columns(
     levels: Levels,
     ranks: torch.Tensor,
 ) -> None:
-    """Move each weight to the level that makes the cost least, one input after the other.
+    """Moves each weight to the level that makes the cost least, one input after the other.
 
     Args:
         values: [inputs, outputs] float32, the decoded weights, replaced.
@@ -217,5 +217,5 @@ def _recode_columns(
 
 
 def inverse_of(scales: torch.Tensor) -> torch.Tensor:
-    """Return 1 / scales, and 0 for a scale of 0."""
+    """Returns 1 / scales, and 0 for a scale of 0."""
     return (1 / scales).where(scales != 0, 0)

@@ -56,7 +56,7 @@ def round_two_sided(
     double_quant: bool = True,
     sweeps: int = SWEEPS,
 ) -> Rounded:
-    """Round a weight, knowing its inputs and how the predictions depend on its outputs.
+    """Rounds a weight, knowing its inputs and how the predictions depend on its outputs.
 
     Args:
         weight: [out_features, in_features] float32, float16 or bfloat16, on the device of the
@@ -101,7 +101,7 @@ def round_two_sided(
 def two_sided_cost(
     weight: torch.Tensor, rounded: Rounded, inputs: Factor, outputs: Factor
 ) -> float:
-    """Return tr(G·E·H·Eᵀ) of a rounded weight, summed in float64.
+    """Returns tr(G·E·H·Eᵀ) of a rounded weight, summed in float64.
 
     Args:
         weight: [out_features, in_features], the original.
@@ -127,7 +127,7 @@ def _first_draft(
     storable: StorableScales,
     levels: Levels,
 ) -> Draft:
-    """Round blocks of outputs in turn, and compensate the errors of each in those that follow.
+    """Rounds blocks of outputs in turn, and compensate the errors of each in those that follow.
 
     Args:
         target: [in_features, out_features] float32, in the order of both factors; overwritten.
@@ -157,7 +157,7 @@ def _swept(
     levels: Levels,
     sweeps: int,
 ) -> Draft:
-    """Return a draft whose scales and codes were improved, each with a view to all others."""
+    """Returns a draft whose scales and codes were improved, each with a view to all others."""
     apart = _apart(target.shape[1], target.device)
     trial = _Sweeping(
         draft.ordered(apart),
@@ -202,7 +202,7 @@ class _Sweeping:
         self.gains.diagonal().add_(outputs.damping * outputs.moments.diagonal().mean())
 
     def improve(self, block: slice) -> None:
-        """Sweep over a block of outputs; keep the result if it lowers the two-sided cost."""
+        """Sweeps over a block of outputs; keeps the result if it lowers the two-sided cost."""
         energy = self.gains.diagonal()[block]
         # what the errors of all outputs ask of these: the target that makes the cost least
         asked = (self.errors @ self.gains[:, block]) / energy
@@ -221,14 +221,14 @@ class _Sweeping:
 
 
 def _blocks(outputs: int) -> Iterator[slice]:
-    """Yield blocks of outputs that are rounded at once."""
+    """Yields blocks of outputs that are rounded at once."""
     size = min(_LARGEST_BLOCK, max(_LEAST_BLOCK, outputs // _BLOCKS))
     for start in range(0, outputs, size):
         yield slice(start, min(start + size, outputs))
 
 
 def _apart(outputs: int, device: torch.device) -> torch.Tensor:
-    """Return an order in which the outputs of a block were far apart, [outputs] int64.
+    """Returns an order in which the outputs of a block were far apart, [outputs] int64.
 
     Neighbours move together in their gradients, so they should not be improved at once.
     """

@@ -20,7 +20,7 @@ from nf4conv.system.private import cache_folder, read_private, write_private
 
 @dataclass(frozen=True)
 class KnownEnds:
-    """Where the arrays of strings end in metadata.
+    """The ends of the arrays of strings in metadata.
 
     Attributes:
         digest: the SHA-256 of the metadata's bytes.

@@ -31,6 +31,6 @@ class Codec:
 
 
 def bytes_of(table: torch.Tensor) -> bytes:
-    """Return the bytes of a table."""
+    """Returns the bytes of a table."""
     raw: bytes = table.cpu().numpy().tobytes()
     return raw

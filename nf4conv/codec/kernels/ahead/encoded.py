@@ -18,7 +18,7 @@ def scaled_decoder(
     by_127: bool,
     aligned: bool,
 ) -> Codec:
-    """Return what decodes 8-bit values with scales, see scaled.decode_scaled.
+    """Returns what decodes 8-bit values with scales, see scaled.decode_scaled.
 
     Args:
         _device: of the kernels, which are the same on all.
@@ -71,7 +71,7 @@ def fp4_decoder(
     aligned: bool,
     transposed: bool,
 ) -> Codec:
-    """Return what decodes MXFP4 and NVFP4, see fp4.decode_fp4.
+    """Returns what decodes MXFP4 and NVFP4, see fp4.decode_fp4.
 
     Args:
         _device: of the kernels, which are the same on all.
@@ -128,7 +128,7 @@ def integer_decoder(
     index: torch.dtype | None,
     is_signed: bool = False,
 ) -> Codec:
-    """Return what decodes packed integers, see integers.decode_integers.
+    """Returns what decodes packed integers, see integers.decode_integers.
 
     Args:
         _device: of the kernels, which are the same on all.
@@ -182,7 +182,7 @@ def ggml_decoder(
     number: int,
     changed: str | None,
 ) -> Codec:
-    """Return what decodes the blocks of GGUF, see kernels/decoding/ggml/.
+    """Returns what decodes the blocks of GGUF, see kernels/decoding/ggml/.
 
     Args:
         device: of the kernels.
@@ -220,7 +220,7 @@ def ggml_decoder(
 def halves_decoder(
     _device: torch.device, out: torch.dtype, scale: torch.dtype, bits: int, axis: int
 ) -> Codec:
-    """Return what decodes weights of HQQ, see halves.decode_halves.
+    """Returns what decodes weights of HQQ, see halves.decode_halves.
 
     Args:
         _device: of the kernels, which are the same on all.

@@ -9,7 +9,7 @@ from nf4conv.codec.kernels.decoding import cast
 
 
 def subtractor(_device: torch.device, a: torch.dtype, b: torch.dtype) -> Codec:
-    """Return what finds out how far two vectors are apart.
+    """Returns what finds out how far two vectors are apart.
 
     Args:
         _device: of the kernels, which are the same on all.
@@ -31,7 +31,7 @@ def subtractor(_device: torch.device, a: torch.dtype, b: torch.dtype) -> Codec:
 
 
 def caster(_device: torch.device, source: torch.dtype, target: torch.dtype) -> Codec:
-    """Return what casts values of one dtype to another.
+    """Returns what casts values of one dtype to another.
 
     Args:
         _device: of the kernels, which are the same on all.

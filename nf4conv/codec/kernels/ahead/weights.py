@@ -29,7 +29,7 @@ _ACCESSES: Final = (("aligned", SLOTWISE), ("any", ELEMENTWISE))
 def encoder(
     device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int, scales: str
 ) -> Codec:
-    """Return what packs weights of one dtype.
+    """Returns what packs weights of one dtype.
 
     Args:
         device: of the kernels.
@@ -94,7 +94,7 @@ def encoder(
 
 
 def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int) -> Codec:
-    """Return what unpacks weights to one dtype.
+    """Returns what unpacks weights to one dtype.
 
     Args:
         device: of the kernels.
@@ -143,7 +143,7 @@ def comparer(
     scales: str,
     double_quant: bool,
 ) -> Codec:
-    """Return what measures the error of weights that `encoder` has packed.
+    """Returns what measures the error of weights that `encoder` has packed.
 
     Args:
         device: of the kernels.

@@ -10,7 +10,7 @@ NUM_WARPS = 4
 
 @kernel
 def cast_kernel(values_ptr, out_ptr, found_ptr, n: tl.int64):
-    """Cast TILE values; set *found_ptr to 1 if a finite one becomes infinite.
+    """Casts TILE values; sets *found_ptr to 1 if a finite one becomes infinite.
 
     Pointers to tensors:
         values_ptr: [n] float32, float16 or bfloat16, at a multiple of 16 bytes.

@@ -47,7 +47,7 @@ _ELEMENTWISE = tl.constexpr(ELEMENTWISE)
 
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
-    """Decode a packed weight: the value of each code times the absmax of its block, rounded to the
+    """Decodes a packed weight: the value of each code times the absmax of its block, rounded to the
     dtype of `out`.
 
     Args:
@@ -74,8 +74,8 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
 def prepare_dequantize(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, form: Form, alignment: int
 ) -> Callable[[int, int, Addresses], None]:
-    """Prepare to decode all weights of one shape and form into new tensors, for less than a call of
-    `dequantize_blocks` takes.
+    """Prepares to decode all weights of one shape and form into new tensors, for less than a call
+    of `dequantize_blocks` takes.
 
     Args:
         shape: of the weight.
@@ -130,7 +130,7 @@ def dequantize_kernel(
     STREAM: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Decode a tile of TILE elements.
+    """Decodes a tile of TILE elements.
 
     Pointers to tensors:
         packed_ptr: [ceil(n / 2)] uint8.
@@ -190,7 +190,7 @@ def load_absmax(
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Load and decode the absmax of consecutive blocks.
+    """Loads and decodes the absmax of consecutive blocks.
 
     `state` has the pointers absmax_ptr, nested_code_ptr, nested_absmax_ptr and offset_ptr of
     dequantize_kernel. `count` elements of the tile are there.
@@ -215,7 +215,7 @@ def load_absmax(
 
 @triton.jit
 def shuffled_values(words, scale, table_ptr, DTYPE: tl.constexpr):
-    """Decode slots by shuffles.
+    """Decodes slots by shuffles.
 
     words: [SLOTS] int32, the packed codes. scale: [SLOTS] float32, absmax. DTYPE: of the elements.
 
@@ -235,7 +235,7 @@ def shuffled_values(words, scale, table_ptr, DTYPE: tl.constexpr):
 
 @triton.jit
 def plain_values(words, scale, table_ptr, SLOT: tl.constexpr, PTX: tl.constexpr):
-    """Decode slots without shuffles.
+    """Decodes slots without shuffles.
 
     words: [SLOTS] int32, the packed codes. scale: [SLOTS] float32, absmax.
 

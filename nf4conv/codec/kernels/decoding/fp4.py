@@ -22,7 +22,7 @@ def decode_fp4(
     multiplier: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Decode a matrix; all tensors are contiguous.
+    """Decodes a matrix; all tensors are contiguous.
 
     Args:
         values: [rows, columns / 2] uint8 or int8: two values each, the first one in the low nibble.
@@ -83,7 +83,7 @@ def fp4_kernel(
     ALIGNED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """Decode TILE_ROWS rows of TILE_PAIRS pairs.
+    """Decodes TILE_ROWS rows of TILE_PAIRS pairs.
 
     Pointers to tensors:
         values_ptr: [rows, pairs] uint8, the low nibble first.
@@ -127,7 +127,7 @@ _launch = Launcher(fp4_kernel)
 
 @triton.jit
 def _e2m1(code):
-    """Return the values of 4-bit codes: a sign, two bits of exponent, one of mantissa.
+    """Returns the values of 4-bit codes: a sign, two bits of exponent, one of mantissa.
 
     -0.0 keeps its sign.
     """

@@ -22,7 +22,7 @@ def decode_halves(
     numbers: tuple[int, ...],
     out: torch.Tensor,
 ) -> None:
-    """Decode a run of the elements of a weight; all tensors are contiguous.
+    """Decodes a run of the elements of a weight; all tensors are contiguous.
 
     Args:
         words: [words] uint8, or int32 of 3 bits: all, or those of the first part of the run.
@@ -62,7 +62,7 @@ def halves_kernel(
     AXIS: tl.constexpr,
     GOES_ON: tl.constexpr,
 ):
-    """Decode TILE elements.
+    """Decodes TILE elements.
 
     Pointers to tensors:
         words_ptr: [...] uint8, or int32 of 3 bits: words from `first_word` on.

@@ -40,13 +40,13 @@ class Tile(NamedTuple):
 
 
 def tile_of(packing: int) -> Tile:
-    """Return what a program decodes of a packing."""
+    """Returns what a program decodes of a packing."""
     is_by_rows = packing in (BY_ROWS.value, IN_BYTES.value)
     return Tile(4, 512) if is_by_rows else Tile(32, 64)
 
 
 def kind_of_zeros(zeros: torch.dtype | None, zeros_less_one: bool) -> int:
-    """Return how zero points are stored, given their dtype; None if there are none."""
+    """Returns how zero points are stored, given their dtype; None if there are none."""
     if zeros is None:
         return int(NO_ZEROS.value)
     if zeros == torch.int8:
@@ -69,7 +69,7 @@ def decode_integers(
     *,
     is_signed: bool = False,
 ) -> None:
-    """Decode a matrix; all tensors are contiguous.
+    """Decodes a matrix; all tensors are contiguous.
 
     Args:
         values: the words, int32 of two dimensions.
@@ -145,7 +145,7 @@ def integers_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Decode TILE_ROWS rows of TILE_COLUMNS columns.
+    """Decodes TILE_ROWS rows of TILE_COLUMNS columns.
 
     Pointers to tensors:
         values_ptr: int32 words; a line of them begins every `values_line` elements.
@@ -195,7 +195,7 @@ def _code(
     BITS: tl.constexpr,
     SIGNED: tl.constexpr,
 ):
-    """Return the codes of a tile, int32; SIGNED ones plus 2^(BITS - 1)."""
+    """Returns the codes of a tile, int32; SIGNED ones plus 2^(BITS - 1)."""
     bit = column * BITS
     if PACKING == INTERLEAVED:
         code = _interleaved(words_ptr + column * line, row, inside)
@@ -220,7 +220,7 @@ def _zero(
     ZEROS: tl.constexpr,
     SIGNED: tl.constexpr,
 ):
-    """Return the zero points of a tile, int32; SIGNED ones plus 2^(BITS - 1)."""
+    """Returns the zero points of a tile, int32; SIGNED ones plus 2^(BITS - 1)."""
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
     MASK: tl.constexpr = (1 << BITS) - 1
     if ZEROS == NO_ZEROS:
@@ -251,7 +251,7 @@ def _zero(
 
 @triton.jit
 def _from_stream(stream_ptr, bit, step, inside, BITS: tl.constexpr, ADDED: tl.constexpr):
-    """Return the codes that begin at these bits of streams, whose words are `step` apart.
+    """Returns the codes that begin at these bits of streams, whose words are `step` apart.
 
     ADDED is added to each word first, with what it carries.
     """
@@ -271,7 +271,7 @@ def _from_stream(stream_ptr, bit, step, inside, BITS: tl.constexpr, ADDED: tl.co
 
 @triton.jit
 def _interleaved(line_ptr, row, inside):
-    """Return the codes of AWQ in a line of words; even rows stand in the lower half of a word."""
+    """Returns the codes of AWQ in a line of words; even rows stand in the lower half of a word."""
     words = tl.load(line_ptr + row // 8, mask=inside, other=0).to(tl.uint32, bitcast=True)
     place = row % 8 // 2 + row % 2 * 4
     return ((words >> (place * 4).to(tl.uint32)) & 15).to(tl.int32)

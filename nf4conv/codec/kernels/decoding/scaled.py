@@ -34,12 +34,12 @@ KINDS: Final[dict[torch.dtype, int]] = {
 
 
 def kind_of(tensor: torch.Tensor) -> int:
-    """Return the kind of a tensor's elements."""
+    """Returns the kind of a tensor's elements."""
     return KINDS.get(tensor.dtype, int(FLOAT.value))
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as kernels take it: bytes as uint8."""
+    """Returns a tensor as kernels take it: bytes as uint8."""
     if tensor.dtype in KINDS:
         return tensor.view(torch.uint8)
     return tensor
@@ -47,7 +47,7 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def to_float(stored, KIND: tl.constexpr):
-    """Return stored numbers of a kind as float32.
+    """Returns stored numbers of a kind as float32.
 
     The result is exact, also of subnormal numbers, NaN and the infinities of E5M2.
     """
@@ -72,7 +72,7 @@ def to_float(stored, KIND: tl.constexpr):
 
 @triton.jit
 def signed(value, negative):
-    """Give float32 numbers that are not negative a sign bit; Triton's own minus would lose that of
+    """Gives float32 numbers that are not negative a sign bit; Triton's own minus would lose that of
     zero.
     """
     return (value.to(tl.int32, bitcast=True) | (negative << 31)).to(tl.float32, bitcast=True)
@@ -86,7 +86,7 @@ def decode_scaled(
     *,
     by_127: bool = False,
 ) -> None:
-    """Decode a matrix; all tensors are contiguous.
+    """Decodes a matrix; all tensors are contiguous.
 
     Args:
         values: [rows, columns] float8_e4m3fn, float8_e5m2 or int8.
@@ -141,7 +141,7 @@ def scaled_kernel(
     BY_127: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Decode TILE_ROWS rows of TILE_COLUMNS columns.
+    """Decodes TILE_ROWS rows of TILE_COLUMNS columns.
 
     Pointers to tensors:
         values_ptr: [rows, columns] 8-bit, of the kind VALUES.

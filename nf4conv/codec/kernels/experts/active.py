@@ -42,7 +42,7 @@ def active_kernel(
     NESTED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Decode a tile of TILE elements of one matrix.
+    """Decodes a tile of TILE elements of one matrix.
 
     Pointers to tensors:
         out_ptr: [.., out_elements] float32, float16 or bfloat16, written: row r of a matrix begins

@@ -10,7 +10,7 @@ from nf4conv.codec.kernels.launch import Launcher, kernel
 def gather_pairs(
     ids: torch.Tensor, experts: int, members: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a group of the pairs of each expert.
+    """Makes a group of the pairs of each expert.
 
     Args:
         ids: [pairs] int64, the expert of each pair; no expert has more than `members`.
@@ -37,7 +37,7 @@ def gathering_kernel(
     COUNT: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    """Gather the pairs of the expert whose number is the program's."""
+    """Gathers the pairs of the expert whose number is the program's."""
     expert = tl.program_id(0)
     pair = tl.arange(0, COUNT)
     chosen = tl.load(ids_ptr + pair, mask=pair < count, other=-1)

@@ -53,7 +53,7 @@ def groups_kernel(
     NESTED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Compute ROWS rows of W for one group of up to MEMBERS pairs of a token and an expert.
+    """Computes ROWS rows of W for one group of up to MEMBERS pairs of a token and an expert.
 
     Pointers to tensors:
         x_ptr: [.., 64 · ROW_CHUNKS]; pair p has row p // share.
@@ -142,7 +142,7 @@ def _load(
     stack, up_stack, layout, x_ptr, x_row, has_row, only, inside, first,
     ROW_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, GATED: tl.constexpr, NESTED: tl.constexpr,
 ):  # fmt: skip
-    """Load codes, scales and x of CHUNKS chunks from `first` on; nothing behind the last one."""
+    """Loads codes, scales and x of CHUNKS chunks from `first` on; nothing behind the last one."""
     chunk = first + tl.arange(0, CHUNKS)
     word_chunk = first + tl.arange(0, CHUNKS * 8) // 8
     is_there = first < ROW_CHUNKS
@@ -172,7 +172,7 @@ def _load(
 
 @triton.jit
 def _add_product(total, x, weight, WEIGHTS_LEFT: tl.constexpr):
-    """Add x · weightᵀ, or its transpose."""
+    """Adds x · weightᵀ, or its transpose."""
     if WEIGHTS_LEFT:
         return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
     else:

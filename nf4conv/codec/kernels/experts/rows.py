@@ -64,7 +64,7 @@ def rows_kernel(
     EARLY: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Compute ROWS rows for a group: the sum over its terms of x · Wᵀ, weighted. It takes CHUNKS
+    """Computes ROWS rows for a group: the sum over its terms of x · Wᵀ, weighted. It takes CHUNKS
     chunks at once, counted over all TERMS, which have ROW_CHUNKS each.
 
     Term t of group g has expert ids[g · TERMS + t] and row (g · TERMS + t) // share of x, where
@@ -135,7 +135,7 @@ launch_rows = Launcher(rows_kernel)
 def _store(
     out_ptr, up_column, mask, total, up_total, GATED: tl.constexpr, SILU: tl.constexpr
 ):  # fmt: skip
-    """Store the sums over chunks of [ROWS, CHUNKS] totals, or what SILU makes of them."""
+    """Stores the sums over chunks of [ROWS, CHUNKS] totals, or what SILU makes of them."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     sums = tl.sum(total, axis=1)
     if GATED:
@@ -149,7 +149,7 @@ def _store(
 
 @triton.jit
 def _wait():
-    """Wait for the kernel before, and let the one behind begin. Returns 0; what uses it comes
+    """Waits for the kernel before, and let the one behind begin. Returns 0; what uses it comes
     after.
 
     What the kernel before the last wrote may be read without this: the last one let this one begin
@@ -171,7 +171,7 @@ def _load(
     TERMS: tl.constexpr, ROW_CHUNKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     GATED: tl.constexpr, NESTED: tl.constexpr,
 ):  # fmt: skip
-    """Load codes and scales of a tile of rows and CHUNKS chunks from `first` on, counted over all
+    """Loads codes and scales of a tile of rows and CHUNKS chunks from `first` on, counted over all
     terms of a group.
     """
     inside = tl.minimum(tile * ROWS + tl.arange(0, ROWS), rows - 1) * layout[0]
@@ -196,7 +196,7 @@ def _load(
 
 @triton.jit
 def _expert_of(ids_ptr, group, at, experts, TERMS: tl.constexpr, ROW_CHUNKS: tl.constexpr):
-    """Return the experts of chunks, counted over all terms, and whether they are there."""
+    """Returns the experts of chunks, counted over all terms, and whether they are there."""
     there = at < TERMS * ROW_CHUNKS
     if TERMS == 1:
         expert = tl.zeros(at.shape, tl.int32) + tl.load(ids_ptr + group).to(tl.int32)
@@ -209,7 +209,7 @@ def _expert_of(ids_ptr, group, at, experts, TERMS: tl.constexpr, ROW_CHUNKS: tl.
 
 @triton.jit
 def _load_x(x_ptr, start, first, last, CHUNKS: tl.constexpr):
-    """Load CHUNKS chunks of x from chunk `first` on, counted from word `start` of x; zeros from
+    """Loads CHUNKS chunks of x from chunk `first` on, counted from word `start` of x; zeros from
     chunk `last` on. The rows of a group follow each other.
 
     Returns for each of the 8 elements of a word [8 · CHUNKS] float32.
@@ -243,7 +243,7 @@ def _load_x(x_ptr, start, first, last, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _dots(words, x, value, table_ptr, CHUNKS: tl.constexpr, PTX: tl.constexpr):
-    """Return the sums over chunks of values with x: [ROWS, CHUNKS] float32."""
+    """Returns the sums over chunks of values with x: [ROWS, CHUNKS] float32."""
     x0, x1, x2, x3, x4, x5, x6, x7 = x
     shape: tl.constexpr = words.shape
     if PTX:

@@ -61,7 +61,7 @@ VALUES_OPERANDS = tl.constexpr("=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,f")
 
 @triton.jit
 def load_words(stack, layout, expert, row, chunk, there):
-    """Load the codes of chunks: [ROWS, WORDS] int32, eight words of each chunk.
+    """Loads the codes of chunks: [ROWS, WORDS] int32, eight words of each chunk.
 
     row: [ROWS], of the matrix. expert, chunk, there: [WORDS], for each word: the expert, the chunk
     of its row, and whether it is read at all; words begin with the first of a chunk.
@@ -78,8 +78,8 @@ def load_words(stack, layout, expert, row, chunk, there):
 
 @triton.jit
 def load_scales(stack, layout, expert, row, chunk, there, NESTED: tl.constexpr):
-    """Load what `scales` decodes, for the chunks of `load_words`: absmax, nested absmax and offset,
-    [ROWS, CHUNKS] each; only the first one is used without double quantization.
+    """Loads what `scales` decodes, for the chunks of `load_words`: absmax, nested absmax and
+    offset, [ROWS, CHUNKS] each; only the first one is used without double quantization.
     """
     _, absmax_ptr, nested_absmax_ptr, offset_ptr, _ = stack
     _, chunks, _, blocks, nested_blocks, offset_step, block_shift = layout
@@ -100,7 +100,7 @@ def load_scales(stack, layout, expert, row, chunk, there, NESTED: tl.constexpr):
 
 @triton.jit
 def scales(loaded, nested_code_ptr, NESTED: tl.constexpr, PTX: tl.constexpr):
-    """Return the absmax of chunks as it decodes, of what `load_scales` returned."""
+    """Returns the absmax of chunks as it decodes, of what `load_scales` returned."""
     absmax, nested_absmax, offset = loaded
     if NESTED:
         code = tl.load(nested_code_ptr + absmax.to(tl.int32))
@@ -111,7 +111,7 @@ def scales(loaded, nested_code_ptr, NESTED: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def decoded(words, scale, value, table_ptr, PTX: tl.constexpr):
-    """Decode words, [ROWS, 8 · CHUNKS], with the scales of their chunks, [ROWS, CHUNKS]:
+    """Decodes words, [ROWS, 8 · CHUNKS], with the scales of their chunks, [ROWS, CHUNKS]:
     [ROWS, 64 · CHUNKS] float32.
 
     value: this lane's value, of the shape of the words; read with PTX.
@@ -146,6 +146,6 @@ def decoded(words, scale, value, table_ptr, PTX: tl.constexpr):
 
 @triton.jit
 def value_of(table_ptr, words, ELEMENT: tl.constexpr):
-    """Look up the value of one of 8 codes of words, without shuffles."""
+    """Looks up the value of one of 8 codes of words, without shuffles."""
     SHIFT: tl.constexpr = ELEMENT // 2 * 8 + 4 - ELEMENT % 2 * 4
     return tl.load(table_ptr + ((words >> SHIFT) & 15)).to(tl.float32, bitcast=True)

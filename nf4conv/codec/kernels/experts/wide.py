@@ -107,7 +107,7 @@ def wide_kernel(
     norm: tl.float32,
     SHAPE: tl.constexpr,
 ):
-    """Compute own_units units of a group, times norm.
+    """Computes own_units units of a group, times norm.
 
     Pointers and scalars are those of rows_kernel, but for these:
         x_ptr: bfloat16 or float16.
@@ -164,7 +164,7 @@ launch_wide = Launcher(wide_kernel)
 
 @triton.jit
 def _start(weight, tables, group, unit, end, thread, SHAPE: tl.constexpr):
-    """Fill shared memory, wait for the kernel before, and load the first stage.
+    """Fills shared memory, waits for the kernel before, and loads the first stage.
 
     Going down, codes and the choice of experts are older than the kernel before, and only x is not.
     The kernel behind may begin at once then: it is known to wait before it reads what others write.
@@ -191,7 +191,7 @@ def _start(weight, tables, group, unit, end, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _place(step, of_range, thread, SHAPE: tl.constexpr):
-    """Return the term, and in its row the first of 128 k, of each lane's range of a step."""
+    """Returns the term, and in its row the first of 128 k, of each lane's range of a step."""
     first = step * SHAPE.span + thread // 32 * 256 + of_range * 128
     if SHAPE.terms == 1:
         return thread * 0, first
@@ -201,7 +201,7 @@ def _place(step, of_range, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _find(weight, group, stage, thread, SHAPE: tl.constexpr):
-    """Find where a lane reads: for each step and stack the address of its codes in the first unit,
+    """Finds where a lane reads: for each step and stack the address of its codes in the first unit,
     the chunk of its scale there, blocks and nested blocks before the expert, whether it is there;
     then the offset and the factor of its scales.
 
@@ -239,8 +239,8 @@ def _find(weight, group, stage, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load(places, weight, unit, end, SHAPE: tl.constexpr):
-    """Load a stage of a unit as it is stored: for each step and stack eight words of codes, absmax,
-    and nested absmax; nothing behind the last unit.
+    """Loads a stage of a unit as it is stored: for each step and stack eight words of codes,
+    absmax, and nested absmax; nothing behind the last unit.
     """
     stack, up_stack, _, _, sizes = weight
     _, row_step, _, _, nested_blocks, _, block_shift = sizes
@@ -269,7 +269,7 @@ def _load(places, weight, unit, end, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_x(x_rows, step, thread, SHAPE: tl.constexpr):
-    """Load what a lane gives to its column of x: 16 words, 0 where there is none.
+    """Loads what a lane gives to its column of x: 16 words, 0 where there is none.
 
     Column 2 · range + block has the k of that block, and 0 for the other one.
     """
@@ -287,7 +287,7 @@ def _load_x(x_rows, step, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _add_stage(totals, loaded, places, held_x, x_rows, stage, thread, SHAPE: tl.constexpr):
-    """Add a stage to the totals of the slots, two of each stack, and return them."""
+    """Adds a stage to the totals of the slots, two of each stack, and return them."""
     add: tl.constexpr = text.stacks_assembly(x_rows[0].dtype.element_ty, SHAPE.stacks)
     outputs: tl.constexpr = "f" * (2 * SHAPE.stacks)
     inputs: tl.constexpr = outputs + "r" * (8 * SHAPE.stacks) + "f" * SHAPE.stacks + "r" * 17
@@ -309,7 +309,7 @@ def _add_stage(totals, loaded, places, held_x, x_rows, stage, thread, SHAPE: tl.
 
 @triton.jit
 def _scale(loaded, place, SHAPE: tl.constexpr):
-    """Return absmax as it decodes, times the factor."""
+    """Returns absmax as it decodes, times the factor."""
     if SHAPE.nested:
         value = shared_value(loaded[8].to(tl.int32))
         return (multiply(value, loaded[9], True) + place[5]) * place[6]
@@ -319,7 +319,7 @@ def _scale(loaded, place, SHAPE: tl.constexpr):
 
 @triton.jit
 def _gather(target, sums, group, first, held, thread, SHAPE: tl.constexpr):
-    """Add up what all ranges and warps have left of `held` + 1 units, `first` and those behind it,
+    """Adds up what all ranges and warps have left of `held` + 1 units, `first` and those behind it,
     and store it.
 
     A unit has SHAPE.sums threads; thread 8 * row + slot has that row of the slot.

@@ -17,7 +17,7 @@ from nf4conv.codec.kernels.packing.search import search_tile
 
 @triton.jit
 def _find_tile(table_ptr, tensors, TILE: tl.constexpr):
-    """Find the tile that this program works on, in a table such as quantize_batch_kernel's.
+    """Finds the tile that this program works on, in a table such as quantize_batch_kernel's.
 
     Its tensor is the last one whose first tile is at or before the program's number. Empty tensors
     share their first tile with the next tensor and are skipped.
@@ -58,7 +58,7 @@ def quantize_batch_kernel(
     PTX: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """Encode a tile of one of many weights.
+    """Encodes a tile of one of many weights.
 
     Pointers to tensors:
         table_ptr: [5, tensors] int64: addresses of the weight, of its packed codes (uint8, written)
@@ -87,7 +87,7 @@ def quantize_batch_kernel(
 
 @kernel
 def compress_batch_kernel(table_ptr, means_ptr, middle_ptr, tensors: tl.int64, PTX: tl.constexpr):
-    """Encode a nested block of one of many absmax vectors to 8 bits.
+    """Encodes a nested block of one of many absmax vectors to 8 bits.
 
     Pointers to tensors:
         table_ptr: [5, tensors] int64: addresses of absmax (float32), of its codes (uint8, written)

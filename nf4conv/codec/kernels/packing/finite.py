@@ -10,7 +10,7 @@ NUM_WARPS = 4
 
 
 def exponent_mask(dtype: torch.dtype) -> int:
-    """Return the exponent bits of a value, which are all set in NaN and infinity."""
+    """Returns the exponent bits of a value, which are all set in NaN and infinity."""
     return {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[dtype]
 
 
@@ -18,7 +18,7 @@ def exponent_mask(dtype: torch.dtype) -> int:
 def non_finite_kernel(
     values_ptr, found_ptr, words: tl.int64, EXPONENT: tl.constexpr, HALVES: tl.constexpr
 ):
-    """Set *found_ptr to 1 if a value's exponent bits are all set.
+    """Sets *found_ptr to 1 if a value's exponent bits are all set.
 
     Pointers to tensors:
         values_ptr: [words] int32, each one float32 or two half-precision values.

@@ -40,7 +40,7 @@ def short_means(
     counts: npt.NDArray[np.int64],
     launch: Launch,
 ) -> torch.Tensor:
-    """Take the means of many vectors in torch's order of summation.
+    """Takes the means of many vectors in torch's order of summation.
 
     Args:
         values: a flat float32 buffer, which holds the vectors.
@@ -62,7 +62,7 @@ def short_means(
 def long_mean(
     values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor, launch: Launch
 ) -> None:
-    """Take the mean of one vector of more than TORCH_BLOCK values.
+    """Takes the mean of one vector of more than TORCH_BLOCK values.
 
     Args:
         values: [n] float32, at a multiple of 16 bytes.
@@ -76,7 +76,7 @@ def long_mean(
 
 
 def resident_blocks(device: torch.device) -> int:
-    """Return the thread blocks of torch's mean that a GPU holds at once, for
+    """Returns the thread blocks of torch's mean that a GPU holds at once, for
     mean_order.thread_blocks.
     """
     properties = torch.cuda.get_device_properties(device)
@@ -85,7 +85,7 @@ def resident_blocks(device: torch.device) -> int:
 
 
 def repeats_torch(device: torch.device, launch: Launch) -> bool:
-    """Return True if these kernels give the bits of torch's mean on a GPU.
+    """Returns True if these kernels give the bits of torch's mean on a GPU.
 
     The order of a sum belongs to torch's release, so it is tried out.
     """
@@ -112,7 +112,7 @@ def repeats_torch(device: torch.device, launch: Launch) -> bool:
 
 @triton.jit
 def _dealt(values_ptr, count, first, step, threads):
-    """Deal vectors of 4 values to threads: thread t adds vectors first + t, first + t + step, … to
+    """Deals vectors of 4 values to threads: thread t adds vectors first + t, first + t + step, … to
     four sums.
 
     The last count % 4 values go to the first sums of the threads from vector 0 on. Returns the
@@ -132,7 +132,7 @@ def _dealt(values_ptr, count, first, step, threads):
 
 @triton.jit
 def _halve(total):
-    """Add the upper half to the lower until one is left: [512] → [1]."""
+    """Adds the upper half to the lower until one is left: [512] → [1]."""
     for level in tl.static_range(9):
         total = tl.sum(tl.reshape(total, (2, 256 >> level)), axis=0)
     return total
@@ -140,21 +140,21 @@ def _halve(total):
 
 @triton.jit
 def _sum_parts(sums):
-    """Add up ((s0 + s1) + s2) + s3 of each thread, then halves: [512, 4] → [1]."""
+    """Adds up ((s0 + s1) + s2) + s3 of each thread, then halves: [512, 4] → [1]."""
     s0, s1, s2, s3 = split_words(sums)
     return _halve(((s0 + s1) + s2) + s3)
 
 
 @triton.jit
 def _times_reciprocal(total, count):
-    """Return the mean of a sum, [1], as torch does: times the rounded reciprocal of the count."""
+    """Returns the mean of a sum, [1], as torch does: times the rounded reciprocal of the count."""
     one = tl.full((1,), 1.0, tl.float32)
     return total * tl.div_rn(one, one * count.to(tl.float32))
 
 
 @kernel
 def mean_kernel(table_ptr, means_ptr, tensors: tl.int64):
-    """Take the mean of a vector of at most TORCH_BLOCK values; longer ones are left alone.
+    """Takes the mean of a vector of at most TORCH_BLOCK values; longer ones are left alone.
 
     Each of `threads` threads adds every threads-th vector of 4 into 4 sums; the last count % 4
     values go to the first sums of the first threads. Below 128 values a thread adds the values at
@@ -182,7 +182,7 @@ def mean_kernel(table_ptr, means_ptr, tensors: tl.int64):
 
 @kernel
 def partial_kernel(values_ptr, partial_ptr, count: tl.int64, blocks: tl.int64):
-    """Sum the share of one of torch's thread blocks; the last count % 4 values go to the first.
+    """Sums the share of one of torch's thread blocks; the last count % 4 values go to the first.
 
     Pointers to tensors:
         values_ptr: [count] float32, 16-byte aligned.
@@ -195,7 +195,7 @@ def partial_kernel(values_ptr, partial_ptr, count: tl.int64, blocks: tl.int64):
 
 @kernel
 def total_kernel(partial_ptr, mean_ptr, blocks: tl.int64, count: tl.int64):
-    """Sum the blocks' sums in torch's order, and multiply by the reciprocal of the count.
+    """Sums the blocks' sums in torch's order, and multiply by the reciprocal of the count.
 
     Pointers to tensors:
         partial_ptr: [blocks] float32.

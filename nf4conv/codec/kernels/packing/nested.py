@@ -25,7 +25,7 @@ NUM_WARPS = 1
 def compress_absmax(
     absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor
 ) -> torch.Tensor:
-    """Quantize absmax to codes of the dynamic map, in blocks of 256, after subtracting its mean.
+    """Quantizes absmax to codes of the dynamic map, in blocks of 256, after subtracting its mean.
 
     Nothing waits for the device.
 
@@ -55,7 +55,7 @@ def _compress_kernel(
     blocks: tl.int64,
     PTX: tl.constexpr,
 ):
-    """Encode a nested block of an absmax vector.
+    """Encodes a nested block of an absmax vector.
 
     Pointers to tensors:
         absmax_ptr: [blocks] float32.
@@ -80,7 +80,7 @@ _launch = Launcher(_compress_kernel)
 def compress_tile(
     absmax_ptr, offset_ptr, codes_ptr, nested_absmax_ptr, middle_ptr, count, PTX: tl.constexpr
 ):
-    """Encode a nested block of `count` ≤ 256 values; the pointers are _compress_kernel's, at the
+    """Encodes a nested block of `count` ≤ 256 values; the pointers are _compress_kernel's, at the
     block.
     """
     index = tl.arange(0, 256)[None, :]
@@ -99,7 +99,7 @@ def compress_tile(
 
 @triton.jit
 def _bisect(quotient, middle_ptr):
-    """Return the codes of quotients, int32, by shuffles; middle_ptr is tables.middle_table."""
+    """Returns the codes of quotients, int32, by shuffles; middle_ptr is tables.middle_table."""
     table = tl.zeros(quotient.shape, tl.int64) + middle_ptr.to(tl.int64)
     rows = ()  # a tuple that grows, which the compiler unrolls
     for row in tl.static_range(8):
@@ -116,7 +116,7 @@ def _bisect(quotient, middle_ptr):
 
 @triton.jit
 def _plain_bisect(quotient, middle_ptr):
-    """Return the number of middles below the quotients, int32, without inline assembly.
+    """Returns the number of middles below the quotients, int32, without inline assembly.
 
     A middle itself counts if its index is odd: ties go to even codes.
     """

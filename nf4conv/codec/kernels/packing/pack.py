@@ -19,7 +19,7 @@ def quantize_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Quantize a weight in blocks.
+    """Quantizes a weight in blocks.
 
     Args:
         weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
@@ -39,7 +39,7 @@ def search_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Quantize a weight in blocks, each with the scale that the search finds for it.
+    """Quantizes a weight in blocks, each with the scale that the search finds for it.
 
     Args:
         weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
@@ -62,7 +62,7 @@ def _encode_blocks(
     *,
     searches: bool,
 ) -> None:
-    """Launch quantize_kernel."""
+    """Launches quantize_kernel."""
     n = weight.numel()
     if n == 0:
         return
@@ -80,12 +80,12 @@ def _encode_blocks(
 
 
 def packing(dtype: torch.dtype, blocksize: int, searches: bool) -> tuple[int, int]:
-    """Return the elements and the warps of a program that encodes, with absmax or with a search."""
+    """Returns the elements and the warps of a program that encodes, by absmax or with a search."""
     return configuration(dtype, blocksize, SEARCHING if searches else PACKING)
 
 
 def packing_table(quant_type: str, device: torch.device, searches: bool) -> torch.Tensor:
-    """Return the table that a kernel reads to encode, with absmax or with a search."""
+    """Returns the table that a kernel reads to encode, with absmax or with a search."""
     if searches:
         return search_table(quant_type, device)
     return bucket_table(quant_type, device)
@@ -105,7 +105,7 @@ def quantize_kernel(
     PTX: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """Encode a tile of TILE elements.
+    """Encodes a tile of TILE elements.
 
     Pointers to tensors:
         weight_ptr: [n] float32, float16 or bfloat16.

@@ -53,7 +53,7 @@ def quantize_tile(
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Encode a tile with absmax.
+    """Encodes a tile with absmax.
 
     `tile` has the pointers of quantize_kernel, at the tile, and its number of elements, `count` ≤
     TILE. TILE is a multiple of BLOCKSIZE.
@@ -106,7 +106,7 @@ def quantize_tile(
 
 @triton.jit
 def plain_codes(even, odd, scale, table_ptr, IS_FP4: tl.constexpr):
-    """Return the packed codes of each slot in its low 32 (or 16) bits, [SLOTS] int32.
+    """Returns the packed codes of each slot in its low 32 (or 16) bits, [SLOTS] int32.
 
     This is the plain form, without inline assembly.
 
@@ -121,7 +121,7 @@ def plain_codes(even, odd, scale, table_ptr, IS_FP4: tl.constexpr):
 
 @triton.jit
 def plain_code(quotient, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
-    """Return the int32 codes of quotients from -1 to 1, or NaN.
+    """Returns the int32 codes of quotients from -1 to 1, or NaN.
 
     table_ptr is tables.bucket_table.
     """
@@ -142,7 +142,7 @@ def plain_code(quotient, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
 def store_codes(
     packed_ptr, codes, count, SLOT: tl.constexpr, SLOTS: tl.constexpr, ACCESS: tl.constexpr
 ):
-    """Write the packed codes of every slot; bytes behind the last element are left alone."""
+    """Writes the packed codes of every slot; bytes behind the last element are left alone."""
     slot = tl.arange(0, SLOTS)
     if ACCESS == _ELEMENTWISE:
         byte = tl.arange(0, SLOT // 2)[None, :]

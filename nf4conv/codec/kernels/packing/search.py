@@ -66,7 +66,7 @@ def search_tile(
     ACCESS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Encode a tile with searched scales.
+    """Encodes a tile with searched scales.
 
     `tile` has the pointers of quantize_kernel, at the tile, and its number of elements, `count` ≤
     TILE. TILE is a multiple of BLOCKSIZE.
@@ -112,7 +112,7 @@ def search_tile(
 
 @triton.jit
 def _load(weight_ptr, index, count, ACCESS: tl.constexpr):
-    """Load the weight's elements at an index, zeros behind its end."""
+    """Loads the weight's elements at an index, zeros behind its end."""
     DTYPE: tl.constexpr = weight_ptr.dtype.element_ty
     BITS: tl.constexpr = tl.int32 if DTYPE == tl.float32 else tl.int16
     SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
@@ -129,7 +129,7 @@ def _load(weight_ptr, index, count, ACCESS: tl.constexpr):
 
 @triton.jit
 def _by_element(of_block, elements):
-    """Repeat the values of blocks, [blocks], for their elements: the shape of `elements`, [groups,
+    """Repeats the values of blocks, [blocks], for their elements: the shape of `elements`, [groups,
     group].
     """
     BLOCKS: tl.constexpr = of_block.shape[0]
@@ -140,20 +140,20 @@ def _by_element(of_block, elements):
 
 @triton.jit
 def _block_sums(integers, BLOCKS: tl.constexpr):
-    """Add up the integers of each block: [groups, group] float32 → [BLOCKS] int32."""
+    """Adds up the integers of each block: [groups, group] float32 → [BLOCKS] int32."""
     sums = tl.sum(integers, axis=1).to(tl.int32)
     return tl.sum(tl.reshape(sums, (BLOCKS, integers.shape[0] // BLOCKS)), axis=1)
 
 
 @triton.jit
 def _rounded(x):
-    """Round float32 below 2^22 in magnitude to an integer, ties to even."""
+    """Rounds float32 below 2^22 in magnitude to an integer, ties to even."""
     return (x + _ROUND) - _ROUND
 
 
 @triton.jit
 def _least_squares(known, absmax, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
-    """Try every factor, then make one step of least squares from the best.
+    """Tries every factor, then makes one step of least squares from the best.
 
     known: [groups, group] float32, no NaN. absmax: [blocks] float32, of these blocks: from 1 to 2.
     Returns the scales, [blocks] float32.
@@ -192,7 +192,7 @@ def _least_squares(known, absmax, table_ptr, IS_FP4: tl.constexpr, PTX: tl.const
 
 @triton.jit
 def _nearest(distance, level_ptr, PTX: tl.constexpr):
-    """Return how far positions are from the nearest of 0 and 8 levels, as float32.
+    """Returns how far positions are from the nearest of 0 and 8 levels, as float32.
 
     Positions and levels are float16, and not negative.
     """
@@ -217,7 +217,7 @@ def _nearest(distance, level_ptr, PTX: tl.constexpr):
 
 @triton.jit
 def _encode(normalized, known, scale, table_ptr, IS_FP4: tl.constexpr, PTX: tl.constexpr):
-    """Encode values by the scales of their blocks, [blocks] float32.
+    """Encodes values by the scales of their blocks, [blocks] float32.
 
     Returns the codes, [groups, group] int32, and their costs, [blocks] int32.
     """

@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def constraints(outputs: str, inputs: str) -> str:
-    """Return the constraints of an asm statement, of one letter for each operand.
+    """Returns the constraints of an asm statement, of one letter for each operand.
 
     No output shares a register with an input.
     """
@@ -28,13 +28,13 @@ def constraints(outputs: str, inputs: str) -> str:
 
 @triton.constexpr_function
 def result_types(outputs: str) -> tuple[tl.dtype, ...]:
-    """Return the types of an asm statement's results: "f" is float32, "r" int32."""
+    """Returns the types of an asm statement's results: "f" is float32, "r" int32."""
     return tuple(tl.float32 if letter == "f" else tl.int32 for letter in outputs)
 
 
 @triton.constexpr_function
 def fill_assembly(warps: int, shared_bytes: int, has_codes: bool, early: bool) -> str:
-    """Lay out shared memory, fill `pairs`, and if `early` wait for the kernel before.
+    """Lays out shared memory, fills `pairs`, and if `early` waits for the kernel before.
 
     `tiles` is for x, or for sums. `pairs` is the table of decoded pairs: the word of byte b, once
     for each of 32 banks, at 256 * (b % 128) + 128 * (b // 128). `codes`, which `meet_assembly`
@@ -86,7 +86,7 @@ def fill_assembly(warps: int, shared_bytes: int, has_codes: bool, early: bool) -
 
 @triton.constexpr_function
 def meet_assembly(has_codes: bool, warps: int = 8) -> str:
-    """Fill `codes`, the values of nested absmax, if it is there; then wait until all threads have
+    """Fills `codes`, the values of nested absmax, if it is there; then waits until all threads have
     filled shared memory. `warps`: of a program, 8 at most if it is there.
 
     Operands: $0 the thread; $1 address of the [256] values; $2 the thread.
@@ -111,8 +111,8 @@ def meet_assembly(has_codes: bool, warps: int = 8) -> str:
 
 @triton.constexpr_function
 def start_assembly(warps: int, shared_bytes: int, has_codes: bool) -> str:
-    """Lay out and fill shared memory as `fill_assembly` and `meet_assembly` do, without waiting for
-    the kernel before: its tables are older.
+    """Lays out and fills shared memory as `fill_assembly` and `meet_assembly` do, without waiting
+    for the kernel before: its tables are older.
 
     Operands: $0 the thread; $1 address of `tiles`; $2 address of the [256] words of `pairs`; $3
     address of the [256] values of `codes`; $4 the thread.
@@ -124,7 +124,7 @@ def start_assembly(warps: int, shared_bytes: int, has_codes: bool) -> str:
 
 @triton.constexpr_function
 def wait_assembly(signals: bool) -> str:
-    """Wait for the kernel before, and let the one behind begin if it `signals`.
+    """Waits for the kernel before, and let the one behind begin if it `signals`.
 
     Operands: $0 the thread; $1 the thread.
     """
@@ -134,7 +134,7 @@ def wait_assembly(signals: bool) -> str:
 
 @triton.constexpr_function
 def x_assembly() -> str:
-    """Load 32 k of x. Not as constants, which the compiler would read before a wait.
+    """Loads 32 k of x. Not as constants, which the compiler would read before a wait.
 
     Operands: $0 … $15 the words; $16 their address, 0 for zeros.
     """
@@ -148,7 +148,7 @@ def x_assembly() -> str:
 
 @triton.constexpr_function
 def stacks_assembly(dtype: tl.dtype, stacks: int, short: bool = False) -> str:
-    """Multiply a row tile of each stack, two slots, with x in registers: `mma`.
+    """Multiplies a row tile of each stack, two slots, with x in registers: `mma`.
 
     Operands: the totals, two for each stack; the totals before; for each stack four words of each
     slot; scales; 4 * lane in each byte; 16 words of x. Scales are one for each stack, of which lane
@@ -188,7 +188,7 @@ def stacks_assembly(dtype: tl.dtype, stacks: int, short: bool = False) -> str:
 
 @triton.constexpr_function
 def _sources(lane: int, short: bool) -> list[str]:
-    """Set q0 and q1 to the lanes of a quad that have the scales of a lane's two columns, if they
+    """Sets q0 and q1 to the lanes of a quad that have the scales of a lane's two columns, if they
     differ between lanes: columns 2 t and 2 t + 1 belong to blocks 2 t % 4 and 2 t % 4 + 1.
     """
     if not short:
@@ -198,7 +198,7 @@ def _sources(lane: int, short: bool) -> list[str]:
 
 @triton.constexpr_function
 def _scale_of_column(scales: int, index: int, short: bool) -> str:
-    """Set s to the scale of sum `index`, of column index % 2 of slot index // 2; `scales` is the
+    """Sets s to the scale of sum `index`, of column index % 2 of slot index // 2; `scales` is the
     first of the operands that hold them.
     """
     if not short:
@@ -209,7 +209,7 @@ def _scale_of_column(scales: int, index: int, short: bool) -> str:
 
 @triton.constexpr_function
 def add_across(distance: int) -> str:
-    """Add the float of the lane that is `distance` away, its number's bit.
+    """Adds the float of the lane that is `distance` away, its number's bit.
 
     Operands: $0 the sum; $1 the float.
     """
@@ -219,7 +219,7 @@ def add_across(distance: int) -> str:
 
 @triton.constexpr_function
 def unit_assembly(steps: int) -> str:
-    """Load the packed codes of two slots for each step, 128 bytes apart; they are used once.
+    """Loads the packed codes of two slots for each step, 128 bytes apart; they are used once.
 
     Operands: for each step four words of each slot; the address of the first slot and step; from
     there to the second slot; for each step how many rows are left: the slots are rows 0 and 4.
@@ -240,7 +240,7 @@ def unit_assembly(steps: int) -> str:
 
 @triton.constexpr_function
 def prefetch_assembly(steps: int) -> str:
-    """Bring what `unit_assembly` loads to L2.
+    """Brings what `unit_assembly` loads to L2.
 
     Operands: $0 zero; then those of `unit_assembly` that are no words.
     """
@@ -256,7 +256,7 @@ def prefetch_assembly(steps: int) -> str:
 
 @triton.constexpr_function
 def words_assembly(width: int, loads: int, asked: bool) -> str:
-    """Load packed codes that are used once.
+    """Loads packed codes that are used once.
 
     Operands: the words, `width` for each load; the base address; for each load the number of
     8-byte pieces behind the base; and if `asked`, whether to load at all.
@@ -285,7 +285,7 @@ _PICKS = ("0xcc40", "0xdd51", "0xee62", "0xff73")
 
 @triton.constexpr_function
 def decode_assembly(word: str, lane: int, target: int, guard: str = "") -> str:
-    """Decode the four bytes of register `word` to registers v[target] … v[target + 3], each of two
+    """Decodes the four bytes of register `word` to registers v[target] … v[target + 3], each of two
     values.
 
     Operand `lane` holds 4 * lane in each byte. The loads have a `guard`, such as "@p ".
@@ -305,13 +305,13 @@ def decode_assembly(word: str, lane: int, target: int, guard: str = "") -> str:
 
 @triton.constexpr_function
 def scale_assembly(operand: int, index: int) -> str:
-    """Set s to a scale: that which lane index % 4 of the quad holds in operand + index // 4."""
+    """Sets s to a scale: that which lane index % 4 of the quad holds in operand + index // 4."""
     return f"shfl.sync.idx.b32 s, ${operand + index // 4}, {index % 4}, 0x1c03, -1;"
 
 
 @triton.constexpr_function
 def wide_assembly(dtype: tl.dtype, shape: Any) -> str:
-    """Multiply a stage of two row tiles with x from global memory: `mma`.
+    """Multiplies a stage of two row tiles with x from global memory: `mma`.
 
     Operands: totals of four slots, for each of `sets` sets of rows of x; the totals before; four
     words of each slot; scales; 4 * lane in each byte; for each set the address of 32 k of x, 0 for
@@ -366,7 +366,7 @@ def wide_assembly(dtype: tl.dtype, shape: Any) -> str:
 
 @triton.constexpr_function
 def gather_assembly(parts: int, count: int) -> str:
-    """Add up `parts` floats in shared memory, `count` apart, that all warps have left there.
+    """Adds up `parts` floats in shared memory, `count` apart, that all warps have left there.
 
     Behind this, the warps may overwrite them.
 

@@ -40,7 +40,7 @@ class Matrix(NamedTuple):
 
 
 def alignment_of(address: int) -> int:
-    """Return the largest of 16, 4 and 1 that divides an address."""
+    """Returns the largest of 16, 4 and 1 that divides an address."""
     if address % 16 == 0:
         return 16
     return 4 if address % 4 == 0 else 1
@@ -50,7 +50,7 @@ def alignment_of(address: int) -> int:
 def prepare_multiply(
     x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrix: Matrix
 ) -> Multiply:
-    """Prepare what multiplies all x of one shape and dtype with all weights of one kind.
+    """Prepares what multiplies all x of one shape and dtype with all weights of one kind.
 
     Args:
         x_shape: [..., k].
@@ -77,7 +77,7 @@ _T = TypeVar("_T")
 
 
 def _there(multiply: Callable[_P, _T], device: torch.device) -> Callable[_P, _T]:
-    """Let a function run with a device as the current one."""
+    """Lets a function run with a device as the current one."""
     if torch.cuda.device_count() == 1:
         return multiply
 
@@ -92,7 +92,7 @@ def _there(multiply: Callable[_P, _T], device: torch.device) -> Callable[_P, _T]
 def prepare_group(
     x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrices: tuple[Matrix, ...]
 ) -> MultiplyGroup:
-    """Prepare what multiplies all x of one shape and dtype with all groups of weights of some
+    """Prepares what multiplies all x of one shape and dtype with all groups of weights of some
     kinds, which have the same k and form: in one launch if kernels for few rows take them all.
     """
     ways = {_way(x_shape[:-1].numel(), one, dtype, device) for one in matrices}
@@ -125,7 +125,7 @@ def prepare_group(
 def _way(
     rows: int, matrix: Matrix, dtype: torch.dtype, device: torch.device
 ) -> Literal["fused", "panel", "dense", "decoded"]:
-    """Return what multiplies so many rows of x with a weight."""
+    """Returns what multiplies so many rows of x with a weight."""
     if rows == 0 or why_decoded(matrix, dtype):
         return "decoded"
     if matrix.alignment == 16 and rows <= launches.most_rows(device):
@@ -140,7 +140,7 @@ def _way(
 
 
 def why_decoded(matrix: Matrix, dtype: torch.dtype) -> str:
-    """Return why a weight is decoded before it is multiplied with few rows; empty if a kernel
+    """Returns why a weight is decoded before it is multiplied with few rows; empty if a kernel
     multiplies without.
     """
     if dtype == torch.float32:
@@ -156,7 +156,7 @@ def why_decoded(matrix: Matrix, dtype: torch.dtype) -> str:
 
 
 def _with_bias(product: Product) -> Multiply:
-    """Add a bias to a product."""
+    """Adds a bias to a product."""
 
     def multiply(x: torch.Tensor, weight: Addresses, bias: torch.Tensor | None) -> torch.Tensor:
         out = product(x, weight)
@@ -168,7 +168,7 @@ def _with_bias(product: Product) -> Multiply:
 
 
 def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Multiply:
-    """Prepare to decode, then to call the library's product.
+    """Prepares to decode, then to call the library's product.
 
     Under autocast the library computes in another dtype; the result has that of x all the same.
     """

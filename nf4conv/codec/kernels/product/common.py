@@ -9,7 +9,7 @@ from nf4conv.codec.kernels.arithmetic import multiply
 
 @triton.jit
 def run_assembly(TEXT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, operands):
-    """Run an asm statement and return its results, a tuple.
+    """Runs an asm statement and returns its results, a tuple.
 
     Results and operands have a letter each: f float32, r int32, l int64.
     """
@@ -22,7 +22,7 @@ def run_assembly(TEXT: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
 
 @triton.jit
 def shared_value(code):
-    """Return the value of an absmax code from the table in shared memory."""
+    """Returns the value of an absmax code from the table in shared memory."""
     read: tl.constexpr = """{
         .reg .b32 a;
         mov.u32 a, codes;
@@ -36,7 +36,7 @@ def shared_value(code):
 def decode_scale(
     absmax, nested_absmax, offset, code_ptr, SHARED: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """Decode absmax, codes or not; with SHARED their values are in shared memory."""
+    """Decodes absmax, codes or not; with SHARED their values are in shared memory."""
     if SHAPE.nested:
         code = absmax.to(tl.int32)
         value = shared_value(code) if SHARED else tl.load(code_ptr + code)
@@ -49,7 +49,7 @@ def decode_scale(
 def decode_scales(
     absmax, nested_absmax, offset, code_ptr, SHARED: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """Decode what a lane has loaded of absmax, and of nested absmax: a tuple of each."""
+    """Decodes what a lane has loaded of absmax, and of nested absmax: a tuple of each."""
     scales = ()
     for i in tl.static_range(len(absmax)):
         one = decode_scale(absmax[i], nested_absmax[i], offset, code_ptr, SHARED, SHAPE)
@@ -59,7 +59,7 @@ def decode_scales(
 
 @triton.jit
 def lay_out(pair_ptr, thread, HAS_CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Lay out shared memory, fill the table of pairs, and wait for the kernel before.
+    """Lays out shared memory, fills the table of pairs, and waits for the kernel before.
 
     Returns the thread, so that what uses it comes after this, and the address of `tiles`.
     """
@@ -71,8 +71,8 @@ def lay_out(pair_ptr, thread, HAS_CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def meet(code_ptr, thread, HAS_CODES: tl.constexpr, SHAPE: tl.constexpr):
-    """Fill the table of nested absmax if there is one, and wait until all threads have filled
-    theirs; return the thread, so that what uses it comes after this.
+    """Fills the table of nested absmax if there is one, and waits until all threads have filled
+    theirs; returns the thread, so that what uses it comes after this.
     """
     fill: tl.constexpr = text.meet_assembly(HAS_CODES, 0 + SHAPE.warps)
     return run_assembly(fill, "r", "lr", (code_ptr.to(tl.int64), thread))[0]
@@ -80,7 +80,7 @@ def meet(code_ptr, thread, HAS_CODES: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def add_waiting(sums, thread, PARTS: tl.constexpr, SHAPE: tl.constexpr):
-    """Add up the sums that wait in shared memory, `PARTS` of each, for SHAPE.held units.
+    """Adds up the sums that wait in shared memory, `PARTS` of each, for SHAPE.held units.
 
     A unit has SHAPE.sums threads, of which each returns one of its sums.
     """
@@ -92,13 +92,13 @@ def add_waiting(sums, thread, PARTS: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def lane_bytes(thread):
-    """Return 4 * lane in each byte, by which a lane finds its copy of the table of pairs."""
+    """Returns 4 * lane in each byte, by which a lane finds its copy of the table of pairs."""
     return thread % 32 * 0x04040404
 
 
 @triton.jit
 def first_row(tile, thread, SHAPE: tl.constexpr):
-    """Return the row of W in each lane's first slot, [threads] int32.
+    """Returns the row of W in each lane's first slot, [threads] int32.
 
     In a wide kernel `tile` is the first row of the unit, and all warps have the same rows.
     """
@@ -112,6 +112,6 @@ def first_row(tile, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def store_sums(found, out_ptr, row, column, wanted, n):
-    """Store the wanted sums at [column, row] of out, [m, n]; rows behind the last are left out."""
+    """Stores the wanted sums at [column, row] of out, [m, n]; rows behind the last are left out."""
     found = found.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + column.to(tl.int64) * n + row, found, mask=wanted & (row < n))

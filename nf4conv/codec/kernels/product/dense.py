@@ -53,7 +53,7 @@ TILES: Final = (Tile(64, 16, 4, 3, 4), Tile(64, 32, 4, 3, 4), Tile(64, 64, 2, 3,
 def prepare_dense(
     x_shape: torch.Size, dtype: torch.dtype, device: torch.device, n: int, form: Form, aligned: bool
 ) -> Product:
-    """Prepare to multiply all x of one shape with all weights of one shape.
+    """Prepares to multiply all x of one shape with all weights of one shape.
 
     Args:
         x_shape: [..., k], up to 64 rows. k is a multiple of 32.
@@ -127,7 +127,7 @@ def dense_kernel(
     ALIGNED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Compute one tile of one part of k.
+    """Computes one tile of one part of k.
 
     Programs that follow each other share their rows of W, so that these are read from L2.
 
@@ -191,7 +191,7 @@ launch_dense = Launcher(dense_kernel)
 def _load(
     weight, inside, chunk, end, CHUNKS: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Load CHUNKS chunks of rows as they are stored: words, absmax and nested absmax.
+    """Loads CHUNKS chunks of rows as they are stored: words, absmax and nested absmax.
 
     inside: [ROWS], the first chunk of each row. Behind the end, the last chunk is read again: there
     x is 0.
@@ -214,7 +214,7 @@ def _load(
 
 @triton.jit
 def _decode(words, scale, value, table_ptr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Decode words, [ROWS, 4 · CHUNKS], with the scales of their chunks, [ROWS, CHUNKS]:
+    """Decodes words, [ROWS, 4 · CHUNKS], with the scales of their chunks, [ROWS, CHUNKS]:
     [ROWS, 32 · CHUNKS] of DTYPE.
     """
     by_word = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], 4))
@@ -245,13 +245,13 @@ def _decode(words, scale, value, table_ptr, DTYPE: tl.constexpr, PTX: tl.constex
 
 @triton.constexpr_function
 def _eight(dtype: tl.dtype) -> tuple[tl.dtype, ...]:
-    """Return the types of the results of `_text`."""
+    """Returns the types of the results of `_text`."""
     return (dtype,) * 8
 
 
 @triton.constexpr_function
 def _text(dtype: tl.dtype) -> str:
-    """Decode a word. Operands: $0 … $7 the values; $8 the word; $9 this lane's value; $10 the
+    """Decodes a word. Operands: $0 … $7 the values; $8 the word; $9 this lane's value; $10 the
     scale.
     """
     kind = "bf16x2" if dtype.name == "bf16" else "f16x2"

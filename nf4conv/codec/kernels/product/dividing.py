@@ -26,7 +26,7 @@ class Division(NamedTuple):
     programs: int
 
     def arguments(self) -> tuple[int, ...]:
-        """Return what the kernel is told of this."""
+        """Returns what the kernel is told of this."""
         if self.steps == 0:
             return self.share, self.longer
         return self[:4]
@@ -35,7 +35,7 @@ class Division(NamedTuple):
 def divide(
     shape: Shape | Held, n: int, k: int, programs: int, split_shift: int | None = None
 ) -> Division:
-    """Divide the product with an [n, k] weight among up to `programs` programs.
+    """Divides the product with an [n, k] weight among up to `programs` programs.
 
     Args:
         shape: of the kernel.
@@ -62,7 +62,7 @@ def divide(
 
 
 def _split_shift(shape: Shape, tiles: int, k: int, programs: int) -> int:
-    """Return the log2 of as many parts of k as keep the programs busy with that many tiles."""
+    """Returns the log2 of as many parts of k as keep the programs busy with that many tiles."""
     most = min(MOST_SPLITS, programs // tiles, k // shape.span)
     shift = 0
     while 2 << shift <= most:
@@ -77,7 +77,7 @@ def divide_group(
     programs: int,
     split_shift: int | None = None,
 ) -> list[Division]:
-    """Divide the products with [rows, k] weights among up to `programs` programs, as `divide` does
+    """Divides the products with [rows, k] weights among up to `programs` programs, as `divide` does
     for one weight.
     """
     if isinstance(shape, Held):
@@ -99,7 +99,7 @@ def divide_group(
 def _divide_equally(
     rows: tuple[int, ...], unit_rows: int, programs: int, whole: bool
 ) -> list[Division]:
-    """Give all programs nearly as many units, and each program units of one weight.
+    """Gives all programs nearly as many units, and each program units of one weight.
 
     Args:
         rows: of the weights.

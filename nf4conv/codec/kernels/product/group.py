@@ -43,7 +43,7 @@ def prepare_group(
     form: Form,
     chosen: tuple[Shape | Held, list[Division]] | None = None,
 ) -> ProductOfGroup:
-    """Prepare to multiply all x of one shape with all groups of weights of some shapes.
+    """Prepares to multiply all x of one shape with all groups of weights of some shapes.
 
     Args:
         x_shape: [..., k], up to 32 rows.
@@ -120,7 +120,7 @@ def prepare_group(
 
 
 def _work_of_each(rows: tuple[int, ...], divisions: list[Division]) -> list[int]:
-    """Return for each weight the numbers that group_kernel takes: first, n, share and longer.
+    """Returns for each weight the numbers that group_kernel takes: first, n, share and longer.
 
     A weight that is not there has those of the last one, but no programs: its first program is the
     number of all.
@@ -177,7 +177,7 @@ def group_kernel(
     norm: tl.float32,
     SHAPE: tl.constexpr,
 ):
-    """Compute for each of three weights what product_kernel or held_kernel computes for one.
+    """Computes for each of three weights what product_kernel or held_kernel computes for one.
 
     Pointers and scalars are theirs, for each weight; a weight's programs begin with its `first`,
     and `longer` is the number of its programs where product_kernel asks for that.
@@ -207,7 +207,7 @@ launch_group = Launcher(group_kernel)
 
 @triton.jit
 def _chosen(program, one, two, three):
-    """Return what the weight has for which a program works; a weight's first program is its
+    """Returns what the weight has for which a program works; a weight's first program is its
     seventh.
     """
     own = ()

@@ -43,7 +43,7 @@ def held_kernel(
     norm: tl.float32,
     SHAPE: tl.constexpr,
 ):
-    """Compute the sums of `share` units, times norm; one more in the first `longer` programs.
+    """Computes the sums of `share` units, times norm; one more in the first `longer` programs.
 
     Pointers and scalars are those of product_kernel, but for these:
         m: 1, or 2 if not short.
@@ -60,7 +60,7 @@ launch_held = Launcher(held_kernel)
 
 @triton.jit
 def multiply_held(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr):
-    """Do what `held_kernel` says for one program.
+    """Does what `held_kernel` says for one program.
 
     pointers: from packed_ptr to pair_ptr; work: from m to norm.
     """
@@ -95,8 +95,8 @@ def multiply_held(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr):
 
 @triton.jit
 def _start(weight, unit, pair_ptr, thread, SHAPE: tl.constexpr):
-    """Lay out shared memory and wait for the kernel before; meanwhile bring the first unit's codes
-    to L2, which stays up to date.
+    """Lays out shared memory and waits for the kernel before; meanwhile brings the first unit's
+    codes to L2, which stays up to date.
 
     Returns the thread, so that what uses it comes after this, and the address of `sums`.
     """
@@ -110,13 +110,13 @@ def _start(weight, unit, pair_ptr, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _first_k(step, thread, SHAPE: tl.constexpr):
-    """Return the first of the 128 k of each lane's range in a step."""
+    """Returns the first of the 128 k of each lane's range in a step."""
     return thread // 32 * (256 * SHAPE.steps) + step * 256 + thread // 4 % 2 * 128
 
 
 @triton.jit
 def _find(weight, unit, thread, SHAPE: tl.constexpr):
-    """Return where a lane's codes of a unit begin, those of its first slot and step, and how many
+    """Returns where a lane's codes of a unit begin, those of its first slot and step, and how many
     rows there are from that slot's on.
     """
     packed_ptr, _, _, k, _, last = weight
@@ -127,7 +127,7 @@ def _find(weight, unit, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _by_step(weight, left, thread, SHAPE: tl.constexpr):
-    """Return for each step how many rows there are; none behind the last k."""
+    """Returns for each step how many rows there are; none behind the last k."""
     lefts = ()
     for step in tl.static_range(0 + SHAPE.steps):
         first = _first_k(step, thread, SHAPE) + thread % 4 * 32
@@ -137,7 +137,7 @@ def _by_step(weight, left, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load(weight, unit, address, left, thread, SHAPE: tl.constexpr):
-    """Load a unit as it is stored, and nothing behind the last row and the last k.
+    """Loads a unit as it is stored, and nothing behind the last row and the last k.
 
     Returns for each step four words of each slot; then for each step what a lane loads of absmax,
     and of nested absmax. A quad needs two scales of each slot, of which lane t loads one; if short
@@ -178,7 +178,7 @@ def _load(weight, unit, address, left, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_x(x_ptr, m, k, step, thread, SHAPE: tl.constexpr):
-    """Load what a lane gives to its column of x: 16 words, 0 where there is none.
+    """Loads what a lane gives to its column of x: 16 words, 0 where there is none.
 
     Column 2 · (2 · row + range) + block has the k of that block of 64, and 0 for the other one. If
     two steps share, the row stands for this step or the one behind it. If short, column 4 · range
@@ -206,7 +206,7 @@ def _load_x(x_ptr, m, k, step, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _add_unit(loaded, x, x_ptr, offset, code_ptr, thread, SHAPE: tl.constexpr):
-    """Return the totals of a unit's two slots."""
+    """Returns the totals of a unit's two slots."""
     add: tl.constexpr = text.stacks_assembly(x_ptr.dtype.element_ty, 1, 0 + SHAPE.short)
     inputs: tl.constexpr = "ff" + "r" * 8 + "f" * SHAPE.scales + "r" * 17
     absmax = loaded[8 * SHAPE.steps : 8 * SHAPE.steps + SHAPE.scales * SHAPE.steps]
@@ -244,7 +244,7 @@ def _add_unit(loaded, x, x_ptr, offset, code_ptr, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _leave(totals, sums, held, thread, SHAPE: tl.constexpr):
-    """Leave the totals of a unit in shared memory, behind those of `held` others."""
+    """Leaves the totals of a unit in shared memory, behind those of `held` others."""
     g = thread // 4 % 8
     t = thread % 4
     store: tl.constexpr = """{
@@ -268,7 +268,7 @@ def _leave(totals, sums, held, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _gather(out_ptr, sums, m, last, n, norm, first, held, thread, SHAPE: tl.constexpr):
-    """Add up what all ranges and warps have left of `held` + 1 units, `first` and those behind it,
+    """Adds up what all ranges and warps have left of `held` + 1 units, `first` and those behind it,
     and store it.
 
     A unit has SHAPE.sums threads; thread 2 * (rows * row + row of x) + slot has that row of the

@@ -60,7 +60,7 @@ def product_kernel(
     norm: tl.float32,
     SHAPE: tl.constexpr,
 ):
-    """Compute the sums of units, times norm.
+    """Computes the sums of units, times norm.
 
     A wide program computes rows program * share … + share of W; a unit is known by its first row.
     Any other computes units program, program + programs, … of `share`: unit u is part u % splits of
@@ -92,7 +92,7 @@ launch_product = Launcher(product_kernel)
 
 @triton.jit
 def multiply_units(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr):
-    """Do what `product_kernel` says for one program.
+    """Does what `product_kernel` says for one program.
 
     pointers: from packed_ptr to pair_ptr; work: from m to norm.
     """
@@ -161,7 +161,7 @@ def multiply_units(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr)
 
 @triton.jit
 def _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE: tl.constexpr):
-    """Lay out shared memory and wait for the kernel before; meanwhile bring words to L2, which
+    """Lays out shared memory and waits for the kernel before; meanwhile brings words to L2, which
     stays up to date.
 
     Returns the thread, so that what uses it comes after this, and the address of `tiles`.
@@ -179,7 +179,7 @@ def _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE: tl.constex
 
 @triton.jit
 def _first_k(unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
-    """Return the first k of each lane's stage, [threads] int32.
+    """Returns the first k of each lane's stage, [threads] int32.
 
     In a wide kernel each warp has its own, and in the warp each of its ranges.
     """
@@ -192,7 +192,7 @@ def _first_k(unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
-    """Load a stage as it is stored.
+    """Loads a stage as it is stored.
 
     Behind the last row and the last k the last ones are read again: there the sums are not stored,
     and x is 0.
@@ -242,7 +242,7 @@ def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.conste
 
 @triton.jit
 def _finish_part(totals, out_ptr, m, n, norm, unit, split_shift, thread, SHAPE: tl.constexpr):
-    """Store the sums of a unit that is not wide, in its part of the result."""
+    """Stores the sums of a unit that is not wide, in its part of the result."""
     split = unit & ((1 << split_shift) - 1)
     part_ptr = out_ptr + split.to(tl.int64) * m * n
     finish(totals, part_ptr, m, n, norm, unit >> split_shift, thread, SHAPE)
@@ -250,7 +250,7 @@ def _finish_part(totals, out_ptr, m, n, norm, unit, split_shift, thread, SHAPE: 
 
 @triton.jit
 def _zero_if(done, totals, SHAPE: tl.constexpr):
-    """Return the totals, or as many zeros."""
+    """Returns the totals, or as many zeros."""
     kept = ()
     for i in tl.static_range(0 + SHAPE.totals):
         kept = kept + (tl.where(done, 0.0, totals[i]),)

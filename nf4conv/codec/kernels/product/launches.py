@@ -48,7 +48,7 @@ def prepare_product(
     form: Form,
     chosen: tuple[Shape | Held, Division] | None = None,
 ) -> Product:
-    """Prepare to multiply all x of one shape with all weights of one shape.
+    """Prepares to multiply all x of one shape with all weights of one shape.
 
     This compiles: keep the result.
 
@@ -114,7 +114,7 @@ def prepare_product(
 
 
 def types_of_weight(dtype: torch.dtype, form: Form, in_parts: bool) -> tuple[torch.dtype, ...]:
-    """Return the types of the tensors that belong to a weight: the result's, or that of its parts;
+    """Returns the types of the tensors that belong to a weight: the result's, or that of its parts;
     then those of Addresses.
     """
     target = torch.float32 if in_parts else dtype
@@ -125,7 +125,7 @@ def types_of_weight(dtype: torch.dtype, form: Form, in_parts: bool) -> tuple[tor
 def shape_and_programs(
     m: int, n: int, k: int, form: Form, device: torch.device
 ) -> tuple[Shape | Held, int]:
-    """Return the shape for m rows of x and an [n, k] weight, and how many programs a GPU runs at
+    """Returns the shape for m rows of x and an [n, k] weight, and how many programs a GPU runs at
     once.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -134,22 +134,22 @@ def shape_and_programs(
 
 
 def block_shift_of(k: int, form: Form) -> int:
-    """Return the log2 of the sums, of 32 or 64 k, that a block has."""
+    """Returns the log2 of the sums, of 32 or 64 k, that a block has."""
     return (form.blocksize // (32 if is_short(k, form) else 64)).bit_length() - 1
 
 
 def most_rows(device: torch.device) -> int:
-    """Return how many rows of x the wide and the tile kernel take on a GPU."""
+    """Returns how many rows of x the wide and the tile kernel take on a GPU."""
     return FUSED_ROWS if is_hopper(device) else SHAPES[-1].rows
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Return True for a GPU that has `wgmma` and begins kernels early."""
+    """Returns True for a GPU that has `wgmma` and begins kernels early."""
     return torch.cuda.get_device_capability(device)[0] == CAPABILITY
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy that is contiguous and begins at a multiple of 16 bytes."""
+    """Returns x, or a copy that is contiguous and begins at a multiple of 16 bytes."""
     if not x.is_contiguous():
         x = x.contiguous()
     if x.data_ptr() % 16:
@@ -158,5 +158,5 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def stream_of(device: torch.device) -> Callable[[], int]:
-    """Return a function that returns the device's current stream."""
+    """Returns a function that returns the device's current stream."""
     return partial(driver.active.get_current_stream, device.index)

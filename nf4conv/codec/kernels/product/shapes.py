@@ -142,7 +142,7 @@ class Held:
 
 
 def _wide(rows: int, ranges: int, short: bool = False, sets: int = 1) -> Shape:
-    """Return the shape of a wide kernel."""
+    """Returns the shape of a wide kernel."""
     return Shape(
         rows, ranges, column_tiles=0, warps=8, slots=4, blocks=2, copied=0, short=short, sets=sets
     )
@@ -186,13 +186,13 @@ FUSED_ROWS: Final = 32
 
 
 def is_short(k: int, form: Form) -> bool:
-    """Return True if sums must not be over more than 32 k: a scale belongs to those."""
+    """Returns True if sums must not be over more than 32 k: a scale belongs to those."""
     return form.blocksize < 64 or k % 64 > 0
 
 
 @cache
 def shape_for(rows: int, n: int, k: int, short: bool, nested: bool, early: bool) -> Shape | Held:
-    """Return the shape for so many rows of x, always the same one.
+    """Returns the shape for so many rows of x, always the same one.
 
     Args:
         rows: of x, up to 64.
@@ -211,5 +211,5 @@ def shape_for(rows: int, n: int, k: int, short: bool, nested: bool, early: bool)
 
 @cache
 def _variant(shape: Shape | Held, nested: bool, early: bool) -> Shape | Held:
-    """Return a shape with other attributes, always the same one."""
+    """Returns a shape with other attributes, always the same one."""
     return replace(shape, nested=nested, early=early)

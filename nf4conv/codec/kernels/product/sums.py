@@ -21,7 +21,7 @@ _TILE: Final = 512
 def prepare_sum(
     device: torch.device, dtype: torch.dtype, splits: int, early: bool
 ) -> Callable[[int, int, int, int], None]:
-    """Prepare to add up the parts of one product at a time.
+    """Prepares to add up the parts of one product at a time.
 
     Args:
         device: a GPU.
@@ -50,7 +50,7 @@ def prepare_sum(
 def prepare_group_sum(
     device: torch.device, dtype: torch.dtype, splits: int, early: bool, counts: list[int]
 ) -> Callable[[int, int, list[int]], None]:
-    """Prepare to add up the parts of several products in one launch.
+    """Prepares to add up the parts of several products in one launch.
 
     Args:
         device: a GPU.
@@ -93,7 +93,7 @@ def sum_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add up the parts of a product. With EARLY it may begin before these are complete.
+    """Adds up the parts of a product. With EARLY it may begin before these are complete.
 
     Pointers to tensors:
         parts_ptr: [SPLITS, count] float32.
@@ -120,7 +120,7 @@ def sum_group_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add up the parts of products. With EARLY it may begin before these are complete.
+    """Adds up the parts of products. With EARLY it may begin before these are complete.
 
     Pointers to tensors:
         parts_ptr: float32, for each product [SPLITS, its count].
@@ -154,7 +154,7 @@ def _add_parts(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Add up one tile of a product's parts, [SPLITS, count] from element `first` on; store it."""
+    """Adds up one tile of a product's parts, [SPLITS, count] from element `first` on; stores it."""
     index = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     if EARLY:
         index += wait(index)
@@ -167,7 +167,7 @@ def _add_parts(
 
 @triton.jit
 def wait(index):
-    """Wait for the kernel before, and let the next one begin; return zeros of the index's shape,
+    """Waits for the kernel before, and lets the next one begin; returns zeros of the index's shape,
     int64, so that what uses them comes after this.
     """
     wait: tl.constexpr = "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b64 $0, 0;"

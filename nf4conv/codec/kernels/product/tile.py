@@ -14,8 +14,8 @@ from nf4conv.codec.kernels.product.tile_assembly import tile_assembly
 def tile_stage(
     totals, operands, x_ptr, m, k, first, following, tiles, parity, thread, SHAPE: tl.constexpr
 ):
-    """Add a stage to the totals, and return them: per row and column tile two of row g, then two of
-    row g + 8.
+    """Adds a stage to the totals, and returns them: per row and column tile two of row g, then two
+    of row g + 8.
 
     Two tiles of x take turns. The next part of x is copied while one is worked on; behind the last
     part of this stage comes the first of the next, which begins at k = following.
@@ -42,7 +42,7 @@ def tile_stage(
 
 @triton.jit
 def copy_x(x_ptr, tiles, first, m, k, thread, SHAPE: tl.constexpr):
-    """Begin to copy 64 * copied k of x to shared memory; zeros where there is none."""
+    """Begins to copy 64 * copied k of x to shared memory; zeros where there is none."""
     copy: tl.constexpr = "cp.async.cg.shared.global [$2], [$1], 16, $3; mov.b32 $0, 0;"
     for i in tl.static_range(SHAPE.copied * SHAPE.column_tiles * 2 // SHAPE.warps):
         index = thread + i * 32 * SHAPE.warps  # of 16 bytes
@@ -60,7 +60,7 @@ def copy_x(x_ptr, tiles, first, m, k, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def finish(totals, out_ptr, m, n, norm, tile, thread, SHAPE: tl.constexpr):
-    """Store the sums of a unit that is not wide."""
+    """Stores the sums of a unit that is not wide."""
     first = first_row(tile, thread, SHAPE)
     for i in tl.static_range(0 + SHAPE.totals):
         column = thread % 4 * 2 + (i // 4 % SHAPE.column_tiles * 8 + i % 2)

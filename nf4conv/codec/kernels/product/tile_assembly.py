@@ -13,7 +13,7 @@ from nf4conv.codec.kernels.product.assembly import decode_assembly, scale_assemb
 
 @triton.constexpr_function
 def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
-    """Multiply a part of a stage, `copied` blocks of it, with tiles of x in shared memory: `mma`.
+    """Multiplies a part of a stage, `copied` blocks of it, with tiles of x in shared memory: `mma`.
 
     A tile is 64 k of 8 * column_tiles rows of x, 128 bytes a row, whose 16-byte pieces stand in an
     order in which no two lanes meet in a bank. Lane (g, t) loads 16 k of column g, those that it
@@ -52,13 +52,13 @@ def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
 
 @triton.constexpr_function
 def _pieces() -> list[str]:
-    """Set a to the place of the lane's first piece of x, 2 t, in row l = g. a is 4 * lane."""
+    """Sets a to the place of the lane's first piece of x, 2 t, in row l = g. a is 4 * lane."""
     return ["shr.u32 a, a, 1;", "and.b32 a, a, 6;", "xor.b32 a, a, l;"]
 
 
 @triton.constexpr_function
 def _short_pieces() -> list[str]:
-    """Set a to that place in a short tile: the first piece is t with its two bits exchanged, and g
+    """Sets a to that place in a short tile: the first piece is t with its two bits exchanged, and g
     comes in with its lowest bit in front. Set p for lanes t = 2 and 3.
     """
     return [
@@ -78,7 +78,7 @@ def _short_pieces() -> list[str]:
 
 @triton.constexpr_function
 def _exchanged(words: tuple[str, str]) -> list[str]:
-    """Set u0 and u1 to words of the first and the second half of a block; see `_short_pieces`."""
+    """Sets u0 and u1 to words of the first and the second half of a block; see `_short_pieces`."""
     first, second = words
     return [
         f"selp.b32 a, {first}, {second}, p;",
@@ -90,8 +90,8 @@ def _exchanged(words: tuple[str, str]) -> list[str]:
 
 @triton.constexpr_function
 def _mma_block(dtype: tl.dtype, shape: Any, part: int, block_of_part: int) -> list[str]:
-    """Decode a block of all row tiles, multiply it with all column tiles, and add the sums, times
-    their scales, to the totals.
+    """Decodes a block of all row tiles, multiplies it with all column tiles, and adds the sums,
+    times their scales, to the totals.
     """
     block = part * shape.copied + block_of_part
     halves = 2 if shape.short else 1  # which have a scale each
@@ -124,7 +124,7 @@ def _mma_block(dtype: tl.dtype, shape: Any, part: int, block_of_part: int) -> li
 def _mma_half(
     dtype: tl.dtype, shape: Any, column_tile: int, half: int, is_first: bool
 ) -> list[str]:
-    """Multiply a block, or the half of it that has a scale of its own, with a column tile. The
+    """Multiplies a block, or the half of it that has a scale of its own, with a column tile. The
     first adds to the totals before.
     """
     kind = dtype.name.replace("fp", "f")
@@ -151,13 +151,13 @@ def _mma_half(
 
 @triton.constexpr_function
 def _operand_of_scales(shape: Any) -> int:
-    """Return the number of the first operand of `tile_assembly` that is a scale."""
+    """Returns the number of the first operand of `tile_assembly` that is a scale."""
     operand: int = 2 * shape.totals + shape.words
     return operand
 
 
 @triton.constexpr_function
 def _operand_of_lane(shape: Any) -> int:
-    """Return the number of the operand of `tile_assembly` that is 4 * lane in each byte."""
+    """Returns the number of the operand of `tile_assembly` that is 4 * lane in each byte."""
     operand: int = _operand_of_scales(shape) + shape.scales
     return operand

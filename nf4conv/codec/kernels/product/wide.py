@@ -12,7 +12,7 @@ from nf4conv.codec.kernels.product.common import add_waiting, run_assembly, stor
 
 @triton.jit
 def wide_stage(totals, operands, x_ptr, m, k, first, whole, thread, SHAPE: tl.constexpr):
-    """Add a stage to the totals of the slots, for each set, and return them.
+    """Adds a stage to the totals of the slots, for each set, and return them.
 
     Column 2 * (ranges * row of x + range) + block: a lane (g, t) gives x to column g, and finds the
     sums of row of x t // ranges and range t % ranges; they are meant for it if its rows are of that
@@ -40,7 +40,7 @@ def wide_stage(totals, operands, x_ptr, m, k, first, whole, thread, SHAPE: tl.co
 
 @triton.jit
 def leave_unit(totals, sums, held, thread, SHAPE: tl.constexpr):
-    """Leave the totals of a wide unit in shared memory, behind those of `held` others."""
+    """Leaves the totals of a wide unit in shared memory, behind those of `held` others."""
     if SHAPE.short:
         _leave_short(totals, sums, held, thread, SHAPE)
     else:
@@ -49,7 +49,7 @@ def leave_unit(totals, sums, held, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _leave_short(totals, sums, held, thread, SHAPE: tl.constexpr):
-    """Leave the sums of a short unit: lanes t and t ^ 1 add up those of a row of x and a range."""
+    """Leaves the sums of a short unit: lanes t and t ^ 1 add up those of a row of x and a range."""
     swap: tl.constexpr = text.add_across(1)
     g = thread // 4 % 8
     t = thread % 4
@@ -66,7 +66,7 @@ def _leave_short(totals, sums, held, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def leave(totals, sums, held, thread, SHAPE: tl.constexpr):
-    """Leave the totals of a unit that is not short."""
+    """Leaves the totals of a unit that is not short."""
     g = thread // 4 % 8
     t = thread % 4
     place = (g // SHAPE.ranges * (4 // SHAPE.ranges) + t // SHAPE.ranges) * 16
@@ -78,7 +78,7 @@ def leave(totals, sums, held, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _store_totals(totals, place, meant):
-    """Store four totals at a place of shared memory, if they are meant."""
+    """Stores four totals at a place of shared memory, if they are meant."""
     store: tl.constexpr = """{
         .reg .pred p;
         setp.ne.b32 p, $6, 0;
@@ -90,7 +90,7 @@ def _store_totals(totals, place, meant):
 
 @triton.jit
 def gather(out_ptr, sums, m, n, norm, first, end, held, thread, SHAPE: tl.constexpr):
-    """Add up what all ranges and warps have left of `held` + 1 wide units, and store it.
+    """Adds up what all ranges and warps have left of `held` + 1 wide units, and store it.
 
     The first unit begins at row `first`. A unit has SHAPE.sums threads, of which thread
     4 * (columns * row + column) + slot stores that row of the slot, and that column: a row of x.

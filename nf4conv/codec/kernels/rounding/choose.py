@@ -45,7 +45,7 @@ def round_group(
     scales: torch.Tensor,
     scale_codes: torch.Tensor,
 ) -> None:
-    """Choose the scales of a group together with the ranks of its weights.
+    """Chooses the scales of a group together with the ranks of its weights.
 
     Args:
         target: [inputs, outputs] float32, the weights of the group with the errors of the groups
@@ -104,7 +104,7 @@ def round_group(
 
 @functools.cache
 def candidate_table(is_symmetric: bool, device: torch.device) -> torch.Tensor:
-    """Return the factors of scales: 16 of the absmax, then 6 of the best of them, and 2 to fill a
+    """Returns the factors of scales: 16 of the absmax, then 6 of the best of them, and 2 to fill a
     row: [24] float32.
     """
     factors = (*first_candidates(is_symmetric), *FINER, FINER[-1], FINER[-1])
@@ -137,7 +137,7 @@ def _choose_kernel(
     NESTED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Round ROWS outputs of a group with every candidate, then with the best.
+    """Rounds ROWS outputs of a group with every candidate, then with the best.
 
     Pointers to tensors:
         target_ptr: [inputs, outputs] float32.
@@ -268,7 +268,7 @@ def _round_piece(
     LEVELS: tl.constexpr,
     WRITES: tl.constexpr,
 ):
-    """Round PIECE inputs from `start` on, one after the other; each error moves those that follow.
+    """Rounds PIECE inputs from `start` on, one after the other; each error moves those that follow.
 
     Args:
         target_ptr: [inputs, …] float32, the group.

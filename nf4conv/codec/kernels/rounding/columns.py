@@ -17,7 +17,7 @@ _NEVER = 3e38  # no quotient is above this
 
 
 def level_constants(quant_type: str) -> tuple[float, ...]:
-    """Return the 16 values and the 15 cuts of a data type, for the constexpr LEVELS."""
+    """Returns the 16 values and the 15 cuts of a data type, for the constexpr LEVELS."""
     values, cuts, _ = ascending(quant_type)
     finite = [_NEVER if cut == INFINITY else cut for cut in cuts]
     return (*values, *finite)
@@ -25,7 +25,7 @@ def level_constants(quant_type: str) -> tuple[float, ...]:
 
 @triton.jit
 def load_piece(base_ptr, stride, outputs, mask):
-    """Return PIECE inputs, a tuple of tensors like `outputs`.
+    """Returns PIECE inputs, a tuple of tensors like `outputs`.
 
     Args:
         base_ptr: [PIECE, …] float32.
@@ -43,7 +43,7 @@ def load_piece(base_ptr, stride, outputs, mask):
 def subtract_products(
     piece, factors_ptr, factors_stride, outputs, mask, matrix_ptr, matrix_stride, count
 ):
-    """Return a piece minus what `count` inputs take from it: Σ factors[j] · matrix[j, piece].
+    """Returns a piece minus what `count` inputs take from it: Σ factors[j] · matrix[j, piece].
 
     Args:
         piece: PIECE tensors.
@@ -67,7 +67,7 @@ def subtract_products(
 
 @triton.jit
 def nearest_value(quotient, LEVELS: tl.constexpr):
-    """Return the value of the level nearest to each quotient.
+    """Returns the value of the level nearest to each quotient.
 
     It is a tree of choices: the last one depends on the middle cut.
     """
@@ -90,7 +90,7 @@ def nearest_value(quotient, LEVELS: tl.constexpr):
 
 @triton.jit
 def nearest_rank(quotient, LEVELS: tl.constexpr):
-    """Return the number of cuts below each quotient, int32."""
+    """Returns the number of cuts below each quotient, int32."""
     rank = (quotient > LEVELS[16]).to(tl.int32)
     for k in tl.static_range(14):
         rank += (quotient > LEVELS[17 + k]).to(tl.int32)
@@ -99,5 +99,5 @@ def nearest_rank(quotient, LEVELS: tl.constexpr):
 
 @triton.jit
 def inverse_of(scale):
-    """Return 1 / scale, and 0 for a scale of 0."""
+    """Returns 1 / scale, and 0 for a scale of 0."""
     return tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale)))

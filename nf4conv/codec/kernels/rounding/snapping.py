@@ -14,14 +14,14 @@ from nf4conv.format.codebook import DYNAMIC_MAP
 
 @functools.cache
 def dynamic_table(device: torch.device) -> torch.Tensor:
-    """Return the 256 values of the dynamic map and the 255 cuts between, [512] float32."""
+    """Returns the 256 values of the dynamic map and the 255 cuts between, [512] float32."""
     values = torch.tensor(DYNAMIC_MAP, dtype=torch.float32, device=device)
     end = values.new_full((1,), float("inf"))
     return torch.cat([values, dynamic_cuts(device), end])
 
 
 def snapping_tensors(storable: StorableScales, group: int, any_float: torch.Tensor):
-    """Return the offsets and the maxima of a group, [outputs] float32 each.
+    """Returns the offsets and the maxima of a group, [outputs] float32 each.
 
     Without double quantization `any_float` stands in their place, and kernels do not read it.
     """
@@ -32,7 +32,7 @@ def snapping_tensors(storable: StorableScales, group: int, any_float: torch.Tens
 
 @triton.jit
 def snap(wanted, offset, maximum, table_ptr, NESTED: tl.constexpr):
-    """Return the nearest storable scales, and their codes as int32.
+    """Returns the nearest storable scales, and their codes as int32.
 
     Args:
         wanted: float32, of any shape.

@@ -36,7 +36,7 @@ def sweep_group(
     scale_codes: torch.Tensor,
     change: torch.Tensor,
 ) -> None:
-    """Improve the scales of a group, then its ranks one input after the other.
+    """Improves the scales of a group, then its ranks one input after the other.
 
     Args:
         ranks: [inputs, outputs] uint8, replaced; the outputs are contiguous, here and below.
@@ -108,7 +108,7 @@ def _sweep_kernel(
     NESTED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Refit the scales of ROWS outputs of a group, then move its weights to the best levels.
+    """Refits the scales of ROWS outputs of a group, then moves its weights to the best levels.
 
     Pointers to tensors:
         gradient_ptr: [inputs, outputs] float32.

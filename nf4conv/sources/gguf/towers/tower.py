@@ -37,17 +37,17 @@ class Tower:
 
     @property
     def layer(self) -> str:
-        """How names of layers begin in the file."""
+        """Returns the beginning of layers' names in the file."""
         return "a.blk" if self.hears else "v.blk"
 
     @property
     def part(self) -> str:
-        """The part of config.json that describes the tower."""
+        """Returns the name of the part of config.json that describes the tower."""
         return "audio_config" if self.hears else "vision_config"
 
     @property
     def does(self) -> str:
-        """What the tower does, for messages."""
+        """Returns a verb for messages: what the tower does."""
         return "hears" if self.hears else "sees"
 
     def text_family(self, text: GgufFamily, model_type: object) -> GgufFamily:

@@ -43,7 +43,7 @@ POINTS = tl.constexpr(3)
 
 
 def decode_blocks(values: torch.Tensor, number: int, out: torch.Tensor) -> None:
-    """Decode rows of blocks, in their order.
+    """Decodes rows of blocks, in their order.
 
     Args:
         values: [rows, bytes] uint8, contiguous.
@@ -65,7 +65,7 @@ def decode_blocks(values: torch.Tensor, number: int, out: torch.Tensor) -> None:
 
 @cache
 def grid_of(number: int, device: torch.device) -> torch.Tensor:
-    """Return the coordinates of the points of a type, int8; a single 0 for a type without a grid.
+    """Returns the coordinates of the points of a type, int8; a single 0 for a type without a grid.
 
     Args:
         number: of the block type in ggml.h.
@@ -78,7 +78,7 @@ def grid_of(number: int, device: torch.device) -> torch.Tensor:
 
 
 def constants(number: int, changed: str | None) -> tuple[int, int, int, int, int, bool]:
-    """Return the constexprs of the kernel, in their order.
+    """Returns the constexprs of the kernel, in their order.
 
     Args:
         number: of the block type in ggml.h.
@@ -90,7 +90,7 @@ def constants(number: int, changed: str | None) -> tuple[int, int, int, int, int
 
 
 def _kind_of(number: int) -> int:
-    """Return how a type is decoded, by its number."""
+    """Returns how a type is decoded, by its number."""
     if BLOCK_TYPES[number].values == 1:
         return int(PLAIN.value)
     if number in NESTED:
@@ -116,7 +116,7 @@ def ggml_kernel(
     ORDER: tl.constexpr,
     SUBTRACTS_ONE: tl.constexpr,
 ):
-    """Decode TILE_ROWS rows of TILE_COLUMNS columns.
+    """Decodes TILE_ROWS rows of TILE_COLUMNS columns.
 
     Pointers to tensors:
         values_ptr: [rows, row_bytes] uint8, the blocks of a row one after the other.
@@ -160,7 +160,7 @@ _launch = Launcher(ggml_kernel)
 
 @triton.jit
 def _stored_row(row, rows, heads, key_value_heads, ORDER: tl.constexpr):
-    """Return the rows of the file that become these rows."""
+    """Returns the rows of the file that become these rows."""
     if ORDER == IN_HALVES:
         size = rows // heads
         in_head = row % size
@@ -181,7 +181,7 @@ def _stored_row(row, rows, heads, key_value_heads, ORDER: tl.constexpr):
 
 @triton.jit
 def _value(block_ptr, grid_ptr, place, inside, KIND: tl.constexpr, TYPE: tl.constexpr):
-    """Return values in float32, given the addresses of their blocks and their places there."""
+    """Returns values in float32, given the addresses of their blocks and their places there."""
     if KIND == ONE_SCALE:
         return simple_value(block_ptr, place, inside, TYPE)
     elif KIND == NESTED_SCALES:

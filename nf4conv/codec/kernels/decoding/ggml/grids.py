@@ -40,7 +40,7 @@ GRIDS: Final = {
 
 @triton.jit
 def grid_value(block_ptr, grid_ptr, place, inside, TYPE: tl.constexpr):
-    """Return values of one of the types above."""
+    """Returns values of one of the types above."""
     if TYPE == IQ2_XXS:
         return _iq2_xxs(block_ptr, grid_ptr, place, inside)
     elif TYPE == IQ2_XS:
@@ -128,19 +128,19 @@ def _iq1_m(block_ptr, grid_ptr, place, inside):
 
 @triton.jit
 def _point(grid_ptr, number, place, COORDINATES: tl.constexpr):
-    """Return the coordinates of points that stand for these places, in float32."""
+    """Returns the coordinates of points that stand for these places, in float32."""
     return tl.load(grid_ptr + number * COORDINATES + place % COORDINATES).to(tl.float32)
 
 
 @triton.jit
 def _scale(block_ptr, nested, factor, inside):
-    """Return scale * (1/2 + nested scale) * factor."""
+    """Returns scale * (1/2 + nested scale) * factor."""
     return half(block_ptr, 0, inside) * (0.5 + nested.to(tl.float32)) * factor
 
 
 @triton.jit
 def _sign_of_seven(bits, place):
-    """Return the signs of places in groups of 8, by the lowest 7 bits of numbers.
+    """Returns the signs of places in groups of 8, by the lowest 7 bits of numbers.
 
     The last sign of a group makes the number of minuses even.
     """
@@ -154,7 +154,7 @@ def _sign_of_seven(bits, place):
 
 @triton.jit
 def _scale_in_pieces(block_ptr, inside):
-    """Return the scale whose bits are the highest 4 of four words, the lowest piece first."""
+    """Returns the scale whose bits are the highest 4 of four words, the lowest piece first."""
     bits = byte(block_ptr, 49, inside) >> 4
     bits = bits | (byte(block_ptr, 51, inside) >> 4 << 4)
     bits = bits | (byte(block_ptr, 53, inside) >> 4 << 8)

@@ -23,7 +23,7 @@ NESTED: Final = (10, 11, 12, 13, 14, 23)
 
 @triton.jit
 def nested_value(block_ptr, place, inside, TYPE: tl.constexpr):
-    """Return values of one of the types above."""
+    """Returns values of one of the types above."""
     if TYPE == Q2_K:
         nested = byte(block_ptr, place // 16, inside)
         code = field(block_ptr, 16, place, 2, 32, inside)
@@ -57,13 +57,13 @@ def nested_value(block_ptr, place, inside, TYPE: tl.constexpr):
 
 @triton.jit
 def _scaled(scale, nested, code):
-    """Return scale * nested scale * code; `nested` and `code` are int32."""
+    """Returns scale * nested scale * code; `nested` and `code` are int32."""
     return (scale * nested.to(tl.float32)) * code.to(tl.float32)
 
 
 @triton.jit
 def _scale_of_q3_k(block_ptr, group, inside):
-    """Return the scales of groups, whose low 4 bits and high 2 bits stand apart."""
+    """Returns the scales of groups, whose low 4 bits and high 2 bits stand apart."""
     low = field(block_ptr, 96, group, 4, 8, inside)
     high = field(block_ptr, 104, group, 2, 4, inside)
     return (low | (high << 4)) - 32
@@ -71,7 +71,7 @@ def _scale_of_q3_k(block_ptr, group, inside):
 
 @triton.jit
 def _scaled_less_minimum(block_ptr, group, code, inside):
-    """Return values of Q4_K and Q5_K.
+    """Returns values of Q4_K and Q5_K.
 
     The scales and minimums of the first four groups are whole in bytes 4 to 11. The other four have
     their low bits in bytes 12 to 15 and their high bits above the first four.

@@ -23,7 +23,7 @@ _HIGH_CODES = tl.constexpr(8167635493787864321)  # 1 13 25 38 53 69 89 113
 
 @triton.jit
 def simple_value(block_ptr, place, inside, TYPE: tl.constexpr):
-    """Return values of one of the types above."""
+    """Returns values of one of the types above."""
     if TYPE == Q4_0:
         code = field(block_ptr, 2, place, 4, 16, inside)
         return half(block_ptr, 0, inside) * (code - 8).to(tl.float32)
@@ -60,14 +60,14 @@ def simple_value(block_ptr, place, inside, TYPE: tl.constexpr):
 
 @triton.jit
 def _five_bits(block_ptr, first, place, inside):
-    """Return codes whose 32 fifth bits begin at byte `first`, before the other four."""
+    """Returns codes whose 32 fifth bits begin at byte `first`, before the other four."""
     fifth = field(block_ptr, first, place, 1, 1, inside)
     return field(block_ptr, first + 4, place, 4, 16, inside) | (fifth << 4)
 
 
 @triton.jit
 def non_linear(code):
-    """Return the values of IQ4_NL and IQ4_XS in float32."""
+    """Returns the values of IQ4_NL and IQ4_XS in float32."""
     word = tl.where(code < 8, _LOW_CODES, _HIGH_CODES)
     found = (word >> (code % 8 * 8).to(tl.int64)).to(tl.int32)
     return ((found << 24) >> 24).to(tl.float32)
@@ -75,7 +75,7 @@ def non_linear(code):
 
 @triton.jit
 def _ternary(block_ptr, place, inside):
-    """Return -1, 0 and 1 in float32: digits of runs of 32, 16 and 4 bytes.
+    """Returns -1, 0 and 1 in float32: digits of runs of 32, 16 and 4 bytes.
 
     A byte times 3^k has digit k in the highest part of its low 8 bits.
     """
@@ -93,7 +93,7 @@ def _ternary(block_ptr, place, inside):
 
 @triton.jit
 def _doubled_e2m1(code):
-    """Return twice the values of E2M1 in float32; the second 0 has no sign."""
+    """Returns twice the values of E2M1 in float32; the second 0 has no sign."""
     exponent = (code >> 1) & 3
     mantissa = code & 1
     normal = (2 + mantissa) << tl.maximum(exponent - 1, 0)
@@ -103,7 +103,7 @@ def _doubled_e2m1(code):
 
 @triton.jit
 def _half_of_power(exponent):
-    """Return half of 2^(exponent - 127)."""
+    """Returns half of 2^(exponent - 127)."""
     subnormal = 0x00200000 << tl.minimum(exponent, 1)
     bits = tl.where(exponent < 2, subnormal, (exponent - 1) << 23)
     return bits.to(tl.float32, bitcast=True)
@@ -111,7 +111,7 @@ def _half_of_power(exponent):
 
 @triton.jit
 def _half_of_e4m3(scale):
-    """Return half of scales in unsigned E4M3; the code of NaN stands for 0."""
+    """Returns half of scales in unsigned E4M3; the code of NaN stands for 0."""
     exponent = (scale >> 3) & 15
     mantissa = scale & 7
     bits = ((119 + exponent) << 23) | (mantissa << 20)

@@ -34,14 +34,14 @@ from nf4conv.codec.kernels.product.panels.tiles import (
 
 @triton.constexpr_function
 def loop_assembly(dtype: tl.dtype, shape: Any) -> str:
-    """Return `assemble_loop` with `leave_sums`: all programs of a cluster find the sums."""
+    """Returns `assemble_loop` with `leave_sums`: all programs of a cluster find the sums."""
     text: str = assemble_loop(dtype, shape, leave_sums(shape))
     return text
 
 
 @triton.constexpr_function
 def assemble_loop(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
-    """Multiply all turns of a part; `end` stores the sums in shared memory.
+    """Multiplies all turns of a part; `end` stores the sums in shared memory.
 
     Operands: $0 the address of the sums; then the thread; the addresses of packed codes, absmax,
     its code, nested absmax, the offset of the latter, the table, and the first tile of x; the first
@@ -73,13 +73,13 @@ def assemble_loop(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
 
 @triton.constexpr_function
 def clear_sums(shape: Any) -> list[str]:
-    """Begin sums at zero; `one` says that products are added to them."""
+    """Begins sums at zero; `one` says that products are added to them."""
     return ["setp.eq.b32 one, 0, 0;", *[f"mov.f32 c{i}, 0f00000000;" for i in range(shape.totals)]]
 
 
 @triton.constexpr_function
 def leave_sums(shape: Any) -> list[str]:
-    """Store the sums in shared memory, at `tiles`, where all programs of a cluster find them."""
+    """Stores the sums in shared memory, at `tiles`, where all programs of a cluster find them."""
     return [
         *store_sums(shape),
         "barrier.cluster.arrive.release.aligned;",
@@ -89,7 +89,7 @@ def leave_sums(shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def store_sums(shape: Any) -> list[str]:
-    """Store the sums of a thread in shared memory."""
+    """Stores the sums of a thread in shared memory."""
     lines = [
         "wgmma.wait_group.sync.aligned 0;",
         # now the tiles of x are not needed any more
@@ -106,7 +106,7 @@ def store_sums(shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def declare_registers(shape: Any) -> list[str]:
-    """Declare registers, and the barriers; all else lies behind them in shared memory."""
+    """Declares registers, and the barriers; all else lies behind them in shared memory."""
     return [
         f".shared .align 16 .b8 gates[{16 * shape.stages}];",
         ".reg .pred p, q, one, odd, leader, producer, waits;",
@@ -123,7 +123,7 @@ def declare_registers(shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def prepare_shared(dtype: tl.dtype, shape: Any) -> list[str]:
-    """Set up barriers and tables: these are older than the kernel before.
+    """Sets up barriers and tables: these are older than the kernel before.
 
     gates0 + 8 i becomes complete when stage i has been copied, gates0 + 8 (stages + i) when all
     warps have multiplied it. Behind the barriers, at a multiple of 1024, are the values of nested
@@ -160,7 +160,7 @@ def prepare_shared(dtype: tl.dtype, shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def prepare_lanes(dtype: tl.dtype, shape: Any) -> list[str]:
-    """Find the addresses of a thread, and its value of the table."""
+    """Finds the addresses of a thread, and its value of the table."""
     thread, k, n = operand("thread"), operand("k"), operand("n")
     begin = operand("first")
     lines = [
@@ -214,7 +214,7 @@ def prepare_lanes(dtype: tl.dtype, shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
-    """Multiply a turn, while what the next two need is on its way."""
+    """Multiplies a turn, while what the next two need is on its way."""
     lines = [*scales(shape), "add.u32 mine, mine, 2;", *load_words("n")]
     lines += [*look_scale_up(shape), *load_scale(shape, 2)]
     lines += [
@@ -251,7 +251,7 @@ def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def _multiply_unit(dtype: tl.dtype, shape: Any, half: int) -> list[str]:
-    """Begin the products of a unit."""
+    """Begins the products of a unit."""
     kind = dtype.name.replace("fp", "f")
     wgmma = f"wgmma.mma_async.sync.aligned.m64n{shape.columns}k16.f32.{kind}.{kind}"
     sums = ", ".join(f"c{i}" for i in range(shape.totals))

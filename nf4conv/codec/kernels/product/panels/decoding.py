@@ -10,7 +10,7 @@ from nf4conv.codec.kernels.product.panels.inputs import operand
 
 @triton.constexpr_function
 def in_pairs(dtype: tl.dtype) -> bool:
-    """Return whether a byte of codes is looked up at once.
+    """Returns whether a byte of codes is looked up at once.
 
     The table's values are rounded to float16. That is 1/8 of bfloat16's rounding, but as much as
     float16's own.
@@ -21,7 +21,7 @@ def in_pairs(dtype: tl.dtype) -> bool:
 
 @triton.constexpr_function
 def fill_pairs(shape: Any) -> list[str]:
-    """Fill the table of pairs: the word of byte b, once for each of 32 banks, at 256 (b % 128) +
+    """Fills the table of pairs: the word of byte b, once for each of 32 banks, at 256 (b % 128) +
     128 (b // 128).
     """
     lines = []
@@ -45,7 +45,7 @@ def fill_pairs(shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def load_words(to: str) -> list[str]:
-    """Load a lane's words of the turn that `mine` belongs to, and go on to the next."""
+    """Loads a lane's words of the turn that `mine` belongs to, and go on to the next."""
     lines = ["setp.lt.u32 p, mine, blocks;"]
     for slot in range(2):
         words = ", ".join(f"{to}{4 * slot + i}" for i in range(4))
@@ -58,7 +58,7 @@ def load_words(to: str) -> list[str]:
 
 @triton.constexpr_function
 def load_scale(shape: Any, ahead: int) -> list[str]:
-    """Load a scale of `ahead` blocks behind `mine` as it is stored: code and nnested, or nnested
+    """Loads a scale of `ahead` blocks behind `mine` as it is stored: code and nnested, or nnested
     alone.
     """
     lines = [
@@ -87,7 +87,7 @@ def load_scale(shape: Any, ahead: int) -> list[str]:
 
 @triton.constexpr_function
 def look_scale_up(shape: Any) -> list[str]:
-    """Begin to decode what `load_scale` has loaded: found and nested."""
+    """Begins to decode what `load_scale` has loaded: found and nested."""
     lines = ["mov.f32 nested, nnested;"]
     if shape.nested:
         lines += [
@@ -99,7 +99,7 @@ def look_scale_up(shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def scales(shape: Any) -> list[str]:
-    """Decode the scales of this turn: s0 and s1 of a lane's two rows."""
+    """Decodes the scales of this turn: s0 and s1 of a lane's two rows."""
     lines = ["mov.f32 s, nested;"]
     if shape.nested:
         lines = ["mul.rn.ftz.f32 s, found, nested;", "add.rn.f32 s, s, offset;"]
@@ -114,7 +114,7 @@ def scales(shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def decode_unit(dtype: tl.dtype, shape: Any, half: int) -> list[str]:
-    """Decode a unit, 16 registers."""
+    """Decodes a unit, 16 registers."""
     decode = _decode_pairs if in_pairs(dtype) else _decode
     lines = []
     for slot in range(2):
@@ -126,7 +126,7 @@ def decode_unit(dtype: tl.dtype, shape: Any, half: int) -> list[str]:
 
 @triton.constexpr_function
 def _decode(dtype: tl.dtype, word: str, scale: str, target: int) -> list[str]:
-    """Decode a word to four registers of two values, by shuffles: exactly."""
+    """Decodes a word to four registers of two values, by shuffles: exactly."""
     kind = "bf16x2" if dtype.name == "bf16" else "f16x2"
     lines = []
     for byte in range(4):
@@ -144,7 +144,7 @@ def _decode(dtype: tl.dtype, word: str, scale: str, target: int) -> list[str]:
 
 @triton.constexpr_function
 def _decode_pairs(dtype: tl.dtype, word: str, scale: str, target: int) -> list[str]:
-    """Decode a word to four registers of two values, by the table of pairs.
+    """Decodes a word to four registers of two values, by the table of pairs.
 
     A `prmt` makes an address of a byte of l, which holds 4 * lane and the byte's top bit, and of
     one of h, the byte's other bits.

@@ -10,7 +10,7 @@ LETTERS: Final = "rlllllllrrrrrrf"
 
 @triton.constexpr_function
 def operand(name: str) -> str:
-    """Return an input of `loop_assembly` by its name."""
+    """Returns an input of `loop_assembly` by its name."""
     names = ["thread", "packed", "absmax", "code", "nested", "offset", "table", "x"]
     names += ["row", "n", "k", "first", "turns", "shift", "norm"]
     return f"${1 + names.index(name)}"

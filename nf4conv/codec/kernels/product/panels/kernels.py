@@ -24,7 +24,7 @@ TILE: Final = 1024
 def arrange_kernel(
     x_ptr, out_ptr, m: tl.int32, k: tl.int32, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Cut x into tiles as `wgmma` reads them from shared memory, filled up with zeros.
+    """Cuts x into tiles as `wgmma` reads them from shared memory, filled up with zeros.
 
     A tile has 64 k of COLUMNS rows, 32 words of two values a row. The pieces of four words are
     swizzled: piece c of row r stands at c ^ (r % 8). Two tiles hold 128 k: word t of piece c of
@@ -68,7 +68,7 @@ def panel_kernel(
     norm: tl.float32,
     PANEL: tl.constexpr,
 ):
-    """Compute one part of k of one tile, then a share of the sums of a cluster's parts.
+    """Computes one part of k of one tile, then a share of the sums of a cluster's parts.
 
     The programs of a cluster compute parts of the same tile. Tiles that follow each other share
     their rows of W, so that these are read from L2.
@@ -153,7 +153,7 @@ def _store_share(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add up the sums of a cluster for a share of a tile's columns, and store them.
+    """Adds up the sums of a cluster for a share of a tile's columns, and store them.
 
     A thread does four rows of W at once. `sums` is their address in shared memory.
     """

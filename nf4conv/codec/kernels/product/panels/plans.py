@@ -89,7 +89,7 @@ class Plan(NamedTuple):
 
 
 def choose_plan(m: int, n: int, k: int, processors: int) -> Plan:
-    """Return the plan that takes least time.
+    """Returns the plan that takes least time.
 
     Args:
         m: rows of x.
@@ -110,7 +110,7 @@ def choose_plan(m: int, n: int, k: int, processors: int) -> Plan:
 
 
 def is_faster(m: int, n: int, k: int, processors: int) -> bool:
-    """Return whether panels are faster than decoding and the library's product."""
+    """Returns whether panels are faster than decoding and the library's product."""
     if m > MOST_ROWS:
         return False
     decoded = 1.5 + n * k * 2.53 / 3.9e6 + max(2 * m * n * k / 7e8, n * k * 2 / 4.2e6)
@@ -118,7 +118,7 @@ def is_faster(m: int, n: int, k: int, processors: int) -> bool:
 
 
 def _cost(plan: Plan, m: int, n: int, k: int, processors: int) -> float:
-    """Return about how many µs a product takes on an H200.
+    """Returns about how many µs a product takes on an H200.
 
     Fitted to the sweep of docs/kernels.md, 6 % root mean square: what a program takes to begin and
     to end, its turns, the order of x, and the sums of parts.

@@ -17,7 +17,7 @@ def prepare_panel(
     form: Form,
     chosen: Plan | None = None,
 ) -> Product:
-    """Prepare to multiply all x of one shape with all weights of one shape.
+    """Prepares to multiply all x of one shape with all weights of one shape.
 
     Args:
         x_shape: [..., k]. k is a multiple of 64.

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def sum_assembly() -> str:
-    """Add up four sums of one program, or of the two of a cluster.
+    """Adds up four sums of one program, or of the two of a cluster.
 
     Operands: $0 … $3 the sums; $4 their address; $5 how many programs.
     """
@@ -25,7 +25,7 @@ def sum_assembly() -> str:
 
 @triton.constexpr_function
 def store_assembly(dtype: tl.dtype) -> str:
-    """Round four values and store them.
+    """Rounds four values and stores them.
 
     Operands: $0 anything; $1 … $4 the values; $5 their address, a multiple of four values; $6
     whether to.

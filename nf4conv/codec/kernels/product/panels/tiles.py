@@ -9,7 +9,7 @@ from nf4conv.codec.kernels.product.panels.inputs import operand
 
 @triton.constexpr_function
 def copy_first(shape: Any, copy: list[str]) -> list[str]:
-    """Begin to copy the tiles of the first turns; `copy` is copy_tiles'."""
+    """Begins to copy the tiles of the first turns; `copy` is copy_tiles'."""
     lines = [f"mov.b64 source, {operand('x')};", "mov.b32 turn, 0;"]
     for name in ("stage", "parity"):
         lines += [f"mov.b32 {name}{i}, 0;" for i in ("", "1", "2")]
@@ -26,7 +26,7 @@ def copy_first(shape: Any, copy: list[str]) -> list[str]:
 
 @triton.constexpr_function
 def copy_tiles(shape: Any) -> list[str]:
-    """Begin to copy the tiles of the next turn to address a, if q."""
+    """Begins to copy the tiles of the next turn to address a, if q."""
     bulk = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     return [
         f"@q mbarrier.arrive.expect_tx.shared.b64 state, [gate], {shape.turn_bytes};",
@@ -37,7 +37,7 @@ def copy_tiles(shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def next_stage(shape: Any) -> list[str]:
-    """Go on to the next turn."""
+    """Goes on to the next turn."""
     return [
         "add.u32 turn, turn, 1;",
         "mov.b32 stage2, stage1;",
@@ -54,7 +54,7 @@ def next_stage(shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def say_free(shape: Any) -> list[str]:
-    """Say that this warp has multiplied the turn before."""
+    """Says that this warp has multiplied the turn before."""
     return [
         "setp.gt.u32 q, turn, 0;",
         "and.pred q, q, leader;",
@@ -66,8 +66,8 @@ def say_free(shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def refill(shape: Any, copy: list[str]) -> list[str]:
-    """Copy tiles to where those of the last turn but one were, or of the last one if there are only
-    three stages, when all warps have multiplied them.
+    """Copies tiles to where those of the last turn but one were, or of the last one if there are
+    only three stages, when all warps have multiplied them.
 
     One warp does. So its warpgroup may be ahead of others by two turns, or by one.
     """
