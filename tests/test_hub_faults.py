@@ -104,15 +104,21 @@ def test_a_range_that_always_breaks_off_is_refused_in_one_line(hub: Hub, where: 
     assert error.count("\n") == 1
 
 
-def test_a_server_says_when_to_come_back(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+def waits_of_this_thread(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Nobody sleeps from now on. The server sleeps, too, perhaps still that of an earlier test."""
     waited: list[float] = []
-    asking = threading.current_thread()
+    this = threading.current_thread()
 
     def wait(seconds: float) -> None:
-        if threading.current_thread() is asking:  # the server sleeps, too, of earlier tests perhaps
+        if threading.current_thread() is this:
             waited.append(seconds)
 
     monkeypatch.setattr(time, "sleep", wait)
+    return waited
+
+
+def test_a_server_says_when_to_come_back(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    waited = waits_of_this_thread(monkeypatch)
     repository = asking_repository()
     for seconds, expected in (("7", 7.0), ("999999", 60.0), ("soon", 0.01)):
         waited.clear()
@@ -129,14 +135,7 @@ def asking_repository() -> Callable[[], object]:
 
 @pytest.mark.usefixtures("hub")
 def test_nobody_there_is_said_soon(monkeypatch: pytest.MonkeyPatch):
-    waited: list[float] = []
-    asking = threading.current_thread()
-
-    def wait(seconds: float) -> None:
-        if threading.current_thread() is asking:  # the server sleeps, too, of earlier tests perhaps
-            waited.append(seconds)
-
-    monkeypatch.setattr(time, "sleep", wait)
+    waited = waits_of_this_thread(monkeypatch)
 
     def unreachable() -> None:
         raise ConnectError("no route")
