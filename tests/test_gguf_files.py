@@ -36,6 +36,7 @@ from nf4conv.run.filling import space_needed
 from nf4conv.sources.gguf import tokenizing, unpacked
 from nf4conv.sources.gguf.families.registry import FAMILIES
 from nf4conv.sources.gguf.header import read_gguf_header
+from nf4conv.sources.gguf.numbers import shortest
 from nf4conv.sources.opening import open_source
 
 TYPES = {
@@ -706,6 +707,22 @@ def test_metadata_of_any_type(tmp_path: Path, architecture: str, odd: Any):
     path = write_gguf(tmp_path / "model.gguf", metadata, shapes=shapes)
     with time_limit(5):
         assert "model.gguf" in _opened_or_refused(path)
+
+
+LARGEST = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]  # of float32
+
+
+def test_the_largest_numbers_come_into_the_config(tmp_path: Path):
+    """Some decimals with fewer digits are too large for float32."""
+    changed = {
+        "llama.rope.freq_base": LARGEST,
+        "llama.attention.layer_norm_rms_epsilon": 0.1,
+    }
+    source = open_source(write_gguf(tmp_path / "model.gguf", {**LLAMA, **changed}))
+    assert source.config is not None
+    assert struct.pack("<f", source.config["rope_theta"]) == b"\xff\xff\x7f\x7f"
+    assert source.config["rms_norm_eps"] == 0.1
+    assert shortest(10 * LARGEST) == 10 * LARGEST
 
 
 @pytest.mark.parametrize("key", ["merges", "scores"])

@@ -27,9 +27,23 @@ def counts_of(values: Mapping[str, Any], key: str) -> list[int]:
 
 
 def shortest(value: float) -> float:
-    """Returns the shortest decimal that is the same number in float32, as which it is stored."""
+    """Returns the shortest decimal that is the same number in float32.
+
+    A number that is too large for float32 is returned as it is: GGUF also has float64.
+    """
+    stored = _in_float32(value)
+    if stored is None:
+        return value
     for digits in range(1, 10):
         rounded = float(f"{value:.{digits}g}")
-        if struct.pack("<f", rounded) == struct.pack("<f", value):
+        if _in_float32(rounded) == stored:
             return rounded
     return value
+
+
+def _in_float32(value: float) -> bytes | None:
+    """Returns the bytes of a number in float32; None if it is too large for that."""
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return None

@@ -48,7 +48,9 @@ def recall(place: Path | None) -> KnownEnds | None:
         os.utime(place)  # used now: it is not among the first that are removed
         ends = {int(start): int(end) for start, end in found["ends"].items()}
         return KnownEnds(str(found["digest"]), ends)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    except (RecursionError, OverflowError):  # of JSON that nests deeply, or has Infinity
         return None
 
 
