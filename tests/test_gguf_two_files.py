@@ -269,7 +269,7 @@ def test_a_tower_is_no_text_model(tmp_path: Path):
     for more in ((), words):
         result = run("dequantize", tmp_path / "mmproj.gguf", tmp_path / "out", *more, *CPU)
         assert result.exit_code == 2
-        assert "mmproj.gguf: is the tower of a model that sees; name the file" in result.stderr
+        assert "mmproj.gguf: is the tower of a model that sees or hears; name" in result.stderr
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -348,6 +348,9 @@ def test_a_tower_that_hears(tmp_path: Path):
         **{f"audio_tower.layers.0.{name}.weight": (32, 32) for name in _OF_WHISPER.values()},
     }
     assert any(note.startswith("the tower that hears: ") for note in source.notes)
+    write_original(tmp_path / "original", **{**config, "audio_token_id": 128})
+    with pytest.raises(SourceError, match="has 128 tokens, and that of a sound is 128 by"):
+        open_source(tmp_path / "model.gguf", where)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen3_5_moe"])

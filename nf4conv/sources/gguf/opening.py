@@ -104,7 +104,7 @@ def open_gguf(
 
 
 def _open_whole(model: _TextModel, tower: Path, borrowed: Path | None, absent: Absent) -> Source:
-    """Opens a text model and a tower as the model that sees, which both were made from."""
+    """Opens a text model and a tower as the whole model that both were made from."""
     if borrowed is None:
         raise SourceError(
             f"{tower}: --mmproj needs --config-from REPO, the model that both files were made "
@@ -223,8 +223,8 @@ def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> Ggu
     architecture = sizes.get("general.architecture")
     if architecture == ARCHITECTURE:
         raise SourceError(
-            f"{path}: is the tower of a model that sees; name the file of the text model, and this "
-            f"one by --mmproj",
+            f"{path}: is the tower of a model that sees or hears; name the file of the text model, "
+            f"and this one by --mmproj",
             path=path,
         )
     if architecture is None:
@@ -248,7 +248,10 @@ def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> Ggu
 
 
 def _check_direction(model: _TextModel) -> None:
-    """Refuses a decoder whose tokens see those behind them: no config says so to transformers."""
+    """Refuses a decoder whose tokens see those behind them, if config.json has to be made.
+
+    No key of config.json tells transformers about that.
+    """
     if model.sizes.get("attention.causal") is False and not model.family.is_encoder:
         raise UndecodableError(
             f"{model.path}: a {model.family.model_type} in which tokens see those behind them; "

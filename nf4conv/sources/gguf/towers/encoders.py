@@ -5,10 +5,7 @@ from typing import Final
 from nf4conv.format.gguf import PLUS_ONE, ROTARY
 from nf4conv.sources.gguf.families.family import SCALAR, GgufFamily, Join
 from nf4conv.sources.gguf.towers.joining import join_patches
-from nf4conv.sources.gguf.towers.tower import Tower, in_layers
-
-_OF_LLAVA: Final = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
-"""How names of the text model begin in models like LLaVA."""
+from nf4conv.sources.gguf.towers.tower import IN_LANGUAGE_MODEL, Tower, in_layers
 
 _SIGLIP: Final = {
     "attn_q": "self_attn.q_proj",
@@ -45,7 +42,7 @@ GEMMA3: Final = Tower(
     ),
     projection="multi_modal_projector.mm_input_projection_weight",
     projected=1,
-    text_prefixes=_OF_LLAVA,
+    text_prefixes=IN_LANGUAGE_MODEL,
     masks_image_token=True,
 )
 
@@ -65,7 +62,7 @@ LLAVA: Final = Tower(
         also=("llava_next",),
     ),
     projection="multi_modal_projector.linear_2.weight",
-    text_prefixes=_OF_LLAVA,
+    text_prefixes=IN_LANGUAGE_MODEL,
     lacks_last_layers=True,
 )
 
@@ -112,7 +109,7 @@ PIXTRAL: Final = Tower(
         also=("llava",),
     ),
     projection="multi_modal_projector.linear_2.weight",
-    text_prefixes=_OF_LLAVA,
+    text_prefixes=IN_LANGUAGE_MODEL,
 )
 
 _OF_INTERN: Final = {
@@ -146,7 +143,7 @@ INTERNVL: Final = Tower(
         names={**_AROUND_INTERN, **in_layers("vision_tower.encoder.layer.*", _OF_INTERN)},
     ),
     projection="multi_modal_projector.linear_2.weight",
-    text_prefixes=_OF_LLAVA,
+    text_prefixes=IN_LANGUAGE_MODEL,
 )
 
 _AROUND_LLAMA_4: Final = {
@@ -174,7 +171,7 @@ LLAMA4: Final = Tower(
         names={**_AROUND_LLAMA_4, **in_layers("vision_model.model.layers.*", _OF_LLAMA_4)},
     ),
     projection="multi_modal_projector.linear_1.weight",
-    text_prefixes=_OF_LLAVA,
+    text_prefixes=IN_LANGUAGE_MODEL,
 )
 
 _LAYER_OF_GEMMA_4: Final = {

@@ -13,14 +13,16 @@ from nf4conv.sources.tensors import TensorInfo
 _LAYER_OF_LLAVA: Final = -2
 """What LlavaConfig of transformers takes for vision_feature_layer by default."""
 
-
 _KEYS_OF_LAYERS: Final = ("num_hidden_layers", "depth", "encoder_layers")
+"""Keys by one of which a tower's config says how many layers it has."""
+
 _KEYS_OF_TOKENS: Final = (
     "image_token_id",
     "image_token_index",
     "audio_token_id",
     "audio_token_index",
 )
+"""Keys by one of which a config names the token that stands for an image or a sound."""
 
 
 def check_config(path: Path, config: Mapping[str, Any], found: TowerFile, text: GgufFamily) -> None:
@@ -134,7 +136,7 @@ def fitted_config(
         found: the tower.
 
     Raises:
-        SourceError: the text model has no embedding for the token of an image.
+        SourceError: the text model has no embedding for the token of an image or a sound.
     """
     config, notes = _with_layers(config, found)
     embeddings = _embeddings_of(text)
@@ -142,11 +144,13 @@ def fitted_config(
     if embeddings is None or not isinstance(of_text, Mapping):
         return config, notes
     tokens = embeddings.shape[0]
-    of_image = next((config[key] for key in _KEYS_OF_TOKENS if key in config), 0)
-    if isinstance(of_image, int) and of_image >= tokens and not found.tower.masks_image_token:
+    placeholder = next((config[key] for key in _KEYS_OF_TOKENS if key in config), 0)
+    is_looked_up = isinstance(placeholder, int) and not found.tower.masks_image_token
+    if is_looked_up and placeholder >= tokens:
+        what = "a sound" if found.tower.hears else "an image"
         raise SourceError(
-            f"{embeddings.file}: has {tokens:,} tokens, and that of an image is {of_image:,} by "
-            f"--config-from",
+            f"{embeddings.file}: has {tokens:,} tokens, and that of {what} is {placeholder:,} by "
+            f"--config-from; name the repository of this model",
             path=embeddings.file,
         )
     in_config = of_text.get("vocab_size")
@@ -164,8 +168,8 @@ def _with_layers(
     stated = _layers_of(config, found)
     if stated is None or stated == found.layers:
         return config, []
-    of_vision = {**config["vision_config"], "num_hidden_layers": found.layers}
-    changed = {**config, "vision_config": of_vision, "vision_feature_layer": -1}
+    part = {**config[found.tower.part], "num_hidden_layers": found.layers}
+    changed = {**config, found.tower.part: part, "vision_feature_layer": -1}
     note = (
         f"the tower has {found.layers} of {stated} layers, and no norm behind them: the model "
         f"takes what the last of these layers makes, and config.json says so"

@@ -3,10 +3,7 @@
 from typing import Final
 
 from nf4conv.sources.gguf.families.family import FLAT, GgufFamily
-from nf4conv.sources.gguf.towers.tower import Tower, in_layers
-
-_OF_TEXT: Final = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
-"""How names of the text model begin in models that hear."""
+from nf4conv.sources.gguf.towers.tower import IN_LANGUAGE_MODEL, Tower, in_layers
 
 _LAYER_OF_WHISPER: Final = {
     "attn_q": "self_attn.q_proj",
@@ -28,6 +25,7 @@ _WHISPER: Final = {
 }
 
 _SHAPES: Final = {"a.conv1d.1.bias": FLAT, "a.conv1d.2.bias": FLAT}
+"""The converter stores biases of convolutions as columns."""
 
 QWEN2_AUDIO: Final = Tower(
     family=GgufFamily(
@@ -37,7 +35,7 @@ QWEN2_AUDIO: Final = Tower(
         shapes=_SHAPES,
     ),
     projection="multi_modal_projector.linear.weight",
-    text_prefixes=_OF_TEXT,
+    text_prefixes=IN_LANGUAGE_MODEL,
     hears=True,
 )
 
@@ -53,6 +51,6 @@ VOXTRAL: Final = Tower(
         shapes=_SHAPES,
     ),
     projection="multi_modal_projector.linear_2.weight",
-    text_prefixes=_OF_TEXT,
+    text_prefixes=IN_LANGUAGE_MODEL,
     hears=True,
 )

@@ -52,7 +52,7 @@ def join_frames(parts: _Parts, _sizes: _Sizes) -> Stack:
 def join_patches(parts: _Parts, _sizes: _Sizes) -> Stack:
     """Returns [out, height · width · channels] of [out, channels, height, width].
 
-    Source: Gemma4VisionAudioModel, which makes a convolution of a matrix.
+    Source: Gemma4VisionAudioModel of llama.cpp's converter, which makes the matrix a convolution.
     """
     [part] = parts
     if len(part.shape) != 4 or part.block_type.values > 1:

@@ -69,8 +69,8 @@ def _kind_of(path: Path, header: GgufHeader) -> Tower:
         )
     if all(header.metadata.get(f"clip.has_{kind}_encoder") for kind in ("vision", "audio")):
         raise UndecodableError(
-            f"{path}: a tower that both sees and hears, and nf4conv reads none that does; take the "
-            f"original, or the text model alone",
+            f"{path}: a tower that both sees and hears, which nf4conv does not read; take the "
+            f"original, or leave out --mmproj to get the text model alone",
             path=path,
         )
     projector = projector_of(header.metadata)
@@ -85,7 +85,7 @@ def _kind_of(path: Path, header: GgufHeader) -> Tower:
 
 
 def _are_swapped(tensors: Sequence[GgufTensor], layer: str) -> bool:
-    """Returns True if the first matrix of a network is called ffn_down: it widens."""
+    """Returns True if the first matrix of a network, which widens, is called ffn_down."""
     by_name = {tensor.name: tensor for tensor in tensors}
     first = by_name.get(f"{layer}.0.ffn_down.weight")
     if first is None or len(first.shape) != 2 or f"{layer}.0.ffn_gate.weight" in by_name:

@@ -27,7 +27,7 @@ ARCHITECTURE: Final = "clip"
 """What `general.architecture` says of every tower."""
 
 SEEING: Final = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
-"""Architectures of text models that only models have which see."""
+"""Architectures of text models that occur only as parts of models that see."""
 
 
 def projector_of(metadata: Mapping[str, Any]) -> object:

@@ -2,8 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from nf4conv.sources.gguf.families.family import GgufFamily, Join
+
+IN_LANGUAGE_MODEL: Final = {
+    "model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+}
+"""How names in the text model begin alone, and in whole models that keep it in `language_model`."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +22,8 @@ class Tower:
         projection: the matrix that ends in the text model's hidden size, by its name in
             transformers.
         text_types: model types that the config gives the text model, besides those of its family.
-        text_prefixes: how names in the text model begin, and how in the whole model.
-        projected: which of the dimensions of `projection` is that size.
+        text_prefixes: the beginnings of names in the whole model, by those in the text model alone.
+        projected: the dimension of `projection` that has the text model's hidden size.
         lacks_last_layers: True if the converter leaves out layers behind the one whose output the
             projector takes.
         masks_image_token: True if transformers looks up no embedding for the token of an image.
@@ -55,7 +62,7 @@ class Tower:
 
         Args:
             text: the family of the text model alone.
-            model_type: that of the whole model.
+            model_type: the model type of the whole model.
         """
         stacks = self.stacked.get(str(model_type), ())
         if not stacks:
@@ -69,6 +76,6 @@ def in_layers(layer: str, modules: Mapping[str, str], kind: str = "v") -> dict[s
     Args:
         layer: how the names begin in transformers, `*` for the number of the layer.
         modules: the rest of the name in transformers by that in the file.
-        kind: how the names begin in the file: `v` of towers that see, `a` of those that hear.
+        kind: the beginning of the names in the file: `v` if the tower sees, `a` if it hears.
     """
     return {f"{kind}.blk.*.{module}": f"{layer}.{name}" for module, name in modules.items()}
