@@ -17,8 +17,6 @@ SCALES = {
 """Where a block has numbers in half precision; those of other types have one at its beginning."""
 
 ODD_HALVES = (0, 0x8000, 1, 0x3FF, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00)
-
-
 """0, -0, the smallest and largest subnormal, 1, the largest, minus that, infinities, NaN."""
 
 LLAMA: dict[str, Any] = {

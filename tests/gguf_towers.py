@@ -231,7 +231,7 @@ def write_model(folder: Path, architecture: str, dtype: torch.dtype) -> Path:
 
 
 def write_llava(folder: Path, architecture: str = "LlavaForConditionalGeneration") -> Path:
-    """A tiny LLaVA 1.5 of random weights that float16 holds, under the names of the Hub."""
+    """A tiny LLaVA 1.5, or LLaVA-NeXT, of random values in float16, under the names of the Hub."""
     folder = _write(folder, architecture, OF_CLIP, torch.bfloat16)
     _rename(folder, {**_HUB, "vision_tower.pre_layrnorm": "vision_tower.vision_model.pre_layrnorm"})
     _round_to_float16(folder)
@@ -239,14 +239,14 @@ def write_llava(folder: Path, architecture: str = "LlavaForConditionalGeneration
 
 
 def _round_to_float16(folder: Path) -> None:
-    """Leaves values that float16 holds, in which the converter writes some of them."""
+    """Rounds values to what float16 holds, in which the converter writes some tensors."""
     path = folder / "model.safetensors"
     state = {name: values.half().bfloat16() for name, values in load_file(path).items()}
     save_file(state, path, {"format": "pt"})
 
 
 def _leave_out_line_ends(folder: Path) -> None:
-    """Leaves out what the text model of LLaVA-NeXT does not have."""
+    """Removes image_newline of LLaVA-NeXT, which its text model does not have."""
     path = folder / "model.safetensors"
     state = load_file(path)
     if state.pop("image_newline", None) is not None:

@@ -202,7 +202,7 @@ def logits_of(folder: Path) -> torch.Tensor:
 def test_weights_come_back_with_the_config_of_the_original(
     tmp_path: Path, kimi: tuple[Path, Path, torch.Tensor]
 ):
-    """Whose model type is kimi_k2, and not deepseek_v3."""
+    """The model type is kimi_k2 then, and not deepseek_v3."""
     source, path, _ = kimi
     where = SourceOptions(config_from=str(source))
     dequantize_checkpoint(path, tmp_path / "back", run=CPU, where=where)
@@ -219,8 +219,8 @@ def test_weights_come_back_with_the_config_of_the_original(
 def test_config_and_tokenizer_come_from_the_metadata(
     tmp_path: Path, kimi: tuple[Path, Path, torch.Tensor]
 ):
-    """As DeepSeek-V3, with attention scaled as YaRN does, and with the tokens of tiktoken."""
-    source, path, expected = kimi
+    """The logits are equal, so attention is scaled as YaRN does. Tokens are those of tiktoken."""
+    _, path, expected = kimi
     dequantize_checkpoint(path, tmp_path / "alone", run=CPU)
     assert torch.equal(logits_of(tmp_path / "alone"), expected)
     made = transformers.PreTrainedTokenizerFast(
@@ -232,4 +232,3 @@ def test_config_and_tokenizer_come_from_the_metadata(
         assert numbers == encoded_by_tiktoken(text, ranks)
         assert made.decode(numbers) == text
     assert made.encode("[EOS]", add_special_tokens=False) == [len(ranks) + 1]
-    assert source.is_dir()

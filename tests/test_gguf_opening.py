@@ -103,8 +103,10 @@ def test_wrong_ends_are_not_believed(tmp_path: Path, cache: Path, walks: list[in
 
 @pytest.mark.parametrize(
     "content",
-    ["", "7", "[1]", "{", '{"ends": {}}', '{"digest": "", "ends": [1]}', "[" * 9999]
-    + ['{"digest": "", "ends": {"1": Infinity}}'],
+    [
+        *("", "7", "[1]", "{", "[" * 9999, '{"ends": {}}', '{"digest": "", "ends": [1]}'),
+        '{"digest": "", "ends": {"1": Infinity}}',
+    ],
 )
 def test_what_is_not_remembered_is_found(tmp_path: Path, cache: Path, walks, content: str):
     path, first, file = remembered_file(tmp_path, cache)
