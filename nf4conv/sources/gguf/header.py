@@ -114,13 +114,13 @@ def read_gguf_header(path: Path, opened: Callable[[], IO[bytes]] | None = None) 
 def _parse_by_ends(
     parser: "_Parser", content: HeaderBytes, known: KnownEnds | None
 ) -> GgufHeader | None:
-    """Returns the header if its metadata is that of which the ends are known; None otherwise."""
+    """Returns the header if `known` was found in the same metadata; None otherwise."""
     if known is None:
         return None
     content.begin_again(known.ends)
     try:
         header = parser.parse()
-    except SourceError:  # it is another header, or has a fault that is found again
+    except SourceError:  # of another header, or of a damaged one: reading it anew will tell
         return None
     return header if header.digest == known.digest else None
 

@@ -12,7 +12,7 @@ from nf4conv.errors import SourceError
 _LONGEST_HEADER: Final = 2**28  # bytes; tokenizers of 260,000 tokens take 20 MB
 _LONGEST_STRING: Final = 2**24
 _READ: Final = 2**20  # bytes at a time; memory of longer reads is not used again by the next one
-_BEGINNING: Final = 2**16
+_BEGINNING: Final = 2**16  # bytes by which a file is recognized before its header is read
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -85,7 +85,7 @@ class HeaderBytes:
         return self._end - self.position
 
     def beginning(self) -> bytes:
-        """Returns the first bytes of the file, without going on behind them."""
+        """Returns the first bytes of the file. The position stays."""
         count = min(_BEGINNING, self._end)
         self._need(count)
         return bytes(self._here[:count])
@@ -94,8 +94,8 @@ class HeaderBytes:
         """Goes back to the first byte.
 
         Args:
-            expected: where arrays of strings end, by where their strings begin. These are not
-                looked at, so whoever expects it checks the digest.
+            expected: where arrays of strings end, by where their strings begin. The strings of
+                these arrays are not looked at. So the caller must compare the digest.
         """
         self._expected = expected
         self.position = 0
@@ -140,7 +140,7 @@ class HeaderBytes:
             return hashlib.sha256(here[: self.position]).hexdigest()
 
     def _find_end(self, count: int) -> None:
-        """Goes on behind strings."""
+        """Goes on behind the next strings, and reads more bytes as they are needed."""
         passed = self._pass_texts(count)
         while passed < count:
             self._need(self.position + 8)

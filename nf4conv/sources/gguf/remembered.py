@@ -45,7 +45,7 @@ def recall(place: Path | None) -> KnownEnds | None:
         return None
     try:
         found = json.loads(read_private(place) or b"")
-        os.utime(place)  # used now: it is not among the first that are removed
+        os.utime(place)  # remove_oldest of unpacked.py keeps what was used last
         ends = {int(start): int(end) for start, end in found["ends"].items()}
         return KnownEnds(str(found["digest"]), ends)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -92,7 +92,7 @@ class Vocabulary:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """Returns the tokens by their numbers. What is not UTF-8 in them is replaced."""
+        """Returns the tokens in the order of their numbers. What is not UTF-8 is replaced."""
         return [token.decode(errors="replace") for token in self.encoded]
 
 
@@ -161,7 +161,12 @@ def tokenizer_json(vocabulary: Vocabulary) -> Iterator[bytes]:
 def _in_pieces(
     elements: Iterable[_Element], as_json: Callable[[list[_Element]], str]
 ) -> Iterator[bytes]:
-    """Yields the inside of a JSON object or array, a few thousand elements at a time."""
+    """Yields the inside of a JSON object or array, a few thousand elements at a time.
+
+    Args:
+        elements: the elements.
+        as_json: returns the inside of an object or array of some of them.
+    """
     remaining = iter(elements)
     separator = ""
     while some := list(islice(remaining, _AT_A_TIME)):
@@ -181,10 +186,9 @@ def _pairs(merges: Iterable[Sequence[str]]) -> str:
 
 
 def _cut_at_spaces(merges: Iterable[str]) -> str:
-    """Returns the inside of an array of pairs, whose parts have a space between them in the file.
+    """Returns the inside of an array of pairs, given merges with a space between their parts.
 
-    That of `_pairs`, in a third of its time: spaces and line breaks of the text become what stands
-    between parts and between pairs.
+    Cutting the JSON of all merges at once takes a third of the time that `_pairs` would take.
     """
     whole = json.dumps(merges, separators=("\n", ":"))[1:-1]  # no string in JSON has a line break
     parts = whole.replace(" ", '", "').replace("\n", "], [")

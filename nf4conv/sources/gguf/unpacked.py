@@ -51,7 +51,7 @@ def unpack(
 
     Args:
         path: the GGUF file.
-        header: of that file.
+        header: the header of that file.
         config: the content of config.json.
 
     Returns:
@@ -84,11 +84,11 @@ class TokenizerFiles:
     Args:
         path: the GGUF file, for messages.
         folder: where the files belong.
-        metadata: of the GGUF file.
+        metadata: the metadata of the GGUF file.
 
     Attributes:
-        names: those of the files.
-        largest: how many bytes they have together; before they are made, about the most.
+        names: the names of the files.
+        largest: the most bytes that the files have together: an estimate until they are made.
     """
 
     def __init__(self, path: Path, folder: Path, metadata: Mapping[str, Any]) -> None:
@@ -173,7 +173,7 @@ class TokenizerFiles:
         remove_oldest(entry.parent, _MOST_KEPT)
 
     def _bytes_there(self) -> int | None:
-        """Returns the size of the files, if a run has made them and they are as it left them."""
+        """Returns the bytes of the files together; None unless a run has left them so."""
         entry = self._folder.parent
         total = 0
         try:

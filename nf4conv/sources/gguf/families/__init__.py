@@ -7,7 +7,7 @@ family.py      says what a family consists of
 steps/         has what families are made of: names, joins, configs, signs
 dense.py       lists decoders whose layers are all alike
 later_dense.py  lists more of them
-gemma.py       lists Gemma
+gemma.py       lists the models of Gemma
 mixtures.py    lists mixtures of experts
 later_mixtures.py  lists those of 2025 and later
 latents.py     lists models whose keys and values are made of latents

@@ -43,7 +43,7 @@ class Stack:
 
     Attributes:
         groups: the matrices of each expert or head, whose rows follow each other.
-        shape: that of the tensor.
+        shape: the shape of the tensor.
         is_transposed: True if it has the transpose of each group.
         is_interleaved: True if the rows of the matrices of a group alternate.
     """
@@ -63,7 +63,7 @@ class Join:
     """A tensor of transformers that the converter took apart.
 
     Attributes:
-        name: that of the tensor.
+        name: the name of the tensor in transformers.
         parts: the names of the tensors in the file.
         put_together: makes the stack of these tensors; it raises a ValueError that says what does
             not fit.
@@ -104,9 +104,9 @@ class GgufFamily:
         complete: functions that complete config.json.
         marker: a tensor or a key of the metadata that only files of this family have, where
             llama.cpp gives several families one name.
-        sign: tells files of this family where no single marker does.
+        sign: tells whether a file is of this family, where no single tensor or key tells it.
         also: other model types whose config goes with such a file.
-        is_encoder: True if every token sees those behind it, too.
+        is_encoder: True if tokens see those behind them, at least in a part of the model.
         refusal: why no such file can be read: what follows "GGUF of a … model"; usually nothing.
     """
 
@@ -133,7 +133,7 @@ class GgufFamily:
 
         Args:
             sizes: the metadata without the architecture's name in its keys.
-            names: those of the tensors, also with `*` for the number of a layer.
+            names: the names of the tensors, also with `*` for the number of a layer.
         """
         if self.sign is not None:
             return self.sign(sizes, names)

@@ -1,4 +1,4 @@
-"""Lists Gemma."""
+"""Lists the models of Gemma, from the first to Gemma 4."""
 
 from typing import Final
 

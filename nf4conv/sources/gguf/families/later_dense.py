@@ -61,7 +61,8 @@ GLM4V_TEXT: Final = GgufFamily(
     shown=GLM4.shown,
     marker="rope.dimension_sections",
 )
-"""The text model of GLM-4.1V, which is GLM-4-0414, and of which the converter moves rows."""
+"""The text model of GLM-4.1V. It is a GLM-4-0414 in which the converter moved rows of queries and
+keys."""
 
 QWEN2_WITHOUT_BIASES: Final = GgufFamily(
     model_type="llama",

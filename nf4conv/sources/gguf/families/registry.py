@@ -189,7 +189,7 @@ def family_of(
     Args:
         architecture: what `general.architecture` says.
         sizes: the metadata without the architecture's name in its keys.
-        names: those of the tensors, also with `*` for the number of a layer.
+        names: the names of the tensors, also with `*` for the number of a layer.
     """
     families = FAMILIES.get(architecture, ())
     for family in families:

@@ -69,16 +69,18 @@ def add_sparsity_of_activations(
 def add_heads_of_gemma_4(
     sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
 ) -> None:
-    """Adds the heads of keys of each kind of layer, and that all of a head is rotated by default.
+    """Adds the heads of keys of each kind of layer, and whether keys serve as values, too.
 
-    Layers whose keys are their values, too, have none of these in the file.
+    The file has no values of layers in which they do.
 
     The share that full attention rotates is in rope_freqs.weight, and the default of transformers.
     """
     config.pop("partial_rotary_factor", None)
     config.pop("rope_theta", None)
-    keys = [layer for layer in _layers(names, config) if f"blk.{layer}.attn_k.weight" in names]
-    config["attention_k_eq_v"] = any(f"blk.{layer}.attn_v.weight" not in names for layer in keys)
+    config["attention_k_eq_v"] = any(
+        f"blk.{layer}.attn_k.weight" in names and f"blk.{layer}.attn_v.weight" not in names
+        for layer in _layers(names, config)
+    )
     heads = counts_of(sizes, "attention.head_count_kv")
     types = config.get("layer_types", [])
     for kind, key in (
@@ -130,7 +132,7 @@ def add_sizes_of_latents(
 def add_sizes_of_minicpm(
     sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
 ) -> None:
-    """Adds the sizes of MiniCPM 3's heads; values have what llama.cpp takes by default."""
+    """Adds the sizes of MiniCPM 3's heads; the size of values is the default of llama.cpp."""
     config.pop("partial_rotary_factor", None)
     key = positive(sizes, "attention.key_length")
     rotated = positive(config, "qk_rope_head_dim")
@@ -288,9 +290,9 @@ def add_size_of_heads(
 def add_full_rotation(
     _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
 ) -> None:
-    """Says that all of a head of Solar Open is rotated.
+    """Has transformers rotate all of a head of Solar Open, which is its default.
 
-    The converter writes a half, as for GLM, if the config does not say it.
+    The metadata may say a half: the converter writes that, as for GLM, for a config without it.
     """
     config.pop("partial_rotary_factor", None)
 

@@ -16,13 +16,14 @@ _SPACE: Final = "▁"
 """What SentencePiece writes for a space, and llama.cpp before each word of BERT."""
 
 _FEW: Final = 0.01
-"""Share of words that may begin with that character in a vocabulary without SentencePiece."""
+"""Share of words that may begin with it twice in a vocabulary without SentencePiece."""
 
 
 def has_words_of_sentencepiece(sizes: _Sizes, _names: _Names) -> bool:
-    """Tells CamemBERT from BERT: its words have the sign of a space, and get it once more.
+    """Tells CamemBERT from BERT.
 
-    Source: BertModel.set_vocab.
+    Words of CamemBERT begin with the sign of a space, and the converter adds a second one. Words of
+    BERT have the one that the converter adds (BertModel.set_vocab).
     """
     tokens = sizes.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, Texts) or not len(tokens):
@@ -36,7 +37,7 @@ def has_words_of_sentencepiece(sizes: _Sizes, _names: _Names) -> bool:
 
 
 def rotates_beside_states(sizes: _Sizes, names: _Names) -> bool:
-    """Tells Bamba from Granite 4, which has no rotary embeddings where it has states.
+    """Tells Bamba from Granite 4, which has either states or rotary embeddings.
 
     Source: GraniteHybridModel.set_gguf_parameters.
     """
@@ -61,7 +62,7 @@ def has_layers_that_differ(sizes: _Sizes, _names: _Names) -> bool:
 
 
 def lacks_biases(_sizes: _Sizes, names: _Names) -> bool:
-    """Tells KORMo from Qwen2, whose queries have biases always."""
+    """Tells KORMo from Qwen2, whose queries always have biases."""
     has_queries = "blk.*.attn_q.weight" in names
     has_biases = "blk.*.attn_q.bias" in names
     return has_queries and not has_biases
