@@ -182,7 +182,7 @@ def _like_weight(packed: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 def _define(name: str, schema: str, compute: Any, trace: Any) -> Any:
-    """Makes an operator, and return it."""
+    """Makes an operator, and returns it."""
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     torch.library.define(f"nf4conv::{name}", schema, tags=tags)
     torch.library.impl(f"nf4conv::{name}", "default", compute)

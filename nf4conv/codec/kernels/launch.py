@@ -126,7 +126,7 @@ class Launcher:
         shared_bytes: int = 0,
         cluster: int = 1,
     ) -> Callable[..., None]:
-        """Compiles without a launch, and return the fastest way to launch.
+        """Compiles without a launch, and returns the fastest way to launch.
 
         Args:
             device: a GPU.

@@ -156,7 +156,7 @@ def _sweep_groups(
     storable: StorableScales,
     levels: Levels,
 ) -> None:
-    """Refits the scale of every group, and move every weight to the level that costs least."""
+    """Refits the scale of every group, and moves every weight to the level that costs least."""
     moments = factor.moments.double()
     blocksize = factor.blocksize
     values = levels.values.double()[chosen.ranks]

@@ -149,7 +149,7 @@ def _store(
 
 @triton.jit
 def _wait():
-    """Waits for the kernel before, and let the one behind begin. Returns 0; what uses it comes
+    """Waits for the kernel before, and lets the one behind begin. Returns 0; what uses it comes
     after.
 
     What the kernel before the last wrote may be read without this: the last one let this one begin

@@ -287,7 +287,7 @@ def _load_x(x_rows, step, thread, SHAPE: tl.constexpr):
 
 @triton.jit
 def _add_stage(totals, loaded, places, held_x, x_rows, stage, thread, SHAPE: tl.constexpr):
-    """Adds a stage to the totals of the slots, two of each stack, and return them."""
+    """Adds a stage to the totals of the slots, two of each stack, and returns them."""
     add: tl.constexpr = text.stacks_assembly(x_rows[0].dtype.element_ty, SHAPE.stacks)
     outputs: tl.constexpr = "f" * (2 * SHAPE.stacks)
     inputs: tl.constexpr = outputs + "r" * (8 * SHAPE.stacks) + "f" * SHAPE.stacks + "r" * 17
@@ -320,7 +320,7 @@ def _scale(loaded, place, SHAPE: tl.constexpr):
 @triton.jit
 def _gather(target, sums, group, first, held, thread, SHAPE: tl.constexpr):
     """Adds up what all ranges and warps have left of `held` + 1 units, `first` and those behind it,
-    and store it.
+    and stores it.
 
     A unit has SHAPE.sums threads; thread 8 * row + slot has that row of the slot.
     """

@@ -195,7 +195,7 @@ def partial_kernel(values_ptr, partial_ptr, count: tl.int64, blocks: tl.int64):
 
 @kernel
 def total_kernel(partial_ptr, mean_ptr, blocks: tl.int64, count: tl.int64):
-    """Sums the blocks' sums in torch's order, and multiply by the reciprocal of the count.
+    """Sums the blocks' sums in torch's order, and multiplies by the reciprocal of the count.
 
     Pointers to tensors:
         partial_ptr: [blocks] float32.

@@ -124,7 +124,7 @@ def start_assembly(warps: int, shared_bytes: int, has_codes: bool) -> str:
 
 @triton.constexpr_function
 def wait_assembly(signals: bool) -> str:
-    """Waits for the kernel before, and let the one behind begin if it `signals`.
+    """Waits for the kernel before, and lets the one behind begin if it `signals`.
 
     Operands: $0 the thread; $1 the thread.
     """

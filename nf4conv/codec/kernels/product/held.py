@@ -269,7 +269,7 @@ def _leave(totals, sums, held, thread, SHAPE: tl.constexpr):
 @triton.jit
 def _gather(out_ptr, sums, m, last, n, norm, first, held, thread, SHAPE: tl.constexpr):
     """Adds up what all ranges and warps have left of `held` + 1 units, `first` and those behind it,
-    and store it.
+    and stores it.
 
     A unit has SHAPE.sums threads; thread 2 * (rows * row + row of x) + slot has that row of the
     slot.

@@ -12,7 +12,7 @@ from nf4conv.codec.kernels.product.common import add_waiting, run_assembly, stor
 
 @triton.jit
 def wide_stage(totals, operands, x_ptr, m, k, first, whole, thread, SHAPE: tl.constexpr):
-    """Adds a stage to the totals of the slots, for each set, and return them.
+    """Adds a stage to the totals of the slots, for each set, and returns them.
 
     Column 2 * (ranges * row of x + range) + block: a lane (g, t) gives x to column g, and finds the
     sums of row of x t // ranges and range t % ranges; they are meant for it if its rows are of that
@@ -90,7 +90,7 @@ def _store_totals(totals, place, meant):
 
 @triton.jit
 def gather(out_ptr, sums, m, n, norm, first, end, held, thread, SHAPE: tl.constexpr):
-    """Adds up what all ranges and warps have left of `held` + 1 wide units, and store it.
+    """Adds up what all ranges and warps have left of `held` + 1 wide units, and stores it.
 
     The first unit begins at row `first`. A unit has SHAPE.sums threads, of which thread
     4 * (columns * row + column) + slot stores that row of the slot, and that column: a row of x.

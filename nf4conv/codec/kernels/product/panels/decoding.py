@@ -45,7 +45,7 @@ def fill_pairs(shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def load_words(to: str) -> list[str]:
-    """Loads a lane's words of the turn that `mine` belongs to, and go on to the next."""
+    """Loads a lane's words of the turn that `mine` belongs to, and goes on to the next."""
     lines = ["setp.lt.u32 p, mine, blocks;"]
     for slot in range(2):
         words = ", ".join(f"{to}{4 * slot + i}" for i in range(4))

@@ -153,7 +153,7 @@ def _store_share(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Adds up the sums of a cluster for a share of a tile's columns, and store them.
+    """Adds up the sums of a cluster for a share of a tile's columns, and stores them.
 
     A thread does four rows of W at once. `sums` is their address in shared memory.
     """
