@@ -8,9 +8,10 @@ from benchmarks.panels.kernels import candidate_kernel
 from benchmarks.panels.maps import MAP_WORDS, map_of
 from benchmarks.panels.streaming import stream_kernel
 from nf4conv.codec.kernels.launch import Launcher
-from nf4conv.codec.kernels.product.launches import Product, prepare_sum, readable, stream_of
+from nf4conv.codec.kernels.product.launches import Product, readable, stream_of
 from nf4conv.codec.kernels.product.panels.kernels import TILE, launch_arrange
 from nf4conv.codec.kernels.product.panels.prepare import prepare_panel
+from nf4conv.codec.kernels.product.sums import prepare_sum
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
 from nf4conv.codec.quant_state import Addresses, Form
 

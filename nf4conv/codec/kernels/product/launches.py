@@ -11,7 +11,6 @@ from typing import Final
 import torch
 from triton.runtime import driver
 
-from nf4conv.codec.kernels.product.dividing import MOST_SPLITS as MOST_SPLITS  # for panels/
 from nf4conv.codec.kernels.product.dividing import Division, divide
 from nf4conv.codec.kernels.product.held import launch_held
 from nf4conv.codec.kernels.product.kernel import launch_product
@@ -23,8 +22,7 @@ from nf4conv.codec.kernels.product.shapes import (
     is_short,
     shape_for,
 )
-from nf4conv.codec.kernels.product.sums import prepare_sum as prepare_sum  # for panels/ too
-from nf4conv.codec.kernels.product.sums import wait as wait  # for panels/
+from nf4conv.codec.kernels.product.sums import prepare_sum
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Addresses, Form
 

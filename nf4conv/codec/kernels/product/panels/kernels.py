@@ -11,10 +11,10 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.product.assembly import constraints
-from nf4conv.codec.kernels.product.launches import wait
 from nf4conv.codec.kernels.product.panels import inputs
 from nf4conv.codec.kernels.product.panels.assembly import loop_assembly
 from nf4conv.codec.kernels.product.panels.sums import store_assembly, sum_assembly
+from nf4conv.codec.kernels.product.sums import wait
 
 TILE: Final = 1024
 """Words of a program of arrange_kernel."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Final, NamedTuple
 
-from nf4conv.codec.kernels.product.launches import MOST_SPLITS
+from nf4conv.codec.kernels.product.dividing import MOST_SPLITS
 
 
 @dataclass(eq=False)  # told apart by identity, which is faster

@@ -2,9 +2,10 @@
 
 import torch
 
-from nf4conv.codec.kernels.product.launches import Product, prepare_sum, readable, stream_of
+from nf4conv.codec.kernels.product.launches import Product, readable, stream_of
 from nf4conv.codec.kernels.product.panels.kernels import TILE, launch_arrange, launch_panel
 from nf4conv.codec.kernels.product.panels.plans import Plan, choose_plan
+from nf4conv.codec.kernels.product.sums import prepare_sum
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
 from nf4conv.codec.quant_state import Addresses, Form
 
