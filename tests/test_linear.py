@@ -171,6 +171,15 @@ def test_notices_each_part_that_is_replaced(part: str) -> None:
     assert linear._weights[id(state)] is not weight
 
 
+def test_notices_that_the_offset_is_gone() -> None:
+    packed, state = packed_weight(24, 128)
+    x = torch.randn(2, 128)
+    nf4conv.linear_4bit(x, packed, state)
+    state.offset = None
+    with pytest.raises(CodecError, match="expected an offset"):
+        nf4conv.linear_4bit(x, packed, state)
+
+
 @pytest.mark.parametrize("trains", [False, True], ids=["", "trains"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_changes_nothing(dtype: torch.dtype, trains: bool) -> None:

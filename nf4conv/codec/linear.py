@@ -177,10 +177,12 @@ class _Weight:
         state2 = state.state2
         if (state2 is not None) != self.form.nested:
             return False
-        if state2 is not None and not (
-            code() is state2.code and nested_absmax() is state2.absmax and offset() is state.offset
-        ):
-            return False
+        if state2 is not None:
+            if code() is not state2.code or nested_absmax() is not state2.absmax:
+                return False
+            # without the first question, an offset that is gone would pass for one that is missing
+            if state.offset is None or offset() is not state.offset:
+                return False
         # a tensor whose data are replaced is the same object
         if state.absmax.data_ptr() != self.kernel_addresses[1]:
             return False
@@ -212,7 +214,7 @@ class _Weight:
         alignment = choosing.alignment_of(self.kernel_addresses[0])
         matrix = choosing.Matrix(n, k, self.form, alignment)
         product = choosing.prepare_multiply(x.shape, x.dtype, x.device, matrix)
-        if len(self.products) == _MOST_PRODUCTS:
+        if len(self.products) >= _MOST_PRODUCTS:  # threads may add some at once
             self.products.clear()
         self.products[x.shape, x.dtype, x.device] = product
         return product

@@ -18,12 +18,12 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
 
     Every `bitsandbytes.nn.Linear4bit` of the model gets a new `forward`, and every layer of a class
     derived from it, unless that class has a forward of its own. Nothing else of the model changes.
-    Layers whose weights are not packed yet
-    keep bitsandbytes' product until they are; so do layers that have run on a CPU, where
-    bitsandbytes packs weights anew for a product of its own. It does not matter whether adapters
-    are added before or after, and hooks of accelerate stay where they are. When the model is
-    compiled, products of the same few rows, such as those of q, k and v, become one launch. For
-    this it sets torch._inductor.config.post_grad_custom_pre_pass, unless that is set already.
+    Layers whose weights are not packed yet keep bitsandbytes' product until they are; so do layers
+    that have run on a CPU, where bitsandbytes packs weights anew for a product of its own. It does
+    not matter whether adapters are added before or after, and hooks of accelerate stay where they
+    are. When the model is compiled, products of the same few rows, such as those of q, k and v,
+    become one launch. For this it sets torch._inductor.config.post_grad_custom_pre_pass, unless
+    that is set already.
 
     Args:
         model: changed in place, such as a transformers model that was loaded with a
