@@ -83,7 +83,7 @@ class Format:
 
     @property
     def nesting(self) -> str:
-        """Says in words whether absmax is quantized too."""
+        """In words, whether absmax is quantized too."""
         return "double quantization" if self.double_quant else "no double quantization"
 
     @property

@@ -88,6 +88,7 @@ class Pipeline:
             self._run(tasks, local_files)
 
     def _run(self, tasks: Iterable[Task], reader: Reader) -> None:
+        """Does all tasks; raises what one of them raises, when all threads have stopped."""
         crew = _Crew(tasks, reader)
         threads = [
             Background(partial(self._work, crew, reader), f"nf4conv-{n}")

@@ -40,7 +40,7 @@ def is_decoded(structure: Structure, *, has_source: bool) -> bool:
 
 
 def is_plain(structure: Structure) -> bool:
-    """Returns True if a checkpoint is in floats of 16 bits or more, and nothing says more of it."""
+    """Returns True if a checkpoint is in floats of 16 bits or more, and has no nf4conv.json."""
     if structure.weights or structure.record is not None:
         return False
     matrices = [tensor for tensor in structure.tensors.values() if len(tensor.shape) > 1]

@@ -26,12 +26,12 @@ class StoredBytes:
 
     Args:
         reader: reads what is stored.
-        stored: what is stored, by the offset that its first byte is written to. `unlike` gets the
-            names of these; several may share one.
+        stored: what is stored, by the offset that its first byte is written to. Several may have
+            the same name.
         advance: told how many stored bytes have been read.
 
     Attributes:
-        unlike: the names of what got other bytes than are stored.
+        unlike: the names of those that got other bytes than are stored.
     """
 
     def __init__(

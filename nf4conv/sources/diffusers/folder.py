@@ -32,7 +32,7 @@ _OTHER_WEIGHTS: Final = (".gguf", ".onnx", ".msgpack", ".h5", ".pt", ".pth", ".c
 
 
 _NO_MODELS: Final = ("Tokenizer", "TokenizerFast", "Processor", "Extractor", "Scheduler")
-"""How the classes of parts end that have no weights."""
+"""Ends of the names of classes that have no weights."""
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,6 @@ def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
 
 
 def _is_integer_matrix(tensor: TensorInfo) -> bool:
-    """Returns True if a weight is a matrix of integers, as that of no model is before it is
-    quantized.
-    """
+    """Returns True for a matrix of integers: no model has such a weight before it is quantized."""
     is_matrix = tensor.name.endswith(".weight") and len(tensor.shape) > 1
     return is_matrix and tensor.dtype in _INTEGER_DTYPES and tensor.encoding is None

@@ -182,8 +182,8 @@ def require_content(folder: Path, names: Iterable[str]) -> None:
     lacks, and the result would lack it, too.
 
     Args:
-        folder: that of the snapshot.
-        names: of the files, relative to it.
+        folder: the folder of the snapshot.
+        names: the names of the files, relative to the folder.
 
     Raises:
         SourceError: the content of a file is gone.

@@ -13,9 +13,10 @@ import triton.language as tl
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
 MOST_RESULTS: Final = 3
-"""Products whose parts one launch adds up at most."""
+"""Products whose parts one launch adds up at most: those of q, k and v."""
 
 _TILE: Final = 512
+"""Elements that a program adds up: four for each thread of its four warps."""
 
 
 def prepare_sum(

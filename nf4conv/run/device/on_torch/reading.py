@@ -161,14 +161,9 @@ def _decode(
         case Bitsandbytes4bit():
             return decode_packed(parts, dtype, is_transposed=encoding.is_transposed)
         case Strided():
-            return _decode_strided(tensor.shape, encoding, values).to(dtype).contiguous()
+            view = torch.as_strided(values, tensor.shape, encoding.strides)
+            return view.to(dtype).contiguous()
     raise AssertionError(f"{tensor.name}: {encoding.name} has no decoder here")
-
-
-def _decode_strided(
-    shape: tuple[int, ...], encoding: Strided, values: torch.Tensor
-) -> torch.Tensor:
-    return torch.as_strided(values, shape, encoding.strides)
 
 
 def _decode_scaled(

@@ -24,12 +24,12 @@ class Ternary(Encoding):
 
     @property
     def quarter(self) -> int:
-        """Returns how many rows a quarter of the weight has."""
+        """The number of rows of a quarter of the weight."""
         return self.codes.shape[0]
 
     @property
     def first_line(self) -> int:
-        """Returns how many rows of bytes come before those of "values"."""
+        """The number of rows of bytes before those of the part "values"."""
         return self.first % self.quarter if self._is_in_a_quarter else 0
 
     @property
