@@ -85,7 +85,7 @@ def fill_assembly(warps: int, shared_bytes: int, has_codes: bool, early: bool) -
 
 
 @triton.constexpr_function
-def meet_assembly(has_codes: bool, warps: int = 8) -> str:
+def meet_assembly(has_codes: bool, warps: int) -> str:
     """Fills `codes`, the values of nested absmax, if it is there; then waits until all threads have
     filled shared memory. `warps`: of a program, 8 at most if it is there.
 
@@ -118,7 +118,7 @@ def start_assembly(warps: int, shared_bytes: int, has_codes: bool) -> str:
     address of the [256] values of `codes`; $4 the thread.
     """
     fill: str = fill_assembly(warps, shared_bytes, has_codes, False).replace("$3", "$4")
-    meet: str = meet_assembly(has_codes).replace("$2", "$4").replace("$1", "$3")
+    meet: str = meet_assembly(has_codes, warps).replace("$2", "$4").replace("$1", "$3")
     return fill + "\n" + meet
 
 
