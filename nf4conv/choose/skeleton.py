@@ -144,7 +144,7 @@ def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
     """
     try:
         import transformers
-        from transformers.core_model_loading import rename_source_key  # noqa: F401
+        from transformers.core_model_loading import rename_source_key  # noqa: F401 - new in 5
     except ImportError as error:
         raise PlanError(
             f"--plan-with transformers needs transformers 5: pip install 'nf4conv[transformers]' "
@@ -159,7 +159,7 @@ def read_skeleton(names: Sequence[str], config: Mapping[str, Any]) -> Skeleton:
         layers = list(_linear_layers(model))
     except PlanError:
         raise
-    except Exception as error:  # transformers raises anything
+    except Exception as error:  # building a model runs code that may raise anything
         raise _unbuildable(config, str(error)[:300]) from error
     linear = frozenset(layer.path for layer in layers)
     transposed = frozenset(layer.path for layer in layers if layer.is_transposed)

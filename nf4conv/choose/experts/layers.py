@@ -11,6 +11,9 @@ from nf4conv.models.families import model_types
 from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
+_Layers: TypeAlias = Mapping[str, Mapping[str, Mapping[int, TensorInfo]]]
+"""Weights of single experts, by the path of the layer's experts, projection and number."""
+
 
 def check_layout(decisions: Mapping[str, Pack | Keep], experts: Experts, moe: str | None) -> None:
     """Checks the experts that are stored one by one and are to be packed.
@@ -57,10 +60,6 @@ def check_whole(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> Non
     """
     if experts_in(config):
         _check_layers(_single_experts(tensors), config)
-
-
-_Layers: TypeAlias = Mapping[str, Mapping[str, Mapping[int, TensorInfo]]]
-"""Weights of single experts, by the path of the layer's experts, projection and number."""
 
 
 def _single_experts(tensors: Iterable[TensorInfo]) -> _Layers:

@@ -68,9 +68,8 @@ def _planned(
         return quantization.plan_source(source, options, non_finite)
     from nf4conv.calibrate import planning  # importing torch takes seconds
 
-    planning.refuse_impossible(
-        source, options
-    )  # before the scales that were asked for are replaced
+    # --scales is checked here, because the plan below no longer has what was asked for
+    planning.refuse_impossible(source, options)
     searched = replace(options, scales="search")
     return planning.plan_calibration(quantization.plan_source(source, searched, non_finite))
 

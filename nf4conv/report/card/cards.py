@@ -194,7 +194,7 @@ def _name_pipeline(source: Source, base_model: str | None) -> OriginalName:
     return OriginalName(origin, base_model, name.rpartition("/")[2])
 
 
-def with_evaluation(card: str, compared: Evaluations, at: int, plot: str = "") -> str:
+def with_evaluation(card: str, compared: Evaluations, number: int, plot: str = "") -> str:
     """Puts what `evaluate` found into a card, and into its front matter.
 
     It replaces what an earlier evaluation found, and stands above the section on checking.
@@ -202,7 +202,7 @@ def with_evaluation(card: str, compared: Evaluations, at: int, plot: str = "") -
     Args:
         card: the content of README.md. Empty if there is none.
         compared: what was found, of one form of the model or several.
-        at: which of them the card is about, counted from 0.
+        number: which of them the card is about, counted from 0.
         plot: the name of a drawing beside the card. Empty if there is none.
 
     Returns:
@@ -210,10 +210,10 @@ def with_evaluation(card: str, compared: Evaluations, at: int, plot: str = "") -
     """
     earlier = re.compile(rf"\n*{_EVALUATION_TITLE}\n.*?(?=\n## |\Z)", re.DOTALL)
     above, check, below = earlier.sub("", card).partition("\n## Check\n")
-    text = sections.evaluation_table(compared.evaluations[at])
+    text = sections.evaluation_table(compared.evaluations[number])
     if len(compared.evaluations) > 1:
-        text += sections.side_by_side(compared, at)
+        text += sections.side_by_side(compared, number)
     if plot:
         text += f"\n![Divergence against bits per weight]({plot})\n"
     text = f"{above.rstrip()}\n\n{_EVALUATION_TITLE}\n\n{text}{check}{below}"
-    return with_results(text.lstrip("\n"), compared.evaluations[at])
+    return with_results(text.lstrip("\n"), compared.evaluations[number])

@@ -328,13 +328,13 @@ def evaluation_table(found: Evaluation) -> str:
     return _two_columns(found.rows())
 
 
-def side_by_side(compared: Evaluations, at: int) -> str:
-    """Returns the table of several forms of a model, the one of this card in bold."""
+def side_by_side(compared: Evaluations, own: int) -> str:
+    """Returns the table of several forms of a model, that of this card (`own`) in bold."""
     head, *body = comparison_cells(compared)
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for number, (name, *cells) in enumerate(body):
         shown = escaped(name)
-        if number == at:
+        if number == own:
             shown = f"**{shown}**"
         lines.append(f"| {' | '.join([shown, *cells])} |")
     return "\nBeside other forms, on the same tokens:\n\n" + "\n".join(lines) + "\n"

@@ -59,7 +59,7 @@ class Subject:
         library: the library that loads the result, as the Hub spells it.
         weights: what the weights in 4 bits are, most weights first.
         jobs: the tensors that were written. Empty for a merged model.
-        not_packed: those of them that belong to no weight in 4 bits.
+        not_packed: the tensors that were written and belong to no weight in 4 bits.
         figures: sizes, and what was verified.
         adapters: the LoRA adapters that were merged into the model.
         pipeline_tag: what the model is for, as the Hub spells it. Empty if that is not certain.
