@@ -185,6 +185,7 @@ def _open(
 def _open_pipelines(
     a: str | Path, b: str | Path, options: CompareOptions, where: SourceOptions | None
 ) -> _Sides:
+    """Opens the submodels of two diffusers pipelines, in pairs of the same name."""
     folder_a = _open_pipeline(a, where)
     folder_b = _open_pipeline(b, where)
     submodels = {}

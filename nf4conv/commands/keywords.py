@@ -175,6 +175,7 @@ def _with_arguments(docstring: str, meanings: dict[str, str]) -> str:
 
 
 def _entries(meanings: dict[str, str]) -> Iterator[str]:
+    """Yields an entry of a docstring for each name, wrapped and indented."""
     for name, meaning in meanings.items():
         yield textwrap.fill(
             f"{name}: {meaning}",

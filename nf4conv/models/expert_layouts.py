@@ -235,7 +235,7 @@ def find_stack(name: str, layouts: tuple[ExpertLayout, ...]) -> FoundStack | Non
 
     Args:
         name: the name of the tensor. Of MXFP4 and FP8, the name without "_blocks" or "_scale_inv".
-        layouts: those of the model.
+        layouts: the layouts of the model.
     """
     for layout in layouts:
         for stack in layout.stacks:

@@ -17,7 +17,9 @@ from nf4conv.moe.loading.checkpoints import (
 )
 
 BYTES_PER_ELEMENT: Final = 0.5625
-"""The most bytes that an element of packed experts takes: 4.5 bits; 4.13 with double quantization.
+"""The bytes that an element of packed experts takes without double quantization: 4.5 bits.
+
+With double quantization it takes 4.13 bits.
 """
 
 _SAVING: Final = (

@@ -184,6 +184,7 @@ def _decode_op(
     ids: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    """Decodes as `decode` does, given what an operator of torch can take: no dataclass."""
     part = PackedExperts(
         **dict(zip(names.split(), tensors, strict=True)),  # type: ignore[arg-type]
         **json.loads(settings),

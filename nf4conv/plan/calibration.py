@@ -80,8 +80,8 @@ class Calibration:
         bytes_spared: the source bytes that the run need not read afterwards to write the result: it
             reads the calibrated weights, which are in 4 bits, instead of the original ones.
         weights: names of the weights that are calibrated.
-        outputs: the weights for which it counts how much predictions depend on their outputs:
-            "qkv" or "all". None without --calibrate-output.
+        outputs: "qkv" or "all", as --calibrate-output has it: the errors of these weights are
+            weighed by how much the predictions depend on each output. None without that option.
         needs: the time, memory and disk space that it takes.
     """
 

@@ -201,6 +201,7 @@ def _scales_of(structure: Structure) -> str:
 
 
 def _settings(options: VerifyOptions, structure: Structure, device: str) -> VerifySettings:
+    """Returns the settings of a verification, as the report tells them."""
     tolerance = "default" if options.tolerance is None else options.tolerance
     return VerifySettings(
         tolerance=tolerance,

@@ -168,7 +168,8 @@ class ExpertsDeserialize(ConversionOps):
 class SharedExpertsDeserialize(ExpertsDeserialize, ErnieFuseAndSplitTextVisionExperts):
     """Loads a list of experts that two parameters share.
 
-    transformers before 5.20 takes several targets only from operations of this class of its own.
+    transformers before 5.20 lets an operation have several targets only if it is of the class
+    ErnieFuseAndSplitTextVisionExperts.
     """
 
 
@@ -267,7 +268,7 @@ def check_scales(packed: PackedExperts, name: str) -> None:
 
 
 class RouterDeserialize(ConversionOps):
-    """Decodes packed weights of what is no Linear4bit, such as routers that transformers 4 packed.
+    """Decodes packed weights of modules other than Linear4bit: transformers 4 packed routers, too.
 
     Attributes:
         operation: transformers' own operation, which converts everything else.

@@ -138,6 +138,7 @@ def _largest_differences(rows: Sequence[ComparedRow], width: int | None) -> Iter
 
 
 def _difference_cells(row: ComparedRow) -> tuple[str, ...]:
+    """Returns the cells of a tensor that differs."""
     return (
         printable(row.name),
         printable(row.format_a or ""),
@@ -150,6 +151,7 @@ def _difference_cells(row: ComparedRow) -> tuple[str, ...]:
 
 
 def _compared_kinds(kinds: Sequence[ComparedKind], width: int | None) -> Iterator[str]:
+    """Yields the lines of a table of all kinds of modules that were compared."""
     cells = [_compared_kind_cells(kind) for kind in kinds]
     head = (
         "kind of module",
@@ -164,6 +166,7 @@ def _compared_kinds(kinds: Sequence[ComparedKind], width: int | None) -> Iterato
 
 
 def _compared_kind_cells(kind: ComparedKind) -> tuple[str, ...]:
+    """Returns the cells of one kind of module."""
     return (
         printable(kind_name(kind)),
         count_cell(kind.tensors),

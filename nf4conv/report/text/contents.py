@@ -180,6 +180,7 @@ def plan_lines(plan: PlanReport, width: int | None, *, every: bool) -> Iterator[
 
 
 def _totals_lines(totals: QuantizationTotals | DequantizationTotals) -> Iterator[str]:
+    """Yields how many tensors a plan packs or decodes, and how sizes change."""
     sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
     if isinstance(totals, QuantizationTotals):
         yield (

@@ -47,6 +47,7 @@ def comparison_cells(compared: Evaluations) -> list[list[str]]:
 
 
 def _token_cells(one: Evaluation, first: Evaluation) -> list[str]:
+    """Returns the cells of a model that predicts tokens; `first` is the one to compare with."""
     figures = one.figures
     divergence = figures["kl"]
     half = ""

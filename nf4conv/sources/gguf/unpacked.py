@@ -150,12 +150,14 @@ class TokenizerFiles:
         )
 
     def _make_or_note(self) -> None:
+        """Makes the files; keeps an error for `finish`, which raises it."""
         try:
             self._make()
         except Exception as error:  # noqa: BLE001 - raised again by whoever waits
             self._error = error
 
     def _make(self) -> None:
+        """Makes the files, and removes what the cache has no room for."""
         vocabulary = self._vocabulary or tokenizing.read_vocabulary(self._metadata)
         assert vocabulary is not None
         pieces = []

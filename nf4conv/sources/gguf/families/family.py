@@ -27,8 +27,8 @@ class Piece:
     Attributes:
         tensor: the part.
         change: what the converter did to it, a word of format/gguf.py; None if nothing.
-        heads: of what it moved.
-        shared: heads that share a key, of tiled columns.
+        heads: the number of heads that the change moves rows or columns of; of TILED, of key heads.
+        shared: the number of value heads that share a key head, for TILED.
     """
 
     tensor: GgufTensor
