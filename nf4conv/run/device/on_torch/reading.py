@@ -161,9 +161,13 @@ def _decode(
         case Bitsandbytes4bit():
             return decode_packed(parts, dtype, is_transposed=encoding.is_transposed)
         case Strided():
-            view = torch.as_strided(values, tensor.shape, encoding.strides)
-            return view.to(dtype).contiguous()
+            return _decode_strided(tensor, encoding, values)
     raise AssertionError(f"{tensor.name}: {encoding.name} has no decoder here")
+
+
+def _decode_strided(tensor: TensorInfo, encoding: Strided, values: torch.Tensor) -> torch.Tensor:
+    view = torch.as_strided(values, tensor.shape, encoding.strides)
+    return view.to(TORCH_DTYPES[tensor.dtype]).contiguous()
 
 
 def _decode_scaled(
