@@ -25,8 +25,9 @@ def require_same_run(
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if changed:
         place, was, found = _first_difference(changed[0], before, now)
+        names = ", ".join(changed)
         raise OutputError(
-            f"{out}: holds an unfinished run that differs in {', '.join(changed)} "
+            f"{out}: holds an unfinished run that differs in {names} "
             f"({place} was {shortened(was)}, is {shortened(found)}); {advice}",
             path=out,
         )

@@ -70,9 +70,10 @@ def prepare_group_sum(
     programs = firsts[-1]
     firsts += [programs]
     behind = [*counts, *counts[-1:] * missing, *firsts[1:MOST_RESULTS]]
+    pointers = (torch.float32, dtype, dtype, dtype)
     launch = _launch_group_sum.prepare(
         device,
-        (torch.float32, dtype, dtype, dtype, *behind),
+        (*pointers, *behind),
         (splits, _TILE, early),
         dtype,
         num_warps=4,
