@@ -5,11 +5,9 @@ No GPU is needed to compile, but the interpreter must be off, so a fresh process
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from own_process import run_compiling
 
 PROGRAM = """
 import json, sys
@@ -70,14 +68,7 @@ json.dump(found, sys.stdout)
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, object]]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    result = run_compiling("-c", PROGRAM)
     assert result.returncode == 0, result.stderr[-2000:]
     found: dict[str, dict[str, object]] = json.loads(result.stdout)
     return found

@@ -2,13 +2,9 @@
 decoded experts give.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from own_process import run_compiling
 from test_experts import as_a_stack, one_by_one
 
 from nf4conv.codec.experts import PackedExperts, decode, product, projection
@@ -125,8 +121,6 @@ def test_few_rows_on_hopper():
     """The PTX of the kernel for an H200, executed without one: several units and stages, and an
     expert that does not exist.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, Path(__file__).with_name("experts_emulator.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = run_compiling("tests/experts_emulator.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "as in float64\n"

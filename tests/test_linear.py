@@ -3,16 +3,13 @@ emulated.
 """
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from own_process import run_compiling
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
@@ -268,8 +265,6 @@ def test_the_kernels_multiply() -> None:
     """Their PTX for an H200 and for an A100, executed without one: several units and stages, and
     what hangs over an edge.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, Path(__file__).with_name("emulator.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = run_compiling("tests/emulator.py")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 47

@@ -1,14 +1,13 @@
 """The search for faster panels, without a GPU: its kernels, its dry run, and what it survives."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from own_process import run_compiling
 
 from benchmarks.panels import checking, costs
 
@@ -30,29 +29,20 @@ for number, one in enumerate(json.loads(pathlib.Path(sys.argv[1]).read_text())):
 
 def run(*command: object) -> str:
     """Returns what a program prints; Triton compiles in it."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = run_compiling(*command)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_candidates_multiply() -> None:
     """Their PTX, executed: x as it is and in order, clusters and splits, both dtypes."""
-    assert len(run(ROOT / "tests/candidates_emulator.py").splitlines()) == 7
+    assert len(run("tests/candidates_emulator.py").splitlines()) == 7
 
 
 def test_dry_run(tmp_path: Path) -> None:
     file = tmp_path / "plans.json"
     options = ["--shapes", "4096x4096", "--rows", "128", "--variants", "2", "--processes", "2"]
-    command = ["-m", "benchmarks.panel_plans", "--json", file, "--dry-run", "--seconds", "800"]
+    command = ["-m", "benchmarks.panel_plans", "--json", file, "--dry-run", "--seconds", "550"]
     told = run(*command, *options)
     found = json.loads(file.read_text())
     assert list(found["checked"].values()) == ["", ""], told  # they compile and spill nothing

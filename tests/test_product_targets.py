@@ -1,11 +1,7 @@
 """The kernels of products compile for every GPU that they claim, by ptxas, which needs no GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from own_process import run_compiling
 
 from nf4conv.codec.backends import why_plain
 
@@ -55,14 +51,6 @@ compile(dense.dense_kernel, constants, {"num_warps": tile.warps})
 )
 def test_compiles_for(capability: int) -> None:
     """In a process of its own: Triton cannot compile where kernels are interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", SOURCE, str(capability)],
-        env=environment,
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_compiling("-c", SOURCE, capability)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 5

@@ -1,11 +1,9 @@
 """Candidates for few rows of x: they fit a multiprocessor, divide all of a product, and compile."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from own_process import run_compiling
 
 from nf4conv.codec.backends import why_plain
 
@@ -16,7 +14,6 @@ from benchmarks import row_plans
 from nf4conv.codec.kernels.product.shapes import Held
 
 PROCESSORS = 132
-ROOT = Path(__file__).parent.parent
 
 
 def plans_of(case: row_plans.Case) -> dict[str, row_plans.Plan]:
@@ -60,13 +57,8 @@ def test_divides_all_of_a_product(case: row_plans.Case) -> None:
 
 def test_a_dry_run_compiles_them(tmp_path: Path) -> None:
     """In a process of its own: Triton cannot compile where kernels are interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "benchmarks.row_plans", "--dry-run"]
-    command += ["--only", "1 rows, 5120 x"]
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    command = ["-m", "benchmarks.row_plans", "--dry-run", "--only", "1 rows, 5120 x"]
+    done = run_compiling(*command, TRITON_CACHE_DIR=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 do not compile" in done.stdout
     assert len(list(tmp_path.rglob("*.cubin"))) >= 6
