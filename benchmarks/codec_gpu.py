@@ -10,19 +10,15 @@ n · (input + 1/2 + 4/64). bitsandbytes quantizes on the legacy default stream, 
 capture, so quantizers are timed with events around plain calls.
 """
 
-import argparse
-import json
-import subprocess
 import time
 from functools import partial
 from pathlib import Path
 
-import bitsandbytes
 import torch
-import triton
 from bitsandbytes import functional
 
 from benchmarks import gpu_peers, plot_codec
+from benchmarks.records import parser, save, versions
 from benchmarks.timing import L2_BYTES, Call, graph, loop, take_turns
 from nf4conv.codec import kernels, ops
 from nf4conv.codec.quant_state import QuantState, decoding_of
@@ -41,7 +37,9 @@ SEEDS = ("Weitkamp V0", "Weitkamp V1", "Weitkamp V2", "Weitkamp V3", "ghostway0"
 
 
 def main() -> None:
-    arguments = parsed(__doc__)
+    options = parser(__doc__)
+    options.add_argument("--svg", type=Path, help="where to draw the rows")
+    arguments = options.parse_args()
     rows: list[dict[str, object]] = []
     for shape in SHAPES:
         rows += dequantize_rows(shape, "nf4")
@@ -62,38 +60,9 @@ def main() -> None:
         rows += search_rows(dtype, quant_type)
     rows += error_rows()
     print_table(rows)
-    if arguments.json:
-        record = {"versions": versions(arguments.commit), "rows": rows}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-        if arguments.svg:
-            plot_codec.main(arguments.json, arguments.svg)
-
-
-def parsed(description: str | None) -> argparse.Namespace:
-    """Reads the arguments that a benchmark on a GPU takes."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="where to write the rows and the versions")
-    parser.add_argument("--svg", type=Path, help="where to draw them")
-    parser.add_argument("--commit", help="recorded; by default what git says")
-    return parser.parse_args()
-
-
-def versions(commit: str | None) -> dict[str, str]:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[
-            0
-        ],
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "bitsandbytes": bitsandbytes.__version__,
-        "commit": commit
-        or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    save({"versions": versions(arguments.commit), "rows": rows}, arguments.json)
+    if arguments.json and arguments.svg:
+        plot_codec.main(arguments.json, arguments.svg)
 
 
 def dequantize_rows(shape: tuple[int, ...], quant_type: str) -> list[dict[str, object]]:

@@ -9,7 +9,6 @@ once; then they are measured one after the other. Times are medians of calls tha
 full.
 """
 
-import json
 import multiprocessing
 import statistics
 import time
@@ -23,7 +22,7 @@ import bitsandbytes
 import torch
 
 import nf4conv
-from benchmarks.codec_gpu import parsed, versions
+from benchmarks.records import parser, save, versions
 
 LAYERS = 8
 KINDS = ("bf16", "bitsandbytes", "nf4conv")
@@ -40,7 +39,7 @@ Step = Callable[[], object]
 
 
 def main() -> None:
-    arguments = parsed(__doc__)
+    arguments = parser(__doc__).parse_args()
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(KINDS))
     turn = context.Lock()
@@ -53,9 +52,8 @@ def main() -> None:
         kind, result = results.get()
         found[kind] = result
         print(kind, result, flush=True)
-        if arguments.json:  # whole after each, because a lent GPU may be taken back
-            record = {"versions": versions(arguments.commit), "layers": LAYERS, "results": found}
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        record = {"versions": versions(arguments.commit), "layers": LAYERS, "results": found}
+        save(record, arguments.json)
     for process in processes:
         process.join()
     for name in sorted(set().union(*found.values())):

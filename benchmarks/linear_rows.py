@@ -7,7 +7,6 @@ taking turns, bfloat16 x, nested NF4 in blocks of 64. "not Hopper" is nf4conv wi
 it takes on other GPUs. Then blocks of 32, and several weights apart and in one launch.
 """
 
-import json
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from bitsandbytes import functional
 
 import nf4conv
-from benchmarks.codec_gpu import L2_BYTES, graph, parsed, take_turns, versions
+from benchmarks.records import parser, save, versions
+from benchmarks.timing import Turns, copies_beyond_l2, graph
 from nf4conv.codec import linear, linear_op
 from nf4conv.codec.kernels.product import choosing, launches
 from nf4conv.codec.quant_state import QuantState, decoding_of
@@ -34,7 +34,7 @@ HOPPER = launches.CAPABILITY
 
 
 def main() -> None:
-    arguments = parsed(__doc__)
+    arguments = parser(__doc__).parse_args()
     record: dict[str, Any] = {"versions": versions(arguments.commit)}
     record |= {"rows": [], "blocks of 32": [], "in one launch": []}
 
@@ -42,8 +42,7 @@ def main() -> None:
         for one in found:
             print(one, flush=True)
         record[part] += found
-        if arguments.json:  # whole after each part, because a lent GPU may be taken back
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        save(record, arguments.json)
 
     for n, k in SHAPES:
         keep("rows", measured(n, k))
@@ -56,7 +55,7 @@ def main() -> None:
 def measured(
     n: int, k: int, row_counts: tuple[int, ...] = ROWS, blocksize: int = 64
 ) -> list[dict[str, object]]:
-    count = max(2, -(-2 * L2_BYTES // (n * k // 2)))
+    count = copies_beyond_l2(n * k // 2)
     weights = [torch.randn(n, k, device="cuda").bfloat16().mul_(0.02) for _ in range(count)]
     packed = [
         functional.quantize_4bit(
@@ -64,32 +63,32 @@ def measured(
         )
         for one in weights
     ]
-    dense = weights[: max(2, -(-2 * L2_BYTES // (2 * n * k)))]
+    dense = weights[: copies_beyond_l2(2 * n * k)]
     found = []
     for m in row_counts:
         x = torch.randn(m, k, device="cuda").bfloat16()
         ours = [partial(nf4conv.linear_4bit, x, *pair) for pair in packed]
         theirs = [partial(bitsandbytes.matmul_4bit, x, data.t(), state) for data, state in packed]
         products = [partial(torch.nn.functional.linear, x, one) for one in dense]
-        timed = {"bitsandbytes": graph(theirs), "cuBLAS": graph(products)}
+        turns = Turns(graph)
+        turns.add("bitsandbytes", theirs)
+        turns.add("cuBLAS", products)
         for name, capability in (("not Hopper", 0), ("nf4conv", HOPPER)):
             launches.CAPABILITY = capability  # type: ignore[misc]
             choosing.prepare_multiply.cache_clear()
             linear._weights.clear()
             if name == "nf4conv" or m <= launches.SHAPES[-1].rows:
-                timed[name] = graph(ours)
-        counts = {"cuBLAS": len(dense)}
-        times = take_turns(timed)
+                turns.add(name, ours)
         row: dict[str, object] = {"shape": [n, k], "rows": m}
-        for name, value in times.items():
-            row[name] = round(value / counts.get(name, len(packed)), 2)
+        for name, value in turns.measured().items():
+            row[name] = round(value, 2)
         found.append(row)
     return found
 
 
 def measured_group(rows: tuple[int, ...], k: int, m: int) -> dict[str, object]:
     """Measures products of the same x, apart and as compiled graphs have them."""
-    count = max(2, -(-2 * L2_BYTES // (sum(rows) * k // 2)))
+    count = copies_beyond_l2(sum(rows) * k // 2)
     x = torch.randn(m, k, device="cuda").bfloat16()
     sets = []
     for _ in range(count):
@@ -106,11 +105,10 @@ def measured_group(rows: tuple[int, ...], k: int, m: int) -> dict[str, object]:
         packed = [codes for codes, _ in group]
         linear_op.multiply_group(x, [], packed, *lists, list(rows), "nf4", 64)
 
-    timed = {
-        "apart": graph([partial(apart, one) for one in sets]),
-        "joined": graph([partial(joined, one) for one in sets]),
-    }
-    times = {name: round(value / count, 2) for name, value in take_turns(timed).items()}
+    turns = Turns(graph)
+    turns.add("apart", [partial(apart, one) for one in sets])
+    turns.add("joined", [partial(joined, one) for one in sets])
+    times = {name: round(value, 2) for name, value in turns.measured().items()}
     return {"rows of W": rows, "columns": k, "rows": m, **times}
 
 

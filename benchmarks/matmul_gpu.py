@@ -11,10 +11,8 @@ configurations it ships for an H100; Unsloth's product is of one row. Tokens per
 a Llama-shaped model of random weights, one token at a time, eagerly, with a static cache.
 """
 
-import json
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,19 +21,10 @@ import torch
 from bitsandbytes import functional
 
 import nf4conv
-from benchmarks.codec_gpu import (
-    L2_BYTES,
-    graph,
-    parsed,
-    print_table,
-    row,
-    take_turns,
-    versions,
-    wall,
-)
+from benchmarks.codec_gpu import print_table, row, wall
 from benchmarks.plot_codec import document, text
-
-Call = Callable[[], object]
+from benchmarks.records import parser, save, versions
+from benchmarks.timing import L2_BYTES, Call, graph, take_turns
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672))
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -48,7 +37,9 @@ COLOURS = {
 
 
 def main() -> None:
-    arguments = parsed(__doc__)
+    options = parser(__doc__)
+    options.add_argument("--svg", type=Path, help="where to draw the rows")
+    arguments = options.parse_args()
     rows: list[dict[str, object]] = []
     for shape in SHAPES:
         rows += product_rows(*shape)
@@ -57,8 +48,7 @@ def main() -> None:
     print_table(rows)
     print("tokens per second:", tokens)
     record = {"versions": versions(arguments.commit), "rows": rows, "tokens_per_second": tokens}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    save(record, arguments.json)
     if arguments.svg:
         arguments.svg.write_text(drawing(rows, str(record["versions"]["gpu"])))
 

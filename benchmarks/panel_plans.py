@@ -16,7 +16,6 @@ with small weights and nf4conv's product on the CPU in the place of every candid
 
 import argparse
 import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,14 +25,14 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import torch
-import triton
 from torch.nn import functional
 
 import nf4conv
 from benchmarks.panels.checking import MOST_ERROR, check_all, relative_error, variant_of
 from benchmarks.panels.costs import Candidate, Way, candidates, estimate, goal, present
 from benchmarks.panels.prepare import prepare
-from benchmarks.timing import L2_BYTES, Call, graph, take_turns
+from benchmarks.records import parser, save, versions
+from benchmarks.timing import Call, Timer, Turns, copies_beyond_l2, graph
 from nf4conv.codec.quant_state import Decoding, QuantState, decoding_of
 from nf4conv.system.cores import usable_cores
 
@@ -95,16 +94,12 @@ class OnGpu:
     device = torch.device("cuda", 0)
 
     def weights(self, n: int, k: int) -> Weights:
-        def count(size: int) -> int:
-            return max(2, -(-2 * L2_BYTES // size))
-
-        return Weights(
-            [self.weight(n, k) for _ in range(count(n * k // 2))],
-            [
-                torch.randn(n, k, device=self.device).bfloat16().mul_(0.02)
-                for _ in range(count(2 * n * k))
-            ],
-        )
+        packed = [self.weight(n, k) for _ in range(copies_beyond_l2(n * k // 2))]
+        dense = [
+            torch.randn(n, k, device=self.device).bfloat16().mul_(0.02)
+            for _ in range(copies_beyond_l2(2 * n * k))
+        ]
+        return Weights(packed, dense)
 
     def weight(self, n: int, k: int) -> Weight:
         packed, state = nf4conv.quantize_4bit(torch.randn(n, k, device=self.device).mul_(0.02))
@@ -116,7 +111,7 @@ class OnGpu:
         multiply = prepare(candidate, x.shape, x.dtype, self.device, n, form)
         return lambda x, weight: multiply(x, weight.decoding.addresses(weight.packed))
 
-    def timer(self, calls: list[Call]) -> Callable[[], float]:
+    def timer(self, calls: list[Call]) -> Timer:
         return graph(calls, least=LAUNCHES)
 
 
@@ -133,7 +128,7 @@ class Rehearsal(OnGpu):
     def product(self, *_: object) -> Multiply:
         return lambda x, weight: nf4conv.linear_4bit(x, weight.packed, weight.state)
 
-    def timer(self, calls: list[Call]) -> Callable[[], float]:
+    def timer(self, calls: list[Call]) -> Timer:
         def time_once() -> float:
             start = time.perf_counter()
             for call in calls:
@@ -170,7 +165,7 @@ def main() -> None:
         case.tried = [one for one in case.tried if checked.get(variant_of(one)) == ""]
         row = measured(case, weights, tools)
         record["sizes"].append(row)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        save(record, arguments.json)
         say(summary(row))
     met = [one for one in record["sizes"] if one["missed"] and one["best"]["ratio"] <= one["goal"]]
     missed = [one for one in record["sizes"] if one["missed"]]
@@ -178,21 +173,19 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, required=True, help="where to write what was found")
-    parser.add_argument("--seconds", type=float, default=300, help="for all, about")
-    parser.add_argument("--most", type=int, default=16, help="candidates for each size, about")
-    parser.add_argument("--shapes", nargs="*", default=[], help="only these, such as 4096x14336")
-    parser.add_argument("--rows", nargs="*", type=int, default=[], help="only these")
-    parser.add_argument("--variants", type=int, help="compile no more kernels than these")
-    parser.add_argument("--processes", type=int, default=len(usable_cores()))
-    parser.add_argument("--dry-run", action="store_true", help="do without a GPU")
-    parser.add_argument("--commit", default="", help="recorded")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--seconds", type=float, default=300, help="for all, about")
+    options.add_argument("--most", type=int, default=16, help="candidates for each size, about")
+    options.add_argument("--shapes", nargs="*", default=[], help="only these, such as 4096x14336")
+    options.add_argument("--rows", nargs="*", type=int, default=[], help="only these")
+    options.add_argument("--variants", type=int, help="compile no more kernels than these")
+    options.add_argument("--processes", type=int, default=len(usable_cores()))
+    options.add_argument("--dry-run", action="store_true", help="do without a GPU")
+    arguments = options.parse_args()
+    if arguments.json is None:
+        options.error("--json says where to write what is found")
     if not arguments.dry_run and not torch.cuda.is_available():
-        parser.error("there is no GPU: use --dry-run")
+        options.error("there is no GPU: use --dry-run")
     return arguments
 
 
@@ -225,24 +218,20 @@ def measured(case: Case, weights: Weights, tools: OnGpu) -> dict[str, Any]:
     x = torch.randn(case.m, k, device=tools.device).bfloat16()
     product = tools.product(today, x, weights.packed[0])
     expected = product(x, weights.packed[0])
-    timers = {
-        "cuBLAS": tools.timer([partial(functional.linear, x, one) for one in weights.dense]),
-        "today": tools.timer([partial(product, x, one) for one in weights.packed]),
-    }
-    wrong = {}
+
+    def checked(candidate: Candidate) -> list[Call]:
+        multiply = tools.product(candidate, x, weights.packed[0])
+        error = relative_error(multiply(x, weights.packed[0]), expected)
+        if not error <= MOST_ERROR:
+            raise ValueError(f"differs from today's by {error:.2e}")
+        return [partial(multiply, x, one) for one in weights.packed]
+
+    turns = Turns(tools.timer)
+    turns.add("cuBLAS", [partial(functional.linear, x, one) for one in weights.dense])
+    turns.add("today", [partial(product, x, one) for one in weights.packed])
     for one in case.tried:
-        try:
-            product = tools.product(one, x, weights.packed[0])
-            error = relative_error(product(x, weights.packed[0]), expected)
-            if not error <= MOST_ERROR:
-                wrong[str(one)] = f"differs from today's by {error:.2e}"
-                continue
-            timers[str(one)] = tools.timer([partial(product, x, w) for w in weights.packed])
-        except Exception as failure:  # noqa: BLE001 - of Triton, the driver, torch: others go on
-            wrong[str(one)] = f"{type(failure).__name__}: {str(failure)[:200]}"
-    times = take_turns(timers, ROUNDS)
-    for name in times:
-        times[name] /= len(weights.dense if name == "cuBLAS" else weights.packed)
+        turns.attempt(str(one), partial(checked, one))
+    times = turns.measured(ROUNDS)
     best = min((name for name in times if name != "cuBLAS"), key=lambda name: times[name])
     estimates = {str(one): estimate(one, case.m, case.n, case.k) for one in (today, *case.tried)}
     return {
@@ -254,7 +243,7 @@ def measured(case: Case, weights: Weights, tools: OnGpu) -> dict[str, Any]:
         "best": {"name": best, "ratio": round(times[best] / times["cuBLAS"], 3)},
         "µs": {name: round(value, 2) for name, value in times.items()},
         "estimated µs": {name: round(value, 1) for name, value in estimates.items()},
-        "wrong": wrong,
+        "wrong": turns.wrong,
     }
 
 
@@ -274,17 +263,6 @@ def summary(row: dict[str, Any]) -> str:
     wrong = f"; {len(row['wrong'])} wrong" if row["wrong"] else ""
     head = f"{n}×{k} {row['rows']}: cuBLAS {base}, {today}, goal {row['goal']} {met}"
     return f"{head} | {' | '.join(ways)}{wrong}"
-
-
-def versions(commit: str) -> dict[str, str]:
-    """Returns where and with what this runs."""
-    found = {"torch": torch.__version__, "triton": triton.__version__, "commit": commit}
-    found["date"] = time.strftime("%Y-%m-%d")
-    if torch.cuda.is_available():
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        found |= {"gpu": torch.cuda.get_device_name(), "driver": told.strip()}
-    return found
 
 
 def say(text: str) -> None:

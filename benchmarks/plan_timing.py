@@ -12,7 +12,6 @@ kernel. `main` then does all the rest:
 With --dry-run it ends after the first step, which a machine without a GPU can do.
 """
 
-import argparse
 import json
 import multiprocessing
 import time
@@ -31,6 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import nf4conv
+from benchmarks.records import parser, save, versions
+from benchmarks.timing import Call, Turns, copies_beyond_l2, graph
 from nf4conv.codec.kernels.product import choosing
 from nf4conv.codec.kernels.product.launches import Product
 from nf4conv.codec.quant_state import Addresses, Form, decoding_of
@@ -106,15 +107,11 @@ def alone(product: Product) -> MultiplyAll:
 
 def main(description: str | None, cases: Sequence[Case]) -> None:
     """Does what the command line asks for with the cases, the most important one first."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="where to write what is found")
-    parser.add_argument("--seconds", type=float, default=560, help="when to end, from the start on")
-    parser.add_argument("--commit", help="recorded; by default what git says")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--dry-run", action="store_true", help="only compile, without a GPU")
-    arguments = parser.parse_args()
+    options = parser(description)
+    options.add_argument("--seconds", type=float, default=560, help="when to end, from the start")
+    options.add_argument("--only", default="", help="cases whose name contains this")
+    options.add_argument("--dry-run", action="store_true", help="only compile, without a GPU")
+    arguments = options.parse_args()
     ends = time.time() + arguments.seconds
     cases = [case for case in cases if arguments.only in case.name]
     failures = compile_all(cases)
@@ -235,8 +232,6 @@ def _measure_all(
     commit: str | None,
 ) -> None:
     """Measures the cases one after the other, as long as there is time."""
-    from benchmarks.codec_gpu import versions
-
     device = torch.device("cuda", torch.cuda.current_device())
     record: dict[str, Any] = {"versions": versions(commit), "not compiled": failures, "cases": []}
     longest = 0.0
@@ -248,8 +243,7 @@ def _measure_all(
         found = measured(case, failures, device)
         record["cases"].append(found)
         print(json.dumps(found), flush=True)
-        if file:
-            file.write_text(json.dumps(record, indent=1) + "\n")
+        save(record, file)
         longest = max(longest, time.time() - began)
 
 
@@ -257,41 +251,32 @@ def measured(case: Case, failures: dict[str, str], device: torch.device) -> dict
     """Returns the µs of the present way, of nn.Linear and of each candidate, or what is wrong with
     it; the floor; and what is fastest but for nn.Linear.
     """
-    from benchmarks.codec_gpu import L2_BYTES, graph, take_turns
-
     size = sum(case.heights) * case.k
-    weights = [_packed(case, device) for _ in range(max(2, -(-2 * L2_BYTES // (size // 2))))]
+    weights = [_packed(case, device) for _ in range(copies_beyond_l2(size // 2))]
     addresses = [[decoding_of(state).addresses(codes) for codes, state in one] for one in weights]
     x = torch.randn(case.rows, case.k, device=device).bfloat16()
     present = _present(case, device)
     expected = present(x, addresses[0])
-    dense_count = max(2, -(-2 * L2_BYTES // (2 * size)))
     dense = [
         [torch.randn(n, case.k, device=device).bfloat16() for n in case.heights]
-        for _ in range(dense_count)
+        for _ in range(copies_beyond_l2(2 * size))
     ]
-    timers = {
-        "present": graph([partial(present, x, one) for one in addresses]),
-        "nn.Linear": graph([partial(_multiply_dense, x, one) for one in dense]),
-    }
-    counts = {"nn.Linear": dense_count}
-    wrong: dict[str, str] = {}
+
+    def checked(candidate: Candidate) -> list[Call]:
+        multiply = candidate.prepare(device)
+        check(multiply(x, addresses[0]), expected)
+        return [partial(multiply, x, one) for one in addresses]
+
+    turns = Turns(graph)
+    turns.add("present", [partial(present, x, one) for one in addresses])
+    turns.add("nn.Linear", [partial(_multiply_dense, x, one) for one in dense])
     for candidate in case.candidates:
-        if full_name(case, candidate) in failures:
-            continue
-        try:
-            multiply = candidate.prepare(device)
-            check(multiply(x, addresses[0]), expected)
-            timers[candidate.name] = graph([partial(multiply, x, one) for one in addresses])
-        except Exception as error:  # noqa: BLE001 - the others are measured
-            wrong[candidate.name] = f"{type(error).__name__}: {error}"[:300]
-    times = {
-        name: round(value / counts.get(name, len(weights)), 2)
-        for name, value in take_turns(timers).items()
-    }
+        if full_name(case, candidate) not in failures:
+            turns.attempt(candidate.name, partial(checked, candidate))
+    times = {name: round(value, 2) for name, value in turns.measured().items()}
     best = min((name for name in times if name != "nn.Linear"), key=times.__getitem__)
     found: dict[str, Any] = {"case": case.name, "floor": round(case.floor, 2), "best": best}
-    return found | {"µs": times, "wrong": wrong}
+    return found | {"µs": times, "wrong": turns.wrong}
 
 
 def _packed(case: Case, device: torch.device) -> list[tuple[torch.Tensor, Any]]:

@@ -7,12 +7,18 @@ from typing import Final
 import torch
 
 Call = Callable[[], object]
+Timer = Callable[[], float]
 
 L2_BYTES: Final = 60 << 20
 ROUNDS: Final = 9
 
 
-def graph(calls: list[Call], least: int = 10) -> Callable[[], float]:
+def copies_beyond_l2(size: int) -> int:
+    """Returns how many inputs of so many bytes are twice as large as the L2 cache; at least two."""
+    return max(2, -(-2 * L2_BYTES // size))
+
+
+def graph(calls: list[Call], least: int = 10) -> Timer:
     """A timer, in µs, of one pass over the calls, captured as a graph of at least so many calls."""
     repeats = -(-least // len(calls))
     for call in calls:
@@ -31,7 +37,7 @@ def graph(calls: list[Call], least: int = 10) -> Callable[[], float]:
     return time_once
 
 
-def loop(call: Call, repeats: int) -> Callable[[], float]:
+def loop(call: Call, repeats: int) -> Timer:
     def repeat() -> None:
         for _ in range(repeats):
             call()
@@ -52,10 +58,44 @@ def between_events(call: Call) -> float:
     return float(start.elapsed_time(stop)) * 1e3
 
 
-def take_turns(timers: dict[str, Callable[[], float]], rounds: int = ROUNDS) -> dict[str, float]:
+def take_turns(timers: dict[str, Timer], rounds: int = ROUNDS) -> dict[str, float]:
     """Median µs of each timer, one measurement of every one in each round."""
     measured: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
             measured[name].append(timer())
     return {name: statistics.median(values) for name, values in measured.items()}
+
+
+class Turns:
+    """Ways to do one thing, timed in turns. One that fails is told of, and the others go on.
+
+    Attributes:
+        timer_of: makes a timer, in µs, of one pass over calls.
+        timers: of the ways, by name.
+        counts: how many calls each has.
+        wrong: why a way failed, by name.
+    """
+
+    def __init__(self, timer_of: Callable[[list[Call]], Timer]) -> None:
+        self.timer_of = timer_of
+        self.timers: dict[str, Timer] = {}
+        self.counts: dict[str, int] = {}
+        self.wrong: dict[str, str] = {}
+
+    def add(self, name: str, calls: list[Call]) -> None:
+        """Adds a way: calls that do the same with other inputs."""
+        self.timers[name] = self.timer_of(calls)
+        self.counts[name] = len(calls)
+
+    def attempt(self, name: str, prepare: Callable[[], list[Call]]) -> None:
+        """Adds the calls that are prepared, or keeps why that failed."""
+        try:
+            self.add(name, prepare())
+        except Exception as error:  # noqa: BLE001 - of Triton, the driver, torch: others go on
+            self.wrong[name] = f"{type(error).__name__}: {error}"[:300]
+
+    def measured(self, rounds: int = ROUNDS) -> dict[str, float]:
+        """Returns the median µs of a call of each way."""
+        times = take_turns(self.timers, rounds)
+        return {name: value / self.counts[name] for name, value in times.items()}

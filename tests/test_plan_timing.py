@@ -1,20 +1,18 @@
 """Scripts that time candidates on a GPU: what they do before and around that, without one."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_compiling
 
+from benchmarks import timing
 from nf4conv.codec.backends import why_plain
 from nf4conv.codec.quant_state import Addresses
 
-ROOT = Path(__file__).parent.parent
 compiles = pytest.mark.skipif(
     bool(why_plain((9, 0))), reason="needs a Triton that compiles the kernels"
 )
@@ -45,10 +43,7 @@ main(__doc__, [Case(1, (4096,), 4096, (Candidate("same", prepare), Candidate("fa
 @compiles
 def test_a_dry_run_compiles_all_candidates(tmp_path: Path) -> None:
     """In a process of its own: Triton cannot compile where kernels are interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", SCRIPT, "--dry-run"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_compiling("-c", SCRIPT, "--dry-run", TRITON_CACHE_DIR=tmp_path)
     assert done.returncode == 1, done.stderr  # one does not compile
     lines = done.stdout.splitlines()
     assert lines[0] == "2 candidates of 1 cases, 1 do not compile"
@@ -73,11 +68,22 @@ def timed_once(calls: list[Callable[[], object]]) -> Callable[[], float]:
     return lambda: 6.0
 
 
+def test_records_are_made_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lent machine has neither git nor, sometimes, a commit on the command line."""
+    records = pytest.importorskip("benchmarks.records", exc_type=ImportError)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "found.json"
+    records.save({"versions": records.versions(None)}, file)
+    found = json.loads(file.read_text())["versions"]
+    assert (found["commit"], found["torch"]) == ("", torch.__version__)
+    assert records.versions("abc")["commit"] == "abc"
+
+
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_timing = pytest.importorskip("benchmarks.plan_timing", exc_type=ImportError)
-    codec_gpu = pytest.importorskip("benchmarks.codec_gpu", exc_type=ImportError)
-    monkeypatch.setattr(codec_gpu, "L2_BYTES", 1000)
-    monkeypatch.setattr(codec_gpu, "graph", timed_once)
+    monkeypatch.setattr(timing, "L2_BYTES", 1000)
+    monkeypatch.setattr(plan_timing, "graph", timed_once)
     monkeypatch.setattr(plan_timing, "_present", lambda *_: give(1))
     candidates = (
         plan_timing.Candidate("right", lambda _: give(1.005)),
