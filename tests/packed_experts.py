@@ -11,7 +11,8 @@ from typing import Any
 import bitsandbytes.functional as bnb
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from checkpoints import tensors_of
+from safetensors.torch import save_file
 
 HIDDEN, INNER, EXPERTS = 64, 128, 4
 """Rows fill blocks, since bitsandbytes decodes others wrongly on a CPU. An expert has fewer blocks
@@ -91,13 +92,6 @@ def make_mixture(family: str, folder: Path, seed: int = 0) -> Path:
                 parameter.normal_(std=0.05)
     model.save_pretrained(folder)
     return folder
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
 
 
 def encode(

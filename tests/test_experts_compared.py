@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import contents
+from checkpoints import contents, tensors_of
 from hub_server import Repo
 from packed_experts import (
     EXPERTS,
@@ -16,7 +16,6 @@ from packed_experts import (
     pack_one_by_one,
     pack_stacked,
     save,
-    tensors_of,
 )
 
 from nf4conv.commands.compare import compare_checkpoints

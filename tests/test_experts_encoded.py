@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from checkpoints import tensors_of
 from test_two_engines import (
     BARE,
     GENERATOR,
@@ -51,10 +51,6 @@ def mxfp4() -> tuple[Tensors, Tensors]:
         values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         decoded[f"{EXPERTS}.{name}"] = values.half()
     return stored, decoded
-
-
-def tensors_of(folder: Path) -> Tensors:
-    return load_file(folder / "model.safetensors")
 
 
 def assert_same_tensors(one: Path, other: Path):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import contents
+from checkpoints import contents, tensors_of
 from click.testing import CliRunner
 from hub_server import Hub, Repo
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from nf4conv import (
     PushOptions,
@@ -97,10 +97,6 @@ def write(
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def tensors_of(folder: Path) -> Tensors:
-    return load_file(folder / "model.safetensors")
 
 
 def packed_experts(found: Tensors, layer: int) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from checkpoints import tensors_of
 from packed_experts import (
     CLASSES,
     encode,
@@ -20,7 +21,6 @@ from packed_experts import (
     pack_as_unsloth_does_gpt_oss,
     pack_one_by_one,
     pack_stacked,
-    tensors_of,
 )
 from safetensors.torch import save_file
 

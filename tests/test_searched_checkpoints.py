@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import load
-from checkpoints import contents, write_source
+from checkpoints import contents, tensors_of, write_source
 from four_bit import error_sums
 from safetensors.torch import load_file, save_file
 from test_encoded import (
@@ -57,14 +57,6 @@ def searched(source: Path) -> Path:
     out = source.parent / "searched"
     quantize_checkpoint(source, out, SEARCH, CPU)
     return out
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
 
 
 def faults(folder: Path, source: Path | None = None, **options: object) -> set[str]:

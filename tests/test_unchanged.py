@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from adapters import load, make_model
-from checkpoints import contents, write_source
+from checkpoints import contents, tensors_of, write_source
 from click.testing import CliRunner
 from four_bit import pack, write
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig
 
 from nf4conv.cli import main
@@ -51,14 +51,6 @@ def kept() -> dict[str, torch.Tensor]:
     return {
         "model.embed_tokens.weight": torch.ones(256, 128).bfloat16(),
         "lm_head.weight": torch.ones(256, 128).bfloat16(),
-    }
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
     }
 
 
