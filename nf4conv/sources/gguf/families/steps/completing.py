@@ -77,10 +77,12 @@ def add_heads_of_gemma_4(
     """
     config.pop("partial_rotary_factor", None)
     config.pop("rope_theta", None)
-    config["attention_k_eq_v"] = any(
-        f"blk.{layer}.attn_k.weight" in names and f"blk.{layer}.attn_v.weight" not in names
-        for layer in _layers(names, config)
-    )
+    config["attention_k_eq_v"] = False
+    for layer in _layers(names, config):
+        has_keys = f"blk.{layer}.attn_k.weight" in names
+        has_values = f"blk.{layer}.attn_v.weight" in names
+        if has_keys and not has_values:
+            config["attention_k_eq_v"] = True
     heads = counts_of(sizes, "attention.head_count_kv")
     types = config.get("layer_types", [])
     for kind, key in (
