@@ -3,7 +3,8 @@
 The decoder blocks of the model are run one at a time, by the code of the installed transformers,
 and filled by our own reader. docs/calibration.md explains the options.
 
-planning.py     reads the texts, builds the model without weights, finds its blocks
+planning.py     builds the model without weights, finds its blocks
+reading.py      reads the texts in windows that the model can take
 needs.py        estimates time, memory and disk, and refuses what has no room
 text.py         reads texts as token ids; texts/ has those that nf4conv ships
 windows.py      cuts tokens into windows, and chooses them by a seed

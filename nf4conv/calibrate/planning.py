@@ -1,4 +1,4 @@
-"""Plans a calibration: reads the texts, builds the model without weights, finds its blocks.
+"""Plans a calibration: builds the model without weights, finds its blocks, takes the texts.
 
 No weight is read. Whatever is wrong with texts, model or options is known before a byte is written.
 """
@@ -8,20 +8,21 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
 
 from nf4conv.calibrate.finished import size_of
-from nf4conv.calibrate.model.building import build_model, find_blocks, load_tokenizer, version
+from nf4conv.calibrate.model.building import build_model, find_blocks, version
 from nf4conv.calibrate.model.experts import experts_of
 from nf4conv.calibrate.model.flow import Flow, find_flow
 from nf4conv.calibrate.model.names import Filling, follow_names
 from nf4conv.calibrate.needs import Shapes, estimate
+from nf4conv.calibrate.reading import TOKENS, cut_texts
 from nf4conv.calibrate.stages import Target
-from nf4conv.calibrate.text import Text, read_texts, wanted_texts
-from nf4conv.calibrate.windows import LENGTH, Windows, choose_windows, tokens_needed
+from nf4conv.calibrate.text import Text
+from nf4conv.calibrate.windows import Windows
 from nf4conv.errors import PlanError
 from nf4conv.models.module_names import module_of
 from nf4conv.options import QuantizeOptions
@@ -29,9 +30,6 @@ from nf4conv.plan.calibration import Calibration, CalibrationText
 from nf4conv.plan.jobs import Job, PackJob, Plan
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.source import Source
-
-TOKENS: Final = 65536
-"""Tokens that calibrate, unless the user asks for another number."""
 
 _FEWEST_TOKENS: Final = 512
 
@@ -103,7 +101,7 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
             f"--calibrate-output: {type(model).__name__} predicts no tokens to derive by; leave it "
             f"out"
         )
-    texts, windows = _windows(source, options, model)
+    texts, windows = cut_texts(source, options, model)
     calibration = _prepared(plan, found, flow, texts, windows, release)
     output = with_jobs(plan.output, found.weights)
     notes = (*plan.notes, *_notes(calibration, found, options))
@@ -328,61 +326,6 @@ class _Found:
 def _elements(fillings: Sequence[Filling]) -> int:
     """Returns the number of elements of what parameters are filled from."""
     return sum(tensor.elements for filling in fillings for tensor in filling.tensors)
-
-
-def _windows(
-    source: Source, options: QuantizeOptions, model: nn.Module
-) -> tuple[list[Text], Windows]:
-    """Reads the texts and cuts them into windows."""
-    tokenizers: list[Any] = []
-
-    def tokenizer() -> Any:
-        if not tokenizers:
-            tokenizers.append(load_tokenizer(source.whole_folder()))
-        return tokenizers[0]
-
-    tokens = options.calibration_tokens or TOKENS
-    length = _length(model)
-    texts = read_texts(wanted_texts(options.calibrate), tokens_needed(tokens, length), tokenizer)
-    _require_known_tokens(texts, model, source)
-    ends = _ends(tokenizers[0]) if tokenizers else ()
-    return texts, choose_windows(texts, tokens, length, options.calibration_seed or 0, ends)
-
-
-def _length(model: Any) -> int:
-    """Returns how many tokens the model reads together."""
-    config = model.config.get_text_config()
-    length = LENGTH
-    for key in ("max_position_embeddings", "n_positions"):
-        found = getattr(config, key, None)
-        if isinstance(found, int) and found > 0:
-            length = min(length, found)
-    for name, module in model.named_modules():
-        # positions of RoBERTa and its kind begin behind the number of the padding token
-        padding = getattr(module, "padding_idx", None)
-        if name.endswith("position_embeddings") and padding is not None:
-            length = min(length, module.num_embeddings - padding - 1)
-    return length
-
-
-def _ends(tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids that encoders such as BERT expect around a text; none for other models."""
-    first = getattr(tokenizer, "cls_token_id", None)
-    last = getattr(tokenizer, "sep_token_id", None)
-    return () if first is None or last is None else (first, last)
-
-
-def _require_known_tokens(texts: Sequence[Text], model: Any, source: Source) -> None:
-    """Raises a PlanError if a text has a token id that the model does not know."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    for text in texts:
-        largest = int(text.ids.max())
-        least = int(text.ids.min())
-        if least < 0 or largest >= vocabulary:
-            wrong = least if least < 0 else largest
-            raise PlanError(
-                f"{text.name}: holds the token id {wrong:,}, but {source} has {vocabulary:,} tokens"
-            )
 
 
 def _notes(calibration: Calibration, found: _Found, options: QuantizeOptions) -> Iterator[str]:
