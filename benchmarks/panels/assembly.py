@@ -18,6 +18,7 @@ from benchmarks.panels.transposing import (
 from nf4conv.codec.kernels.product.panels.assembly import (
     clear_sums,
     declare_registers,
+    multiply_turn,
     prepare_lanes,
     prepare_shared,
 )
@@ -28,7 +29,7 @@ from nf4conv.codec.kernels.product.panels.decoding import (
     look_scale_up,
 )
 from nf4conv.codec.kernels.product.panels.inputs import operand
-from nf4conv.codec.kernels.product.panels.tiles import copy_first, next_stage, refill, say_free
+from nf4conv.codec.kernels.product.panels.tiles import copy_first, next_stage, refill
 
 
 @triton.constexpr_function
@@ -108,27 +109,9 @@ def copy_by_map(shape: Any) -> list[str]:
 def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
     """Multiply a turn, while what the next two need is on its way."""
     lines = begin_turn(shape)
-    wait = "wgmma.wait_group.sync.aligned {};"
-    for half in range(2):
-        # with one set of registers, the unit before must be done before the next is decoded
-        if shape.sets == 1:
-            lines += [wait.format(0)]
-            if half == 0:
-                lines += say_free(shape)
-        lines += [*_scales_of(half), *decode_unit(dtype, shape, half)]
-        if half == 0:
-            # ptxas moves a wait for products before what it finds in the same basic block: this
-            # loop keeps the decoding before it
-            lines += [
-                "$$Lfull:",
-                "mbarrier.try_wait.parity.shared.b64 p, [gate], parity;",
-                "@!p bra.uni $$Lfull;",
-            ]
-        lines += _multiply_unit(dtype, shape, half)
-        if shape.sets == 2:
-            lines += [wait.format(1)]
-            if half == 0:
-                lines += say_free(shape)
+    decoding = [[*_scales_of(half), *decode_unit(dtype, shape, half)] for half in range(2)]
+    products = [_multiply_unit(dtype, shape, half) for half in range(2)]
+    lines += multiply_turn(shape, decoding, products)
     return [*lines, *refill(shape, copy_by_map(shape)), *exchange()]
 
 

@@ -224,6 +224,23 @@ def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
         f"mad.lo.u32 low, stage, {shape.turn_bytes // 16}, low;",
         "add.u32 low, low, 0x10000;",
     ]
+    decoding = [decode_unit(dtype, shape, half) for half in range(2)]
+    products = [_multiply_unit(dtype, shape, half) for half in range(2)]
+    lines += multiply_turn(shape, decoding, products)
+    lines += refill(shape, copy_tiles(shape))
+    return [*lines, *[f"mov.b32 w{i}, n{i};" for i in range(8)]]
+
+
+@triton.constexpr_function
+def multiply_turn(shape: Any, decoding: list[list[str]], products: list[list[str]]) -> list[str]:
+    """Decodes and multiplies the two units of a turn, and waits for what must be done before.
+
+    Args:
+        shape: a panel.
+        decoding: the lines that decode each unit.
+        products: the lines that multiply each unit.
+    """
+    lines: list[str] = []
     wait = "wgmma.wait_group.sync.aligned {};"
     for half in range(2):
         # with one set of registers, the unit before must be done before the next is decoded
@@ -231,7 +248,7 @@ def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
             lines += [wait.format(0)]
             if half == 0:
                 lines += say_free(shape)
-        lines += decode_unit(dtype, shape, half)
+        lines += decoding[half]
         if half == 0:
             # ptxas moves a wait for products before what it finds in the same basic block: this
             # loop keeps the decoding before it
@@ -240,13 +257,12 @@ def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
                 "mbarrier.try_wait.parity.shared.b64 p, [gate], parity;",
                 "@!p bra.uni $$Lfull;",
             ]
-        lines += _multiply_unit(dtype, shape, half)
+        lines += products[half]
         if shape.sets == 2:
             lines += [wait.format(1)]
             if half == 0:
                 lines += say_free(shape)
-    lines += refill(shape, copy_tiles(shape))
-    return [*lines, *[f"mov.b32 w{i}, n{i};" for i in range(8)]]
+    return lines
 
 
 @triton.constexpr_function
