@@ -11,7 +11,7 @@ from nf4conv.errors import CodecError
 from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 
 AGAIN: Final = "download or quantize the checkpoint again"
-"""What to do about a checkpoint that is incomplete or damaged."""
+"""The advice to users whose checkpoint is incomplete or damaged."""
 
 _NESTED: Final = ("nested_absmax", "nested_quant_map")
 _ONE_OF_EXPERTS: Final = re.compile(r"^(.*?experts)\.(?:(\w+)\.)?(\d+)\.(.+)$")

@@ -17,7 +17,7 @@ from nf4conv.report.text.terminal import printable
 from nf4conv.sources.record import recorded_weights
 
 _SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
-"""What users read about scales that are not absmax."""
+"""Words for scales that are not absmax, as users read them."""
 
 
 def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) -> Iterator[str]:

@@ -37,7 +37,7 @@ _KERNELS_OF_AUTO_ROUND: Final = ("", "exllamav2", "exllamav1", "triton", "triton
 """What may follow "auto_round:" in configs of old releases: a kernel, which changes no layout."""
 
 _KERNELS_OF_AUTO_GPTQ: Final = ("exllamav2", "exllamav1", "triton", "cuda")
-"""What may follow "gptq:" in configs of AutoRound 0.2, which packed with AutoGPTQ."""
+"""Kernels that configs of AutoRound 0.2 name after "gptq:". It packed with AutoGPTQ."""
 
 _REORDERED: Final = "reorder"
 """The value of pack_method that AMD's Quark writes for words of AWQ."""

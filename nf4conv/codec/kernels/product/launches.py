@@ -1,7 +1,6 @@
 """Prepares products with the kernels of kernel.py and held.py, and launches them.
 
-What all that launch a product need is here too: which GPU it is, its stream, and x as kernels read
-it.
+Other modules that launch products find here which GPU it is, its stream, and x as kernels read it.
 """
 
 from collections.abc import Callable

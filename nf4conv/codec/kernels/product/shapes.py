@@ -98,7 +98,7 @@ class Shape:
 class Held:
     """The shape of a product with x in registers: held_kernel is compiled once for each.
 
-    What is said of Shape's repr holds here too.
+    Its repr is part of the kernel's key in caches, as that of Shape is.
 
     Attributes:
         steps: of a unit.
