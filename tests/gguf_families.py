@@ -8,11 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 CONVERTER = Path(os.environ.get("LLAMA_CPP", "")) / "convert_hf_to_gguf.py"
+
+NEEDS_CONVERTER = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        not CONVERTER.is_file(), reason="make test-gguf fetches llama.cpp's converter"
+    ),
+]
+"""Marks files of tests that run llama.cpp's converter."""
 
 SMALL = {
     "vocab_size": 128,

@@ -8,7 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from nf4conv.codec.backends import why_plain
+
 ROOT = Path(__file__).parent.parent
+
+CANNOT_COMPILE = bool(why_plain((9, 0)))  # torch or Triton is too old, as with the oldest releases
+NEEDS_COMPILER = "needs a Triton that compiles the kernels"
+
+compiles = pytest.mark.skipif(CANNOT_COMPILE, reason=NEEDS_COMPILER)
+"""Marks tests that compile kernels."""
 
 
 def run_compiling(*arguments: object, **environment: object) -> subprocess.CompletedProcess[str]:

@@ -109,6 +109,7 @@ def test_bitnet(tmp_path: Path, linear_class: str):
     layer.weight.data = codes
     layer.weight_scale = stored[f"{Q}.weight_scale"]
     made = layer(127 * torch.eye(256, dtype=torch.bfloat16)).T / 127
+    # it rounds the product and the quotient to bfloat16, which loses up to 2^-8 each
     assert torch.allclose(made, decoded[f"{Q}.weight"], rtol=2**-7, atol=0)
     assert verify_checkpoint(out, source, None, CPU).identical
     rows = {row.name: row for row in inspect_checkpoint(source).tensors}

@@ -2,14 +2,13 @@
 (`make test-gguf`).
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 from adapters import LINEAR, load, make_model, merged_by_peft, train
+from gguf_families import CONVERTER, NEEDS_CONVERTER
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -17,13 +16,7 @@ from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import DequantizeOptions, RunOptions
 
-CONVERTER = Path(os.environ.get("LLAMA_CPP", "")) / "convert_hf_to_gguf.py"
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        not CONVERTER.is_file(), reason="make test-gguf fetches llama.cpp's converter"
-    ),
-]
+pytestmark = NEEDS_CONVERTER
 CPU = RunOptions(device="cpu")
 
 

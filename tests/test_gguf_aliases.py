@@ -10,17 +10,11 @@ import os
 import subprocess
 import sys
 
-import pytest
-from gguf_families import CONVERTER
+from gguf_families import CONVERTER, NEEDS_CONVERTER
 
 from nf4conv.sources.gguf.families.registry import FAMILIES
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        not CONVERTER.is_file(), reason="make test-gguf fetches llama.cpp's converter"
-    ),
-]
+pytestmark = NEEDS_CONVERTER
 
 SAME = "same"  # another head, or the text model of one that sees or hears: tensors are the same
 TOLD = "told"  # read as itself, told by the metadata or the tensors

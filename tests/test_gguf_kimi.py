@@ -13,19 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from gguf_families import CONVERTER, FAMILIES, write_model
+from gguf_families import CONVERTER, FAMILIES, NEEDS_CONVERTER, write_model
 from safetensors.torch import load_file
 from tokenizers import Regex, pre_tokenizers
 
 from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.options import RunOptions, SourceOptions
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        not CONVERTER.is_file(), reason="make test-gguf fetches llama.cpp's converter"
-    ),
-]
+pytestmark = NEEDS_CONVERTER
 CPU = RunOptions(device="cpu")
 
 YARN = {

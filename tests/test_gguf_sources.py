@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 from gguf_families import (
-    CONVERTER,
     FAMILIES,
     MIXTURE,
+    NEEDS_CONVERTER,
     ROUTED,
     SMALL,
     assert_equal_in_bfloat16,
@@ -29,12 +29,7 @@ from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.errors import UndecodableError
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        not CONVERTER.is_file(), reason="make test-gguf fetches llama.cpp's converter"
-    ),
-]
+pytestmark = NEEDS_CONVERTER
 CPU = RunOptions(device="cpu")
 
 # what the converter does not put into the file

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_families import CONVERTER, assert_equal_in_bfloat16, class_of, decoded_by_gguf
+from gguf_families import NEEDS_CONVERTER, assert_equal_in_bfloat16, class_of, decoded_by_gguf
 from gguf_towers import FAMILIES, convert_all, convert_llava, write_llava, write_model
 from safetensors.torch import load_file
 
@@ -17,12 +17,7 @@ from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
 
-pytestmark = [
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        not CONVERTER.is_file(), reason="make test-gguf fetches llama.cpp's converter"
-    ),
-]
+pytestmark = NEEDS_CONVERTER
 CPU = RunOptions(device="cpu")
 
 GEMMA = "Gemma3ForConditionalGeneration"

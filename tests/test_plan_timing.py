@@ -7,15 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from own_process import run_compiling
+from own_process import compiles, run_compiling
 
 from benchmarks import timing
-from nf4conv.codec.backends import why_plain
 from nf4conv.codec.quant_state import Addresses
-
-compiles = pytest.mark.skipif(
-    bool(why_plain((9, 0))), reason="needs a Triton that compiles the kernels"
-)
 
 SCRIPT = """
 from functools import partial

@@ -1,9 +1,7 @@
 """The kernels of products compile for every GPU that they claim, by ptxas, which needs no GPU."""
 
 import pytest
-from own_process import run_compiling
-
-from nf4conv.codec.backends import why_plain
+from own_process import compiles, run_compiling
 
 SOURCE = """
 import sys
@@ -44,7 +42,7 @@ compile(dense.dense_kernel, constants, {"num_warps": tile.warps})
 """
 
 
-@pytest.mark.skipif(bool(why_plain((9, 0))), reason="needs a Triton that compiles the kernels")
+@compiles
 @pytest.mark.parametrize(
     "capability",
     [80, 100, 120, *(pytest.param(one, marks=pytest.mark.architectures) for one in (86, 89, 103))],

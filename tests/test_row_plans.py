@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-from own_process import run_compiling
+from own_process import CANNOT_COMPILE, NEEDS_COMPILER, run_compiling
 
-from nf4conv.codec.backends import why_plain
-
-if why_plain((9, 0)):
-    pytest.skip("needs a Triton that compiles the kernels", allow_module_level=True)
+if CANNOT_COMPILE:  # the module below imports Triton's compiler
+    pytest.skip(NEEDS_COMPILER, allow_module_level=True)
 
 from benchmarks import row_plans
 from nf4conv.codec.kernels.product.shapes import Held
