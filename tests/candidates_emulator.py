@@ -15,7 +15,7 @@ from emulator import GLOBAL, Bits, Machine, Mask, Words, arranged, cut, run_toge
 from products import assert_close_to_exact, packed_weight
 
 from benchmarks.panels.compiling import TYPES, compiled
-from benchmarks.panels.costs import Candidate, Way, fits, panels
+from benchmarks.panels.costs import SCALED, STREAMS, Candidate, Way, fits, panels
 from nf4conv.codec.kernels import tables
 from nf4conv.codec.kernels.product.panels import plans
 from nf4conv.codec.quant_state import QuantState, decoding_of
@@ -95,9 +95,9 @@ class TensorMachine(Machine):
 def table_of(way: Way, quant_type: str, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
     """Returns the table for x of a dtype, and what scales are multiplied with."""
     cpu = torch.device("cpu")
-    if dtype == torch.float16 and way != "scaled":
+    if dtype == torch.float16 and way not in SCALED:
         return tables.value_table(quant_type, cpu), 1.0
-    values = dtype if way == "scaled" else torch.float16
+    values = dtype if way in SCALED else torch.float16
     return tables.pair_table(quant_type, values, cpu), 1 / tables.MULTIPLES[quant_type, values]
 
 
@@ -106,7 +106,7 @@ def multiply(
 ) -> torch.Tensor:
     """Multiplies with a candidate's kernel, as its clusters one after the other."""
     shape, cluster, splits = candidate.plan
-    stream = candidate.way == "stream"
+    stream = candidate.way in STREAMS
     decoding = decoding_of(state)
     m, k = x.shape
     n = state.shape[0]
@@ -116,7 +116,7 @@ def multiply(
     clusters = -(-m // shape.columns) * -(-n // shape.rows) * splits
     tensors = [out, packed, *decoding.pointers(), table]
     if stream:
-        clusters = STREAM_PROGRAMS
+        clusters = min(STREAM_PROGRAMS, clusters * -(-k // 128))
         sums = torch.full((clusters, shape.rows * shape.columns), float("nan"))
         tensors += [sums, torch.zeros(clusters, dtype=torch.int32)]
     buffers: dict[int, Bits] = {}
@@ -168,14 +168,14 @@ def run(
 def run_random(count: int, seed: int) -> None:
     """Multiplies random shapes by random candidates."""
     chance = random.Random(seed)
-    ways: tuple[Way, ...] = ("brisk", "straight", "scaled", "stream")
+    ways: tuple[Way, ...] = ("brisk", "straight", "scaled", "stream", "shared")
     for _ in range(count):
         way = chance.choice(ways)
         shape = chance.choice([one for one in panels() if fits(way, plans.Plan(one, 1, 1))])
         shape = chance.choice((shape, shape.plain))
         k = 64 * chance.randint(1, 24)
-        parts = [(1, 1), (2, 1), (1, 3), (2, 2)]
-        most = 1 if way == "stream" else -(-k // 128)
+        parts = [(1, 1), (2, 1), (1, 3), (2, 2), (3, 1), (4, 1), (5, 2)]
+        most = 1 if way in STREAMS else -(-k // 128)
         parts = [one for one in parts if one[0] * one[1] <= most]
         plan = plans.Plan(shape, *chance.choice(parts))
         m, n = chance.randint(33, 512), chance.randint(1, 400)

@@ -20,7 +20,11 @@ from nf4conv.codec.kernels.product.panels.kernels import panel_kernel
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-KERNELS: dict[Way, Any] = {"ordered": panel_kernel, "stream": stream_kernel}
+KERNELS: dict[Way, Any] = {
+    "ordered": panel_kernel,
+    "stream": stream_kernel,
+    "shared": stream_kernel,
+}
 """The kernels of ways that candidate_kernel does not know."""
 
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -53,7 +57,8 @@ def compiled(candidate: Candidate, dtype: torch.dtype, capped: bool = True) -> A
     types = {"out_ptr": out, "packed_ptr": "*u8", "absmax_ptr": absmax, "table_ptr": "*i32"}
     types |= {"x_ptr": _POINTERS[dtype], "x_address": "i64", "norm": "fp32"}
     types |= {"flags_ptr": "*i32"}
-    constants = {"PANEL": panel, "DTYPE": TYPES[dtype], "PAIRED": cluster > 1, "WAY": candidate.way}
+    constants = {"PANEL": panel, "DTYPE": TYPES[dtype], "CLUSTER": cluster, "WAY": candidate.way}
+    constants |= {"SCALED": candidate.way == "shared", "PAIRED": cluster > 1}
     constants = {name: one for name, one in constants.items() if name in function.arg_names}
     signature = {}
     for name in function.arg_names:

@@ -22,11 +22,15 @@ MOST_SHARED: Final = 232_448
 
 MOST_PARTS: Final = 8
 
-Way = Literal["ordered", "brisk", "straight", "scaled", "stream"]
+Way = Literal["ordered", "brisk", "straight", "scaled", "stream", "shared"]
 """What computes: the package's panel_kernel, with x that a kernel before has ordered; kernels.py,
 with such x; kernels.py, with x as it is; the same, with sums that are scaled instead of weights;
 streaming.py: "straight", and programs share all turns evenly (a plan's cluster and splits are 1).
 """
+
+
+SCALED: Final = ("scaled", "shared")
+STREAMS: Final = ("stream", "shared")
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class Candidate:
     @property
     def registers(self) -> int:
         panel = self.plan.panel
-        twice = self.way == "scaled" and panel.sets == 2  # there are twice as many sums
-        if twice or (self.way == "stream" and panel.groups == 2):
+        twice = self.way in SCALED and panel.sets == 2  # there are twice as many sums
+        if twice or (self.way in STREAMS and panel.groups == 2):
             return 255
         return panel.registers
 
@@ -105,7 +109,7 @@ def _turn(candidate: Candidate) -> float:
     turn = 0.55 + 0.0032 * panel.columns
     if candidate.way in ("straight", "stream"):
         turn += 0.55 * 0.07
-    elif candidate.way == "scaled":
+    elif candidate.way in SCALED:
         turn += 0.0006 * panel.columns - 0.55 * 0.3
     if panel.groups == 4:
         return turn * 2 * 0.915
@@ -119,8 +123,10 @@ def estimate(candidate: Candidate, m: int, n: int, k: int) -> float:
     program and 1 µs less for adding up in a cluster, "straight" 7 % more for decoding and "scaled"
     30 % less, but time for each sum, as their instructions were counted.
     """
-    if candidate.way == "stream":
+    if candidate.way in STREAMS:
         return _estimate_stream(candidate, m, n, k)
+    if candidate.way in FITTED:
+        return _fitted(candidate, m, n, k)
     panel, cluster, splits = candidate.plan
     programs = -(-m // panel.columns) * -(-n // panel.rows) * cluster * splits
     all_turns = -(-k // 128)
@@ -150,6 +156,49 @@ def estimate(candidate: Candidate, m: int, n: int, k: int) -> float:
     return order + cost
 
 
+PER_WAVE: Final = {1: 132, 2: 132, 3: 126, 4: 128, 5: 120}
+"""Programs that run at once in clusters of a size, which must lie in one of the GPU's groups."""
+
+FITTED: Final[dict[str, dict[str, float]]] = {
+    "straight": {
+        "two": 0.609, "cluster": 0.517, "exchange": 1.864, "sum": 2.469, "split": 1.43,
+        "2": 0.721, "2 column": 0.331, "1": 0.754, "1 column": 0.307,
+        "4": 1.402, "4 column": 0.502, "twice": 0.95, "twice column": 1.248,
+    },
+    "scaled": {
+        "two": 0, "cluster": 0.329, "exchange": 3.475, "sum": 2.592, "split": 1.4,
+        "2": 0.603, "2 column": 0.399, "1": 0.445, "1 column": 0.721,
+        "4": 1.212, "4 column": 0.402, "twice": 1.228, "twice column": 0.453,
+    },
+}  # fmt: skip
+
+
+def _fitted(candidate: Candidate, m: int, n: int, k: int) -> float:
+    """Returns what was fitted to the first sweep."""
+    panel, cluster, splits = candidate.plan
+    fit = FITTED[candidate.way]
+    programs = -(-m // panel.columns) * -(-n // panel.rows) * cluster * splits
+    all_turns = -(-k // 128)
+    turns = -(-all_turns // (cluster * splits))
+    at_once = PER_WAVE[cluster]
+    kind = "4" if panel.groups == 4 else str(panel.sets)
+    alone = splits > 1 and programs <= PROCESSORS
+    waves, doubles = -(-programs // at_once), 0
+    if programs_at_once(candidate) == 2 and not alone:
+        doubles, rest = divmod(programs, 2 * at_once)
+        doubles += rest > at_once
+        waves = 1 if 0 < rest <= at_once else 0
+    hundreds = panel.columns / 100
+    cost = waves * turns * (fit[kind] + fit[f"{kind} column"] * hundreds)
+    cost += doubles * (fit["two"] + turns * (fit["twice"] + fit["twice column"] * hundreds))
+    if splits > 1:
+        cost += fit["sum"] + fit["split"] * splits * m * n / 1e6
+    if cluster > 1:
+        tile = max(waves, 1) * panel.rows * panel.columns / 1e4
+        cost += fit["cluster"] + fit["exchange"] * tile * (cluster - 1) / cluster
+    return cost
+
+
 def _estimate_stream(candidate: Candidate, m: int, n: int, k: int) -> float:
     """Returns the same for programs that share all turns: each begins a segment in 0.7 µs, and
     leaves a tile of sums, at 60 bytes a ns; an owner reads those of others.
@@ -161,13 +210,16 @@ def _estimate_stream(candidate: Candidate, m: int, n: int, k: int) -> float:
     segments = 1 + -(-turns // all_turns)
     others = -(-all_turns // turns)
     tile = 4 * panel.rows * panel.columns / 60e3
-    return 1.5 + turns * _turn(candidate) + 0.7 * segments + (1 + others) * tile
+    fit = FITTED["scaled" if candidate.way == "shared" else "straight"]
+    kind = "4" if panel.groups == 4 else str(panel.sets)
+    turn = fit[kind] + fit[f"{kind} column"] * panel.columns / 100
+    return turns * turn + 0.7 * segments + (1 + others) * tile
 
 
 def _plans(k: int) -> Iterator[Plan]:
     """Yields all plans that k can be divided for."""
     turns = -(-k // 128)
-    for panel, cluster, splits in product(panels(), (1, 2), range(1, MOST_PARTS + 1)):
+    for panel, cluster, splits in product(panels(), tuple(PER_WAVE), range(1, MOST_PARTS + 1)):
         if cluster * splits <= turns:
             yield Plan(panel, cluster, splits)
 
@@ -175,9 +227,11 @@ def _plans(k: int) -> Iterator[Plan]:
 def fits(way: Way, plan: Plan) -> bool:
     """Returns whether a kernel takes a plan, and a thread has registers enough."""
     panel, cluster, splits = plan
-    if way == "stream":
-        return cluster * splits == 1 and panel.columns % 64 == 0
-    return way != "scaled" or panel.columns <= (64 if panel.sets == 1 else 128)
+    if way not in FITTED and cluster > 2:
+        return False
+    if way in STREAMS and (cluster * splits > 1 or panel.columns % 32 > 0):
+        return False
+    return way not in SCALED or panel.columns <= (64 if panel.sets == 1 else 128)
 
 
 def candidates(m: int, n: int, k: int, most: int) -> list[Candidate]:
@@ -187,8 +241,12 @@ def candidates(m: int, n: int, k: int, most: int) -> list[Candidate]:
     wrong for its neighbours.
     """
     today = present(m, n, k)
-    found = [Candidate("brisk", today.plan), Candidate("straight", today.plan)]
-    shares: dict[Way, int] = {"ordered": 2, "brisk": 3, "straight": 4, "scaled": 4, "stream": 3}
+    found: list[Candidate] = []
+    shares: dict[Way, int] = {"straight": 5, "scaled": 5, "stream": 3, "shared": 3}
+    if m > 128:
+        shares = {"straight": 8, "stream": 5, "shared": 1, "scaled": 2}
+    elif m <= 64:
+        shares = {"scaled": 9, "shared": 4, "straight": 3}
     for way, parts in shares.items():
         share = most * parts // 16
         everything = [Candidate(way, plan) for plan in _plans(k) if fits(way, plan)]

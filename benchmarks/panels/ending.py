@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.product.panels.assembly import leave_sums, store_sums
-from nf4conv.codec.kernels.product.panels.sums import store_assembly, sum_assembly
+from nf4conv.codec.kernels.product.panels.sums import store_assembly
 
 AT_ONCE = tl.constexpr(8)
 """Loads of a thread that are under way together."""
@@ -25,24 +25,33 @@ WAIT_FOR_PAIR = tl.constexpr(
 
 
 @triton.constexpr_function
-def leave(shape: Any, paired: bool) -> list[str]:
-    """Store the sums in shared memory, where both programs of a cluster find them if paired."""
-    if paired:
+def leave(shape: Any, cluster: int) -> list[str]:
+    """Store the sums in shared memory, where all programs of a cluster find them."""
+    if cluster > 1:
         lines: list[str] = leave_sums(shape)
         return lines
     return [*store_sums(shape), "bar.sync 0;"]
 
 
 @triton.constexpr_function
-def load_assembly(paired: bool) -> str:
-    """Load four sums: of this program, or added up of the two of a cluster.
+def load_assembly(cluster: int) -> str:
+    """Load four sums: of this program, or added up of those of a cluster.
 
     Operands: as of sum_assembly.
     """
-    if paired:
-        text: str = sum_assembly()
-        return text
-    return "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
+    if cluster == 1:
+        return "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
+    lines = ["{", ".reg .b32 a;", f".reg .f32 c<{4 * cluster}>;"]
+    for part in range(cluster):
+        values = ", ".join(f"c{4 * part + i}" for i in range(4))
+        lines += [
+            f"mapa.shared::cluster.u32 a, $4, {part};",
+            f"ld.shared::cluster.v4.f32 {{{values}}}, [a];",
+        ]
+    for part in range(1, cluster):
+        lines += [f"add.f32 c{i}, c{i}, c{4 * part + i};" for i in range(4)]
+    lines += [f"mov.f32 ${i}, c{i};" for i in range(4)]
+    return "\n".join([*lines, "}"])
 
 
 @triton.jit
@@ -58,14 +67,14 @@ def store_tile(
     row,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PAIRED: tl.constexpr,
+    CLUSTER: tl.constexpr,
 ):
     """Add up the sums of a cluster for a share of a tile's columns, and store them.
 
     A thread does four rows of W at once. `sums` is their address in shared memory.
     """
     FOURS: tl.constexpr = ROWS // 4
-    ADD: tl.constexpr = load_assembly(PAIRED)
+    ADD: tl.constexpr = load_assembly(CLUSTER)
     STORE: tl.constexpr = store_assembly(out_ptr.dtype.element_ty)
     width = tl.minimum(m - column, COLUMNS)
     end = (rank + 1) * width // cluster * FOURS

@@ -20,9 +20,9 @@ from nf4conv.codec.kernels.product.panels.assembly import assemble_loop
 
 
 @triton.constexpr_function
-def loop_of(dtype: tl.dtype, shape: Any, paired: bool, way: str) -> str:
+def loop_of(dtype: tl.dtype, shape: Any, cluster: int, way: str) -> str:
     """Return the PTX of a program's loop over k, which leaves the sums in shared memory."""
-    end = leave(shape, paired)
+    end = leave(shape, cluster)
     if way == "scaled":
         text: str = scaled_loop(dtype, shape, end)
     elif way == "straight":
@@ -66,7 +66,7 @@ def candidate_kernel(
     norm: tl.float32,
     PANEL: tl.constexpr,
     DTYPE: tl.constexpr,
-    PAIRED: tl.constexpr,
+    CLUSTER: tl.constexpr,
     WAY: tl.constexpr,
 ):
     """Compute one part of k of one tile, then a share of the sums of a cluster's parts.
@@ -75,7 +75,7 @@ def candidate_kernel(
     in tiles, or if not "brisk" x_address to map15 are a tensor map of it. The unit that copies
     tiles wants the map at a multiple of 64. A Hopper GPU has a kernel's arguments from byte 0x210
     of a bank of constants on, so six pointers must stand before it. For "scaled" the table is
-    tables.pair_table of DTYPE. PAIRED says that clusters have two programs, not one.
+    tables.pair_table of DTYPE. CLUSTER is `cluster`.
     """
     ROWS: tl.constexpr = 0 + PANEL.rows
     COLUMNS: tl.constexpr = 0 + PANEL.columns
@@ -111,15 +111,15 @@ def candidate_kernel(
         nested_absmax_ptr.to(tl.int64), offset_ptr.to(tl.int64), table_ptr.to(tl.int64), x,
         row, n, k, first, turns, block_shift, norm,
     )  # fmt: skip
-    TEXT: tl.constexpr = loop_of(DTYPE, PANEL, PAIRED, WAY)
+    TEXT: tl.constexpr = loop_of(DTYPE, PANEL, CLUSTER, WAY)
     LETTERS: tl.constexpr = inputs.LETTERS
     CONSTRAINTS: tl.constexpr = constraints("r", LETTERS)
     sums = tl.inline_asm_elementwise(
         TEXT, CONSTRAINTS, operands, dtype=tl.int32, is_pure=False, pack=1
     )
     out_ptr += split.to(tl.int64) * m * n
-    store_tile(out_ptr, sums, thread, rank, cluster, m, n, column, row, ROWS, COLUMNS, PAIRED)
-    if PAIRED:  # no program ends while another reads its sums
+    store_tile(out_ptr, sums, thread, rank, cluster, m, n, column, row, ROWS, COLUMNS, CLUSTER)
+    if CLUSTER > 1:  # no program ends while another reads its sums
         tl.inline_asm_elementwise(
             WAIT_FOR_PAIR, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1
         )

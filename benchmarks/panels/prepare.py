@@ -1,9 +1,11 @@
 """Prepares products by candidates, as product/panels prepares its own."""
 
+from typing import Final
+
 import torch
 
 from benchmarks.panels.compiling import TYPES
-from benchmarks.panels.costs import Candidate, Way, programs_at_once
+from benchmarks.panels.costs import SCALED, STREAMS, Candidate, Way, programs_at_once
 from benchmarks.panels.kernels import candidate_kernel
 from benchmarks.panels.maps import MAP_WORDS, map_of
 from benchmarks.panels.streaming import stream_kernel
@@ -20,6 +22,10 @@ launch_candidate = Launcher(candidate_kernel)
 launch_stream = Launcher(stream_kernel)
 
 
+ALONE: Final = 118_000
+"""Bytes of shared memory of which a multiprocessor has no second."""
+
+
 def prepare(
     candidate: Candidate,
     x_shape: torch.Size,
@@ -31,7 +37,7 @@ def prepare(
     """Prepares to multiply all x of one shape with all weights of one shape; see prepare_panel."""
     if candidate.way == "ordered":
         return prepare_panel(x_shape, dtype, device, n, form, candidate.plan)
-    if candidate.way == "stream":
+    if candidate.way in STREAMS:
         return _prepare_stream(candidate, x_shape, dtype, device, n, form)
     straight = candidate.way != "brisk"
     k = x_shape[-1]
@@ -40,8 +46,8 @@ def prepare(
     panel, cluster, splits = candidate.plan
     if not form.nested:
         panel = panel.plain
-    column_tiles = -(-m // panel.columns)
-    clusters = column_tiles * -(-n // panel.rows) * splits
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    clusters = -(-m // panel.columns) * -(-n // panel.rows) * splits
     table, norm = _table(candidate.way, dtype, device, form)
     shift = (form.blocksize // 64).bit_length() - 1
     x_map = map_of(m, k, panel.columns, dtype) if straight else (0,) * (MAP_WORDS - 1)
@@ -51,15 +57,15 @@ def prepare(
     launch = launch_candidate.prepare(
         device,
         (target_dtype, torch.uint8, *types, 0, *x_map, torch.int32, *behind[MAP_WORDS:]),
-        (panel, TYPES[dtype], cluster > 1, candidate.way),
+        (panel, TYPES[dtype], cluster, candidate.way),
         (dtype, splits > 1),
         num_warps=4 * panel.groups,
         registers=candidate.registers,
         begins_early=True,
-        shared_bytes=panel.shared_bytes,
+        shared_bytes=_shared_bytes(candidate, clusters * cluster, processors),
         cluster=cluster,
     )
-    words = 0 if straight else column_tiles * -(-k // 128) * panel.columns * 64
+    words = 0 if straight else -(-m // panel.columns) * -(-k // 128) * panel.columns * 64
     arrange = launch_arrange.prepare(
         device, (dtype, dtype, m, k), (panel.columns, TILE), dtype, num_warps=4, begins_early=True
     )
@@ -88,6 +94,18 @@ def prepare(
     return multiply
 
 
+def _shared_bytes(candidate: Candidate, programs: int, processors: int) -> int:
+    """Returns the bytes of shared memory that a program asks for.
+
+    Where sums of splits are added up behind them, programs of the next product begin on
+    multiprocessors where others still run: two might share one while others have none.
+    """
+    least = candidate.plan.panel.shared_bytes
+    if candidate.plan.splits > 1 and programs <= processors:
+        return max(least, ALONE)
+    return least
+
+
 def _prepare_stream(
     candidate: Candidate,
     x_shape: torch.Size,
@@ -106,7 +124,9 @@ def _prepare_stream(
     if not form.nested:
         panel = panel.plain
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    programs = processors * programs_at_once(candidate)
+    all_turns = -(-m // panel.columns) * -(-n // panel.rows) * -(-k // 128)
+    # a program without turns would leave nothing, and others would wait for it
+    programs = min(processors * programs_at_once(candidate), all_turns)
     table, norm = _table(candidate.way, dtype, device, form)
     shift = (form.blocksize // 64).bit_length() - 1
     x_map = map_of(m, k, panel.columns, dtype)
@@ -116,7 +136,7 @@ def _prepare_stream(
     launch = launch_stream.prepare(
         device,
         (dtype, torch.uint8, *types, 0, *x_map, torch.int32, torch.float32, torch.int32, *behind),
-        (panel, TYPES[dtype]),
+        (panel, TYPES[dtype], candidate.way == "shared"),
         dtype,
         num_warps=4 * panel.groups,
         registers=candidate.registers,
@@ -140,8 +160,8 @@ def _prepare_stream(
 
 def _table(way: Way, dtype: torch.dtype, device: torch.device, form: Form) -> tuple[int, float]:
     """Returns the address of the table for x of a dtype, and what scales are multiplied with."""
-    if dtype == torch.float16 and way != "scaled":
+    if dtype == torch.float16 and way not in SCALED:
         return value_table(form.quant_type, device).data_ptr(), 1.0
-    values = dtype if way == "scaled" else torch.float16
+    values = dtype if way in SCALED else torch.float16
     table = pair_table(form.quant_type, values, device)
     return table.data_ptr(), 1 / MULTIPLES[form.quant_type, values]

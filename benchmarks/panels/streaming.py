@@ -18,6 +18,7 @@ import triton.language as tl
 
 from benchmarks.panels.assembly import straight_loop
 from benchmarks.panels.ending import AT_ONCE, leave, load_assembly, store_tile
+from benchmarks.panels.scaling import scaled_loop
 from nf4conv.codec.kernels.launch import kernel
 from nf4conv.codec.kernels.product.assembly import constraints
 from nf4conv.codec.kernels.product.panels import inputs
@@ -40,16 +41,17 @@ AWAIT = tl.constexpr(
 
 
 @triton.constexpr_function
-def segment_loop(dtype: tl.dtype, shape: Any) -> str:
+def segment_loop(dtype: tl.dtype, shape: Any, scaled: bool) -> str:
     """Return straight_loop for one of several segments: barriers are set up for each."""
     begin = "griddepcontrol.wait;"
     stage = range(2 * shape.stages)
     forget = [f"@q mbarrier.inval.shared.b64 [gates0+{8 * i}];" for i in stage]
-    sums = leave(shape, False)
+    sums = leave(shape, 1)
     done = sums.index("bar.sync 0;")  # nobody waits at a barrier any more
     first = f"setp.eq.u32 q, {inputs.operand('thread')}, 0;"
     end = [*sums[: done + 1], first, *forget, *sums[done + 1 :]]
-    text: str = straight_loop(dtype, shape, end)
+    loop = scaled_loop if scaled else straight_loop
+    text: str = loop(dtype, shape, end)
     # what stood in the place of tiles was read and written by other means than copies
     text = text.replace(begin, "fence.proxy.async.shared::cta;\nbar.sync 0;\n" + begin)
     return text.replace("candidate_kernel", "stream_kernel")
@@ -89,6 +91,7 @@ def stream_kernel(
     norm: tl.float32,
     PANEL: tl.constexpr,
     DTYPE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Compute a program's share of all turns.
 
@@ -106,7 +109,7 @@ def stream_kernel(
     begin = (program.to(tl.int64) * total // programs).to(tl.int32)
     stop = ((program + 1).to(tl.int64) * total // programs).to(tl.int32)
     thread = tl.arange(0, 2 * ROWS)
-    TEXT: tl.constexpr = segment_loop(DTYPE, PANEL)
+    TEXT: tl.constexpr = segment_loop(DTYPE, PANEL, SCALED)
     LETTERS: tl.constexpr = inputs.LETTERS
     CONSTRAINTS: tl.constexpr = constraints("r", LETTERS)
     while stop > begin:
@@ -132,7 +135,7 @@ def stream_kernel(
                 before = (other.to(tl.int64) * total // programs).to(tl.int32)
                 left = tl.maximum(before - tile * all_turns, 0)
                 other -= 1
-            store_tile(out_ptr, sums, thread, 0, 1, m, n, column, row, ROWS, COLUMNS, False)
+            store_tile(out_ptr, sums, thread, 0, 1, m, n, column, row, ROWS, COLUMNS, 1)
         else:
             _leave(left_ptr, flags_ptr, sums, thread, program, ROWS, COLUMNS)
         stop = start
@@ -141,7 +144,7 @@ def stream_kernel(
 @triton.jit
 def _add(left_ptr, flags_ptr, sums, thread, other, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Add the sums that another program has left to those in shared memory."""
-    ONE: tl.constexpr = load_assembly(False)
+    ONE: tl.constexpr = load_assembly(1)
     FOURS: tl.constexpr = ROWS // 4
     flag = (flags_ptr + other).to(tl.int64)
     thread = tl.inline_asm_elementwise(
@@ -189,7 +192,7 @@ def _add(left_ptr, flags_ptr, sums, thread, other, ROWS: tl.constexpr, COLUMNS: 
 @triton.jit
 def _leave(left_ptr, flags_ptr, sums, thread, program, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Leave the sums in memory for the program that owns the tile, and say so."""
-    ONE: tl.constexpr = load_assembly(False)
+    ONE: tl.constexpr = load_assembly(1)
     STORE: tl.constexpr = store_assembly(tl.float32)
     FOURS: tl.constexpr = ROWS // 4
     left_ptr += program.to(tl.int64) * ROWS * COLUMNS
