@@ -5,9 +5,15 @@ No GPU is needed to compile, but the interpreter must be off, so a fresh process
 """
 
 import json
+import os
+import signal
+import time
+from typing import Any
 
 import pytest
 from own_process import run_compiling
+
+from nf4conv.codec.kernels import compiling
 
 PROGRAM = """
 import json, sys
@@ -107,3 +113,32 @@ def test_search_keeps_the_layout_of_its_load(compiled: dict[str, dict[str, objec
 def test_no_product_is_contracted_with_a_sum(compiled: dict[str, dict[str, object]]) -> None:
     for name in ("dequantize-bf16", "nested", "mean", "search"):
         assert "fma.rn.f32" not in str(compiled[name]["ptx"]), name
+
+
+HERE = os.getpid()
+
+
+def hang(task: tuple[int, Any]) -> int:
+    if task[0] == 1 and os.getpid() != HERE:
+        time.sleep(60)
+    return task[0]
+
+
+def die(task: tuple[int, Any]) -> int:
+    if task[0] == 1 and os.getpid() != HERE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task[0]
+
+
+@pytest.mark.parametrize("compile_one", [hang, die])
+def test_what_another_process_does_not_compile_this_one_does(
+    monkeypatch: pytest.MonkeyPatch, compile_one: Any
+) -> None:
+    monkeypatch.setattr(compiling, "_LONGEST", 0.5)
+    monkeypatch.setattr(compiling, "_compile", compile_one)
+    monkeypatch.setattr(compiling, "usable_cores", lambda: [0, 1])
+    variants: Any = [None] * 4
+    start = time.monotonic()
+    found: Any = compiling.compile_kernels(variants, (9, 0))
+    assert found == [0, 1, 2, 3]
+    assert time.monotonic() - start < 30

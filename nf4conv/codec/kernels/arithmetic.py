@@ -55,7 +55,8 @@ def reciprocal(a, coefficient_ptr, PTX: tl.constexpr):
         found = tl.where(exponent == 0, float("inf"), found)
         of_inf_or_nan = tl.where((bits & 0x7FFFFF) == 0, 0.0, float("nan"))
         found = tl.where(exponent == 255, of_inf_or_nan, found)
-        return tl.where(bits < 0, -found, found)
+        # not -found: Triton 3.6 computes it as 0 - found, where a zero loses its sign
+        return tl.where(bits < 0, found * -1.0, found)
 
 
 @triton.jit

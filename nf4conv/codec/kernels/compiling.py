@@ -3,6 +3,7 @@
 import base64
 import multiprocessing
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ from triton.compiler import compile as compile_source
 from nf4conv.system.cores import CAN_FORK, usable_cores
 from nf4conv.system.signals import end_when_stopped
 
-_LONGEST: Final = 120
-"""Seconds that compiling in several processes may take before it is done in this one."""
+_LONGEST: Final = 30
+"""Seconds to wait for a kernel from another process before this one compiles what is missing."""
 
 
 class Variant(NamedTuple):
@@ -56,11 +57,13 @@ def compile_kernels(
     processes = min(len(tasks), len(usable_cores()))
     # a process that is ended, with all its work done, is not to tell the user that it was stopped
     with multiprocessing.get_context("fork").Pool(processes, end_when_stopped) as pool:
-        try:
-            return pool.map_async(_compile, tasks, chunksize=1).get(_LONGEST)
-        except multiprocessing.TimeoutError:
-            # a lock that another thread of ours held when we forked
-            return [_compile(task) for task in tasks]
+        found: list[dict[str, Any]] = []
+        # no answer from a process that died, or for which another thread of ours held a lock
+        with suppress(multiprocessing.TimeoutError):
+            results = pool.imap(_compile, tasks)
+            while len(found) < len(tasks):
+                found.append(results.next(_LONGEST))
+    return found + [_compile(task) for task in tasks[len(found) :]]
 
 
 def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:
