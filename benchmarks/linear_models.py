@@ -4,22 +4,23 @@
 
 A Llama of eight layers of the 8B shape with random weights, in bfloat16, with bitsandbytes' layers
 and with the same layers after `patch_linear_4bit`. Each is prepared in a process of its own, all at
-once; then they are measured one after the other. Times are medians of calls that are awaited.
-"host" is what a call costs the caller over 56 different layers in turn, on a queue that is never
-full.
+once; then they are measured in turns, three times each. Times are medians of calls that are
+awaited. "host" is what a call costs the caller over 56 different layers in turn, on a queue that is
+never full. "kernels of" is the time that kernels of a step ran, whatever the host did.
 """
 
 import multiprocessing
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from threading import BrokenBarrierError
+from functools import partial
 from typing import Any
 
 import bitsandbytes
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import nf4conv
 from benchmarks.records import parser, save, versions
@@ -35,23 +36,28 @@ HOST_ROWS = (1, 4, 16, 64, 128, 512)
 SHAPES = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096),
           (4096, 14336))  # fmt: skip
 
+ROUNDS = 3
+WARM_UPS = 3
+PROFILED = ("reduce-overhead, 1", "reduce-overhead, 16", "prefill, 128", "prefill, 512", "train")
+LONGEST = 120
+"""Seconds to wait for the others at most."""
+
 Step = Callable[[], object]
+Measure = Callable[[], list[float]]
 
 
 def main() -> None:
     arguments = parser(__doc__).parse_args()
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(KINDS))
-    turn = context.Lock()
     results = context.Queue()
-    processes = [context.Process(target=run, args=(kind, barrier, turn, results)) for kind in KINDS]
+    processes = [context.Process(target=run, args=(kind, barrier, results)) for kind in KINDS]
     for process in processes:
         process.start()
     found: dict[str, dict[str, object]] = {}
     while len(found) < len(KINDS):
         kind, result = results.get()
         found[kind] = result
-        print(kind, result, flush=True)
         record = {"versions": versions(arguments.commit), "layers": LAYERS, "results": found}
         save(record, arguments.json)
     for process in processes:
@@ -60,36 +66,69 @@ def main() -> None:
         print(name, {kind: found[kind].get(name) for kind in KINDS}, flush=True)
 
 
-def run(kind: str, barrier: Any, turn: Any, results: Any) -> None:
-    """Prepares a kind of model and its layers, waits for the others, and measures."""
+def run(kind: str, barrier: Any, results: Any) -> None:
+    """Prepares a kind of model and its layers, and measures them in turns with the other kinds."""
     warnings.simplefilter("ignore")
-    steps: dict[str, Step] = {}
     found: dict[str, object] = {}
-    layers: list[Any] = []
     try:
-        model = make_model(kind)
-        for mode, count in MODES:
-            step = prepared(model, mode, count)
-            if isinstance(step, str):
-                found[f"{mode}, {count}"] = step
-            else:
-                steps[f"{mode}, {count}"] = step
-        layers = host_layers(model)
+        measures, found = prepare_all(kind)
+        times: dict[str, list[float]] = {name: [] for name in measures}
+        for _ in range(ROUNDS):
+            for other in KINDS:
+                barrier.wait(LONGEST)
+                if other == kind:
+                    for name, measure in measures.items():
+                        times[name] += measure()
+        found |= {name: round(statistics.median(several), 3) for name, several in times.items()}
+        for other in KINDS:
+            barrier.wait(LONGEST)
+            if other == kind:
+                found |= kernels_of(kind, measures)
     except Exception as error:  # noqa: BLE001 - the others are waiting
+        barrier.abort()
         found["failed"] = f"{type(error).__name__}: {error}"[:300]
-    with suppress(BrokenBarrierError):  # then others compile beside what is measured
-        barrier.wait(120)
-    with turn:
-        try:
-            for name, step in steps.items():
-                found[name] = milliseconds(step, 25)
-            for rows in HOST_ROWS if layers else ():
-                found[f"host µs, {rows}"] = host_microseconds(layers, rows)
-            if layers:  # last: it leaves hooks in the model
-                found["train"] = milliseconds(training_step(model, TRAINED_TOKENS), 5)
-        except Exception as error:  # noqa: BLE001 - the others are waiting
-            found["failed"] = f"{type(error).__name__}: {error}"[:300]
     results.put((kind, found))
+
+
+def prepare_all(kind: str) -> tuple[dict[str, Measure], dict[str, object]]:
+    """Prepares all that is measured of a kind of model.
+
+    Returns:
+        By name, what measures a few times and returns the times; and by name, what cannot run.
+    """
+    failed: dict[str, object] = {}
+    measures: dict[str, Measure] = {}
+    model = make_model(kind)
+    for mode, count in MODES:
+        step = prepared(model, mode, count)
+        if isinstance(step, str):
+            failed[f"{mode}, {count}"] = step
+        else:
+            measures[f"{mode}, {count}"] = partial(milliseconds, step, 9)
+    layers = host_layers(model)
+    for rows in HOST_ROWS:
+        measures[f"host µs, {rows}"] = partial(host_microseconds, layers, rows)
+    # of its own: training leaves hooks in a model
+    trained = make_model(kind)
+    measures["train"] = partial(milliseconds, training_step(trained, TRAINED_TOKENS), 3)
+    return measures, failed
+
+
+def kernels_of(kind: str, measures: dict[str, Measure]) -> dict[str, object]:
+    """Returns the milliseconds that kernels ran in some of the steps, and prints the longest."""
+    found: dict[str, object] = {}
+    for name in PROFILED:
+        if name not in measures:
+            continue
+        with profile(activities=[ProfilerActivity.CUDA]) as watched:
+            calls = len(measures[name]()) + WARM_UPS
+        totals: Counter[str] = Counter()
+        for one in watched.events():
+            totals[one.name[:60]] += one.device_time_total / 1e3 / calls
+        found[f"kernels of {name}"] = round(totals.total(), 3)
+        longest = {kernel: round(total, 3) for kernel, total in totals.most_common(8)}
+        print(f"{kind}, {name}: {longest}", flush=True)
+    return found
 
 
 def make_model(kind: str) -> Any:
@@ -202,14 +241,14 @@ def training_step(model: Any, tokens: int) -> Step:
     return step
 
 
-def milliseconds(step: Step, rounds: int) -> float:
+def milliseconds(step: Step, count: int) -> list[float]:
     times = []
-    for _ in range(rounds + 3):
+    for _ in range(count + WARM_UPS):
         start = time.perf_counter()
         step()
         torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return round(1e3 * statistics.median(times[3:]), 3)
+        times.append(1e3 * (time.perf_counter() - start))
+    return times[WARM_UPS:]
 
 
 def host_layers(model: Any) -> list[Any]:
@@ -222,19 +261,19 @@ def host_layers(model: Any) -> list[Any]:
     ]
 
 
-def host_microseconds(layers: list[Any], rows: int) -> float:
+def host_microseconds(layers: list[Any], rows: int) -> list[float]:
     xs = {k: torch.randn(1, rows, k, device="cuda").bfloat16() for k in (4096, 14336)}
     calls = [(layer, xs[layer.in_features]) for layer in layers]
     times = []
     with torch.no_grad():
-        for _ in range(12):
+        for _ in range(4 + WARM_UPS):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for layer, x in calls:
                 layer(x)
-            times.append((time.perf_counter() - start) / len(calls))
+            times.append(1e6 * (time.perf_counter() - start) / len(calls))
     torch.cuda.synchronize()
-    return round(1e6 * statistics.median(times[3:]), 1)
+    return times[WARM_UPS:]
 
 
 if __name__ == "__main__":
