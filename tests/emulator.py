@@ -9,7 +9,6 @@ its own, because Triton cannot compile in a process whose kernels are interprete
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
-from nf4conv.codec.kernels.product import dividing, group, held, kernel, shapes
+from nf4conv.codec.kernels.product import balancing, dividing, group, held, kernel, shapes
 from nf4conv.codec.kernels.product.panels import kernels as panels
 from nf4conv.codec.kernels.product.panels import plans
 from nf4conv.codec.quant_state import QuantState, decoding_of
@@ -505,6 +504,7 @@ def run_together(machines: list[Machine], first: int) -> None:
 
 
 TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  # by Shape.early
+PROCESSORS = 3  # multiprocessors of the GPU that kernels are divided for
 NAMES = ("x", "out", "packed", "absmax", "code", "nested_absmax", "offset", "pair")
 
 
@@ -534,12 +534,11 @@ def multiply(
     x: torch.Tensor,
     packed: torch.Tensor,
     state: QuantState,
-    programs: int,
     hopper: bool,
     shape: shapes.Shape | shapes.Held | None = None,
 ) -> torch.Tensor:
-    """Multiplies with the kernel, as `programs` programs, one after the other; of the shape that is
-    chosen for these sizes, or another.
+    """Multiplies with the kernel, as programs one after the other; of the shape that a GPU with
+    PROCESSORS takes for these sizes, or another.
 
     Plain torch does what stands around the kernel.
     """
@@ -548,8 +547,10 @@ def multiply(
     n = state.shape[0]
     short = decoding.blocksize < 64 or k % 64 > 0
     if shape is None:
-        shape = shapes.shape_for(m, n, k, short, state.nested, early=hopper)
-    division = dividing.divide(shape, n, k, programs)
+        form = decoding.form()
+        shape, (division,) = balancing.plan_rows(m, (n,), k, form, PROCESSORS, hopper)
+    else:
+        division = dividing.divide(shape, n, k, shape.programs * PROCESSORS)
     shift = division.split_shift
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
     pairs = tables.pair_table(decoding.quant_type, x.dtype, torch.device("cpu"))
@@ -668,8 +669,7 @@ def multiply_group(
     form = decoding_of(weights[0][1]).form()
     rows = tuple(state.shape[0] for _, state in weights)
     short = shapes.is_short(k, form)
-    shape = shapes.shape_for(m, sum(rows), k, short, form.nested, early=True)
-    divisions = dividing.divide_group(shape, rows, k, 12)
+    shape, divisions = balancing.plan_rows(m, rows, k, form, 2 * PROCESSORS, early=True)
     shift = divisions[0].split_shift
     dtype = torch.float32 if shift else x.dtype
     outs = [torch.full((1 << shift, m, n), float("nan"), dtype=dtype) for n in rows]
@@ -742,18 +742,16 @@ def run_panels() -> None:
 
 
 def run_other_shapes() -> None:
-    """Multiplies with shapes that benchmarks/row_plans.py times, and nothing chooses yet."""
-    fewer_warps = shapes.Shape(
-        rows=2, ranges=2, column_tiles=0, warps=4, slots=4, blocks=2, copied=0
-    )
+    """Multiplies with shapes that are chosen for larger products."""
+    held = next(one for one in shapes.HELD_SHAPES if one.warps == 4)
     for m, n, k, shape in (
-        (1, 70, 5120, shapes.Held(steps=5, rows=1, warps=4, registers=255)),
-        (1, 70, 2112, fewer_warps),
-        (12, 300, 1088, replace(shapes.SHAPES[3], blocks=2, copied=2)),
+        (1, 70, 5120, held),
+        (7, 300, 1088, balancing.PACES[8][-1].shape),
+        (12, 300, 1088, balancing.PACES[16][-1].shape),
     ):
         packed, state = packed_weight(n, k)
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
-        assert_close_to_exact(multiply(x, packed, state, 6, True, shape), x, packed, state)
+        assert_close_to_exact(multiply(x, packed, state, True, shape), x, packed, state)
         print("other", m, n, k, shape)
 
 
@@ -796,5 +794,5 @@ if __name__ == "__main__":
         packed, state = packed_weight(n, k, quant_type, blocksize, nested)
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
         for hopper in (True, False)[: 2 if turn % 3 == 0 else 1]:
-            assert_close_to_exact(multiply(x, packed, state, 6, hopper), x, packed, state)
+            assert_close_to_exact(multiply(x, packed, state, hopper), x, packed, state)
             print(m, n, k, quant_type, blocksize, nested, dtype, hopper)

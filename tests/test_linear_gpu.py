@@ -60,6 +60,15 @@ def test_one_row_or_two_in_registers(blocksize: int, nested: bool) -> None:
             assert_close_to_exact(nf4conv.linear_4bit(x, packed, state), x, packed, state)
 
 
+@pytest.mark.parametrize(("n", "k"), [(5120, 5120), (6144, 4096), (11008, 4096)], ids=str)
+def test_more_than_two_programs_on_a_multiprocessor(n: int, k: int) -> None:
+    """Sizes for which balancing.py chooses them on an H200."""
+    packed, state = packed_weight(n, k, device="cuda")
+    for m in (5, 8, 16, 32):
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        assert_close_to_exact(nf4conv.linear_4bit(x, packed, state), x, packed, state)
+
+
 @pytest.mark.parametrize("m", [1, 2, 4, 16, 40])
 @pytest.mark.parametrize(
     ("rows", "k", "blocksize"),

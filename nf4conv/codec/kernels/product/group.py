@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.codec.kernels.product.dividing import Division, divide_group
+from nf4conv.codec.kernels.product.dividing import Division
 from nf4conv.codec.kernels.product.held import multiply_held
 from nf4conv.codec.kernels.product.kernel import multiply_units
 from nf4conv.codec.kernels.product.launches import (
     block_shift_of,
+    plan_for,
     readable,
-    shape_and_programs,
     stream_of,
     types_of_weight,
 )
@@ -51,18 +51,15 @@ def prepare_group(
         device: a GPU.
         rows: of two or three weights, which have k columns.
         form: of the weights; the packed codes begin at a multiple of 16 bytes.
-        chosen: which kernel, and how the work is divided; by default what shape_for and
-            divide_group say.
+        chosen: which kernel, and how the work is divided; by default what plan_rows
+            says.
 
     Returns:
         A function of x and the weights that returns x · Wᵀ of each, [..., its rows].
     """
     k = x_shape[-1]
     m = x_shape.numel() // k
-    if chosen is None:
-        shape, programs = shape_and_programs(m, sum(rows), k, form, device)
-        chosen = shape, divide_group(shape, rows, k, programs)
-    shape, divisions = chosen
+    shape, divisions = chosen or plan_for(m, rows, k, form, device)
     shift = divisions[0].split_shift
     behind: list[float] = [pair_table(form.quant_type, dtype, device).data_ptr(), m, k]
     behind += _work_of_each(rows, divisions)

@@ -10,7 +10,8 @@ from typing import Final
 import torch
 from triton.runtime import driver
 
-from nf4conv.codec.kernels.product.dividing import Division, divide
+from nf4conv.codec.kernels.product.balancing import plan_rows
+from nf4conv.codec.kernels.product.dividing import Division
 from nf4conv.codec.kernels.product.held import launch_held
 from nf4conv.codec.kernels.product.kernel import launch_product
 from nf4conv.codec.kernels.product.shapes import (
@@ -19,7 +20,6 @@ from nf4conv.codec.kernels.product.shapes import (
     Held,
     Shape,
     is_short,
-    shape_for,
 )
 from nf4conv.codec.kernels.product.sums import prepare_sum
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
@@ -55,7 +55,7 @@ def prepare_product(
         device: a GPU.
         n: rows of the weights; n · k is below MOST_ELEMENTS.
         form: of the weights; the packed codes begin at a multiple of 16 bytes.
-        chosen: which kernel, and how the work is divided; by default what shape_for and divide say.
+        chosen: which kernel, and how the work is divided; by default what plan_rows says.
 
     Returns:
         A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
@@ -64,8 +64,8 @@ def prepare_product(
     m = x_shape.numel() // k
     out_shape = (*x_shape[:-1], n)
     if chosen is None:
-        shape, programs = shape_and_programs(m, n, k, form, device)
-        chosen = shape, divide(shape, n, k, programs)
+        shape, divisions = plan_for(m, (n,), k, form, device)
+        chosen = shape, divisions[0]
     shape, division = chosen
     shift = division.split_shift
     behind: tuple[float, ...] = (pair_table(form.quant_type, dtype, device).data_ptr(), m, n, k)
@@ -119,15 +119,12 @@ def types_of_weight(dtype: torch.dtype, form: Form, in_parts: bool) -> tuple[tor
     return target, torch.uint8, absmax, torch.float32, torch.float32, torch.float32
 
 
-def shape_and_programs(
-    m: int, n: int, k: int, form: Form, device: torch.device
-) -> tuple[Shape | Held, int]:
-    """Returns the shape for m rows of x and an [n, k] weight, and how many programs a GPU runs at
-    once.
-    """
+def plan_for(
+    m: int, heights: tuple[int, ...], k: int, form: Form, device: torch.device
+) -> tuple[Shape | Held, list[Division]]:
+    """Returns the shape for m rows of x on a GPU, and how each weight is divided among programs."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    shape = shape_for(m, n, k, is_short(k, form), form.nested, is_hopper(device))
-    return shape, 2 * processors
+    return plan_rows(m, heights, k, form, processors, is_hopper(device))
 
 
 def block_shift_of(k: int, form: Form) -> int:

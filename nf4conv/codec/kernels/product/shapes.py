@@ -28,6 +28,7 @@ class Shape:
         sets: of columns that a wide kernel multiplies, each for some rows of x.
         nested: True if absmax is uint8 codes.
         early: True to begin before the kernel before has ended.
+        programs: that a multiprocessor holds.
         wide: True for the wide kernel, False for the tile kernel.
         apart: rows of W from slot to slot.
         unit_rows: rows of W of a unit.
@@ -41,7 +42,7 @@ class Shape:
         shared_bytes: of the sums of a wide kernel; otherwise of two tiles of x, of which one is
             multiplied while the other is copied.
         parts: parts of a stage, each with a tile of x.
-        registers: of a thread at most: a multiprocessor holds two programs.
+        registers: of a thread at most, so that there are enough for all programs.
     """
 
     holds_x: ClassVar[bool] = False
@@ -57,6 +58,7 @@ class Shape:
     sets: int = 1
     nested: bool = True
     early: bool = True
+    programs: int = 2
     wide: bool = field(init=False)
     apart: int = field(init=False)
     unit_rows: int = field(init=False)
@@ -91,7 +93,7 @@ class Shape:
         if self.wide:
             self.shared_bytes = 4 * self.held * self.warps * self.ranges * self.sums
         self.parts = self.blocks // max(self.copied, 1)
-        self.registers = min(65536 // (64 * self.warps), 255)
+        self.registers = registers_of(self.warps, self.programs)
 
 
 @dataclass(eq=False)  # told apart by identity, which is faster
@@ -107,13 +109,14 @@ class Held:
         nested: True if absmax is uint8 codes.
         early: True to begin before the kernel before has ended.
         warps: of a program: 4 or 8.
+        programs: that a multiprocessor holds.
         sharing: steps whose columns share registers: 2 where a second row has none, otherwise 1.
         columns_most: columns of W at most.
         scales: scales that a lane loads in a step, for its quad.
         sums: sums of a unit, for each range of each warp.
         held: units whose sums wait in shared memory.
         shared_bytes: of these sums.
-        registers: of a thread at most: a multiprocessor holds two programs.
+        registers: of a thread at most, so that there are enough for all programs.
     """
 
     holds_x: ClassVar[bool] = True
@@ -124,13 +127,14 @@ class Held:
     nested: bool = True
     early: bool = True
     warps: int = 8
+    programs: int = 2
     sharing: int = field(init=False)
     columns_most: int = field(init=False)
     scales: int = field(init=False)
     sums: int = field(init=False)
     held: int = field(init=False)
     shared_bytes: int = field(init=False)
-    registers: int = 128
+    registers: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.sharing = 2 if self.rows == 1 and not self.short and self.steps > 1 else 1
@@ -139,6 +143,12 @@ class Held:
         self.sums = 8 * self.rows
         self.held = 16 // self.rows
         self.shared_bytes = 8 * self.warps * self.sums * self.held
+        self.registers = registers_of(self.warps, self.programs)
+
+
+def registers_of(warps: int, programs: int) -> int:
+    """Returns how many registers a thread may have: a multiprocessor has 65,536."""
+    return min(65536 // (32 * warps * programs) // 8 * 8, 255)
 
 
 def _wide(rows: int, ranges: int, short: bool = False, sets: int = 1) -> Shape:
@@ -156,7 +166,7 @@ SHAPES = (
     Shape(rows=32, ranges=1, column_tiles=4, warps=4, slots=4, blocks=2, copied=2),
     Shape(rows=64, ranges=1, column_tiles=8, warps=4, slots=4, blocks=2, copied=1),
 )
-"""The fastest shape for each number of rows of x, by the sweep in docs/kernels.md."""
+"""A shape for each number of rows of x; balancing.py has others for some products."""
 
 SHORT_SHAPES = (
     _wide(rows=1, ranges=2, short=True),
@@ -170,13 +180,14 @@ SHORT_SHAPES = (
 HELD_SHAPES = (
     Held(steps=1, rows=1),
     Held(steps=2, rows=1),
+    Held(steps=5, rows=1, warps=4),
     Held(steps=3, rows=1),
     Held(steps=1, rows=2),
     Held(steps=2, rows=2),
     Held(steps=1, rows=1, short=True),
     Held(steps=2, rows=1, short=True),
 )
-"""For one row or two of so few columns that x stays in registers."""
+"""For one row or two of so few columns that x stays in registers: the fewest columns first."""
 
 LEAST_HELD: Final = 4608
 """Rows of W from which on holding x is faster: with fewer, a program has one or two units."""
@@ -204,12 +215,12 @@ def shape_for(rows: int, n: int, k: int, short: bool, nested: bool, early: bool)
     """
     for held in HELD_SHAPES if n >= LEAST_HELD else ():
         if rows <= held.rows and k <= held.columns_most and short == held.short:
-            return _variant(held, nested, early)
+            return variant(held, nested, early)
     shapes = SHORT_SHAPES if short else SHAPES
-    return _variant(next(one for one in shapes if rows <= one.rows), nested, early)
+    return variant(next(one for one in shapes if rows <= one.rows), nested, early)
 
 
 @cache
-def _variant(shape: Shape | Held, nested: bool, early: bool) -> Shape | Held:
+def variant(shape: Shape | Held, nested: bool, early: bool) -> Shape | Held:
     """Returns a shape with other attributes, always the same one."""
     return replace(shape, nested=nested, early=early)
