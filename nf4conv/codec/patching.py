@@ -145,8 +145,12 @@ def _forward(module: Any, x: torch.Tensor) -> Any:
 
 
 def _is_repacked(state: Any) -> bool:
-    """Returns True if bitsandbytes has packed a weight for its own product on CPUs."""
-    return bool(getattr(state, "packing_format_for_cpu", False))
+    """Returns True if bitsandbytes has packed a weight for its own product on CPUs.
+
+    It asks for no attribute that is missing: torch.compile would trace what bitsandbytes does then,
+    and check its steps again at every call.
+    """
+    return bool(vars(state).get("packing_format_for_cpu", False))
 
 
 def _compute_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
