@@ -10,6 +10,7 @@ from torch.nn import functional
 from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
 from nf4conv.codec.kernels.product import dense, group, launches, shapes
 from nf4conv.codec.kernels.product.launches import Product, stream_of
+from nf4conv.codec.kernels.product.panels.maps import TensorMapError
 from nf4conv.codec.kernels.product.panels.plans import is_faster
 from nf4conv.codec.kernels.product.panels.prepare import prepare_panel
 from nf4conv.codec.quant_state import Addresses, Form
@@ -66,7 +67,7 @@ def prepare_multiply(
         aligned = alignment == 16
         multiply = _with_bias(dense.prepare_dense(x_shape, dtype, device, n, form, aligned))
     elif way == "panel":
-        multiply = _with_bias(prepare_panel(x_shape, dtype, device, n, form))
+        multiply = _prepare_panel(x_shape, dtype, device, matrix)
     else:
         multiply = _with_bias(launches.prepare_product(x_shape, dtype, device, n, form))
     return _there(multiply, device)
@@ -165,6 +166,16 @@ def _with_bias(product: Product) -> Multiply:
         return out
 
     return multiply
+
+
+def _prepare_panel(
+    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrix: Matrix
+) -> Multiply:
+    """Prepares to multiply by panels, or to decode if the driver makes no tensor map of x."""
+    try:
+        return _with_bias(prepare_panel(x_shape, dtype, device, matrix.n, matrix.form))
+    except TensorMapError:
+        return _prepare_decoded(dtype, device, matrix)
 
 
 def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Multiply:

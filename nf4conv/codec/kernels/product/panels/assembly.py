@@ -1,11 +1,17 @@
-"""PTX of kernels.py: the loop of a program over k.
+"""PTX of kernels.py: what both loops of a program over k have in common.
 
 Lanes are (g, t) as in product/assembly.py. A *turn* is 128 k: of each of its rows a lane has 16
-bytes of codes, 32 k of one block of 64. A *unit* is a half of it, 64 k, for the 64 rows of a
-warpgroup.
+bytes of codes, 32 k of one block of 64. Lanes exchange them, as `wgmma` takes them. A *unit* is a
+half of a turn, 64 k of one block, for the 64 rows of a warpgroup.
 
 A warpgroup decodes a unit into registers and gives it to the tensor cores. Nothing keeps
 warpgroups together but tiles of x that are full or free. So some decode while others multiply.
+
+Inputs of a loop are those that inputs.py names: the thread; the addresses of packed codes, absmax,
+its code, nested absmax, the offset of the latter, and the table; the first row of x; the first row
+of W; rows of W, columns; the first turn and the number of turns, at least 1; log2 of the blocks
+that share a scale; what scales are multiplied with. $0 becomes the address of the sums in shared
+memory: those of a column are shape.rows + 4 apart. `shape` is a plans.Panel.
 """
 
 from typing import Any
@@ -14,98 +20,116 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.product.panels.decoding import (
-    decode_unit,
     fill_pairs,
     in_pairs,
+    lane_scale,
     load_scale,
     load_words,
     look_scale_up,
-    scales,
 )
 from nf4conv.codec.kernels.product.panels.inputs import operand
-from nf4conv.codec.kernels.product.panels.tiles import (
-    copy_first,
-    copy_tiles,
-    next_stage,
-    refill,
-    say_free,
+from nf4conv.codec.kernels.product.panels.tiles import copy_first, find_map, next_stage
+from nf4conv.codec.kernels.product.panels.transposing import (
+    declare_exchange,
+    exchange,
+    prepare_exchange,
+    register_of,
 )
 
 
 @triton.constexpr_function
-def loop_assembly(dtype: tl.dtype, shape: Any) -> str:
-    """Returns `assemble_loop` with `leave_sums`: all programs of a cluster find the sums."""
-    text: str = assemble_loop(dtype, shape, leave_sums(shape))
-    return text
+def begin(dtype: tl.dtype, shape: Any, registers: list[str]) -> list[str]:
+    """Declares registers, and those of one loop; sets all up, and begins to copy tiles."""
+    return [
+        "{",
+        *_declare_registers(shape),
+        *declare_exchange(),
+        *registers,
+        *_prepare_shared(dtype, shape),
+        *find_map(),
+        # what follows must come after it: the kernel before may have written all else
+        "griddepcontrol.wait;",
+        "griddepcontrol.launch_dependents;",
+        *copy_first(shape),
+        *_prepare_lanes(dtype, shape),
+        *prepare_exchange(),
+        *_clear_sums(shape),
+    ]
 
 
 @triton.constexpr_function
-def assemble_loop(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
-    """Multiplies all turns of a part; `end` stores the sums in shared memory.
-
-    Operands: $0 the address of the sums; then the thread; the addresses of packed codes, absmax,
-    its code, nested absmax, the offset of the latter, the table, and the first tile of x; the first
-    row of W; rows of W, columns; the first turn and the number of turns, at least 1; log2 of the
-    blocks that share a scale; what scales are multiplied with. `shape` is a panel.Panel. The sums
-    of a column are shape.rows + 4 apart.
+def all_turns(shape: Any, turn: list[str]) -> list[str]:
+    """Does `turn` for all turns. Before the first, loads what it needs, and asks for what the
+    second does.
     """
-    lines = ["{", *declare_registers(shape), *prepare_shared(dtype, shape)]
-    # what follows must come after it: the kernel before may have written all else
-    lines += ["griddepcontrol.wait;", "griddepcontrol.launch_dependents;"]
-    lines += [
-        *copy_first(shape, copy_tiles(shape)),
-        *prepare_lanes(dtype, shape),
-        *clear_sums(shape),
-    ]
-    lines += [*load_words("w"), *load_scale(shape, 0)]
-    lines += [*look_scale_up(shape), *load_scale(shape, 2)]
-    lines += ["$$Lturn:", *_turn(dtype, shape)]
-    lines += [
+    return [
+        *load_words("n"),
+        *load_scale(shape, 0),
+        *exchange(),
+        *look_scale_up(shape),
+        *load_scale(shape, 2),
+        "$$Lturn:",
+        *turn,
         *next_stage(shape),
         f"setp.lt.u32 p, turn, {operand('turns')};",
         "@p bra.uni $$Lturn;",
-        *end,
-        "mov.b32 $0, tiles;",
-        "}",
     ]
-    return "\n".join(lines)
 
 
 @triton.constexpr_function
-def clear_sums(shape: Any) -> list[str]:
+def begin_turn(shape: Any) -> list[str]:
+    """Asks for what the next two turns need, and finds the stage of this one."""
+    return [
+        *lane_scale(shape),
+        "add.u32 mine, mine, 2;",
+        *load_words("n"),
+        *look_scale_up(shape),
+        *load_scale(shape, 2),
+        "shl.b32 gate, stage, 3;",
+        "add.u32 gate, gates0, gate;",
+        "shr.u32 low, tiles, 4;",
+        f"mad.lo.u32 low, stage, {shape.turn_bytes // 16}, low;",
+        "add.u32 low, low, 0x10000;",
+    ]
+
+
+@triton.constexpr_function
+def multiply_unit(dtype: tl.dtype, shape: Any, half: int, sums: str, added: list[str]) -> list[str]:
+    """Begins the products of a unit: a step takes two chunks of eight k.
+
+    `added` says of each step whether what stands in the registers `sums` is added.
+    """
+    kind = dtype.name.replace("fp", "f")
+    wgmma = f"wgmma.mma_async.sync.aligned.m64n{shape.columns}k16.f32.{kind}.{kind}"
+    targets = ", ".join(f"{sums}{i}" for i in range(shape.totals))
+    lines = ["wgmma.fence.sync.aligned;"]
+    for step in range(4):
+        left = []
+        for chunk in (2 * step, 2 * step + 1):
+            first = 16 * (half % shape.sets) + register_of(chunk)
+            left += [f"v{first}", f"v{first + 8}"]
+        lines += [
+            f"add.u32 a, low, {half * shape.turn_bytes // 32 + 2 * step};",
+            "mov.b64 y, {a, high};",
+            f"{wgmma} {{{targets}}}, {{{', '.join(left)}}}, y, {added[step]}, 1, 1, 0;",
+        ]
+    return [*lines, "wgmma.commit_group.sync.aligned;"]
+
+
+@triton.constexpr_function
+def wait_for_products(left: int) -> str:
+    """Waits until no more than so many units are being multiplied."""
+    return f"wgmma.wait_group.sync.aligned {left};"
+
+
+@triton.constexpr_function
+def _clear_sums(shape: Any) -> list[str]:
     """Begins sums at zero; `one` says that products are added to them."""
     return ["setp.eq.b32 one, 0, 0;", *[f"mov.f32 c{i}, 0f00000000;" for i in range(shape.totals)]]
 
 
 @triton.constexpr_function
-def leave_sums(shape: Any) -> list[str]:
-    """Stores the sums in shared memory, at `tiles`, where all programs of a cluster find them."""
-    return [
-        *store_sums(shape),
-        "barrier.cluster.arrive.release.aligned;",
-        "barrier.cluster.wait.acquire.aligned;",
-    ]
-
-
-@triton.constexpr_function
-def store_sums(shape: Any) -> list[str]:
-    """Stores the sums of a thread in shared memory."""
-    lines = [
-        "wgmma.wait_group.sync.aligned 0;",
-        # now the tiles of x are not needed any more
-        "bar.sync 0;",
-        f"mad.lo.u32 a, t, {2 * (shape.rows + 4)}, g;",
-        "mad.lo.u32 a, warp, 16, a;",
-        "mad.lo.u32 a, a, 4, tiles;",
-    ]
-    for i in range(shape.totals):
-        place = (i // 4 * 8 + i % 2) * (shape.rows + 4) + i // 2 % 2 * 8
-        lines += [f"st.shared.f32 [a+{4 * place}], c{i};"]
-    return lines
-
-
-@triton.constexpr_function
-def declare_registers(shape: Any) -> list[str]:
+def _declare_registers(shape: Any) -> list[str]:
     """Declares registers, and the barriers; all else lies behind them in shared memory."""
     return [
         f".shared .align 16 .b8 gates[{16 * shape.stages}];",
@@ -113,16 +137,17 @@ def declare_registers(shape: Any) -> list[str]:
         ".reg .b16 x0, x1;",
         ".reg .b32 a, b, l, h, lane, g, t, first, row, blocks, turn, mine, value, warp;",
         ".reg .b32 gates0, codes, pairs, tiles, gate, low, high, sbase, code;",
+        ".reg .b32 column, block, zero;",
         # of this turn, of the one before, and of the one before that
         ".reg .b32 stage, stage1, stage2, parity, parity1, parity2;",
         f".reg .b32 w<8>, n<8>, v<{16 * shape.sets}>;",
-        f".reg .f32 e, f, s, other, s0, s1, found, nested, nnested, offset, c<{shape.totals}>;",
+        f".reg .f32 e, f, s, s0, s1, found, nested, nnested, offset, c<{shape.totals}>;",
         ".reg .b64 o, y, r0, r1, source, state;",
     ]
 
 
 @triton.constexpr_function
-def prepare_shared(dtype: tl.dtype, shape: Any) -> list[str]:
+def _prepare_shared(dtype: tl.dtype, shape: Any) -> list[str]:
     """Sets up barriers and tables: these are older than the kernel before.
 
     gates0 + 8 i becomes complete when stage i has been copied, gates0 + 8 (stages + i) when all
@@ -153,13 +178,13 @@ def prepare_shared(dtype: tl.dtype, shape: Any) -> list[str]:
             "mad.lo.u32 a, a, 4, codes;",
             "st.shared.b32 [a], b;",
         ]
-    if in_pairs(dtype):
+    if in_pairs(dtype, shape):
         lines += fill_pairs(shape)
     return [*lines, "bar.sync 0;"]
 
 
 @triton.constexpr_function
-def prepare_lanes(dtype: tl.dtype, shape: Any) -> list[str]:
+def _prepare_lanes(dtype: tl.dtype, shape: Any) -> list[str]:
     """Finds the addresses of a thread, and its value of the table."""
     thread, k, n = operand("thread"), operand("k"), operand("n")
     begin = operand("first")
@@ -193,8 +218,7 @@ def prepare_lanes(dtype: tl.dtype, shape: Any) -> list[str]:
             f"mul.wide.u32 r{slot}, row, a;",
             f"add.s64 r{slot}, r{slot}, o;",
         ]
-    lines += [f"mov.b32 w{i}, 0;" for i in range(8)]
-    lines += [f"mov.b32 n{i}, 0;" for i in range(8)]
+    lines += [f"mov.b32 n{i}, 0;" for i in range(8)]  # where nothing is loaded behind the last k
     lines += [
         # lane t finds the scale of slot t % 2 in block t // 2
         "and.b32 row, t, 1;",
@@ -206,78 +230,7 @@ def prepare_lanes(dtype: tl.dtype, shape: Any) -> list[str]:
     ]
     if shape.nested:
         lines += [f"ld.global.f32 offset, [{operand('offset')}];"]
-    if in_pairs(dtype):  # 4 * lane in each byte
+    if in_pairs(dtype, shape):  # 4 * lane in each byte
         return [*lines, "mul.lo.u32 value, lane, 0x04040404;"]
     lines += [f"mad.wide.u32 o, lane, 4, {operand('table')};", "ld.global.nc.b32 value, [o];"]
     return lines
-
-
-@triton.constexpr_function
-def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
-    """Multiplies a turn, while what the next two need is on its way."""
-    lines = [*scales(shape), "add.u32 mine, mine, 2;", *load_words("n")]
-    lines += [*look_scale_up(shape), *load_scale(shape, 2)]
-    lines += [
-        "shl.b32 gate, stage, 3;",
-        "add.u32 gate, gates0, gate;",
-        "shr.u32 low, tiles, 4;",
-        f"mad.lo.u32 low, stage, {shape.turn_bytes // 16}, low;",
-        "add.u32 low, low, 0x10000;",
-    ]
-    decoding = [decode_unit(dtype, shape, half) for half in range(2)]
-    products = [_multiply_unit(dtype, shape, half) for half in range(2)]
-    lines += multiply_turn(shape, decoding, products)
-    lines += refill(shape, copy_tiles(shape))
-    return [*lines, *[f"mov.b32 w{i}, n{i};" for i in range(8)]]
-
-
-@triton.constexpr_function
-def multiply_turn(shape: Any, decoding: list[list[str]], products: list[list[str]]) -> list[str]:
-    """Decodes and multiplies the two units of a turn, and waits for what must be done before.
-
-    Args:
-        shape: a panel.
-        decoding: the lines that decode each unit.
-        products: the lines that multiply each unit.
-    """
-    lines: list[str] = []
-    wait = "wgmma.wait_group.sync.aligned {};"
-    for half in range(2):
-        # with one set of registers, the unit before must be done before the next is decoded
-        if shape.sets == 1:
-            lines += [wait.format(0)]
-            if half == 0:
-                lines += say_free(shape)
-        lines += decoding[half]
-        if half == 0:
-            # ptxas moves a wait for products before what it finds in the same basic block: this
-            # loop keeps the decoding before it
-            lines += [
-                "$$Lfull:",
-                "mbarrier.try_wait.parity.shared.b64 p, [gate], parity;",
-                "@!p bra.uni $$Lfull;",
-            ]
-        lines += products[half]
-        if shape.sets == 2:
-            lines += [wait.format(1)]
-            if half == 0:
-                lines += say_free(shape)
-    return lines
-
-
-@triton.constexpr_function
-def _multiply_unit(dtype: tl.dtype, shape: Any, half: int) -> list[str]:
-    """Begins the products of a unit."""
-    kind = dtype.name.replace("fp", "f")
-    wgmma = f"wgmma.mma_async.sync.aligned.m64n{shape.columns}k16.f32.{kind}.{kind}"
-    sums = ", ".join(f"c{i}" for i in range(shape.totals))
-    lines = ["wgmma.fence.sync.aligned;"]
-    for step in range(4):
-        v = 16 * (half % shape.sets) + 2 * step
-        left = f"{{v{v}, v{v + 8}, v{v + 1}, v{v + 9}}}"
-        lines += [
-            f"add.u32 a, low, {half * shape.turn_bytes // 32 + 2 * step};",
-            "mov.b64 y, {a, high};",
-            f"{wgmma} {{{sums}}}, {left}, y, one, 1, 1, 0;",
-        ]
-    return [*lines, "wgmma.commit_group.sync.aligned;"]

@@ -1,4 +1,4 @@
-"""PTX of assembly.py: loads codes and scales of a turn, and decodes them into registers."""
+"""PTX of the loops over k: loads codes and scales of a turn, and decodes them into registers."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from nf4conv.codec.kernels.product.panels.inputs import operand
 
 
 @triton.constexpr_function
-def in_pairs(dtype: tl.dtype) -> bool:
+def in_pairs(dtype: tl.dtype, shape: Any) -> bool:
     """Returns whether a byte of codes is looked up at once.
 
-    The table's values are rounded to float16. That is 1/8 of bfloat16's rounding, but as much as
-    float16's own.
+    Where weights are scaled, the table's values are rounded to float16. That is 1/8 of bfloat16's
+    rounding, but as much as float16's own.
     """
-    pairs: bool = dtype.name == "bf16"
+    pairs: bool = shape.scales_sums or dtype.name == "bf16"
     return pairs
 
 
@@ -98,30 +98,56 @@ def look_scale_up(shape: Any) -> list[str]:
 
 
 @triton.constexpr_function
-def scales(shape: Any) -> list[str]:
-    """Decodes the scales of this turn: s0 and s1 of a lane's two rows."""
+def lane_scale(shape: Any) -> list[str]:
+    """Decodes a lane's scale of this turn: s, of slot t % 2 in block t // 2."""
     lines = ["mov.f32 s, nested;"]
     if shape.nested:
         lines = ["mul.rn.ftz.f32 s, found, nested;", "add.rn.f32 s, s, offset;"]
-    return [
-        *lines,
-        f"mul.rn.f32 s, s, {operand('norm')};",
-        "shfl.sync.bfly.b32 other, s, 1, 31, -1;",
-        "selp.f32 s0, other, s, odd;",
-        "selp.f32 s1, s, other, odd;",
-    ]
+    return [*lines, f"mul.rn.f32 s, s, {operand('norm')};"]
+
+
+@triton.constexpr_function
+def take_scales(to: str, half: int) -> list[str]:
+    """Takes the scales of a lane's two rows in this half, to registers `to`, from the lanes of its
+    quad that have them.
+    """
+    lines = []
+    for slot in range(2):
+        lines += [f"shfl.sync.idx.b32 {to}{slot}, s, {2 * half + slot}, 0x1c1f, -1;"]
+    return lines
 
 
 @triton.constexpr_function
 def decode_unit(dtype: tl.dtype, shape: Any, half: int) -> list[str]:
     """Decodes a unit, 16 registers."""
-    decode = _decode_pairs if in_pairs(dtype) else _decode
+    decode = _decode_pairs if in_pairs(dtype, shape) else _decode
     lines = []
     for slot in range(2):
-        for word in range(2):
-            target = 16 * (half % shape.sets) + 8 * slot + 4 * word
-            lines += decode(dtype, f"w{4 * slot + 2 * half + word}", f"s{slot}", target)
+        for word, target in _words_of(shape, half, slot):
+            lines += decode(dtype, word, f"s{slot}", target)
     return lines
+
+
+@triton.constexpr_function
+def look_unit_up(shape: Any, half: int) -> list[str]:
+    """Looks a unit up in the table of pairs, 16 registers."""
+    lines = []
+    for slot in range(2):
+        for word, target in _words_of(shape, half, slot):
+            lines += _split_word(word)
+            for byte in range(4):
+                lines += [*_find_pair(byte), f"ld.shared.b32 v{target + byte}, [a];"]
+    return lines
+
+
+@triton.constexpr_function
+def _words_of(shape: Any, half: int, slot: int) -> list[tuple[str, int]]:
+    """Returns the two words that a slot has in a unit, and the first register of each."""
+    words = []
+    for word in range(2):
+        target = 16 * (half % shape.sets) + 8 * slot + 4 * word
+        words += [(f"w{4 * slot + 2 * half + word}", target)]
+    return words
 
 
 @triton.constexpr_function
@@ -144,20 +170,12 @@ def _decode(dtype: tl.dtype, word: str, scale: str, target: int) -> list[str]:
 
 @triton.constexpr_function
 def _decode_pairs(dtype: tl.dtype, word: str, scale: str, target: int) -> list[str]:
-    """Decodes a word to four registers of two values, by the table of pairs.
-
-    A `prmt` makes an address of a byte of l, which holds 4 * lane and the byte's top bit, and of
-    one of h, the byte's other bits.
-    """
+    """Decodes a word to four registers of two values, by the table of pairs."""
     kind = "bf16x2" if dtype.name == "bf16" else "f16x2"
-    lines = [
-        f"lop3.b32 l, {word}, 0x80808080, value, 0xea;",  # (word & 0x80808080) | value
-        f"and.b32 h, {word}, 0x7f7f7f7f;",
-    ]
-    for byte, pick in enumerate(["0xcc40", "0xdd51", "0xee62", "0xff73"]):
+    lines: list[str] = _split_word(word)
+    for byte in range(4):
         lines += [
-            f"prmt.b32 a, l, h, {pick};",
-            "add.u32 a, a, pairs;",
+            *_find_pair(byte),
             "ld.shared.b32 b, [a];",
             "mov.b32 {x0, x1}, b;",
             "cvt.f32.f16 e, x0;",
@@ -167,3 +185,21 @@ def _decode_pairs(dtype: tl.dtype, word: str, scale: str, target: int) -> list[s
             f"cvt.rn.{kind}.f32 v{target + byte}, f, e;",
         ]
     return lines
+
+
+@triton.constexpr_function
+def _split_word(word: str) -> list[str]:
+    """Divides a word for _find_pair: l holds 4 * lane and the top bit of each byte, h the other
+    bits.
+    """
+    return [
+        f"lop3.b32 l, {word}, 0x80808080, value, 0xea;",  # (word & 0x80808080) | value
+        f"and.b32 h, {word}, 0x7f7f7f7f;",
+    ]
+
+
+@triton.constexpr_function
+def _find_pair(byte: int) -> list[str]:
+    """Finds the address a of a byte's pair: a `prmt` puts a byte of l and one of h together."""
+    pick = ("0xcc40", "0xdd51", "0xee62", "0xff73")[byte]
+    return [f"prmt.b32 a, l, h, {pick};", "add.u32 a, a, pairs;"]

@@ -1,6 +1,7 @@
 """Says what a program computes at once, and chooses how a product is divided into programs."""
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -11,19 +12,23 @@ from nf4conv.codec.kernels.product.dividing import MOST_SPLITS
 class Panel:
     """Says what a program computes at once: panel_kernel is compiled once for each.
 
+    Its repr is part of the kernel's key in caches, as that of shapes.Shape is.
+
     Attributes:
         groups: warpgroups, 64 rows of W each: 2 or 4.
         columns: rows of x, a multiple of 16 up to 256.
         stages: turns of x in shared memory, 3 or more.
         sets: units of decoded weights that a warpgroup holds: with 2 it decodes one while the other
             is multiplied.
+        scales_sums: True to scale sums of 64 k, which takes twice the registers for sums; False to
+            scale weights.
         nested: True if absmax is uint8 codes.
         rows: rows of W.
         totals: sums that a thread keeps.
         turn_bytes: of x for a turn, 128 k.
         shared_bytes: of tables and the tiles of all turns, or of sums in their place, with what
             they may be moved to begin at a multiple of 1024.
-        registers: of a thread at most: a multiprocessor has 65,536.
+        registers: of a thread at most: a multiprocessor has 65,536, and one program.
         plain: the panel for absmax in float32.
     """
 
@@ -31,6 +36,7 @@ class Panel:
     columns: int
     stages: int
     sets: int
+    scales_sums: bool
     nested: bool = True
     rows: int = field(init=False)
     totals: int = field(init=False)
@@ -45,7 +51,7 @@ class Panel:
         self.turn_bytes = 256 * self.columns
         sums = 4 * self.columns * (self.rows + 4)
         self.shared_bytes = 34816 + max(self.stages * self.turn_bytes, sums)
-        self.registers = 128 if self.groups == 4 or self.totals <= 32 else 255
+        self.registers = 128 if self.groups == 4 else 255
         self.plain = replace(self, nested=False) if self.nested else self
 
 
@@ -53,24 +59,41 @@ MOST_ROWS: Final = 512
 """Rows of x at most: nothing above was measured."""
 
 
-NARROW: Final = Panel(groups=2, columns=64, stages=4, sets=2)
-"""Two programs fit on a multiprocessor."""
+def _scales_sums(groups: int, columns: int) -> Panel:
+    """Returns a panel that scales sums: four warpgroups have no registers for a second set."""
+    sets = 2 if groups == 2 else 1
+    return Panel(groups, columns, stages=4, sets=sets, scales_sums=True)
 
 
-TALL: Final = Panel(groups=4, columns=128, stages=4, sets=1)
+def _scales_weights(groups: int, columns: int) -> Panel:
+    """Returns a panel that scales weights: shared memory holds four stages of 128 rows of x."""
+    sets = 2 if groups == 2 else 1
+    stages = 4 if columns <= 128 else 3
+    return Panel(groups, columns, stages, sets, scales_sums=False)
 
 
 PANELS: Final = (
-    NARROW,
-    Panel(groups=2, columns=96, stages=4, sets=2),
-    Panel(groups=2, columns=128, stages=4, sets=2),
-    TALL,
-    Panel(groups=2, columns=160, stages=3, sets=2),
-    Panel(groups=2, columns=176, stages=3, sets=2),
-    Panel(groups=2, columns=192, stages=3, sets=2),
-    Panel(groups=2, columns=224, stages=3, sets=2),
-    Panel(groups=2, columns=256, stages=3, sets=2),
+    _scales_sums(groups=2, columns=48),
+    _scales_sums(groups=2, columns=64),
+    _scales_sums(groups=2, columns=96),
+    _scales_sums(groups=2, columns=128),
+    _scales_sums(groups=4, columns=48),
+    _scales_sums(groups=4, columns=64),
+    _scales_weights(groups=4, columns=96),
+    _scales_weights(groups=4, columns=128),
+    _scales_weights(groups=2, columns=128),
+    _scales_weights(groups=2, columns=160),
+    _scales_weights(groups=2, columns=176),
+    _scales_weights(groups=2, columns=192),
+    _scales_weights(groups=2, columns=224),
+    _scales_weights(groups=2, columns=256),
 )
+
+
+PER_WAVE: Final = {1: 132, 2: 66, 3: 42, 4: 32, 5: 24}
+"""Clusters of so many programs that an H200 runs at once. A cluster must lie in one of the GPU's
+groups of 16 or 18 multiprocessors, so larger ones leave some idle.
+"""
 
 
 class Plan(NamedTuple):
@@ -78,8 +101,7 @@ class Plan(NamedTuple):
 
     Attributes:
         panel: what a program computes.
-        cluster: programs that share a tile and add up in shared memory: 1 or 2. Larger clusters
-            leave multiprocessors idle: they must lie in one of the GPU's groups of 14 to 18.
+        cluster: programs that share a tile and add up in shared memory: a key of PER_WAVE.
         splits: clusters that share a tile, whose sums another kernel adds up.
     """
 
@@ -88,6 +110,7 @@ class Plan(NamedTuple):
     splits: int
 
 
+@lru_cache(maxsize=4096)
 def choose_plan(m: int, n: int, k: int, processors: int) -> Plan:
     """Returns the plan that takes least time.
 
@@ -98,12 +121,14 @@ def choose_plan(m: int, n: int, k: int, processors: int) -> Plan:
         processors: multiprocessors of the GPU.
     """
     turns = -(-k // 128)
-    best = Plan(NARROW, 1, 1)
+    best = Plan(PANELS[0], 1, 1)
     least = float("inf")
-    for panel, cluster, splits in product(PANELS, (1, 2), range(1, MOST_SPLITS + 1)):
+    for panel, cluster, splits in product(PANELS, PER_WAVE, range(1, MOST_SPLITS + 1)):
+        if cluster * splits > turns:
+            continue
         plan = Plan(panel, cluster, splits)
-        cost = _cost(plan, m, n, k, processors)
-        if cluster * splits <= turns and cost < least:
+        cost = estimate(plan, m, n, k, processors)
+        if cost < least:
             best = plan
             least = cost
     return best
@@ -114,32 +139,37 @@ def is_faster(m: int, n: int, k: int, processors: int) -> bool:
     if m > MOST_ROWS:
         return False
     decoded = 1.5 + n * k * 2.53 / 3.9e6 + max(2 * m * n * k / 7e8, n * k * 2 / 4.2e6)
-    return _cost(choose_plan(m, n, k, processors), m, n, k, processors) < decoded
+    return estimate(choose_plan(m, n, k, processors), m, n, k, processors) < decoded
 
 
-def _cost(plan: Plan, m: int, n: int, k: int, processors: int) -> float:
+_TURN: Final = {
+    (True, 2): (0.505, 0.00329),
+    (True, 4): (0.979, 0.00420),
+    (False, 2): (0.544, 0.00272),
+    (False, 4): (0.824, 0.00698),
+}
+"""Of panels that scale sums, or weights, and their warpgroups: the µs of a turn, and those for each
+row of x.
+"""
+
+
+def estimate(plan: Plan, m: int, n: int, k: int, processors: int) -> float:
     """Returns about how many µs a product takes on an H200.
 
-    Fitted to the sweep of docs/kernels.md, 6 % root mean square: what a program takes to begin and
-    to end, its turns, the order of x, and the sums of parts.
+    Fitted to 230 plans at the 49 sizes of docs/kernels.md: 6 % root mean square, and what is chosen
+    among them takes at most 2 % longer than the fastest. Clusters of more than two programs were
+    not measured: they are taken to cost a quarter of a pair's more for each.
     """
     panel, cluster, splits = plan
-    programs = -(-m // panel.columns) * -(-n // panel.rows) * cluster * splits
+    clusters = -(-m // panel.columns) * -(-n // panel.rows) * splits
+    waves = -(-clusters // max(PER_WAVE[cluster] * processors // 132, 1))
     turns = -(-k // (128 * cluster * splits))
-    begin_and_end = 2.5
-    if panel is NARROW:
-        whole, rest = divmod(programs, 2 * processors)
-        two = begin_and_end + 1 + turns * 1.36
-        cost = whole * two
-        if rest > processors:
-            cost += two
-        elif rest > 0:
-            cost += begin_and_end + turns * 0.8
-    else:
-        turn = 1.755 if panel is TALL else 0.55 + 0.0032 * panel.columns
-        cost = -(-programs // processors) * (begin_and_end + turns * turn)
-    if splits > 1:
-        cost += 1 + splits * m * n * 8 / 4.1e6
+    turn, turn_row = _TURN[panel.scales_sums, panel.groups]
+    cost = waves * (1.56 + turns * (turn + turn_row * panel.columns))
     if cluster > 1:
-        cost += 3
-    return 0.4 + cost + m * k * 4 / 2.4e6
+        tile = panel.rows * panel.columns
+        cost += (1.64 + waves * tile * 34e-6) * (1 + 0.25 * (cluster - 2))
+    if splits > 1:
+        cost += 0.46 + splits * m * n * 2.05e-6
+    # the same for all plans: a GPU that works longer has a lower clock, and weights are read once
+    return cost + m * n * k * 5.6e-10 + n * k * 2.3e-8

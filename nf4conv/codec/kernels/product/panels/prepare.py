@@ -1,13 +1,26 @@
 """Prepares products by panels: what a call needs is found once."""
 
-import torch
+from collections.abc import Callable
+from typing import Final
 
-from nf4conv.codec.kernels.product.launches import Product, readable, stream_of
-from nf4conv.codec.kernels.product.panels.kernels import TILE, launch_arrange, launch_panel
-from nf4conv.codec.kernels.product.panels.plans import Plan, choose_plan
+import torch
+import triton.language as tl
+
+from nf4conv.codec.kernels.product.launches import (
+    Product,
+    block_shift_of,
+    readable,
+    stream_of,
+    types_of_weight,
+)
+from nf4conv.codec.kernels.product.panels.kernels import launch_panel
+from nf4conv.codec.kernels.product.panels.maps import MAP_WORDS, map_of
+from nf4conv.codec.kernels.product.panels.plans import Panel, Plan, choose_plan
 from nf4conv.codec.kernels.product.sums import prepare_sum
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
 from nf4conv.codec.quant_state import Addresses, Form
+
+TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def prepare_panel(
@@ -31,63 +44,87 @@ def prepare_panel(
 
     Returns:
         A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
+
+    Raises:
+        TensorMapError: the driver makes no tensor map of x.
     """
     k = x_shape[-1]
     m = x_shape.numel() // k
     out_shape = (*x_shape[:-1], n)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    panel, cluster, splits = chosen or choose_plan(m, n, k, processors)
+    plan = chosen or choose_plan(m, n, k, processors)
+    panel, _, splits = plan
+    behind = _arguments(plan, (m, n, k), dtype, device, form)
+    launch = _prepare_launch(plan, dtype, device, form, behind)
+    clusters = -(-m // panel.columns) * -(-n // panel.rows) * splits
+    current_stream = stream_of(device)
+    if splits == 1:
+
+        def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+            x = readable(x)
+            out = x.new_empty(out_shape)
+            launch(clusters, current_stream(), out.data_ptr(), *weight, x.data_ptr(), *behind)
+            return out
+
+        return multiply
+
+    add = prepare_sum(device, dtype, splits, early=True)
+    parts_size = 2 * splits * m * n  # float32, in 16-bit elements
+
+    def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+        x = readable(x)
+        out = x.new_empty(out_shape)
+        parts = x.new_empty(parts_size)
+        target = parts.data_ptr()
+        stream = current_stream()
+        launch(clusters, stream, target, *weight, x.data_ptr(), *behind)
+        add(stream, target, out.data_ptr(), m * n)
+        return out
+
+    return multiply_parts
+
+
+def _arguments(
+    plan: Plan, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, form: Form
+) -> tuple[float, ...]:
+    """Returns what panel_kernel is given behind the address of x; `sizes` are m, n and k."""
+    m, n, k = sizes
+    x_map = map_of(m, k, plan.panel.columns, dtype)
+    table, norm = _table(plan.panel, dtype, device, form)
+    return (*x_map, table, m, n, k, plan.splits, block_shift_of(k, form), norm)
+
+
+def _prepare_launch(
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    form: Form,
+    behind: tuple[float, ...],
+) -> Callable[..., None]:
+    """Prepares panel_kernel; `behind` is what _arguments returns."""
+    panel, cluster, splits = plan
     if not form.nested:
         panel = panel.plain
-    turns = -(-k // 128)
-    column_tiles = -(-m // panel.columns)
-    clusters = column_tiles * -(-n // panel.rows) * splits
-    in_pairs = dtype == torch.bfloat16
-    norm = 1.0
-    if in_pairs:
-        table = pair_table(form.quant_type, torch.float16, device)
-        norm /= MULTIPLES[form.quant_type, torch.float16]
-    else:
-        table = value_table(form.quant_type, device)
-    shift = (form.blocksize // 64).bit_length() - 1
-    behind = (table.data_ptr(), m, n, k, cluster, splits, shift, norm)
-    absmax = torch.uint8 if form.nested else torch.float32
-    others = torch.float32
-    target_dtype = torch.float32 if splits > 1 else dtype
-    pointers = (dtype, target_dtype, torch.uint8, absmax, others, others, others, torch.int32)
-    launch = launch_panel.prepare(
+    in_parts = splits > 1
+    map_words = MAP_WORDS - 1
+    tensors = types_of_weight(dtype, form, in_parts)
+    return launch_panel.prepare(
         device,
-        (*pointers, *behind[1:]),
-        (panel,),
-        (dtype, splits > 1),
+        (*tensors, 0, *behind[:map_words], torch.int32, *behind[map_words + 1 :]),
+        (panel, TYPES[dtype], cluster),
+        in_parts,
         num_warps=4 * panel.groups,
         registers=panel.registers,
         begins_early=True,
         shared_bytes=panel.shared_bytes,
         cluster=cluster,
     )
-    arrange = launch_arrange.prepare(
-        device, (dtype, dtype, m, k), (panel.columns, TILE), dtype, num_warps=4, begins_early=True
-    )
-    words = column_tiles * turns * panel.columns * 64  # of x in tiles, 32 bits each
-    space = 2 * words  # 16-bit elements: x in tiles, and the splits in float32 behind it
-    add = None
-    if splits > 1:
-        space += 2 * splits * m * n
-        add = prepare_sum(device, dtype, splits, early=True)
-    current_stream = stream_of(device)
 
-    def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
-        x = readable(x)
-        out = x.new_empty(out_shape)
-        arranged = x.new_empty(space)
-        address = arranged.data_ptr()
-        target = out.data_ptr() if splits == 1 else address + 4 * words
-        stream = current_stream()
-        arrange(words // TILE, stream, x.data_ptr(), address, m, k)
-        launch(clusters, stream, address, target, *weight, *behind)
-        if add is not None:
-            add(stream, target, out.data_ptr(), m * n)
-        return out
 
-    return multiply
+def _table(panel: Panel, dtype: torch.dtype, device: torch.device, form: Form) -> tuple[int, float]:
+    """Returns the address of the table, and what its values are multiplied with."""
+    if dtype == torch.float16 and not panel.scales_sums:
+        return value_table(form.quant_type, device).data_ptr(), 1.0
+    values = dtype if panel.scales_sums else torch.float16
+    table = pair_table(form.quant_type, values, device)
+    return table.data_ptr(), 1 / MULTIPLES[form.quant_type, values]
