@@ -56,7 +56,7 @@ gpu: $(VENV)/.installed ## test compiled kernels against bitsandbytes CUDA (need
 gpu-acceptance: $(VENV)/.installed ## run the GPU tests and more in many processes, then measure products and decoding (10 minutes); OUT=folder
 	$(BIN)/python -m benchmarks.gpu_acceptance --out $(or $(OUT),gpu-acceptance) --commit $$(git rev-parse HEAD)
 
-gpu-panels: $(VENV)/.installed ## find the fastest plans and kernels for 33 to 512 rows of x on a Hopper GPU (5 minutes); OUT=file
+gpu-panels: $(VENV)/.installed ## find the fastest plans for 33 to 512 rows of x on a Hopper GPU (5 minutes); OUT=file
 	$(BIN)/python -m benchmarks.panel_plans --json $(or $(OUT),panel_plans.json) --commit $$(git rev-parse HEAD)
 
 bench: $(VENV)/.installed ## measure the codec against bitsandbytes, on the GPU if there is one

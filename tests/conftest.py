@@ -26,6 +26,7 @@ if why_plain((9, 0)):
         "test_ggml_kernels.py",
         "test_gpu.py",
         "test_kernels.py",
+        "test_panels.py",
         "test_rounding_kernels.py",
     ]
 

@@ -20,8 +20,6 @@ from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
 from nf4conv.codec.kernels.product import balancing, dividing, group, held, kernel, shapes
-from nf4conv.codec.kernels.product.panels import kernels as panels
-from nf4conv.codec.kernels.product.panels import plans
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
 Bits = np.ndarray  # [threads] uint64
@@ -213,6 +211,7 @@ class Machine:
         self.cluster = cluster
         self.registers: dict[str, Bits] = {"%tid.x": np.arange(self.threads, dtype=np.uint64)}
         self.fixed["%ctaid.x"] = program
+        self.fixed["%cluster_ctarank"] = cluster.index(self)
         self.shared = np.full(1 << 18, 0xCD, np.uint8)
         place = 0
         while self.program.statements[place].operation != "ret":
@@ -326,13 +325,11 @@ class Machine:
         for access in self.accesses(names[0], parts, mask):
             access.memory[access.bytes(stored.shape[1])] = stored[access.threads]
 
-    def do_cp(self, parts: Words, names: Words, mask: Mask) -> None:
-        """Executes cp.async, which copies zeros where the last operand is 0, and cp.async.bulk."""
+    def do_cp(self, _: Words, names: Words, mask: Mask) -> None:
+        """Executes cp.async, which copies zeros where the last operand is 0."""
         size = int(names[2])
         target = self.get(names[0].strip("[] ")).astype(np.int64)
-        asked = mask
-        if "bulk" not in parts:
-            asked = self.get(names[3]) > 0
+        asked = self.get(names[3]) > 0
         copied = np.zeros((self.threads, size), np.uint8)
         for access in self.accesses(names[1], ["global"], asked):
             copied[access.threads] = access.memory[access.bytes(size)]
@@ -573,79 +570,6 @@ def multiply(
     return parts.sum(0, dtype=torch.float32).to(x.dtype)
 
 
-def multiply_panel(
-    x: torch.Tensor, packed: torch.Tensor, state: QuantState, plan: plans.Plan
-) -> torch.Tensor:
-    """Multiplies with panel_kernel, as its clusters one after the other."""
-    shape, cluster, splits = plan
-    decoding = decoding_of(state)
-    m, k = x.shape
-    n = state.shape[0]
-    dtype = x.dtype if splits == 1 else torch.float32
-    out = torch.full((splits, m, n), float("nan"), dtype=dtype)
-    norm = 1.0
-    table = tables.value_table(decoding.quant_type, torch.device("cpu"))
-    if x.dtype == torch.bfloat16:
-        table = tables.pair_table(decoding.quant_type, torch.float16, torch.device("cpu"))
-        norm /= tables.MULTIPLES[decoding.quant_type, torch.float16]
-    buffers = {}
-    tensors = (arranged(x, shape), out, packed, *decoding.pointers(), table)
-    for i, tensor in enumerate(tensors, start=1):
-        buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
-    shift = (decoding.blocksize // 64).bit_length() - 1
-    norm_bits = int(np.float32(norm).view(np.uint32))
-    given = [*(i * GLOBAL for i in buffers), m, n, k, cluster, splits, shift, norm_bits, 0, 0]
-    parameters = {f"panel_kernel_param_{i}": value for i, value in enumerate(given)}
-    clusters = -(-m // shape.columns) * -(-n // shape.rows) * splits
-    ptx = compiled_panel(shape, x.dtype, dtype)
-    for first in range(0, clusters * cluster, cluster):
-        machines = [
-            Machine(ptx, 2 * shape.rows, parameters, buffers, clusters * cluster)
-            for _ in range(cluster)
-        ]
-        run_together(machines, first)
-    found = torch.from_numpy(buffers[2]).view(dtype).view(out.shape)
-    return found.sum(0, dtype=torch.float32).to(x.dtype)
-
-
-def arranged(x: torch.Tensor, shape: plans.Panel) -> torch.Tensor:
-    """Brings x into tiles with arrange_kernel."""
-    m, k = x.shape
-    words = -(-m // shape.columns) * -(-k // 128) * shape.columns * 64
-    buffers = {
-        1: x.reshape(-1).view(torch.uint8).numpy().copy(),
-        2: np.full(4 * words, 0xCD, np.uint8),
-    }
-    parameters = {
-        f"arrange_kernel_param_{i}": value
-        for i, value in enumerate((GLOBAL, 2 * GLOBAL, m, k, 0, 0))
-    }
-    names = panels.arrange_kernel.arg_names
-    kinds = ("*bf16", "*bf16", "i32", "i32", "constexpr", "constexpr")
-    signature = dict(zip(names, kinds, strict=True))
-    constants = {"COLUMNS": shape.columns, "TILE": panels.TILE}
-    source = ASTSource(fn=panels.arrange_kernel, signature=signature, constexprs=constants)
-    ptx = triton.compile(source, target=TARGETS[True], options={"launch_pdl": True}).asm["ptx"]
-    machine = Machine(ptx, 128, parameters, buffers, words // panels.TILE)
-    for program in range(words // panels.TILE):
-        machine.run(program)
-    return torch.from_numpy(buffers[2])
-
-
-def compiled_panel(shape: plans.Panel, dtype: torch.dtype, out: torch.dtype) -> str:
-    """Compiles panel_kernel and returns its PTX."""
-    absmax = "*u8" if shape.nested else "*fp32"
-    kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-    pointers = (kinds[dtype], kinds[out], "*u8", absmax, "*fp32", "*fp32", "*fp32", "*i32")
-    names = panels.panel_kernel.arg_names
-    signature = dict(zip(names[:8], pointers, strict=True)) | dict.fromkeys(names[8:14], "i32")
-    signature["norm"] = "fp32"
-    signature["PANEL"] = "constexpr"
-    source = ASTSource(fn=panels.panel_kernel, signature=signature, constexprs={"PANEL": shape})
-    options = {"num_warps": 4 * shape.groups, "launch_pdl": True, "enable_fp_fusion": False}
-    return triton.compile(source, target=TARGETS[True], options=options).asm["ptx"]
-
-
 def run_groups() -> None:
     """Multiplies with two or three weights in one launch, by each of the kernels."""
     for m, rows, k, blocksize, nested, dtype in (
@@ -724,23 +648,6 @@ def compiled_group(shape: shapes.Shape | shapes.Held, dtype: torch.dtype, out: t
     return triton.compile(source, target=TARGETS[True], options=options).asm["ptx"]
 
 
-def run_panels() -> None:
-    """Multiplies with every panel: what hangs over an edge, odd numbers of blocks, parts."""
-    widths = {one.columns: one for one in plans.PANELS if one is not plans.TALL}
-    for shape, cluster, splits, m, n, k, blocksize, dtype in (
-        (plans.NARROW, 1, 1, 40, 150, 320, 64, torch.bfloat16),
-        (plans.NARROW.plain, 1, 2, 63, 102, 1344, 64, torch.bfloat16),
-        (plans.TALL.plain, 2, 1, 130, 300, 448, 128, torch.float16),
-        (widths[96], 1, 1, 100, 130, 192, 64, torch.bfloat16),
-        (widths[256], 2, 2, 270, 150, 832, 256, torch.bfloat16),
-    ):
-        packed, state = packed_weight(n, k, "nf4", blocksize, shape.nested)
-        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
-        plan = plans.Plan(shape, cluster, splits)
-        assert_close_to_exact(multiply_panel(x, packed, state, plan), x, packed, state)
-        print("panel", plan, m, n, k, blocksize, dtype)
-
-
 def run_other_shapes() -> None:
     """Multiplies with shapes that are chosen for larger products."""
     held = next(one for one in shapes.HELD_SHAPES if one.warps == 4)
@@ -757,7 +664,6 @@ def run_other_shapes() -> None:
 
 if __name__ == "__main__":
     run_other_shapes()
-    run_panels()
     run_groups()
     for turn, (m, n, k, quant_type, blocksize, nested, dtype) in enumerate(
         (

@@ -267,4 +267,4 @@ def test_the_kernels_multiply() -> None:
     """
     done = run_compiling("tests/emulator.py")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 47
+    assert len(done.stdout.splitlines()) == 42

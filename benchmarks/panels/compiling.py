@@ -1,4 +1,4 @@
-"""Compiles candidates without a GPU: what a variant's machine code needs, and its PTX."""
+"""Compiles plans without a GPU: what a variant's machine code needs, and its PTX."""
 
 import re
 import subprocess
@@ -8,26 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.panels.costs import Candidate, Way
-from benchmarks.panels.kernels import candidate_kernel
-from benchmarks.panels.streaming import stream_kernel
 from nf4conv.codec.kernels.product.panels.kernels import panel_kernel
+from nf4conv.codec.kernels.product.panels.plans import Plan
+from nf4conv.codec.kernels.product.panels.prepare import TYPES
 
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-KERNELS: dict[Way, Any] = {
-    "ordered": panel_kernel,
-    "stream": stream_kernel,
-    "shared": stream_kernel,
-}
-"""The kernels of ways that candidate_kernel does not know."""
-
-_POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+_POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
 class Needs(NamedTuple):
@@ -42,26 +31,22 @@ class Needs(NamedTuple):
     spilled: int
 
 
-def compiled(candidate: Candidate, dtype: torch.dtype, capped: bool = True) -> Any:
-    """Compiles a candidate's kernel for Hopper, with Triton.
+def compiled(plan: Plan, dtype: torch.dtype, capped: bool = True) -> Any:
+    """Compiles a plan's kernel for Hopper, with Triton.
 
     Args:
-        candidate: with a panel for nested absmax, or a plain one.
+        plan: with a panel for nested absmax, or a plain one.
         dtype: of x.
         capped: with no more registers than its panel allows; the PTX is the same without.
     """
-    panel, cluster, splits = candidate.plan
+    panel, cluster, splits = plan
     out = "*fp32" if splits > 1 else _POINTERS[dtype]
     absmax = "*u8" if panel.nested else "*fp32"
-    function = KERNELS.get(candidate.way, candidate_kernel)
     types = {"out_ptr": out, "packed_ptr": "*u8", "absmax_ptr": absmax, "table_ptr": "*i32"}
-    types |= {"x_ptr": _POINTERS[dtype], "x_address": "i64", "norm": "fp32"}
-    types |= {"flags_ptr": "*i32"}
-    constants = {"PANEL": panel, "DTYPE": TYPES[dtype], "CLUSTER": cluster, "WAY": candidate.way}
-    constants |= {"SCALED": candidate.way == "shared", "PAIRED": cluster > 1}
-    constants = {name: one for name, one in constants.items() if name in function.arg_names}
+    types |= {"x_address": "i64", "norm": "fp32"}
+    constants = {"PANEL": panel, "DTYPE": TYPES[dtype], "CLUSTER": cluster}
     signature = {}
-    for name in function.arg_names:
+    for name in panel_kernel.arg_names:
         other = "i64" if name.startswith("map") else "i32"
         if name.endswith("_ptr"):
             other = "*fp32"
@@ -69,8 +54,8 @@ def compiled(candidate: Candidate, dtype: torch.dtype, capped: bool = True) -> A
     options: dict[str, Any] = {"num_warps": 4 * panel.groups, "launch_pdl": True}
     options |= {"enable_fp_fusion": False}
     if capped:
-        options["maxnreg"] = candidate.registers
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+        options["maxnreg"] = panel.registers
+    source = ASTSource(fn=panel_kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
