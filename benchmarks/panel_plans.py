@@ -1,17 +1,17 @@
-"""Finds the fastest plan and kernel for 33 to 512 rows of x on a Hopper GPU, beside cuBLAS and what
-is chosen today, above all where products take longer than they should.
+"""Finds the fastest plan of product/panels for 33 to 512 rows of x on a Hopper GPU, beside cuBLAS
+and what is chosen today, above all where products take longer than they should.
 
     python -m benchmarks.panel_plans --json FILE [--seconds 300] [--most 16] [--shapes 4096x4096 …]
         [--rows 128 …] [--variants N] [--processes N] [--dry-run] [--commit HASH]
 
-benchmarks/panels holds the kernels and says which plans may be fast. Many processes compile and
-check them first, in the order of the sizes that they are for. Then one process times them: medians
+benchmarks/panels says which plans may be fast. Many processes compile and check them first, in the
+order of the sizes that they are for. Then one process times them: medians
 of graph replays over weights that exceed the L2 cache, all in turns with cuBLAS and with today's
 choice, bfloat16 x, nested NF4 in blocks of 64. The file is whole after each size. Sizes whose aim
 is missed come first, the others follow while there is time.
 
 Without a GPU, --dry-run compiles for one and looks for spilled registers, then runs all the rest
-with small weights and nf4conv's product on the CPU in the place of every candidate.
+with small weights and nf4conv's product on the CPU in the place of every plan.
 """
 
 import argparse
@@ -22,17 +22,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
 
 import nf4conv
+from benchmarks.panels.candidates import WAYS, candidates, estimated, goal, name_of, present
 from benchmarks.panels.checking import MOST_ERROR, check_all, relative_error, variant_of
-from benchmarks.panels.costs import Candidate, Way, candidates, estimate, goal, present
-from benchmarks.panels.prepare import prepare
 from benchmarks.records import parser, save, versions
 from benchmarks.timing import Call, Timer, Turns, copies_beyond_l2, graph
+from nf4conv.codec.kernels.product.panels.plans import Plan
+from nf4conv.codec.kernels.product.panels.prepare import prepare_panel
 from nf4conv.codec.quant_state import Decoding, QuantState, decoding_of
 from nf4conv.system.cores import usable_cores
 
@@ -55,14 +56,14 @@ class Case:
         n, k: rows and columns of the weight.
         m: rows of x.
         missed: True if today's choice takes longer than it should.
-        tried: the candidates.
+        tried: the plans.
     """
 
     n: int
     k: int
     m: int
     missed: bool
-    tried: list[Candidate] = field(default_factory=list)
+    tried: list[Plan] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.n}×{self.k}, {self.m} rows"
@@ -105,10 +106,10 @@ class OnGpu:
         packed, state = nf4conv.quantize_4bit(torch.randn(n, k, device=self.device).mul_(0.02))
         return Weight(packed, state, decoding_of(state))
 
-    def product(self, candidate: Candidate, x: torch.Tensor, weight: Weight) -> Multiply:
+    def product(self, plan: Plan, x: torch.Tensor, weight: Weight) -> Multiply:
         n = weight.state.shape[0]
         form = weight.decoding.form()
-        multiply = prepare(candidate, x.shape, x.dtype, self.device, n, form)
+        multiply = prepare_panel(x.shape, x.dtype, self.device, n, form, plan)
         return lambda x, weight: multiply(x, weight.decoding.addresses(weight.packed))
 
     def timer(self, calls: list[Call]) -> Timer:
@@ -152,7 +153,7 @@ def main() -> None:
     say(f"{time.time() - start:.0f} s")
     tools = Rehearsal() if arguments.dry_run else OnGpu()
     record: dict[str, Any] = {"versions": versions(arguments.commit), "sizes": []}
-    record["checked"] = {str(one): wrong for one, wrong in checked.items()}
+    record["checked"] = {name_of(one): wrong for one, wrong in checked.items()}
     weights, size = None, None
     for case in cases:
         if time.time() > ends:
@@ -175,7 +176,7 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--seconds", type=float, default=300, help="for all, about")
-    options.add_argument("--most", type=int, default=16, help="candidates for each size, about")
+    options.add_argument("--most", type=int, default=16, help="plans for each size")
     options.add_argument("--shapes", nargs="*", default=[], help="only these, such as 4096x14336")
     options.add_argument("--rows", nargs="*", type=int, default=[], help="only these")
     options.add_argument("--variants", type=int, help="compile no more kernels than these")
@@ -212,15 +213,15 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 
 
 def measured(case: Case, weights: Weights, tools: OnGpu) -> dict[str, Any]:
-    """Times a size: cuBLAS, today's choice, and the candidates."""
+    """Times a size: cuBLAS, today's choice, and other plans."""
     today = present(case.m, case.n, case.k)
     k = weights.packed[0].state.shape[1]
     x = torch.randn(case.m, k, device=tools.device).bfloat16()
     product = tools.product(today, x, weights.packed[0])
     expected = product(x, weights.packed[0])
 
-    def checked(candidate: Candidate) -> list[Call]:
-        multiply = tools.product(candidate, x, weights.packed[0])
+    def checked(plan: Plan) -> list[Call]:
+        multiply = tools.product(plan, x, weights.packed[0])
         error = relative_error(multiply(x, weights.packed[0]), expected)
         if not error <= MOST_ERROR:
             raise ValueError(f"differs from today's by {error:.2e}")
@@ -230,16 +231,18 @@ def measured(case: Case, weights: Weights, tools: OnGpu) -> dict[str, Any]:
     turns.add("cuBLAS", [partial(functional.linear, x, one) for one in weights.dense])
     turns.add("today", [partial(product, x, one) for one in weights.packed])
     for one in case.tried:
-        turns.attempt(str(one), partial(checked, one))
+        turns.attempt(name_of(one), partial(checked, one))
     times = turns.measured(ROUNDS)
     best = min((name for name in times if name != "cuBLAS"), key=lambda name: times[name])
-    estimates = {str(one): estimate(one, case.m, case.n, case.k) for one in (today, *case.tried)}
+    estimates = {
+        name_of(one): estimated(one, case.m, case.n, case.k) for one in (today, *case.tried)
+    }
     return {
         "shape": [case.n, case.k],
         "rows": case.m,
         "missed": case.missed,
         "goal": goal(case.m),
-        "today's plan": str(today),
+        "today's plan": name_of(today),
         "best": {"name": best, "ratio": round(times[best] / times["cuBLAS"], 3)},
         "µs": {name: round(value, 2) for name, value in times.items()},
         "estimated µs": {name: round(value, 1) for name, value in estimates.items()},
@@ -253,7 +256,7 @@ def summary(row: dict[str, Any]) -> str:
     n, k = row["shape"]
     base = times["cuBLAS"]
     ways = []
-    for way in get_args(Way):
+    for way in WAYS:
         of_way = [(value, name) for name, value in times.items() if name.startswith(way)]
         if of_way:
             value, name = min(of_way)

@@ -1,7 +1,7 @@
-"""Compiles and checks candidates in processes of their own: one that ends its process, or hangs,
+"""Compiles and checks plans in processes of their own: one that ends its process, or hangs,
 is told of, and the others go on. What was compiled is in Triton's folder for the processes behind.
 
-    python -m benchmarks.panels.checking FILE   (what check_all starts: FILE lists candidates)
+    python -m benchmarks.panels.checking FILE   (what check_all starts: FILE lists plans)
 """
 
 import json
@@ -11,21 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final
 
 import torch
 
 import nf4conv
+from benchmarks.panels.candidates import name_of
 from benchmarks.panels.compiling import compiled, needs_of
-from benchmarks.panels.costs import Candidate, panels
-from benchmarks.panels.prepare import prepare
-from nf4conv.codec.kernels.product.panels.plans import Plan
+from nf4conv.codec.kernels.product.panels.plans import PANELS, Plan
+from nf4conv.codec.kernels.product.panels.prepare import prepare_panel
 from nf4conv.codec.quant_state import decoding_of
 
 ROOT: Final = Path(__file__).parent.parent.parent
 
 LONGEST: Final = 90
-"""Seconds after which compiling and checking a candidate hangs."""
+"""Seconds after which compiling and checking a plan hangs."""
 
 MOST_ERROR: Final = 4e-3
 """Of a product in bfloat16, relative: rounding weights and results makes 2.4e-3."""
@@ -33,42 +33,42 @@ MOST_ERROR: Final = 4e-3
 RUNS: Final = 4
 
 GPU_LOST: Final = 3
-"""Exit status of a process that has told of a candidate, but can do no more."""
+"""Exit status of a process that has told of a plan, but can do no more."""
 
 
-def variant_of(candidate: Candidate) -> Candidate:
-    """Returns the candidate that stands for all that share its machine code."""
-    panel, cluster, splits = candidate.plan
-    return Candidate(candidate.way, Plan(panel, cluster, 3 if splits > 1 else 1))
+def variant_of(plan: Plan) -> Plan:
+    """Returns the plan that stands for all that share its machine code."""
+    return plan._replace(splits=2 if plan.splits > 1 else 1)
 
 
-def check(candidate: Candidate) -> str:
-    """Compiles a candidate and returns what is wrong with it, or nothing.
+def check(plan: Plan) -> str:
+    """Compiles a plan and returns what is wrong with it, or nothing.
 
     On a GPU it multiplies, several times; without one, what it needs is looked at.
     """
     if not torch.cuda.is_available():
-        needs = needs_of(compiled(candidate, torch.bfloat16).asm["cubin"])
+        needs = needs_of(compiled(plan, torch.bfloat16).asm["cubin"])
         return f"spills {needs.spilled} bytes" if needs.spilled > 0 else ""
-    columns = candidate.plan.panel.columns
-    for m, n, k in ((columns - 7, 300, 1088), (min(2 * columns + 5, 512), 517, 768)):
-        wrong = _check_product(candidate, m, n, k)
+    columns = plan.panel.columns
+    # ten turns at least: as many as the parts of two clusters of five programs
+    for m, n, k in ((columns - 7, 300, 1344), (min(2 * columns + 5, 512), 517, 1280)):
+        wrong = _check_product(plan, m, n, k)
         if wrong:
             return f"{m}, {n}, {k}: {wrong}"
     return ""
 
 
-def _check_product(candidate: Candidate, m: int, n: int, k: int) -> str:
+def _check_product(plan: Plan, m: int, n: int, k: int) -> str:
     """Multiplies and returns what is wrong, or nothing."""
     device = torch.device("cuda", 0)
     packed, state = nf4conv.quantize_4bit(torch.randn(n, k, device=device))
     x = torch.randn(m, k, device=device).bfloat16()
     decoding = decoding_of(state)
-    multiply = prepare(candidate, x.shape, x.dtype, device, n, decoding.form())
+    multiply = prepare_panel(x.shape, x.dtype, device, n, decoding.form(), plan)
     exact = x.double() @ nf4conv.dequantize_4bit(packed, state, dtype=torch.float32).double().T
     results: list[torch.Tensor] = []
     for _ in range(RUNS):
-        for size in (m * n, 2 * candidate.plan.splits * m * n):  # what a result may come to lie in
+        for size in (m * n, 2 * plan.splits * m * n):  # what a result may come to lie in
             torch.full((size,), float("nan"), dtype=x.dtype, device=device)
         results.append(multiply(x, decoding.addresses(packed)))
         torch.cuda.synchronize()
@@ -84,26 +84,24 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-def _described(candidate: Candidate) -> dict[str, Any]:
-    """Returns a candidate for JSON."""
-    panel, cluster, splits = candidate.plan
-    place = panels().index(panel)
-    return {"way": candidate.way, "panel": place, "cluster": cluster, "splits": splits}
+def _described(plan: Plan) -> dict[str, int]:
+    """Returns a plan for JSON."""
+    panel, cluster, splits = plan
+    return {"panel": PANELS.index(panel), "cluster": cluster, "splits": splits}
 
 
-def _named(described: dict[str, Any]) -> Candidate:
-    """Returns the candidate that was described."""
-    panel = panels()[described["panel"]]
-    plan = Plan(panel, described["cluster"], described["splits"])
-    return Candidate(described["way"], plan)
+def _named(described: dict[str, int]) -> Plan:
+    """Returns the plan that was described."""
+    panel = PANELS[described["panel"]]
+    return Plan(panel, described["cluster"], described["splits"])
 
 
 @dataclass
 class Share:
-    """Candidates that a process checks one after the other.
+    """Plans that a process checks one after the other.
 
     Attributes:
-        command: what checks the candidates that the file behind it lists.
+        command: what checks the plans that the file behind it lists.
         folder: for its files.
         number: of the share.
         waiting: what is to be checked, in order.
@@ -116,8 +114,8 @@ class Share:
     command: Sequence[str]
     folder: Path
     number: int
-    waiting: list[Candidate]
-    found: dict[Candidate, str] = field(default_factory=dict)
+    waiting: list[Plan]
+    found: dict[Plan, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     lines: int = 0
     since: float = 0
@@ -132,7 +130,7 @@ class Share:
         self.since = time.time()
 
     def look(self) -> None:
-        """Reads what the process has found; goes on behind a candidate that it did not survive."""
+        """Reads what the process has found; goes on behind a plan that it did not survive."""
         if not self.waiting or self.process is None:
             return
         ended = self.process.poll() is not None
@@ -165,14 +163,14 @@ class Share:
 
 
 def check_all(
-    asked: Sequence[Candidate],
+    asked: Sequence[Plan],
     processes: int,
     ends: float,
     folder: Path,
     say: Callable[[str], None],
     command: Sequence[str] = (sys.executable, "-m", "benchmarks.panels.checking"),
-) -> dict[Candidate, str]:
-    """Checks candidates in several processes until a time.
+) -> dict[Plan, str]:
+    """Checks plans in several processes until a time.
 
     Returns:
         For each that was checked, what is wrong, or nothing.
@@ -191,16 +189,16 @@ def check_all(
     say(f"{len(found)} of {len(asked)} variants checked")
     for one, wrong in found.items():
         if wrong:
-            say(f"  {one}: {wrong}")
+            say(f"  {name_of(one)}: {wrong}")
     return found
 
 
 def main(listed: Path, told: IO[str]) -> None:
-    """Checks the candidates of a file in order, and tells what is wrong with each."""
+    """Checks the plans of a file in order, and tells what is wrong with each."""
     for described in json.loads(listed.read_text()):
-        candidate = _named(described)
+        plan = _named(described)
         try:
-            wrong = check(candidate)
+            wrong = check(plan)
         except Exception as error:  # noqa: BLE001 - of Triton, of the driver, of torch
             wrong = f"{type(error).__name__}: {str(error)[:300]}"
         print(json.dumps({"wrong": wrong}), file=told, flush=True)
