@@ -7,8 +7,8 @@ from typing import Final
 
 from nf4conv.codec.kernels.product.dividing import MOST_SPLITS
 from nf4conv.codec.kernels.product.panels.plans import (
+    CLUSTERS,
     PANELS,
-    PER_WAVE,
     Panel,
     Plan,
     choose_plan,
@@ -50,7 +50,7 @@ def goal(m: int) -> float:
 def plans(k: int) -> Iterator[Plan]:
     """Yields all plans that k can be divided for."""
     turns = -(-k // 128)
-    for panel, cluster, splits in product(PANELS, PER_WAVE, range(1, MOST_SPLITS + 1)):
+    for panel, cluster, splits in product(PANELS, CLUSTERS, range(1, MOST_SPLITS + 1)):
         if cluster * splits <= turns:
             yield Plan(panel, cluster, splits)
 

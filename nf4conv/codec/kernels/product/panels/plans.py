@@ -90,9 +90,9 @@ PANELS: Final = (
 )
 
 
-PER_WAVE: Final = {1: 132, 2: 66, 3: 42, 4: 32, 5: 24}
-"""Clusters of so many programs that an H200 runs at once. A cluster must lie in one of the GPU's
-groups of 16 or 18 multiprocessors, so larger ones leave some idle.
+CLUSTERS: Final = (1, 2)
+"""Sizes of clusters that are chosen among. The kernel takes up to five, but those of three to five
+were slower wherever they were tried: 40 of three, or 32 of four, do not run at once on an H200.
 """
 
 
@@ -101,7 +101,7 @@ class Plan(NamedTuple):
 
     Attributes:
         panel: what a program computes.
-        cluster: programs that share a tile and add up in shared memory: a key of PER_WAVE.
+        cluster: programs that share a tile and add up in shared memory, up to five.
         splits: clusters that share a tile, whose sums another kernel adds up.
     """
 
@@ -123,7 +123,7 @@ def choose_plan(m: int, n: int, k: int, processors: int) -> Plan:
     turns = -(-k // 128)
     best = Plan(PANELS[0], 1, 1)
     least = float("inf")
-    for panel, cluster, splits in product(PANELS, PER_WAVE, range(1, MOST_SPLITS + 1)):
+    for panel, cluster, splits in product(PANELS, CLUSTERS, range(1, MOST_SPLITS + 1)):
         if cluster * splits > turns:
             continue
         plan = Plan(panel, cluster, splits)
@@ -157,18 +157,17 @@ def estimate(plan: Plan, m: int, n: int, k: int, processors: int) -> float:
     """Returns about how many µs a product takes on an H200.
 
     Fitted to 230 plans at the 49 sizes of docs/kernels.md: 6 % root mean square, and what is chosen
-    among them takes at most 2 % longer than the fastest. Clusters of more than two programs were
-    not measured: they are taken to cost a quarter of a pair's more for each.
+    among them takes at most 2 % longer than the fastest. They have clusters of one and two.
     """
     panel, cluster, splits = plan
-    clusters = -(-m // panel.columns) * -(-n // panel.rows) * splits
-    waves = -(-clusters // max(PER_WAVE[cluster] * processors // 132, 1))
+    programs = -(-m // panel.columns) * -(-n // panel.rows) * cluster * splits
+    waves = -(-programs // processors)
     turns = -(-k // (128 * cluster * splits))
     turn, turn_row = _TURN[panel.scales_sums, panel.groups]
     cost = waves * (1.56 + turns * (turn + turn_row * panel.columns))
     if cluster > 1:
         tile = panel.rows * panel.columns
-        cost += (1.64 + waves * tile * 34e-6) * (1 + 0.25 * (cluster - 2))
+        cost += 1.64 + waves * tile * 34e-6
     if splits > 1:
         cost += 0.46 + splits * m * n * 2.05e-6
     # the same for all plans: a GPU that works longer has a lower clock, and weights are read once
