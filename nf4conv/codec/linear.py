@@ -12,12 +12,13 @@ import torch
 
 from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.linear_op import linear_op, multiply_packed, train_op
+from nf4conv.codec.linear_training import multiply_with_gradients
 from nf4conv.codec.ops import check_decodable
 from nf4conv.codec.quant_state import DTYPE_NAMES, QuantState, decoding_of
 from nf4conv.errors import CodecError
 
 if TYPE_CHECKING:  # importing Triton takes a second
-    from nf4conv.codec.kernels.product.choosing import Multiply
+    from nf4conv.codec.kernels.product.choosing import Decode, Matrix, Multiply
 
 
 def linear_4bit(
@@ -52,16 +53,30 @@ def linear_4bit(
     if torch.compiler.is_compiling():
         return _traced(x, packed, quant_state, bias)
     weight = _weight_of(packed, quant_state)
-    if type(x) is not torch.Tensor or _trains(x, bias):
+    trains = _trains(x, bias)
+    if type(x) is not torch.Tensor:
         weight.check(x, bias)
-        operator = train_op if _trains(x, bias) else linear_op
-        result: torch.Tensor = operator(x, bias, *_operands(packed, quant_state))
-        return result
+        return _through_dispatcher(x, packed, quant_state, bias)
     # torch's dispatcher, which the operators go through, takes longer than the launch
     product = weight.product_for(x, bias)
     if product is None:
+        if trains:
+            return _through_dispatcher(x, packed, quant_state, bias)
         return multiply_packed(x, bias, *_operands(packed, quant_state))
+    if trains:
+        decode = weight.decode_to(x.dtype)
+        *tensors, _, _, _ = _operands(packed, quant_state)
+        return multiply_with_gradients(x, bias, product, decode, weight.kernel_addresses, tensors)
     return product(x, weight.kernel_addresses, bias)
+
+
+def _through_dispatcher(
+    x: torch.Tensor, packed: torch.Tensor, state: QuantState, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Computes `linear_4bit` by an operator of torch; the operands are checked."""
+    operator = train_op if _trains(x, bias) else linear_op
+    result: torch.Tensor = operator(x, bias, *_operands(packed, state))
+    return result
 
 
 def _operands(packed: torch.Tensor, state: QuantState) -> tuple[Any, ...]:
@@ -210,14 +225,25 @@ class _Weight:
         """Returns what multiplies all that have the shape, dtype and device of x."""
         from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
 
-        n, k = self.shape
-        alignment = choosing.alignment_of(self.kernel_addresses[0])
-        matrix = choosing.Matrix(n, k, self.form, alignment)
-        product = choosing.prepare_multiply(x.shape, x.dtype, x.device, matrix)
+        product = choosing.prepare_multiply(x.shape, x.dtype, x.device, self._matrix())
         if len(self.products) >= _MOST_PRODUCTS:  # threads may add some at once
             self.products.clear()
         self.products[x.shape, x.dtype, x.device] = product
         return product
+
+    def decode_to(self, dtype: torch.dtype) -> "Decode":
+        """Returns what decodes the weight, given its addresses; there are kernels."""
+        from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
+
+        return choosing.prepare_decode(dtype, self.device, self._matrix())
+
+    def _matrix(self) -> "Matrix":
+        """Returns which kind of weight this is, for kernels."""
+        from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
+
+        alignment = choosing.alignment_of(self.kernel_addresses[0])
+        n, k = self.shape
+        return choosing.Matrix(n, k, self.form, alignment)
 
 
 def _weight_of(packed: torch.Tensor, state: QuantState) -> _Weight:

@@ -18,6 +18,9 @@ from nf4conv.codec.quant_state import Addresses, Form
 Multiply = Callable[[torch.Tensor, Addresses, torch.Tensor | None], torch.Tensor]
 """x, a weight, a bias or None → x · Wᵀ + bias."""
 
+Decode = Callable[[Addresses], torch.Tensor]
+"""A weight → W, decoded."""
+
 
 MultiplyGroup = Callable[
     [torch.Tensor, Sequence[Addresses], Sequence[torch.Tensor | None]], list[torch.Tensor]
@@ -178,23 +181,40 @@ def _prepare_panel(
         return _prepare_decoded(dtype, device, matrix)
 
 
+@functools.lru_cache(maxsize=1024)
+def prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Decode:
+    """Prepares what decodes all weights of one kind.
+
+    Args:
+        dtype: of the result.
+        device: a GPU that runs the kernels.
+        matrix: the kind of weight.
+    """
+    shape = (matrix.n, matrix.k)
+    write = None
+    if matrix.n * matrix.k > 0:
+        write = prepare_dequantize(shape, dtype, device, matrix.form, matrix.alignment)
+    current_stream = stream_of(device)
+
+    def decode(weight: Addresses) -> torch.Tensor:
+        decoded = torch.empty(shape, dtype=dtype, device=device)
+        if write is not None:
+            write(current_stream(), decoded.data_ptr(), weight)
+        return decoded
+
+    return _there(decode, device)
+
+
 def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Multiply:
     """Prepares to decode, then to call the library's product.
 
     Under autocast the library computes in another dtype; the result has that of x all the same.
     """
-    shape = (matrix.n, matrix.k)
-    decode = None
-    if matrix.n * matrix.k > 0:
-        decode = prepare_dequantize(shape, dtype, device, matrix.form, matrix.alignment)
-    current_stream = stream_of(device)
+    decode = prepare_decode(dtype, device, matrix)
 
     def multiply(x: torch.Tensor, weight: Addresses, bias: torch.Tensor | None) -> torch.Tensor:
-        decoded = x.new_empty(shape)
-        if decode is not None:
-            decode(current_stream(), decoded.data_ptr(), weight)
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
-        return functional.linear(x, decoded, bias).to(dtype)
+        return functional.linear(x, decode(weight), bias).to(dtype)
 
     return multiply
