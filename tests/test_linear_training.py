@@ -2,16 +2,19 @@
 
 import weakref
 
+import pytest
 import torch
 from products import packed_weight
 from torch.utils.checkpoint import checkpoint
 
 from nf4conv import dequantize_4bit
 from nf4conv.codec.linear import linear_4bit
+from nf4conv.codec.linear_op import addresses_of
 from nf4conv.codec.linear_training import multiply_with_gradients
-from nf4conv.codec.quant_state import Addresses
+from nf4conv.codec.quant_state import Addresses, decoding_of
 
-ADDRESSES = (0, 0, 0, 0, 0)
+TENSORS = (torch.zeros(1), torch.zeros(1), None, None, None)
+WEIGHT = (addresses_of(*TENSORS), TENSORS)
 
 
 def multiply_by(weight: torch.Tensor):
@@ -28,7 +31,7 @@ def test_gradients_are_right_twice() -> None:
     bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
 
     def product(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        given = (multiply_by(weight), lambda _: weight, ADDRESSES, ())
+        given = (multiply_by(weight), lambda _: weight, *WEIGHT)
         return multiply_with_gradients(x, bias, *given)
 
     assert torch.autograd.gradcheck(product, (x, bias))
@@ -42,9 +45,7 @@ def test_gradients_are_those_of_the_operator() -> None:
     bias = torch.randn(24, requires_grad=True)
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        return multiply_with_gradients(
-            x, bias, multiply_by(weight), lambda _: weight, ADDRESSES, ()
-        )
+        return multiply_with_gradients(x, bias, multiply_by(weight), lambda _: weight, *WEIGHT)
 
     expected = torch.autograd.grad(linear_4bit(x, packed, state, bias).square().sum(), (x, bias))
     found = torch.autograd.grad(product(x).square().sum(), (x, bias))
@@ -61,11 +62,58 @@ def test_tensors_live_until_the_gradients_are_computed() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     kept = torch.zeros(3)
     lives = weakref.ref(kept)
-    out = multiply_with_gradients(
-        x, None, multiply_by(weight), lambda _: weight, ADDRESSES, (kept, None)
-    )
-    del kept
+    tensors = (kept, *TENSORS[1:])
+    given = (multiply_by(weight), lambda _: weight, addresses_of(*tensors), tensors)
+    out = multiply_with_gradients(x, None, *given)
+    del kept, tensors, given
     assert lives() is not None
     out.sum().backward()
     del out
     assert lives() is None
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_weight_that_moved_since_is_found(nested: bool) -> None:
+    """As FSDP does, which frees storages after the forward pass and fills them before backward."""
+    packed, state = packed_weight(24, 128, nested=nested)
+    decoding = decoding_of(state)
+    tensors = (packed, *decoding.tensors())
+    seen: list[Addresses] = []
+
+    def decode(addresses: Addresses) -> torch.Tensor:
+        seen.append(addresses)
+        return torch.zeros(24, 128)
+
+    x = torch.randn(2, 128, requires_grad=True)
+    first = decoding.addresses(packed)
+    multiply = multiply_by(torch.zeros(24, 128))
+    out = multiply_with_gradients(x, None, multiply, decode, first, tensors)
+    storage = packed.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    others = [torch.empty(size, dtype=torch.uint8) for _ in range(64)]
+    storage.resize_(size)
+    moved = decoding.addresses(packed)
+    assert moved != first
+    out.sum().backward()
+    assert seen == [moved]
+    del others
+
+
+@pytest.mark.parametrize("shape", [(128,), (0, 128), (2, 0, 128), (2, 3, 128)], ids=str)
+@pytest.mark.parametrize("n", [0, 24])
+def test_gradients_of_any_shape(shape: tuple[int, ...], n: int) -> None:
+    """By the operator, and without it."""
+    packed, state = packed_weight(n, 128)
+    weight = dequantize_4bit(packed, state, dtype=torch.float32)
+    x = torch.randn(shape, requires_grad=True)
+    bias = torch.randn(n, requires_grad=True)
+    rows = x.numel() // 128
+    for out in (
+        linear_4bit(x, packed, state, bias),
+        multiply_with_gradients(x, bias, multiply_by(weight), lambda _: weight, *WEIGHT),
+    ):
+        assert out.shape == (*shape[:-1], n)
+        grad_x, grad_bias = torch.autograd.grad(out.sum(), (x, bias))
+        torch.testing.assert_close(grad_x, weight.sum(0).expand(shape))
+        torch.testing.assert_close(grad_bias, torch.full((n,), float(rows)))

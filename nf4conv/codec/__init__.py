@@ -5,7 +5,7 @@ The library:
     ops.py          quantizes and dequantizes tensors: validates, allocates, calls a backend
     linear.py       multiplies with packed weights
     linear_op.py    the same as operators of torch, for torch.compile and autograd
-    linear_training.py  multiplies with gradients, around the operators
+    linear_training.py  multiplies with gradients, without the operators
     linear_joining.py  joins products of the same x in graphs that torch.compile makes
     patching.py     makes the layers of bitsandbytes multiply so
     quant_state.py  turns a QuantState into the tensors that bitsandbytes stores, and back

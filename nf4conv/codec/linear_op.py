@@ -59,7 +59,7 @@ def multiply_packed(
         return _in_float32(x, weight, bias).to(x.dtype)
     from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
 
-    addresses = _addresses(packed, absmax, nested_absmax, nested_code, offset)
+    addresses = addresses_of(packed, absmax, nested_absmax, nested_code, offset)
     form = Form(quant_type, blocksize, nested_absmax is not None)
     matrix = choosing.Matrix(n, x.shape[-1], form, choosing.alignment_of(addresses[0]))
     return choosing.prepare_multiply(x.shape, x.dtype, x.device, matrix)(x, addresses, bias)
@@ -114,7 +114,7 @@ def multiply_group(
         return results
     from nf4conv.codec.kernels.product import choosing  # importing Triton takes a second
 
-    addresses = [_addresses(*one) for one in weights]
+    addresses = [addresses_of(*one) for one in weights]
     form = Form(quant_type, blocksize, len(nested_absmax) > 0)
     k = x.shape[-1]
     matrices = tuple(
@@ -125,7 +125,7 @@ def multiply_group(
     return multiply(x, addresses, tensors[3])
 
 
-def _addresses(
+def addresses_of(
     packed: torch.Tensor,
     absmax: torch.Tensor,
     nested_absmax: torch.Tensor | None,
@@ -243,9 +243,14 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         )
         grad_x = grad @ weight
     if ctx.needs_input_grad[1]:
-        rows = grad.reshape(-1, ctx.weight_shape[0])
-        grad_bias = rows.sum(0, dtype=ctx.bias_dtype)
+        grad_bias = gradient_of_bias(grad, ctx.bias_dtype)
     return grad_x, grad_bias, None, None, None, None, None, None, None, None
+
+
+def gradient_of_bias(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the gradient of a bias, given that of the result, [..., N]."""
+    rows = grad.unsqueeze(0).flatten(0, -2)  # reshape(-1, N) fails if N is 0
+    return rows.sum(0, dtype=dtype)
 
 
 torch.library.register_autograd(

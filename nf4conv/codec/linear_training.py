@@ -1,7 +1,7 @@
-"""The product with gradients, where torch.compile does not look on.
+"""Multiplies with gradients where torch.compile does not look on.
 
-What traces needs the operator `linear_4bit_train`. But its way through torch's dispatcher takes the
-host six times as long as this plain autograd function around prepared kernels.
+A graph needs the operator `linear_4bit_train`. Without a graph this autograd function calls
+prepared kernels itself: torch's dispatcher would take the host six times as long.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nf4conv.codec.linear_op import addresses_of, gradient_of_bias
 from nf4conv.codec.quant_state import Addresses
 
 if TYPE_CHECKING:  # importing Triton takes a second
@@ -30,8 +31,8 @@ def multiply_with_gradients(
         bias: [N], checked, or None.
         multiply: computes the result.
         decode: decodes W in the dtype of x, for the gradient.
-        addresses: of the weight.
-        tensors: what is at these addresses; kept until the gradients are computed.
+        addresses: where the weight is now.
+        tensors: packed codes and `Decoding.tensors`; the graph of the gradients keeps them.
     """
     apply: Any = _Product.apply  # which has no types
     result: torch.Tensor = apply(x, bias, multiply, decode, addresses, tensors)
@@ -41,8 +42,8 @@ def multiply_with_gradients(
 class _Product(torch.autograd.Function):
     """Multiplies, and decodes the weight again for the gradient of x.
 
-    The weight's tensors are no saved tensors of autograd: hooks, such as those of checkpointing,
-    would cost five calls in Python for each layer, and have nothing to recompute.
+    The context keeps the weight's tensors itself. If autograd saved them, it would call the hooks
+    of checkpointing for each: five calls in Python for a layer, which recompute nothing.
     """
 
     @staticmethod
@@ -57,7 +58,6 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.decode = decode
-        ctx.addresses = addresses
         ctx.tensors = tensors
         return multiply(x, addresses, bias)
 
@@ -66,7 +66,8 @@ class _Product(torch.autograd.Function):
         grad_x = None
         grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ ctx.decode(ctx.addresses)
+            # asked for again: FSDP frees a weight after the forward pass, and gathers it elsewhere
+            grad_x = grad @ ctx.decode(addresses_of(*ctx.tensors))
         if ctx.needs_input_grad[1]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+            grad_bias = gradient_of_bias(grad, ctx.bias_dtype)
         return grad_x, grad_bias, None, None, None, None
