@@ -15,10 +15,9 @@ from emulator import GLOBAL, Bits, Machine, Mask, Words, cut, run_together
 from products import assert_close_to_exact, packed_weight
 
 from benchmarks.panels.compiling import compiled, needs_of
-from nf4conv.codec.kernels import tables
 from nf4conv.codec.kernels.product.panels.inputs import TENSOR_MAP
-from nf4conv.codec.kernels.product.panels.plans import PANELS, Panel, Plan
-from nf4conv.codec.kernels.product.panels.prepare import TYPES
+from nf4conv.codec.kernels.product.panels.plans import PANELS, Plan
+from nf4conv.codec.kernels.product.panels.prepare import TYPES, table_for
 from nf4conv.codec.quant_state import QuantState, decoding_of
 
 POINTERS = 6
@@ -95,15 +94,6 @@ def spilled(cluster: int) -> list[str]:
     return found
 
 
-def table_of(panel: Panel, quant_type: str, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """Returns the table for x of a dtype, and what its values are multiplied with."""
-    cpu = torch.device("cpu")
-    if dtype == torch.float16 and not panel.scales_sums:
-        return tables.value_table(quant_type, cpu), 1.0
-    values = dtype if panel.scales_sums else torch.float16
-    return tables.pair_table(quant_type, values, cpu), 1 / tables.MULTIPLES[quant_type, values]
-
-
 def multiply(x: torch.Tensor, packed: torch.Tensor, state: QuantState, plan: Plan) -> torch.Tensor:
     """Multiplies with panel_kernel, as its clusters one after the other."""
     panel, cluster, splits = plan
@@ -112,7 +102,7 @@ def multiply(x: torch.Tensor, packed: torch.Tensor, state: QuantState, plan: Pla
     n = state.shape[0]
     dtype = x.dtype if splits == 1 else torch.float32
     out = torch.full((splits, m, n), float("nan"), dtype=dtype)
-    table, norm = table_of(panel, decoding.quant_type, x.dtype)
+    table, norm = table_for(panel, x.dtype, x.device, decoding.quant_type)
     buffers: dict[int, Bits] = {}
     for i, tensor in enumerate((out, packed, *decoding.pointers(), table), start=1):
         buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()

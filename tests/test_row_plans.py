@@ -65,7 +65,7 @@ def test_other_gpus_have_two_programs_on_a_multiprocessor() -> None:
 
 @pytest.mark.parametrize("case", row_plans.CASES, ids=lambda case: case.name)
 def test_fits_a_multiprocessor(case: row_plans.Case) -> None:
-    """Of an H200, which has 65,536 registers and 227 KiB for 1 KiB and more of each program."""
+    """An H200 has 65,536 registers, and 227 KiB for programs, which take 1 KiB more each."""
     for plan in row_plans.plans(case.rows, case.k):
         shape = plan.shape
         assert case.rows <= shape.rows, plan.name

@@ -1,18 +1,14 @@
 """Says which plans of product/panels are worth a measurement."""
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import product
 from typing import Final
 
-from nf4conv.codec.kernels.product.dividing import MOST_SPLITS
 from nf4conv.codec.kernels.product.panels.plans import (
-    CLUSTERS,
-    PANELS,
     Panel,
     Plan,
     choose_plan,
     estimate,
+    plans_for,
 )
 
 PROCESSORS: Final = 132
@@ -47,14 +43,6 @@ def goal(m: int) -> float:
     return 1.15 if m <= 256 else 1.25
 
 
-def plans(k: int) -> Iterator[Plan]:
-    """Yields all plans that k can be divided for."""
-    turns = -(-k // 128)
-    for panel, cluster, splits in product(PANELS, CLUSTERS, range(1, MOST_SPLITS + 1)):
-        if cluster * splits <= turns:
-            yield Plan(panel, cluster, splits)
-
-
 def candidates(m: int, n: int, k: int, most: int) -> list[Plan]:
     """Returns the plans besides today's that are estimated to take least time.
 
@@ -64,7 +52,7 @@ def candidates(m: int, n: int, k: int, most: int) -> list[Plan]:
     today = present(m, n, k)
     counts: Counter[tuple[Panel, int]] = Counter()
     found: list[Plan] = []
-    for plan in sorted(plans(k), key=lambda one: estimated(one, m, n, k)):
+    for plan in sorted(plans_for(k), key=lambda one: estimated(one, m, n, k)):
         kind = plan.panel, plan.cluster
         if plan == today or counts[kind] == 2 or len(found) == most:
             continue

@@ -117,11 +117,10 @@ def multiply_group(
     addresses = [addresses_of(*one) for one in weights]
     form = Form(quant_type, blocksize, len(nested_absmax) > 0)
     k = x.shape[-1]
-    matrices = tuple(
-        choosing.Matrix(n, k, form, choosing.alignment_of(one[0]))
-        for n, one in zip(rows, addresses, strict=True)
-    )
-    multiply = choosing.prepare_group(x.shape, x.dtype, x.device, matrices)
+    matrices = []
+    for n, one in zip(rows, addresses, strict=True):
+        matrices.append(choosing.Matrix(n, k, form, choosing.alignment_of(one[0])))
+    multiply = choosing.prepare_group(x.shape, x.dtype, x.device, tuple(matrices))
     return multiply(x, addresses, tensors[3])
 
 

@@ -13,7 +13,7 @@ from nf4conv.codec.quant_state import Form
 
 
 class Pace(NamedTuple):
-    """How fast a kernel works, measured on an H200.
+    """Says how fast a kernel works, as measured on an H200.
 
     Attributes:
         shape: of the kernel.
@@ -54,7 +54,9 @@ PACES: Final = {
         Pace(_tile(32, 3, blocks=2), (1.4, 1.65, 1.97)),
     ),
 }
-"""By rows of x at most. The first is for two programs on a multiprocessor."""
+"""The shapes to choose among, by the rows of x that they take at most. The first of each has two
+programs on a multiprocessor, so it has an estimate for every product.
+"""
 
 _BEGIN_AND_END: Final = 3.6
 """µs that a product takes beside its stages."""
@@ -65,10 +67,12 @@ those of the kernel before.
 """
 
 _WORTHWHILE: Final = 0.98
-"""What more parts may take, as they need memory, or another shape, as it must be compiled."""
+"""Share of the time of a plan that a later one may take at most to replace it: more parts need
+memory, and another shape must be compiled.
+"""
 
 _BYTES: Final = 4.1e6
-"""That an H200 reads or writes in a µs."""
+"""Bytes that an H200 reads or writes in a µs."""
 
 
 def plan_rows(
@@ -92,7 +96,7 @@ def plan_rows(
     shape = shape_for(m, sum(heights), k, short, form.nested, early)
     split_shift = None
     if early and not short and isinstance(shape, Shape) and shape.rows in PACES:
-        fastest, split_shift = choose_tiles(shape.rows, heights, k, processors)
+        fastest, split_shift = _choose_tiles(shape.rows, heights, k, processors)
         shape = variant(fastest, form.nested, early)
     programs = shape.programs * processors
     if len(heights) == 1:
@@ -100,7 +104,9 @@ def plan_rows(
     return shape, divide_group(shape, heights, k, programs, split_shift)
 
 
-def choose_tiles(rows: int, heights: tuple[int, ...], k: int, processors: int) -> tuple[Shape, int]:
+def _choose_tiles(
+    rows: int, heights: tuple[int, ...], k: int, processors: int
+) -> tuple[Shape, int]:
     """Returns the shape and the log2 of the parts of k that take least time by the estimate, or
     hardly more.
 
@@ -148,5 +154,6 @@ def estimate(
     if shape.programs > 2 and 0.95 * slots < units <= slots:
         cost += _CROWDED
     if split_shift:
-        cost += (shape.rows * sum(heights) * 8 << split_shift) / _BYTES
+        sums = shape.rows * sum(heights) << split_shift
+        cost += 8 * sums / _BYTES  # float32, written and read
     return cost

@@ -51,8 +51,7 @@ def prepare_group(
         device: a GPU.
         rows: of two or three weights, which have k columns.
         form: of the weights; the packed codes begin at a multiple of 16 bytes.
-        chosen: which kernel, and how the work is divided; by default what plan_rows
-            says.
+        chosen: which kernel, and how the work is divided; by default what plan_rows says.
 
     Returns:
         A function of x and the weights that returns x · Wᵀ of each, [..., its rows].

@@ -10,7 +10,7 @@ from nf4conv.codec.kernels.product.panels.inputs import operand
 
 @triton.constexpr_function
 def in_pairs(dtype: tl.dtype, shape: Any) -> bool:
-    """Returns whether a byte of codes is looked up at once.
+    """Returns True if both codes of a byte are looked up at once.
 
     Where weights are scaled, the table's values are rounded to float16. That is 1/8 of bfloat16's
     rounding, but as much as float16's own.

@@ -41,8 +41,11 @@ def map_of(m: int, k: int, columns: int, dtype: torch.dtype) -> tuple[int, ...]:
     Raises:
         TensorMapError: the driver knows no tensor maps, refuses this one, or lays it out otherwise.
     """
-    first, second = (_encoded(address, m, k, columns, dtype) for address in (1 << 20, 3 << 40))
-    if first[0] != 1 << 20 or second[0] != 3 << 40 or first[1:] != second[1:]:
+    near = 1 << 20
+    far = 3 << 40
+    first = _encoded(near, m, k, columns, dtype)
+    second = _encoded(far, m, k, columns, dtype)
+    if first[0] != near or second[0] != far or first[1:] != second[1:]:
         raise TensorMapError("a tensor map does not begin with its address")
     return first[1:]
 
@@ -53,14 +56,17 @@ def _encoded(address: int, m: int, k: int, columns: int, dtype: torch.dtype) -> 
     buffer = ctypes.create_string_buffer(8 * MAP_WORDS + 64)
     place = -(-ctypes.addressof(buffer) // 64) * 64
     kind = _BFLOAT16 if dtype == torch.bfloat16 else _FLOAT16
+    sizes = (ctypes.c_uint64 * 3)(64, m, k // 64)
+    strides = (ctypes.c_uint64 * 2)(2 * k, 128)  # bytes between rows, and between pieces of 64 k
+    box = (ctypes.c_uint32 * 3)(64, columns, 2)
     status = _encoder()(
         ctypes.c_void_p(place),
         ctypes.c_int(kind),
         ctypes.c_uint32(3),
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 3)(64, m, k // 64),
-        (ctypes.c_uint64 * 2)(2 * k, 128),  # bytes between rows, and between pieces of 64 k
-        (ctypes.c_uint32 * 3)(64, columns, 2),
+        sizes,
+        strides,
+        box,
         (ctypes.c_uint32 * 3)(1, 1, 1),
         ctypes.c_int(0),
         ctypes.c_int(_SWIZZLE_128),

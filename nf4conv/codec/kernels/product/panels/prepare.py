@@ -90,8 +90,8 @@ def _arguments(
     """Returns what panel_kernel is given behind the address of x; `sizes` are m, n and k."""
     m, n, k = sizes
     x_map = map_of(m, k, plan.panel.columns, dtype)
-    table, norm = _table(plan.panel, dtype, device, form)
-    return (*x_map, table, m, n, k, plan.splits, block_shift_of(k, form), norm)
+    table, norm = table_for(plan.panel, dtype, device, form.quant_type)
+    return (*x_map, table.data_ptr(), m, n, k, plan.splits, block_shift_of(k, form), norm)
 
 
 def _prepare_launch(
@@ -107,13 +107,16 @@ def _prepare_launch(
         panel = panel.plain
     in_parts = splits > 1
     map_words = MAP_WORDS - 1
-    tensors = types_of_weight(dtype, form, in_parts)
+    types: list[torch.dtype | float] = [*types_of_weight(dtype, form, in_parts)]
+    types += [0, *behind[:map_words], torch.int32, *behind[map_words + 1 :]]
+    warps = 4 * panel.groups
+    constants = (panel, TYPES[dtype], cluster)
     return launch_panel.prepare(
         device,
-        (*tensors, 0, *behind[:map_words], torch.int32, *behind[map_words + 1 :]),
-        (panel, TYPES[dtype], cluster),
+        tuple(types),
+        constants,
         in_parts,
-        num_warps=4 * panel.groups,
+        warps,
         registers=panel.registers,
         begins_early=True,
         shared_bytes=panel.shared_bytes,
@@ -121,10 +124,11 @@ def _prepare_launch(
     )
 
 
-def _table(panel: Panel, dtype: torch.dtype, device: torch.device, form: Form) -> tuple[int, float]:
-    """Returns the address of the table, and what its values are multiplied with."""
+def table_for(
+    panel: Panel, dtype: torch.dtype, device: torch.device, quant_type: str
+) -> tuple[torch.Tensor, float]:
+    """Returns the table that a panel reads, and what its values are multiplied with."""
     if dtype == torch.float16 and not panel.scales_sums:
-        return value_table(form.quant_type, device).data_ptr(), 1.0
+        return value_table(quant_type, device), 1.0
     values = dtype if panel.scales_sums else torch.float16
-    table = pair_table(form.quant_type, values, device)
-    return table.data_ptr(), 1 / MULTIPLES[form.quant_type, values]
+    return pair_table(quant_type, values, device), 1 / MULTIPLES[quant_type, values]
