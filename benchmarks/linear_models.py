@@ -4,13 +4,16 @@
 
 A Llama of eight layers of the 8B shape with random weights, in bfloat16, with bitsandbytes' layers
 and with the same layers after `patch_linear_4bit`. Each is prepared in a process of its own, all at
-once; then they are measured in turns, three times each. Times are medians of calls that are
-awaited. "host" is what a call costs the caller over 56 different layers in turn, on a queue that is
-never full. "kernels of" is the time that kernels of a step ran, whatever the host did.
+once; then they are measured in turns, three times each, and each is first once. Times are medians
+of calls that are awaited. "host" is what a call costs the caller over 56 different layers in turn,
+on a queue that is never full. "kernels of" is the sum of the times of a step's kernels, whatever
+the host did: kernels that overlap count in full. A kind that could not be measured is "failed".
 """
 
 import multiprocessing
+import queue
 import statistics
+import sys
 import time
 import warnings
 from collections import Counter
@@ -36,7 +39,7 @@ HOST_ROWS = (1, 4, 16, 64, 128, 512)
 SHAPES = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096),
           (4096, 14336))  # fmt: skip
 
-ROUNDS = 3
+ROUNDS = len(KINDS)
 WARM_UPS = 3
 PROFILED = ("reduce-overhead, 1", "reduce-overhead, 16", "prefill, 128", "prefill, 512", "train")
 LONGEST = 120
@@ -56,14 +59,23 @@ def main() -> None:
         process.start()
     found: dict[str, dict[str, object]] = {}
     while len(found) < len(KINDS):
-        kind, result = results.get()
+        some_run = any(process.is_alive() for process in processes)
+        try:
+            kind, result = results.get(timeout=5)
+        except queue.Empty:
+            if some_run:
+                continue
+            break
         found[kind] = result
         record = {"versions": versions(arguments.commit), "layers": LAYERS, "results": found}
         save(record, arguments.json)
     for process in processes:
         process.join()
     for name in sorted(set().union(*found.values())):
-        print(name, {kind: found[kind].get(name) for kind in KINDS}, flush=True)
+        print(name, {kind: found[kind].get(name) for kind in found}, flush=True)
+    failed = [kind for kind in KINDS if kind not in found or "failed" in found[kind]]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def run(kind: str, barrier: Any, results: Any) -> None:
@@ -73,8 +85,8 @@ def run(kind: str, barrier: Any, results: Any) -> None:
     try:
         measures, found = prepare_all(kind)
         times: dict[str, list[float]] = {name: [] for name in measures}
-        for _ in range(ROUNDS):
-            for other in KINDS:
+        for turn in range(ROUNDS):
+            for other in KINDS[turn:] + KINDS[:turn]:
                 barrier.wait(LONGEST)
                 if other == kind:
                     for name, measure in measures.items():
