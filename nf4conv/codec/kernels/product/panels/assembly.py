@@ -185,9 +185,8 @@ def _prepare_shared(dtype: tl.dtype, shape: Any) -> list[str]:
 
 @triton.constexpr_function
 def _prepare_lanes(dtype: tl.dtype, shape: Any) -> list[str]:
-    """Finds the addresses of a thread, and its value of the table."""
-    thread, k, n = operand("thread"), operand("k"), operand("n")
-    begin = operand("first")
+    """Finds which warp and lane a thread is, what it loads, and its value of the table."""
+    thread = operand("thread")
     lines = [
         f"and.b32 lane, {thread}, 31;",
         "setp.eq.u32 leader, lane, 0;",
@@ -195,6 +194,23 @@ def _prepare_lanes(dtype: tl.dtype, shape: Any) -> list[str]:
         "and.b32 t, lane, 3;",
         f"shr.u32 warp, {thread}, 5;",
         "setp.eq.u32 producer, warp, 0;",
+        *_find_rows(),
+        # the descriptor of the tiles: rows of 128 bytes, swizzled
+        "mov.b32 high, 0x40000040;",
+    ]
+    if shape.nested:
+        lines += [f"ld.global.f32 offset, [{operand('offset')}];"]
+    if in_pairs(dtype, shape):  # 4 * lane in each byte
+        return [*lines, "mul.lo.u32 value, lane, 0x04040404;"]
+    lines += [f"mad.wide.u32 o, lane, 4, {operand('table')};", "ld.global.nc.b32 value, [o];"]
+    return lines
+
+
+@triton.constexpr_function
+def _find_rows() -> list[str]:
+    """Finds where a lane's codes and scales begin: of the rows g and g + 8 of its warp's 16."""
+    k, n, begin = operand("k"), operand("n"), operand("first")
+    lines = [
         f"shr.u32 blocks, {k}, 6;",
         # mine: the lane's block of a turn
         "shr.u32 a, t, 1;",
@@ -225,12 +241,5 @@ def _prepare_lanes(dtype: tl.dtype, shape: Any) -> list[str]:
         "mad.lo.u32 row, row, 8, first;",
         "min.u32 row, row, b;",
         "mul.lo.u32 sbase, row, blocks;",
-        # the descriptor of the tiles: rows of 128 bytes, swizzled
-        "mov.b32 high, 0x40000040;",
     ]
-    if shape.nested:
-        lines += [f"ld.global.f32 offset, [{operand('offset')}];"]
-    if in_pairs(dtype, shape):  # 4 * lane in each byte
-        return [*lines, "mul.lo.u32 value, lane, 0x04040404;"]
-    lines += [f"mad.wide.u32 o, lane, 4, {operand('table')};", "ld.global.nc.b32 value, [o];"]
     return lines
