@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from emulator import GLOBAL, TARGETS, Machine
+from emulator import TARGETS
+from ptx_machine import GLOBAL, Machine
 from triton.compiler import ASTSource
 
 import nf4conv

@@ -11,8 +11,8 @@ import sys
 
 import numpy as np
 import torch
-from emulator import GLOBAL, Bits, Machine, Mask, Words, cut, run_together
 from products import assert_close_to_exact, packed_weight
+from ptx_machine import GLOBAL, Bits, Machine, Mask, Words, cut, run_together
 
 from benchmarks.panels.compiling import compiled, needs_of
 from nf4conv.codec.kernels.product.panels.inputs import TENSOR_MAP
