@@ -12,7 +12,9 @@ import sys
 import numpy as np
 import torch
 from products import assert_close_to_exact, packed_weight
-from ptx_machine import GLOBAL, Bits, Machine, Mask, Words, cut, run_together
+from ptx_machine import GLOBAL, Machine, Mask, run_together
+from ptx_program import Words
+from ptx_values import Bits, cut
 
 from benchmarks.panels.compiling import compiled, needs_of
 from nf4conv.codec.kernels.product.panels.inputs import TENSOR_MAP

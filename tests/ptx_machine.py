@@ -5,16 +5,15 @@ nothing, and a race is not noticed. All threads must take a branch, or none.
 """
 
 import operator
-import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from ptx_program import Words, listed, parse
+from ptx_values import Bits, cut, halves, number, raw, width
 
-Bits = np.ndarray  # [threads] uint64
 Mask = np.ndarray  # [threads] bool: which threads execute an instruction
-Words = list[str]  # parts of an operation, such as "ld", "global", "b32", or its operands
 
 GLOBAL = 1 << 40  # tensors begin at multiples of this address
 
@@ -45,107 +44,6 @@ SKIPPED = (
     "mbarrier.arrive",
     "barrier.cluster.arrive",
 )
-
-
-def width(kind: str) -> int:
-    """Returns the bits of a PTX type, such as pred, bf16, s32 or b64."""
-    if kind == "pred":
-        return 1
-    if kind == "bf16":
-        return 16
-    return int(kind[1:])
-
-
-def cut(bits: Bits, count: int) -> Bits:
-    """Returns the lowest bits."""
-    if count == 64:
-        return bits
-    return bits & np.uint64((1 << count) - 1)
-
-
-def number(bits: Bits, kind: str) -> np.ndarray:
-    """Returns the values of bits: float64 for f32, int64 for all other types."""
-    if kind == "f32":
-        return bits.astype(np.uint32).view(np.float32).astype(np.float64)
-    count = width(kind)
-    bits = cut(bits, count)
-    if kind[0] == "s":
-        return bits.astype(f"uint{count}").view(f"int{count}").astype(np.int64)
-    return bits.view(np.int64)
-
-
-def raw(values: np.ndarray, kind: str) -> Bits:
-    """Returns the bits of values, the reverse of `number`."""
-    if kind == "f32":
-        return values.astype(np.float32).view(np.uint32).astype(np.uint64)
-    return cut(values.astype(np.int64).view(np.uint64), width(kind))
-
-
-def halves(bits: Bits, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 16-bit floats in the low and in the high halves of 32 bits."""
-    parts = torch.from_numpy(bits.astype(np.uint32).view(np.int16).copy())
-    dtype = torch.bfloat16 if kind == "bf16" else torch.float16
-    values = parts.view(dtype).double().numpy()
-    return values[0::2], values[1::2]
-
-
-def operands(text: str) -> Words:
-    """Divides operands at commas that are in no braces and no brackets."""
-    return [one.strip() for one in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]])+", text)]
-
-
-def listed(operand: str) -> Words:
-    """Returns the registers of a vector operand, {a, b}, or the only one."""
-    return [one.strip() for one in operand.strip("{} ").split(",")]
-
-
-class Statement(NamedTuple):
-    """An instruction: `@predicate operation operands;`."""
-
-    predicate: str
-    operation: str
-    operands: Words
-
-
-class Program(NamedTuple):
-    """A kernel, parsed.
-
-    Attributes:
-        statements: all instructions.
-        labels: the number of the statement behind each label.
-        places: the address of each variable in shared memory.
-    """
-
-    statements: list[Statement]
-    labels: dict[str, int]
-    places: dict[str, int]
-
-
-def parse(ptx: str) -> Program:
-    body = ptx[ptx.index(".visible .entry") :]
-    body = body[body.index("{", body.index(")")) + 1 :].partition(".section")[0]
-    body = re.sub(r"//[^\n]*|\.(?:loc|file|pragma)[^\n]*|\.reg [^;]*;", " ", body)
-    places: dict[str, int] = {}
-    end = 1024  # the first kilobyte is the system's
-    for align, name, size in re.findall(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];", body):
-        places[name] = -(-end // int(align)) * int(align)
-        end = places[name] + int(size)
-    if places:
-        body = re.sub(r"\.shared \.align[^;]*;", " ", body)
-        body = re.sub(r"\.shared [^;]*;", " ", body)
-    statements: list[Statement] = []
-    labels: dict[str, int] = {}
-    for text in re.sub(r"(\$L\w+):", r"label \1;", body).split(";"):
-        rest = " ".join(text.split()).lstrip("{} ")
-        predicate = ""
-        if rest.startswith("@"):
-            predicate, _, rest = rest[1:].partition(" ")
-        operation, _, rest = rest.partition(" ")
-        if operation == "label":
-            labels[rest] = len(statements)
-        elif operation:
-            statements.append(Statement(predicate, operation, operands(rest)))
-    return Program(statements, labels, places)
 
 
 class Access(NamedTuple):
