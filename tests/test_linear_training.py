@@ -8,6 +8,7 @@ from products import packed_weight
 from torch.utils.checkpoint import checkpoint
 
 from nf4conv import dequantize_4bit
+from nf4conv.codec import linear
 from nf4conv.codec.linear import linear_4bit
 from nf4conv.codec.linear_op import addresses_of
 from nf4conv.codec.linear_training import multiply_with_gradients
@@ -117,3 +118,28 @@ def test_gradients_of_any_shape(shape: tuple[int, ...], n: int) -> None:
         grad_x, grad_bias = torch.autograd.grad(out.sum(), (x, bias))
         torch.testing.assert_close(grad_x, weight.sum(0).expand(shape))
         torch.testing.assert_close(grad_bias, torch.full((n,), float(rows)))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_linear_4bit_says_where_the_weight_is(
+    monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    """As on a GPU, with kernels that note what they are given."""
+    packed, state = packed_weight(24, 128, nested=nested)
+    weight = dequantize_4bit(packed, state, dtype=torch.float32)
+    seen: list[Addresses] = []
+
+    def multiply(x: torch.Tensor, given: Addresses, _: torch.Tensor | None) -> torch.Tensor:
+        seen.append(given)
+        return x @ weight.T
+
+    def decode(given: Addresses) -> torch.Tensor:
+        seen.append(given)
+        return weight
+
+    monkeypatch.setattr(linear._Weight, "product_for", lambda *_: multiply)
+    monkeypatch.setattr(linear._Weight, "decode_to", lambda *_: decode)
+    x = torch.randn(2, 128, requires_grad=True)
+    linear_4bit(x, packed, state).sum().backward()
+    assert seen == [decoding_of(state).addresses(packed)] * 2
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 128))
