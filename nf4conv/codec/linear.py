@@ -56,12 +56,13 @@ def linear_4bit(
     trains = _trains(x, bias)
     if type(x) is not torch.Tensor:
         weight.check(x, bias)
-        return _through_dispatcher(x, packed, quant_state, bias)
+        operator = train_op if trains else linear_op
+        return _through_dispatcher(operator, x, packed, quant_state, bias)
     # torch's dispatcher, which the operators go through, takes longer than the launch
     product = weight.product_for(x, bias)
     if product is None:
         if trains:
-            return _through_dispatcher(x, packed, quant_state, bias)
+            return _through_dispatcher(train_op, x, packed, quant_state, bias)
         return multiply_packed(x, bias, *_operands(packed, quant_state))
     if trains:
         decode = weight.decode_to(x.dtype)
@@ -71,10 +72,13 @@ def linear_4bit(
 
 
 def _through_dispatcher(
-    x: torch.Tensor, packed: torch.Tensor, state: QuantState, bias: torch.Tensor | None
+    operator: Any,
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    state: QuantState,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Computes `linear_4bit` by an operator of torch; the operands are checked."""
-    operator = train_op if _trains(x, bias) else linear_op
     result: torch.Tensor = operator(x, bias, *_operands(packed, state))
     return result
 

@@ -190,6 +190,11 @@ def prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> 
         device: a GPU that runs the kernels.
         matrix: the kind of weight.
     """
+    return _there(_prepare_decode(dtype, device, matrix), device)
+
+
+def _prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Decode:
+    """Prepares what decodes while the device is the current one."""
     shape = (matrix.n, matrix.k)
     write = None
     if matrix.n * matrix.k > 0:
@@ -202,7 +207,7 @@ def prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> 
             write(current_stream(), decoded.data_ptr(), weight)
         return decoded
 
-    return _there(decode, device)
+    return decode
 
 
 def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Multiply:
@@ -210,7 +215,7 @@ def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -
 
     Under autocast the library computes in another dtype; the result has that of x all the same.
     """
-    decode = prepare_decode(dtype, device, matrix)
+    decode = _prepare_decode(dtype, device, matrix)
 
     def multiply(x: torch.Tensor, weight: Addresses, bias: torch.Tensor | None) -> torch.Tensor:
         if bias is not None and bias.dtype != dtype:
