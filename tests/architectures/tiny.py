@@ -73,6 +73,7 @@ TINY = {
     "first_k_dense_replace": 1,
     # words
     "vocab_size": 320,
+    "unpadded_vocab_size": 320,
     "max_position_embeddings": 128,
     "n_positions": 128,
     "n_ctx": 128,
