@@ -28,7 +28,7 @@ test: $(VENV)/.installed ## run all tests that need no GPU; Triton's interpreter
 	$(BIN)/python -m pytest -m "not gpu and not browser and not architectures"
 
 test-quick: $(VENV)/.installed ## run every command once and check the rooms (under a minute): enough while you work
-	$(BIN)/python -m pytest tests/test_quick.py tests/test_layering.py tests/test_rooms.py
+	$(BIN)/python -m pytest tests/test_quick.py tests/test_layering.py
 
 check: $(VENV)/.installed ## check lint, format and types
 	$(BIN)/ruff check .
@@ -40,13 +40,13 @@ format: $(VENV)/.installed ## format the code with ruff
 	$(BIN)/ruff format .
 
 fuzz: $(VENV)/.installed ## run commands on mutated checkpoints for ten minutes; FUZZ="--seed N --cases N --seconds N"
-	PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(FUZZ)
+	PYTHONPATH=tests/helpers $(BIN)/python tests/helpers/fuzz.py $(FUZZ)
 
 SCENARIOS := quantize dequantize overwrite stream pipeline parts streamed-parts push calibrated experts single-file gguf towers streamed-towers integers
 
 kills: $(VENV)/.installed ## kill runs before and after every operation on their folder, and resume them; then by other signals
 	for scenario in $(SCENARIOS); do for points in 1000000 "60 signals"; do folder=$$(mktemp -d) && \
-	  $(BIN)/python tests/interruptions.py $$scenario $$folder $$points > $$folder/points && rm -r $$folder/out && \
+	  $(BIN)/python tests/helpers/interruptions.py $$scenario $$folder $$points > $$folder/points && rm -r $$folder/out && \
 	  ! grep -v '"status": 0, "differing": \[\], "looks finished and is not": false' $$folder/points && \
 	  echo "$$scenario: $$(wc -l < $$folder/points) points" || exit 1; done; done
 
@@ -83,7 +83,7 @@ $(VENV)/transformers-5.%/.installed: $(VENV)/.installed
 	touch $@
 
 test-moe-releases: $(MOE_RELEASES:%=$(VENV)/transformers-%/.installed) ## test the loader of 4-bit experts with several releases of transformers 5
-	for release in $(MOE_RELEASES); do $(VENV)/transformers-$$release/bin/python -m pytest tests/test_moe_*.py || exit 1; done
+	for release in $(MOE_RELEASES); do $(VENV)/transformers-$$release/bin/python -m pytest tests/inference/test_moe_*.py || exit 1; done
 
 $(VENV)/load-lines-%/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(@D)
@@ -97,7 +97,7 @@ $(VENV)/.sentences: $(VENV)/.diffusers
 
 # the last release of transformers 4, an older 5, and that of the other tests, beside diffusers
 test-load-lines: $(VENV)/load-lines-4.57.6/.installed $(VENV)/load-lines-5.8.1/.installed $(VENV)/.sentences ## run the lines that are printed to load results with several releases of transformers, and write docs/load-lines.md
-	PYTHONPATH=tests $(BIN)/python -W ignore tests/load_lines.py $(addprefix $(VENV)/,$(addsuffix /bin/python,load-lines-4.57.6 load-lines-5.8.1)) $(BIN)/python > docs/load-lines.md.new
+	PYTHONPATH=tests/helpers $(BIN)/python -W ignore tests/helpers/load_lines.py $(addprefix $(VENV)/,$(addsuffix /bin/python,load-lines-4.57.6 load-lines-5.8.1)) $(BIN)/python > docs/load-lines.md.new
 	mv docs/load-lines.md.new docs/load-lines.md
 
 test-browser: $(VENV)/.installed ## test the HTML report in a headless Chromium, which must be installed
@@ -127,11 +127,11 @@ $(VENV)/.ray: $(VENV)/.installed
 	touch $@
 
 test-ray: $(VENV)/.ray ## test --ray on a cluster of three nodes on this machine, of which one is lost
-	$(BIN)/python -m pytest tests/test_ray.py
+	$(BIN)/python -m pytest tests/commands/test_ray.py
 
 test-slurm: $(VENV)/.installed ## test the job files of docs/cluster.md with SLURM on this machine (as root; apt install slurm-wlm munge)
 	command -v slurmctld slurmd munged
-	TEST_SLURM=1 $(BIN)/python -m pytest tests/test_cluster.py -k slurm
+	TEST_SLURM=1 $(BIN)/python -m pytest tests/commands/test_cluster.py -k slurm
 
 $(VENV)/kubernetes-validate/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(VENV)/kubernetes-validate
@@ -140,7 +140,7 @@ $(VENV)/kubernetes-validate/.installed: $(VENV)/.installed
 
 test-kubernetes: $(VENV)/kubernetes-validate/.installed ## test the Kubernetes jobs of docs/cluster.md against its schema, and run their commands
 	KUBERNETES_VALIDATE=$(abspath $(VENV))/kubernetes-validate/bin/kubernetes-validate \
-	  $(BIN)/python -m pytest tests/test_cluster.py -k kubernetes
+	  $(BIN)/python -m pytest tests/commands/test_cluster.py -k kubernetes
 
 $(VENV)/.diffusers: $(VENV)/.installed
 	$(BIN)/pip install --quiet diffusers accelerate
@@ -154,7 +154,7 @@ $(VENV)/.trl: $(VENV)/.installed
 	touch $@
 
 test-moe-training: $(VENV)/.trl ## test LoRA on packed experts with TRL, under torch.compile and over processes, and twenty short runs
-	$(BIN)/python -m pytest tests/test_moe_trl.py tests/test_moe_training.py tests/test_moe_sharding.py tests/test_moe_compile.py
+	$(BIN)/python -m pytest tests/inference/test_moe_trl.py tests/inference/test_moe_training.py tests/inference/test_moe_sharding.py tests/inference/test_moe_compile.py
 
 # llama.cpp's converter is in the source distribution of its Python package, which is not built here
 $(VENV)/llama.cpp: $(VENV)/.installed
@@ -166,7 +166,7 @@ $(VENV)/llama.cpp: $(VENV)/.installed
 	mv $@.new $@
 
 test-gguf: $(VENV)/llama.cpp ## test the ways to GGUF and back, with llama.cpp's converter and its Python package
-	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest -m "not gpu" tests/test_gguf.py tests/test_gguf_sources.py tests/test_gguf_aliases.py tests/test_gguf_kimi.py tests/test_gguf_towers.py tests/test_ggml.py tests/test_ggml_kernels.py tests/test_docs.py
+	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest -m "not gpu" tests/sources/test_gguf.py tests/sources/test_gguf_sources.py tests/sources/test_gguf_aliases.py tests/sources/test_gguf_kimi.py tests/sources/test_gguf_towers.py tests/sources/test_ggml.py tests/codec/test_ggml_kernels.py tests/test_docs.py
 
 # the same library as llama-cpp-python builds, without what runs models fast
 $(VENV)/libllama: $(VENV)/llama.cpp
@@ -177,7 +177,7 @@ $(VENV)/libllama: $(VENV)/llama.cpp
 	mv $@.new $@
 
 test-gguf-quantized: $(VENV)/libllama ## test files that llama.cpp quantized, of each of its types; needs cmake and 5 minutes to build it
-	LLAMA_CPP=$(VENV)/llama.cpp LIBLLAMA=$(VENV)/libllama/build/bin/libllama.so $(BIN)/python -m pytest tests/test_gguf_quantized.py
+	LLAMA_CPP=$(VENV)/llama.cpp LIBLLAMA=$(VENV)/libllama/build/bin/libllama.so $(BIN)/python -m pytest tests/sources/test_gguf_quantized.py
 
 docs/diffusers.md: $(VENV)/.diffusers ## write the table of what the tests of diffusers find
 	$(BIN)/python -W ignore tests/diffusers/denoiser_table.py > $@.new
@@ -198,7 +198,7 @@ $(VENV)/floors/.installed: pyproject.toml
 	touch $@
 
 test-floors: $(VENV)/floors/.installed ## run the core of the tests with the oldest releases that are allowed (PYTHON=python3.10)
-	$(VENV)/floors/bin/python -m pytest -m "not gpu and not oracle" $(CORE:%=tests/test_%.py)
+	$(VENV)/floors/bin/python -m pytest -m "not gpu and not oracle" $(foreach name,$(CORE),$(wildcard tests/*/test_$(name).py))
 
 # torch takes minutes to install, so this environment finds the one of the other tests behind its own packages
 $(VENV)/floors-quick/.installed: $(VENV)/.installed
@@ -209,7 +209,7 @@ $(VENV)/floors-quick/.installed: $(VENV)/.installed
 	touch $@
 
 test-floors-quick: $(VENV)/floors-quick/.installed ## run a part of test-floors, with the torch that is installed, for CI
-	$(VENV)/floors-quick/bin/python -m pytest -m "not gpu and not oracle" $(addprefix tests/test_,cli.py making.py header.py layout.py hub.py hub_faults.py stream.py push.py)
+	$(VENV)/floors-quick/bin/python -m pytest -m "not gpu and not oracle" $(foreach name,cli making header layout hub hub_faults stream push,$(wildcard tests/*/test_$(name).py))
 
 docs/architectures.md: $(VENV)/transformers-4/.installed ## write the tables of what the sweep finds, here and in selection.md
 	$(BIN)/python -W ignore tests/architectures/table.py $(VENV)/transformers-4/bin/python

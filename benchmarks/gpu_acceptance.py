@@ -84,10 +84,10 @@ def with_path(*folders: Path) -> dict[str, str]:
 
 
 class Worker:
-    """A process that claims tests, as tests/claiming.py says."""
+    """A process that claims tests, as tests/helpers/claiming.py says."""
 
     def __init__(self, claims: Path, files: list[str], number: int) -> None:
-        environment = with_path(ROOT, ROOT / "tests") | {"CLAIMS": str(claims)}
+        environment = with_path(ROOT, ROOT / "tests" / "helpers") | {"CLAIMS": str(claims)}
         # as many processes as cores: none may have a thread for each core
         environment |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-p", "claiming", "-q", "--no-header",
@@ -115,7 +115,7 @@ class Worker:
 
 def files_with_tests() -> list[str]:
     """Returns the files that have tests for a GPU: all processes collect these and no others."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     from claiming import WHOLE
 
     files = sorted((ROOT / "tests").rglob("test_*.py"))

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.oracle
 
-PROGRAM = Path(__file__).with_name("fuzz.py")
+PROGRAM = Path(__file__).parent / "helpers/fuzz.py"
 
 
 def test_mutated_inputs_fail_by_one_line_or_not_at_all():

@@ -1,6 +1,6 @@
 """Lets functions take options as keywords: which ones, for type checkers, and what each means.
 
-Each `TypedDict` repeats the fields of option classes. tests/test_keywords.py holds it to them.
+Each `TypedDict` repeats the fields of option classes. tests/cli/test_keywords.py holds it to them.
 """
 
 import difflib

@@ -3,7 +3,7 @@
 A packed checkpoint has a weight for each expert and projection, [out, in], under the names of most
 mixtures: `….experts.3.gate_proj.weight`. Where a family stacks its experts on disk, this table says
 which tensors are stacks, which projections each holds, and how they lie in it. It was read off
-transformers 5.23 (models and conversion_mapping.py), and tests/test_experts_writing.py
+transformers 5.23 (models and conversion_mapping.py), and tests/choose/test_experts_writing.py
 compares it with models that transformers builds.
 """
 

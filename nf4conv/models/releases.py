@@ -10,7 +10,7 @@ default, so that a model fails to load, or loads and computes something else.
     rope_parameters                   rope_scaling                 rotary positions, scaled
 
 (Found by comparing every config class of transformers 4.57.6 with that of 5.23.0;
-tests/test_expert_configs.py does it for mixtures of experts.)
+tests/choose/test_expert_configs.py does it for mixtures of experts.)
 """
 
 from collections.abc import Mapping

@@ -13,8 +13,8 @@ the least and the largest that were measured on two small trained models. The to
 times the error of searched scales, which is 1.4 to 1.7 times the largest. A wrong weight in the
 place of the right one still exceeds it (docs/verify.md, benchmarks/calibration_errors.py).
 
-docs/verify.md derives the integral, and tests/test_verify.py computes it. The errors of searched
-scales are measured, by tests/test_searched_checkpoints.py.
+docs/verify.md derives the integral, and tests/check/test_verify.py computes it. The errors of
+searched scales are measured, by tests/commands/test_searched_checkpoints.py.
 """
 
 import json

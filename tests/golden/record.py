@@ -1,8 +1,8 @@
-"""Record what bitsandbytes CUDA makes of the weights in tests/weights.py. The only writer of the
+"""Record what bitsandbytes CUDA makes of the weights in helpers/weights.py. The only writer of the
 files beside it.
 
 Needs a GPU, bitsandbytes and the folder tests on the path:
-    PYTHONPATH=.:tests python tests/golden/record.py tests/golden
+    PYTHONPATH=.:tests/helpers python tests/golden/record.py tests/golden
 
     {bf16,f16,f32}.safetensors    case/weight, and for nf4 and fp4: case/nf4/packed, /absmax,
                                   /codes, /nested_absmax, /offset, and /dequantized from the

@@ -19,7 +19,7 @@ thread. A lane (g, t) of a warp, g = lane // 4 and t = lane % 4, holds *slots*, 
 8 / ranges apart. SHAPE is a shapes.Shape. `0 + SHAPE.x` makes a constexpr of an attribute, where
 Triton asks for one.
 
-tests/emulator.py runs what this compiles to.
+tests/helpers/emulator.py runs what this compiles to.
 """
 
 import triton

@@ -1,0 +1,216 @@
+"""The kernels that decode GGUF's blocks, against torch's decoders, bit for bit.
+
+With `make test-gguf`, also against the package `gguf`; test_ggml.py compares torch's with it.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import LLAMA, SHAPES, blocks_of, write_gguf
+from test_decode_kernels import DEVICE, DTYPES, same_bits
+from test_two_engines import BARE, by_torch, same, without_torch
+from test_two_engines import gpu as gpu
+
+from nf4conv import (
+    SourceOptions,
+    dequantize_checkpoint,
+    quantize_checkpoint,
+)
+from nf4conv.codec.decode.ggml.decoding import DECODERS, decode_ggml
+from nf4conv.codec.kernels.decoding.ggml.decoding import decode_blocks
+from nf4conv.format.gguf import BY_NAME, NUMBERS, PLAIN
+from nf4conv.run.device.on_driver.backend import DriverBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("block_type", DECODERS)
+def test_every_type(block_type: str):
+    """More rows than a program has, and columns that are no whole number of programs."""
+    values_of_block = BY_NAME[block_type].values
+    raw = blocks_of(
+        block_type, 5 if values_of_block == 256 else 13, 10 if values_of_block == 256 else 20
+    )
+    for dtype in DTYPES if block_type in ("Q4_K", "Q8_0") else [torch.float32]:
+        expected = decode_ggml(raw, block_type, dtype)
+        out = torch.empty(expected.shape, dtype=dtype, device=DEVICE)
+        decode_blocks(raw.to(DEVICE), NUMBERS[block_type], out)
+        same_bits(out, expected)
+        assert expected.unique().numel() > 100
+
+
+@pytest.mark.parametrize("block_type", DECODERS)
+def test_every_type_like_gguf(block_type: str):
+    gguf = pytest.importorskip("gguf", reason="make test-gguf installs gguf")
+    raw = blocks_of(block_type, 6, 40)
+    with np.errstate(all="ignore"):
+        decoded = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[block_type])
+    expected = torch.from_numpy(decoded)
+    out = torch.empty_like(expected, device=DEVICE)
+    decode_blocks(raw.to(DEVICE), NUMBERS[block_type], out)
+    same_bits(out, expected)
+
+
+def test_nothing_to_decode():
+    raw = torch.empty(0, 144, dtype=torch.uint8, device=DEVICE)
+    decode_blocks(raw, NUMBERS["Q4_K"], torch.empty(0, 256, device=DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_type", DECODERS)
+def test_every_type_on_both_devices(block_type: str):
+    """Through codec/decode/, which chooses the kernel on a GPU."""
+    raw = blocks_of(block_type, 67, 20)
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = decode_ggml(raw, block_type, dtype)
+        same_bits(decode_ggml(raw.cuda(), block_type, dtype), expected)
+
+
+TYPES = {
+    "blk.0.attn_q.weight": "Q4_K",
+    "blk.0.attn_k.weight": "Q8_0",
+    "blk.0.attn_v.weight": "Q6_K",
+    "blk.0.attn_output.weight": "Q5_K",
+    "blk.0.ffn_gate.weight": "Q3_K",
+    "blk.0.ffn_up.weight": "IQ2_XXS",
+    "blk.0.ffn_down.weight": "IQ4_XS",
+    "token_embd.weight": "Q4_0",
+    "output.weight": "MXFP4",
+}
+
+NEOX: dict[str, Any] = {
+    "general.architecture": "gptneox",
+    "gptneox.block_count": 1,
+    "gptneox.embedding_length": 256,
+    "gptneox.attention.head_count": 4,
+}
+FALCON: dict[str, Any] = {
+    "general.architecture": "falcon",
+    "falcon.block_count": 1,
+    "falcon.embedding_length": 256,
+    "falcon.attention.head_count": 6,
+    "falcon.attention.head_count_kv": 2,
+}
+GPT2: dict[str, Any] = {
+    "general.architecture": "gpt2",
+    "gpt2.block_count": 1,
+    "gpt2.embedding_length": 256,
+    "gpt2.attention.head_count": 4,
+}
+GEMMA: dict[str, Any] = {key.replace("llama.", "gemma."): found for key, found in LLAMA.items()}
+GEMMA["general.architecture"] = "gemma"
+
+# several pieces of the queries, which are cut between heads
+ROTARY_SHAPES = {
+    "token_embd.weight": (12, 256),
+    "blk.0.attn_norm.weight": (256,),
+    "blk.0.attn_q.weight": (288, 256),
+    "blk.0.attn_q.bias": (288,),
+    "blk.0.attn_k.weight": (8, 256),
+    "blk.0.attn_v.weight": (9, 256),
+    "blk.0.attn_output.weight": (16, 256),
+    "blk.0.ffn_gate.weight": (5, 256),
+    "blk.0.ffn_up.weight": (5, 256),
+    "blk.0.ffn_down.weight": (4, 512),
+    "output.weight": (12, 256),
+}
+Case = tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]
+FAMILIES: dict[str, Case] = {
+    "rows of heads": ("llama", LLAMA, ROTARY_SHAPES),
+    "norms plus 1": (
+        "gemma",
+        GEMMA,
+        {"blk.0.attn_norm.weight": (256,), "blk.0.attn_v.weight": (9, 256)},
+    ),
+    "fused rows": (
+        "gpt_neox",
+        NEOX,
+        {"blk.0.attn_qkv.weight": (24, 256), "blk.0.attn_qkv.bias": (24,)},
+    ),
+    "fused rows of shared keys": (
+        "falcon",
+        FALCON,
+        {"blk.0.attn_qkv.weight": (40, 256), "blk.0.attn_qkv.bias": (40,)},
+    ),
+    "transposed": (
+        "gpt2",
+        GPT2,
+        {"blk.0.ffn_up.weight": (20, 256), "blk.0.ffn_up.bias": (20,)},
+    ),
+}
+
+
+def borrowed(folder: Path, model_type: str, dtype: str = "float16") -> SourceOptions:
+    """A config; the interpreter rounds to bfloat16 otherwise than a GPU."""
+    folder.mkdir()
+    names = {"llama": "Llama", "gemma": "Gemma", "gpt_neox": "GPTNeoX", "falcon": "Falcon"}
+    architecture = f"{names.get(model_type, 'GPT2LMHeadModel')}ForCausalLM"
+    config = {
+        "model_type": model_type,
+        "architectures": [architecture.replace("ModelForCausalLM", "Model")],
+        "dtype": dtype,
+        "vocab_size": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return SourceOptions(config_from=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "command"),
+    [
+        *((family, dequantize_checkpoint) for family in FAMILIES),
+        ("rows of heads", quantize_checkpoint),
+        ("transposed", quantize_checkpoint),
+    ],
+)
+def test_commands_without_torch(
+    tmp_path: Path,
+    gpu: list[DriverBackend],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    command: Callable[..., Any],
+):
+    model_type, metadata, shapes = FAMILIES[family]
+    types = dict(TYPES, **{"blk.0.attn_qkv.weight": "Q5_0", "blk.0.ffn_up.weight": "Q4_1"})
+    path = write_gguf(tmp_path / "model.gguf", metadata, types, shapes, default="F16")
+    where = borrowed(tmp_path / "original", model_type)
+
+    def run(out: Path, *options: Any) -> None:
+        command(path, out, None, *options, where=where)
+
+    by_torch(lambda *given: run(tmp_path / "torch", *given))
+    with monkeypatch.context() as patch:
+        without_torch(patch)
+        run(tmp_path / "bare", BARE)
+    same(tmp_path / "bare", tmp_path / "torch")
+    assert len(gpu) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("command", [quantize_checkpoint, dequantize_checkpoint])
+def test_a_model_of_all_types(
+    tmp_path: Path, gpu: list[DriverBackend], command: Callable[..., Any]
+):
+    """The bytes of the CPU, of torch on a GPU, and of the driver; large tensors are cut."""
+    where = borrowed(tmp_path / "original", "llama", "bfloat16")
+    shapes = {"output_norm.weight": (512,)}
+    for layer in range(4):
+        for name, shape in SHAPES.items():
+            if name.startswith("blk.0.") and len(shape) == 2:
+                rows = 5120 if layer == 0 else 320
+                shapes[name.replace(".0.", f".{layer}.")] = (rows, 512)
+    types = dict(zip([name for name in shapes if "blk" in name], cycle([*DECODERS, *PLAIN])))
+    path = write_gguf(tmp_path / "model.gguf", {**LLAMA, "llama.block_count": 4}, types, shapes)
+    command(path, tmp_path / "cpu", None, replace(BARE, device="cpu"), where=where)
+    by_torch(lambda run: command(path, tmp_path / "torch", None, run, where=where))
+    command(path, tmp_path / "bare", None, BARE, where=where)
+    same(tmp_path / "bare", tmp_path / "torch")
+    same(tmp_path / "bare", tmp_path / "cpu")
+    assert len(gpu) == 1

@@ -1,0 +1,655 @@
+"""--part and finish: the bytes of a single run, however many parts, in whatever order; what does
+not fit is refused.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import contents, write_source
+from click.testing import CliRunner
+from hub_server import Hub, Repo
+
+import nf4conv.plan.fingerprint as fingerprint_module
+import nf4conv.plan.writing as writing_module
+import nf4conv.sources.remote.stream as stream_module
+from nf4conv import (
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+    dequantize_checkpoint,
+    execute_quantization,
+    finish_checkpoint,
+    plan_part,
+    plan_quantization,
+    quantize_checkpoint,
+)
+from nf4conv.cli import main
+from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
+from nf4conv.plan.parts import number_of
+from nf4conv.sources.remote.contents import RemoteFile
+from nf4conv.sources.unfinished import finished_shards
+
+OPTIONS = QuantizeOptions(max_shard_size=60_000)
+RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
+REPO = "some-org/source"
+POINTS = 4
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = write_source(tmp_path / "source", layers=8)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nWritten by its authors.\n")
+    (folder / "processor").mkdir()
+    (folder / "processor/own.py").write_text("")
+    return folder
+
+
+def part(
+    source: str | Path, out: Path, name: str, options: QuantizeOptions = OPTIONS, **others: Any
+) -> Any:
+    where = others.pop("where", None)
+    return quantize_checkpoint(source, out, options, replace(RUN, part=name, **others), where=where)
+
+
+def names_of(count: int) -> list[str]:
+    """Returns the names of all parts, in any order, some of them twice."""
+    chosen = random.Random(count)
+    names = [f"{number}/{count}" for number in range(1, count + 1)]
+    names += chosen.sample(names, (count + 1) // 2)
+    chosen.shuffle(names)
+    return names
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["plain", "verified"])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
+def test_the_bytes_are_those_of_a_single_run(
+    source: Path, tmp_path: Path, count: int, verify: bool
+):
+    single = quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(RUN, verify=verify))
+    before = 0
+    for name in names_of(count):
+        report = part(source, tmp_path / "out", name, verify=verify)
+        assert report.part == name
+        assert not (tmp_path / "out/config.json").exists()
+        before += report.bytes_before if report.shards_resumed == 0 else 0
+    finished = finished_shards(tmp_path / "out")
+    assert sum(shard.source_bytes for shard in finished.values()) == before == single.bytes_before
+    report = finish_checkpoint(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+    assert (report.shards, report.bytes_after) == (len(finished), single.bytes_after)
+    assert report.verification == single.verification
+    assert finish_checkpoint(tmp_path / "out").already_complete
+    assert part(source, tmp_path / "out", f"1/{count}", verify=verify).already_complete
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+def test_all_parts_at_once_and_each_of_them_twice(source: Path, tmp_path: Path):
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda name: part(source, tmp_path / "out", name), ["1/3", "2/3", "3/3"] * 2))
+        list(pool.map(lambda _: finish_checkpoint(tmp_path / "out"), range(3)))
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+def test_what_others_have_finished_meanwhile_is_complete(source: Path, tmp_path: Path):
+    """Another process makes the same part, and finish takes away the folder in which this one is
+    writing.
+    """
+    calls = []
+
+    def interfere(count: int) -> None:
+        calls.append(count)
+        if len(calls) == 1:
+            part(source, tmp_path / "out", "1/1")
+            finish_checkpoint(tmp_path / "out")
+
+    report = quantize_checkpoint(
+        source, tmp_path / "out", OPTIONS, replace(RUN, part="1/1", workers=1), interfere
+    )
+    assert report.already_complete
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+def test_a_dequantization(source: Path, tmp_path: Path):
+    quantize_checkpoint(source, tmp_path / "packed", OPTIONS, RUN)
+    options = DequantizeOptions(max_shard_size=150_000)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "single", options, RUN)
+    for name in names_of(3):
+        dequantize_checkpoint(
+            tmp_path / "packed", tmp_path / "out", options, replace(RUN, part=name)
+        )
+    finish_checkpoint(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+@pytest.mark.parametrize("scenario", ["parts", "streamed-parts"])
+def test_killed_at_any_operation_and_repeated(tmp_path: Path, scenario: str):
+    """Three parts and finish, one after the other; at a few of all operations, which `make kills`
+    tries one by one.
+    """
+    program = str(Path(__file__).parents[1] / "helpers/interruptions.py")
+    done = subprocess.run(
+        [sys.executable, program, scenario, str(tmp_path), str(POINTS)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == POINTS
+    for result in results:
+        assert (result["status"], result["differing"], result["looks finished and is not"]) == (
+            0,
+            [],
+            False,
+        ), (result, done.stderr[-2000:])
+
+
+def test_parts_at_once_that_are_killed_at_random_and_begun_again(tmp_path: Path):
+    """1, 2, 3 and 7 of them, one twice, and finish, each in a process of its own; with and without
+    --stream.
+    """
+    program = str(Path(__file__).parents[1] / "helpers/interruptions.py")
+    command = [sys.executable, program, "--at-once", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    print(results)
+    assert [(result["parts"], result["streamed"]) for result in results] == [
+        (count, streamed) for streamed in (False, True) for count in (1, 2, 3, 7)
+    ]
+    assert [result["differing"] for result in results] == [[]] * len(results)
+    assert all(result["killed"] for result in results)
+
+
+# --- from the Hub ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def where(hub: Hub, source: Path, tmp_path: Path) -> SourceOptions:
+    """The source, published."""
+    hub.repos[REPO] = Repo()
+    hub.repos[REPO].commit(contents(source))
+    return SourceOptions(stream=True, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["plain", "verified"])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_source_that_is_streamed(where: SourceOptions, tmp_path: Path, count: int, verify: bool):
+    quantize_checkpoint(
+        REPO, tmp_path / "single", OPTIONS, replace(RUN, verify=verify), where=where
+    )
+    for name in names_of(count):
+        part(REPO, tmp_path / "out", name, where=where, verify=verify)
+    finish_checkpoint(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
+    where: SourceOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The folder with what was fetched is gone when its content is to be checked."""
+    calls = []
+    check = stream_module.check_content
+
+    def interfere(path: Path, file: RemoteFile) -> str | None:
+        calls.append(path)
+        if len(calls) == 1:
+            part(REPO, tmp_path / "out", "1/1", where=where)
+            finish_checkpoint(tmp_path / "out")
+            assert not path.exists()
+        return check(path, file)
+
+    monkeypatch.setattr(stream_module, "check_content", interfere)
+    report = part(REPO, tmp_path / "out", "1/1", where=where)
+    assert report.already_complete
+    quantize_checkpoint(REPO, tmp_path / "single", OPTIONS, RUN, where=where)
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+@pytest.mark.parametrize(
+    "size", [40_000, 10**6], ids=["more parts than files", "parts of whole files"]
+)
+def test_no_byte_is_fetched_by_two_parts(
+    hub: Hub, where: SourceOptions, source: Path, tmp_path: Path, size: int
+):
+    for number in range(1, 6):
+        part(
+            REPO,
+            tmp_path / "out",
+            f"{number}/5",
+            replace(OPTIONS, max_shard_size=size),
+            where=where,
+        )
+    files = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
+    fetched, whole = dict.fromkeys(files, 0), dict.fromkeys(files, 0)
+    for request in hub.requests:
+        name = request.line.rpartition("/")[2]
+        if request.line.startswith("GET /cdn/") and name in files:
+            first, _, last = (request.range or "").removeprefix("bytes=").partition("-")
+            whole[name] += request.range is None
+            if first != "0":  # which is the header, as every part reads it
+                fetched[name] += int(last) - int(first) + 1 if first else files[name]
+    assert set(whole.values()) == ({0} if size == 40_000 else {1})
+    assert all(0.9 * files[name] < fetched[name] <= files[name] for name in files)
+
+
+def test_another_commit_is_another_plan(
+    hub: Hub, where: SourceOptions, source: Path, tmp_path: Path
+):
+    part(REPO, tmp_path / "out", "1/3", where=where)
+    hub.repos[REPO].commit(contents(source) | {"NOTICE": b"new"})
+    with pytest.raises(OutputError, match=r"differs in source files, source id, "):
+        part(REPO, tmp_path / "out", "2/3", where=where)
+
+
+# --- what does not fit together -------------------------------------------------------------------
+
+
+STATING_THE_VERSION: tuple[Any, ...] = (fingerprint_module, writing_module)
+
+
+def other_weights(source: Path) -> None:
+    """Changes the weights but not the headers, as more training does."""
+    shard = source / "model-00001-of-00002.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+
+
+def renamed_tensor(source: Path) -> None:
+    for path in source.iterdir():
+        if path.is_file():
+            path.write_bytes(path.read_bytes().replace(b"layers.0.", b"layers.9."))
+
+
+def other_version(source: Path) -> None:  # noqa: ARG001 - as the others
+    for module in STATING_THE_VERSION:
+        module.__version__ = "0.0.9"
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
+    "weights": (other_weights, {}, "source samples_sha256, "),
+    "headers": (renamed_tensor, {}, "source headers"),
+    "tokenizer": (lambda source: (source / "tokenizer.json").write_text("[]"), {}, "auxiliary "),
+    "card": (lambda source: (source / "README.md").write_text("another"), {}, "model card "),
+    "config": (
+        lambda source: (source / "config.json").write_text('{"model_type": "llama"}'),
+        {},
+        "source config, ",
+    ),
+    "version": (other_version, {}, "version, "),
+    "parts": (lambda _: None, {"part": "2/4"}, "number of parts"),
+    "checksum": (lambda _: None, {"checksum": False}, "checksum "),
+    "verify": (lambda _: None, {"verify": True}, "verify "),
+    "tolerance": (lambda _: None, {"verify": True, "tolerance": 0.2}, "verify, tolerance "),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_part_of_another_plan_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+):
+    for module in STATING_THE_VERSION:
+        monkeypatch.setattr(module, "__version__", module.__version__)  # restored at the end
+    out = tmp_path / "out"
+    part(source, out, "1/3")
+    before = contents(out)
+    alter, options, name = CHANGES[change]
+    alter(source)
+    with pytest.raises(
+        OutputError,
+        match=rf"out: holds an unfinished run that differs in {name}.*; all parts take the",
+    ):
+        quantize_checkpoint(source, out, OPTIONS, replace(RUN, **{"part": "2/3", **options}))
+    assert contents(out) == before
+
+
+REFUSED: dict[str, tuple[QuantizeOptions, dict[str, Any], str]] = {
+    "overwrite": (
+        OPTIONS,
+        {"overwrite": True},
+        "overwrite=True, which would delete what other parts make",
+    ),
+    "non-finite": (
+        replace(OPTIONS, non_finite="keep"),
+        {},
+        "non_finite='keep': each part would read all weights",
+    ),
+    "0/3": (OPTIONS, {"part": "0/3"}, "part='0/3': expected auto, or I/N with I from 1 to N"),
+    "4/3": (OPTIONS, {"part": "4/3"}, "part='4/3': expected auto"),
+    "words": (OPTIONS, {"part": "two"}, "part='two': expected auto"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_with_parts_is_refused(source: Path, tmp_path: Path, case: str):
+    options, run, message = REFUSED[case]
+    with pytest.raises(PlanError, match=message):
+        quantize_checkpoint(
+            source, tmp_path / "out.safetensors", options, replace(RUN, **{"part": "1/3", **run})
+        )
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_single_file_has_no_parts(source: Path):
+    plan = plan_quantization(source, OPTIONS)
+    with pytest.raises(
+        PlanError, match="part does not go with single_file=True: one file has no parts"
+    ):
+        plan_part(replace(plan, options=replace(OPTIONS, single_file=True)), RunOptions(part="1/2"))
+
+
+def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Path):
+    arguments = [
+        "quantize",
+        str(source),
+        str(tmp_path / "out"),
+        "--part",
+        "1/2",
+        "--push-to-hub",
+        "me/it",
+    ]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert (
+        "--push-to-hub does not go with --part, --ray or several GPUs: push what is made of all "
+        "parts" in done.stderr
+    )
+    pipeline = tmp_path / "pipeline"
+    shutil.copytree(source, pipeline / "text_encoder")
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "text_encoder": ["transformers", "LlamaModel"],
+    }
+    (pipeline / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(PlanError, match="one by one: subfolder='NAME', into OUT/NAME"):
+        part(pipeline, tmp_path / "out", "1/2")
+    where = SourceOptions(subfolder="text_encoder")
+    quantize_checkpoint(pipeline, tmp_path / "single", OPTIONS, RUN, where=where)
+    for name in ("1/2", "2/2"):
+        part(pipeline, tmp_path / "out", name, where=where)
+    finish_checkpoint(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+def test_a_single_run_and_parts_keep_out_of_each_other_s_folder(source: Path, tmp_path: Path):
+    part(source, tmp_path / "parts", "1/2")
+    with pytest.raises(
+        OutputError,
+        match="is filled in parts; run the parts that are missing, and then `nf4conv finish`",
+    ):
+        quantize_checkpoint(source, tmp_path / "parts", OPTIONS, RUN)
+    quantize_checkpoint(source, tmp_path / "parts", OPTIONS, replace(RUN, overwrite=True))
+    shard = source / "model-00002-of-00002.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-2] + b"\xc0\x7f")  # a NaN stops the run
+    with pytest.raises(SourceError, match="NaN"):
+        quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    with pytest.raises(
+        OutputError, match="holds an unfinished run that is not in parts; resume it as it was begun"
+    ):
+        part(source, tmp_path / "single", "1/2")
+    with pytest.raises(OutputError, match="not in parts"):
+        finish_checkpoint(tmp_path / "single")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/thesis.txt").write_text("precious")
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        part(source, tmp_path / "other", "1/2")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "quantize"])
+def test_a_folder_of_parts_is_no_model_yet(source: Path, tmp_path: Path, command: str):
+    part(source, tmp_path / "out", "1/2")
+    target = [str(tmp_path / "again")] if command == "quantize" else []
+    done = CliRunner().invoke(main, [command, str(tmp_path / "out"), *target])
+    assert done.exit_code == 2
+    assert "run the parts that are missing, and then `nf4conv finish`" in done.stderr
+
+
+# --- finish ---------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_or_damaged_is_named_and_made_again(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    for name in ("1/4", "3/4"):
+        part(source, out, name)
+    early = CliRunner().invoke(main, ["finish", str(out)])
+    assert early.exit_code == 2
+    assert "files are missing, such as model-000" in early.stderr
+    assert "run these parts of 4, and then this again: [2, 4]" in early.stderr
+    for name in ("2/4", "4/4"):
+        part(source, out, name)
+    shard = sorted(out.glob("*.safetensors"))[-1]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(
+        OutputError,
+        match=rf"1 of \d+ files are not what was written, such as {shard.name}; .*: \[4\]",
+    ):
+        finish_checkpoint(out)
+    assert not (out / "config.json").exists()
+    assert part(source, out, "4/4").shards_resumed == part(source, out, "4/4").shards_resumed - 1
+    done = CliRunner().invoke(main, ["finish", str(out), "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["already_complete"] is False
+    assert contents(out) == contents(tmp_path / "single")
+    again = CliRunner().invoke(main, ["finish", str(out)])
+    assert "already complete, nothing was done" in again.stdout
+
+
+def test_a_damaged_copy_of_what_stands_beside_the_weights(source: Path, tmp_path: Path):
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    part(source, tmp_path / "out", "1/1")
+    for staged in (tmp_path / "out/.nf4conv/auxiliary").iterdir():
+        staged.write_bytes(b"other")
+    for _ in range(2):
+        with pytest.raises(OutputError, match="not what was written; run any of the parts again"):
+            finish_checkpoint(tmp_path / "out")
+        part(source, tmp_path / "out", "1/1")
+    finish_checkpoint(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+@pytest.mark.parametrize("name", ["../stolen", "/tmp/stolen"])
+def test_nothing_is_written_outside(source: Path, tmp_path: Path, name: str):
+    part(source, tmp_path / "out", "1/1")
+    record = tmp_path / "out/.nf4conv/run.json"
+    run = json.loads(record.read_text())
+    run["fingerprint"]["auxiliary"] = {name: next(iter(run["fingerprint"]["auxiliary"].values()))}
+    record.write_text(json.dumps(run))
+    with pytest.raises(OutputError, match="names files outside it"):
+        finish_checkpoint(tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", ["nothing", "empty", "file"])
+def test_there_must_be_something_to_finish(tmp_path: Path, place: str):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=rf"{place}: holds nothing that was made in parts"):
+        finish_checkpoint(tmp_path / place)
+
+
+def test_what_a_part_finds_wrong_is_not_finished(source: Path, tmp_path: Path):
+    with pytest.raises(VerificationError, match=r"out: verification failed: model\.layers"):
+        part(source, tmp_path / "out", "1/2", verify=True, tolerance=0.01)
+    assert not any(
+        shard.verified["packed"]
+        for shard in finished_shards(tmp_path / "out").values()
+        if shard.verified
+    )
+
+
+def test_a_source_that_changes_while_a_part_reads_it(source: Path, tmp_path: Path):
+    plan = plan_quantization(source, OPTIONS)
+    other_weights(source)
+    with pytest.raises(SourceError, match=r"00001-of-00002.safetensors: changed while it was read"):
+        execute_quantization(plan, tmp_path / "out", replace(RUN, part="1/2"))
+    assert not finished_shards(tmp_path / "out")
+
+
+def test_no_file_system_needs_to_know_locks_or_links(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    monkeypatch.setattr(os, "link", unknown)
+    for name in names_of(3):
+        part(source, tmp_path / "out", name)
+    with pytest.raises(OutputError, match="differs in blocksize, "):
+        part(source, tmp_path / "out", "1/3", replace(OPTIONS, blocksize=128))
+    finish_checkpoint(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+COUNTING = """
+import sys
+from collections import Counter
+from pathlib import Path
+from nf4conv import QuantizeOptions, RunOptions, execute_quantization, plan_quantization
+source, folder = sys.argv[1:]
+options = QuantizeOptions(max_shard_size=40_000)
+NAMES = (
+    "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir",
+    "os.truncate",
+)
+calls, opened = Counter(), Counter()
+def count(event, arguments):
+    if event in NAMES and str(arguments[0]).startswith((source, folder)):
+        calls[event] += 1
+        opened[Path(str(arguments[0])).name] += event == "open"
+plan = plan_quantization(source, options)
+sys.addaudithook(count)
+for parts in (2, 4, 8):
+    for number in (1, parts):
+        opened.clear()
+        plan = plan_quantization(source, options)
+        shards = {times for name, times in opened.items() if name.endswith(".safetensors")}
+        assert shards == {1}, opened
+        out = Path(folder, f"{number} of {parts}")
+        run = RunOptions(device="cpu", workers=1, part=f"{number}/{parts}")
+        execute_quantization(plan, out, run)
+        print(calls.total(), len(list(out.glob("*.safetensors"))))
+        calls.clear()
+"""
+
+
+def test_file_operations_are_those_of_a_part_s_own_shards_however_many_parts_there_are(
+    source: Path, tmp_path: Path
+):
+    """And planning opens each source file once."""
+    words = [sys.executable, "-c", COUNTING, str(source), str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    _, *lines = done.stdout.splitlines()  # the first imports what the others need
+    operations: dict[int, list[int]] = {}
+    for calls, shards in (map(int, line.split()) for line in lines):
+        operations.setdefault(shards, []).append(calls)
+    print(operations)
+    assert len(operations) > 2
+    few, many = min(operations), max(operations)
+    for_each = (max(operations[many]) - max(operations[few])) / (many - few)
+    assert for_each < 12
+    for shards, found in operations.items():
+        assert all(
+            abs(calls - operations[few][0] - for_each * (shards - few)) <= 3 for calls in found
+        )
+
+
+# --- auto -----------------------------------------------------------------------------------------
+
+SLURM = {"SLURM_ARRAY_TASK_ID": "12", "SLURM_ARRAY_TASK_MIN": "10", "SLURM_ARRAY_TASK_COUNT": "4"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "0", "NF4CONV_PARTS": "8"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (SLURM, (3, 4)),
+        (SLURM | {"NF4CONV_PARTS": "4"}, (3, 4)),
+        (
+            SLURM
+            | {"NF4CONV_PARTS": "64", "SLURM_ARRAY_TASK_MIN": "12", "SLURM_ARRAY_TASK_COUNT": "1"},
+            (13, 64),
+        ),
+        (SLURM | TORCHRUN, (3, 4)),
+        (KUBERNETES, (1, 8)),
+        (TORCHRUN, (4, 4)),
+        (TORCHRUN | {"NF4CONV_PARTS": "6"}, (4, 6)),
+        ({}, "none of SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX, RANK is set"),
+        ({"NF4CONV_PARTS": "8"}, "none of SLURM_ARRAY_TASK_ID"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "NF4CONV_PARTS is not set"),
+        (
+            KUBERNETES | {"JOB_COMPLETION_INDEX": "8"},
+            "JOB_COMPLETION_INDEX is 8, which fits no 8 parts",
+        ),
+        (TORCHRUN | {"NF4CONV_PARTS": "3"}, "RANK is 3, which fits no 3 parts"),
+        (SLURM | {"SLURM_ARRAY_TASK_ID": "14"}, "SLURM_ARRAY_TASK_ID is 14, which fits no 4 parts"),
+        (SLURM | {"SLURM_ARRAY_TASK_ID": "9"}, "SLURM_ARRAY_TASK_ID is 9, which fits no 4 parts"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK is -1, which is no number"),
+        (TORCHRUN | {"WORLD_SIZE": ""}, "WORLD_SIZE is , which is no number"),
+        (KUBERNETES | {"NF4CONV_PARTS": "0"}, "fits no 0 parts"),
+    ],
+    ids=str,
+)
+def test_what_schedulers_say(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: tuple[int, int] | str
+):
+    for name in (*SLURM, *KUBERNETES, *TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, str):
+        with pytest.raises(PlanError, match=f"--part auto: .*{expected}"):
+            number_of("auto")
+    else:
+        assert number_of("auto") == expected
+
+
+# --- more parts than there are files --------------------------------------------------------------
+
+
+def test_parts_beyond_the_files_have_nothing_to_do_and_say_so(source: Path, tmp_path: Path):
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    files = len(list((tmp_path / "single").glob("*.safetensors")))
+    plan = plan_part(plan_quantization(source, OPTIONS), replace(RUN, part=f"{files + 1}/500000"))
+    assert not plan.output.shards
+    assert plan.notes[-1] == (
+        f"part {files + 1} of 500,000 has nothing to do: {files} files make at most {files} parts; "
+        f"max_shard_size makes more of them"
+    )
+    shares = {plan.part.shares[name] for name in plan.part.shares} if plan.part else set()
+    assert max(shares) <= files
+
+
+def test_a_world_of_any_size_is_divided_in_no_time(source: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "999999999")
+    monkeypatch.setenv("RANK", "0")
+    plan = plan_quantization(source, OPTIONS)
+    started = time.process_time()
+    part = plan_part(plan, replace(RUN, part="auto"))
+    assert time.process_time() - started < 5
+    assert part.output.shards

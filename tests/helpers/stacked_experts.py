@@ -1,0 +1,122 @@
+"""Small mixtures of experts, built by transformers, and the weights of their single experts."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "architectures"))
+
+from changes import CHANGES
+from tiny import default_dtype, tiny_settings
+
+MORE_CHANGES: dict[str, dict[str, object]] = {
+    "Gemma4ForCausalLM": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 128,
+    },
+    "Step3p7ForConditionalGeneration": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+}
+"""Settings that tiny.py leaves out, without which a model has no experts."""
+
+Place = tuple[int, int, str]
+"""(layer, expert, projection)."""
+
+
+def build(architecture: str) -> transformers.PreTrainedModel:
+    """Returns a random model in bfloat16, the same on every call."""
+    model_class = getattr(transformers, architecture)
+    config_class = model_class.config_class
+    changes = CHANGES.get(architecture, {}) | MORE_CHANGES.get(architecture, {})
+    config = config_class(**tiny_settings(config_class(), **changes))
+    config.architectures = [architecture]
+    config.dtype = torch.bfloat16
+    torch.manual_seed(0)
+    with default_dtype(torch.bfloat16):
+        model = model_class(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2:
+                weight.normal_(std=0.02)
+    return model
+
+
+def single_experts(model: transformers.PreTrainedModel) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Yields the weight of each projection of each expert, [out, in], as the model computes."""
+    for path, module in model.named_modules():
+        layer = re.search(r"(?:layers|blocks)\.(\d+)\.", path)
+        if layer is None:
+            continue
+        for (expert, projection), weight in _weights_of(path, module):
+            yield (int(layer[1]), expert, projection), weight.detach().contiguous()
+
+
+Weights = Iterator[tuple[tuple[int, str], torch.Tensor]]
+"""(expert, projection) and the weight, [out, in]."""
+
+
+def _weights_of(path: str, module: torch.nn.Module) -> Weights:
+    name = type(module).__name__
+    if name == "DbrxExperts":
+        yield from _of_dbrx(module)
+    elif name == "JetMoeParallelExperts":
+        yield from _of_jetmoe(path, module)
+    elif isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
+        yield from _of_stacks(module)
+
+
+def _of_dbrx(module: torch.nn.Module) -> Weights:
+    """As DbrxExperts.forward and DbrxExpertGLU.forward use them."""
+    shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
+    for expert in range(module.num_experts):
+        yield (expert, "gate_proj"), module.mlp.w1.view(shape)[expert]
+        yield (expert, "up_proj"), module.mlp.v1.view(shape)[expert]
+        yield (expert, "down_proj"), module.mlp.w2.view(shape)[expert].t()
+
+
+def _of_jetmoe(path: str, module: torch.nn.Module) -> Weights:
+    leaf = path.rpartition(".")[2]
+    for expert, weight in enumerate(module.weight):
+        if "self_attention" in path:
+            yield (expert, leaf), weight
+        elif leaf == "output_linear":
+            yield (expert, "down_proj"), weight
+        else:
+            gate, up = weight.chunk(2)
+            yield (expert, "gate_proj"), gate
+            yield (expert, "up_proj"), up
+
+
+def _of_stacks(module: torch.nn.Module) -> Weights:
+    """As transformers/integrations/moe.py reads the flags of the module."""
+    is_transposed = getattr(module, "is_transposed", False)
+    if type(module).__name__ == "Llama4TextExperts":
+        is_transposed = True
+    for expert, down in enumerate(module.down_proj):
+        both = module.gate_up_proj[expert]
+        if is_transposed:
+            both = both.t()
+            down = down.t()
+        if getattr(module, "is_concatenated", True):
+            gate, up = both.chunk(2)
+        else:
+            gate, up = both[::2], both[1::2]
+        yield (expert, "gate_proj"), gate
+        yield (expert, "up_proj"), up
+        yield (expert, "down_proj"), down
+
+
+_W: dict[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def place_of(name: str) -> Place | None:
+    """Returns which weight of which expert a tensor of a packed checkpoint is, by its name."""
+    match = re.search(r"(?:layers|blocks)\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight$", name)
+    if match is None:
+        return None
+    return int(match[1]), int(match[2]), _W.get(match[3], match[3])

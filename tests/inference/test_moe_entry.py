@@ -1,0 +1,207 @@
+"""How the loader gets into transformers: by bitsandbytes' entry point, before or after it is
+imported, or by `import nf4conv.moe`; and when it stays out.
+"""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nf4conv.moe import conditions, entry
+
+ROOT = Path(__file__).parents[2]
+
+
+def install(folder: Path) -> Path:
+    """Writes what pip would write of nf4conv beside its code: its entry points."""
+    project = (ROOT / "pyproject.toml").read_text()
+    found = re.search(
+        r'^\[project\.entry-points\."(.+)"\].*\n(\w+) = "(.+)"$', project, re.MULTILINE
+    )
+    assert found
+    group, name, value = found.groups()
+    info = folder / "nf4conv-999.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nf4conv\nVersion: 999\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
+    return folder
+
+
+def run(program: str, *paths: Path, **environment: str) -> str:
+    """Runs a program in a Python of its own; returns what it printed, with stderr."""
+    path = os.pathsep.join(map(str, [*paths, ROOT, ROOT / "tests" / "helpers"]))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+# ---------------------------------------------------------------------- the real libraries
+
+LOAD = """
+import sys
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1] if len(sys.argv) > 1 else FOLDER)
+kinds = {type(parameter).__name__ for parameter in model.parameters()}
+print("packed" if "Experts4bit" in kinds else "not packed")
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    pytest.importorskip("transformers", minversion="5.8")
+    from mixtures import Packing, build, save
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(build("qwen3_moe"), "qwen3_moe", folder, Packing())
+    return folder
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("first", ["import bitsandbytes", "import transformers.modeling_utils"])
+def test_loads_with_nothing_imported_of_ours(first, checkpoint, tmp_path):
+    program = f"{first}\nfrom transformers import AutoModelForCausalLM\nFOLDER={str(checkpoint)!r}"
+    shown = run(program + LOAD, install(tmp_path))
+    assert shown.splitlines()[-1] == "packed"
+    assert shown.count("nf4conv.moe keeps 4 parameters of experts in 4 bits") == 1
+
+
+# ---------------------------------------------------------------------- fakes, which are fast
+
+
+def write_fakes(folder: Path, version: str = "5.23.0") -> Path:
+    """Writes a bitsandbytes and a transformers that have only what the loader looks for."""
+    (folder / "bitsandbytes").mkdir(parents=True)
+    (folder / "bitsandbytes/__init__.py").write_text(
+        "from importlib.metadata import entry_points\n"
+        "for entry in entry_points(group='bitsandbytes.backends'):\n    entry.load()()\n"
+    )
+    quantizers = folder / "transformers/quantizers"
+    quantizers.mkdir(parents=True)
+    (folder / "transformers/__init__.py").write_text(f"__version__ = {version!r}\n")
+    (quantizers / "__init__.py").write_text("")
+    methods = "".join(f"    def {name}(self, **kwargs): ...\n" for name in conditions._HOOKS)
+    (quantizers / "quantizer_bnb_4bit.py").write_text(f"class Bnb4BitHfQuantizer:\n{methods}")
+    return install(folder)
+
+
+QUANTIZER = "from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer as Q\n"
+PATCHED = "import sys; print('patched' if '_nf4conv' in vars(Q) else 'untouched')\n"
+NOTHING_HEAVY = "assert not {'torch', 'numpy', 'safetensors', 'huggingface_hub'} & {*sys.modules}\n"
+ORDERS = {
+    "bitsandbytes first": "import bitsandbytes\n" + QUANTIZER,
+    "transformers first": QUANTIZER + "import bitsandbytes\n",
+    "by the documented line": "import nf4conv.moe\n" + QUANTIZER,
+    "all of them": "import bitsandbytes, nf4conv.moe\n" + QUANTIZER + "import nf4conv.moe.hooks\n",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_patches_without_importing_anything_heavy(order, tmp_path):
+    shown = run(ORDERS[order] + PATCHED + NOTHING_HEAVY, write_fakes(tmp_path))
+    assert shown == "patched\n"
+
+
+def test_waits_while_the_quantizer_is_half_imported(tmp_path):
+    """As in transformers 5.8, whose quantizer imports what imports bitsandbytes."""
+    fakes = write_fakes(tmp_path)
+    module = fakes / "transformers/quantizers/quantizer_bnb_4bit.py"
+    module.write_text("import bitsandbytes\n" + module.read_text())
+    shown = run(QUANTIZER + "import colorsys\n" + PATCHED, fakes)
+    assert shown == "patched\n"
+
+
+@pytest.mark.parametrize("value", ["0", "off"])
+def test_is_switched_off(value, tmp_path):
+    program = ORDERS["all of them"] + PATCHED
+    assert run(program, write_fakes(tmp_path), NF4CONV_MOE=value) == "untouched\n"
+
+
+def test_transformers_4_is_left_alone(tmp_path):
+    program = ORDERS["bitsandbytes first"] + PATCHED
+    assert run(program, write_fakes(tmp_path, "4.57.6")) == "untouched\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("5.7.0", "older than the releases it knows (5.8 to 5.23)"),
+        ("5.99.0", "newer than the releases it knows (5.8 to 5.23)"),
+    ],
+)
+def test_an_unknown_release_is_told_once_and_left_alone(version, reason, tmp_path):
+    program = (
+        ORDERS["all of them"] + "print(Q.param_element_size.__name__, hasattr(Q, '__wrapped__'))"
+    )
+    shown = run(
+        program + "; import nf4conv.moe.entry as e; e.activate()", write_fakes(tmp_path, version)
+    )
+    assert shown.count("nf4conv.moe does not load 4-bit experts here") == 1
+    assert f"transformers {version} is {reason}" in shown
+
+
+def test_a_release_without_a_hook_is_left_alone(caplog):
+    class Quantizer:
+        """As in transformers before 5.8, whatever its number is."""
+
+    with caplog.at_level(logging.WARNING, logger="nf4conv"):
+        entry.patch(Quantizer, "5.23.0")
+    assert "lacks _process_model_before_weight_loading, which the releases" in caplog.text
+    assert not hasattr(Quantizer, "update_weight_conversions")
+
+
+def test_nothing_is_raised(monkeypatch, caplog):
+    def broken() -> bool:
+        raise RuntimeError("something")
+
+    monkeypatch.setattr(entry, "_patch_if_there", broken)
+    monkeypatch.setattr(sys, "meta_path", [])
+    with caplog.at_level(logging.WARNING, logger="nf4conv"):
+        entry.activate()
+    assert "nf4conv.moe is not active: RuntimeError: something" in caplog.text
+
+
+@pytest.mark.oracle
+def test_stands_back_for_unsloth(checkpoint, monkeypatch, caplog):
+    from mixtures import build
+
+    from nf4conv.moe.loading.checkpoints import look_at_packed
+
+    files = [str(checkpoint / "model.safetensors")]
+    model = build("qwen3_moe")
+    assert look_at_packed(model, files, None) is not None
+    monkeypatch.setitem(sys.modules, "unsloth", sys)
+    with caplog.at_level(logging.WARNING, logger="nf4conv"):
+        assert look_at_packed(model, files, None) is None
+    assert "stands back" in caplog.text
+
+
+# ---------------------------------------------------------------------- what `nf4conv env` says
+
+
+def status(fakes: Path, **environment: str) -> str:
+    return run("from nf4conv.moe import status; print(status())", fakes, **environment).strip()
+
+
+def test_status(tmp_path):
+    def fake_version(version: str) -> Path:
+        folder = write_fakes(tmp_path / version, version)
+        info = folder / f"transformers-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: transformers\nVersion: {version}\n")
+        return folder
+
+    known = fake_version("5.23.0")
+    assert status(known) == "active for transformers 5.23.0"
+    assert status(known, NF4CONV_MOE="0") == "off: NF4CONV_MOE=0"
+    assert status(fake_version("4.57.6")).startswith("not needed: transformers 4.57.6")
+    assert status(fake_version("5.7.1")).startswith("not active: transformers 5.7.1 is older")

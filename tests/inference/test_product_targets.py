@@ -1,0 +1,55 @@
+"""The kernels of products compile for every GPU that they claim, by ptxas, which needs no GPU."""
+
+import pytest
+from own_process import compiles, run_compiling
+
+SOURCE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nf4conv.codec.kernels.product import dense, held, kernel, shapes
+
+capability = int(sys.argv[1])
+POINTERS = ["*bf16", "*fp32", "*u8", "*u8", "*fp32", "*fp32", "*fp32", "*i32"]
+
+
+def compile(function, constants, options):
+    runtime = [name for name in function.arg_names if name not in constants]
+    signature = dict.fromkeys(function.arg_names, "constexpr")
+    for place, name in enumerate(runtime):
+        signature[name] = POINTERS[place] if place < 8 else "i32"
+    if "norm" in signature:
+        signature["norm"] = "fp32"
+    source = ASTSource(fn=function, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(
+        source, target=target, options={"enable_fp_fusion": False, **options}
+    )
+    assert compiled.asm["cubin"]
+    print(function.__name__, constants, compiled.metadata.shared)
+
+
+# tests/helpers/emulator.py compiles for 90
+for rows, n, k in ((1, 8, 4096), (1, 8192, 4096), (1, 8192, 5120), (8, 8, 4096), (64, 8, 4096)):
+    shape = shapes.shape_for(rows, n, k, short=False, nested=True, early=False)
+    options = {"num_warps": shape.warps, "maxnreg": shape.registers, "launch_pdl": False}
+    function = held.held_kernel if shape.holds_x else kernel.product_kernel
+    compile(function, {"SHAPE": shape}, options)
+tile = dense.TILES[0]
+constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "CHUNKS": tile.chunks}
+constants |= {"STAGES": tile.stages, "NESTED": True, "ALIGNED": True, "PTX": True}
+compile(dense.dense_kernel, constants, {"num_warps": tile.warps})
+"""
+
+
+@compiles
+@pytest.mark.parametrize(
+    "capability",
+    [80, 100, 120, *(pytest.param(one, marks=pytest.mark.architectures) for one in (86, 89, 103))],
+)
+def test_compiles_for(capability: int) -> None:
+    """In a process of its own: Triton cannot compile where kernels are interpreted."""
+    done = run_compiling("-c", SOURCE, capability)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 6

@@ -1,0 +1,795 @@
+"""GGUF files as sources: every command takes them, and what is wrong with one is said in a line.
+
+test_gguf_sources.py compares with llama.cpp's converter, test_ggml.py with its decoder.
+"""
+
+import json
+import os
+import re
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from command_line import done, run
+from fuzz_gguf import FILES
+from gguf_files import LLAMA, SHAPES, text, write_gguf
+from hub_server import Hub, Repo
+from pace import time_limit
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from nf4conv.codec.decode.ggml.decoding import decode_ggml
+from nf4conv.commands.dequantize import plan_dequantization
+from nf4conv.errors import SourceError
+from nf4conv.report.text.terminal import printable
+from nf4conv.run.filling import space_needed
+from nf4conv.sources.gguf import tokenizing, unpacked
+from nf4conv.sources.gguf.families.registry import FAMILIES
+from nf4conv.sources.gguf.header import read_gguf_header
+from nf4conv.sources.gguf.numbers import shortest
+from nf4conv.sources.opening import open_source
+
+TYPES = {
+    "blk.0.attn_q.weight": "Q4_K",
+    "blk.0.ffn_gate.weight": "Q6_K",
+    "blk.0.ffn_up.weight": "Q8_0",
+    "token_embd.weight": "Q4_0",
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "nf4conv" / "gguf"
+
+
+def raw(path: Path, name: str) -> torch.Tensor:
+    """The bytes of a tensor, a row for each row."""
+    [tensor] = [one for one in read_gguf_header(path).tensors if one.name == name]
+    content = path.read_bytes()[tensor.start : tensor.start + tensor.nbytes]
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(tensor.shape[0], -1)
+
+
+def test_dequantize_writes_what_transformers_loads(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", types=TYPES)
+    done("dequantize", path, tmp_path / "out", "--dtype", "fp32", "--device", "cpu")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    queries = decode_ggml(raw(path, "blk.0.attn_q.weight"), "Q4_K", torch.float32)
+    rows = queries.view(4, 32, 2, 256).transpose(1, 2).reshape(256, 256)  # by heads
+    assert torch.equal(found["model.layers.0.self_attn.q_proj.weight"], rows)
+    gate = decode_ggml(raw(path, "blk.0.ffn_gate.weight"), "Q6_K", torch.float32)
+    assert torch.equal(found["model.layers.0.mlp.gate_proj.weight"], gate)
+    norm = raw(path, "output_norm.weight").view(torch.float32).view(-1)
+    assert torch.equal(found["model.norm.weight"], norm)
+    assert len(found) == len(SHAPES)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert model.config.num_key_value_heads == 2
+    assert model.config.rms_norm_eps == 1e-5
+    assert not model.config.tie_word_embeddings
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, rows)
+
+
+def test_every_command_takes_it(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", types=TYPES)
+    out = tmp_path / "out"
+    assert "GGUF" in done("inspect", path).stdout
+    assert "Q4_K" in done("quantize", path, out, "--dry-run", "--all").output
+    result = done("quantize", path, out, "--verify", "--device", "cpu")
+    assert "1 of Q4_K" in result.output
+    record = json.loads((out / "nf4conv.json").read_text())
+    assert "GGUF Q4_K" in json.dumps(record)
+    assert str(tmp_path / "cache") not in json.dumps(record)
+    assert "1 weights in GGUF Q4&#95;K" in (out / "README.md").read_text()
+    assert "GGUF BF16" not in (out / "README.md").read_text()
+    done("verify", out, "--source", path, "--exact", "--device", "cpu")
+    done("compare", path, out, "--tolerance", "0.12", "--device", "cpu")
+    assert "already complete" in done("quantize", path, out, "--device", "cpu").output
+    done("dequantize", path, tmp_path / "back", "--device", "cpu")
+    done("compare", path, tmp_path / "back", "--tolerance", "0", "--device", "cpu")
+    # parts make the bytes of one run
+    for part in ("1/2", "2/2"):
+        small = ("--max-shard-size", "300KB", "--device", "cpu", "--part", part)
+        done("quantize", path, tmp_path / "parts", *small)
+    done("finish", tmp_path / "parts")
+    done("compare", out, tmp_path / "parts", "--device", "cpu")
+
+
+def test_values_are_decoded_once_whatever_the_pieces(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", types=TYPES)
+    for name, size in (("small", "64KB"), ("large", "64MB")):
+        options = ("--buffer-size", size, "--device", "cpu", "--workers", "2")
+        done("quantize", path, tmp_path / name, *options)
+    assert (tmp_path / "small" / "model.safetensors").read_bytes() == (
+        tmp_path / "large" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_config_and_tokenizer_of_the_original(tmp_path: Path, cache: Path):
+    original = tmp_path / "original"
+    original.mkdir()
+    config = {"model_type": "mistral", "dtype": "float16", "hidden_size": 256}
+    (original / "config.json").write_text(json.dumps(config))
+    (original / "tokenizer.json").write_text("{}")
+    path = write_gguf(tmp_path / "model.gguf", default="Q8_0")
+    done("dequantize", path, tmp_path / "out", "--config-from", original, "--device", "cpu")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {values.dtype for values in found.values()} == {torch.float16}
+    assert not cache.exists()
+    config["model_type"] = "qwen2"
+    (original / "config.json").write_text(json.dumps(config))
+    result = run("inspect", path, "--config-from", original)
+    assert result.exit_code == 2
+    assert "is a llama, but --config-from names a qwen2" in result.stderr
+
+
+SPELLED = {
+    **LLAMA,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "llama-bpe",
+    "tokenizer.ggml.tokens": ["a", "b", "ab"],
+    "tokenizer.ggml.merges": ["a b"],
+}
+
+
+def test_a_tokenizer_is_made_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """Metadata of another content, and a damaged cache, make another; so does a new release."""
+    made = []
+    genuine = tokenizing.tokenizer_json
+    monkeypatch.setattr(
+        tokenizing,
+        "tokenizer_json",
+        lambda vocabulary: made.append(vocabulary) or genuine(vocabulary),
+    )
+    path = write_gguf(tmp_path / "model.gguf", SPELLED)
+    assert open_source(path).pending is not None
+    assert not made
+    first = open_source(path).whole_folder()
+    content = (first / "tokenizer.json").read_bytes()
+    assert json.loads(content)["model"]["merges"] == [["a", "b"]]
+    assert json.loads(content)["model"]["vocab"] == {"a": 0, "b": 1, "ab": 2}
+    assert open_source(path).whole_folder() == first
+    assert len(made) == 1
+    [sizes] = cache.glob("*/sizes.json")
+    good = sizes.read_bytes()
+    for bad in (b"", b"[]\n", b"{\n", good[:-3], b"{}", b'{"tokenizer.json": "x"}\n', b"1"):
+        sizes.write_bytes(bad)
+        assert (open_source(path).whole_folder() / "tokenizer.json").read_bytes() == content
+        assert sizes.read_bytes() == good
+    assert len(made) == 8
+    sizes.chmod(0o666)  # another user may have written it
+    (first / "tokenizer.json").write_bytes(b"{}")
+    assert (open_source(path).whole_folder() / "tokenizer.json").read_bytes() == content
+    assert len(made) == 9
+    (first / "tokenizer.json").chmod(0o666)
+    open_source(path).whole_folder()
+    assert len(made) == 10
+    write_gguf(path, {**SPELLED, "tokenizer.ggml.merges": ["b a"]})
+    assert open_source(path).whole_folder() != first
+    assert len(made) == 11
+    monkeypatch.setattr(tokenizing, "WAY_OF_MAKING", tokenizing.WAY_OF_MAKING + 1)
+    open_source(path).whole_folder()
+    assert len(made) == 12
+    monkeypatch.setattr(unpacked, "__version__", "another")
+    open_source(path).whole_folder()
+    assert len(made) == 13
+    monkeypatch.setattr(unpacked, "cache_folder", lambda: None)
+    with pytest.raises(SourceError, match="needs a home folder"):
+        open_source(path)
+
+
+def test_a_tokenizer_is_made_beside_the_pipeline(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It begins before the first shard, and is waited for behind the last; looking makes none."""
+    threads = []
+    genuine = tokenizing.tokenizer_json
+
+    def noted(vocabulary: tokenizing.Vocabulary) -> Iterator[bytes]:
+        threads.append(threading.current_thread().name)
+        yield from genuine(vocabulary)
+
+    monkeypatch.setattr(tokenizing, "tokenizer_json", noted)
+    path = write_gguf(tmp_path / "model.gguf", SPELLED)
+    done("inspect", path)
+    done("dequantize", path, tmp_path / "out", "--device", "cpu", "--dry-run")
+    assert not threads
+    result = done("dequantize", path, tmp_path / "out", "--device", "cpu")
+    assert "config.json and the tokenizer are made of the file's metadata" in result.output
+    assert threads == ["nf4conv-tokenizer"]
+    written = json.loads((tmp_path / "out" / "tokenizer.json").read_bytes())
+    assert written["model"]["merges"] == [["a", "b"]]
+    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
+    again = done("dequantize", path, tmp_path / "out", "--device", "cpu")
+    assert "complete" in again.output
+    done("dequantize", path, tmp_path / "other", "--device", "cpu")
+    assert len(threads) == 1
+    for entry in cache.iterdir():  # as if another process had removed what it found old
+        shutil.rmtree(entry)
+    done("dequantize", path, tmp_path / "out", "--device", "cpu")
+    assert len(threads) == 2
+
+
+def test_a_cache_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What fails in the thread is one line, and OUT does not look finished."""
+    genuine = unpacked.write_private
+
+    def full(path: Path, content: bytes) -> None:
+        if path.name == "tokenizer.json":
+            raise OSError(28, "No space left on device", str(path))
+        genuine(path, content)
+
+    monkeypatch.setattr(unpacked, "write_private", full)
+    path = write_gguf(tmp_path / "model.gguf", SPELLED)
+    result = run("dequantize", path, tmp_path / "out", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "its metadata cannot be unpacked" in result.stderr
+    assert "tokenizer.json: No space left on device; XDG_CACHE_HOME names" in result.stderr
+    assert not (tmp_path / "out" / "config.json").exists()
+    monkeypatch.setattr(unpacked, "write_private", genuine)
+    done("dequantize", path, tmp_path / "out", "--device", "cpu")
+
+
+def test_a_cache_that_gets_full_keeps_nothing_half_written(tmp_path: Path, cache: Path):
+    """The kernel refuses to let a file grow; what was written of it would keep the disk full."""
+    spelled = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 20_000}
+    path = write_gguf(tmp_path / "model.gguf", spelled)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(SourceError, match=r"cannot be unpacked: .*: File too large"):
+            open_source(path).whole_folder()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    left = [file.name for file in cache.rglob("*") if file.is_file()]
+    assert "config.json" in left
+    assert "tokenizer.json" not in left
+    assert not [name for name in left if name.startswith(".")], "half of a file"
+    assert (open_source(path).whole_folder() / "tokenizer.json").stat().st_size > 100_000
+
+
+def test_a_tokenizer_from_the_cache_counts_in_what_a_disk_must_have_room_for(tmp_path: Path):
+    spelled = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 20_000}
+    path = write_gguf(tmp_path / "model.gguf", spelled)
+    before = space_needed(plan_dequantization(path), ())
+    folder = open_source(path).whole_folder()
+    size = sum((folder / name).stat().st_size for name in unpacked._NAMES)
+    plan = plan_dequantization(path)
+    after = space_needed(plan, ())
+    assert after >= plan.output.largest_size + size
+    assert size > 100_000
+    assert before > after
+
+
+def test_the_cache_stays_small(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was used longest ago goes; what another process may be reading stays."""
+    monkeypatch.setattr(unpacked, "_MOST_KEPT", 100_000)
+    entries = []
+    for number in range(4):
+        metadata = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 2000, "general.name": f"{number}"}
+        path = write_gguf(tmp_path / f"{number}.gguf", metadata)
+        folder = open_source(path).whole_folder()
+        assert (folder / "tokenizer.json").stat().st_size > 20_000
+        entries.append((path, folder.parent))
+    assert all(entry.is_dir() for _, entry in entries)  # used in the last hour
+    hours_ago = time.time() - 7200
+    (cache / "old.tokenizer").write_bytes(bytes(50_000))  # of an earlier release
+    (cache / ".0123").mkdir()
+    for entry in cache.iterdir():
+        os.utime(entry, (hours_ago, hours_ago))
+    os.utime(entries[0][1], (hours_ago - 1, hours_ago - 1))
+    open_source(entries[1][0]).whole_folder()
+    path = write_gguf(tmp_path / "new.gguf", {**SPELLED, "general.name": "new"})
+    new = open_source(path).whole_folder().parent
+    left = {*cache.iterdir()}
+    assert {new, entries[1][1]} <= left
+    assert not {entries[0][1], cache / ".0123"} & left
+    assert sum(file.stat().st_size for file in cache.rglob("*")) <= 150_000
+
+
+def test_what_another_process_removes_while_it_is_compared_is_written(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write_gguf(tmp_path / "model.gguf", SPELLED)
+    config = open_source(path).whole_folder() / "config.json"
+    assert config.is_relative_to(cache)
+    read_bytes = Path.read_bytes
+
+    def removed_meanwhile(place: Path) -> bytes:
+        if place == config and config.exists():
+            shutil.rmtree(config.parent)
+        return read_bytes(place)
+
+    monkeypatch.setattr(Path, "read_bytes", removed_meanwhile)
+    assert open_source(path).whole_folder() == config.parent
+    monkeypatch.undo()
+    assert config.is_file()
+
+
+def test_processes_share_the_cache(tmp_path: Path):
+    """Four make the same tokenizers at once, and remove those of each other."""
+    paths = []
+    for number in range(3):
+        metadata = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 3000, "general.name": f"{number}"}
+        paths.append(write_gguf(tmp_path / f"{number}.gguf", metadata))
+    program = """
+import sys
+from pathlib import Path
+from nf4conv.sources.gguf import unpacked
+from nf4conv.sources.opening import open_source
+from nf4conv.system import private
+unpacked._MOST_KEPT = 1
+private._IN_USE = -1
+for _ in range(10):
+    for path in sys.argv[1:]:
+        folder = open_source(path).whole_folder()
+"""
+    command = [sys.executable, "-c", program, *map(str, paths)]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
+    for process in running:
+        _, said = process.communicate()
+        assert process.returncode == 0, said.decode()
+
+
+def test_split_files(tmp_path: Path):
+    names = list(SHAPES)
+    for number, part in ((1, names[:5]), (2, names[5:])):
+        metadata = {**LLAMA, "split.count": 2, "split.tensors.count": len(SHAPES)}
+        shapes = {name: SHAPES[name] for name in part}
+        write_gguf(tmp_path / f"m-0000{number}-of-00002.gguf", metadata, shapes=shapes)
+    source = open_source(tmp_path / "m-00002-of-00002.gguf")
+    assert len(source.tensors) == len(SHAPES)
+    assert len(source.files) == 2
+    (tmp_path / "m-00001-of-00002.gguf").unlink()
+    with pytest.raises(SourceError, match=r"m-00001-of-00002.gguf: is missing"):
+        open_source(tmp_path / "m-00002-of-00002.gguf")
+
+
+def write_split(folder: Path, numbers: tuple[int, int], **metadata: object) -> Path:
+    """A model in two files, which carry these numbers in their names."""
+    names = list(SHAPES)
+    for place, part in enumerate((names[:5], names[5:])):
+        described = {"split.no": place, "split.count": 2, "split.tensors.count": len(SHAPES)}
+        if place == 0:
+            described = {**LLAMA, **described, **metadata}
+        shapes = {name: SHAPES[name] for name in part}
+        write_gguf(folder / f"m-0000{numbers[place]}-of-00002.gguf", described, shapes=shapes)
+    return folder / "m-00001-of-00002.gguf"
+
+
+def test_split_files_that_were_renamed(tmp_path: Path):
+    assert len(open_source(write_split(tmp_path, (1, 2))).tensors) == len(SHAPES)
+    assert "is not the first file of the model: split.no" in refused(write_split(tmp_path, (2, 1)))
+
+
+@pytest.mark.parametrize("count", ["2", [2, 2], 2.5])
+def test_a_number_of_files_that_is_none(tmp_path: Path, count: object):
+    path = write_split(tmp_path, (1, 2), **{"split.count": count})
+    assert "as split.count, and no number" in refused(path)
+
+
+def test_a_card_beside_the_file(tmp_path: Path):
+    """Licence and originals of the card of the repository or folder with the file."""
+    card = "---\nlicense: apache-2.0\nbase_model: org/sixteen\n---\n# A model\n"
+    (tmp_path / "README.md").write_text(card)
+    write_gguf(tmp_path / "m.gguf", {**LLAMA, "general.license": "mit"}, default="Q4_0")
+    made = made_card(tmp_path / "m.gguf", tmp_path / "out")
+    assert "license: apache-2.0\n" in made
+    assert "| quantized before from | [org/sixteen]" in made
+
+
+def test_a_card_of_the_metadata(tmp_path: Path):
+    said = {"general.license": "mit", "general.languages": ["en", "de: |"]}
+    write_gguf(tmp_path / "m.gguf", {**LLAMA, **said, "general.license.name": "x" * 10**6})
+    made = made_card(tmp_path / "m.gguf", tmp_path / "out")
+    assert "license: mit\nlanguage:\n- en\n- 'de: |'\n" in made
+    assert len(made) < 10_000
+
+
+@pytest.mark.parametrize("options", [(), ("--stream",)], ids=str)
+def test_the_card_of_a_repository(hub: Hub, tmp_path: Path, options: tuple[str, ...]):
+    content = write_gguf(tmp_path / "m.gguf", default="Q4_0").read_bytes()
+    card = b"---\nlicense: mit\nbase_model: org/sixteen\n---\n"
+    hub.repos["me/models"] = Repo()
+    hub.repos["me/models"].commit({"README.md": card, "Q4_0/m.gguf": content})
+    place = ("--gguf-file", "m.gguf", "--subfolder", "Q4_0", "--cache-dir", tmp_path / "hub")
+    made = made_card("me/models", tmp_path / "out", *place, *options)
+    assert "license: mit\n" in made
+    assert "| quantized before from | [org/sixteen]" in made
+
+
+def made_card(source: object, out: Path, *options: object) -> str:
+    done("quantize", source, out, "--device", "cpu", *options)
+    return (out / "README.md").read_text()
+
+
+def test_evaluate_says_what_to_give_instead(tmp_path: Path):
+    write_gguf(tmp_path / "m.gguf")
+    done("dequantize", tmp_path / "m.gguf", tmp_path / "out", "--device", "cpu")
+    said = run("evaluate", tmp_path / "out", "--source", tmp_path / "m.gguf", "--device", "cpu")
+    assert said.exit_code == 2
+    assert "m.gguf: evaluate runs no GGUF file; `nf4conv dequantize` makes a folder" in said.output
+
+
+def test_experts_come_one_by_one(tmp_path: Path):
+    metadata = {**LLAMA, "llama.expert_count": 3, "llama.expert_used_count": 2}
+    shapes = {name: shape for name, shape in SHAPES.items() if "ffn_g" not in name}
+    shapes = {name: shape for name, shape in shapes.items() if "ffn_up" not in name}
+    shapes |= {
+        "blk.0.ffn_gate_inp.weight": (3, 256),
+        "blk.0.ffn_gate_exps.weight": (3, 512, 256),
+        "blk.0.ffn_up_exps.weight": (3, 512, 256),
+        "blk.0.ffn_down_exps.weight": (3, 256, 512),
+    }
+    del shapes["blk.0.ffn_down.weight"]
+    path = write_gguf(
+        tmp_path / "model.gguf", metadata, {"blk.0.ffn_up_exps.weight": "Q4_K"}, shapes
+    )
+    done("dequantize", path, tmp_path / "out", "--dtype", "fp32", "--device", "cpu")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    stack = raw(path, "blk.0.ffn_up_exps.weight").view(3, 512, -1)
+    third = decode_ggml(stack[2].contiguous(), "Q4_K", torch.float32)
+    assert torch.equal(found["model.layers.0.block_sparse_moe.experts.2.w3.weight"], third)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "mixtral"
+    assert config["num_local_experts"] == 3
+
+
+def test_experts_that_do_not_fit(tmp_path: Path):
+    metadata, shapes = FILES["mixtral"]
+    other = {**metadata, "llama.expert_count": 2**40}
+    path = write_gguf(tmp_path / "model.gguf", other, shapes=shapes)
+    assert "is a stack of 3 experts, and not of 1099511627776" in refused(path)
+    claimed = {"blk.0.ffn_gate_exps.weight": (2**33, 0, 256)}
+    path = write_gguf(tmp_path / "model.gguf", metadata, shapes=shapes, claimed=claimed)
+    assert "blk.0.ffn_gate_exps.weight: is of shape [8589934592, 0, 256]" in refused(path)
+
+
+def test_parts_of_one_tensor_that_do_not_fit(tmp_path: Path):
+    metadata, shapes = FILES["deepseek2"]
+    less = {name: shape for name, shape in shapes.items() if "attn_v_b" not in name}
+    path = write_gguf(tmp_path / "model.gguf", metadata, shapes=less)
+    assert "attn_k_b.weight: goes with blk.0.attn_v_b.weight, which is missing" in refused(path)
+    for sizes, said in (
+        ((2, 32, 64), "is one of stacks of 2 and 4 matrices"),
+        ((4, 32, 32), "is no stack of heads that goes with that of the values"),
+    ):
+        other = {**shapes, "blk.0.attn_v_b.weight": sizes}
+        path = write_gguf(tmp_path / "model.gguf", metadata, shapes=other)
+        assert said in refused(path)
+    metadata, shapes = FILES["qwen35"]
+    other_heads = {**metadata, "qwen35.ssm.time_step_rank": 3}
+    path = write_gguf(tmp_path / "model.gguf", other_heads, shapes=shapes)
+    assert "has 3 values, which do not share 2 keys" in refused(path)
+    without = {key: found for key, found in metadata.items() if "group_count" not in key}
+    path = write_gguf(tmp_path / "model.gguf", without, shapes=shapes)
+    assert "needs ssm.group_count, which the metadata does not say" in refused(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_command_takes_tensors_that_are_put_together(tmp_path: Path, name: str):
+    """Whole and by small pieces: the same bytes, and 4 bits that verify against the source."""
+    metadata, shapes = FILES[name]
+    types = {"blk.0.ffn_up_exps.weight": "Q8_0", "blk.0.attn_k_b.weight": "Q8_0"}
+    path = write_gguf(tmp_path / "model.gguf", metadata, types, shapes)
+    for size in ("64KB", "64MB"):
+        common = ("--buffer-size", size, "--device", "cpu")
+        done("dequantize", path, tmp_path / size, *common)
+        done("quantize", path, tmp_path / f"nf4-{size}", "--verify", *common)
+    small, large = (tmp_path / size / "model.safetensors" for size in ("64KB", "64MB"))
+    assert small.read_bytes() == large.read_bytes()
+    nf4 = tmp_path / "nf4-64KB"
+    done("verify", nf4, "--source", path, "--exact", "--device", "cpu")
+    same = (nf4 / "model.safetensors").read_bytes()
+    assert same == (tmp_path / "nf4-64MB" / "model.safetensors").read_bytes()
+    done("quantize", tmp_path / "64MB", tmp_path / "again", "--device", "cpu")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == same
+    assert "GGUF" in done("inspect", path).output
+    done("compare", path, tmp_path / "64MB", "--tolerance", "0", "--device", "cpu")
+
+
+@pytest.mark.parametrize("spelling", ["file", "address", "folder"])
+def test_a_file_in_a_repository_or_folder(hub: Hub, tmp_path: Path, spelling: str):
+    content = write_gguf(tmp_path / "model-Q4.gguf").read_bytes()
+    files = {"gguf/model-Q4.gguf": content, "gguf/model-Q8.gguf": b"another"}
+    hub.repos["me/models"] = Repo()
+    hub.repos["me/models"].commit(files)
+    hub.repos["me/original"] = Repo()
+    hub.repos["me/original"].commit(
+        {
+            "config.json": b'{"model_type": "llama", "dtype": "bfloat16"}',
+            "model.safetensors": b"not fetched",
+            "tokenizer.json": b"{}",
+        }
+    )
+    arguments: list[object] = ["me/models", "--gguf-file", "model-Q4.gguf", "--subfolder", "gguf"]
+    if spelling == "address":
+        arguments = [f"{hub.url}/me/models/blob/main/gguf/model-Q4.gguf"]
+    if spelling == "folder":
+        arguments = [tmp_path, "--gguf-file", "model-Q4.gguf"]
+    common = ("--config-from", "me/original", "--cache-dir", tmp_path / "hub", "--device", "cpu")
+    source, *options = arguments
+    done("dequantize", source, tmp_path / "out", *options, *common)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == b"{}"
+    assert len(load_file(tmp_path / "out" / "model.safetensors")) == len(SHAPES)
+    assert hub.count("model-Q8.gguf") == 0
+    assert hub.count("original/resolve/.*safetensors") == 0
+
+
+LONG = {**LLAMA, "tokenizer.ggml.tokens": [f"token {number}" for number in range(100_000)]}
+
+
+def ranges_of(hub: Hub, name: str) -> list[tuple[int, int]]:
+    """The ranges that were asked for, of a file from which nothing else was read."""
+    asked = []
+    for request in hub.requests:
+        if re.search(f"(GET|HEAD) .*/{name}", request.line) or request.range:
+            assert request.range is not None, request.line
+            first, last = request.range.removeprefix("bytes=").split("-")
+            asked.append((int(first), int(last) + 1))
+    return asked
+
+
+@pytest.mark.parametrize("command", ["inspect", "quantize"])
+def test_headers_are_read_by_ranges(hub: Hub, tmp_path: Path, command: str):
+    """Of a file on the Hub, one that is described is not downloaded."""
+    content = write_gguf(tmp_path / "model.gguf", LONG, default="F32").read_bytes()
+    hub.repos["me/models"] = Repo()
+    hub.repos["me/models"].commit({"README.md": b"# Mine", "model.gguf": content + bytes(2**23)})
+    words: list[object] = [
+        "me/models",
+        "--gguf-file",
+        "model.gguf",
+        "--cache-dir",
+        tmp_path / "hub",
+    ]
+    if command == "quantize":
+        words += [tmp_path / "out", "--dry-run", "--stream"]
+        words.insert(1, words.pop(-3))
+    assert "self_attn.q_proj" in done(command, *words, "--all").output
+    asked = set(ranges_of(hub, "model.gguf"))  # by two addresses each, of the Hub and of its store
+    assert asked == {(0, 2**20), (2**20, 3 * 2**20)}
+    assert not list((tmp_path / "hub").rglob("*.gguf"))
+
+
+def test_streaming_keeps_no_copy(hub: Hub, tmp_path: Path):
+    """One file, and a split one whose files come one after the other: the same bytes."""
+    names = list(SHAPES)
+    files = {"whole.gguf": write_gguf(tmp_path / "whole.gguf", types=TYPES).read_bytes()}
+    for number, part in ((1, names[:5]), (2, names[5:9]), (3, names[9:])):
+        metadata = {**LLAMA, "split.count": 3, "split.tensors.count": len(SHAPES)}
+        shapes = {name: SHAPES[name] for name in part}
+        name = f"m-0000{number}-of-00003.gguf"
+        files[name] = write_gguf(tmp_path / name, metadata, TYPES, shapes).read_bytes()
+    hub.repos["me/models"] = Repo()
+    hub.repos["me/models"].commit({"README.md": b"# Mine", **files})
+    cache = ("--cache-dir", tmp_path / "hub", "--device", "cpu", "--max-shard-size", "500KB")
+    for name in ("whole.gguf", "m-00001-of-00003.gguf"):
+        out = tmp_path / f"streamed-{name}"
+        done("dequantize", "me/models", out, "--gguf-file", name, "--stream", *cache)
+        done("dequantize", tmp_path / name, tmp_path / f"local-{name}", *cache)
+        done("compare", tmp_path / f"local-{name}", out, "--tolerance", "0", "--device", "cpu")
+        shards = sorted(path.name for path in out.glob("*.safetensors"))
+        assert len(shards) > 2
+        for shard in shards:
+            expected = (tmp_path / f"local-{name}" / shard).read_bytes()
+            assert (out / shard).read_bytes() == expected
+    assert not list((tmp_path / "hub").rglob("*.gguf"))
+    assert not list(tmp_path.glob("streamed-*/**/*.gguf"))
+
+
+def test_a_header_that_is_cut_off_on_the_hub(hub: Hub, tmp_path: Path):
+    content = write_gguf(tmp_path / "model.gguf", LONG).read_bytes()
+    hub.repos["me/models"] = Repo()
+    files = {"README.md": b"# Mine", "model.gguf": content[:1_500_000], "notes.gguf": b"GGUF"}
+    hub.repos["me/models"].commit(files)
+    for name, said in (("model.gguf", "is cut off in its header"), ("notes.gguf", "is cut off")):
+        words = ("me/models", "--gguf-file", name, "--cache-dir", tmp_path / "hub")
+        result = run("inspect", *words)
+        assert result.exit_code == 2
+        *_, last = result.stderr.splitlines()
+        assert last.startswith("Error: ")
+        assert said in last
+
+
+def test_a_repository_without_that_file(hub: Hub, tmp_path: Path):
+    hub.repos["me/models"] = Repo()
+    hub.repos["me/models"].commit({"a.gguf": b"x", "config.json": b"{}"})
+    result = run("inspect", "me/models", "--gguf-file", "b.gguf", "--cache-dir", tmp_path)
+    assert result.exit_code == 2
+    assert "me/models: has no b.gguf; its GGUF files: a.gguf" in result.stderr
+    result = run("inspect", "me/models", "--cache-dir", tmp_path)
+    assert "it has GGUF files: name one, --gguf-file NAME" in result.stderr
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(SourceError) as raised:
+        open_source(path)
+    message = str(raised.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 10, 24, 100, 1000])
+def test_a_header_that_is_cut_off(tmp_path: Path, length: int):
+    path = write_gguf(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:length])
+    assert "the download is incomplete" in refused(path) or "claims" in refused(path)
+
+
+def test_data_that_is_cut_off(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert "output.weight: reaches beyond the end of the file" in refused(path)
+
+
+def patched(path: Path, offset: int, content: bytes) -> Path:
+    whole = bytearray(path.read_bytes())
+    whole[offset : offset + len(content)] = content
+    path.write_bytes(whole)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "said"),
+    [
+        (0, b"GGML", "is no GGUF file"),
+        (4, struct.pack("<I", 1), "version 1; 2 and 3 are read"),
+        (4, struct.pack(">I", 3), "big-endian"),
+        (8, struct.pack("<Q", 10**9), "claims 1,000,000,000 tensors, as no model has"),
+        (8, struct.pack("<Q", 10**5), "claims 100,000 tensors, more than the file holds"),
+        (16, struct.pack("<Q", 10**9), "claims 1,000,000,000 metadata entries, more than the file"),
+        (24, struct.pack("<Q", 2**40), "has a string of 1,099,511,627,776 bytes"),
+        (24, struct.pack("<Q", 2**23), "is cut off in its header"),
+        (52, struct.pack("<I", 99), "a value of type 99, which GGUF does not define"),
+    ],
+)
+def test_counts_and_types_that_cannot_be(tmp_path: Path, offset: int, content: bytes, said: str):
+    path = patched(write_gguf(tmp_path / "model.gguf"), offset, content)
+    assert said in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"general.architecture": "wavtokenizer-dec"},
+            "GGUF of the architecture 'wavtokenizer-dec'",
+        ),
+        ({"general.architecture": "x" * 10**6}, "GGUF of the architecture 'xxx"),
+        ({"general.alignment": 0}, "has an alignment of 0"),
+        ({"general.alignment": "x" * 10**6}, "has an alignment of 'xxx"),
+        ({"split.count": 3}, "is one of 3 files of a model"),
+        ({"split.tensors.count": 7}, "7 tensors are announced, 12 are there"),
+        ({"llama.attention.head_count": 5, "llama.attention.head_count_kv": 5}, "5 heads"),
+    ],
+)
+def test_metadata_that_does_not_fit(tmp_path: Path, change: dict[str, Any], said: str):
+    message = refused(write_gguf(tmp_path / "model.gguf", {**LLAMA, **change}))
+    assert said in message
+    assert len(message) < 2000
+
+
+def test_a_file_without_an_architecture(tmp_path: Path):
+    without = {key: found for key, found in LLAMA.items() if key != "general.architecture"}
+    said = refused(write_gguf(tmp_path / "model.gguf", without))
+    assert said.endswith(
+        "lacks general.architecture in its metadata, without which it cannot be read"
+    )
+
+
+@pytest.mark.parametrize(
+    "architecture", ["cohere2moe", "hy_v3", "mellum", "nemotron_h", "glm-dsa", "granitehybrid"]
+)
+@pytest.mark.parametrize("odd", [0, -1, 2**24, 2.5, "text", [1, 2], ["a"], True])
+def test_metadata_of_any_type(tmp_path: Path, architecture: str, odd: Any):
+    """Numbers that are none, and counts beyond sense, are read or refused, and soon."""
+    family = FAMILIES[architecture][0]
+    keys = [*family.config, "expert_gating_func", "rope.freq_base_swa", "attention.indexer.types"]
+    keys += ["feed_forward_length", "attention.sliding_window_pattern", "ssm.inner_size"]
+    metadata = {f"{architecture}.{key}": odd for key in keys}
+    metadata["general.architecture"] = architecture
+    shapes = {"token_embd.weight": (64, 256), "output_norm.weight": (256,)}
+    path = write_gguf(tmp_path / "model.gguf", metadata, shapes=shapes)
+    with time_limit(5):
+        assert "model.gguf" in _opened_or_refused(path)
+
+
+LARGEST = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]  # of float32
+
+
+def test_the_largest_numbers_come_into_the_config(tmp_path: Path):
+    """Some decimals with fewer digits are too large for float32."""
+    changed = {
+        "llama.rope.freq_base": LARGEST,
+        "llama.attention.layer_norm_rms_epsilon": 0.1,
+    }
+    source = open_source(write_gguf(tmp_path / "model.gguf", {**LLAMA, **changed}))
+    assert source.config is not None
+    assert struct.pack("<f", source.config["rope_theta"]) == b"\xff\xff\x7f\x7f"
+    assert source.config["rms_norm_eps"] == 0.1
+    assert shortest(10 * LARGEST) == 10 * LARGEST
+
+
+@pytest.mark.parametrize("key", ["merges", "scores"])
+def test_positions_that_are_cut_off(tmp_path: Path, key: str):
+    """RoBERTa would be read as BERT, whose tokenizer has neither merges nor scores."""
+    values = {"merges": ["a b"], "scores": [0.5]}
+    metadata = {"general.architecture": "bert", f"tokenizer.ggml.{key}": values[key]}
+    path = write_gguf(tmp_path / "model.gguf", metadata)
+    assert "lacks the first rows of its position embeddings" in refused(path)
+
+
+def test_a_tensor_without_a_name_in_transformers(tmp_path: Path):
+    shapes = {**SHAPES, "blk.0.attn_sinks.weight": (4,)}
+    path = write_gguf(tmp_path / "model.gguf", shapes=shapes)
+    assert "blk.0.attn_sinks.weight: has no name in LlamaForCausalLM" in refused(path)
+
+
+def test_types_that_are_not_decoded(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf")
+    content = path.read_bytes()
+    place = content.index(text("output.weight")) + len(text("output.weight")) + 4 + 16
+    patched(path, place, struct.pack("<I", 41))
+    assert "output.weight: is of type 41, which nf4conv does not decode" in refused(path)
+
+
+def test_rows_that_are_no_whole_blocks(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", shapes={**SHAPES, "output.weight": (64, 250)})
+    content = path.read_bytes()
+    place = content.index(text("output.weight")) + len(text("output.weight")) + 4 + 16
+    patched(path, place, struct.pack("<I", 12))
+    assert "rows of 250 values are no whole number of blocks of Q4_K" in refused(path)
+
+
+def test_the_source_is_never_cleared(tmp_path: Path):
+    """OUT that holds the file, and --overwrite."""
+    path = write_gguf(tmp_path / "model.gguf")
+    result = run("dequantize", path, tmp_path, "--overwrite", "--device", "cpu")
+    assert result.exit_code == 2, result.output
+    assert path.exists()
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("GGUF_MUTATIONS", "150"))))
+def test_mutations_are_read_or_refused(tmp_path: Path, seed: int):
+    """Whatever is changed in a header, opening ends soon, in a checkpoint or in one line."""
+    random = Random(seed)
+    path = write_gguf(tmp_path / "model.gguf", types=TYPES)
+    whole = bytearray(path.read_bytes())
+    end = whole.index(b"output.weight", 1000) + 60  # the last record
+    for _ in range(random.choice((1, 1, 2, 8))):
+        place = random.randrange(end)
+        size = random.choice((1, 4, 8))
+        whole[place : place + size] = random.choice(
+            (random.randbytes(size), b"\xff" * size, b"\0" * size, struct.pack("<Q", 2**62)[:size])
+        )
+    path.write_bytes(whole[: random.choice((len(whole), len(whole), random.randrange(end)))])
+    begin = time.process_time()
+    said = _opened_or_refused(path)
+    assert "\n" not in printable(said)
+    assert "model.gguf" in said
+    assert time.process_time() - begin < 5
+
+
+def _opened_or_refused(path: Path) -> str:
+    """What a user would read: the name of the source, or an error."""
+    try:
+        source = open_source(path)
+    except SourceError as error:
+        return str(error)
+    assert all(tensor.start >= 0 for tensor in source.tensors)
+    return str(source)

@@ -1,0 +1,384 @@
+"""The core of nf4conv on this system, and on one that lacks what Windows lacks.
+
+On Linux the latter is a process in which it is hidden, see like_windows.py. CI runs this file on
+Windows and macOS, too, where the bytes must be those that Linux made.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import contents
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import nf4conv
+from nf4conv.cli import main
+from nf4conv.errors import OutputError
+from nf4conv.output.workspace import Workspace
+from nf4conv.system import cores, files, kind, memory, names, signals
+from nf4conv.system.names import FolderNames, why_not_on_windows
+
+LIKE_WINDOWS = Path(__file__).parents[1] / "helpers/like_windows.py"
+
+_SUMS = (
+    "8bc6f86beb17facbfda9366c89d29e37ee6fbbcf1ef65460ca7109394eac703d",
+    "201a115265b66b8cd374b7f00cfc3ab3c82b88a34feb3b8e56be9e5be66e7dc3",
+    "99f49db94eb8f89ad8c499641eb7afce84b728c4ebaad21f48169803b91f53ce",
+    "c28af6124c0a6870a703b9e8fbbd0d9dfe54fd95c7584ef67701c11f1db266a2",
+    "b07e0e4094e7125142e3a2c4e79c967d308d8ed8b2b4226038bb30db8dd19b4e",
+)
+SHARDS = {
+    f"model-{number:05d}-of-{len(_SUMS):05d}.safetensors": sha256
+    for number, sha256 in enumerate(_SUMS, start=1)
+}
+"""SHA-256 of the weights that `quantize` makes of `source`, as Linux made them."""
+
+
+def values(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Returns bfloat16 values that are the same on every system."""
+    numbers = torch.arange(rows * columns, dtype=torch.int64) * 2654435761 + seed
+    return ((numbers >> 7) % 2001 - 1000).reshape(rows, columns).float().div(512).bfloat16()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint of 12 linear layers, which becomes four shards."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    tensors = {"model.embed_tokens.weight": values(64, 64, 1)}
+    for layer in range(6):
+        prefix = f"model.layers.{layer}"
+        tensors[f"{prefix}.mlp.up_proj.weight"] = values(256, 128, layer)
+        tensors[f"{prefix}.self_attn.q_proj.weight"] = values(64, 64, -layer)
+        tensors[f"{prefix}.input_layernorm.weight"] = torch.ones(64).bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_bytes("---\nlicense: mit\n---\nÀ propos: 4 → 2\n".encode())
+    return folder
+
+
+def commands(folder: Path) -> list[list[str]]:
+    """Returns the core of what nf4conv does, as command lines."""
+    at = {name: str(folder / name) for name in ("source", "out", "again", "resumed", "parts")}
+    quantize = ["--device", "cpu", "--max-shard-size", "40KB", "--double-quant"]
+    return [
+        ["--help"],
+        ["quantize", "--help"],
+        ["quantize", at["source"], at["out"], *quantize, "--checksum", "--verify"],
+        ["quantize", at["source"], at["resumed"], *quantize],
+        ["quantize", at["source"], at["parts"], *quantize, "--part", "1/2"],
+        ["quantize", at["source"], at["parts"], *quantize, "--part", "2/2"],
+        ["finish", at["parts"]],
+        ["quantize", at["source"], at["resumed"], *quantize],  # is complete
+        ["verify", at["out"], "--source", at["source"], "--device", "cpu"],
+        ["inspect", at["out"]],
+        ["compare", at["out"], at["parts"], "--device", "cpu"],
+        ["dequantize", at["out"], at["again"], "--device", "cpu"],
+        ["dequantize", at["parts"], at["again"], "--device", "cpu", "--overwrite"],
+        ["env", "--json"],
+    ]
+
+
+def weights(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.glob("*.safetensors"))
+    }
+
+
+def results(folder: Path) -> dict[str, dict[str, bytes]]:
+    """Returns all files that the commands have written, but for the times of runs in cards."""
+    return {name: contents(folder / name) for name in ("out", "again", "resumed", "parts")}
+
+
+def run_here(folder: Path) -> None:
+    for words in commands(folder):
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, (words, result.output)
+
+
+def run_hidden(folder: Path, words: list[list[str]], *more: str) -> subprocess.CompletedProcess:
+    """Runs commands in a process that lacks what Windows lacks."""
+    path = folder / "commands.json"
+    path.write_text(json.dumps(words))
+    program = [sys.executable, "-W", "ignore", str(LIKE_WINDOWS), *more, str(path)]
+    return subprocess.run(program, capture_output=True, text=True, check=False)
+
+
+def test_the_core_gives_these_bytes_on_this_system(tmp_path: Path, source: Path):
+    run_here(tmp_path)
+    assert source.is_dir()
+    found = weights(tmp_path / "out")
+    assert found == SHARDS
+    assert weights(tmp_path / "parts") == weights(tmp_path / "resumed") == found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hides what Linux has")
+def test_the_core_gives_the_same_without_what_windows_lacks(tmp_path: Path, source: Path):
+    words = commands(tmp_path)
+    killed = run_hidden(tmp_path, words[3:4], "killed")
+    assert killed.returncode == 9, killed.stderr
+    kept = sorted(path.name for path in (tmp_path / "resumed").glob("*.safetensors"))
+    assert kept
+    assert not (tmp_path / "resumed" / "config.json").exists()
+
+    done = run_hidden(tmp_path, words)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lacking = json.loads(done.stdout[done.stdout.rindex("$ env") :].partition("\n")[2])["lacking"]
+    assert [line.partition(":")[0] for line in lacking] == [
+        "no positional reads and writes",
+        "folders cannot be synced",
+        "no owners and modes of files",
+        "the page cache cannot be told to drop a file",
+        "processes cannot be kept to cores",
+        "no fork",
+    ]
+    found = results(tmp_path)
+    for name in found:
+        for path in (tmp_path / name).rglob("*"):
+            assert path.name != ".nf4conv", f"{path} is left"
+
+    (tmp_path / "posix").mkdir()
+    source.rename(tmp_path / "posix" / "source")
+    run_here(tmp_path / "posix")
+    assert found == results(tmp_path / "posix")
+
+
+# --- one function at a time -----------------------------------------------------------------------
+
+
+@pytest.fixture(params=["shared descriptor", "a handle for each thread"])
+def kind_of_file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "a handle for each thread":
+        monkeypatch.delattr(os, "preadv", raising=False)
+        monkeypatch.delattr(os, "pwrite", raising=False)
+    elif not hasattr(os, "preadv"):
+        pytest.skip("this system has none")
+    return request.param
+
+
+@pytest.mark.usefixtures("kind_of_file")
+def test_threads_write_and_read_one_file_at_positions(tmp_path: Path):
+    path, piece = tmp_path / "file", 4096
+    content = os.urandom(64 * piece)
+    writing = files.create_to_write(path)
+    writing.truncate(len(content))
+    starts = range(0, len(content), piece)
+    barrier = threading.Barrier(8)
+
+    def write(start: int) -> None:
+        if start < 8 * piece:
+            barrier.wait()
+        data = memoryview(content)[start : start + piece]
+        assert writing.write(data, start) == piece
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, starts))
+    writing.sync()
+    writing.close()
+    writing.close()
+    assert path.read_bytes() == content
+
+    reading = files.open_to_read(path)
+
+    def read(start: int) -> bytes:
+        buffer = bytearray(piece)
+        assert reading.read(memoryview(buffer), start) == piece
+        return bytes(buffer)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert b"".join(pool.map(read, starts)) == content
+    tail = bytearray(piece)
+    assert reading.read(memoryview(tail), len(content) - 10) == 10
+    assert reading.read(memoryview(tail), len(content)) == 0
+    reading.close()
+    path.rename(tmp_path / "other")
+
+
+@pytest.mark.usefixtures("kind_of_file")
+def test_a_file_to_write_is_new(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"precious")
+    with pytest.raises(FileExistsError):
+        files.create_to_write(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"precious"
+
+
+def test_a_thread_opens_its_handle_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(os, "preadv", raising=False)
+    opened = []
+
+    class Counted(FileIO):
+        def __init__(self, *given: object) -> None:
+            opened.append(threading.get_ident())
+            super().__init__(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(files, "FileIO", Counted)
+    (tmp_path / "file").write_bytes(b"abcdef")
+    reading = files.open_to_read(tmp_path / "file")
+
+    def read(place: int) -> None:
+        for _ in range(3):
+            reading.read(memoryview(bytearray(2)), place)
+
+    read(0)
+    threads = [threading.Thread(target=read, args=(place,)) for place in (2, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reading.close()
+    assert len(opened) == 3
+
+
+def test_read_at_means_the_same_without_pread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_bytes(b"0123456789")
+    with (tmp_path / "file").open("rb", buffering=0) as file:
+        found = [files.read_at(file.fileno(), 4, place) for place in (8, 0, 10)]
+        monkeypatch.delattr(os, "pread", raising=False)
+        assert [files.read_at(file.fileno(), 4, place) for place in (8, 0, 10)] == found
+    assert found == [b"89", b"0123", b""]
+
+
+def test_figures_of_this_machine():
+    assert 2**28 < memory.total_memory() < 2**50
+    assert 2**20 < memory.resident() <= memory.peak_resident() < memory.total_memory()
+    assert cores.usable_cores() <= frozenset(range(4096))
+    assert cores.cores_beside("no such device") == frozenset()
+    cores.keep_to(cores.usable_cores())
+
+
+def test_memory_is_compared():
+    a, b = bytearray(b"abcdef"), bytearray(b"abcdeF")
+    assert memory.is_equal(memoryview(a)[:5], memoryview(b)[:5])
+    assert not memory.is_equal(memoryview(a), memoryview(b))
+
+
+def test_words_for_every_signal_that_ends_a_command():
+    assert set(signals.WORDS.values()) == {"interrupted", "stopped"}
+    assert (signals.INTERRUPTED_EXIT, signals.STOPPED_EXIT, signals.UNREAD_EXIT) == (130, 143, 141)
+    assert signals.is_unread(BrokenPipeError())
+    assert not signals.is_unread(OSError(28, "No space left on device"))
+
+
+def test_env_names_what_this_system_lacks():
+    found = nf4conv.environment()
+    assert found.lacking == kind.lacking()
+    if sys.platform == "linux":
+        assert found.lacking == ()
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+RESERVED = {
+    "CON": "device", "nul": "device", "aux.txt": "device", "Com1.tar.gz": "device",
+    "LPT9": "device",
+    "nul .json": "device", "notes.": "dot", "notes ": "space", "a:b": "':'", "what?.md": "'?'",
+    "a\\b": "character", "a\tb": "character", '"quoted"': "character",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESERVED, ids=repr)
+def test_names_that_windows_reserves(name: str):
+    reason = why_not_on_windows(name)
+    assert reason is not None
+    assert RESERVED[name] in reason
+
+
+@pytest.mark.parametrize("name", ["console.json", "com.txt", "COM10", ".gitattributes", "é → b.md"])
+def test_other_names(name: str):
+    assert why_not_on_windows(name) is None
+
+
+def test_our_own_names_can_be_written_everywhere(tmp_path: Path, source: Path):
+    run_here(tmp_path)
+    assert source.is_dir()
+    for path in tmp_path.rglob("*"):
+        assert why_not_on_windows(path.name) is None
+
+
+@pytest.fixture
+def without_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "ignores_case", lambda _: True)
+
+
+@pytest.fixture
+def on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "IS_POSIX", False)
+
+
+def test_case_is_found_out(tmp_path: Path):
+    (tmp_path / "probe").touch()
+    has_both = names.ignores_case(tmp_path / "probe")
+    assert has_both == (tmp_path / "PROBE").exists()
+    (tmp_path / "PROBE").touch()
+    assert names.ignores_case(tmp_path / "probe")
+    assert not names.ignores_case(tmp_path / "missing")
+
+
+@pytest.mark.usefixtures("without_case")
+def test_two_names_that_are_one_there(tmp_path: Path):
+    taken = FolderNames(tmp_path, ["README.md"])
+    assert taken.take("readme.md") == "this folder takes the name for that of README.md"
+    assert taken.take("Vocab.txt") is None
+    assert taken.take("Vocab.txt") is None
+    assert taken.take("vocab.txt") == "this folder takes the name for that of Vocab.txt"
+
+
+def left_out(source: Path, *names: str) -> list[str]:
+    """Adds files to a source, quantizes it, and returns the notes about those that are left out."""
+    for name in names:
+        (source / name).write_text(name)
+    out = source.parent / "out"
+    report = nf4conv.quantize_checkpoint(source, out, run=nf4conv.RunOptions(device="cpu"))
+    lost = [line for line in report.notes if line.endswith("; it is not copied")]
+    assert {path.name for path in out.iterdir()} & {*names} == {*names[: -len(lost)]}
+    again = nf4conv.quantize_checkpoint(source, out, run=nf4conv.RunOptions(device="cpu"))
+    assert again.already_complete
+    return lost
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has files whose names others lack")
+@pytest.mark.usefixtures("without_case")
+def test_a_file_that_differs_by_case_is_left_out(source: Path):
+    assert left_out(source, "Notes.txt", "notes.txt") == [
+        "notes.txt: this folder takes the name for that of Notes.txt; it is not copied"
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has files whose names others lack")
+@pytest.mark.usefixtures("on_windows")
+def test_a_file_with_a_reserved_name_is_left_out(source: Path):
+    assert left_out(source, "aux.json") == [
+        "aux.json: Windows reserves the name for a device; it is not copied"
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has files whose names others lack")
+@pytest.mark.usefixtures("on_windows")
+def test_parts_refuse_such_a_file_before_they_begin(tmp_path: Path, source: Path):
+    (source / "aux.json").write_text("{}")
+    run = nf4conv.RunOptions(device="cpu", part="1/2")
+    with pytest.raises(OutputError, match=r"aux\.json: cannot be written here: Windows reserves"):
+        nf4conv.quantize_checkpoint(source, tmp_path / "out", run=run)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+@pytest.mark.usefixtures("on_windows")
+def test_a_submodel_with_a_reserved_name_is_refused(tmp_path: Path):
+    with Workspace(tmp_path / "out", {}, overwrite=False, checksum=False) as space:
+        space.require_name("unet")
+        with pytest.raises(OutputError, match="aux: cannot be written here: Windows reserves"):
+            space.require_name("aux")
+        with pytest.raises(OutputError, match=r"nul\.safetensors: cannot be written here"):
+            space.open_shard("nul.safetensors", 8, 8)
