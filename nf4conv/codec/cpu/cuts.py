@@ -29,8 +29,8 @@ class Scratch:
     """
 
     def __init__(self, elements: int, codebook: Codebook) -> None:
-        self.values = torch.empty(elements, dtype=torch.float32)
-        self.magnitudes = torch.empty(elements, dtype=torch.float32)
+        self.values = torch.empty(elements, dtype=torch.float32, device="cpu")
+        self.magnitudes = torch.empty(elements, dtype=torch.float32, device="cpu")
         self.hits = np.empty((len(codebook.cuts), min(elements, COMPARED)), dtype=np.bool_)
         self.codes = np.empty(elements, dtype=np.uint8)
 

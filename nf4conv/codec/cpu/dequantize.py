@@ -33,8 +33,8 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
 
     def dequantize_range(start: int, stop: int) -> None:
         step = _CHUNK_ALONE if torch.get_num_threads() == 1 else CHUNK
-        values = torch.empty(min(step, stop - start), dtype=torch.float32)
-        indices = torch.empty(values.numel() // 2, dtype=torch.int32)
+        values = torch.empty(min(step, stop - start), dtype=torch.float32, device="cpu")
+        indices = torch.empty(values.numel() // 2, dtype=torch.int32, device="cpu")
         for at in range(start, stop, piece_size):
             end = min(at + piece_size, stop)
             piece = _decoding_of_blocks(decoding, at // blocksize, -(-end // blocksize))

@@ -132,4 +132,5 @@ def _by_pairs(
 @cache
 def _gap_pairs(quant_type: str, scales: str) -> torch.Tensor:
     """Returns [256] int64 words: `half_gaps` of each byte's two codes."""
-    return pair_table(torch.tensor(half_gaps(quant_type, scales), dtype=torch.float32))
+    gaps = torch.tensor(half_gaps(quant_type, scales), dtype=torch.float32, device="cpu")
+    return pair_table(gaps)

@@ -105,7 +105,7 @@ def _half_reciprocals(dtype: torch.dtype) -> torch.Tensor:
     """Returns [32768] float32: the reciprocals of the numbers of a 16-bit dtype without sign, by
     their bits.
     """
-    numbers = torch.arange(1 << 15, dtype=torch.int16).view(dtype)
+    numbers = torch.arange(1 << 15, dtype=torch.int16, device="cpu").view(dtype)
     return reciprocal(numbers.float())
 
 
@@ -121,7 +121,7 @@ def _add_signs(codes: Bytes, blocks: torch.Tensor, magnitudes: npt.NDArray[np.fl
     """
     bits = _unsigned_bits(blocks)
     # as unsigned numbers, negative floats from this one on are larger; in float16 it is -0
-    least = _unsigned_bits(torch.tensor([-TINIEST], dtype=blocks.dtype))
+    least = _unsigned_bits(torch.tensor([-TINIEST], dtype=blocks.dtype, device="cpu"))
     for at in range(0, magnitudes.size, COMPARED):
         piece = slice(at, at + COMPARED)
         negative = bits[piece] >= least

@@ -1,0 +1,143 @@
+"""What a caller has set of torch for its thread changes no result: inference mode, gradients,
+autocast, the default device. With two threads, and with nothing in the caches before.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import contents
+from safetensors.torch import save_file
+from torch import nn
+
+import nf4conv
+from nf4conv import EvaluateOptions
+
+LM = Path("/work/shared/lm")
+ROWS, COLUMNS = 1050, 1024  # more than one range for each of two threads, and a partial one
+
+STATES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    empty_caches()
+    yield
+    empty_caches()
+    torch.set_num_threads(before)
+
+
+def empty_caches() -> None:
+    """A table that is made under a state is kept, and must be right without it."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("nf4conv.codec"):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+def values_of(rows: int, dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode(mode=False), torch.device("cpu"):
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(rows, COLUMNS, generator=generator).to(dtype)
+
+
+def quantized(scales: str, quant_type: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    packed, state = nf4conv.quantize_4bit(values_of(ROWS, dtype), quant_type, scales=scales)
+    assert state.state2 is not None
+    assert state.offset is not None
+    nested = [state.state2.absmax, state.state2.code, state.offset]
+    return [packed, state.absmax, state.code, *nested]
+
+
+def decoded(dtype: torch.dtype) -> list[torch.Tensor]:
+    packed, state = nf4conv.quantize_4bit(values_of(ROWS, torch.bfloat16))
+    out = torch.empty(ROWS, COLUMNS, dtype=dtype, device="cpu")
+    nf4conv.dequantize_4bit(packed, state, out=out)
+    return [out, nf4conv.dequantize_4bit(packed, state, dtype=dtype)]
+
+
+def multiplied(dtype: torch.dtype) -> list[torch.Tensor]:
+    packed, state = nf4conv.quantize_4bit(values_of(ROWS, torch.bfloat16))
+    x = values_of(4, dtype).requires_grad_()
+    y = nf4conv.linear_4bit(x, packed, state)
+    if y.requires_grad:
+        y.float().sum().backward()
+        assert x.grad is not None
+    return [y.detach()]
+
+
+CALLS: dict[str, Callable[[], list[torch.Tensor]]] = {
+    "quantize float32": lambda: quantized("absmax", "nf4", torch.float32),
+    "quantize bfloat16": lambda: quantized("absmax", "fp4", torch.bfloat16),
+    "search nf4": lambda: quantized("search", "nf4", torch.bfloat16),
+    "search fp4": lambda: quantized("search", "fp4", torch.float32),
+    "dequantize": lambda: decoded(torch.float16),
+    "linear_4bit": lambda: multiplied(torch.bfloat16),
+    "linear_4bit float32": lambda: multiplied(torch.float32),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("call", CALLS)
+def test_the_state_of_the_caller_changes_nothing(call: str, state: str) -> None:
+    with STATES[state]():
+        under_state = CALLS[call]()
+    with_its_tables = CALLS[call]()
+    empty_caches()
+    expected = CALLS[call]()
+    for found in (under_state, with_its_tables):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_patched_layers_under_the_state_of_the_caller(state: str) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    plain = nn.Linear(COLUMNS, ROWS, dtype=torch.bfloat16)
+    layer = bitsandbytes.nn.Linear4bit(
+        COLUMNS, ROWS, quant_type="nf4", compute_dtype=torch.bfloat16
+    )
+    layer.load_state_dict(plain.state_dict())
+    model = nn.Sequential(layer.to("cpu"))
+    nf4conv.patch_linear_4bit(model)
+    x = values_of(4, torch.bfloat16)
+    with STATES[state]():
+        found = model(x)
+    assert torch.equal(found, model(x))
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_commands_under_the_state_of_the_caller(state: str, tmp_path: Path) -> None:
+    source = tmp_path / "source" / "model.safetensors"
+    source.parent.mkdir()
+    save_file({"model.layers.0.mlp.down_proj.weight": values_of(ROWS, torch.bfloat16)}, source)
+    for name, entered in (("plain", nullcontext), (state, STATES[state])):
+        out = tmp_path / name
+        with entered():
+            nf4conv.quantize(source, out / "nf4", device="cpu", workers=2, verify=True)
+            nf4conv.dequantize(out / "nf4", out / "decoded", device="cpu", workers=2)
+    for folder in ("nf4", "decoded"):
+        assert contents(tmp_path / state / folder) == contents(tmp_path / "plain" / folder)
+
+
+@pytest.mark.oracle
+@pytest.mark.skipif(not LM.is_dir(), reason="needs the language model of the working folder")
+def test_evaluate_a_language_model(tmp_path: Path) -> None:
+    out = tmp_path / "nf4"
+    nf4conv.quantize(LM, out, device="cpu")
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.arange(512) % 256)
+    found = nf4conv.evaluate_checkpoint(out, LM, EvaluateOptions(text=ids, tokens=512), "cpu")
+    assert found.figures["kl"] < 1
