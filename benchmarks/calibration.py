@@ -27,7 +27,7 @@ import torch
 import nf4conv
 from nf4conv.calibrate import block, calibrating, finished, gradients, moments
 from nf4conv.calibrate.model import weights
-from nf4conv.codec.rounding import SecondMoments, calibrated
+from nf4conv.calibrate.rounding import SecondMoments, calibrated
 from nf4conv.options import OUTPUTS, QuantizeOptions, RunOptions
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.header import build_header

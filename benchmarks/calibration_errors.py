@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.quality_calibrated import CHUNK, Subject
-from nf4conv.codec.rounding import (
+from nf4conv.calibrate.rounding import (
     Rounded,
     SecondMoments,
     factor,

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from nf4conv.codec import rounding
-from nf4conv.codec.rounding import calibrated, reference
-from nf4conv.codec.rounding.levels import levels_of
-from nf4conv.codec.rounding.scales import StorableScales
+from nf4conv.calibrate import rounding
+from nf4conv.calibrate.rounding import calibrated, reference
+from nf4conv.calibrate.rounding.levels import levels_of
+from nf4conv.calibrate.rounding.scales import StorableScales
 
 SHAPES = {
     "8B qkv": ((4096, 1024, 1024), 4096),

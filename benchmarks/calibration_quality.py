@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import nf4conv
-from nf4conv.codec import rounding
+from nf4conv.calibrate import rounding
 
 WINDOW = 512
 STAGES = (

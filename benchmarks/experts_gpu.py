@@ -3,8 +3,8 @@
     python -m benchmarks.experts_gpu qwen3-30b /dev/shm/mixture results.json [--bf16] [--compile]
 
 The source is written with random weights, quantized by `nf4conv quantize --moe packed`, and loaded
-by transformers with nothing but `import nf4conv.moe`. With `--alike` the source has two layers, and
-the first of the result is repeated.
+by transformers with nothing but `import nf4conv.inference.moe`. With `--alike` the source has two
+layers, and the first of the result is repeated.
 """
 
 import argparse
@@ -414,8 +414,8 @@ def train(model: Any, length: int, steps: int = 4) -> dict[str, Any]:
 @contextmanager
 def decode_all_always() -> Iterator[None]:
     """Let every layer decode all its experts at every forward pass, as others do."""
-    from nf4conv.moe import dispatch
-    from nf4conv.moe.tensor import OPERATIONS
+    from nf4conv.inference.moe import dispatch
+    from nf4conv.inference.moe.tensor import OPERATIONS
 
     def forward(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
         from transformers.integrations.moe import grouped_mm_experts_forward
@@ -437,7 +437,7 @@ def decode_all_always() -> Iterator[None]:
 def measure_packed(record: Record, folder: Path, arguments: argparse.Namespace) -> None:
     """Measure everything about the packed model; training last, for it changes the model."""
     import nf4conv
-    import nf4conv.moe
+    import nf4conv.inference.moe
 
     start = time.perf_counter()
     model = load(folder)
@@ -474,7 +474,7 @@ def measure_packed(record: Record, folder: Path, arguments: argparse.Namespace) 
 
 def measure_offloaded(model: Any, budgets: list[float]) -> dict[str, Any]:
     """Measure decoding with experts in host memory, by the gigabytes of the cache."""
-    from nf4conv.moe.offload import offload
+    from nf4conv.inference.moe.offload import offload
 
     found = {}
     for budget in budgets:

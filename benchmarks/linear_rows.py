@@ -17,9 +17,9 @@ from bitsandbytes import functional
 import nf4conv
 from benchmarks.records import parser, save, versions
 from benchmarks.timing import Turns, copies_beyond_l2, graph
-from nf4conv.codec import linear, linear_op
-from nf4conv.codec.kernels.product import choosing, launches
 from nf4conv.codec.quant_state import QuantState, decoding_of
+from nf4conv.inference import linear, linear_op
+from nf4conv.inference.kernels.product import choosing, launches
 
 SHAPES = (
     (4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672), (6144, 4096), (5120, 5120),

@@ -32,9 +32,9 @@ from benchmarks.panels.candidates import WAYS, candidates, estimated, goal, name
 from benchmarks.panels.checking import MOST_ERROR, check_all, relative_error, variant_of
 from benchmarks.records import parser, save, versions
 from benchmarks.timing import Call, Timer, Turns, copies_beyond_l2, graph
-from nf4conv.codec.kernels.product.panels.plans import Plan
-from nf4conv.codec.kernels.product.panels.prepare import prepare_panel
 from nf4conv.codec.quant_state import Decoding, QuantState, decoding_of
+from nf4conv.inference.kernels.product.panels.plans import Plan
+from nf4conv.inference.kernels.product.panels.prepare import prepare_panel
 from nf4conv.system.cores import usable_cores
 
 RESULTS: Final = Path(__file__).parent / "results/linear_rows_h200.json"

@@ -32,9 +32,9 @@ from triton.runtime import driver
 import nf4conv
 from benchmarks.records import parser, save, versions
 from benchmarks.timing import Call, Turns, copies_beyond_l2, graph
-from nf4conv.codec.kernels.product import choosing
-from nf4conv.codec.kernels.product.launches import Product
 from nf4conv.codec.quant_state import Addresses, Form, decoding_of
+from nf4conv.inference.kernels.product import choosing
+from nf4conv.inference.kernels.product.launches import Product
 from nf4conv.system.cores import usable_cores
 
 MultiplyAll = Callable[[torch.Tensor, Sequence[Addresses]], Sequence[torch.Tensor]]

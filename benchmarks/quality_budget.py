@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.quality_calibrated import CHUNK, Subject, nf4_bits
-from nf4conv.codec.rounding import search
+from nf4conv.calibrate.rounding import search
 
 FORMATS = (128, 64, 32, 16)
 """Blocksizes, from the smallest file to the largest; 16 stands for sixteen bits."""

@@ -31,14 +31,14 @@ import torch
 
 import nf4conv
 from benchmarks import int4_peers, language_models
-from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
-from nf4conv.codec.rounding import (
+from nf4conv.calibrate.rounding import (
     SecondMoments,
     factor,
     round_calibrated,
     round_two_sided,
     search,
 )
+from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 
 TEXTS = {
     "python": language_models.python,

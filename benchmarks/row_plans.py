@@ -16,12 +16,12 @@ from typing import Final, NamedTuple
 import torch
 
 from benchmarks.plan_timing import Candidate, Case, MultiplyAll, alone, main
-from nf4conv.codec.kernels.product.balancing import PACES
-from nf4conv.codec.kernels.product.dividing import Division, divide, divide_group
-from nf4conv.codec.kernels.product.group import prepare_group
-from nf4conv.codec.kernels.product.launches import prepare_product
-from nf4conv.codec.kernels.product.shapes import HELD_SHAPES, SHAPES, Held, Shape
 from nf4conv.codec.quant_state import Form
+from nf4conv.inference.kernels.product.balancing import PACES
+from nf4conv.inference.kernels.product.dividing import Division, divide, divide_group
+from nf4conv.inference.kernels.product.group import prepare_group
+from nf4conv.inference.kernels.product.launches import prepare_product
+from nf4conv.inference.kernels.product.shapes import HELD_SHAPES, SHAPES, Held, Shape
 
 FORM: Final = Form("nf4", 64, True)
 

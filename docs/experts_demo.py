@@ -82,7 +82,7 @@ def run(title: str, command: list[str], folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{done.stdout}\n{done.stderr}")
-    said = [line for line in done.stderr.splitlines() if line.startswith("nf4conv.moe")]
+    said = [line for line in done.stderr.splitlines() if line.startswith("nf4conv ")]
     for line in said + done.stdout.splitlines():
         if not line.startswith(("{'loss'", "{'train_runtime'")):
             print(line, flush=True)

@@ -26,12 +26,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     # type checkers and editors read these imports; tests/test_layering.py holds the table to them
-    from nf4conv.codec.linear import linear_4bit as linear_4bit
     from nf4conv.codec.ops import dequantize_4bit as dequantize_4bit
     from nf4conv.codec.ops import quantize_4bit as quantize_4bit
-    from nf4conv.codec.patching import decoded_linear_4bit as decoded_linear_4bit
-    from nf4conv.codec.patching import patch_linear_4bit as patch_linear_4bit
-    from nf4conv.codec.patching import unpatch_linear_4bit as unpatch_linear_4bit
     from nf4conv.codec.quant_state import QuantState as QuantState
     from nf4conv.commands.compare import ComparisonPlan as ComparisonPlan
     from nf4conv.commands.compare import compare_checkpoints as compare_checkpoints
@@ -69,6 +65,10 @@ if TYPE_CHECKING:
     from nf4conv.errors import PlanError as PlanError
     from nf4conv.errors import SourceError as SourceError
     from nf4conv.errors import VerificationError as VerificationError
+    from nf4conv.inference.linear import linear_4bit as linear_4bit
+    from nf4conv.inference.patching import decoded_linear_4bit as decoded_linear_4bit
+    from nf4conv.inference.patching import patch_linear_4bit as patch_linear_4bit
+    from nf4conv.inference.patching import unpatch_linear_4bit as unpatch_linear_4bit
     from nf4conv.options import CompareOptions as CompareOptions
     from nf4conv.options import DequantizeOptions as DequantizeOptions
     from nf4conv.options import EvaluateOptions as EvaluateOptions
@@ -117,9 +117,9 @@ if TYPE_CHECKING:
 # The public names by their modules. A name is imported when it is first used, because
 # `nf4conv --help` and plans must not wait for torch, whose import takes seconds.
 _NAMES_IN: Final = {
-    "nf4conv.codec.linear": "linear_4bit",
+    "nf4conv.inference.linear": "linear_4bit",
     "nf4conv.codec.ops": "dequantize_4bit quantize_4bit",
-    "nf4conv.codec.patching": "decoded_linear_4bit patch_linear_4bit unpatch_linear_4bit",
+    "nf4conv.inference.patching": "decoded_linear_4bit patch_linear_4bit unpatch_linear_4bit",
     "nf4conv.codec.quant_state": "QuantState",
     "nf4conv.commands.compare": (
         "ComparisonPlan compare_checkpoints execute_comparison plan_comparison"

@@ -41,8 +41,8 @@ ROOMS["run"].add("codec")
 ROOMS["calibrate"].add("codec")
 ROOMS["commands"].add("codec")
 ROOMS["codec"] = {"errors", "format", "system"}
-ROOMS["moe"] = {"codec", "errors", "format"}
-ROOMS["commands"].add("moe")
+ROOMS["inference"] = {"codec", "errors", "format", "system"}
+ROOMS["commands"].add("inference")
 ROOMS["cli"] = {"errors", "choices", "options", "report.text", "system", "wording"}
 ROOMS["__main__"] = {"cli", "system"}
 
@@ -50,17 +50,17 @@ ROOMS["__main__"] = {"cli", "system"}
 ORACLES = {
     "bitsandbytes": (
         "commands.evaluating.question",
-        "moe.loading.operations",
-        "moe.loading.quantize",
+        "inference.moe.loading.operations",
+        "inference.moe.loading.quantize",
     ),
     "transformers": (
         "commands.evaluating.question",
         "choose.skeleton",
-        "moe.forward",
-        "moe.loading.converters",
-        "moe.loading.checkpoints",
-        "moe.loading.operations",
-        "moe.loading.quantize",
+        "inference.moe.forward",
+        "inference.moe.loading.converters",
+        "inference.moe.loading.checkpoints",
+        "inference.moe.loading.operations",
+        "inference.moe.loading.quantize",
         "calibrate.model.building",
         "calibrate.model.names",
     ),

@@ -93,7 +93,7 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(built: Built):
 
 def test_bitsandbytes_finds_the_loader_of_experts(built: Built):
     assert [entry for entry in built.entry_points if entry.group == "bitsandbytes.backends"] == [
-        EntryPoint("nf4conv", "nf4conv.moe.entry:activate", "bitsandbytes.backends")
+        EntryPoint("nf4conv", "nf4conv.inference.moe.entry:activate", "bitsandbytes.backends")
     ]
 
 

@@ -49,13 +49,13 @@ NEVER_IMPORTED: dict[str, str] = {}
 # of this; here each of their modules is only imported
 TESTED_ELSEWHERE = {
     "nf4conv.calibrate": "test_calibrate.py",
-    "nf4conv.codec.experts": "test_experts.py",
+    "nf4conv.inference.experts": "test_experts.py",
     "nf4conv.codec.finite": "test_non_finite.py",
-    "nf4conv.codec.kernels.experts": "test_experts_kernels.py",
-    "nf4conv.codec.kernels.rounding": "test_rounding_kernels.py",
-    "nf4conv.codec.patching": "test_patching.py",
-    "nf4conv.codec.rounding": "test_rounding.py",
-    "nf4conv.moe": "test_moe_loader.py",
+    "nf4conv.inference.kernels.experts": "test_experts_kernels.py",
+    "nf4conv.calibrate.rounding.kernels": "test_rounding_kernels.py",
+    "nf4conv.inference.patching": "test_patching.py",
+    "nf4conv.calibrate.rounding": "test_rounding.py",
+    "nf4conv.inference.moe": "test_moe_loader.py",
 }
 
 
@@ -290,8 +290,8 @@ def test_linear():
 
 def test_the_fused_product():
     """Only a GPU runs its kernels, which helpers/emulator.py executes; here they are imported."""
-    from nf4conv.codec import linear_joining
-    from nf4conv.codec.kernels.product import choosing, launches
+    from nf4conv.inference import linear_joining
+    from nf4conv.inference.kernels.product import choosing, launches
 
     assert linear_joining.join_products(torch.fx.Graph()) == 0
     form = choosing.Form("nf4", 64, True)

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Final
 
-from nf4conv.codec.kernels.product.panels.plans import (
+from nf4conv.inference.kernels.product.panels.plans import (
     Panel,
     Plan,
     choose_plan,

@@ -18,9 +18,9 @@ import torch
 import nf4conv
 from benchmarks.panels.candidates import name_of
 from benchmarks.panels.compiling import compiled, needs_of
-from nf4conv.codec.kernels.product.panels.plans import PANELS, Plan
-from nf4conv.codec.kernels.product.panels.prepare import prepare_panel
 from nf4conv.codec.quant_state import decoding_of
+from nf4conv.inference.kernels.product.panels.plans import PANELS, Plan
+from nf4conv.inference.kernels.product.panels.prepare import prepare_panel
 
 ROOT: Final = Path(__file__).parent.parent.parent
 

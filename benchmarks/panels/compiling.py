@@ -12,9 +12,9 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nf4conv.codec.kernels.product.panels.kernels import panel_kernel
-from nf4conv.codec.kernels.product.panels.plans import Plan
-from nf4conv.codec.kernels.product.panels.prepare import TYPES
+from nf4conv.inference.kernels.product.panels.kernels import panel_kernel
+from nf4conv.inference.kernels.product.panels.plans import Plan
+from nf4conv.inference.kernels.product.panels.prepare import TYPES
 
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 

@@ -9,9 +9,7 @@ from nf4conv.calibrate.activations import give_back
 from nf4conv.calibrate.finished import FinishedBlocks, WeightGain
 from nf4conv.calibrate.model.weights import matrix_in
 from nf4conv.calibrate.moments import BlockAtWork, moments_of, moments_of_experts
-from nf4conv.calibrate.stages import Stage, Target, find_stages
-from nf4conv.codec.quant_state import DTYPES, QuantState
-from nf4conv.codec.rounding import (
+from nf4conv.calibrate.rounding import (
     Factor,
     Rounded,
     factor,
@@ -21,6 +19,8 @@ from nf4conv.codec.rounding import (
     search,
     two_sided_cost,
 )
+from nf4conv.calibrate.stages import Stage, Target, find_stages
+from nf4conv.codec.quant_state import DTYPES, QuantState
 from nf4conv.errors import SourceError
 
 

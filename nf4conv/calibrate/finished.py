@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from nf4conv.codec.rounding import Rounded
+from nf4conv.calibrate.rounding import Rounded
 from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.format.layout import ITEMSIZES, Format, components
 from nf4conv.output.writer import write_file

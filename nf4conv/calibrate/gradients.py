@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nf4conv.calibrate.activations import Activations, give_back
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.model.weights import WeightReader
+from nf4conv.calibrate.rounding import SecondMoments
 from nf4conv.calibrate.session import Session
 from nf4conv.calibrate.stages import Target, find_stages
-from nf4conv.codec.rounding import SecondMoments
 from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.output.writer import write_file
 

@@ -14,8 +14,8 @@ from torch import nn
 from nf4conv.calibrate.activations import Activations
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.model.weights import Contents
+from nf4conv.calibrate.rounding import SecondMoments
 from nf4conv.calibrate.stages import Stage, Target, inputs_of, inputs_of_experts
-from nf4conv.codec.rounding import SecondMoments
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format
 

@@ -14,8 +14,8 @@ from nf4conv.calibrate.model.flow import Call, shared_with
 from nf4conv.calibrate.model.weights import Contents, WeightReader
 from nf4conv.calibrate.needs import MEMORY, hidden_bytes
 from nf4conv.calibrate.planning import PreparedCalibration
+from nf4conv.calibrate.rounding import factor, round_calibrated
 from nf4conv.codec.quant_state import DTYPES
-from nf4conv.codec.rounding import factor, round_calibrated
 from nf4conv.format.layout import Format
 from nf4conv.plan.fingerprint import require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan

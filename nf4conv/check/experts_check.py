@@ -1,6 +1,6 @@
 """Checks that the experts of each layer are whole, and packed alike.
 
-Loaders put the quant states of a layer's experts together: nf4conv.moe those of a projection, vLLM
+Loaders put the quant states of a layer's experts together: nf4conv those of a projection, vLLM
 those of all. So all of them must have one data type, one nesting, one block size and one shape.
 """
 
@@ -127,6 +127,6 @@ def _check_stack(structure: Structure, weight: StoredWeight, numbers: set[int]) 
     if rows * columns % weight.format.blocksize:
         text = (
             f"experts of {rows} × {columns} do not fill blocks of {weight.format.blocksize}: "
-            f"nf4conv.moe does not load this stack"
+            f"nf4conv does not load this stack"
         )
         structure.note(_CHECK, weight.values.file, weight.name, text, is_fault=False)

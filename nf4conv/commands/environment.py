@@ -3,7 +3,7 @@
 import platform
 from typing import Final, NamedTuple
 
-from nf4conv.moe import status
+from nf4conv.inference.moe import status
 from nf4conv.report.results.contents import Environment
 from nf4conv.run.device.on_driver.bundle import version_of
 from nf4conv.system.cores import usable_cores

@@ -85,7 +85,7 @@ class Loading:
         """
         lines = []
         if self.needs_nf4conv:
-            lines.append("import nf4conv.moe")
+            lines.append("import nf4conv.inference.moe")
         if "torch." in self.arguments:
             lines.append("import torch")
         lines.append(f"from {self.library.replace('-', '_')} import {self.class_name}")

@@ -27,9 +27,9 @@ from expert_roundtrip import (
 from roundtrip import first_output, resemblance
 from tiny import tiny_config
 
-import nf4conv.moe  # noqa: F401
+import nf4conv.inference.moe  # noqa: F401
 from nf4conv.errors import CodecError
-from nf4conv.moe.tensor import Experts4bit
+from nf4conv.inference.moe.tensor import Experts4bit
 
 EVERY = [name for group in CASES.values() for name in group]
 

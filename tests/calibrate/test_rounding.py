@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import nf4conv
-from nf4conv.codec import rounding
-from nf4conv.codec.rounding import calibrated
-from nf4conv.codec.rounding.levels import ascending, levels_of
-from nf4conv.codec.rounding.scales import StorableScales
+from nf4conv.calibrate import rounding
+from nf4conv.calibrate.rounding import calibrated
+from nf4conv.calibrate.rounding.levels import ascending, levels_of
+from nf4conv.calibrate.rounding.scales import StorableScales
 from nf4conv.errors import CodecError
 
 CPU = torch.device("cpu")

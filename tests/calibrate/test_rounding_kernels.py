@@ -10,12 +10,12 @@ import pytest
 import torch
 from test_rounding import moments_of, weight_of
 
-import nf4conv.codec.kernels.rounding as kernel_steps
-import nf4conv.codec.rounding.steps as plain_steps
-from nf4conv.codec import rounding
-from nf4conv.codec.rounding import calibrated, reference
-from nf4conv.codec.rounding.levels import Levels, levels_of
-from nf4conv.codec.rounding.scales import StorableScales
+import nf4conv.calibrate.rounding.kernels as kernel_steps
+import nf4conv.calibrate.rounding.steps as plain_steps
+from nf4conv.calibrate import rounding
+from nf4conv.calibrate.rounding import calibrated, reference
+from nf4conv.calibrate.rounding.levels import Levels, levels_of
+from nf4conv.calibrate.rounding.scales import StorableScales
 
 # 1 / 0 is meant
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

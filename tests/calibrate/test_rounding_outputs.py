@@ -4,8 +4,8 @@ import pytest
 import torch
 from test_rounding import CPU, moments_of, weight_of
 
-from nf4conv.codec import rounding
-from nf4conv.codec.rounding.factor import Factor
+from nf4conv.calibrate import rounding
+from nf4conv.calibrate.rounding.factor import Factor
 from nf4conv.errors import CodecError
 
 

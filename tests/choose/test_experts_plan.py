@@ -117,7 +117,7 @@ def test_a_mixture_is_packed_and_says_who_reads_it(model_type, tmp_path):
     # only a family that has them one by one on disk is known so to other loaders
     assert ("4.57" in note) is (model_type == "qwen2_moe")
     report = quantize_checkpoint(source, tmp_path / "out", run=CPU)
-    imports = "import nf4conv.moe\nfrom transformers import AutoModelForCausalLM\n"
+    imports = "import nf4conv.inference.moe\nfrom transformers import AutoModelForCausalLM\n"
     assert report.install == INSTALL
     assert report.loading.startswith(f"{imports}model = AutoModelForCausalLM.from_pretrained(")
     use = (tmp_path / "out/README.md").read_text().partition("## Use")[2]

@@ -18,8 +18,8 @@ from nf4conv import (
     quantize_checkpoint,
     verify_checkpoint,
 )
+from nf4conv.inference.moe.tensor import Experts4bit
 from nf4conv.models.expert_layouts import find_stack, layouts_of, partner_names
-from nf4conv.moe.tensor import Experts4bit
 
 LAYER = "model.layers.0"
 STACKS = {

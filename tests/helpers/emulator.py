@@ -1,4 +1,4 @@
-"""Runs the PTX of kernels/product/ without a GPU (ptx_machine.py).
+"""Runs the PTX of inference/kernels/product/ without a GPU (ptx_machine.py).
 
 This is a program of its own, because Triton cannot compile in a process whose kernels are
 interpreted.
@@ -13,8 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
-from nf4conv.codec.kernels.product import balancing, dividing, group, held, kernel, shapes
 from nf4conv.codec.quant_state import QuantState, decoding_of
+from nf4conv.inference.kernels.product import balancing, dividing, group, held, kernel, shapes
 
 TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  # by Shape.early
 PROCESSORS = 3  # multiprocessors of the GPU that kernels are divided for

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nf4conv.commands.quantize import quantize_checkpoint
-from nf4conv.moe.tensor import Experts4bit
+from nf4conv.inference.moe.tensor import Experts4bit
 from nf4conv.options import QuantizeOptions, RunOptions
 
 SIZES = {

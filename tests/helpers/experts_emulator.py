@@ -1,4 +1,5 @@
-"""Runs the PTX of kernels/experts/wide.py without a GPU, launched as codec/experts/wide.py does.
+"""Runs the PTX of inference/kernels/experts/wide.py without a GPU, launched as
+inference/experts/wide.py does.
 
 This is a program of its own, as emulator.py is, because Triton cannot compile in a process whose
 kernels are interpreted.
@@ -14,9 +15,9 @@ from ptx_machine import GLOBAL, Machine
 from triton.compiler import ASTSource
 
 import nf4conv
-from nf4conv.codec.experts import PackedExperts, decode, split_stack, stack_experts, wide
-from nf4conv.codec.experts.projection import Projection, project
-from nf4conv.codec.kernels.experts import wide as kernels
+from nf4conv.inference.experts import PackedExperts, decode, split_stack, stack_experts, wide
+from nf4conv.inference.experts.projection import Projection, project
+from nf4conv.inference.kernels.experts import wide as kernels
 
 KINDS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",

@@ -334,7 +334,8 @@ def _tried(output: Output, python: str, release: str, cache: Path) -> tuple[str,
     if older is not None and not allows(install, release):
         install = older[1]
         jobs = [
-            replace(job, code=re.sub(r"^import nf4conv.moe[;\n] ?", "", job.code)) for job in jobs
+            replace(job, code=re.sub(r"^import nf4conv.inference.moe[;\n] ?", "", job.code))
+            for job in jobs
         ]
         remark = " (without the first line, as the card says)"
     is_pipeline = "diffusers" in install

@@ -17,10 +17,10 @@ from ptx_program import Words
 from ptx_values import Bits, cut
 
 from benchmarks.panels.compiling import compiled, needs_of
-from nf4conv.codec.kernels.product.panels.inputs import TENSOR_MAP
-from nf4conv.codec.kernels.product.panels.plans import PANELS, Plan
-from nf4conv.codec.kernels.product.panels.prepare import TYPES, table_for
 from nf4conv.codec.quant_state import QuantState, decoding_of
+from nf4conv.inference.kernels.product.panels.inputs import TENSOR_MAP
+from nf4conv.inference.kernels.product.panels.plans import PANELS, Plan
+from nf4conv.inference.kernels.product.panels.prepare import TYPES, table_for
 
 POINTERS = 6
 """Tensors before the tensor map among the kernel's arguments."""

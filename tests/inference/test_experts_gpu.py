@@ -10,15 +10,15 @@ import torch
 from torch.nn import functional
 
 import nf4conv
-from nf4conv.codec.experts import PackedExperts, decode, split_stack, stack_experts
-from nf4conv.codec.experts.product import (
+from nf4conv.inference.experts import PackedExperts, decode, split_stack, stack_experts
+from nf4conv.inference.experts.product import (
     decode_active,
     decode_chosen,
     group_by_expert,
     multiply_groups,
     multiply_rows,
 )
-from nf4conv.codec.experts.projection import Projection, project, suits_kernels
+from nf4conv.inference.experts.projection import Projection, project, suits_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -179,10 +179,10 @@ def clear_tokens(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_layers_in_transformers(mixture: Path, monkeypatch) -> None:
-    import nf4conv.moe
-    from nf4conv.moe import dispatch
+    import nf4conv.inference.moe
+    from nf4conv.inference.moe import dispatch
 
-    assert nf4conv.moe
+    assert nf4conv.inference.moe
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -207,9 +207,9 @@ def test_layers_in_transformers(mixture: Path, monkeypatch) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has one GPU")
 def test_a_model_that_is_spread_over_two_devices(kind: str, tmp_path: Path) -> None:
     """As device_map="auto" spreads it, where one device is too small."""
-    import nf4conv.moe
+    import nf4conv.inference.moe
 
-    assert nf4conv.moe
+    assert nf4conv.inference.moe
     from transformers import AutoModelForCausalLM
 
     folder = write_mixture(kind, tmp_path, layers=8)

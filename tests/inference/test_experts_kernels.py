@@ -7,9 +7,9 @@ import torch
 from own_process import run_compiling
 from test_experts import as_a_stack, one_by_one
 
-from nf4conv.codec.experts import PackedExperts, decode, product, projection
-from nf4conv.codec.experts.product import RowsShape
-from nf4conv.codec.experts.projection import Projection, project
+from nf4conv.inference.experts import PackedExperts, decode, product, projection
+from nf4conv.inference.experts.product import RowsShape
+from nf4conv.inference.experts.projection import Projection, project
 
 EXPERTS = 3
 TOP_K = 2

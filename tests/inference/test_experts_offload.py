@@ -8,13 +8,13 @@ import pytest
 import torch
 from test_experts_kernels import EXPERTS, HIDDEN, INNER, kernels_everywhere, packed
 
-from nf4conv.codec.experts import decode, product, split_stack
-from nf4conv.codec.experts.offloaded import OffloadedLayer, expert_bytes
-from nf4conv.codec.experts.projection import Projection, project
 from nf4conv.codec.ops import quantize_4bit
 from nf4conv.errors import CodecError
-from nf4conv.moe.forward import Projections
-from nf4conv.moe.offload import _Computation
+from nf4conv.inference.experts import decode, product, split_stack
+from nf4conv.inference.experts.offloaded import OffloadedLayer, expert_bytes
+from nf4conv.inference.experts.projection import Projection, project
+from nf4conv.inference.moe.forward import Projections
+from nf4conv.inference.moe.offload import _Computation
 
 assert kernels_everywhere  # a fixture: the kernels run in the interpreter
 

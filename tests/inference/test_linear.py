@@ -13,9 +13,10 @@ from own_process import run_compiling
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
-from nf4conv.codec import linear, linear_op, quant_state
+from nf4conv.codec import quant_state
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.errors import CodecError
+from nf4conv.inference import linear, linear_op
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nf4conv
-from nf4conv.codec import linear_joining
+from nf4conv.inference import linear_joining
 
 pytestmark = [
     pytest.mark.gpu,

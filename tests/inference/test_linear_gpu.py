@@ -9,9 +9,9 @@ import torch
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
-from nf4conv.codec import linear_op
-from nf4conv.codec.kernels.product import choosing, launches
 from nf4conv.codec.quant_state import decoding_of
+from nf4conv.inference import linear_op
+from nf4conv.inference.kernels.product import choosing, launches
 
 pytestmark = pytest.mark.gpu
 

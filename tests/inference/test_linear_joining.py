@@ -6,7 +6,7 @@ from products import packed_weight
 from torch._dynamo.backends.common import aot_autograd
 
 import nf4conv
-from nf4conv.codec import linear_joining, linear_op
+from nf4conv.inference import linear_joining, linear_op
 
 
 class Projections(torch.nn.Module):

@@ -11,8 +11,8 @@ from adapters import INPUT
 from expert_training import adapt, load_mixture, make_mixture, packed_experts, train
 
 from nf4conv.errors import CodecError
-from nf4conv.moe import adapter_layers
-from nf4conv.moe.waiting import WaitingFor
+from nf4conv.inference.moe import adapter_layers
+from nf4conv.inference.moe.waiting import WaitingFor
 
 pytestmark = [
     pytest.mark.oracle,

@@ -1,5 +1,5 @@
 """How the loader gets into transformers: by bitsandbytes' entry point, before or after it is
-imported, or by `import nf4conv.moe`; and when it stays out.
+imported, or by `import nf4conv.inference.moe`; and when it stays out.
 """
 
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nf4conv.moe import conditions, entry
+from nf4conv.inference.moe import conditions, entry
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +72,7 @@ def test_loads_with_nothing_imported_of_ours(first, checkpoint, tmp_path):
     program = f"{first}\nfrom transformers import AutoModelForCausalLM\nFOLDER={str(checkpoint)!r}"
     shown = run(program + LOAD, install(tmp_path))
     assert shown.splitlines()[-1] == "packed"
-    assert shown.count("nf4conv.moe keeps 4 parameters of experts in 4 bits") == 1
+    assert shown.count("nf4conv keeps 4 parameters of experts in 4 bits") == 1
 
 
 # ---------------------------------------------------------------------- fakes, which are fast
@@ -100,8 +100,10 @@ NOTHING_HEAVY = "assert not {'torch', 'numpy', 'safetensors', 'huggingface_hub'}
 ORDERS = {
     "bitsandbytes first": "import bitsandbytes\n" + QUANTIZER,
     "transformers first": QUANTIZER + "import bitsandbytes\n",
-    "by the documented line": "import nf4conv.moe\n" + QUANTIZER,
-    "all of them": "import bitsandbytes, nf4conv.moe\n" + QUANTIZER + "import nf4conv.moe.hooks\n",
+    "by the documented line": "import nf4conv.inference.moe\n" + QUANTIZER,
+    "all of them": "import bitsandbytes, nf4conv.inference.moe\n"
+    + QUANTIZER
+    + "import nf4conv.inference.moe.hooks\n",
 }
 
 
@@ -143,9 +145,10 @@ def test_an_unknown_release_is_told_once_and_left_alone(version, reason, tmp_pat
         ORDERS["all of them"] + "print(Q.param_element_size.__name__, hasattr(Q, '__wrapped__'))"
     )
     shown = run(
-        program + "; import nf4conv.moe.entry as e; e.activate()", write_fakes(tmp_path, version)
+        program + "; import nf4conv.inference.moe.entry as e; e.activate()",
+        write_fakes(tmp_path, version),
     )
-    assert shown.count("nf4conv.moe does not load 4-bit experts here") == 1
+    assert shown.count("nf4conv does not load 4-bit experts here") == 1
     assert f"transformers {version} is {reason}" in shown
 
 
@@ -167,14 +170,14 @@ def test_nothing_is_raised(monkeypatch, caplog):
     monkeypatch.setattr(sys, "meta_path", [])
     with caplog.at_level(logging.WARNING, logger="nf4conv"):
         entry.activate()
-    assert "nf4conv.moe is not active: RuntimeError: something" in caplog.text
+    assert "nf4conv is not active: RuntimeError: something" in caplog.text
 
 
 @pytest.mark.oracle
 def test_stands_back_for_unsloth(checkpoint, monkeypatch, caplog):
     from mixtures import build
 
-    from nf4conv.moe.loading.checkpoints import look_at_packed
+    from nf4conv.inference.moe.loading.checkpoints import look_at_packed
 
     files = [str(checkpoint / "model.safetensors")]
     model = build("qwen3_moe")
@@ -189,7 +192,9 @@ def test_stands_back_for_unsloth(checkpoint, monkeypatch, caplog):
 
 
 def status(fakes: Path, **environment: str) -> str:
-    return run("from nf4conv.moe import status; print(status())", fakes, **environment).strip()
+    return run(
+        "from nf4conv.inference.moe import status; print(status())", fakes, **environment
+    ).strip()
 
 
 def test_status(tmp_path):

@@ -17,8 +17,8 @@ from mixtures import MIXTURES, Packing, as_in_mixtral, build, pack, save, stacks
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: E402
 
-import nf4conv.moe  # noqa: E402, F401 - what is tested
-from nf4conv.moe.tensor import Experts4bit  # noqa: E402
+import nf4conv.inference.moe  # noqa: E402, F401 - what is tested
+from nf4conv.inference.moe.tensor import Experts4bit  # noqa: E402
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 IDS = torch.tensor([[5, 9, 77, 3, 21, 64], [8, 8, 30, 110, 4, 99]])
@@ -216,7 +216,7 @@ def test_lora_trains_as_with_decoded_experts(kind, implementation, tmp_path):
 
 def test_what_a_forward_pass_decodes(tmp_path, monkeypatch):
     """One token decodes the experts that it is routed to, no other; in every implementation."""
-    from nf4conv.moe import weight
+    from nf4conv.inference.moe import weight
 
     model = build("qwen3_moe")
     save(model, "qwen3_moe", tmp_path, Packing())

@@ -17,10 +17,10 @@ import stacked_experts  # noqa: E402
 from mixtures import Packing, build, pack, save  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-import nf4conv.moe  # noqa: E402, F401 - what is tested
+import nf4conv.inference.moe  # noqa: E402, F401 - what is tested
 from nf4conv import QuantizeOptions, dequantize_checkpoint, quantize_checkpoint  # noqa: E402
 from nf4conv.errors import CodecError, PlanError  # noqa: E402
-from nf4conv.moe.tensor import Experts4bit  # noqa: E402
+from nf4conv.inference.moe.tensor import Experts4bit  # noqa: E402
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 Tensors = dict[str, torch.Tensor]

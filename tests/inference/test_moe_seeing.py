@@ -13,8 +13,8 @@ pytestmark = pytest.mark.oracle
 from mixtures import SMALL, Packing, pack, save, stacks_of, write_config  # noqa: E402
 from transformers import AutoConfig, AutoModelForImageTextToText  # noqa: E402
 
-import nf4conv.moe  # noqa: E402, F401 - what is tested
-from nf4conv.moe.tensor import Experts4bit  # noqa: E402
+import nf4conv.inference.moe  # noqa: E402, F401 - what is tested
+from nf4conv.inference.moe.tensor import Experts4bit  # noqa: E402
 
 IDS = torch.tensor([[5, 9, 77, 3, 21, 64]])
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]}

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.distributed.tensor import DTensor
 
 from nf4conv.errors import PlanError
-from nf4conv.moe.tensor import Experts4bit
+from nf4conv.inference.moe.tensor import Experts4bit
 
 pytestmark = [
     pytest.mark.oracle,

@@ -20,7 +20,7 @@ from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from transformers import Trainer, TrainingArguments
 
-import nf4conv.moe  # noqa: F401
+import nf4conv.inference.moe  # noqa: F401
 from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.errors import Nf4convError
 from nf4conv.options import DequantizeOptions

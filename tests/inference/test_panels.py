@@ -9,9 +9,9 @@ import pytest
 import torch
 from own_process import compiles, run_compiling
 
-from nf4conv.codec.kernels.product import choosing
-from nf4conv.codec.kernels.product.panels import maps, plans
 from nf4conv.codec.quant_state import Form
+from nf4conv.inference.kernels.product import choosing
+from nf4conv.inference.kernels.product.panels import maps, plans
 
 CPU = torch.device("cpu")
 MATRIX = choosing.Matrix(4096, 4096, Form("nf4", 64, True), 16)

@@ -5,9 +5,9 @@ import torch
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
-from nf4conv.codec.kernels.product.panels import plans
-from nf4conv.codec.kernels.product.panels.prepare import prepare_panel
 from nf4conv.codec.quant_state import decoding_of
+from nf4conv.inference.kernels.product.panels import plans
+from nf4conv.inference.kernels.product.panels.prepare import prepare_panel
 
 pytestmark = pytest.mark.gpu
 

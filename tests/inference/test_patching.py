@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nf4conv
-from nf4conv.codec import patching
+from nf4conv.inference import patching
 
 pytestmark = [
     pytest.mark.oracle,

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from benchmarks.plan_timing import Candidate, Case, alone, main
-from nf4conv.codec.kernels.product.launches import prepare_product
+from nf4conv.inference.kernels.product.launches import prepare_product
 from nf4conv.codec.quant_state import Form
 
 

@@ -8,7 +8,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nf4conv.codec.kernels.product import dense, held, kernel, shapes
+from nf4conv.inference.kernels.product import dense, held, kernel, shapes
 
 capability = int(sys.argv[1])
 POINTERS = ["*bf16", "*fp32", "*u8", "*u8", "*fp32", "*fp32", "*fp32", "*i32"]

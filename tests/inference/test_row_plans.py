@@ -14,8 +14,8 @@ if CANNOT_COMPILE:  # the module below imports Triton's compiler
     pytest.skip(NEEDS_COMPILER, allow_module_level=True)
 
 from benchmarks import row_plans
-from nf4conv.codec.kernels.product import balancing
-from nf4conv.codec.kernels.product.shapes import Held
+from nf4conv.inference.kernels.product import balancing
+from nf4conv.inference.kernels.product.shapes import Held
 
 PROCESSORS = 132
 MEASURED = json.loads(

@@ -1,0 +1,300 @@
+"""Weights → 4 bits, for the least error of a layer's outputs.
+
+    1. Search scales without data. Their nested state is fixed from here on, with some room.
+    2. Take the groups of inputs in the order of their energy. Choose the scales of a group together
+       with its codes, and compensate its errors in the groups that follow.
+    3. Sweep over all groups some times: refit the scale, then every code.
+    4. Keep the search if it costs no more.
+
+Everything between is transposed, [inputs, outputs], with inputs in the order of the factor.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Final
+
+import torch
+
+import nf4conv.calibrate.rounding.steps as plain_steps
+from nf4conv.calibrate.rounding.factor import Factor
+from nf4conv.calibrate.rounding.levels import Levels, levels_of
+from nf4conv.calibrate.rounding.moments import full_precision
+from nf4conv.calibrate.rounding.rounded import Rounded, error_cost, pack, search
+from nf4conv.calibrate.rounding.scales import StorableScales, with_room
+from nf4conv.codec.backends import has_kernels
+from nf4conv.codec.ops import check_options
+from nf4conv.errors import CodecError
+
+SWEEPS: Final = 4
+
+_LAZY: Final = 1024
+"""Inputs whose errors reach the inputs behind them in one matrix product, instead of one for each
+group.
+"""
+
+
+@dataclass
+class Draft:
+    """Holds what has been chosen so far, with inputs and groups in the order of the factor.
+
+    Attributes:
+        ranks: [in_features, outputs] uint8, of the levels.
+        scales: [groups, outputs] float32, as they decode.
+        scale_codes: [groups, outputs] uint8, with double quantization.
+    """
+
+    ranks: torch.Tensor
+    scales: torch.Tensor
+    scale_codes: torch.Tensor
+
+    def of(self, outputs: slice) -> "Draft":
+        """Returns a view of some outputs."""
+        return Draft(self.ranks[:, outputs], self.scales[:, outputs], self.scale_codes[:, outputs])
+
+    def copy(self) -> "Draft":
+        """Returns a copy."""
+        return Draft(self.ranks.clone(), self.scales.clone(), self.scale_codes.clone())
+
+    def put(self, other: "Draft") -> None:
+        """Takes over what another draft of the same shape has chosen."""
+        self.ranks.copy_(other.ranks)
+        self.scales.copy_(other.scales)
+        self.scale_codes.copy_(other.scale_codes)
+
+    def ordered(self, outputs: torch.Tensor) -> "Draft":
+        """Returns a draft with outputs in another order, given by their numbers."""
+        return Draft(
+            self.ranks.index_select(1, outputs),
+            self.scales.index_select(1, outputs),
+            self.scale_codes.index_select(1, outputs),
+        )
+
+    def values(self, levels: Levels) -> torch.Tensor:
+        """Returns the decoded weights, [in_features, outputs] float32."""
+        values = levels.decode(self.ranks)
+        grouped = values.view(self.scales.shape[0], -1, values.shape[1])
+        grouped.mul_(self.scales[:, None, :])
+        return values
+
+
+def empty_draft(target: torch.Tensor, blocksize: int) -> Draft:
+    """Returns a draft of nothing yet, for a target of [in_features, outputs]."""
+    groups = (target.shape[0] // blocksize, target.shape[1])
+    return Draft(
+        ranks=torch.empty(target.shape, dtype=torch.uint8, device=target.device),
+        scales=target.new_empty(groups),
+        scale_codes=torch.empty(groups, dtype=torch.uint8, device=target.device),
+    )
+
+
+def why_not_calibrated(weight: torch.Tensor, blocksize: int) -> str:
+    """Returns why a weight keeps the codes of the search; empty if it can be calibrated.
+
+    Args:
+        weight: [out_features, in_features].
+        blocksize: elements that share one scale.
+    """
+    if weight.dim() != 2:
+        return f"it has {weight.dim()} dimensions, and calibration takes matrices"
+    if weight.numel() == 0:
+        return "it is empty"
+    if weight.shape[1] % blocksize:
+        return f"its {weight.shape[1]} inputs are no multiple of the blocksize {blocksize}"
+    if not bool(weight.isfinite().all()):
+        return "it holds NaN or infinity"
+    return ""
+
+
+def round_calibrated(
+    weights: Sequence[torch.Tensor],
+    factor: Factor,
+    quant_type: str = "nf4",
+    double_quant: bool = True,
+    sweeps: int = SWEEPS,
+) -> list[Rounded]:
+    """Rounds weights that have the same inputs, such as those of q, k and v.
+
+    Args:
+        weights: [out_features, in_features] each, of float32, float16 or bfloat16, on the device of
+            the factor.
+        factor: of the inputs, which also says the blocksize.
+        quant_type: "nf4" or "fp4".
+        double_quant: quantize the scales too.
+        sweeps: how often codes and scales are improved after the first choice.
+
+    Returns:
+        One result for each weight. It holds the codes of the search if they cost no more.
+
+    Raises:
+        CodecError: an unsupported quant_type or blocksize, or a weight that cannot be calibrated.
+    """
+    check_options(quant_type, factor.blocksize)
+    for weight in weights:
+        reason = why_not_calibrated(weight, factor.blocksize)
+        if reason:
+            raise CodecError(f"a weight cannot be calibrated: {reason}")
+    found = [search(weight, quant_type, factor.blocksize, double_quant) for weight in weights]
+    levels = levels_of(quant_type, factor.order.device)
+    storable = StorableScales.beside([one.state for one in found]).in_order(groups_of(factor))
+    with full_precision():
+        draft = first_draft(ordered(weights, factor), factor, storable, levels)
+        if sweeps:
+            gradient = factor.moments @ (ordered(weights, factor) - draft.values(levels))
+            for _ in range(sweeps):
+                sweep(draft, gradient, factor, storable, levels)
+            del gradient
+    results = packed(weights, found, draft, factor)
+    chosen = []
+    for weight, searched, calibrated in zip(weights, found, results, strict=True):
+        cost_of_searched = _cost(weight, searched, factor)
+        cost_of_calibrated = _cost(weight, calibrated, factor)
+        chosen.append(cheaper(cost_of_searched, searched, cost_of_calibrated, calibrated))
+    return chosen
+
+
+def ordered(weights: Sequence[torch.Tensor], factor: Factor) -> torch.Tensor:
+    """Returns weights as [in_features, outputs] float32, inputs in the order of the factor."""
+    columns = [weight.T.index_select(0, factor.order).float() for weight in weights]
+    return torch.cat(columns, dim=1)
+
+
+def groups_of(factor: Factor) -> torch.Tensor:
+    """Returns the group at each place of the order, [groups] int64."""
+    return factor.order[:: factor.blocksize] // factor.blocksize
+
+
+def steps_for(device: torch.device) -> ModuleType:
+    """Returns the module with `round_group` and `sweep_group` for a device."""
+    if not has_kernels(device):
+        return plain_steps
+    import nf4conv.calibrate.rounding.kernels as kernel_steps  # importing Triton takes a second
+
+    return kernel_steps
+
+
+def first_draft(
+    target: torch.Tensor, factor: Factor, storable: StorableScales, levels: Levels
+) -> Draft:
+    """Chooses scales and ranks group by group.
+
+    Args:
+        target: [in_features, outputs] float32, overwritten.
+        factor: of the inputs.
+        storable: the scales to choose from, with groups in the order of the factor.
+        levels: of the data type.
+    """
+    inputs, outputs = target.shape
+    blocksize = factor.blocksize
+    steps = steps_for(target.device)
+    draft = empty_draft(target, blocksize)
+    errors = target.new_empty((lazy_inputs(inputs, blocksize), outputs))
+    for start in range(0, inputs, errors.shape[0]):
+        stop = min(start + errors.shape[0], inputs)
+        for first in range(start, stop, blocksize):
+            last = first + blocksize
+            group = first // blocksize
+            of_group = errors[first - start : last - start]
+            steps.round_group(
+                target[first:last],
+                factor.upper[first:last, first:last],
+                group,
+                storable,
+                levels,
+                draft.ranks[first:last],
+                of_group,
+                draft.scales[group],
+                draft.scale_codes[group],
+            )
+            target[last:stop].addmm_(factor.upper[first:last, last:stop].T, of_group, alpha=-1)
+        of_block = errors[: stop - start]
+        target[stop:].addmm_(factor.upper[start:stop, stop:].T, of_block, alpha=-1)
+    return draft
+
+
+def sweep(
+    draft: Draft,
+    gradient: torch.Tensor,
+    factor: Factor,
+    storable: StorableScales,
+    levels: Levels,
+) -> None:
+    """Improves every scale and every code once.
+
+    Args:
+        draft: replaced.
+        gradient: [in_features, outputs] float32, H·(W - Q), replaced by that of the new draft.
+        factor: of the inputs.
+        storable: the scales to choose from, with groups in the order of the factor.
+        levels: of the data type.
+    """
+    inputs, outputs = gradient.shape
+    blocksize = factor.blocksize
+    moments = factor.moments
+    steps = steps_for(gradient.device)
+    changes = gradient.new_empty((lazy_inputs(inputs, blocksize), outputs))
+    for start in range(0, inputs, changes.shape[0]):
+        stop = min(start + changes.shape[0], inputs)
+        for first in range(start, stop, blocksize):
+            last = first + blocksize
+            group = first // blocksize
+            change = changes[first - start : last - start]
+            steps.sweep_group(
+                draft.ranks[first:last],
+                gradient[first:last],
+                moments[first:last, first:last],
+                group,
+                storable,
+                levels,
+                draft.scales[group],
+                draft.scale_codes[group],
+                change,
+            )
+            gradient[start:stop].addmm_(moments[start:stop, first:last], change, alpha=-1)
+        of_block = changes[: stop - start]
+        gradient[:start].addmm_(moments[:start, start:stop], of_block, alpha=-1)
+        gradient[stop:].addmm_(moments[stop:, start:stop], of_block, alpha=-1)
+
+
+def lazy_inputs(inputs: int, blocksize: int) -> int:
+    """Returns how many inputs are rounded before all others hear of it: whole groups."""
+    return min(inputs, max(_LAZY, blocksize))
+
+
+def packed(
+    weights: Sequence[torch.Tensor], found: Sequence[Rounded], draft: Draft, factor: Factor
+) -> list[Rounded]:
+    """Returns the weights of a draft as they are stored.
+
+    Args:
+        weights: the originals, whose rows are the outputs of the draft.
+        found: what the search gave for each.
+        draft: of all weights.
+        factor: of their inputs.
+    """
+    places = factor.order.argsort()
+    group_places = groups_of(factor).argsort()
+    results = []
+    start = 0
+    for weight, one in zip(weights, found, strict=True):
+        rows = slice(start, start + weight.shape[0])
+        start = rows.stop
+        ranks = draft.ranks[:, rows].index_select(0, places).T
+        stored = draft.scales if one.state.state2 is None else draft.scale_codes
+        scales = stored[:, rows].index_select(0, group_places).T
+        codes, state = pack(ranks, scales, one.state, with_room(one.state))
+        results.append(Rounded(codes, state))
+    return results
+
+
+def cheaper(cost_searched: float, found: Rounded, cost: float, rounded: Rounded) -> Rounded:
+    """Returns the rounded weight with its costs, or the searched one if it costs no more."""
+    if cost < cost_searched:
+        return replace(rounded, cost_searched=cost_searched, cost=cost, is_calibrated=True)
+    return replace(found, cost_searched=cost_searched, cost=cost_searched)
+
+
+def _cost(weight: torch.Tensor, rounded: Rounded, factor: Factor) -> float:
+    """Returns the cost of a rounded weight on the moments of the factor."""
+    errors = weight.float() - rounded.values(torch.float32)
+    return error_cost(errors.index_select(1, factor.order), factor.moments)

@@ -1,0 +1,221 @@
+"""The two steps of a group of inputs that share a scale, in plain torch, for any device.
+
+Weights are transposed here, [inputs, outputs]: outputs are independent of each other, and stand in
+the last dimension. rounding/kernels/ offers the same functions for NVIDIA GPUs.
+"""
+
+from typing import Final
+
+import torch
+
+from nf4conv.calibrate.rounding.candidates import FINER, first_candidates
+from nf4conv.calibrate.rounding.levels import Levels
+from nf4conv.calibrate.rounding.scales import StorableScales
+
+_COLUMNS: Final = 16  # rounded one by one before a matrix product takes their errors to the others
+
+_CHUNK: Final = 1 << 19  # elements of all candidates of some outputs that are worked on at a time
+
+
+def round_group(
+    target: torch.Tensor,
+    upper: torch.Tensor,
+    group: int,
+    storable: StorableScales,
+    levels: Levels,
+    ranks: torch.Tensor,
+    errors: torch.Tensor,
+    scales: torch.Tensor,
+    scale_codes: torch.Tensor,
+) -> None:
+    """Chooses the scales of a group together with the ranks of its weights.
+
+    Every candidate rounds the whole group, each error being compensated by the inputs that follow.
+    An output takes the candidate whose errors cost least: the first of equals.
+
+    Args:
+        target: [inputs, outputs] float32, the weights of the group with the errors of the groups
+            before compensated.
+        upper: [inputs, inputs] float32, of Factor.upper.
+        group: the place of the group.
+        storable: the scales to choose from.
+        levels: of the data type.
+        ranks: [inputs, outputs] uint8, written.
+        errors: [inputs, outputs] float32, written: (target - value) / upper[j, j].
+        scales: [outputs] float32, written.
+        scale_codes: [outputs] uint8, written.
+    """
+    inputs, outputs = target.shape
+    step = max(1, _CHUNK // (16 * inputs))
+    for start in range(0, outputs, step):
+        part = slice(start, min(outputs, start + step))
+        chosen, codes = _choose(target[:, part], upper, group, storable.of(part), levels)
+        residue = target[:, part].clone()
+        _round_columns(residue, upper, chosen, levels, ranks[:, part])
+        errors[:, part] = residue
+        scales[part] = chosen
+        scale_codes[part] = codes
+
+
+def _choose(
+    target: torch.Tensor,
+    upper: torch.Tensor,
+    group: int,
+    storable: StorableScales,
+    levels: Levels,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the best scales of a group and their codes, both [outputs]."""
+    absmax = target.abs().amax(dim=0)
+    factors = absmax.new_tensor(first_candidates(levels.is_symmetric))
+    scales, codes = storable.snap(group, factors[:, None] * absmax)
+    costs = _costs(target, upper, scales, levels)
+    best, scale, code = _least(costs, scales, codes)
+    finer = absmax.new_tensor(FINER)
+    scales, codes = storable.snap(group, finer[:, None] * scale)
+    costs = _costs(target, upper, scales, levels)
+    found, finer_scale, finer_code = _least(costs, scales, codes)
+    is_better = found < best
+    return finer_scale.where(is_better, scale), finer_code.where(is_better, code)
+
+
+def _least(
+    costs: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the least costs and their scales and codes: of [candidates, outputs], [outputs]."""
+    at = costs.argmin(dim=0)[None]
+    return costs.gather(0, at)[0], scales.gather(0, at)[0], codes.gather(0, at)[0]
+
+
+def _costs(
+    target: torch.Tensor, upper: torch.Tensor, scales: torch.Tensor, levels: Levels
+) -> torch.Tensor:
+    """Returns what rounding a group costs with each of [candidates, outputs] scales."""
+    candidates, outputs = scales.shape
+    residue = target[:, None, :].expand(-1, candidates, -1).reshape(target.shape[0], -1)
+    costs = _round_columns(residue, upper, scales.reshape(-1), levels, None)
+    return costs.view(candidates, outputs)
+
+
+def _round_columns(
+    residue: torch.Tensor,
+    upper: torch.Tensor,
+    scales: torch.Tensor,
+    levels: Levels,
+    ranks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Rounds the inputs of a group one after the other.
+
+    Args:
+        residue: [inputs, outputs] float32: the targets, replaced by the errors.
+        upper: [inputs, inputs] float32.
+        scales: [outputs] float32.
+        levels: of the data type.
+        ranks: [inputs, outputs] uint8, written unless None.
+
+    Returns:
+        [outputs] float32, the sums of the squared errors.
+    """
+    inverse = inverse_of(scales)
+    costs = torch.zeros_like(scales)
+    reciprocal = (1 / upper.diagonal()).tolist()
+    for start in range(0, residue.shape[0], _COLUMNS):
+        stop = min(start + _COLUMNS, residue.shape[0])
+        for j in range(start, stop):
+            rank = levels.ranks(residue[j] * inverse)
+            if ranks is not None:
+                ranks[j] = rank
+            error = (residue[j] - levels.decode(rank) * scales) * reciprocal[j]
+            residue[j] = error
+            costs.addcmul_(error, error)
+            if j + 1 < stop:
+                share = upper[j, j + 1 : stop, None]
+                residue[j + 1 : stop].addcmul_(share, error, value=-1)
+        shares = upper[start:stop, stop:].T
+        residue[stop:].addmm_(shares, residue[start:stop], alpha=-1)
+    return costs
+
+
+def sweep_group(
+    ranks: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: torch.Tensor,
+    group: int,
+    storable: StorableScales,
+    levels: Levels,
+    scales: torch.Tensor,
+    scale_codes: torch.Tensor,
+    change: torch.Tensor,
+) -> None:
+    """Improves the scales of a group, then its ranks one input after the other.
+
+    The scale that makes the cost least is s + vᵀ·g / vᵀ·H·v, for levels v and the gradient g = H·e
+    of the errors e; the nearest storable one is taken. Then each weight takes the level nearest to
+    q + g / H[j, j], which makes the cost least while the others stay. So the cost never grows.
+
+    Args:
+        ranks: [inputs, outputs] uint8, replaced.
+        gradient: [inputs, outputs] float32, H·(W - Q) for all inputs of the layer, at this group.
+        moments: [inputs, inputs] float32, H of the group.
+        group: the place of the group.
+        storable: the scales to choose from.
+        levels: of the data type.
+        scales: [outputs] float32, replaced.
+        scale_codes: [outputs] uint8, replaced.
+        change: [inputs, outputs] float32, written: by how much the decoded weights grow.
+    """
+    levelled = levels.decode(ranks)
+    product = moments @ levelled
+    curvature = (levelled * product).sum(dim=0)
+    slope = (levelled * gradient).sum(dim=0)
+    step = slope / curvature.where(curvature > 0, 1)
+    before = levelled * scales
+    refitted, codes = storable.snap(group, scales + step.where(curvature > 0, 0))
+    moved = gradient.addcmul(refitted - scales, product, value=-1)
+    scale_codes.copy_(codes)
+    scales.copy_(refitted)
+
+    values = levelled * scales
+    _recode_columns(values, moved, moments, scales, levels, ranks)
+    torch.sub(values, before, out=change)
+
+
+def _recode_columns(
+    values: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: torch.Tensor,
+    scales: torch.Tensor,
+    levels: Levels,
+    ranks: torch.Tensor,
+) -> None:
+    """Moves each weight to the level that makes the cost least, one input after the other.
+
+    Args:
+        values: [inputs, outputs] float32, the decoded weights, replaced.
+        gradient: [inputs, outputs] float32, overwritten.
+        moments: [inputs, inputs] float32.
+        scales: [outputs] float32.
+        levels: of the data type.
+        ranks: [inputs, outputs] uint8, written.
+    """
+    inverse = inverse_of(scales)
+    reciprocal = (1 / moments.diagonal()).tolist()
+    moves = torch.empty_like(values)
+    for start in range(0, values.shape[0], _COLUMNS):
+        stop = min(start + _COLUMNS, values.shape[0])
+        for j in range(start, stop):
+            best = torch.add(values[j], gradient[j], alpha=reciprocal[j])
+            rank = levels.ranks(best * inverse)
+            ranks[j] = rank
+            value = levels.decode(rank) * scales
+            moves[j] = value - values[j]
+            values[j] = value
+            if j + 1 < stop:
+                share = moments[j, j + 1 : stop, None]
+                gradient[j + 1 : stop].addcmul_(share, moves[j], value=-1)
+        shares = moments[start:stop, stop:].T
+        gradient[stop:].addmm_(shares, moves[start:stop], alpha=-1)
+
+
+def inverse_of(scales: torch.Tensor) -> torch.Tensor:
+    """Returns 1 / scales, and 0 for a scale of 0."""
+    return (1 / scales).where(scales != 0, 0)

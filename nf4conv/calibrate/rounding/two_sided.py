@@ -1,0 +1,237 @@
+"""Weights → 4 bits, for the least change of what the model predicts.
+
+The mean squared error of a layer's outputs counts all outputs alike. To second order, the
+divergence of the predictions grows with tr(G·E·H·Eᵀ): H are the second moments of the inputs, and
+G = Σ g·gᵀ those of the gradients at the outputs, for labels that the model itself would draw. (A
+Kronecker product in the place of the Fisher matrix, as in K-FAC and YAQA.)
+
+    1. Round outputs in blocks, those with large gradients first. What a block cannot make good is
+       compensated in the outputs that follow, as calibrated.py does for inputs.
+    2. Sweep over all outputs some times, every n-th at once, against targets that hold the errors
+       of all others. A step is kept only if the cost falls.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from nf4conv.calibrate.rounding.calibrated import (
+    SWEEPS,
+    Draft,
+    cheaper,
+    empty_draft,
+    first_draft,
+    groups_of,
+    ordered,
+    packed,
+    sweep,
+    why_not_calibrated,
+)
+from nf4conv.calibrate.rounding.factor import Factor, factor
+from nf4conv.calibrate.rounding.levels import Levels, levels_of
+from nf4conv.calibrate.rounding.moments import full_precision
+from nf4conv.calibrate.rounding.rounded import Rounded, search
+from nf4conv.calibrate.rounding.scales import StorableScales
+from nf4conv.codec.ops import check_options
+from nf4conv.errors import CodecError
+
+OUTPUT_DAMPING: Final = 0.05
+"""Added to the diagonal of the output moments, relative to its mean: gradients are noisier than
+activations.
+"""
+
+_LEAST_BLOCK: Final = 64
+_LARGEST_BLOCK: Final = 1024
+"""Outputs that are rounded at once. Small blocks compensate more; large ones are faster."""
+
+_BLOCKS: Final = 8  # of a matrix, if that makes blocks between these
+
+
+def round_two_sided(
+    weight: torch.Tensor,
+    inputs: Factor,
+    output_moments: torch.Tensor,
+    quant_type: str = "nf4",
+    double_quant: bool = True,
+    sweeps: int = SWEEPS,
+) -> Rounded:
+    """Rounds a weight, knowing its inputs and how the predictions depend on its outputs.
+
+    Args:
+        weight: [out_features, in_features] float32, float16 or bfloat16, on the device of the
+            factor.
+        inputs: the factor of its inputs, which also says the blocksize.
+        output_moments: [out_features, out_features] float32, the mean of g·gᵀ over tokens.
+        quant_type: "nf4" or "fp4".
+        double_quant: quantize the scales too.
+        sweeps: how often codes and scales are improved after the first choice.
+
+    Returns:
+        The rounded weight, with two-sided costs. It holds the codes of the search if they cost no
+        more.
+
+    Raises:
+        CodecError: an unsupported quant_type or blocksize, a weight that cannot be calibrated, or
+            moments that are not finite.
+    """
+    check_options(quant_type, inputs.blocksize)
+    reason = why_not_calibrated(weight, inputs.blocksize)
+    if reason:
+        raise CodecError(f"a weight cannot be calibrated: {reason}")
+    found = search(weight, quant_type, inputs.blocksize, double_quant)
+    levels = levels_of(quant_type, weight.device)
+    storable = StorableScales.beside([found.state]).in_order(groups_of(inputs))
+    with full_precision():
+        outputs = factor(output_moments, 1, OUTPUT_DAMPING)
+        storable = storable.of(outputs.order)
+        target = ordered([weight], inputs).index_select(1, outputs.order)
+        draft = _first_draft(target.clone(), inputs, outputs, storable, levels)
+        if sweeps:
+            draft = _swept(target, draft, inputs, outputs, storable, levels, sweeps)
+    (result,) = packed([weight], [found], draft.ordered(outputs.order.argsort()), inputs)
+    return cheaper(
+        two_sided_cost(weight, found, inputs, outputs),
+        found,
+        two_sided_cost(weight, result, inputs, outputs),
+        result,
+    )
+
+
+def two_sided_cost(
+    weight: torch.Tensor, rounded: Rounded, inputs: Factor, outputs: Factor
+) -> float:
+    """Returns tr(G·E·H·Eᵀ) of a rounded weight, summed in float64.
+
+    Args:
+        weight: [out_features, in_features], the original.
+        rounded: of this weight.
+        inputs: the factor of the inputs, which holds H.
+        outputs: the factor of the outputs, which holds G.
+    """
+    errors = ordered([weight], inputs) - ordered([rounded.values(torch.float32)], inputs)
+    errors = errors.index_select(1, outputs.order)
+    total = torch.zeros((), dtype=torch.float64, device=errors.device)
+    with full_precision():
+        spread = inputs.moments @ errors
+        for block in _blocks(errors.shape[1]):
+            products = errors[:, block].T @ spread
+            total += (products * outputs.moments[block]).sum(dtype=torch.float64)
+    return float(total)
+
+
+def _first_draft(
+    target: torch.Tensor,
+    inputs: Factor,
+    outputs: Factor,
+    storable: StorableScales,
+    levels: Levels,
+) -> Draft:
+    """Rounds blocks of outputs in turn, and compensate the errors of each in those that follow.
+
+    Args:
+        target: [in_features, out_features] float32, in the order of both factors; overwritten.
+        inputs: the factor of the inputs.
+        outputs: the factor of the outputs.
+        storable: the scales to choose from, in the order of both factors.
+        levels: of the data type.
+    """
+    draft = empty_draft(target, inputs.blocksize)
+    for block in _blocks(target.shape[1]):
+        wanted = target[:, block].contiguous()
+        found = first_draft(wanted.clone(), inputs, storable.of(block), levels)
+        draft.of(block).put(found)
+        residue = wanted - found.values(levels)
+        upper = outputs.upper[block, block]
+        errors = torch.linalg.solve_triangular(upper, residue, upper=True, left=False)
+        target[:, block.stop :].addmm_(errors, outputs.upper[block, block.stop :], alpha=-1)
+    return draft
+
+
+def _swept(
+    target: torch.Tensor,
+    draft: Draft,
+    inputs: Factor,
+    outputs: Factor,
+    storable: StorableScales,
+    levels: Levels,
+    sweeps: int,
+) -> Draft:
+    """Returns a draft whose scales and codes were improved, each with a view to all others."""
+    apart = _apart(target.shape[1], target.device)
+    trial = _Sweeping(
+        draft.ordered(apart),
+        inputs,
+        storable.of(apart),
+        levels,
+        target.index_select(1, apart),
+        outputs,
+        apart,
+    )
+    for _ in range(sweeps):
+        for block in _blocks(target.shape[1]):
+            trial.improve(block)
+    return trial.draft.ordered(apart.argsort())
+
+
+class _Sweeping:
+    """Improves a draft by blocks of outputs.
+
+    Attributes:
+        draft: what has been chosen.
+        errors: [in_features, out_features] float32, W - Q.
+        gains: [out_features, out_features] float32, the damped output moments.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        inputs: Factor,
+        storable: StorableScales,
+        levels: Levels,
+        target: torch.Tensor,
+        outputs: Factor,
+        order: torch.Tensor,
+    ) -> None:
+        self.draft = draft
+        self.inputs = inputs
+        self.storable = storable
+        self.levels = levels
+        self.errors = target - draft.values(levels)
+        self.gains = outputs.moments.index_select(0, order).index_select(1, order)
+        self.gains.diagonal().add_(outputs.damping * outputs.moments.diagonal().mean())
+
+    def improve(self, block: slice) -> None:
+        """Sweeps over a block of outputs; keeps the result if it lowers the two-sided cost."""
+        energy = self.gains.diagonal()[block]
+        # what the errors of all outputs ask of these: the target that makes the cost least
+        asked = (self.errors @ self.gains[:, block]) / energy
+        gradient = self.inputs.moments @ asked
+        before = gradient.clone()
+        trial = self.draft.of(block).copy()
+        values = trial.values(self.levels)
+        sweep(trial, gradient, self.inputs, self.storable.of(block), self.levels)
+        growth = values - trial.values(self.levels)  # of the errors
+        change = 2 * (before * growth * energy).sum(dtype=torch.float64)
+        curvature = growth.T @ (gradient - before)
+        change += (curvature * self.gains[block, block]).sum(dtype=torch.float64)
+        if float(change) < 0:
+            self.draft.of(block).put(trial)
+            self.errors[:, block] += growth
+
+
+def _blocks(outputs: int) -> Iterator[slice]:
+    """Yields blocks of outputs that are rounded at once."""
+    size = min(_LARGEST_BLOCK, max(_LEAST_BLOCK, outputs // _BLOCKS))
+    for start in range(0, outputs, size):
+        yield slice(start, min(start + size, outputs))
+
+
+def _apart(outputs: int, device: torch.device) -> torch.Tensor:
+    """Returns an order in which the outputs of a block were far apart, [outputs] int64.
+
+    Neighbours move together in their gradients, so they should not be improved at once.
+    """
+    blocks = len(list(_blocks(outputs)))
+    places = torch.arange(outputs, device=device)
+    return torch.cat([places[first::blocks] for first in range(blocks)])

@@ -1,0 +1,294 @@
+"""x · Wᵀ with packed experts, each row of x with the experts that it chose.
+
+few tokens    multiply_rows: a launch for all pairs of a token and an expert
+more tokens   multiply_groups: pairs are grouped by expert, each expert is decoded once in a group
+many tokens   decode_active, then torch's grouped product
+
+These run where the Triton kernels do. `projection.suits_kernels` says of which experts.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from nf4conv.inference.experts.packed import PackedExperts
+from nf4conv.inference.experts.projection import Projection, offset_step
+from nf4conv.inference.experts.wide import multiply_wide, suits_wide
+
+MOST_PAIRS = 1024
+"""Pairs up to which one launch finds the groups."""
+
+
+def multiply_rows(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    projection: Projection,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiplies each row with its experts, one by one.
+
+    Args:
+        x: [tokens, columns], or [tokens · k, columns]; contiguous.
+        ids: [tokens, k] int64, the experts of each token; contiguous.
+        projection: what is multiplied.
+        weights: [tokens, k], what the results of a token are weighted and added up with; by
+            default the result of each pair is returned.
+
+    Returns:
+        [tokens · k, out_columns], or [tokens, out_columns] with weights.
+    """
+    from nf4conv.inference.kernels.experts.rows import (
+        launch_rows,  # importing Triton takes a second
+    )
+
+    tokens, k = ids.shape
+    terms = 1 if weights is None else k
+    groups = tokens * k // terms
+    if groups > 0 and suits_wide(x, projection):
+        return multiply_wide(x, ids, projection, weights)
+    out = x.new_empty((groups, projection.out_columns))
+    if groups == 0:
+        return out
+    first = projection.stack
+    chunks = first.columns // 64
+    shape = rows_shape(projection)
+    factor = x if weights is None else weights
+    programs = groups * -(-projection.rows // shape.rows)
+    share = tokens * k // x.shape[0]
+    arguments = (
+        x, ids, factor, out, *projection.pointers, share, first.experts, *projection.sizes,
+    )  # fmt: skip
+    constants = (
+        terms, chunks, shape.rows, shape.chunks,
+        projection.up is not None, projection.silu, weights is not None, first.nested,
+        shape.early, x.is_cuda,
+    )  # fmt: skip
+    dtypes = (x.dtype, factor.dtype, ids.dtype, first.absmax.dtype)
+    launch_rows(programs, arguments, constants, dtypes, shape.warps, begins_early=shape.early)
+    return out
+
+
+def multiply_groups(
+    x: torch.Tensor,
+    pairs: torch.Tensor,
+    experts: torch.Tensor,
+    share: int,
+    count: int,
+    projection: Projection,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiplies groups of rows that chose the same expert.
+
+    Args:
+        x: [.., columns], contiguous; pair p has row p // share.
+        pairs: [groups, members] int32, the pairs of each group; -1 for none.
+        experts: [groups] int32, of each group; -1 for a group that is not there.
+        share: pairs that share a row of x.
+        count: of all pairs.
+        projection: what is multiplied.
+        weights: [count], that the result of each pair is multiplied with; none by default.
+
+    Returns:
+        [count, out_columns]; 0 for pairs that are in no group.
+    """
+    from nf4conv.inference.kernels.experts.groups import (
+        launch_groups,
+    )  # importing Triton takes a second
+
+    out = x.new_zeros((count, projection.out_columns))
+    groups, members = pairs.shape
+    first = projection.stack
+    shape = groups_shape(projection, members)
+    factor = x if weights is None else weights
+    programs = groups * -(-projection.rows // shape.rows)
+    arguments = (x, pairs, experts, factor, out, *projection.pointers, share, *projection.sizes)
+    constants = (
+        first.columns // 64, members, shape.rows, shape.chunks, shape.weights_left,
+        projection.up is not None, projection.silu, weights is not None, first.nested,
+        x.is_cuda,
+    )  # fmt: skip
+    dtypes = (x.dtype, factor.dtype, first.absmax.dtype)
+    launch_groups(programs, arguments, constants, dtypes, shape.warps)
+    return out
+
+
+def group_by_expert(
+    ids: torch.Tensor, experts: int, members: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups pairs by their expert, without waiting for the device.
+
+    Args:
+        ids: [tokens, k] int64, contiguous; a token has an expert once at most.
+        experts: how many there are.
+        members: of a group, at most; a power of two.
+
+    Returns:
+        pairs, experts: what `multiply_groups` takes.
+    """
+    tokens = ids.shape[0]
+    if tokens <= members and ids.numel() <= MOST_PAIRS:
+        from nf4conv.inference.kernels.experts.grouping import (
+            gather_pairs,  # importing Triton: slow
+        )
+
+        return gather_pairs(ids.view(-1), experts, members)
+    return _group_many(ids.view(-1), experts, members)
+
+
+def _group_many(
+    flat: torch.Tensor, experts: int, members: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups pairs by their expert, as many groups as it takes; by torch's operations."""
+    count = flat.numel()
+    device = flat.device
+    flat = torch.where(flat < 0, experts, flat)
+    sorted_ids, order = torch.sort(flat, stable=True)
+    own = sorted_ids.clamp(max=experts - 1)
+    bounds = torch.searchsorted(sorted_ids, torch.arange(experts + 1, device=device))
+    filled = (bounds.diff() + (members - 1)) // members
+    group_ends = filled.cumsum(0)
+    groups = min(count, experts + count // members)
+    number = torch.arange(groups, device=device)
+    expert = torch.searchsorted(group_ends, number, right=True)
+    expert = torch.where(expert < experts, expert, -1).int()
+    rank = torch.arange(count, device=device) - bounds[own]
+    place = (group_ends - filled)[own] * members + rank
+    place = torch.where(sorted_ids < experts, place, groups * members)
+    pairs = torch.full((groups * members + 1,), -1, dtype=torch.int32, device=device)
+    pairs.scatter_(0, place, order.int())
+    return pairs[:-1].view(groups, members), expert
+
+
+def decode_active(
+    stacks: tuple[PackedExperts, ...],
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    alternating: bool = False,
+) -> torch.Tensor:
+    """Decodes the experts that have rows, in one launch, without waiting for the device.
+
+    Args:
+        stacks: one, or gate and up.
+        ends: [experts] int32, where the rows of each expert end.
+        dtype: of the result.
+        alternating: True if the rows of two stacks come by turns, not one above the other.
+
+    Returns:
+        [experts, rows, columns], not written where an expert has no rows.
+    """
+    return _launch_active(stacks, ends, stacks[0].experts, True, dtype, alternating)
+
+
+def decode_chosen(
+    stacks: tuple[PackedExperts, ...],
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    alternating: bool = False,
+) -> torch.Tensor:
+    """Decodes chosen experts, in one launch.
+
+    Args:
+        stacks: one, or gate and up.
+        ids: [n] int64.
+        dtype: of the result.
+        alternating: True if the rows of two stacks come by turns, not one above the other.
+
+    Returns:
+        [n, rows, columns].
+    """
+    return _launch_active(stacks, ids, ids.numel(), False, dtype, alternating)
+
+
+def _launch_active(
+    stacks: tuple[PackedExperts, ...],
+    choice: torch.Tensor,
+    count: int,
+    by_ends: bool,
+    dtype: torch.dtype,
+    alternating: bool,
+) -> torch.Tensor:
+    """Launches the kernel of active.py."""
+    from nf4conv.codec.kernels.decoding.dequantize import CONFIGURATIONS  # importing Triton: slow
+    from nf4conv.codec.kernels.slots import configuration  # importing Triton is slow
+    from nf4conv.inference.kernels.experts.active import launch_active  # importing Triton is slow
+
+    first = stacks[0]
+    elements = first.rows * first.columns
+    out = torch.empty(
+        (count, len(stacks) * first.rows, first.columns), dtype=dtype, device=first.device
+    )
+    if out.numel() == 0:
+        return out
+    tile, warps = configuration(dtype, first.blocksize, CONFIGURATIONS)
+    tiles = -(-elements // tile)
+    projection = Projection(first, stacks[-1], first.rows)
+    up_element, row_step = elements, 1
+    if alternating:
+        up_element, row_step = first.columns, len(stacks)
+    nested_blocks = first.nested_blocks_per_expert or 0
+    arguments = (
+        out, choice, *projection.pointers, elements, first.columns, tiles,
+        elements // first.blocksize, nested_blocks, offset_step(first),
+        elements * len(stacks), up_element, row_step,
+    )  # fmt: skip
+    constants = (first.blocksize, tile, len(stacks), by_ends, first.nested, first.codes.is_cuda)
+    dtypes = (dtype, choice.dtype, first.absmax.dtype)
+    launch_active(count * len(stacks) * tiles, arguments, constants, dtypes, warps)
+    return out
+
+
+@dataclass(frozen=True)
+class RowsShape:
+    """Says how the kernel of rows.py is launched.
+
+    Attributes:
+        rows: of W that a program computes.
+        chunks: that it takes at once.
+        warps: of 32 threads.
+        early: True to begin before the kernel before has ended.
+    """
+
+    rows: int
+    chunks: int
+    warps: int
+    early: bool
+
+
+@dataclass(frozen=True)
+class GroupsShape:
+    """Says how the kernel of groups.py is launched.
+
+    Attributes:
+        rows: of W that a program computes.
+        chunks: that are multiplied at once.
+        warps: of 32 threads.
+        weights_left: True if weights are the left operand.
+    """
+
+    rows: int
+    chunks: int
+    warps: int
+    weights_left: bool
+
+
+def rows_shape(projection: Projection) -> RowsShape:
+    """Chooses how rows are multiplied: the fastest of the sweep in docs/kernels.md."""
+    early = _is_hopper(projection.stack.device)
+    if projection.up is not None:
+        return RowsShape(4, 32, 4, early)
+    return RowsShape(8, 32, 4, early)
+
+
+def groups_shape(projection: Projection, members: int) -> GroupsShape:
+    """Chooses how groups of so many members are multiplied."""
+    is_even = projection.stack.columns % 128 == 0
+    return GroupsShape(64, 2 if is_even and members <= 32 else 1, 4, weights_left=True)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Returns True for a GPU whose kernels may begin before their predecessor has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,0 +1,1 @@
+"""Kernels for products with packed weights and packed experts, in Triton."""

@@ -1,0 +1,1 @@
+"""Kernels for the experts of mixtures, packed in stacks: one projection of a layer each."""

@@ -1,0 +1,166 @@
+"""Chooses how programs fill a GPU: the shape of a kernel for few rows of x, and the parts of k.
+
+A unit of a tile kernel is 128 rows of W and a part of k. What counts is how many units the busiest
+multiprocessor has, and how fast it works on them. More parts balance better, but their sums must be
+added up. A shape with fewer registers lets a multiprocessor hold more programs.
+"""
+
+from typing import Final, NamedTuple
+
+from nf4conv.codec.quant_state import Form
+from nf4conv.inference.kernels.product.dividing import MOST_SPLITS, Division, divide, divide_group
+from nf4conv.inference.kernels.product.shapes import (
+    SHAPES,
+    Held,
+    Shape,
+    is_short,
+    shape_for,
+    variant,
+)
+
+
+class Pace(NamedTuple):
+    """Says how fast a kernel works, as measured on an H200.
+
+    Attributes:
+        shape: of the kernel.
+        stages: µs of a stage while 1, 2, … programs work on a multiprocessor.
+    """
+
+    shape: Shape
+    stages: tuple[float, ...]
+
+
+def _tile(rows: int, programs: int, blocks: int) -> Shape:
+    """Returns the shape of a tile kernel; a stage has 64 * blocks k."""
+    return Shape(
+        rows,
+        ranges=1,
+        column_tiles=rows // 8,
+        warps=4,
+        slots=4,
+        blocks=blocks,
+        copied=blocks,
+        programs=programs,
+    )
+
+
+PACES: Final = {
+    8: (
+        Pace(SHAPES[2], (1.2, 1.95)),
+        Pace(_tile(8, 3, blocks=4), (1.1, 1.9, 2.85)),
+        Pace(_tile(8, 4, blocks=2), (0.85, 1.15, 1.68, 2.07)),
+    ),
+    16: (
+        Pace(SHAPES[3], (1.37, 2.07)),
+        Pace(_tile(16, 3, blocks=2), (0.88, 1.25, 1.65)),
+        Pace(_tile(16, 4, blocks=2), (1.05, 1.3, 1.75, 2.14)),
+    ),
+    32: (
+        Pace(SHAPES[4], (1.02, 1.29)),
+        Pace(_tile(32, 3, blocks=2), (1.4, 1.65, 1.97)),
+    ),
+}
+"""The shapes to choose among, by the rows of x that they take at most. The first of each has two
+programs on a multiprocessor, so it has an estimate for every product.
+"""
+
+_BEGIN_AND_END: Final = 3.6
+"""µs that a product takes beside its stages."""
+
+_CROWDED: Final = 1.5
+"""µs more where three or four programs of each multiprocessor begin at once: the last ones wait for
+those of the kernel before.
+"""
+
+_WORTHWHILE: Final = 0.98
+"""Share of the time of a plan that a later one may take at most to replace it: more parts need
+memory, and another shape must be compiled.
+"""
+
+_BYTES: Final = 4.1e6
+"""Bytes that an H200 reads or writes in a µs."""
+
+
+def plan_rows(
+    m: int, heights: tuple[int, ...], k: int, form: Form, processors: int, early: bool
+) -> tuple[Shape | Held, list[Division]]:
+    """Returns the shape for few rows of x, and how each weight is divided among programs.
+
+    These are the same for 5 to 8, 9 to 16 and 17 to 32 rows of x, so that a row's result does not
+    depend on how many stand beside it.
+
+    Args:
+        m: rows of x, up to 64.
+        heights: rows of the weights that are multiplied in one launch.
+        k: their columns.
+        form: of the weights.
+        processors: multiprocessors of the GPU.
+        early: True to begin before the kernel before has ended. Only a GPU that does so was
+            measured, so only there a multiprocessor may hold more than two programs.
+    """
+    short = is_short(k, form)
+    shape = shape_for(m, sum(heights), k, short, form.nested, early)
+    split_shift = None
+    if early and not short and isinstance(shape, Shape) and shape.rows in PACES:
+        fastest, split_shift = _choose_tiles(shape.rows, heights, k, processors)
+        shape = variant(fastest, form.nested, early)
+    programs = shape.programs * processors
+    if len(heights) == 1:
+        return shape, [divide(shape, heights[0], k, programs, split_shift)]
+    return shape, divide_group(shape, heights, k, programs, split_shift)
+
+
+def _choose_tiles(
+    rows: int, heights: tuple[int, ...], k: int, processors: int
+) -> tuple[Shape, int]:
+    """Returns the shape and the log2 of the parts of k that take least time by the estimate, or
+    hardly more.
+
+    Args:
+        rows: of x at most, one of PACES.
+        heights: rows of the weights.
+        k: their columns.
+        processors: multiprocessors of the GPU.
+    """
+    best = PACES[rows][0].shape, 0
+    least = float("inf")
+    for pace in PACES[rows]:
+        split_shift = 0
+        while split_shift == 0 or 1 << split_shift <= min(MOST_SPLITS, k // pace.shape.span):
+            cost = estimate(pace, heights, k, processors, split_shift)
+            if cost < _WORTHWHILE * least:
+                best = pace.shape, split_shift
+                least = cost
+            split_shift += 1
+    return best
+
+
+def estimate(
+    pace: Pace, heights: tuple[int, ...], k: int, processors: int, split_shift: int
+) -> float:
+    """Returns about how many µs a product takes on an H200; infinity where it was not fitted.
+
+    Fitted to benchmarks/results/row_plans_h200.json: 7 % root mean square.
+    """
+    shape, stages = pace
+    units = sum(-(-n // shape.unit_rows) for n in heights) << split_shift
+    slots = shape.programs * processors
+    stages_of_unit = -(-k // (shape.span << split_shift))
+    if shape.programs > 2 and units <= 2 * processors:
+        # programs of the next kernel begin in slots that are left, so these may meet on some
+        # multiprocessors while others have few
+        return float("inf")
+    rounds, left = divmod(units, slots)
+    busiest = -(-left // processors)
+    if rounds and shape.programs == 2:
+        busiest = 2  # measured: a last round of few takes as long as a full one
+    cost = _BEGIN_AND_END + rounds * stages_of_unit * stages[-1]
+    if left:
+        cost += stages_of_unit * stages[busiest - 1]
+    if shape.programs > 2 and 0.95 * slots < units <= slots:
+        cost += _CROWDED
+    if split_shift:
+        sums = shape.rows * sum(heights) << split_shift
+        cost += 8 * sums / _BYTES  # float32, written and read
+    return cost

@@ -1,0 +1,225 @@
+"""Chooses what multiplies x with a packed weight on a GPU, by their shapes, and prepares it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch.nn import functional
+
+from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
+from nf4conv.codec.quant_state import Addresses, Form
+from nf4conv.inference.kernels.product import dense, group, launches, shapes
+from nf4conv.inference.kernels.product.launches import Product, stream_of
+from nf4conv.inference.kernels.product.panels.maps import TensorMapError
+from nf4conv.inference.kernels.product.panels.plans import is_faster
+from nf4conv.inference.kernels.product.panels.prepare import prepare_panel
+
+Multiply = Callable[[torch.Tensor, Addresses, torch.Tensor | None], torch.Tensor]
+"""x, a weight, a bias or None → x · Wᵀ + bias."""
+
+Decode = Callable[[Addresses], torch.Tensor]
+"""A weight → W, decoded."""
+
+
+MultiplyGroup = Callable[
+    [torch.Tensor, Sequence[Addresses], Sequence[torch.Tensor | None]], list[torch.Tensor]
+]
+"""x, weights, for each a bias or None → x · Wᵀ + bias of each."""
+
+
+class Matrix(NamedTuple):
+    """A kind of weight: all that share one prepared product.
+
+    Attributes:
+        n, k: rows and columns.
+        form: how it is packed.
+        alignment: of its packed codes in bytes: 16, 4 or 1.
+    """
+
+    n: int
+    k: int
+    form: Form
+    alignment: int
+
+
+def alignment_of(address: int) -> int:
+    """Returns the largest of 16, 4 and 1 that divides an address."""
+    if address % 16 == 0:
+        return 16
+    return 4 if address % 4 == 0 else 1
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare_multiply(
+    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrix: Matrix
+) -> Multiply:
+    """Prepares what multiplies all x of one shape and dtype with all weights of one kind.
+
+    Args:
+        x_shape: [..., k].
+        dtype: of x.
+        device: a GPU that runs the kernels.
+        matrix: the kind of weight.
+    """
+    way = _way(x_shape[:-1].numel(), matrix, dtype, device)
+    n, _, form, alignment = matrix
+    if way == "decoded":
+        multiply = _prepare_decoded(dtype, device, matrix)
+    elif way == "dense":
+        aligned = alignment == 16
+        multiply = _with_bias(dense.prepare_dense(x_shape, dtype, device, n, form, aligned))
+    elif way == "panel":
+        multiply = _prepare_panel(x_shape, dtype, device, matrix)
+    else:
+        multiply = _with_bias(launches.prepare_product(x_shape, dtype, device, n, form))
+    return _there(multiply, device)
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _there(multiply: Callable[_P, _T], device: torch.device) -> Callable[_P, _T]:
+    """Lets a function run with a device as the current one."""
+    if torch.cuda.device_count() == 1:
+        return multiply
+
+    def multiply_there(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with torch.cuda.device(device):
+            return multiply(*args, **kwargs)
+
+    return multiply_there
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare_group(
+    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrices: tuple[Matrix, ...]
+) -> MultiplyGroup:
+    """Prepares what multiplies all x of one shape and dtype with all groups of weights of some
+    kinds, which have the same k and form: in one launch if kernels for few rows take them all.
+    """
+    ways = {_way(x_shape[:-1].numel(), one, dtype, device) for one in matrices}
+    few = x_shape[:-1].numel() <= shapes.FUSED_ROWS and len(matrices) <= group.MOST_WEIGHTS
+    if ways != {"fused"} or not few:
+        each = [prepare_multiply(x_shape, dtype, device, one) for one in matrices]
+
+        def multiply_each(
+            x: torch.Tensor, weights: Sequence[Addresses], biases: Sequence[torch.Tensor | None]
+        ) -> list[torch.Tensor]:
+            given = zip(each, weights, biases, strict=True)
+            return [multiply(x, weight, bias) for multiply, weight, bias in given]
+
+        return multiply_each
+    rows = tuple(one.n for one in matrices)
+    product = group.prepare_group(x_shape, dtype, device, rows, matrices[0].form)
+
+    def multiply(
+        x: torch.Tensor, weights: Sequence[Addresses], biases: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        results = product(x, weights)
+        for result, bias in zip(results, biases, strict=True):
+            if bias is not None:
+                result.add_(bias)
+        return results
+
+    return _there(multiply, device)
+
+
+def _way(
+    rows: int, matrix: Matrix, dtype: torch.dtype, device: torch.device
+) -> Literal["fused", "panel", "dense", "decoded"]:
+    """Returns what multiplies so many rows of x with a weight."""
+    if rows == 0 or why_decoded(matrix, dtype):
+        return "decoded"
+    if matrix.alignment == 16 and rows <= launches.most_rows(device):
+        return "fused"
+    if matrix.alignment < 16 or shapes.is_short(matrix.k, matrix.form):
+        return "dense" if rows <= dense.TILES[-1].columns else "decoded"
+    if launches.is_hopper(device):
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if is_faster(rows, matrix.n, matrix.k, processors):
+            return "panel"
+    return "decoded"
+
+
+def why_decoded(matrix: Matrix, dtype: torch.dtype) -> str:
+    """Returns why a weight is decoded before it is multiplied with few rows; empty if a kernel
+    multiplies without.
+    """
+    if dtype == torch.float32:
+        return "products in float32 have no kernel"
+    if matrix.k % 32:
+        return f"{matrix.k} columns are no multiple of 32"
+    if matrix.alignment < 4:
+        return "the packed codes do not begin at a multiple of 4 bytes"
+    elements = matrix.n * matrix.k
+    if elements >= launches.MOST_ELEMENTS or elements == 0:
+        return f"{elements} elements are too many or none"
+    return ""
+
+
+def _with_bias(product: Product) -> Multiply:
+    """Adds a bias to a product."""
+
+    def multiply(x: torch.Tensor, weight: Addresses, bias: torch.Tensor | None) -> torch.Tensor:
+        out = product(x, weight)
+        if bias is not None:
+            out.add_(bias)
+        return out
+
+    return multiply
+
+
+def _prepare_panel(
+    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrix: Matrix
+) -> Multiply:
+    """Prepares to multiply by panels, or to decode if the driver makes no tensor map of x."""
+    try:
+        return _with_bias(prepare_panel(x_shape, dtype, device, matrix.n, matrix.form))
+    except TensorMapError:
+        return _prepare_decoded(dtype, device, matrix)
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Decode:
+    """Prepares what decodes all weights of one kind.
+
+    Args:
+        dtype: of the result.
+        device: a GPU that runs the kernels.
+        matrix: the kind of weight.
+    """
+    return _there(_prepare_decode(dtype, device, matrix), device)
+
+
+def _prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Decode:
+    """Prepares what decodes while the device is the current one."""
+    shape = (matrix.n, matrix.k)
+    write = None
+    if matrix.n * matrix.k > 0:
+        write = prepare_dequantize(shape, dtype, device, matrix.form, matrix.alignment)
+    current_stream = stream_of(device)
+
+    def decode(weight: Addresses) -> torch.Tensor:
+        decoded = torch.empty(shape, dtype=dtype, device=device)
+        if write is not None:
+            write(current_stream(), decoded.data_ptr(), weight)
+        return decoded
+
+    return decode
+
+
+def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Multiply:
+    """Prepares to decode, then to call the library's product.
+
+    Under autocast the library computes in another dtype; the result has that of x all the same.
+    """
+    decode = _prepare_decode(dtype, device, matrix)
+
+    def multiply(x: torch.Tensor, weight: Addresses, bias: torch.Tensor | None) -> torch.Tensor:
+        if bias is not None and bias.dtype != dtype:
+            bias = bias.to(dtype)
+        return functional.linear(x, decode(weight), bias).to(dtype)
+
+    return multiply

@@ -1,0 +1,275 @@
+"""x · Wᵀ for weights that kernel.py cannot read: short blocks, other columns, other places.
+
+Weights are decoded and rounded as dequantize does, then multiplied by whatever tensor cores there
+are (`tl.dot`). Nothing decoded is written to memory. A program computes ROWS rows of W for COLUMNS
+rows of x, over all k or one of several parts of it. Codes and scales of the next step are loaded
+while a step is multiplied.
+"""
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
+from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.tables import value_table
+from nf4conv.codec.quant_state import Addresses, Form
+from nf4conv.inference.kernels.experts.stacks import value_of
+from nf4conv.inference.kernels.product.dividing import MOST_SPLITS
+from nf4conv.inference.kernels.product.launches import (
+    Product,
+    is_hopper,
+    readable,
+    stream_of,
+    types_of_weight,
+)
+from nf4conv.inference.kernels.product.sums import prepare_sum
+
+
+class Tile(NamedTuple):
+    """Says what a program computes at once.
+
+    Attributes:
+        rows: of W.
+        columns: rows of x.
+        chunks: of 32 k, in a step.
+        stages: steps that are loaded ahead.
+        warps: of a program.
+    """
+
+    rows: int
+    columns: int
+    chunks: int
+    stages: int
+    warps: int
+
+
+TILES: Final = (Tile(64, 16, 4, 3, 4), Tile(64, 32, 4, 3, 4), Tile(64, 64, 2, 3, 4))
+"""A tile for each number of rows of x, among the fastest of docs/kernels.md."""
+
+
+def prepare_dense(
+    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, n: int, form: Form, aligned: bool
+) -> Product:
+    """Prepares to multiply all x of one shape with all weights of one shape.
+
+    Args:
+        x_shape: [..., k], up to 64 rows. k is a multiple of 32.
+        dtype: of x, float16 or bfloat16.
+        device: a GPU.
+        n: rows of the weights.
+        form: of the weights.
+        aligned: True if the packed codes begin at a multiple of 16 bytes; otherwise of 4.
+
+    Returns:
+        A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
+    """
+    k = x_shape[-1]
+    m = x_shape.numel() // k
+    out_shape = (*x_shape[:-1], n)
+    tile = next(one for one in TILES if m <= one.columns)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    row_tiles = -(-n // tile.rows)
+    parts = 1
+    while parts < MOST_SPLITS and 2 * parts * row_tiles <= 4 * processors:
+        parts *= 2
+    steps = -(-k // (32 * tile.chunks * parts))
+    table = value_table(form.quant_type, device).data_ptr()
+    behind = (table, m, n, k, steps, (form.blocksize // 32).bit_length() - 1)
+    pointers = (dtype, *types_of_weight(dtype, form, parts > 1), torch.int32)
+    launch = launch_dense.prepare(
+        device,
+        (*pointers, *behind[1:]),
+        (*tile[:4], form.nested, aligned, True),
+        (dtype, parts > 1),
+        tile.warps,
+    )
+    add = prepare_sum(device, dtype, parts, is_hopper(device))
+    current_stream = stream_of(device)
+
+    def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+        x = readable(x)
+        out = x.new_empty(out_shape)
+        target = out
+        if parts > 1:
+            target = x.new_empty(2 * parts * m * n)  # float32, in 16-bit elements
+        stream = current_stream()
+        launch(row_tiles * parts, stream, x.data_ptr(), target.data_ptr(), *weight, *behind)
+        if parts > 1:
+            add(stream, target.data_ptr(), out.data_ptr(), m * n)
+        return out
+
+    return multiply
+
+
+@kernel
+def dense_kernel(
+    x_ptr,
+    out_ptr,
+    packed_ptr,
+    absmax_ptr,
+    code_ptr,
+    nested_absmax_ptr,
+    offset_ptr,
+    table_ptr,
+    m: tl.int32,
+    n: tl.int32,
+    k: tl.int32,
+    steps: tl.int32,
+    block_shift: tl.int32,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    NESTED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Computes one tile of one part of k.
+
+    Programs that follow each other share their rows of W, so that these are read from L2.
+
+    Pointers to tensors:
+        x_ptr: [m, k] bfloat16 or float16, at a multiple of 16 bytes.
+        out_ptr: [parts, m, n] bfloat16, float16 or float32, written.
+        packed_ptr: [n · k / 2] uint8, at a multiple of 16 bytes if ALIGNED, otherwise of 4.
+        absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr: Decoding.pointers().
+        table_ptr: [32] int32, tables.value_table.
+
+    Scalars:
+        m, n, k: rows of x, rows of W, columns of both, a multiple of 32.
+        steps: of a part; a step is CHUNKS chunks of 32 k.
+        block_shift: a block has 32 << block_shift elements.
+    """
+    column_tiles = tl.cdiv(m, COLUMNS)
+    row_tiles = tl.cdiv(n, ROWS)
+    column_tile = tl.program_id(0) % column_tiles
+    row_tile = tl.program_id(0) // column_tiles % row_tiles
+    part = tl.program_id(0) // (column_tiles * row_tiles)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    chunks = k // 32
+    first = part * steps * CHUNKS
+    end = tl.minimum(first + steps * CHUNKS, chunks)
+    weight = (packed_ptr, absmax_ptr, nested_absmax_ptr, block_shift)
+    inside = tl.minimum(row, n - 1) * chunks
+    if PTX:
+        value = lane_entry(tl.zeros((ROWS, CHUNKS * 4), tl.int64) + table_ptr.to(tl.int64), True)
+    else:
+        value = tl.zeros((ROWS, CHUNKS * 4), tl.int32)
+    offset = tl.load(offset_ptr) if NESTED else 0.0
+    x_bits_ptr = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int16)), 16)
+    x_line = tl.minimum(column, m - 1) * chunks
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    ahead = _load(weight, inside, first, end, CHUNKS, NESTED, ALIGNED)
+    for chunk in tl.range(first, end, CHUNKS, num_stages=STAGES):
+        words, absmax, nested_absmax = ahead
+        ahead = _load(weight, inside, chunk + CHUNKS, end, CHUNKS, NESTED, ALIGNED)
+        place = tl.arange(0, CHUNKS * 32)
+        # so written, the compiler sees that 16 bytes are there or not, and aligned
+        there = (column < m)[:, None] & (chunk + place // 32 < end)[None, :]
+        index = (x_line[:, None] + chunk) * 32 + place[None, :]
+        x = tl.load(x_bits_ptr + index, mask=there, other=0)
+        x = x.to(x_ptr.dtype.element_ty, bitcast=True)
+        scale = absmax
+        if NESTED:
+            found = tl.load(code_ptr + absmax.to(tl.int32))
+            scale = multiply(found, nested_absmax, PTX) + offset
+        decoded = _decode(words, scale, value, table_ptr, x_ptr.dtype.element_ty, PTX)
+        total = tl.dot(decoded, tl.trans(x), total)
+    to = (part * m + column).to(tl.int64)[None, :] * n + row[:, None]
+    mask = (column < m)[None, :] & (row < n)[:, None]
+    tl.store(out_ptr + to, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+launch_dense = Launcher(dense_kernel)
+
+
+@triton.jit
+def _load(
+    weight, inside, chunk, end, CHUNKS: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Loads CHUNKS chunks of rows as they are stored: words, absmax and nested absmax.
+
+    inside: [ROWS], the first chunk of each row. Behind the end, the last chunk is read again: there
+    x is 0.
+    """
+    packed_ptr, absmax_ptr, nested_absmax_ptr, block_shift = weight
+    word = tl.arange(0, CHUNKS * 4)
+    word_ptr = packed_ptr.to(tl.pointer_type(tl.int32))
+    if ALIGNED:
+        word_ptr = tl.multiple_of(word_ptr, 16)
+    of_word = tl.minimum(chunk + word // 4, end - 1)
+    words = tl.load(word_ptr + ((inside[:, None] + of_word[None, :]) * 4 + (word % 4)[None, :]))
+    last = tl.minimum(chunk + tl.arange(0, CHUNKS), end - 1)
+    block = (inside[:, None] + last[None, :]) >> block_shift
+    absmax = tl.load(absmax_ptr + block)
+    nested_absmax = absmax
+    if NESTED:
+        nested_absmax = tl.load(nested_absmax_ptr + (block >> 8))
+    return words, absmax, nested_absmax
+
+
+@triton.jit
+def _decode(words, scale, value, table_ptr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """Decodes words, [ROWS, 4 · CHUNKS], with the scales of their chunks, [ROWS, CHUNKS]:
+    [ROWS, 32 · CHUNKS] of DTYPE.
+    """
+    by_word = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], 4))
+    spread = tl.reshape(by_word, words.shape)
+    if PTX:
+        TYPES: tl.constexpr = _eight(DTYPE)
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _text(DTYPE),
+            "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r,f",
+            [words, value, spread],
+            dtype=TYPES,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        v0 = multiply(value_of(table_ptr, words, 0), spread, False).to(DTYPE)
+        v1 = multiply(value_of(table_ptr, words, 1), spread, False).to(DTYPE)
+        v2 = multiply(value_of(table_ptr, words, 2), spread, False).to(DTYPE)
+        v3 = multiply(value_of(table_ptr, words, 3), spread, False).to(DTYPE)
+        v4 = multiply(value_of(table_ptr, words, 4), spread, False).to(DTYPE)
+        v5 = multiply(value_of(table_ptr, words, 5), spread, False).to(DTYPE)
+        v6 = multiply(value_of(table_ptr, words, 6), spread, False).to(DTYPE)
+        v7 = multiply(value_of(table_ptr, words, 7), spread, False).to(DTYPE)
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.reshape(tl.join(even, odd), (words.shape[0], words.shape[1] * 8))
+
+
+@triton.constexpr_function
+def _eight(dtype: tl.dtype) -> tuple[tl.dtype, ...]:
+    """Returns the types of the results of `_text`."""
+    return (dtype,) * 8
+
+
+@triton.constexpr_function
+def _text(dtype: tl.dtype) -> str:
+    """Decodes a word. Operands: $0 … $7 the values; $8 the word; $9 this lane's value; $10 the
+    scale.
+    """
+    kind = "bf16x2" if dtype.name == "bf16" else "f16x2"
+    lines = ["{", ".reg .f32 v<8>;", ".reg .b32 i, p;"]
+    for element in range(8):
+        shift = 8 * (element // 2) + 4 * (1 - element % 2)
+        index = "$8"
+        if shift:
+            lines += [f"shr.u32 i, $8, {shift};"]
+            index = "i"
+        lines += [
+            f"shfl.sync.idx.b32 v{element}, $9, {index}, 31, -1;",
+            f"mul.rn.ftz.f32 v{element}, v{element}, $10;",
+        ]
+    for pair in range(4):
+        first = 2 * pair
+        lines += [
+            f"cvt.rn.{kind}.f32 p, v{first + 1}, v{first};",
+            f"mov.b32 {{${first}, ${first + 1}}}, p;",
+        ]
+    return "\n".join([*lines, "}"])

@@ -1,0 +1,257 @@
+"""x · Wᵀ with a packed weight: every code is decoded once, in registers, for up to 64 rows of x.
+
+A program takes *units*, rows of W and all k or a part of them, one after the other, and a unit in
+*stages*; codes and scales of the next stage are on their way meanwhile. Weights are the left
+operand of a tensor core's product. The sums over 64 k are multiplied with the scale of their block
+in float32, which no weight is, so two blocks must not meet in one sum:
+
+wide  1, 2 or 4 rows of x. A lane loads 16 bytes, half a block, and four lanes two blocks of a row.
+      x is given in two columns, in either with zeros for the other block. The columns that are left
+      hold another range of k. If short, sums are over 32 k, so x is given in four columns, and may
+      be in two sets of them. All warps share the rows, and meet when the sums of SHAPE.held units
+      are complete. A program's units are neighbours, and it leaves out the second half of the last
+      one where that is another's.
+tile  8 * column_tiles rows of x, copied to shared memory. A lane loads 8 bytes, four lanes one
+      block of a row. If short, lanes exchange words, so that a product has k of one half only.
+
+Tensors have one element for each thread of a program, so an asm statement is the code of one
+thread. A lane (g, t) of a warp, g = lane // 4 and t = lane % 4, holds *slots*, rows of W that are
+8 / ranges apart. SHAPE is a shapes.Shape. `0 + SHAPE.x` makes a constexpr of an attribute, where
+Triton asks for one.
+
+tests/helpers/emulator.py runs what this compiles to.
+"""
+
+import triton
+import triton.language as tl
+
+import nf4conv.inference.kernels.product.assembly as text
+from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.inference.kernels.product.common import (
+    decode_scales,
+    first_row,
+    lane_bytes,
+    lay_out,
+    meet,
+    run_assembly,
+)
+from nf4conv.inference.kernels.product.tile import copy_x, finish, tile_stage
+from nf4conv.inference.kernels.product.wide import gather, leave_unit, wide_stage
+
+
+@kernel
+def product_kernel(
+    x_ptr,
+    out_ptr,
+    packed_ptr,
+    absmax_ptr,
+    code_ptr,
+    nested_absmax_ptr,
+    offset_ptr,
+    pair_ptr,
+    m: tl.int32,
+    n: tl.int32,
+    k: tl.int32,
+    steps: tl.int32,
+    share: tl.int32,
+    programs: tl.int32,
+    split_shift: tl.int32,
+    block_shift: tl.int32,
+    norm: tl.float32,
+    SHAPE: tl.constexpr,
+):
+    """Computes the sums of units, times norm.
+
+    A wide program computes rows program * share … + share of W; a unit is known by its first row.
+    Any other computes units program, program + programs, … of `share`: unit u is part u % splits of
+    k and tile u // splits of rows, splits = 1 << split_shift.
+
+    Pointers to tensors:
+        x_ptr: [m, k] bfloat16 or float16.
+        out_ptr: [splits, m, n] bfloat16, float16 or float32, written.
+        packed_ptr: [n, k / 2] uint8.
+        absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr: Decoding.pointers().
+        pair_ptr: [256] int32, tables.pair_table.
+
+    Scalars:
+        m, n, k: rows of x, rows of W, columns of both.
+        steps: stages of a unit.
+        share: rows of a wide program; otherwise units of all programs.
+        programs: their number.
+        split_shift: log2 of the parts of k; 0 if wide.
+        block_shift: a block has 64 << block_shift elements, or 32 << block_shift if short.
+        norm: what the sums are multiplied with: 1 / tables.MULTIPLES.
+    """
+    weight = (packed_ptr, absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr, pair_ptr)
+    work = (m, n, k, steps, share, programs, split_shift, block_shift, norm)
+    multiply_units(x_ptr, out_ptr, weight, work, tl.program_id(0), SHAPE)
+
+
+launch_product = Launcher(product_kernel)
+
+
+@triton.jit
+def multiply_units(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr):
+    """Does what `product_kernel` says for one program.
+
+    pointers: from packed_ptr to pair_ptr; work: from m to norm.
+    """
+    packed_ptr, absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr, pair_ptr = pointers
+    m, n, k, steps, share, programs, split_shift, block_shift, norm = work
+    thread = tl.arange(0, 32 * SHAPE.warps)
+    unit = program * share if SHAPE.wide else program
+    stride = SHAPE.unit_rows if SHAPE.wide else programs
+    end = tl.minimum(unit + share, n) if SHAPE.wide else share
+    split_shift = 0 if SHAPE.wide else split_shift
+    weight = (packed_ptr, absmax_ptr, nested_absmax_ptr, n, k, block_shift, end)
+    # what follows must come after it: the kernel before may have written all else
+    thread, tiles = _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE)
+    offset = tl.load(offset_ptr) if SHAPE.nested else 0.0
+    ahead = _load_stage(weight, unit, 0, steps, split_shift, thread, SHAPE)
+    thread = meet(code_ptr, thread, SHAPE.wide and SHAPE.nested, SHAPE)
+    if not SHAPE.wide:
+        first = _first_k(unit, 0, steps, split_shift, thread, SHAPE)
+        copy_x(x_ptr, tiles, first, m, k, thread, SHAPE)
+    totals = ()
+    for _ in tl.static_range(0 + SHAPE.totals):
+        totals = totals + (tl.zeros(thread.shape, tl.float32),)
+    step = 0
+    parity = 0  # which tile of x, or how many units' sums wait
+    stages = (end - unit + stride - 1) // stride * steps
+    for stage in range(stages):
+        current = ahead
+        first = _first_k(unit, step, steps, split_shift, thread, SHAPE)
+        done = step == steps - 1
+        next_unit = tl.where(done, unit + stride, unit)
+        next_step = tl.where(done, 0, step + 1)
+        ahead = _load_stage(weight, next_unit, next_step, steps, split_shift, thread, SHAPE)
+        following = _first_k(next_unit, next_step, steps, split_shift, thread, SHAPE)
+        scales = decode_scales(
+            current[SHAPE.words : SHAPE.words + SHAPE.scales],
+            current[SHAPE.words + SHAPE.scales :],
+            offset,
+            code_ptr,
+            SHAPE.wide,
+            SHAPE,
+        )
+        operands = current[: SHAPE.words] + scales + (lane_bytes(thread),)
+        if SHAPE.wide:
+            whole = unit + SHAPE.unit_rows // 2 < end
+            totals = wide_stage(totals, operands, x_ptr, m, k, first, whole, thread, SHAPE)
+        else:
+            totals = tile_stage(
+                totals, operands, x_ptr, m, k, first, following, tiles, parity, thread, SHAPE
+            )
+        if done:
+            if SHAPE.wide:
+                leave_unit(totals, tiles, parity, thread, SHAPE)
+                if (parity == SHAPE.held - 1) | (stage == stages - 1):
+                    first_of_held = unit - parity * SHAPE.unit_rows
+                    gather(out_ptr, tiles, m, n, norm, first_of_held, end, parity, thread, SHAPE)
+            else:
+                _finish_part(totals, out_ptr, m, n, norm, unit, split_shift, thread, SHAPE)
+        totals = _zero_if(done, totals, SHAPE)
+        if SHAPE.wide:
+            parity = tl.where(done, (parity + 1) % SHAPE.held, parity)
+        else:
+            parity = tl.where(SHAPE.parts % 2 == 1, 1 - parity, parity)
+        unit = next_unit
+        step = next_step
+
+
+@triton.jit
+def _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE: tl.constexpr):
+    """Lays out shared memory and waits for the kernel before; meanwhile brings words to L2, which
+    stays up to date.
+
+    Returns the thread, so that what uses it comes after this, and the address of `tiles`.
+    """
+    packed_ptr, _, _, n, k, _, _ = weight
+    first = _first_k(unit, 0, steps, split_shift, thread, SHAPE) + thread % 4 * 32
+    first = tl.minimum(first, k - 1)
+    for slot in tl.static_range(0 + SHAPE.slots * SHAPE.wide):
+        row = first_row(unit >> split_shift, thread, SHAPE) + slot * SHAPE.apart
+        row = tl.minimum(row, n - 1)
+        address = packed_ptr.to(tl.int64) + (row.to(tl.int64) * k + first) // 2
+        run_assembly("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "r", "l", (address,))
+    return lay_out(pair_ptr, thread, SHAPE.wide and SHAPE.nested, SHAPE)
+
+
+@triton.jit
+def _first_k(unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
+    """Returns the first k of each lane's stage, [threads] int32.
+
+    In a wide kernel each warp has its own, and in the warp each of its ranges.
+    """
+    split = unit & ((1 << split_shift) - 1)
+    first = (split * steps + step) * SHAPE.span + thread * 0
+    if SHAPE.wide:
+        first += thread // 32 * (128 * SHAPE.ranges) + thread // 4 % SHAPE.ranges * 128
+    return first
+
+
+@triton.jit
+def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
+    """Loads a stage as it is stored.
+
+    Behind the last row and the last k the last ones are read again: there the sums are not stored,
+    and x is 0.
+
+    Returns 2 * blocks words of each slot; then what a lane loads of absmax, and of nested absmax. A
+    quad needs slots * blocks scales, twice as many if short; lane t loads those of index t, t + 4,
+    …, for all four.
+    """
+    CHUNK_SHIFT: tl.constexpr = 5 if SHAPE.short else 6
+    CHUNKS: tl.constexpr = SHAPE.blocks * (2 if SHAPE.short else 1)
+    packed_ptr, absmax_ptr, nested_absmax_ptr, n, k, block_shift, end = weight
+    # a lane's load is 16 bytes, half a block, if wide, and 8 bytes, a quarter, otherwise
+    LOADS: tl.constexpr = 1 if SHAPE.wide else 0 + SHAPE.blocks
+    read: tl.constexpr = text.words_assembly(2 * SHAPE.blocks // LOADS, LOADS, SHAPE.wide)
+    outputs: tl.constexpr = "r" * (2 * SHAPE.blocks)
+    inputs: tl.constexpr = "lrr" if SHAPE.wide else "l" + "r" * LOADS
+    t = thread % 4
+    first = _first_k(unit, step, steps, split_shift, thread, SHAPE)
+    row = first_row(unit >> split_shift, thread, SHAPE)
+    words = ()
+    for slot in tl.static_range(0 + SHAPE.slots):
+        # in pieces of 8 bytes, which are 16 k
+        line = tl.minimum(row + slot * SHAPE.apart, n - 1) * (k >> 4)
+        operands = (packed_ptr.to(tl.int64),)
+        for part in tl.static_range(LOADS):
+            if SHAPE.wide:
+                piece = line + (tl.minimum(first + t * 32, k - 32) >> 4)
+            else:
+                piece = line + (tl.minimum(first + part * 64 + t * 16, k - 16) >> 4)
+            operands = operands + (piece,)
+        if SHAPE.wide:
+            asked = (unit + slot // 2 * (SHAPE.unit_rows // 2) < end) & (first + t * 32 < k)
+            operands = operands + (asked.to(tl.int32),)
+        words = words + run_assembly(read, outputs, inputs, operands)
+    codes = ()
+    nested = ()
+    for i in tl.static_range(0 + SHAPE.scales):
+        index = t + 4 * i
+        slot_of_scale = index // CHUNKS
+        line = tl.minimum(row + slot_of_scale * SHAPE.apart, n - 1) * (k >> CHUNK_SHIFT)
+        chunk = tl.minimum((first >> CHUNK_SHIFT) + index % CHUNKS, (k >> CHUNK_SHIFT) - 1)
+        block = (line + chunk) >> block_shift
+        codes = codes + (tl.load(absmax_ptr + block),)
+        nested = nested + (tl.load(nested_absmax_ptr + (block >> 8)) if SHAPE.nested else block,)
+    return words + codes + nested
+
+
+@triton.jit
+def _finish_part(totals, out_ptr, m, n, norm, unit, split_shift, thread, SHAPE: tl.constexpr):
+    """Stores the sums of a unit that is not wide, in its part of the result."""
+    split = unit & ((1 << split_shift) - 1)
+    part_ptr = out_ptr + split.to(tl.int64) * m * n
+    finish(totals, part_ptr, m, n, norm, unit >> split_shift, thread, SHAPE)
+
+
+@triton.jit
+def _zero_if(done, totals, SHAPE: tl.constexpr):
+    """Returns the totals, or as many zeros."""
+    kept = ()
+    for i in tl.static_range(0 + SHAPE.totals):
+        kept = kept + (tl.where(done, 0.0, totals[i]),)
+    return kept

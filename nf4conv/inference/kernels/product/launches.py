@@ -1,0 +1,156 @@
+"""Prepares products with the kernels of kernel.py and held.py, and launches them.
+
+Other modules that launch products find here which GPU it is, its stream, and x as kernels read it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import torch
+from triton.runtime import driver
+
+from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
+from nf4conv.codec.quant_state import Addresses, Form
+from nf4conv.inference.kernels.product.balancing import plan_rows
+from nf4conv.inference.kernels.product.dividing import Division
+from nf4conv.inference.kernels.product.held import launch_held
+from nf4conv.inference.kernels.product.kernel import launch_product
+from nf4conv.inference.kernels.product.shapes import (
+    FUSED_ROWS,
+    SHAPES,
+    Held,
+    Shape,
+    is_short,
+)
+from nf4conv.inference.kernels.product.sums import prepare_sum
+
+CAPABILITY: Final = 9
+"""Major compute capability of GPUs that have `wgmma` and begin kernels early; everything was
+measured on one of them.
+"""
+
+MOST_ELEMENTS: Final = 1 << 34
+"""Of a weight: its pieces of 8 bytes and its blocks of 64 elements are counted in 32 bits."""
+
+Product = Callable[[torch.Tensor, Addresses], torch.Tensor]
+"""Multiplies x, of one shape and dtype, with a weight: x, addresses → x · Wᵀ."""
+
+
+def prepare_product(
+    x_shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    n: int,
+    form: Form,
+    chosen: tuple[Shape | Held, Division] | None = None,
+) -> Product:
+    """Prepares to multiply all x of one shape with all weights of one shape.
+
+    This compiles: keep the result.
+
+    Args:
+        x_shape: [..., k], up to 64 rows. k is a multiple of 32.
+        dtype: of x, float16 or bfloat16.
+        device: a GPU.
+        n: rows of the weights; n · k is below MOST_ELEMENTS.
+        form: of the weights; the packed codes begin at a multiple of 16 bytes.
+        chosen: which kernel, and how the work is divided; by default what plan_rows says.
+
+    Returns:
+        A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
+    """
+    k = x_shape[-1]
+    m = x_shape.numel() // k
+    out_shape = (*x_shape[:-1], n)
+    if chosen is None:
+        shape, divisions = plan_for(m, (n,), k, form, device)
+        chosen = shape, divisions[0]
+    shape, division = chosen
+    shift = division.split_shift
+    behind: tuple[float, ...] = (pair_table(form.quant_type, dtype, device).data_ptr(), m, n, k)
+    behind += (*division.arguments(), block_shift_of(k, form))
+    behind += (1 / MULTIPLES[form.quant_type, dtype],)
+    pointers = (dtype, *types_of_weight(dtype, form, shift > 0), torch.int32)
+    launcher = launch_held if isinstance(shape, Held) else launch_product
+    launch = launcher.prepare(
+        device,
+        (*pointers, *behind[1:]),
+        (shape,),
+        (dtype, shift > 0),
+        shape.warps,
+        shape.registers,
+        begins_early=shape.early,
+    )
+    current_stream = stream_of(device)
+    count = division.programs
+    if shift == 0:
+
+        def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+            x = readable(x)
+            out = x.new_empty(out_shape)
+            launch(count, current_stream(), x.data_ptr(), out.data_ptr(), *weight, *behind)
+            return out
+
+        return multiply
+
+    add = prepare_sum(device, dtype, 1 << shift, shape.early)
+    parts_size = (2 * m * n) << shift  # float32, in 16-bit elements
+
+    def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+        x = readable(x)
+        out = x.new_empty(out_shape)
+        parts = x.new_empty(parts_size)
+        target = parts.data_ptr()
+        stream = current_stream()
+        launch(count, stream, x.data_ptr(), target, *weight, *behind)
+        add(stream, target, out.data_ptr(), m * n)
+        return out
+
+    return multiply_parts
+
+
+def types_of_weight(dtype: torch.dtype, form: Form, in_parts: bool) -> tuple[torch.dtype, ...]:
+    """Returns the types of the tensors that belong to a weight: the result's, or that of its parts;
+    then those of Addresses.
+    """
+    target = torch.float32 if in_parts else dtype
+    absmax = torch.uint8 if form.nested else torch.float32
+    return target, torch.uint8, absmax, torch.float32, torch.float32, torch.float32
+
+
+def plan_for(
+    m: int, heights: tuple[int, ...], k: int, form: Form, device: torch.device
+) -> tuple[Shape | Held, list[Division]]:
+    """Returns the shape for m rows of x on a GPU, and how each weight is divided among programs."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return plan_rows(m, heights, k, form, processors, is_hopper(device))
+
+
+def block_shift_of(k: int, form: Form) -> int:
+    """Returns the log2 of the sums, of 32 or 64 k, that a block has."""
+    return (form.blocksize // (32 if is_short(k, form) else 64)).bit_length() - 1
+
+
+def most_rows(device: torch.device) -> int:
+    """Returns how many rows of x the wide and the tile kernel take on a GPU."""
+    return FUSED_ROWS if is_hopper(device) else SHAPES[-1].rows
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Returns True for a GPU that has `wgmma` and begins kernels early."""
+    return torch.cuda.get_device_capability(device)[0] == CAPABILITY
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Returns x, or a copy that is contiguous and begins at a multiple of 16 bytes."""
+    if not x.is_contiguous():
+        x = x.contiguous()
+    if x.data_ptr() % 16:
+        x = x.clone()
+    return x
+
+
+def stream_of(device: torch.device) -> Callable[[], int]:
+    """Returns a function that returns the device's current stream."""
+    return partial(driver.active.get_current_stream, device.index)

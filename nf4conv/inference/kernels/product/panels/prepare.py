@@ -1,0 +1,134 @@
+"""Prepares products by panels: what a call needs is found once."""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import triton.language as tl
+
+from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
+from nf4conv.codec.quant_state import Addresses, Form
+from nf4conv.inference.kernels.product.launches import (
+    Product,
+    block_shift_of,
+    readable,
+    stream_of,
+    types_of_weight,
+)
+from nf4conv.inference.kernels.product.panels.kernels import launch_panel
+from nf4conv.inference.kernels.product.panels.maps import MAP_WORDS, map_of
+from nf4conv.inference.kernels.product.panels.plans import Panel, Plan, choose_plan
+from nf4conv.inference.kernels.product.sums import prepare_sum
+
+TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def prepare_panel(
+    x_shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    n: int,
+    form: Form,
+    chosen: Plan | None = None,
+) -> Product:
+    """Prepares to multiply all x of one shape with all weights of one shape.
+
+    Args:
+        x_shape: [..., k]. k is a multiple of 64.
+        dtype: of x, float16 or bfloat16.
+        device: a GPU with `wgmma`.
+        n: rows of the weights; n · k is below launches.MOST_ELEMENTS.
+        form: of the weights; the blocksize is a multiple of 64, the packed codes begin at a
+            multiple of 16 bytes.
+        chosen: by default `choose_plan`'s.
+
+    Returns:
+        A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
+
+    Raises:
+        TensorMapError: the driver makes no tensor map of x.
+    """
+    k = x_shape[-1]
+    m = x_shape.numel() // k
+    out_shape = (*x_shape[:-1], n)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    plan = chosen or choose_plan(m, n, k, processors)
+    panel, _, splits = plan
+    behind = _arguments(plan, (m, n, k), dtype, device, form)
+    launch = _prepare_launch(plan, dtype, device, form, behind)
+    clusters = -(-m // panel.columns) * -(-n // panel.rows) * splits
+    current_stream = stream_of(device)
+    if splits == 1:
+
+        def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+            x = readable(x)
+            out = x.new_empty(out_shape)
+            launch(clusters, current_stream(), out.data_ptr(), *weight, x.data_ptr(), *behind)
+            return out
+
+        return multiply
+
+    add = prepare_sum(device, dtype, splits, early=True)
+    parts_size = 2 * splits * m * n  # float32, in 16-bit elements
+
+    def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+        x = readable(x)
+        out = x.new_empty(out_shape)
+        parts = x.new_empty(parts_size)
+        target = parts.data_ptr()
+        stream = current_stream()
+        launch(clusters, stream, target, *weight, x.data_ptr(), *behind)
+        add(stream, target, out.data_ptr(), m * n)
+        return out
+
+    return multiply_parts
+
+
+def _arguments(
+    plan: Plan, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, form: Form
+) -> tuple[float, ...]:
+    """Returns what panel_kernel is given behind the address of x; `sizes` are m, n and k."""
+    m, n, k = sizes
+    x_map = map_of(m, k, plan.panel.columns, dtype)
+    table, norm = table_for(plan.panel, dtype, device, form.quant_type)
+    return (*x_map, table.data_ptr(), m, n, k, plan.splits, block_shift_of(k, form), norm)
+
+
+def _prepare_launch(
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    form: Form,
+    behind: tuple[float, ...],
+) -> Callable[..., None]:
+    """Prepares panel_kernel; `behind` is what _arguments returns."""
+    panel, cluster, splits = plan
+    if not form.nested:
+        panel = panel.plain
+    in_parts = splits > 1
+    map_words = MAP_WORDS - 1
+    types: list[torch.dtype | float] = [*types_of_weight(dtype, form, in_parts)]
+    types += [0, *behind[:map_words], torch.int32, *behind[map_words + 1 :]]
+    warps = 4 * panel.groups
+    constants = (panel, TYPES[dtype], cluster)
+    return launch_panel.prepare(
+        device,
+        tuple(types),
+        constants,
+        in_parts,
+        warps,
+        registers=panel.registers,
+        begins_early=True,
+        shared_bytes=panel.shared_bytes,
+        cluster=cluster,
+    )
+
+
+def table_for(
+    panel: Panel, dtype: torch.dtype, device: torch.device, quant_type: str
+) -> tuple[torch.Tensor, float]:
+    """Returns the table that a panel reads, and what its values are multiplied with."""
+    if dtype == torch.float16 and not panel.scales_sums:
+        return value_table(quant_type, device), 1.0
+    values = dtype if panel.scales_sums else torch.float16
+    return pair_table(quant_type, values, device), 1 / MULTIPLES[quant_type, values]

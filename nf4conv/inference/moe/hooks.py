@@ -1,0 +1,147 @@
+"""The methods that transformers' quantizer of bitsandbytes gets.
+
+They change nothing for a checkpoint without packed experts. `_nf4conv` of a quantizer is what
+checkpoints.py found out about its checkpoint, or None.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
+
+from nf4conv.inference.moe.loading.checkpoints import (
+    look_at_16_bits,
+    look_at_packed,
+    patch_narrow_layers,
+    with_experts,
+    with_packing,
+)
+
+BYTES_PER_ELEMENT: Final = 0.5625
+"""The bytes that an element of packed experts takes without double quantization: 4.5 bits.
+
+With double quantization it takes 4.13 bits.
+"""
+
+_SAVING: Final = (
+    "transformers cannot save a model with 4-bit experts: copy the folder that it was loaded from; "
+    "an adapter is saved by PEFT and merged by `nf4conv dequantize --lora`"
+)
+
+
+def install(quantizer: Any) -> None:
+    """Replaces methods of Bnb4BitHfQuantizer.
+
+    Args:
+        quantizer: the class, of a release that is known.
+    """
+    replacements = (
+        _process_model_before_weight_loading,
+        update_weight_conversions,
+        param_element_size,
+        param_needs_quantization,
+        get_quantize_ops,
+        get_state_dict_and_metadata,
+        _process_model_after_weight_loading,
+    )
+    for make in replacements:
+        own = getattr(quantizer, make.__name__)
+        setattr(quantizer, make.__name__, wraps(own)(make(own)))
+
+
+def _is_packed(quantizer: Any, name: str) -> bool:
+    """Returns whether a parameter stays packed."""
+    return quantizer._nf4conv is not None and name in quantizer._nf4conv.parameters
+
+
+def _process_model_before_weight_loading(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Looks at the files, or with NF4CONV_MOE=quantize at the model."""
+
+    def process(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = own(self, model, *args, **kwargs)
+        self._nf4conv = None
+        if self.pre_quantized:
+            files = kwargs.get("checkpoint_files")
+            self._nf4conv = look_at_packed(model, files, kwargs.get("device_map"))
+        else:
+            self._nf4conv = look_at_16_bits(model, self.modules_to_not_convert)
+        return result
+
+    return process
+
+
+def update_weight_conversions(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts converters for packed experts before the others.
+
+    transformers 5.23 passes the model too; earlier releases do not.
+    """
+
+    def update(self: Any, weight_conversions: Any, *args: Any) -> Any:
+        conversions = own(self, weight_conversions, *args)
+        if self._nf4conv is None or not self.pre_quantized:
+            return conversions
+        return with_experts(self._nf4conv, conversions, self)
+
+    return update
+
+
+def param_element_size(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Says how much memory packed experts need, for device maps and what is reserved before."""
+
+    def size(self: Any, model: Any, param_name: str, *args: Any, **kwargs: Any) -> Any:
+        if _is_packed(self, param_name):
+            return BYTES_PER_ELEMENT
+        return own(self, model, param_name, *args, **kwargs)
+
+    return size
+
+
+def param_needs_quantization(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Says that 16-bit experts are to be packed."""
+
+    def needs(self: Any, model: Any, param_name: str, *args: Any, **kwargs: Any) -> Any:
+        if _is_packed(self, param_name):
+            return True
+        return own(self, model, param_name, *args, **kwargs)
+
+    return needs
+
+
+def get_quantize_ops(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Packs experts of a 16-bit model."""
+
+    def operations(self: Any, *args: Any, **kwargs: Any) -> Any:
+        operation = own(self, *args, **kwargs)
+        return operation if self._nf4conv is None else with_packing(operation)
+
+    return operations
+
+
+def _process_model_after_weight_loading(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Prepares layers of experts for compiled code.
+
+    Lets nf4conv compute the 4-bit layers that bitsandbytes' CPU kernels cannot take.
+    """
+
+    def process(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = own(self, model, *args, **kwargs)
+        if self._nf4conv is not None and self._nf4conv.parameters:
+            from nf4conv.inference.moe.forward import (
+                prepare_layers,  # importing torch takes seconds
+            )
+
+            patch_narrow_layers(model)
+            prepare_layers(model)
+        return result
+
+    return process
+
+
+def get_state_dict_and_metadata(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses to save packed experts, which no converter of transformers can write."""
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._nf4conv is not None and self._nf4conv.parameters:
+            raise ValueError(_SAVING)
+        return own(self, *args, **kwargs)
+
+    return state_dict

@@ -1,0 +1,197 @@
+"""Looks at a checkpoint that is loaded, and has its experts stay packed.
+
+What needs torch is imported when there are packed experts: importing torch takes seconds.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from nf4conv.errors import CodecError
+from nf4conv.inference.moe.conditions import quantizes
+from nf4conv.inference.moe.loading.headers import (
+    PackedNames,
+    check_completeness,
+    check_family,
+    read_packed_names,
+)
+
+_PARALLEL_EXPERTS: Final = (".input_linear.weight", ".output_linear.weight")
+
+log = logging.getLogger("nf4conv.inference.moe")
+
+
+@dataclass
+class Loading:
+    """Holds what is known of the checkpoint that a quantizer loads.
+
+    Attributes:
+        model: the model, without weights; None when it is not needed any more.
+        names: what is packed in the files; nothing for a 16-bit model.
+        parameters: the parameters that are packed in the model.
+    """
+
+    model: Any
+    names: PackedNames
+    parameters: set[str] = field(default_factory=set)
+
+
+def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
+    """Reads which weights of a checkpoint are packed.
+
+    Returns:
+        None if the checkpoint has no packed experts, or if Unsloth loads them.
+
+    Raises:
+        CodecError: an expert, or a tensor of one, is missing, the family has no loader, or experts
+            are to stay on the disk.
+    """
+    names = read_packed_names(files or ())
+    if not names.experts or _stands_back():
+        return None
+    check_family(names, getattr(model.config, "model_type", ""))
+    parameters = expert_parameters(model)
+    if not parameters:
+        return None
+    _check_devices(parameters, device_map)
+    check_completeness(names)
+    return Loading(model, names)
+
+
+def _check_devices(parameters: Iterable[str], device_map: Any) -> None:
+    """Raises CodecError if accelerate is to keep packed experts on the disk.
+
+    It writes tensors there by the address of their values, of which packed experts have several.
+    """
+    devices = device_map if isinstance(device_map, dict) else {}
+    for module, device in devices.items():
+        for name in parameters:
+            if device == "disk" and (module == "" or name.startswith(f"{module}.")):
+                raise CodecError(
+                    f"{name}: packed experts cannot stay on the disk (device_map): give the module "
+                    f'a GPU or "cpu"; nf4conv.inference.moe.offload keeps experts in host memory'
+                )
+
+
+def look_at_16_bits(model: Any, skipped: list[str] | None) -> Loading | None:
+    """Chooses the experts of a 16-bit model that are packed.
+
+    Returns:
+        None if nothing is packed: the model has no such experts, or NF4CONV_MOE=quantize does not
+        ask for it.
+    """
+    parameters = expert_parameters(model) if quantizes() else []
+    if not parameters or _stands_back():
+        return None
+    from nf4conv.inference.moe.loading.quantize import stacks_to_pack
+
+    chosen = stacks_to_pack(parameters, skipped)
+    if not chosen:
+        return None
+    prepare_transformers(model, chosen)
+    log.warning("nf4conv.inference.moe packs %d parameters of experts to 4 bits", len(chosen))
+    return Loading(None, PackedNames(), chosen)
+
+
+def expert_parameters(model: Any) -> list[str]:
+    """Returns the names of the 3-D parameters of routed experts."""
+    names = []
+    for name, parameter in model.named_parameters():
+        # JetMoe has no module of that name around the experts of its MLP
+        is_of_experts = ".experts." in f".{name}" or name.endswith(_PARALLEL_EXPERTS)
+        if parameter.dim() == 3 and is_of_experts:
+            names.append(name)
+    return names
+
+
+def _stands_back() -> bool:
+    """Returns whether Unsloth has been imported, and has patched transformers for itself."""
+    is_there = "unsloth" in sys.modules or "unsloth_zoo" in sys.modules
+    if is_there:
+        log.warning("nf4conv.inference.moe stands back: Unsloth loads 4-bit experts in its own way")
+    return is_there
+
+
+def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) -> list[Any]:
+    """Puts converters for packed experts before those of the model.
+
+    Args:
+        loading: what is known of the checkpoint. It gets the parameters that stay packed.
+        conversions: the converters and renamings of the model and of its quantizer.
+        hf_quantizer: transformers' quantizer.
+    """
+    from nf4conv.inference.moe.loading.converters import (
+        converters_of_experts,
+        decode_routers,
+        parameters_of_packed,
+    )
+
+    parameters = expert_parameters(loading.model)
+    made = converters_of_experts(conversions, parameters, loading.names, hf_quantizer)
+    found = parameters_of_packed(made + conversions, loading.names, loading.model)
+    model, loading.parameters, loading.model = loading.model, found, None
+    if not found:
+        return conversions
+    decode_routers(conversions)
+    prepare_transformers(model, found)
+    log.warning(
+        "nf4conv keeps %d parameters of experts in 4 bits (NF4CONV_MOE=0 switches this off)",
+        len(found),
+    )
+    return made + conversions
+
+
+def with_packing(operation: Any) -> Any:
+    """Returns an operation that packs experts, and leaves all other weights to `operation`."""
+    from nf4conv.inference.moe.loading.quantize import ExpertsQuantize
+
+    return ExpertsQuantize(operation)
+
+
+def patch_narrow_layers(model: Any) -> int:
+    """Lets nf4conv compute 4-bit layers on a CPU that bitsandbytes' CPU kernels cannot take.
+
+    These kernels stop at rows that are no multiple of 32. They decode columns wrongly that are no
+    multiple of a block's 64.
+
+    Returns:
+        The number of layers.
+    """
+    from nf4conv.inference.patching import patch_linear_4bit
+
+    patched = 0
+    for module in model.modules():
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is None or len(state.shape) != 2 or module.weight.device.type != "cpu":
+            continue
+        rows, columns = state.shape
+        if rows % 32 or columns % 64:
+            patched += patch_linear_4bit(module)
+    return patched
+
+
+def prepare_transformers(model: Any, parameters: Iterable[str]) -> None:
+    """Makes transformers' layers of experts ready for packed weights.
+
+    Args:
+        model: the model, without weights.
+        parameters: the names of the parameters that are packed.
+    """
+    from transformers.integrations import moe
+
+    from nf4conv.inference.moe.adapter_layers import leave_adapters_out_of_graphs
+    from nf4conv.inference.moe.dispatch import install as install_dispatch
+    from nf4conv.inference.moe.dispatch import leave_out_of_graphs
+    from nf4conv.inference.moe.replicas import install as install_replicas
+    from nf4conv.inference.moe.sharding import install as install_sharding
+    from nf4conv.inference.moe.tensor import know_transformers_operators
+
+    know_transformers_operators()
+    leave_adapters_out_of_graphs()
+    install_sharding()
+    install_replicas()
+    install_dispatch(type(moe.ALL_EXPERTS_FUNCTIONS))
+    for name in parameters:
+        leave_out_of_graphs(model.get_submodule(name.rpartition(".")[0]))

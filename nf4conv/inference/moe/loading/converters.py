@@ -1,0 +1,204 @@
+"""Makes converters for transformers' loading: packed tensors of experts become Experts4bit.
+
+A converter of transformers takes the tensors whose names match its source patterns, and makes the
+parameter that its target names. The first that matches a name has it, so ours come first: for each
+of the model's own converters of experts one that takes the components as well, and others for names
+that the model has no converter for.
+
+Imports transformers, and is imported when it is loading a checkpoint.
+"""
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from transformers.core_model_loading import (
+    MergeModulelist,
+    SkipParameters,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from nf4conv.format.layout import COMPONENT_SUFFIXES
+from nf4conv.inference.moe.loading.headers import PackedNames
+from nf4conv.inference.moe.loading.operations import (
+    ExpertsDeserialize,
+    RouterDeserialize,
+    SharedExpertsDeserialize,
+)
+
+_SINGLE: Final = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
+"""By the name of a parameter, the projections of single experts that it holds."""
+
+
+class ExpertsConverter(WeightConverter):
+    """A converter that is cheap to copy.
+
+    transformers copies it for every tensor, and uses only the first copy for a parameter.
+    """
+
+    _copied: "ExpertsConverter | None" = None  # the last copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertsConverter":
+        """Returns a copy that collects tensors of its own: the last one if it is unused."""
+        if self._copied is None or self._copied.collected_tensors:
+            copied = copy.copy(self)
+            copied.collected_tensors = defaultdict(list)
+            copied.layer_targets = defaultdict(set)
+            self._copied = copied
+        return self._copied
+
+    def convert(self, *args: Any, **kwargs: Any) -> Any:
+        """Converts what was collected.
+
+        Raises an error of nf4conv as it is. transformers would print it among other lines, and
+        raise one that does not say what is wrong.
+        """
+        try:
+            return super().convert(*args, **kwargs)
+        except SkipParameters:
+            refused = getattr(self.operations[0], "refused", None)
+            if refused is None:
+                raise
+        raise refused
+
+
+def converters_of_experts(
+    conversions: Sequence[Any], parameters: Iterable[str], names: PackedNames, hf_quantizer: Any
+) -> list[Any]:
+    """Makes the converters for a model.
+
+    Args:
+        conversions: the model's own renamings and converters.
+        parameters: the names of its 3-D parameters of experts.
+        names: what is packed in the files.
+        hf_quantizer: transformers' quantizer.
+
+    Returns:
+        Converters and renamings to put before them.
+    """
+    made: list[Any] = []
+    leaves = set()
+    others = set()  # JetMoe's MLP, which has no module called experts
+    for name in parameters:
+        _, is_below, leaf = f".{name}".rpartition(".experts.")
+        if is_below:
+            leaves.add(leaf)
+        else:
+            others.add(".".join(name.split(".")[-3:]))
+    for converter in conversions:
+        if _makes_experts(converter, leaves):
+            sources = [re.sub(r"\*(?=\.)", r"\\d+", each) for each in converter.source_patterns]
+            made.append(_converter(sources, converter, hf_quantizer))
+    if names.is_unsloth_gpt_oss:
+        made += _of_unsloth_gpt_oss(hf_quantizer)
+    for leaf in sorted(leaves):
+        target = f"experts.{leaf}"
+        single = [rf"(?<!\w)experts\.\d+\.{name}\.weight" for name in _SINGLE.get(leaf, ())]
+        for sources in (single, [rf"(?<!\w)experts\.{leaf}"]):
+            if sources:
+                made.append(_plain_converter(sources, target, hf_quantizer))
+    for target in sorted(others):
+        made.append(_plain_converter([rf"(?<!\w){re.escape(target)}"], target, hf_quantizer))
+    return made
+
+
+def _makes_experts(converter: Any, leaves: set[str]) -> bool:
+    """Returns whether a converter of the model makes stacks of routed experts."""
+    if not isinstance(converter, WeightConverter):
+        return False
+    return all(
+        "experts." in target and target.rpartition("experts.")[2] in leaves
+        for target in converter.target_patterns
+    )
+
+
+def _converter(sources: Sequence[str], own: Any, hf_quantizer: Any) -> Any:
+    """Makes a converter that stands before one of the model's own."""
+    is_shared = len(own.target_patterns) > 1
+    kind = SharedExpertsDeserialize if is_shared else ExpertsDeserialize
+    operation = kind(sources, own.source_patterns, own.operations, hf_quantizer)
+    made = ExpertsConverter(_patterns(sources), list(own.target_patterns), [operation])
+    for name in ("scope_prefix", "base_model_prefix"):  # transformers has them from 5.12 on
+        if hasattr(own, name):
+            setattr(made, name, getattr(own, name))
+    return made
+
+
+def _plain_converter(sources: Sequence[str], target: str, hf_quantizer: Any) -> Any:
+    """Makes a converter for names that the model has none for."""
+    operation = ExpertsDeserialize(sources, sources, (), hf_quantizer)
+    return ExpertsConverter(_patterns(sources), target, [operation])
+
+
+def _patterns(sources: Sequence[str]) -> list[str]:
+    """Returns patterns for the components and the codes of weights."""
+    components = [f"{source}.{suffix}" for source in sources for suffix in COMPONENT_SUFFIXES]
+    return components + [f"{source}$" for source in sources]
+
+
+def _of_unsloth_gpt_oss(hf_quantizer: Any) -> list[Any]:
+    """Returns converters for gpt-oss under the names that Unsloth gives its tensors.
+
+    Unsloth has a Linear for each expert, and the router one level deeper.
+    """
+    made: list[Any] = []
+    for name in ("gate_up_proj", "down_proj"):
+        sources = [rf"experts\.{name}s\.\d+\.weight"]
+        made.append(_plain_converter(sources, f"experts.{name}", hf_quantizer))
+        biases = rf"experts\.{name}s\.\d+\.bias"
+        made.append(WeightConverter(biases, f"experts.{name}_bias", [MergeModulelist(0)]))
+    made.append(WeightRenaming("router.linear.", "router."))
+    return made
+
+
+def decode_routers(conversions: Iterable[Any]) -> None:
+    """Makes the converters of transformers decode packed weights of what is no Linear4bit."""
+    for converter in conversions:
+        if isinstance(converter, WeightConverter):
+            converter.operations = [
+                RouterDeserialize(operation)
+                if type(operation).__name__ == "Bnb4bitDeserialize"
+                else operation
+                for operation in converter.operations
+            ]
+
+
+def parameters_of_packed(conversions: Sequence[Any], names: PackedNames, model: Any) -> set[str]:
+    """Returns which parameters of a model the packed experts of the files become."""
+    renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    parameters = dict(model.named_parameters())
+    first = {
+        re.sub(r"(experts\.(?:\w+\.)?)\d+\.", r"\g<1>0.", name): name for name in names.experts
+    }
+    found = set()
+    for name in first:
+        # a renaming may be a class that changes state, such as GroupWeightRename
+        target, pattern = rename_source_key(
+            f"{name}.absmax",
+            copy.deepcopy(renamings),
+            converters,
+            model.base_model_prefix,
+            parameters,
+        )
+        if pattern is None or target not in parameters:
+            continue
+        found.add(target)
+        for converter in converters:
+            if pattern in converter.source_patterns:
+                found |= _all_targets(converter, target) & parameters.keys()
+    return {name for name in found if parameters[name].dim() == 3}
+
+
+def _all_targets(converter: Any, target: str) -> set[str]:
+    """Returns the names of all parameters that a converter makes beside the first."""
+    first = converter.target_patterns[0]
+    return {target.replace(first, other) for other in converter.target_patterns}

@@ -1,0 +1,204 @@
+"""PackedWeight holds one 3-D parameter of experts in 4 bits, as the parts that are on disk."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from nf4conv.inference.experts import PackedExperts, decode
+from nf4conv.inference.experts.product import decode_active, decode_chosen
+from nf4conv.inference.experts.projection import suits_kernels, suits_together
+
+AS_STORED = "as stored"
+ALTERNATING = "alternating"
+SEPARATED = "separated"
+"""How the rows of a parameter come from those of its parts: in order; by turns of each part, as
+gpt-oss has gate and up; or first all even rows, then all odd ones, where files have them by turns
+and the model does not.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """The matrices of all experts, [E, rows, columns], in 4 bits.
+
+    Attributes:
+        parts: the projections that the parameter holds, such as gate and up; each has all experts.
+        rows: AS_STORED, ALTERNATING or SEPARATED.
+        is_transposed: True if the parameter has [columns, rows] of what the parts have.
+    """
+
+    parts: tuple[PackedExperts, ...]
+    rows: str = AS_STORED
+    is_transposed: bool = False
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        return self.parts[0].experts
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix of one expert, as the parameter has it."""
+        rows, columns = sum(part.rows for part in self.parts), self.parts[0].columns
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that holds all tensors."""
+        return self.parts[0].device
+
+    def decode(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Decodes experts.
+
+        Args:
+            ids: [n] integers, on the device of the parts.
+            dtype: the dtype of the result.
+
+        Returns:
+            [n, rows, columns] of the parameter, bit for bit as bitsandbytes decodes each part.
+        """
+        decoded = self._decode_stored(ids, dtype)
+        if not self.is_transposed:
+            return decoded
+        decoded = decoded.transpose(1, 2)
+        # products on a CPU add up in an order that depends on strides
+        return decoded.contiguous() if decoded.device.type == "cpu" else decoded
+
+    def _decode_stored(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Decodes experts in the orientation of the parts."""
+        traced = is_traced(ids)
+        if self._suits_kernels and not traced:
+            return self._by_kernel(decode_chosen, ids, dtype)
+        decode_part = decode_traced if traced else decode
+        decoded = [decode_part(part, ids, dtype) for part in self.parts]
+        if self.rows == ALTERNATING:
+            return torch.stack(decoded, 2).flatten(1, 2)
+        if self.rows == SEPARATED:
+            return torch.cat([decoded[0][:, 0::2], decoded[0][:, 1::2]], 1)
+        return decoded[0] if len(decoded) == 1 else torch.cat(decoded, 1)
+
+    def decode_active(self, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Decodes the experts that have rows, without waiting for the device.
+
+        Args:
+            ends: [E] integers: where the rows of each expert end.
+            dtype: the dtype of the result.
+
+        Returns:
+            [E, rows, columns] of the parameter, anything in the place of experts without rows;
+            None if there is no kernel for it.
+        """
+        if not self._suits_kernels:
+            return None
+        decoded = self._by_kernel(decode_active, ends.to(torch.int32), dtype)
+        return decoded.transpose(1, 2) if self.is_transposed else decoded
+
+    @cached_property
+    def _suits_kernels(self) -> bool:
+        """Returns whether one launch can decode all parts."""
+        first, last = self.parts[0], self.parts[-1]
+        return (
+            len(self.parts) <= 2
+            and all(map(suits_kernels, self.parts))
+            and (first is last or suits_together(first, last))
+        )
+
+    def _by_kernel(
+        self, decode_by: Callable[..., torch.Tensor], choice: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Decodes in one launch, in the orientation of the parts."""
+        decoded = decode_by(self.parts, choice, dtype, alternating=self.rows == ALTERNATING)
+        if self.rows == SEPARATED:
+            return torch.cat([decoded[:, 0::2], decoded[:, 1::2]], 1)
+        return decoded
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        """Returns the same weight on another device."""
+        parts = tuple(part.to(device) for part in self.parts)
+        return PackedWeight(parts, self.rows, self.is_transposed)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns all tensors, in one order, by names that are valid attributes."""
+        named = {}
+        for number, part in enumerate(self.parts):
+            for name, tensor in part.tensors().items():
+                named[f"part{number}_{name}"] = tensor
+        return named
+
+    def settings(self) -> tuple[str, bool, tuple[dict[str, Any], ...]]:
+        """Returns all that is no tensor. It is equal for weights that differ only in tensors."""
+        return self.rows, self.is_transposed, tuple(part.settings() for part in self.parts)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        settings: tuple[str, bool, tuple[dict[str, Any], ...]],
+    ) -> "PackedWeight":
+        """Makes a weight of what `tensors` and `settings` returned."""
+        rows, is_transposed, parts = settings
+        made = []
+        for number, fields in enumerate(parts):
+            prefix = f"part{number}_"
+            own: dict[str, Any] = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+            made.append(PackedExperts(**own, **fields))
+        return cls(tuple(made), rows, is_transposed)
+
+
+# ---------------------------------------------------------------- under torch.compile
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Returns whether there are no values to look at: torch.compile traces."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    if torch.compiler.is_compiling():
+        return True
+    return isinstance(tensor, FakeTensor) or get_proxy_mode() is not None
+
+
+def decode_traced(part: PackedExperts, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Decodes as `decode` does, in one operator that a graph calls and does not look into."""
+    tensors = part.tensors()
+    settings = json.dumps(part.settings())
+    decoded: torch.Tensor = _decode_op(
+        list(tensors.values()), " ".join(tensors), settings, ids, dtype
+    )
+    return decoded
+
+
+@torch.library.custom_op("nf4conv::decode_experts", mutates_args=())
+def _decode_op(
+    tensors: list[torch.Tensor],
+    names: str,
+    settings: str,
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Decodes as `decode` does, given what an operator of torch can take: no dataclass."""
+    part = PackedExperts(
+        **dict(zip(names.split(), tensors, strict=True)),  # type: ignore[arg-type]
+        **json.loads(settings),
+    )
+    return decode(part, ids, dtype)
+
+
+@_decode_op.register_fake
+def _(
+    tensors: list[torch.Tensor],  # noqa: ARG001 - those of the operator
+    names: str,  # noqa: ARG001
+    settings: str,
+    ids: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    fields = json.loads(settings)
+    return ids.new_empty((ids.shape[0], fields["rows"], fields["columns"]), dtype=dtype)

@@ -1,0 +1,179 @@
+"""Makes models that were loaded with bitsandbytes multiply with `linear_4bit`, and undoes it."""
+
+from collections.abc import Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+
+from nf4conv.codec.backends import has_kernels, why_plain
+from nf4conv.codec.quant_state import decoding_of
+from nf4conv.inference.linear import linear_4bit, make_tables
+from nf4conv.inference.linear_joining import join_when_compiling
+
+
+def patch_linear_4bit(model: torch.nn.Module) -> int:
+    """Makes the 4-bit layers of a model multiply with `linear_4bit`.
+
+    Every `bitsandbytes.nn.Linear4bit` of the model gets a new `forward`, and every layer of a class
+    derived from it, unless that class has a forward of its own. Nothing else of the model changes.
+    Layers whose weights are not packed yet keep bitsandbytes' product until they are; so do layers
+    that have run on a CPU, where bitsandbytes packs weights anew for a product of its own. It does
+    not matter whether adapters are added before or after, and hooks of accelerate stay where they
+    are. When the model is compiled, products of the same few rows, such as those of q, k and v,
+    become one launch. For this it sets torch._inductor.config.post_grad_custom_pre_pass, unless
+    that is set already.
+
+    Args:
+        model: changed in place, such as a transformers model that was loaded with a
+            BitsAndBytesConfig or from what `nf4conv quantize` wrote.
+
+    Returns:
+        The number of layers that were patched; 0 if the model has none.
+
+    Example:
+        model = AutoModelForCausalLM.from_pretrained("model-nf4", device_map="cuda")
+        nf4conv.patch_linear_4bit(model)
+        print(nf4conv.decoded_linear_4bit(model))  # what has no kernel here, and why
+        model.generate(**prompt, cache_implementation="static")  # transformers compiles the step
+    """
+    join_when_compiling()
+    patched = 0
+    for _, module in _linear_4bit_layers(model):
+        if _has_own_forward(module):
+            continue
+        _replace_forward(module, partial(_forward, module))
+        state = getattr(module.weight, "quant_state", None)
+        if state is not None and not _is_repacked(state):
+            # a graph that is captured before anything has run must find them
+            dtype = _compute_dtype(module, torch.bfloat16)
+            make_tables(state.quant_type, dtype, module.weight.device)
+        patched += 1
+    return patched
+
+
+def unpatch_linear_4bit(model: torch.nn.Module) -> int:
+    """Gives the 4-bit layers of a model bitsandbytes' own product back.
+
+    Args:
+        model: what `patch_linear_4bit` changed; changed in place.
+
+    Returns:
+        The number of layers that were patched.
+
+    Example:
+        nf4conv.unpatch_linear_4bit(model)
+    """
+    restored = 0
+    for _, module in _linear_4bit_layers(model):
+        if _is_ours(vars(module).get("_old_forward")):
+            module._old_forward = MethodType(type(module).forward, module)
+        elif _is_ours(vars(module).get("forward")):
+            del module.forward
+        else:
+            continue
+        restored += 1
+    return restored
+
+
+def decoded_linear_4bit(
+    model: torch.nn.Module, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, str]:
+    """Says which 4-bit layers `linear_4bit` decodes before it multiplies even a single row.
+
+    Args:
+        model: a model with layers of bitsandbytes, patched or not.
+        dtype: of the activations, where a layer has no compute dtype of its own.
+
+    Returns:
+        By name of the layer, the reason. Empty if a kernel multiplies with each.
+
+    Example:
+        print(nf4conv.decoded_linear_4bit(model))
+    """
+    reasons = {}
+    for name, module in _linear_4bit_layers(model):
+        reason = _why_decoded(module, dtype)
+        if reason:
+            reasons[name] = reason
+    return reasons
+
+
+def _linear_4bit_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Finds the layers of bitsandbytes. PEFT's layers around them have a class of the same name."""
+    for name, module in model.named_modules():
+        if _kind_of(module) is not None:
+            yield name, module
+
+
+def _kind_of(module: torch.nn.Module) -> Any:
+    """Returns the Linear4bit that a layer's class is or derives from; None if there is none."""
+    for kind in type(module).__mro__:
+        if kind.__name__ == "Linear4bit" and not kind.__module__.startswith("peft."):
+            return kind
+    return None
+
+
+def _has_own_forward(module: Any) -> bool:
+    """Returns True if the class of a layer computes something else than Linear4bit does."""
+    return type(module).forward is not _kind_of(module).forward
+
+
+def _replace_forward(module: Any, forward: Any) -> None:
+    """Gives a layer a new forward, behind the hook of accelerate if there is one."""
+    if "_old_forward" in vars(module) and not _is_ours(vars(module).get("forward")):
+        module._old_forward = forward
+    else:
+        module.forward = forward
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def _forward(module: Any, x: torch.Tensor) -> Any:
+    """Computes what a patched Linear4bit returns for x."""
+    weight = module._parameters["weight"]
+    state = getattr(weight, "quant_state", None)
+    if state is None or _is_repacked(state):
+        return type(module).forward(module, x)
+    dtype = module.compute_dtype
+    if dtype is None or dtype is x.dtype:
+        return linear_4bit(x, weight, state, module._parameters["bias"])
+    return linear_4bit(x.to(dtype), weight, state, module._parameters["bias"]).to(x.dtype)
+
+
+def _is_repacked(state: Any) -> bool:
+    """Returns True if bitsandbytes has packed a weight for its own product on CPUs.
+
+    It asks for no attribute that is missing: torch.compile would trace what bitsandbytes does then,
+    and check its steps again at every call.
+    """
+    return bool(vars(state).get("packing_format_for_cpu", False))
+
+
+def _compute_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
+    """Returns in what a layer computes, given the dtype of its input."""
+    found: torch.dtype = module.compute_dtype or dtype
+    return found
+
+
+def _why_decoded(module: Any, dtype: torch.dtype) -> str:
+    """Returns why a layer has no kernel; empty if it has one."""
+    if _has_own_forward(module):
+        return f"{type(module).__name__} has a forward of its own"
+    weight = module.weight
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return "it is not packed yet"
+    if not has_kernels(weight.device):
+        if weight.device.type != "cuda":
+            return f"there are no kernels for {weight.device.type}"
+        return why_plain(torch.cuda.get_device_capability(weight.device))
+    from nf4conv.inference.kernels.product import choosing  # importing Triton takes a second
+
+    n, k = state.shape
+    alignment = choosing.alignment_of(weight.data_ptr())
+    matrix = choosing.Matrix(n, k, decoding_of(state).form(), alignment)
+    return choosing.why_decoded(matrix, _compute_dtype(module, dtype))
