@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from nf4conv.commands.quantize import execute_quantization as execute_quantization
     from nf4conv.commands.quantize import plan_quantization as plan_quantization
     from nf4conv.commands.quantize import quantize_checkpoint as quantize_checkpoint
-    from nf4conv.commands.quantize import second_opinion as second_opinion
     from nf4conv.commands.shortcuts import compare as compare
     from nf4conv.commands.shortcuts import dequantize as dequantize
     from nf4conv.commands.shortcuts import inspect as inspect
@@ -133,8 +132,7 @@ _NAMES_IN: Final = {
     "nf4conv.commands.finish": "finish_checkpoint",
     "nf4conv.commands.inspect": "inspect_checkpoint",
     "nf4conv.commands.quantize": (
-        "AnyQuantizationPlan execute_quantization plan_quantization quantize_checkpoint "
-        "second_opinion"
+        "AnyQuantizationPlan execute_quantization plan_quantization quantize_checkpoint"
     ),
     "nf4conv.commands.shortcuts": "compare dequantize inspect quantize verify",
     "nf4conv.commands.verify": (

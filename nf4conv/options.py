@@ -16,7 +16,6 @@ from nf4conv.choices import (
     MOE_ALIASES,
     NON_FINITE,
     OUTPUTS,
-    PLANNERS,
     QUANT_STORAGES,
     QUANT_TYPES,
     SCALES,
@@ -26,7 +25,6 @@ from nf4conv.choices import (
     LoraExperts,
     Moe,
     NonFinite,
-    Planner,
     QuantStorage,
     QuantType,
     Scales,
@@ -46,7 +44,6 @@ CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "dtype": DTYPES,
     "compute_dtype": DTYPES,
     "moe": MOE,
-    "plan_with": PLANNERS,
     "non_finite": NON_FINITE,
     "calibrate_output": OUTPUTS,
     "lora_experts": LORA_EXPERTS,
@@ -198,8 +195,6 @@ class QuantizeOptions:
             bits, which loads everywhere. "per-expert" is another name for "packed". None (default)
             is "packed" if experts take more than half of the bytes, and else "portable"; a 4-bit
             source keeps packed what it has packed.
-        plan_with: who decides which modules are linear: nf4conv's "rules" (default), or the
-            installed "transformers".
         max_shard_size: the largest size of an output file in bytes. Default: 1 GB. nf4conv writes
             several files at a time, which is faster than one.
         non_finite: what to do with a weight that holds NaN or infinity. "refuse" (default) ends the
@@ -245,7 +240,6 @@ class QuantizeOptions:
     skip_modules: tuple[str, ...] = ()
     quantize_towers: bool = False
     moe: Moe | None = None
-    plan_with: Planner = "rules"
     max_shard_size: int = 10**9
     non_finite: NonFinite = "refuse"
     lora: tuple[str, ...] = ()

@@ -55,7 +55,6 @@ ORACLES = {
     ),
     "transformers": (
         "commands.evaluating.question",
-        "choose.skeleton",
         "inference.moe.forward",
         "inference.moe.loading.converters",
         "inference.moe.loading.checkpoints",
@@ -72,7 +71,6 @@ HEAVY = {"torch", "triton", "numpy", "transformers", "bitsandbytes"}
 WITHOUT_HEAVY = (*ORDER[: ORDER.index("run") + 1], "cli")
 WITH_TORCH = "run.device.on_torch"
 EXCEPT = {
-    "choose.skeleton": "asks transformers",
     "run.device.on_driver.compiling": "compiles with torch, once",
     "run.tasks.diagnose": "says by torch how tensors differ",
 }

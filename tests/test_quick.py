@@ -303,7 +303,7 @@ def test_the_fused_product():
 
 
 def test_evaluate(tmp_path: Path):
-    """A model of transformers, planned with transformers and asked about 64 tokens."""
+    """A model of transformers, asked about 64 tokens."""
     transformers = pytest.importorskip("transformers")
     import numpy as np
 
@@ -320,7 +320,6 @@ def test_evaluate(tmp_path: Path):
     np.save(tmp_path / "ids.npy", np.arange(64, dtype=np.int32) * 37 % 300)
     run(
         *("quantize", tmp_path / "source", tmp_path / "out", "--device", "cpu"),
-        *("--plan-with", "transformers"),
     )
     run("dequantize", tmp_path / "out", tmp_path / "decoded", "--device", "cpu")
     report = run_json(

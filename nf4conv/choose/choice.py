@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from nf4conv.choose.decisions import Keep, Selection
 from nf4conv.choose.formats import choose_dtype, choose_format, without_odd_sizes
 from nf4conv.choose.selection import demote, select
-from nf4conv.choose.skeleton import select_with_transformers
 from nf4conv.choose.unchanged import Stored, weights_that_stay
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
@@ -38,10 +37,7 @@ def choose(source: Source, options: QuantizeOptions, non_finite: frozenset[str])
         PlanError: the request cannot be met for this checkpoint.
     """
     config = source.config or {}
-    if options.plan_with == "rules":
-        selection = select(source.tensors, config, options)
-    else:
-        selection = select_with_transformers(source.tensors, config, options)
+    selection = select(source.tensors, config, options)
     if non_finite:
         selection = demote(selection, sorted(non_finite), source.tensors, config)
     dtype = choose_dtype(source, selection, options)

@@ -6,7 +6,7 @@ module as skipped: that always loads.
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.choose import skip_list
@@ -131,7 +131,6 @@ def with_skip_list(
     decisions: Mapping[str, Pack | Keep],
     names: ModuleNames,
     notes: Sequence[str],
-    not_on_disk: Collection[str] = (),
 ) -> Selection:
     """Completes the decisions for all tensors with the list of modules to skip.
 
@@ -141,8 +140,6 @@ def with_skip_list(
         decisions: the decision for every tensor, by name.
         names: how loaders rename the modules.
         notes: what the user should know, one line each.
-        not_on_disk: modules in memory that are `nn.Linear` and must be skipped, although no tensor
-            belongs to them.
 
     Raises:
         PlanError: no skip list can tell the packed modules from the others.
@@ -159,7 +156,6 @@ def with_skip_list(
         skipped_paths: list[str] = []
         for module in (*kept, *fused.unpacked):
             skipped_paths += names.spellings(module)
-        skipped_paths += not_on_disk
 
         entries, mistaken = skip_list.build_skip_modules(packed_paths, skipped_paths, names.absent)
         if not mistaken:

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nf4conv.commands.dequantize import AnyDequantizationPlan
-from nf4conv.commands.quantize import AnyQuantizationPlan, second_opinion
+from nf4conv.commands.quantize import AnyQuantizationPlan
 from nf4conv.plan.diffusers import DiffusersPlan
-from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import PlanKind, PlanRow, QuantizationTotals
 from nf4conv.report.advice import advice, little_saved
 from nf4conv.report.loading import gpu_bytes
@@ -19,8 +18,6 @@ from nf4conv.wording import in_callers_words, named_as_keywords
 @named_as_keywords
 def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanReport:
     """Describes what carrying out a plan would do.
-
-    If transformers is installed, it is asked which modules it would pack. That takes seconds.
 
     Args:
         plan: what `plan_quantization` or `plan_dequantization` returned.
@@ -40,8 +37,6 @@ def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanRepo
     totals = plan.totals()
     warning = little_saved(rows) if isinstance(totals, QuantizationTotals) else ""
     notes = [note for note in plan.notes if note != in_callers_words(warning)]
-    if isinstance(plan, QuantizationPlan):
-        notes.extend(second_opinion(plan))
     notes.extend(_unusual(rows))
     source = plan.folder.place if isinstance(plan, DiffusersPlan) else plan.source
     report = PlanReport(

@@ -5,8 +5,7 @@ All models run through transformers, one after the other:
     text ▸ token ids ▸ windows ▸ the original's answers into a temporary file ▸ the answers of each
     model in 4 bits, compared with them
 
-Beside choose/skeleton.py (--plan-with) only the modules of evaluating/ import transformers or
-bitsandbytes, when they are called.
+Only the modules of evaluating/ import transformers or bitsandbytes, when they are called.
 """
 
 import tempfile

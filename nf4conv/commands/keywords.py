@@ -19,7 +19,6 @@ from nf4conv.choices import (
     LoraExperts,
     Moe,
     NonFinite,
-    Planner,
     QuantStorage,
     QuantType,
     Scales,
@@ -80,7 +79,6 @@ class Quantizing(WritingMachine, StreamedPlace, total=False):
     skip_modules: tuple[str, ...] | list[str]
     quantize_towers: bool
     moe: Moe | None
-    plan_with: Planner
     max_shard_size: int
     non_finite: NonFinite
     lora: tuple[str, ...] | list[str]

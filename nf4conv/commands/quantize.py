@@ -5,11 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from nf4conv.choose import skeleton
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.quantizing.checkpoint import execute_one, plan_checkpoint
 from nf4conv.errors import DiffusersFolderError, PlanError
@@ -161,31 +159,6 @@ def _little_saved(plan: AnyQuantizationPlan) -> Iterator[str]:
     line = little_saved(plan.rows())
     if line:
         yield line
-
-
-@named_as_keywords
-def second_opinion(plan: AnyQuantizationPlan) -> tuple[str, ...]:
-    """Asks the installed transformers what it would decide otherwise than a plan by the rules.
-
-    Loading transformers takes seconds.
-
-    Args:
-        plan: plan of `plan_quantization`.
-
-    Returns:
-        A line for each kind of difference. Nothing for a diffusers pipeline, for a plan that
-        transformers made itself, and where transformers is not installed.
-
-    Example:
-        >>> nf4conv.second_opinion(nf4conv.plan_quantization("./Llama-3.1-8B"))
-        ()
-    """
-    if not isinstance(plan, QuantizationPlan) or plan.options.plan_with != "rules":
-        return ()
-    if find_spec("transformers") is None:
-        return ()
-
-    return skeleton.second_opinion(plan.source.tensors, plan.source.config, plan.options)
 
 
 @named_as_keywords

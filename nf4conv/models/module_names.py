@@ -14,7 +14,7 @@ skip_list.complete_for_base allow for that.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from nf4conv.models.families import families_of
@@ -106,12 +106,10 @@ class ModuleNames:
     Attributes:
         families: the listed deviations that apply to the model.
         multimodal: the answer of `is_multimodal` for its config.
-        in_memory: paths in memory that are known for certain, by path on disk.
     """
 
     families: tuple[Family, ...]
     multimodal: bool
-    in_memory: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModuleNames":
@@ -130,12 +128,10 @@ class ModuleNames:
 
     def spellings(self, path: str) -> tuple[str, ...]:
         """Returns every path by which a loader may know a module; the path on disk comes first."""
-        if not (self.families or self.multimodal or self.in_memory):
+        if not (self.families or self.multimodal):
             return (path,)
         # a dict, because it keeps the order and drops duplicates
         paths = {path: None}
-        if path in self.in_memory:
-            paths[self.in_memory[path]] = None
         for family in self.families:
             for known in tuple(paths):
                 for pattern, replacement in family.renamed:

@@ -67,8 +67,7 @@ them:
 CLOSING = """## Known gaps
 
 transformers 5 loads a few architectures under names that the rules do not foresee: Gradium Phonon
-TTS, NeMo SpeechLM and Jev. `--plan-with transformers` reads the names from the installed
-transformers, so it plans these correctly. Falcon (not Falcon 3, H1 or Mamba) and I-BERT use linear
+TTS, NeMo SpeechLM and Jev. Falcon (not Falcon 3, H1 or Mamba) and I-BERT use linear
 layers of their own, which transformers 5 does not quantize. nf4conv refuses them, and it refuses
 purely convolutional networks. Architectures that need timm are not in the sweep: Gemma 3n with
 pictures and sound, and FastVLM, were tried by hand. Llama 4, whose experts are split, has tests of

@@ -118,7 +118,6 @@ def test_blocks_larger_than_their_matrix(tmp_path: Path, block: list[int]):
     assert load_file(tmp_path / "out/model.safetensors")[f"{UP}.absmax"].unique().tolist() == [0.5]
 
 
-@pytest.mark.parametrize("plan", ["--dry-run", "--plan-with=transformers"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -129,17 +128,12 @@ def test_blocks_larger_than_their_matrix(tmp_path: Path, block: list[int]):
     ],
     ids=str,
 )  # fmt: skip
-def test_configs_that_nobody_writes(tmp_path: Path, plan: str, change: dict[str, Any]):
+def test_configs_that_nobody_writes(tmp_path: Path, change: dict[str, Any]):
     source = write_source(tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | change))
-    done = command("quantize", source, tmp_path / "out", plan, "--dry-run")
-    assert (
-        done.exit_code == 0
-        or "cannot build" in refused(done)
-        or "has no" in refused(done)
-        or "dtype" in done.stderr
-    )
+    done = command("quantize", source, tmp_path / "out", "--dry-run")
+    assert done.exit_code == 0 or "dtype" in refused(done)
 
 
 def test_a_config_nested_to_the_limit_of_the_reader(tmp_path: Path):

@@ -38,7 +38,7 @@ def source_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     shutil.copytree(whole, source)
     mutate_checkpoint(chosen, source)
     writing = [option for option in OPTIONS if chosen.random() < 0.15]
-    quantize = ["quantize", source, out, "--plan-with=rules", *writing]
+    quantize = ["quantize", source, out, *writing]
     decoding = [option for option in writing if option in ("--checksum", "--dry-run")]
     commands: list[list[object]] = [
         # three times as often as the others
@@ -235,18 +235,7 @@ def calibrate_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     mutate_checkpoint(chosen, source)
     words = ["quantize", source, out, "--calibrate", source / "ids.npy"]
     words += ["--calibration-tokens", "64"]
-    if chosen.random() < 0.3:
-        words += ["--plan-with", "transformers"]
     return Case(words, out, partial(passes_verify, words, out))
-
-
-def planned_case(chosen: random.Random, whole: Path, work: Path) -> Case:
-    """Lets transformers plan a mutated checkpoint."""
-    source = work / "source"
-    shutil.copytree(whole / "source", source)
-    mutate_checkpoint(chosen, source)
-    words = ["quantize", source, work / "out", "--plan-with", "transformers", "--dry-run"]
-    return Case(words, work / "out")
 
 
 _SOURCES: dict[str, Callable[[Path], None]] = {
@@ -339,7 +328,6 @@ KINDS: dict[str, Kind] = {
     "single file": Kind(templates.single_file, single_file_case),
     "evaluate": Kind(templates.runnable, evaluate_case),
     "calibrate": Kind(templates.runnable, calibrate_case),
-    "planned by transformers": Kind(templates.runnable, planned_case),
     "bytes of GGUF": Kind(write_files, bytes_case),
     "words of GGUF": Kind(write_files, words_case),
     "towers of GGUF": Kind(write_pair, tower_case),

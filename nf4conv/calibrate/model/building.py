@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nf4conv.choose.counts import excess_of
-from nf4conv.choose.parsing import parse_config
 from nf4conv.errors import PlanError
 from nf4conv.models.config import architecture_of, without_quantization
+from nf4conv.models.parsing import excess_of, parse_config
 
 _RANDOM: Final = {
     "uniform_",

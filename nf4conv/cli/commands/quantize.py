@@ -9,7 +9,6 @@ from nf4conv.choices import (
     MOE,
     NON_FINITE,
     OUTPUTS,
-    PLANNERS,
     QUANT_STORAGES,
     QUANT_TYPES,
     SCALES,
@@ -173,14 +172,6 @@ _OF_CALIBRATION: Final = (
     help="Pack experts one by one (per-expert means the same) or as stacks of a layer, both of "
     "which transformers 5 loads with nf4conv installed; or keep them in 16 bits, which loads "
     "everywhere.  [default: packed if experts are most of the model, portable with --push-to-hub]",
-)
-@option(
-    "--plan-with",
-    group=Group.WEIGHTS,
-    type=click.Choice(PLANNERS),
-    default="rules",
-    show_default=True,
-    help="Let nf4conv's rules, or the installed transformers, decide which modules are linear.",
 )
 @option(
     "--non-finite",

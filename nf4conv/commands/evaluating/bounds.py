@@ -6,11 +6,10 @@ from typing import Any, Final
 import torch
 
 from nf4conv.calibrate.model.building import first_line
-from nf4conv.choose.counts import excess_of
-from nf4conv.choose.parsing import parse_config
 from nf4conv.commands.evaluating.question import Question
 from nf4conv.errors import SourceError
 from nf4conv.models.config import without_quantization
+from nf4conv.models.parsing import excess_of, parse_config
 from nf4conv.sources.source import Source
 
 _VALUES_OF_A_BYTE: Final = 4  # twice as many as in 4 bits; layers may share weights
