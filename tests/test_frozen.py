@@ -1,0 +1,70 @@
+"""Holds what quantize and dequantize write against what commit cd7b292 wrote, byte for byte.
+
+tests/golden/frozen.py made the digests, and they are never made anew. A difference that is wanted
+stands in a list below, with its reason.
+"""
+
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from nf4conv.errors import Nf4convError
+
+sys.path.insert(0, str(Path(__file__).parent / "golden"))
+
+from frozen import CASES, Workshop, digests, frozen
+from inputs import SOURCES
+
+
+class Difference(NamedTuple):
+    """A difference that is wanted; `case` and `file` are globs of names in frozen.json."""
+
+    case: str
+    file: str
+    reason: str
+
+
+DIFFERENCES: tuple[Difference, ...] = ()
+
+# cases that end with an error today, by globs of their names, each with its reason
+REFUSED: dict[str, str] = {}
+
+# options that are no longer in nf4conv.json, each with its reason
+GONE_OPTIONS: dict[str, str] = {}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("frozen"))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_input_is_the_one_that_was_converted(workshop: Workshop, name: str):
+    assert digests(workshop.source(name)) == frozen()["sources"][name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_output_has_the_bytes_of_cd7b292(workshop: Workshop, name: str):
+    if any(fnmatchcase(name, pattern) for pattern in REFUSED):
+        with pytest.raises(Nf4convError):
+            workshop.output(name)
+        return
+    expected = dict(frozen()["outputs"][name])
+    found = digests(workshop.output(name))
+    for file, content in expected.items():
+        if isinstance(content, dict):
+            expected[file] = {key: one for key, one in content.items() if key not in GONE_OPTIONS}
+    unlike = {file for file in expected.keys() | found if expected.get(file) != found.get(file)}
+    wanted = {each.file for each in DIFFERENCES if fnmatchcase(name, each.case)}
+    unwanted = {
+        file for file in unlike if not any(fnmatchcase(file, pattern) for pattern in wanted)
+    }
+    assert not unwanted
+
+
+def test_every_digest_has_its_case():
+    assert frozen()["outputs"].keys() == CASES.keys()
+    assert frozen()["sources"].keys() == SOURCES.keys()
