@@ -17,7 +17,6 @@ Scales: TypeAlias = Literal["absmax", "search"]
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 QuantStorage: TypeAlias = Literal["uint8", "bfloat16", "float16", "float32"]
 Moe: TypeAlias = Literal["packed", "stacked", "portable", "per-expert"]
-NonFinite: TypeAlias = Literal["refuse", "keep"]
 CalibrateOutput: TypeAlias = Literal["qkv", "all"]
 LoraExperts: TypeAlias = Literal["rank-major", "expert-major"]
 
@@ -27,7 +26,6 @@ SCALES: Final = get_args(Scales)
 DTYPES: Final = get_args(Dtype)
 QUANT_STORAGES: Final = get_args(QuantStorage)
 MOE: Final = get_args(Moe)
-NON_FINITE: Final = get_args(NonFinite)
 OUTPUTS: Final = get_args(CalibrateOutput)
 LORA_EXPERTS: Final = get_args(LoraExperts)
 

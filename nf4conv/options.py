@@ -14,7 +14,6 @@ from nf4conv.choices import (
     LORA_EXPERTS,
     MOE,
     MOE_ALIASES,
-    NON_FINITE,
     OUTPUTS,
     QUANT_STORAGES,
     QUANT_TYPES,
@@ -24,7 +23,6 @@ from nf4conv.choices import (
     Dtype,
     LoraExperts,
     Moe,
-    NonFinite,
     QuantStorage,
     QuantType,
     Scales,
@@ -44,7 +42,6 @@ CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "dtype": DTYPES,
     "compute_dtype": DTYPES,
     "moe": MOE,
-    "non_finite": NON_FINITE,
     "calibrate_output": OUTPUTS,
     "lora_experts": LORA_EXPERTS,
 }
@@ -197,8 +194,6 @@ class QuantizeOptions:
             source keeps packed what it has packed.
         max_shard_size: the largest size of an output file in bytes. Default: 1 GB. nf4conv writes
             several files at a time, which is faster than one.
-        non_finite: what to do with a weight that holds NaN or infinity. "refuse" (default) ends the
-            run with an error. "keep" leaves the weight unpacked.
         lora: PEFT adapters to merge first: folders, or "org/name" or "org/name@revision" on the
             Hub. Default: empty.
         lora_experts: the order in which an adapter of experts stores the columns of lora_B:
@@ -241,7 +236,6 @@ class QuantizeOptions:
     quantize_towers: bool = False
     moe: Moe | None = None
     max_shard_size: int = 10**9
-    non_finite: NonFinite = "refuse"
     lora: tuple[str, ...] = ()
     lora_experts: LoraExperts | None = None
     single_file: bool = False
@@ -281,8 +275,6 @@ class DequantizeOptions:
             "rank-major", as PEFT does, or "expert-major", as Unsloth did before 2026-09-17. None
             (default) takes what the adapter says, else PEFT's, but refuses an adapter of Unsloth
             that says nothing.
-        non_finite: what to do with a weight whose scales are NaN or infinite. "refuse" (default)
-            ends the run, and says which; "keep" decodes it to NaN, and says so.
     """
 
     dtype: Dtype | None = None
@@ -291,11 +283,9 @@ class DequantizeOptions:
     max_shard_size: int = 10**9
     lora: tuple[str, ...] = ()
     lora_experts: LoraExperts | None = None
-    non_finite: NonFinite = "refuse"
 
     def __post_init__(self) -> None:
-        allowed = {"dtype": DTYPES, "lora_experts": LORA_EXPERTS, "non_finite": NON_FINITE}
-        require_one_of(self, allowed)
+        require_one_of(self, {"dtype": DTYPES, "lora_experts": LORA_EXPERTS})
         take_names(self, "include", "exclude", "lora")
         require_at_least(self, 1, "max_shard_size")
 

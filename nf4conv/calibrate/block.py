@@ -169,8 +169,7 @@ def _original(block: BlockAtWork, target: Target) -> torch.Tensor:
         raise SourceError.about(
             job.source.file,
             job.source.name,
-            "holds NaN or infinity; repair the checkpoint, "
-            "or leave such tensors unquantized: --non-finite keep",
+            "holds NaN or infinity; repair the checkpoint, or leave it unquantized with --exclude",
         )
     return weight
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from nf4conv.choose.decisions import Keep, Selection
 from nf4conv.choose.formats import choose_dtype, choose_format, without_odd_sizes
-from nf4conv.choose.selection import demote, select
+from nf4conv.choose.selection import select
 from nf4conv.choose.unchanged import Stored, weights_that_stay
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
@@ -25,21 +25,18 @@ class Choice:
     unchanged: Mapping[str, Stored | str]
 
 
-def choose(source: Source, options: QuantizeOptions, non_finite: frozenset[str]) -> Choice:
+def choose(source: Source, options: QuantizeOptions) -> Choice:
     """Chooses what is packed, in which format, and what stays as it is.
 
     Args:
         source: the checkpoint.
         options: what the user asked for.
-        non_finite: names of tensors that must be kept because they cannot be packed.
 
     Raises:
         PlanError: the request cannot be met for this checkpoint.
     """
     config = source.config or {}
     selection = select(source.tensors, config, options)
-    if non_finite:
-        selection = demote(selection, sorted(non_finite), source.tensors, config)
     dtype = choose_dtype(source, selection, options)
     format = choose_format(source, dtype, options)
     selection = without_odd_sizes(source, selection, format)

@@ -98,7 +98,7 @@ def demote(
     names: Iterable[str],
     tensors: Sequence[TensorInfo],
     config: Mapping[str, Any],
-    why: str = "holds NaN or infinity",
+    why: str,
 ) -> Selection:
     """Decides again with some tensors kept that were to be packed.
 

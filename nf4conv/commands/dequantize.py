@@ -251,9 +251,7 @@ def _decode(
     plan: DequantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
 ) -> Written:
     """Looks at the scales of all weights, and writes the checkpoint."""
-    keep = plan.options.non_finite == "keep"
-    notes = check_scales(list(plan.output.jobs), plan.source, run, keep=keep)
-    plan = replace(plan, notes=(*plan.notes, *notes))
+    check_scales(list(plan.output.jobs), plan.source, run)
     return write_checkpoint(plan, out, run, progress, partial(_card, plan))
 
 

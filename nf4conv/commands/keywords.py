@@ -18,7 +18,6 @@ from nf4conv.choices import (
     Dtype,
     LoraExperts,
     Moe,
-    NonFinite,
     QuantStorage,
     QuantType,
     Scales,
@@ -80,7 +79,6 @@ class Quantizing(WritingMachine, StreamedPlace, total=False):
     quantize_towers: bool
     moe: Moe | None
     max_shard_size: int
-    non_finite: NonFinite
     lora: tuple[str, ...] | list[str]
     lora_experts: LoraExperts | None
     single_file: bool
@@ -102,7 +100,6 @@ class Quantizing(WritingMachine, StreamedPlace, total=False):
 class Dequantizing(WritingMachine, StreamedPlace, total=False):
     """Names the keywords of `dequantize`: DequantizeOptions, RunOptions, SourceOptions."""
 
-    non_finite: NonFinite
     dtype: Dtype | None
     include: tuple[str, ...] | list[str]
     exclude: tuple[str, ...] | list[str]

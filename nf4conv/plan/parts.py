@@ -96,11 +96,6 @@ def _require_divisible(plan: WritingPlan, run: RunOptions, asked_by: str) -> Non
         )
     if plan.options.single_file:
         raise PlanError(f"{asked_by} does not go with --single-file: one file has no parts")
-    if plan.options.non_finite == "keep":
-        raise PlanError(
-            f"{asked_by} does not go with --non-finite keep: each part would read all weights "
-            f"first; name those to be kept with --exclude"
-        )
 
 
 def number_of(part: str) -> tuple[int, int]:

@@ -36,8 +36,6 @@ class QuantizationPlan(WritingPlan):
 
     Attributes:
         options: the options that the user gave.
-        non_finite: names of source tensors that are kept because they hold NaN, infinity, or values
-            too large.
         is_submodel: True for a submodel of a diffusers pipeline: it gets no card, and may have
             nothing to pack.
         repo: the repository that the result is pushed to. None if it is not.
@@ -48,7 +46,6 @@ class QuantizationPlan(WritingPlan):
     command: ClassVar[str] = "quantize"
 
     options: QuantizeOptions
-    non_finite: frozenset[str] = frozenset()
     is_submodel: bool = False
     repo: str | None = None
     calibration: Calibration | None = None
@@ -73,11 +70,12 @@ class QuantizationPlan(WritingPlan):
 
     def decided(self) -> dict[str, Any]:
         """Returns what was found while planning and must be found again when a run resumes."""
-        decided: dict[str, Any] = {"tensors kept for NaN or infinity": sorted(self.non_finite)}
-        if self.calibration is not None:
-            decided["calibration"] = self.calibration.described()
-            decided["transformers"] = self.calibration.transformers
-        return decided
+        if self.calibration is None:
+            return {}
+        return {
+            "calibration": self.calibration.described(),
+            "transformers": self.calibration.transformers,
+        }
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -129,22 +127,19 @@ def _action(job: Job) -> str:
     return "copy" if job.dtype == job.source.dtype else "cast"
 
 
-def plan_source(
-    source: Source, options: QuantizeOptions, non_finite: frozenset[str] = frozenset()
-) -> QuantizationPlan:
+def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
     """Plans the quantization of one opened checkpoint.
 
     Args:
         source: the checkpoint, with adapters merged into it and names as they are to be written.
         options: what to make of it.
-        non_finite: names of tensors that must be kept because they cannot be packed.
 
     Raises:
         PlanError: the request cannot be met for this checkpoint.
     """
     if options.moe == "stacked":
         source = _with_stacks(source)
-    choice = choose(source, options, non_finite)
+    choice = choose(source, options)
     output = make_plan(
         source.tensors,
         choice.selection.decisions,
@@ -163,7 +158,7 @@ def plan_source(
     )
     if source.config is None and not options.single_file:
         notes = (NO_CONFIG, *notes)
-    return QuantizationPlan(options, source, output, config, notes, non_finite)
+    return QuantizationPlan(options, source, output, config, notes)
 
 
 def _with_stacks(source: Source) -> Source:

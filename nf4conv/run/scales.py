@@ -37,42 +37,31 @@ class _Weight:
     encoding: Bitsandbytes4bit
 
 
-def check_scales(
-    jobs: Sequence[Job], source: Source, run: RunOptions, *, keep: bool
-) -> tuple[str, ...]:
+def check_scales(jobs: Sequence[Job], source: Source, run: RunOptions) -> None:
     """Checks that weights decode to finite values.
 
     Args:
         jobs: what is written.
         source: the checkpoint, files of which may still be on the Hub.
         run: how to use the machine.
-        keep: True to write weights that decode to NaN or infinity, and to say so.
-
-    Returns:
-        A line for each weight that decodes to NaN or infinity.
 
     Raises:
-        SourceError: a weight decodes to NaN or infinity, and `keep` is False; or finite scales
-            decode to values that float16 cannot hold.
+        SourceError: a weight decodes to NaN or infinity, or to values that float16 cannot hold.
     """
-    notes = []
     large = []
     for weight, largest in _largest_of(list(_weights(jobs)), source):
         where = f"{weight.job.source.file}: {weight.job.name}"
         if not math.isfinite(largest):
-            if not keep:
-                raise SourceError(
-                    f"{where}: has scales that are NaN or infinite, and would decode to NaN; "
-                    f"repair the checkpoint, or write it all the same: --non-finite keep",
-                    path=weight.job.source.file,
-                    tensor=weight.job.name,
-                )
-            notes.append(f"{weight.job.name}: has scales that are NaN or infinite, decoded as such")
-        elif _is_cast_to_float16(weight) and largest >= _FIRST_TOO_LARGE:
+            raise SourceError(
+                f"{where}: has scales that are NaN or infinite, and would decode to NaN; "
+                f"repair the checkpoint, or leave it in 4 bits with --exclude",
+                path=weight.job.source.file,
+                tensor=weight.job.name,
+            )
+        if _is_cast_to_float16(weight) and largest >= _FIRST_TOO_LARGE:
             large.append(weight.job)
     if large:
         _refuse_overflow(large, source, run)
-    return tuple(notes)
 
 
 def _weights(jobs: Sequence[Job]) -> Iterator[_Weight]:

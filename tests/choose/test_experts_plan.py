@@ -183,25 +183,6 @@ def test_every_weight_of_a_checkpoint_has_one_format(tmp_path):
 # --- one that has to stay -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_a_nan_in_an_expert_keeps_all_experts_of_its_layer(model_type, tmp_path):
-    name = f"{EXPERTS.format(1)}.2.up_proj.weight"
-    if model_type == "gpt_oss":
-        name = f"{EXPERTS.format(1)}.gate_up_proj"
-
-    def spoil(tensors: Tensors) -> None:
-        tensors[name].view(-1)[5] = float("nan")
-
-    source = write(tmp_path / "source", model_type, spoil)
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(non_finite="keep"), CPU)
-    found = tensors_of(tmp_path / "out")
-    assert len(packed_experts(found, 0)) == 3 * NUMBER
-    assert packed_experts(found, 1) == []
-    for kept, tensor in tensors_of(source).items():
-        if kept.startswith(EXPERTS.format(1)):
-            assert torch.equal(found[kept].view(torch.int16), tensor.view(torch.int16))
-
-
 @pytest.mark.parametrize("pattern", ["*layers.0*experts.1.down_proj*", "*layers.0*experts.1.*"])
 def test_an_expert_that_is_excluded_keeps_all_experts_of_its_layer(pattern, tmp_path):
     source = write(tmp_path / "source", "qwen2_moe")

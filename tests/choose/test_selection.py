@@ -374,16 +374,16 @@ def test_a_packed_module_whose_name_ends_like_a_kept_one_is_kept_too():
 def test_demoted_tensors_are_kept_and_listed():
     selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions())
     name = "model.layers.0.mlp.up_proj.weight"
-    demoted = demote(selection, [name], LLAMA, LLAMA_CONFIG)
-    assert demoted.decisions[name] == Keep("holds NaN or infinity", is_linear=True)
+    demoted = demote(selection, [name], LLAMA, LLAMA_CONFIG, "odd")
+    assert demoted.decisions[name] == Keep("odd", is_linear=True)
     assert "model.layers.0.mlp.up_proj" in demoted.skip_modules
     assert len(packed(demoted)) == len(packed(selection)) - 1
 
 
 def test_what_cannot_be_demoted_alone_is_named():
     selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions())
-    with pytest.raises(PlanError, match=r"model\.norm\.weight: holds NaN or infinity"):
-        demote(selection, ["model.norm.weight"], LLAMA, LLAMA_CONFIG)
+    with pytest.raises(PlanError, match=r"model\.norm\.weight: odd"):
+        demote(selection, ["model.norm.weight"], LLAMA, LLAMA_CONFIG, "odd")
 
 
 @pytest.mark.parametrize(

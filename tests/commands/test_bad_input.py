@@ -240,8 +240,7 @@ DAMAGES = [
     (
         not_finite,
         f"{SECOND}: model.layers.4.mlp.up_proj.weight: 3 of 65,536 values are NaN or infinite; "
-        f"repair the checkpoint, "
-        "or leave such tensors unquantized: --non-finite keep",
+        f"repair the checkpoint, or leave it unquantized with --exclude",
     ),
     (
         float64_config,
@@ -375,22 +374,6 @@ def test_options_that_cannot_be_met_are_refused(tmp_path, option, message):
     )
     assert refused(result).endswith(message)
     assert not (out / "config.json").exists()
-
-
-def test_non_finite_weights_are_kept_on_request_and_skip_listed(tmp_path):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    not_finite(source)
-    result = quantize(source, out, "--non-finite", "keep", "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["notes"] == [
-        "model.layers.4.mlp.up_proj.weight: kept unquantized, 3 values are NaN or infinite"
-    ]
-    config = json.loads((out / "config.json").read_text())
-    assert "model.layers.4.mlp" in config["quantization_config"]["llm_int8_skip_modules"]
-    written, original = load_file(out / "model.safetensors"), load_file(source / SECOND)
-    name = "model.layers.4.mlp.up_proj.weight"
-    assert torch.equal(written[name].view(torch.int16), original[name].view(torch.int16))
-    assert f"{name}.absmax" not in written
 
 
 @pytest.mark.parametrize(("source", "out"), [("", "out"), ("source", "")], ids=["source", "out"])

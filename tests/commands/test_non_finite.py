@@ -58,34 +58,18 @@ def test_scales_that_are_not_finite_are_refused(
     assert not (tmp_path / "out/config.json").exists()
 
 
-@pytest.mark.parametrize(("double_quant", "damage"), DAMAGES[:2])
-def test_keep_decodes_them_to_16_bits_and_says_so(tmp_path: Path, double_quant: bool, damage: str):
-    source = packed_source(tmp_path / "source", double_quant, damage, math.nan)
-    options = QuantizeOptions(non_finite="keep")
-    report = quantize_checkpoint(source, tmp_path / "out", options, replace(RUN, verify=True))
-    assert any(note.startswith(f"{NAME}: kept unquantized") for note in report.notes)
-    tensors = {}
-    for file in (tmp_path / "out").glob("*.safetensors"):
-        tensors |= load_file(file)
-    assert tensors[NAME].dtype == torch.bfloat16
-    assert tensors[NAME].isnan().any()
-    assert tensors[OTHER].dtype == torch.uint8
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("double_quant", "damage"), DAMAGES)
 def test_dequantize_refuses_what_decodes_to_nan(
     tmp_path: Path, double_quant: bool, damage: str, value: float
 ):
     source = packed_source(tmp_path / "source", double_quant, damage, value)
-    with pytest.raises(SourceError, match=rf"{NAME}: has scales that are NaN or infinite.*keep"):
+    with pytest.raises(SourceError, match=rf"{NAME}: has scales that are NaN or infinite.*exclude"):
         dequantize_checkpoint(source, tmp_path / "out", run=RUN)
     assert not (tmp_path / "out").exists()
-    keep = DequantizeOptions(non_finite="keep")
-    report = dequantize_checkpoint(source, tmp_path / "out", keep, RUN)
-    assert [note for note in report.notes if note.startswith(f"{NAME}: has scales that are NaN")]
+    dequantize_checkpoint(source, tmp_path / "out", DequantizeOptions(exclude=(NAME,)), RUN)
     tensors = load_file(tmp_path / "out/model.safetensors")
-    assert not tensors[NAME].isfinite().all()
+    assert tensors[NAME].dtype == torch.uint8
     assert tensors[OTHER].isfinite().all()
 
 

@@ -325,11 +325,6 @@ REFUSED: dict[str, tuple[QuantizeOptions, dict[str, Any], str]] = {
         {"overwrite": True},
         "overwrite=True, which would delete what other parts make",
     ),
-    "non-finite": (
-        replace(OPTIONS, non_finite="keep"),
-        {},
-        "non_finite='keep': each part would read all weights",
-    ),
     "0/3": (OPTIONS, {"part": "0/3"}, "part='0/3': expected auto, or I/N with I from 1 to N"),
     "4/3": (OPTIONS, {"part": "4/3"}, "part='4/3': expected auto"),
     "words": (OPTIONS, {"part": "two"}, "part='two': expected auto"),

@@ -283,18 +283,6 @@ def test_a_part_is_for_one_process(tmp_path: Path, source: Path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("run", "option"), [(TWO, f"device='{TWO.device}'"), (replace(ONE, ray=True), "ray=True")]
-)
-def test_what_does_not_go_with_workers_is_refused_by_the_option_that_asked_for_them(
-    tmp_path: Path, source: Path, run: RunOptions, option: str
-):
-    options = replace(OPTIONS, non_finite="keep")
-    with pytest.raises(PlanError, match=f"^{option} does not go with non_finite='keep': "):
-        nf4conv.quantize_checkpoint(source, tmp_path / "out", options, run)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_all_gpus_of_a_machine_that_has_none(tmp_path: Path, source: Path):
     with pytest.raises(PlanError, match=r"device='cuda:all': .*it has none"):

@@ -22,7 +22,6 @@ from nf4conv.sources.unfinished import is_model
 
 OPTIONS = [
     "--no-double-quant",
-    "--non-finite=keep",
     "--checksum",
     "--dtype=float16",
     "--verify",

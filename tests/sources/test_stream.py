@@ -422,20 +422,6 @@ def test_pickles_are_not_streamed(hub: Hub, where: SourceOptions, tmp_path: Path
         plan_quantization(REPO, OPTIONS, where)
 
 
-def test_weights_with_nan_are_found_by_ranges(hub: Hub, where: SourceOptions, tmp_path: Path):
-    tensors = {
-        f"model.layers.{number}.mlp.up_proj.weight": torch.ones(256, 128).bfloat16()
-        for number in range(2)
-    }
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
-    publish(hub, {"config.json": CONFIG, "model.safetensors": save(tensors)})
-    options = QuantizeOptions(non_finite="keep")
-    report = quantize_checkpoint(
-        REPO, tmp_path / "out", options, RunOptions(device="cpu", workers=2), where=where
-    )
-    assert (report.packed, report.copied) == (1, 1)
-
-
 def test_the_command(hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path):
     publish(hub, checkpoint())
     arguments = [

@@ -16,7 +16,7 @@ from nf4conv.plan.jobs import FLOAT_TAGS
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.stored_weights import Structure
 
-_VALUES: Final = ("dtype", "lora_experts", "non_finite")
+_VALUES: Final = ("dtype", "lora_experts")
 _PATTERNS: Final = ("include", "exclude")
 
 

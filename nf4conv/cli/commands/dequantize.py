@@ -5,10 +5,9 @@ from typing import Any
 import click
 
 import nf4conv
-from nf4conv.choices import NON_FINITE
 from nf4conv.cli.chosen import check_lora_experts, check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
-from nf4conv.cli.help import Command, Group, examples, option
+from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import (
     dtype_option,
     exclude_option,
@@ -44,14 +43,6 @@ from nf4conv.report.text.progress_bar import progress
 @max_shard_size_option
 @include_option("Decode only weights whose names match. May be given again.")
 @exclude_option("Leave weights whose names match in 4 bits. May be given again.")
-@option(
-    "--non-finite",
-    group=Group.WEIGHTS,
-    type=click.Choice(NON_FINITE),
-    default="refuse",
-    show_default=True,
-    help="Refuse weights whose scales are NaN or infinite, or decode them to NaN.",
-)
 @repository_and_stream_options
 @writing_machine_options
 @writing_display_options

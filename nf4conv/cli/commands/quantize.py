@@ -7,7 +7,6 @@ import click
 import nf4conv
 from nf4conv.choices import (
     MOE,
-    NON_FINITE,
     OUTPUTS,
     QUANT_STORAGES,
     QUANT_TYPES,
@@ -172,14 +171,6 @@ _OF_CALIBRATION: Final = (
     help="Pack experts one by one (per-expert means the same) or as stacks of a layer, both of "
     "which transformers 5 loads with nf4conv installed; or keep them in 16 bits, which loads "
     "everywhere.  [default: packed if experts are most of the model, portable with --push-to-hub]",
-)
-@option(
-    "--non-finite",
-    group=Group.WEIGHTS,
-    type=click.Choice(NON_FINITE),
-    default="refuse",
-    show_default=True,
-    help="Refuse weights that hold NaN or infinity, or keep them unpacked.",
 )
 @option(
     "--verify",

@@ -11,7 +11,6 @@ from nf4conv.commands.quantizing.writing import write_one
 from nf4conv.errors import PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan import quantization
-from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.report.loading import loading_of_plan
 from nf4conv.report.results.runs import QuantizeReport
@@ -60,18 +59,16 @@ def plan_checkpoint(
         return replace(plan, front=front, notes=(*plan.notes, *complaints))
 
 
-def _planned(
-    source: Source, options: QuantizeOptions, non_finite: frozenset[str] = frozenset()
-) -> QuantizationPlan:
+def _planned(source: Source, options: QuantizeOptions) -> QuantizationPlan:
     """Plans an opened checkpoint; with --calibrate, its calibration too."""
     if not options.calibrate:
-        return quantization.plan_source(source, options, non_finite)
+        return quantization.plan_source(source, options)
     from nf4conv.calibrate import planning  # importing torch takes seconds
 
     # --scales is checked here, because the plan below no longer has what was asked for
     planning.refuse_impossible(source, options)
     searched = replace(options, scales="search")
-    return planning.plan_calibration(quantization.plan_source(source, searched, non_finite))
+    return planning.plan_calibration(quantization.plan_source(source, searched))
 
 
 def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | None) -> Source:
@@ -99,7 +96,11 @@ def execute_one(
 ) -> QuantizeReport:
     """Carries out the plan of one checkpoint, and uploads the result if `push` asks for it."""
     require_apart(plan.source.folder, out)
-    plan = prepared(plan, run)
+    if not plan.packs_anything:
+        raise PlanError(
+            f"{plan.source}: no tensor of this checkpoint would be packed; "
+            f"--dry-run shows why each is kept"
+        )
     if plan.options.single_file:
         return write_one_file(plan, out, run, progress, push)
     with open_push(push, run) as repository:
@@ -108,42 +109,3 @@ def execute_one(
         plan = replace(plan, repo=repository.repo)
         report = write_one(plan, out, run, progress, repository.offer)
         return pushed(report, repository, out, plan, loading_of_plan(plan))
-
-
-def prepared(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
-    """Returns the plan to carry out.
-
-    With --non-finite keep, weights are looked through for NaN and infinity first.
-
-    Raises:
-        PlanError: nothing is left to pack.
-    """
-    if plan.options.non_finite == "keep":
-        plan = _without_non_finite(plan, run)
-    if not plan.is_submodel and not plan.packs_anything:
-        raise PlanError(
-            f"{plan.source}: no tensor of this checkpoint would be packed; "
-            f"--dry-run shows why each is kept"
-        )
-    return plan
-
-
-def _without_non_finite(plan: QuantizationPlan, run: RunOptions) -> QuantizationPlan:
-    """Keeps every weight that holds NaN or infinity, after a pass over all weights to find them."""
-    from nf4conv.run.tasks.scan import find_unpackable  # importing torch takes seconds
-
-    jobs = [job for job in plan.output.jobs if isinstance(job, PackJob)]
-    found = find_unpackable(jobs, plan.output.format, run, plan.source)
-    if not found:
-        return plan
-    notes = []
-    for name, (count, what) in found.items():
-        notes.append(f"{name}: kept unquantized, {count:,} values are {what}")
-    anew = _planned(plan.source, plan.options, frozenset(found))
-    _, complaints = read_card(plan.source.card, plan.source.root_of_card)
-    return replace(
-        anew,
-        front=plan.front,
-        notes=(*anew.notes, *complaints, *notes),
-        is_submodel=plan.is_submodel,
-    )

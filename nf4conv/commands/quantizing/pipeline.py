@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nf4conv.choose.wishes import unmatched
-from nf4conv.commands.quantizing.checkpoint import plan_checkpoint, prepared, read_card
+from nf4conv.commands.quantizing.checkpoint import plan_checkpoint, read_card
 from nf4conv.commands.quantizing.publishing import open_push, pushed
 from nf4conv.commands.quantizing.writing import report_of_run, write_one
 from nf4conv.commands.submodels import bytes_on_disk, open_unchanged, write_submodels
@@ -87,9 +87,6 @@ def execute_pipeline(
 ) -> QuantizeReport:
     """Carries out the plan of a pipeline, and uploads the result if `push` asks for it."""
     require_apart(plan.folder.folder, out)
-    submodels = {name: prepared(part, run) for name, part in plan.submodels.items()}
-    plan = replace(plan, submodels=submodels)
-    _require_packed_submodel(plan)
     with open_push(push, run) as repository:
         report: QuantizeReport = write_submodels(
             plan,
@@ -102,7 +99,7 @@ def execute_pipeline(
         )
         if repository is None:
             return report
-        first = next(iter(submodels.values()))
+        first = next(iter(plan.submodels.values()))
         return pushed(report, repository, out, first, loading_of_pipeline(plan))
 
 

@@ -148,5 +148,5 @@ def _describe_non_finite(job: PackJob, plan: QuantizationPlan, run: RunOptions) 
         tensor.file,
         tensor.name,
         f"{count:,} of {tensor.elements:,} values are "
-        f"{what}; repair the checkpoint, or leave such tensors unquantized: --non-finite keep",
+        f"{what}; repair the checkpoint, or leave it unquantized with --exclude",
     )
