@@ -6,61 +6,56 @@ state, weight after weight in the order of the record.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.errors import SourceError, named
 from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
-from nf4conv.sources.record import MAKING
+from nf4conv.sources.record import MAKING, recorded_blocks
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo
 
 _CHUNK: Final = 2**22  # bytes that are read at a time
 
 
-def check_calibrated(structure: Structure, pairs: Pairs) -> None:
+def check_calibrated(structure: Structure, pairs: Pairs, workers: int) -> None:
     """Notes calibrated weights that are not what was written, or of which nothing is known.
 
     Args:
         structure: the checkpoint, which gets the findings.
         pairs: its weights with those of the source. Such as the source has in 4 bits are compared
             byte by byte, and need no proof.
+        workers: threads that read files.
 
     Raises:
         SourceError: a file cannot be read.
     """
-    calibrated = set()
+    unproved = set()
     for pair in pairs.weights:
         if pair.weight.format.scales == "calibrated" and not is_in_4_bits(pair.job.source):
-            calibrated.add(pair.weight.name)
-    for block in _recorded_blocks(structure):
-        names = [name for name in block["gains"] if name in structure.weights]
-        if len(names) < len(block["gains"]):
-            continue  # that weights are missing is noted elsewhere
-        weights = [structure.weights[name] for name in names]
-        if _digest(weights) != block["sha256"]:
-            text = f"the bytes of its block are not those that {MAKING} has the SHA-256 of"
-            structure.note("exact", weights[0].values.file, names[0], text)
-        calibrated.difference_update(names)
-    for name in sorted(calibrated)[:1]:
-        text = f"was calibrated, and {MAKING} does not say to what: --exact cannot prove it"
-        structure.note("exact", structure.weights[name].values.file, name, text)
-
-
-def _recorded_blocks(structure: Structure) -> Iterator[Mapping[str, Any]]:
-    """Yields what nf4conv.json says of calibrated blocks."""
-    record = structure.record or {}
-    found = record.get("calibrated")
-    blocks = found.get("blocks") if isinstance(found, dict) else None
-    if not isinstance(blocks, list):
+            unproved.add(pair.weight.name)
+    if not unproved:
         return
-    for block in blocks:
-        if isinstance(block, dict) and isinstance(block.get("gains"), dict) and block["gains"]:
-            yield {"sha256": block.get("sha256"), "gains": block["gains"]}
+    blocks = []
+    for block in recorded_blocks(structure.record):
+        weights = [structure.weights[name] for name in block.gains if name in structure.weights]
+        if weights and len(weights) == len(block.gains):  # what is missing is noted elsewhere
+            blocks.append((block.sha256, weights))
+            unproved.difference_update(block.gains)
+    with ThreadPoolExecutor(workers) as pool:
+        digests = pool.map(_digest, [weights for _, weights in blocks])
+        for (expected, weights), digest in zip(blocks, digests, strict=True):
+            if digest != expected:
+                text = f"the bytes of its block are not those that {MAKING} has the SHA-256 of"
+                structure.note("calibrated", weights[0].values.file, weights[0].name, text)
+    for name in sorted(unproved)[:1]:  # one says it: a checkpoint may have thousands
+        text = f"was calibrated, and {MAKING} does not say to what: its bytes cannot be proved"
+        structure.note("calibrated", structure.weights[name].values.file, name, text)
 
 
-def _digest(weights: list[StoredWeight]) -> str:
+def _digest(weights: Sequence[StoredWeight]) -> str:
     """Returns the SHA-256 of what decodes weights; code maps are the same for all."""
     digest = hashlib.sha256()
     for weight in weights:

@@ -30,8 +30,9 @@ CHECKS: Final[Mapping[str, str]] = {
     "copies": "tensors that are not packed equal the source's",
     "codes": "every code is the nearest to its value in the source",
     "bound": "every value is within the format's worst-case error",
+    "calibrated": "the bytes of calibrated weights are those that nf4conv.json has the SHA-256 of",
     "tolerance": "the relative error of every weight is within the tolerance",
-    "exact": "the bytes are those that quantizing the source gives",
+    "exact": "the bytes are those that quantizing the source gives, or that calibration recorded",
 }
 """What each check looks at, by its name, in the order in which reports list them."""
 

@@ -311,7 +311,6 @@ def _plan_pairs(
         check_model_config(structure, source, exact=options.exact)
     if options.exact:
         check_exact_config(structure, config)
-        check_calibrated(structure, pairs)
         check_record(structure)
         if path.is_dir():
             check_card(structure)
@@ -382,7 +381,9 @@ def _verify_checkpoint(
     """Verifies the values of one checkpoint."""
     started = time.perf_counter()
     measured = verify_values(plan.structure.weights, plan.pairs, run, progress, plan.source)
-    with_checksums = check_checksums(plan.structure, run.workers or len(usable_cores()))
+    workers = run.workers or len(usable_cores())
+    check_calibrated(plan.structure, plan.pairs, workers)
+    with_checksums = check_checksums(plan.structure, workers)
     source = None if plan.source is None else str(plan.source.folder)
     return verification_report(
         str(plan.path),

@@ -75,6 +75,7 @@ def verification_report(
     if source is not None:
         tensors = _tensors(measured.copies.values())
         identical = all(result.bytes_differing == 0 for result in measured.weights.values())
+        identical &= not any(finding.check == "calibrated" for finding in findings)
         if is_decoded:
             identical = tensors.differing == 0
     passed = not any(finding.is_fault for finding in findings)
@@ -125,6 +126,8 @@ def _ran(
         ran = set(ALWAYS)
         if source is not None:
             ran.update(WITH_SOURCE)
+            if any(weight.format.scales == "calibrated" for weight in structure.weights.values()):
+                ran.add("calibrated")
         if options.exact:
             ran.update(("record", "copied files", "exact"))
         return ran

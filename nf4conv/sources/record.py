@@ -224,6 +224,31 @@ def _group_of(group: Mapping[str, Any]) -> GroupOfWeights:
     )
 
 
+@dataclass(frozen=True)
+class CalibratedBlock:
+    """Describes the calibrated weights of a block of layers, as nf4conv.json does.
+
+    Attributes:
+        sha256: the SHA-256 of what decodes the weights, one after the other.
+        gains: the error of each weight's outputs, relative to that of searched scales.
+    """
+
+    sha256: str
+    gains: Mapping[str, float]
+
+
+def recorded_blocks(record: Mapping[str, Any] | None) -> list[CalibratedBlock]:
+    """Returns what a record says of calibrated weights; what is no such thing is left out."""
+    found = (record or {}).get("calibrated")
+    blocks = found.get("blocks") if isinstance(found, dict) else None
+    described = []
+    for block in blocks if isinstance(blocks, list) else ():
+        gains = block.get("gains") if isinstance(block, dict) else None
+        if isinstance(gains, dict) and all(type(gain) in (int, float) for gain in gains.values()):
+            described.append(CalibratedBlock(str(block.get("sha256")), gains))
+    return described
+
+
 def _scales_or_absmax(scales: object) -> str:
     return scales if isinstance(scales, str) and scales in RECORDED_SCALES else "absmax"
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from nf4conv.report.rows.comparison import ComparedKind, ComparedRow, Status
 from nf4conv.report.rows.weights import CheckResult, ComparedTensors, WeightKind, WeightRow
-from nf4conv.report.tolerance import RELATIVE_ERRORS
+from nf4conv.report.tolerance import expected_errors
 from nf4conv.sources.stored_weights import Finding
 from nf4conv.wording import in_callers_words
 
@@ -58,7 +58,8 @@ class VerifyReport:
         parameters: the number of elements of all tensors.
         bits_per_parameter: bits per parameter of the whole checkpoint.
         identical: True if every compared byte of packed weights is the one that quantizing the
-            source gives, or every value the one that decoding it gives. None without a source.
+            source gives or, of calibrated weights, the one that calibration recorded; or if every
+            value is the one that decoding the source gives. None without a source.
         settings: the options, the device and the versions that the verification used.
         seconds: wall clock time of the verification.
     """
@@ -95,7 +96,7 @@ class VerifyReport:
         usual = []
         for quant_type, blocksize in sorted(scales_found):
             found = scales_found[quant_type, blocksize]
-            errors = [RELATIVE_ERRORS[scales, quant_type][blocksize] for scales in found]
+            errors = [expected_errors(scales, quant_type, blocksize) for scales in found]
             smallest = min(error.normal for error in errors)
             largest = max(error.heavy for error in errors)
             usual.append((f"{quant_type}/{blocksize}", smallest, largest))
@@ -121,7 +122,16 @@ class VerifyReport:
             return weights, "not compared with a source"
         found = f"largest relative error {max(errors):.4f}"
         if self.passed and self.identical:
-            found += ", byte for byte what quantizing the source gives"
+            calibrated = sum(row.scales == "calibrated" and row.error > 0 for row in self.weights)
+            if not calibrated:
+                found += ", byte for byte what quantizing the source gives"
+            elif calibrated == len(self.weights):
+                found += ", byte for byte what calibration recorded"
+            else:
+                found += (
+                    f", byte for byte what calibration recorded of {calibrated:,} weights and what "
+                    f"quantizing the source gives of the others"
+                )
         return weights, found
 
     def _tensors_found(self) -> str:

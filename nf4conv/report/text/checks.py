@@ -1,8 +1,8 @@
 """Shows what `verify` and `compare` found."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from nf4conv.format.units import size
 from nf4conv.report.places import experts_together, kind_name
@@ -17,6 +17,7 @@ from nf4conv.report.text.tables import (
     two_digits_cell,
 )
 from nf4conv.report.text.terminal import printable
+from nf4conv.sources.record import recorded_blocks
 
 MOST_FINDINGS: Final = 50  # lines
 _MOST_WEIGHTS: Final = 10  # rows of a table
@@ -45,7 +46,43 @@ def verification_lines(
         yield ""
         for name, low, high in report.normal:
             yield f"normal for {name} on trained weights: {low:g} to {high:g}"
+    if report.made is not None and any(row.scales == "calibrated" for row in report.weights):
+        yield from calibration_lines(report.made)
     yield report.verdict
+
+
+def calibration_lines(made: Mapping[str, Any]) -> Iterator[str]:
+    """Yields which text calibrated the weights, and what it gained; nothing without calibration.
+
+    Args:
+        made: the content of nf4conv.json, whoever wrote it.
+    """
+    gains = [gain for block in recorded_blocks(made) for gain in block.gains.values()]
+    asked = made.get("calibration")
+    if not gains or not isinstance(asked, dict):
+        return
+    texts = asked.get("texts")
+    names = [
+        f"{text.get('name')} ({text.get('sha256')!s:.12})"
+        for text in (texts if isinstance(texts, list) else ())
+        if isinstance(text, dict)
+    ]
+    tokens = asked.get("tokens")
+    count = f"{tokens:,}" if type(tokens) is int else "some"
+    made_by = made["calibrated"].get("made_by")
+    versions = made_by.items() if isinstance(made_by, dict) else ()
+    yield printable(
+        f"calibrated by {count} tokens of {', '.join(names)}: "
+        f"{', '.join(f'{what} {which}' for what, which in versions)}"
+    )
+    kept = sum(1 for gain in gains if gain == 1)
+    weighted = ""
+    if "outputs" in str(asked.get("knows")):
+        weighted = ", weighted by what predictions depend on,"
+    yield (
+        f"errors of layer outputs{weighted} are {sum(gains) / len(gains):.2f} of those of searched "
+        f"scales on other windows; {kept:,} of {len(gains):,} weights keep the search"
+    )
 
 
 def _checks(report: VerifyReport) -> Iterator[str]:

@@ -11,7 +11,7 @@ from nf4conv.report.places import kind_name
 from nf4conv.report.results.contents import Environment, Inspection
 from nf4conv.report.results.runs import PlanReport
 from nf4conv.report.rows.inspection import InspectedKind, InspectedRow
-from nf4conv.report.text.checks import MOST_FINDINGS, count_the_rest
+from nf4conv.report.text.checks import MOST_FINDINGS, calibration_lines, count_the_rest
 from nf4conv.report.text.tables import count_cell, shape_cell, table, two_digits_cell
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.record import recorded_weights
@@ -65,7 +65,7 @@ def _inspection_head(inspection: Inspection) -> Iterator[str]:
         source = made["source"].get("id")
         yield printable(f"made by nf4conv {version}, {made.get('command')}, from {source}")
         yield from _recorded_weights(made, totals.packed)
-        yield from _calibration(made)
+        yield from calibration_lines(made)
 
 
 def _share_of_few_bits(inspection: Inspection) -> str:
@@ -75,27 +75,6 @@ def _share_of_few_bits(inspection: Inspection) -> str:
     if packed == 0 and small:
         return f"{len(small):,} of them in fewer than 16 bits"
     return f"{packed:,} of them in 4 bits"
-
-
-def _calibration(made: Mapping[str, Any]) -> Iterator[str]:
-    """Yields which text calibrated the weights, and what it gained; nothing without calibration."""
-    asked = made.get("calibration")
-    found = made.get("calibrated")
-    if not isinstance(asked, dict) or not isinstance(found, dict):
-        return
-    names = ", ".join(f"{text['name']} ({text['sha256'][:12]})" for text in asked["texts"])
-    made_by = ", ".join(f"{what} {which}" for what, which in found["made_by"].items())
-    gains = [gain for block in found["blocks"] for gain in block["gains"].values()]
-    mean = sum(gains) / max(len(gains), 1)
-    kept = sum(1 for gain in gains if gain == 1)
-    yield printable(
-        f"calibrated by {asked['tokens']:,} tokens of {names}, seed {asked['seed']}: {made_by}"
-    )
-    weighted = ", weighted by what predictions depend on," if "outputs" in asked["knows"] else ""
-    yield (
-        f"errors of layer outputs{weighted} are {mean:.2f} of those of searched scales on other "
-        f"windows; {kept:,} of {len(gains):,} weights keep the search"
-    )
 
 
 def _recorded_weights(made: Mapping[str, Any], packed: int) -> Iterator[str]:
