@@ -183,8 +183,6 @@ class QuantizeOptions:
             are unsure about. Empty (default) packs everything that the rules allow.
         exclude: glob patterns of tensors to keep unpacked, besides those that are kept anyway.
             Default: empty.
-        skip_modules: names of modules to keep unpacked. They match as `llm_int8_skip_modules` does
-            in transformers 4 or 5. Default: empty.
         quantize_towers: True packs vision and audio towers too. Default: False.
         moe: how to store experts. "packed" packs them one by one, and takes stacks of them apart;
             transformers 5 loads that with nf4conv installed. "stacked" packs the stacks of each
@@ -232,7 +230,6 @@ class QuantizeOptions:
     dtype: Dtype | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    skip_modules: tuple[str, ...] = ()
     quantize_towers: bool = False
     moe: Moe | None = None
     max_shard_size: int = 10**9
@@ -251,7 +248,7 @@ class QuantizeOptions:
     def __post_init__(self) -> None:
         require_one_of(self, CHOICES)
         require_one_of(self, {"blocksize": BLOCKSIZES})
-        take_names(self, "include", "exclude", "skip_modules", "lora", "calibrate")
+        take_names(self, "include", "exclude", "lora", "calibrate")
         require_at_least(self, 1, "max_shard_size", "calibration_tokens", "calibration_memory")
         if self.moe is not None and self.moe in MOE_ALIASES:
             object.__setattr__(self, "moe", MOE_ALIASES[self.moe])

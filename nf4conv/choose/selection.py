@@ -15,7 +15,7 @@ from nf4conv.choose.evidence import FEWEST_ROWS, Evidence, Why
 from nf4conv.choose.experts.gathering import Experts
 from nf4conv.choose.experts.layers import alike_in_layers, check_layout
 from nf4conv.choose.experts.readers import readers_of
-from nf4conv.choose.wishes import Wishes
+from nf4conv.choose.wishes import why_unwanted
 from nf4conv.errors import PlanError
 from nf4conv.format.units import size
 from nf4conv.models.expert_layouts import ExpertStack
@@ -63,11 +63,10 @@ def select(
     if moe is None and experts.packs_by_default(options):
         moe = "packed"
     names = ModuleNames.of(config)
-    wishes = Wishes(options, names)
     decisions: dict[str, Pack | Keep] = {}
     known: dict[Hashable, Pack | Keep] = {}
     for tensor in tensors:
-        unwanted = wishes.why_unwanted(tensor.name)
+        unwanted = why_unwanted(tensor.name, options)
         kind = (unwanted, evidence.kind_of(tensor))
         decision = known.get(kind)
         if decision is None:

@@ -91,7 +91,7 @@ def for_submodel(name: str, options: OptionsT) -> OptionsT:
 def applying(patterns: tuple[str, ...], submodel: str) -> tuple[str, ...]:
     """Returns the patterns that concern a submodel, without its name before them.
 
-    Names of tensors and modules have no slash, so a slash always ends the name of a submodel.
+    Names of tensors have no slash, so a slash always ends the name of a submodel.
     """
     found = []
     for pattern in patterns:

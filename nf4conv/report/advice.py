@@ -17,7 +17,6 @@ _REMEDIES: Final = {
     "--moe packed": "--moe packed",
     "--quantize-towers": "--quantize-towers",
     "by the user": "packing what --include and --exclude leave out",
-    "the user skips": "packing what --skip-modules names",
 }
 """What would pack tensors that are kept, by words in the reason for keeping them."""
 

@@ -311,45 +311,14 @@ def test_a_dual_encoder_is_no_multimodal_language_model():
     assert len(packed(selection)) == 1
 
 
-def test_include_restricts_and_exclude_and_skip_modules_add():
+def test_include_restricts_and_exclude_adds():
     only = select(LLAMA, LLAMA_CONFIG, QuantizeOptions(include=("*.layers.0.*",)))
     assert packed(only) == LLAMA_PACKED[:4]
     without = select(
-        LLAMA,
-        LLAMA_CONFIG,
-        QuantizeOptions(exclude=("*.down_proj.*",), skip_modules=("model.layers.1.mlp",)),
+        LLAMA, LLAMA_CONFIG, QuantizeOptions(exclude=("*.down_proj.*", "model.layers.1.mlp.*"))
     )
     assert packed(without) == [*LLAMA_PACKED[:3], *LLAMA_PACKED[4:6]]
     assert {"model.layers.0.mlp.down_proj", "model.layers.1.mlp"} <= set(without.skip_modules)
-
-
-@pytest.mark.parametrize(
-    ("entry", "kept"),
-    [
-        ("down_proj", ("0.mlp.down_proj", "1.mlp.down_proj")),
-        ("model.layers.1.mlp", ("1.mlp.up_proj", "1.mlp.down_proj")),
-    ],
-)
-def test_skip_modules_mean_what_they_mean_to_transformers(entry, kept):
-    selection = select(LLAMA, LLAMA_CONFIG, QuantizeOptions(skip_modules=(entry,)))
-    assert set(LLAMA_PACKED) - set(packed(selection)) == {
-        f"model.layers.{name}.weight" for name in kept
-    }
-
-
-def test_skip_modules_may_use_the_names_in_memory():
-    config = {"model_type": "llava", "text_config": {}}
-    selection = select(
-        VLM, config, QuantizeOptions(skip_modules=("model.language_model.layers.0",))
-    )
-    assert packed(selection) == []
-
-
-def test_skip_modules_that_are_no_regular_expression_are_refused():
-    with pytest.raises(
-        PlanError, match=r"cannot name layers\.\(: transformers 5 takes it for a regular expression"
-    ):
-        select(LLAMA, LLAMA_CONFIG, QuantizeOptions(skip_modules=("layers.(",)))
 
 
 def test_include_packs_what_the_rule_is_unsure_of_but_never_an_embedding():

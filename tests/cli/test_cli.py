@@ -256,15 +256,12 @@ def test_a_pattern_that_matches_nothing_is_named(tmp_path):
         "*up_prj*",
         "--exclude",
         "*q_proj*",
-        "--skip-modules",
-        "model.layers.77",
         "--dry-run",
     ]
     shown = CliRunner().invoke(main, ["quantize", str(source), str(tmp_path / "out"), *patterns])
     notes = [line for line in shown.stdout.splitlines() if line.startswith("Note: --")]
     assert notes == [
         "Note: --exclude '*up_prj*' matches no tensor",
-        "Note: --skip-modules 'model.layers.77' matches no module",
     ]
 
 

@@ -35,7 +35,6 @@ def test_these_are_the_fields_that_hold_names():
     assert {name for _, name in NAMES} == {
         "include",
         "exclude",
-        "skip_modules",
         "lora",
         "calibrate",
     }

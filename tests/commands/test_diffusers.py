@@ -230,12 +230,18 @@ def test_what_is_packed(pipeline):
             {name for name in PACKED if name.startswith("transformer/")},
         ),
         (
-            QuantizeOptions(skip_modules=("transformer/proj_mlp",)),
+            QuantizeOptions(exclude=("transformer/*proj_mlp*",)),
             {name for name in PACKED if "proj_mlp" not in name},
         ),
-        (QuantizeOptions(skip_modules=("text_encoder/proj_mlp",)), PACKED),
+        (QuantizeOptions(exclude=("text_encoder/*proj_mlp*",)), PACKED),
     ],
-    ids=["include a component", "include in all", "exclude", "skip", "skip elsewhere"],
+    ids=[
+        "include a component",
+        "include in all",
+        "exclude",
+        "exclude in a component",
+        "exclude elsewhere",
+    ],
 )
 def test_choosing(pipeline, options, expected):
     assert packed(plan_quantization(pipeline, options)) == expected

@@ -279,12 +279,11 @@ def test_finite_weights_whose_sum_is_not_are_packed(tmp_path):
         assert_is(tmp_path / "out", name, weight, options)
 
 
-def test_include_exclude_and_skip_modules(tmp_path):
+def test_include_and_exclude(tmp_path):
     source = write_source(tmp_path / "source")
     options = QuantizeOptions(
         include=("*.up_proj.*", "model.layers.0.*"),
-        exclude=("*.3.*",),
-        skip_modules=("model.layers.4.mlp",),
+        exclude=("*.3.*", "model.layers.4.mlp.*"),
     )
     quantize_checkpoint(source, tmp_path / "out", options, CPU)
     packed = {

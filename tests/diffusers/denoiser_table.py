@@ -51,7 +51,7 @@ CLOSING = """
 - diffusers reads the dtype of some weights to cast the input of their layer (the time embedders of
   Z-Image, Bria Fibo 2 and Wan). All of these are outside the blocks.
 - A class that is not listed follows the same rules. If it keeps layers of its blocks in float32, it
-  does not load until you name them with `--skip-modules`.
+  does not load until you keep them with `--exclude`.
 """
 
 

@@ -151,14 +151,6 @@ _OF_CALIBRATION: Final = (
 @include_option("Pack only tensors whose names match, such as '*.layers.0.*'. May be given again.")
 @exclude_option("Keep tensors whose names match. May be given again.")
 @option(
-    "--skip-modules",
-    group=Group.WEIGHTS,
-    multiple=True,
-    metavar="NAME",
-    help="Keep this module; its name matches as in llm_int8_skip_modules of transformers. May be "
-    "given again.",
-)
-@option(
     "--quantize-towers",
     group=Group.WEIGHTS,
     is_flag=True,

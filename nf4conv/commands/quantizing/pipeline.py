@@ -60,8 +60,7 @@ def _plan_submodel(
     is_public: bool,
 ) -> QuantizationPlan:
     """Plans a submodel; keeps its tensors as they are if nothing in it is packed."""
-    skip_modules = diffusers.applying(options.skip_modules, name)
-    mine = replace(diffusers.for_submodel(name, options), skip_modules=skip_modules)
+    mine = diffusers.for_submodel(name, options)
     if is_packed_by_default(name) and diffusers.is_included(name, options):
         plan = plan_checkpoint(folder.place, mine, where, is_public=is_public)
         if plan.packs_anything:
