@@ -179,11 +179,11 @@ class QuantizeOptions:
         dtype: the dtype that stores unpacked tensors, and to which weights are cast before they are
             packed: "bfloat16", "float16" or "float32". None (default) takes the dtype in
             config.json, or else the dtype that most of the checkpoint is stored in.
-        include: glob patterns. Only tensors that match one are packed, also tensors that the rules
-            are unsure about. Empty (default) packs everything that the rules allow.
+        include: glob patterns. Only tensors that match one are packed, also those of vision and
+            audio towers, and tensors that the rules are unsure about. Empty (default) packs
+            everything that the rules allow.
         exclude: glob patterns of tensors to keep unpacked, besides those that are kept anyway.
             Default: empty.
-        quantize_towers: True packs vision and audio towers too. Default: False.
         moe: how to store experts. "packed" packs them one by one, and takes stacks of them apart;
             transformers 5 loads that with nf4conv installed. "stacked" packs the stacks of each
             layer, and puts single experts together to such stacks. "portable" keeps experts in 16
@@ -230,7 +230,6 @@ class QuantizeOptions:
     dtype: Dtype | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    quantize_towers: bool = False
     moe: Moe | None = None
     max_shard_size: int = 10**9
     lora: tuple[str, ...] = ()

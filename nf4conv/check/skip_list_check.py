@@ -158,9 +158,9 @@ def _misread_unpacked(
 def _linear_modules(structure: Structure, config: Mapping[str, Any]) -> Iterator[_LinearModule]:
     """Yields everything unpacked that loaders may hold in an `nn.Linear`."""
     original = [*structure.plain.values(), *_before_packing(structure, config)]
-    options = QuantizeOptions(quantize_towers=True, moe="packed")
+    options = QuantizeOptions(moe="packed")
     try:
-        decisions = select(original, config, options).decisions
+        decisions = select(original, config, options, packs_towers=True).decisions
     except PlanError as error:
         _note(structure, f"could not be checked: {error}", is_fault=False)
         return

@@ -38,7 +38,7 @@ class Why(Enum):
     EXPERT = "an expert, which transformers 5 loads in 16 bits only (--moe packed packs it)"
     STACKED_EXPERTS = "experts stacked in one tensor (--moe packed packs them)"
     OUTSIDE_BLOCKS = "outside the blocks of a diffusion model"
-    TOWER = "in a vision or audio part (--quantize-towers packs it)"
+    TOWER = "in a vision or audio part"
     RENAMED_TOWER = "in a vision or audio part, which transformers 5 loads under other names"
     HEAD = "an output head"
     FEW_ROWS = f"fewer than {FEWEST_ROWS} rows"

@@ -36,7 +36,7 @@ _HINTS: Final = {
         "own. --moe packed packs them where nf4conv knows the family; such a checkpoint loads in "
         "transformers 5 with nf4conv installed"
     ),
-    Why.TOWER: "the vision and audio parts. --quantize-towers packs them too",
+    Why.TOWER: "the vision and audio parts. --include packs those that it names",
 }
 """What to tell the user when many bytes are kept for a reason."""
 
@@ -45,7 +45,11 @@ FLOAT_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 def select(
-    tensors: Sequence[TensorInfo], config: Mapping[str, Any], options: QuantizeOptions
+    tensors: Sequence[TensorInfo],
+    config: Mapping[str, Any],
+    options: QuantizeOptions,
+    *,
+    packs_towers: bool = False,
 ) -> Selection:
     """Decides for every tensor of a checkpoint.
 
@@ -53,6 +57,7 @@ def select(
         tensors: all tensors of the checkpoint.
         config: the content of its config.json.
         options: what the user asked for. It adds to the rules and replaces none of them.
+        packs_towers: True to decide about vision and audio parts as about everything else.
 
     Raises:
         PlanError: no skip list can tell the packed modules from the others.
@@ -72,7 +77,7 @@ def select(
         if decision is None:
             decision = _decide_stack(tensor, evidence, experts, moe, unwanted)
             if decision is None:
-                decision = _decide(tensor, evidence, options, moe, unwanted)
+                decision = _decide(tensor, evidence, options, moe, unwanted, packs_towers)
             known[kind] = decision
         elif isinstance(decision, Pack):
             # another of many experts, each of which becomes one whole matrix
@@ -200,6 +205,7 @@ def _decide(
     options: QuantizeOptions,
     moe: str | None,
     unwanted: str | None,
+    packs_towers: bool,
 ) -> Pack | Keep:
     """Decides for one tensor, of which the user may have said why it is unwanted."""
     if tensor.dtype not in FLOAT_DTYPES:
@@ -212,16 +218,17 @@ def _decide(
     module = module_of(tensor.name)
     # what a 4-bit source has packed is a linear layer, and stays packed
     is_packed = is_in_4_bits(tensor)
+    # what the user includes is sure, and this tensor is included: else it would be unwanted
+    is_sure = is_packed or bool(options.include)
     why = unwanted or evidence.why_kept(
         module,
         tensor.shape,
-        towers=options.quantize_towers or is_packed,
+        towers=packs_towers or is_sure,
         experts=moe in ("packed", "stacked") or (is_packed and moe is None),
     )
     if why is not None:
         return Keep(why, keep_dtype, is_linear=True)
-    # what the user includes is sure, and this tensor is included: else it would be unwanted
-    if not is_packed and not options.include:
+    if not is_sure:
         doubt = evidence.why_unsure(module, tensor.shape)
         if doubt is not None:
             return Keep(Why.UNSURE, keep_dtype, is_linear=True, detail=doubt)

@@ -75,7 +75,6 @@ class Quantizing(WritingMachine, StreamedPlace, total=False):
     dtype: Dtype | None
     include: tuple[str, ...] | list[str]
     exclude: tuple[str, ...] | list[str]
-    quantize_towers: bool
     moe: Moe | None
     max_shard_size: int
     lora: tuple[str, ...] | list[str]

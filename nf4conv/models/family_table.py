@@ -342,7 +342,7 @@ _VISION: Final[Mapping[str, Family]] = {
         keep=(KeptModules(r"(^|\.)(qwen2_model|sam_model|projector)\.", VISION),)
     ),
 }
-"""Vision parts that --quantize-towers cannot pack, or that have no name of their own."""
+"""Vision parts that are never packed, or that have no name of their own."""
 
 LLAMA4: Final = Family(splits_experts=True)
 INKLING: Final = Family(float32=r"sconv")

@@ -15,7 +15,6 @@ _TABLES: Final = 5.0
 
 _REMEDIES: Final = {
     "--moe packed": "--moe packed",
-    "--quantize-towers": "--quantize-towers",
     "by the user": "packing what --include and --exclude leave out",
 }
 """What would pack tensors that are kept, by words in the reason for keeping them."""

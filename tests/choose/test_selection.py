@@ -54,7 +54,7 @@ LLAMA_CONFIG = {"model_type": "llama", "vocab_size": 1000, "num_hidden_layers": 
 EXTRA_LAYER = "a layer beyond the model's, for predicting several tokens"
 FALCON = "an nn.Linear subclass, which transformers 5 leaves alone"
 T5_WO = "transformers never quantizes this weight of the family"
-TOWER = "in a vision or audio part (--quantize-towers packs it)"
+TOWER = "in a vision or audio part"
 LLAMA_PACKED = [info.name for info in LLAMA if "_proj" in info.name]
 
 
@@ -293,9 +293,9 @@ def test_an_old_multimodal_config_without_a_part_for_words_is_recognised_by_its_
     assert {"visual", "model.visual"} <= set(selection.skip_modules)
 
 
-def test_quantize_towers_packs_them():
+def test_towers_that_are_included_are_packed():
     selection = select(
-        VLM, {"model_type": "llava", "text_config": {}}, QuantizeOptions(quantize_towers=True)
+        VLM, {"model_type": "llava", "text_config": {}}, QuantizeOptions(include=("*",))
     )
     assert VLM[2].name in packed(selection)
     assert "vision_tower" not in selection.skip_modules

@@ -9,6 +9,7 @@ from checkpoints import write_source
 from click.testing import CliRunner, Result
 
 from nf4conv import QuantizeOptions, SourceOptions, plan_quantization
+from nf4conv.choose.evidence import Why
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, SourceError
 from nf4conv.plan.rows import PlanRow
@@ -183,14 +184,12 @@ def packed(name: str, bits: float, parameters: int = 10**6, action: str = "pack"
 
 
 def test_a_run_that_saves_little_says_what_would_save_more():
-    why = "in a vision or audio part (--quantize-towers packs it)"
-    tower = [row(f"tower.{number}", why, 2) for number in range(4)]
-    assert little_saved([packed("q", 16), *tower]) == (
+    experts = [row(f"expert.{number}", Why.EXPERT.value, 2) for number in range(4)]
+    assert little_saved([packed("q", 16), *experts]) == (
         "this saves only 14 % of 10.00 MB: 8.00 MB are not packed, most of it 4 tensors of 8.00 MB "
-        "(in a vision or audio part (--quantize-towers packs it)); --quantize-towers would make "
-        "it 2.81 MB"
+        f"({Why.EXPERT.value}); --moe packed would make it 2.81 MB"
     )
-    assert little_saved([packed("q", 16), *tower[:1]]) == ""
+    assert little_saved([packed("q", 16), *experts[:1]]) == ""
 
 
 def test_a_run_that_saves_little_says_so_if_nothing_saves_more():

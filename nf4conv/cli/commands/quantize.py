@@ -148,14 +148,11 @@ _OF_CALIBRATION: Final = (
     is_flag=True,
     help="Make OUT one file for ComfyUI and Forge, with the tensor names of the model's authors.",
 )
-@include_option("Pack only tensors whose names match, such as '*.layers.0.*'. May be given again.")
-@exclude_option("Keep tensors whose names match. May be given again.")
-@option(
-    "--quantize-towers",
-    group=Group.WEIGHTS,
-    is_flag=True,
-    help="Pack vision and audio towers too.",
+@include_option(
+    "Pack only tensors whose names match, such as '*.layers.0.*', vision and audio towers too. May "
+    "be given again."
 )
+@exclude_option("Keep tensors whose names match. May be given again.")
 @option(
     "--moe",
     group=Group.WEIGHTS,
