@@ -46,7 +46,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    options = nf4conv.EvaluateOptions(arguments.text, arguments.tokens)
+    options = nf4conv.EvaluateOptions(
+        source=arguments.model,
+        text=arguments.text,
+        tokens=arguments.tokens,
+        device=arguments.device,
+    )
     grams = output_energies(arguments.model, options, arguments.device)
     rows = [
         measure(arguments.model, *method, options, arguments.device, grams) for method in METHODS
@@ -113,7 +118,9 @@ def measure(
                 weights(model), weights(again), [row.name for row in found.weights], grams
             )
         )
-        evaluation = nf4conv.evaluate_checkpoint(out, model, options, device)
+        evaluation = nf4conv.evaluate(
+            out, source=model, text=options.text, tokens=options.tokens, device=device
+        ).evaluations[0]
     nested = 8 / blocksize + 32 / (256 * blocksize)
     errors = [row.relative_error for row in found.weights]
     row = {

@@ -8,7 +8,7 @@ Usage: python docs/generate.py
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final, get_args, get_type_hints
@@ -18,20 +18,9 @@ import click
 import nf4conv
 from nf4conv.cli import main
 from nf4conv.cli.help import grouped
-from nf4conv.commands.keywords import attributes
 from nf4conv.report.as_json import SCHEMA_VERSION
 
 HERE: Final = Path(__file__).parent
-OPTIONS: Final = (
-    nf4conv.QuantizeOptions,
-    nf4conv.DequantizeOptions,
-    nf4conv.VerifyOptions,
-    nf4conv.CompareOptions,
-    nf4conv.EvaluateOptions,
-    nf4conv.SourceOptions,
-    nf4conv.PushOptions,
-    nf4conv.RunOptions,
-)
 RESULTS: Final = {
     nf4conv.PlanReport: "`quantize --dry-run`, `dequantize --dry-run`",
     nf4conv.QuantizeReport: "`quantize`",
@@ -48,13 +37,8 @@ RESULTS: Final = {
 _OPTIONS_INTRODUCTION: Final = """\
 # Commands and options
 
-*Made by docs/generate.py from the command line and from the option classes.*
-"""
-
-_PYTHON_INTRODUCTION: Final = """\
-## Options in Python
-
-The functions of [the Python API](python.md) take these classes.
+*Made by docs/generate.py from the fields of the option classes.* The functions in Python take the
+same options as keywords: `--max-shard-size 5GB` is `max_shard_size=5 * 10**9`.
 """
 
 _JSON_INTRODUCTION: Final = f"""\
@@ -74,16 +58,13 @@ An error is an object too: `error` is the line that stderr shows, `kind` the nam
 
 
 def options_page() -> str:
-    """Returns docs/options.md: the options of every command, then those of every option class."""
+    """Returns docs/options.md: the options of every command."""
     lines = [_OPTIONS_INTRODUCTION]
     context = click.Context(main, info_name="nf4conv", **main.context_settings)
     for name in main.list_commands(context):
         command = main.commands[name]
         with click.Context(command, parent=context, info_name=name) as inner:
             lines += _command(name, command, inner)
-    lines.append(_PYTHON_INTRODUCTION)
-    for kind in OPTIONS:
-        lines += [f"### {kind.__name__}", "", *_class(kind, _python_type)]
     return "\n".join(lines)
 
 
@@ -117,9 +98,9 @@ def json_page() -> str:
     """Returns docs/json.md: every field of every result, then of every row inside results."""
     lines = [_JSON_INTRODUCTION]
     for kind, commands in RESULTS.items():
-        lines += [f"## {kind.__name__}: {commands}", "", *_class(kind, _json_type)]
+        lines += [f"## {kind.__name__}: {commands}", "", *_class(kind)]
     for kind in sorted(row_classes(), key=lambda kind: kind.__name__):
-        lines += [f"### {kind.__name__}", "", *_class(kind, _json_type)]
+        lines += [f"### {kind.__name__}", "", *_class(kind)]
     return "\n".join(lines)
 
 
@@ -137,21 +118,39 @@ def row_classes() -> list[type[Any]]:
     return found
 
 
-def _class(kind: type[Any], name_of: Callable[[Any], str]) -> Iterator[str]:
-    """Yields the summary of a dataclass, and a table of its fields.
-
-    Args:
-        kind: the dataclass.
-        name_of: returns the name of a field's type.
-    """
+def _class(kind: type[Any]) -> Iterator[str]:
+    """Yields the summary of a dataclass, and a table of its fields."""
     yield from (textwrap.fill(" ".join(_summary(kind).split()), 100), "")
     meanings = attributes(kind)
     hints = get_type_hints(kind)
     yield from ("| field | type | meaning |", "|---|---|---|")
     for field in fields(kind):
         meaning = _escaped(meanings.get(field.name, ""))
-        yield f"| `{field.name}` | {name_of(hints[field.name])} | {meaning} |"
+        yield f"| `{field.name}` | {_json_type(hints[field.name])} | {meaning} |"
     yield ""
+
+
+def attributes(kind: type[Any]) -> dict[str, str]:
+    """Returns what the docstrings of a class and of its bases say of each field, in one line each.
+
+    The section is in Google style: "name: text." for each field, with more lines indented below it.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")[2]
+        name = ""
+        for line in section.splitlines():
+            entry = re.fullmatch(r" {4}(\w+): (.*)", line)
+            if entry is not None:
+                name = entry[1]
+                found[name] = entry[2]
+            elif line.startswith(" " * 8):
+                found[name] += f" {line.strip()}"
+            elif line:
+                break  # the section has ended
+    return found
 
 
 def _summary(kind: type[Any]) -> str:
@@ -164,15 +163,6 @@ def _parts(hint: Any) -> Iterator[Any]:
     yield hint
     for part in get_args(hint):
         yield from _parts(part)
-
-
-def _python_type(hint: Any) -> str:
-    """Returns a type as Python spells it, without the names of modules."""
-    if isinstance(hint, type) and not get_args(hint):
-        return hint.__name__
-    text = re.sub(r"\b(?:pathlib|typing)\.", "", str(hint))
-    text = re.sub(r"^Optional\[(.*)\]$", r"\1 | None", text)  # so spelled before Python 3.14
-    return _escaped(text)
 
 
 def _json_type(hint: Any) -> str:

@@ -30,32 +30,31 @@ if TYPE_CHECKING:
     from nf4conv.codec.ops import quantize_4bit as quantize_4bit
     from nf4conv.codec.quant_state import QuantState as QuantState
     from nf4conv.commands.compare import ComparisonPlan as ComparisonPlan
+    from nf4conv.commands.compare import compare as compare
     from nf4conv.commands.compare import compare_checkpoints as compare_checkpoints
     from nf4conv.commands.compare import execute_comparison as execute_comparison
     from nf4conv.commands.compare import plan_comparison as plan_comparison
     from nf4conv.commands.dequantize import AnyDequantizationPlan as AnyDequantizationPlan
+    from nf4conv.commands.dequantize import dequantize as dequantize
     from nf4conv.commands.dequantize import dequantize_checkpoint as dequantize_checkpoint
     from nf4conv.commands.dequantize import execute_dequantization as execute_dequantization
     from nf4conv.commands.dequantize import plan_dequantization as plan_dequantization
     from nf4conv.commands.describe import describe_plan as describe_plan
     from nf4conv.commands.environment import environment as environment
-    from nf4conv.commands.evaluate import evaluate_checkpoint as evaluate_checkpoint
-    from nf4conv.commands.evaluate import evaluate_checkpoints as evaluate_checkpoints
+    from nf4conv.commands.evaluate import evaluate as evaluate
     from nf4conv.commands.finish import finish_checkpoint as finish_checkpoint
+    from nf4conv.commands.inspect import inspect as inspect
     from nf4conv.commands.inspect import inspect_checkpoint as inspect_checkpoint
     from nf4conv.commands.quantize import AnyQuantizationPlan as AnyQuantizationPlan
     from nf4conv.commands.quantize import execute_quantization as execute_quantization
     from nf4conv.commands.quantize import plan_quantization as plan_quantization
+    from nf4conv.commands.quantize import quantize as quantize
     from nf4conv.commands.quantize import quantize_checkpoint as quantize_checkpoint
-    from nf4conv.commands.shortcuts import compare as compare
-    from nf4conv.commands.shortcuts import dequantize as dequantize
-    from nf4conv.commands.shortcuts import inspect as inspect
-    from nf4conv.commands.shortcuts import quantize as quantize
-    from nf4conv.commands.shortcuts import verify as verify
     from nf4conv.commands.verify import DiffusersVerificationPlan as DiffusersVerificationPlan
     from nf4conv.commands.verify import VerificationPlan as VerificationPlan
     from nf4conv.commands.verify import execute_verification as execute_verification
     from nf4conv.commands.verify import plan_verification as plan_verification
+    from nf4conv.commands.verify import verify as verify
     from nf4conv.commands.verify import verify_checkpoint as verify_checkpoint
     from nf4conv.errors import CodecError as CodecError
     from nf4conv.errors import Nf4convError as Nf4convError
@@ -71,6 +70,8 @@ if TYPE_CHECKING:
     from nf4conv.options import CompareOptions as CompareOptions
     from nf4conv.options import DequantizeOptions as DequantizeOptions
     from nf4conv.options import EvaluateOptions as EvaluateOptions
+    from nf4conv.options import InspectOptions as InspectOptions
+    from nf4conv.options import MachineOptions as MachineOptions
     from nf4conv.options import PushOptions as PushOptions
     from nf4conv.options import QuantizeOptions as QuantizeOptions
     from nf4conv.options import RunOptions as RunOptions
@@ -121,30 +122,30 @@ _NAMES_IN: Final = {
     "nf4conv.inference.patching": "decoded_linear_4bit patch_linear_4bit unpatch_linear_4bit",
     "nf4conv.codec.quant_state": "QuantState",
     "nf4conv.commands.compare": (
-        "ComparisonPlan compare_checkpoints execute_comparison plan_comparison"
+        "ComparisonPlan compare compare_checkpoints execute_comparison plan_comparison"
     ),
     "nf4conv.commands.dequantize": (
-        "AnyDequantizationPlan dequantize_checkpoint execute_dequantization plan_dequantization"
+        "AnyDequantizationPlan dequantize dequantize_checkpoint execute_dequantization "
+        "plan_dequantization"
     ),
     "nf4conv.commands.describe": "describe_plan",
     "nf4conv.commands.environment": "environment",
-    "nf4conv.commands.evaluate": "evaluate_checkpoint evaluate_checkpoints",
+    "nf4conv.commands.evaluate": "evaluate",
     "nf4conv.commands.finish": "finish_checkpoint",
-    "nf4conv.commands.inspect": "inspect_checkpoint",
+    "nf4conv.commands.inspect": "inspect inspect_checkpoint",
     "nf4conv.commands.quantize": (
-        "AnyQuantizationPlan execute_quantization plan_quantization quantize_checkpoint"
+        "AnyQuantizationPlan execute_quantization plan_quantization quantize quantize_checkpoint"
     ),
-    "nf4conv.commands.shortcuts": "compare dequantize inspect quantize verify",
     "nf4conv.commands.verify": (
         "DiffusersVerificationPlan VerificationPlan execute_verification plan_verification "
-        "verify_checkpoint"
+        "verify verify_checkpoint"
     ),
     "nf4conv.errors": (
         "CodecError Nf4convError OptionError OutputError PlanError SourceError VerificationError"
     ),
     "nf4conv.options": (
-        "CompareOptions DequantizeOptions EvaluateOptions PushOptions QuantizeOptions "
-        "RunOptions SourceOptions VerifyOptions"
+        "CompareOptions DequantizeOptions EvaluateOptions InspectOptions MachineOptions "
+        "PushOptions QuantizeOptions RunOptions SourceOptions VerifyOptions"
     ),
     "nf4conv.plan.dequantization": "DequantizationPlan",
     "nf4conv.plan.diffusers": "DiffusersPlan",

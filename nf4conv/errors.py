@@ -29,6 +29,8 @@ _Error = TypeVar("_Error", bound="Nf4convError")
 class Nf4convError(Exception):
     """Is the base of every error that is meant for the user. Its text is one line.
 
+    It names options as they are typed on the command line.
+
     Args:
         message: the line.
         path: the file or folder that the error is about. None if it is about none, or if that is
@@ -36,8 +38,6 @@ class Nf4convError(Exception):
         tensor: the name of the tensor that it is about. None likewise.
 
     Attributes:
-        line: as given, with options as on the command line. The error's text becomes that for
-            callers in Python when it leaves a public function (wording.py).
         path: as given.
         tensor: as given.
     """
@@ -46,7 +46,6 @@ class Nf4convError(Exception):
         self, message: str, *, path: str | Path | None = None, tensor: str | None = None
     ) -> None:
         super().__init__(message)
-        self.line = message
         self.path = None if path is None else Path(path)
         self.tensor = tensor
 
@@ -95,8 +94,7 @@ class OptionError(PlanError, ValueError):
     """
 
     def __init__(self, option: str, value: object, expected: str) -> None:
-        super().__init__(f"{option}={value!r}: expected {expected}")
-        self.line = f"--{option.replace('_', '-')} {value}: expected {expected}"
+        super().__init__(f"--{option.replace('_', '-')} {value}: expected {expected}")
         self.option = option
         self.value = value
         self.expected = expected

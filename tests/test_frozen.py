@@ -33,7 +33,12 @@ DIFFERENCES: tuple[Difference, ...] = ()
 REFUSED: dict[str, str] = {}
 
 # options that are no longer in nf4conv.json, each with its reason
-GONE_OPTIONS: dict[str, str] = {}
+GONE_OPTIONS: dict[str, str] = {
+    "plan_with": "the rules decide",
+    "non_finite": "weights with NaN or infinity are refused",
+    "skip_modules": "--exclude keeps the same tensors",
+    "quantize_towers": "--include packs them",
+}
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,8 @@ PACKAGE = Path(nf4conv.__file__).parent
 # from the bottom to the top: a room may import those before it
 ORDER = (
     "errors",
-    "choices",
+    "declaring",
     "options",
-    "wording",
     "system",
     "format",
     "models",
@@ -43,7 +42,7 @@ ROOMS["commands"].add("codec")
 ROOMS["codec"] = {"errors", "format", "system"}
 ROOMS["inference"] = {"codec", "errors", "format", "system"}
 ROOMS["commands"].add("inference")
-ROOMS["cli"] = {"errors", "choices", "options", "report.text", "system", "wording"}
+ROOMS["cli"] = {"errors", "declaring", "options", "report.text", "system"}
 ROOMS["__main__"] = {"cli", "system"}
 
 # libraries that only the named modules may import

@@ -192,7 +192,7 @@ def test_quantize_and_verify(source: Path, packed: Path, tmp_path: Path):
 
 def test_options_as_keywords(source: Path, packed: Path):
     assert nf4conv.inspect(packed).totals.packed
-    assert nf4conv.verify(packed, source, tolerance=0.3, device="cpu").passed
+    assert nf4conv.verify(packed, source=source, tolerance=0.3, device="cpu").passed
 
 
 def test_two_processes(source: Path, tmp_path: Path):

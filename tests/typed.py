@@ -18,13 +18,16 @@ def with_keywords() -> nf4conv.QuantizeReport:
     nf4conv.dequantize("SRC", "OUT", dtype="float16", overwrite=True)
     nf4conv.dequantize("SRC", "OUT", dtype="half")  # type: ignore[arg-type]
     nf4conv.dequantize("SRC", "OUT", verify=True)  # type: ignore[call-arg]
-    nf4conv.verify("OUT", "SRC", exact=True, tolerance=0.1)
-    nf4conv.verify("OUT", "SRC", exakt=True)  # type: ignore[call-arg]
+    nf4conv.verify("OUT", source="SRC", exact=True, tolerance=0.1)
+    nf4conv.verify("OUT", source="SRC", exakt=True)  # type: ignore[call-arg]
+    nf4conv.evaluate(["OUT", "OTHER"], source="SRC", text="ids.npy", progress=print)
+    nf4conv.evaluate("OUT", text="ids.npy")  # type: ignore[call-arg]
+    nf4conv.quantize(source="SRC", out="OUT")  # type: ignore[call-arg]
     nf4conv.compare("A", "B", tolerance=0, exclude=("lm_head.*",))
     nf4conv.compare("A", "B", tolerance="0")  # type: ignore[arg-type]
     nf4conv.inspect("org/name", revision="v2")
     nf4conv.inspect("org/name", device="cpu")  # type: ignore[call-arg]
-    return nf4conv.quantize(Path("SRC"), Path("OUT"), moe="per-expert", token=None)
+    return nf4conv.quantize(Path("SRC"), Path("OUT"), moe="packed", token=None)
 
 
 def with_classes() -> None:

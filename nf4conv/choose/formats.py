@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterable
 
-from nf4conv.choices import DTYPES
 from nf4conv.choose.decisions import Keep, Pack, Selection
 from nf4conv.choose.selection import demote
 from nf4conv.choose.unchanged import common_format
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, Format
 from nf4conv.models.config import checkpoint_dtype
-from nf4conv.options import QuantizeOptions
+from nf4conv.options import DTYPES, QuantizeOptions
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 

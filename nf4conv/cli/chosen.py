@@ -1,13 +1,30 @@
 """Gathers the options that a user chose (`chosen`), and refuses those without effect."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import click
 
-import nf4conv
-from nf4conv.choices import chosen as chosen
+from nf4conv.options import SourceOptions
+
+OptionsT = TypeVar("OptionsT")
+
+
+def chosen(kind: type[OptionsT], values: Mapping[str, Any]) -> OptionsT:
+    """Gathers the options of one kind.
+
+    Raises:
+        OptionError: an option has a value that it cannot have.
+    """
+    return kind(**given_to(kind, values))
+
+
+def given_to(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that are fields of a class of options."""
+    names = {field.name for field in fields(kind) if field.init}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def refuse_alone(useless: str, *, needed: str) -> NoReturn:
@@ -15,13 +32,7 @@ def refuse_alone(useless: str, *, needed: str) -> NoReturn:
     raise click.UsageError(f"{useless} means nothing without {needed}")
 
 
-def check_lora_experts(lora: Sequence[str], lora_experts: str | None) -> None:
-    """Refuses --lora-experts without --lora."""
-    if lora_experts is not None and not lora:
-        refuse_alone("--lora-experts", needed="--lora")
-
-
-def check_source_options(where: nf4conv.SourceOptions, *places: str) -> None:
+def check_source_options(where: SourceOptions, *places: str) -> None:
     """Refuses options about the Hub or about GGUF files if they have no effect on any place.
 
     Args:
@@ -39,7 +50,7 @@ def check_source_options(where: nf4conv.SourceOptions, *places: str) -> None:
         refuse_alone(given[0], needed="a GGUF file: name one, or give --gguf-file")
 
 
-def _check_hub_options(where: nf4conv.SourceOptions, places: Sequence[str]) -> None:
+def _check_hub_options(where: SourceOptions, places: Sequence[str]) -> None:
     """Refuses options about the Hub if all places are on this disk."""
     given = []
     if where.revision:

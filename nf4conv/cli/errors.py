@@ -17,7 +17,6 @@ from nf4conv.system.signals import (
     discard_stdout,
     is_unread,
 )
-from nf4conv.wording import as_on_command_line
 
 _NO_THREADS: Final = "can't start new thread"  # Python's words
 
@@ -53,14 +52,13 @@ class CommandGroup(click.Group):
         unexpected errors through.
         """
         try:
-            with as_on_command_line():
-                return super().invoke(ctx)
+            return super().invoke(ctx)
         except VerificationError as error:
             _tell_json(ctx, error, 1)
-            _fail(error.line, 1)
+            _fail(str(error), 1)
         except Nf4convError as error:
             _tell_json(ctx, error, 2)
-            _fail(error.line, 2)
+            _fail(str(error), 2)
         except click.UsageError as error:
             _tell_json(ctx, error, 2)
             raise
@@ -94,11 +92,9 @@ def _tell_json(ctx: click.Context, error: Exception, code: int) -> None:
 
 
 def _message_of(error: Exception) -> str:
-    """Returns what an error says, with options spelled as on the command line."""
+    """Returns what an error says."""
     if isinstance(error, click.ClickException):
         return error.format_message()
-    if isinstance(error, Nf4convError):
-        return error.line
     return str(error)
 
 

@@ -1,25 +1,13 @@
 """Shows the options of a command in groups, and examples below them."""
 
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from nf4conv.cli.config_file import take_options
-
-
-class Group(Enum):
-    """Names the groups of options, in the order in which --help shows them."""
-
-    RESULT = "What is made"
-    WEIGHTS = "Which weights"
-    CHECKS = "Checks"
-    PUBLISHING = "Publishing"
-    SOURCE = "Where it comes from"
-    MACHINE = "This machine"
-    DISPLAY = "What is shown"
+from nf4conv.declaring import Group
 
 
 class GroupedOption(click.Option):

@@ -1,12 +1,17 @@
-"""Defines the types of arguments and options that click does not have."""
+"""Makes click's options from the fields that declare them, and the types that click lacks."""
 
 import re
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import MISSING, Field
+from pathlib import Path
+from typing import Any, Final, Literal, get_args, get_origin
 
 import click
 from click.shell_completion import CompletionItem
 
-from nf4conv.choices import DTYPES
+from nf4conv.cli.help import option
+from nf4conv.declaring import Description, holds_names, options_of, type_of, typed
+from nf4conv.options import DTYPES
 
 # Bytes in a unit, without the B at its end.
 _UNITS: Final = {
@@ -49,29 +54,6 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         return size
 
 
-class WholeNumber(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """Reads a whole number, as click.IntRange does, but --help does not show the range."""
-
-    name = "integer"
-
-    def __init__(self, smallest: int, largest: int | None = None) -> None:
-        self._range = click.IntRange(smallest, largest)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Returns the number. Refuses one outside of the range."""
-        return self._range.convert(value, param, ctx)
-
-
-class NonNegative(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """Reads a number, as click.FloatRange does, but --help does not show the range."""
-
-    name = "float"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Returns the number. Refuses a negative one."""
-        return click.FloatRange(0).convert(value, param, ctx)
-
-
 class Place(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
     """Reads a path, or the name of a model on the Hub, and passes it on unchanged.
 
@@ -111,3 +93,63 @@ class Dtype(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Returns the full name."""
         return super().convert(_SHORT_DTYPES.get(value, value), param, ctx)
+
+
+def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declares the options of a command by the fields of its class of options."""
+
+    def declare(command: Callable[..., None]) -> Callable[..., None]:
+        for field, description in reversed(options_of(kind)):
+            if not description.in_python:
+                command = _option(type_of(kind, field.name), field, description)(command)
+        return command
+
+    return declare
+
+
+def _option(
+    kind: Any, field: Field[Any], description: Description
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declares an option by its field, of this type."""
+    name = typed(field.name)
+    help = description.help
+    if description.unset:
+        help += f"  [default: {description.unset}]"
+    attributes: dict[str, Any] = {"metavar": description.metavar}
+    if kind is bool and field.default is None:
+        name = f"{name}/--no-{name[2:]}"
+        attributes["default"] = None
+    elif kind is bool:
+        attributes["is_flag"] = True
+    elif holds_names(kind):
+        attributes["multiple"] = True
+        help += " May be given again."
+    else:
+        attributes["type"] = _type_of(kind, description)
+        attributes["required"] = field.default is MISSING
+        if field.default is not MISSING and field.default is not None:
+            attributes["default"] = field.default
+            attributes["show_default"] = not description.is_size
+            if description.is_size:
+                help += f"  [default: {_spelled(field.default)}]"
+    return option(name, group=description.group, help=help, **attributes)
+
+
+def _type_of(kind: Any, description: Description) -> Any:
+    """Returns click's type of an option that has one value."""
+    choices = get_args(kind)
+    if description.is_size:
+        return Size()
+    if choices == DTYPES:
+        return Dtype()
+    if get_origin(kind) is Literal and isinstance(choices[0], str):
+        return click.Choice(choices)
+    if get_origin(kind) is Literal:
+        return int
+    return Place("file") if Path in choices else kind
+
+
+def _spelled(size: int) -> str:
+    """Returns a number of bytes as a user types it."""
+    unit, letter = (10**9, "G") if size >= 10**9 else (10**6, "M")
+    return f"{size // unit}{letter}B"

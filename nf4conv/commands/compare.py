@@ -21,8 +21,9 @@ from typing import Final
 from nf4conv import __version__
 from nf4conv.check.comparing import ComparablePair, TensorPair, comparable, pair_tensors
 from nf4conv.choose.wishes import unmatched
+from nf4conv.declaring import after_two_places, narrowed
 from nf4conv.errors import DiffusersFolderError, NoDiffusersFolderError, PlanError
-from nf4conv.options import CompareOptions, RunOptions, SourceOptions
+from nf4conv.options import CompareOptions, MachineOptions, SourceOptions
 from nf4conv.plan.diffusers import for_submodel, is_included
 from nf4conv.report.compared import compared_kinds, compared_row
 from nf4conv.report.measured import TensorDifference
@@ -33,7 +34,6 @@ from nf4conv.run.comparing import compare_bytes, compare_values
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable, open_source
 from nf4conv.sources.source import Source
-from nf4conv.wording import named_as_keywords
 
 _log: Final = logging.getLogger(__name__)
 
@@ -67,12 +67,41 @@ class ComparisonPlan:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
 
 
-@named_as_keywords
+@after_two_places(CompareOptions)
+def compare(a: str | Path, b: str | Path, options: CompareOptions) -> ComparisonReport:
+    """Compares two checkpoints, or two diffusers pipelines, tensor by tensor, in any format.
+
+    Example:
+        >>> nf4conv.compare("./ours-nf4", "./theirs-nf4", exclude=["lm_head.*"]).verdict
+        'identical: 290 tensors, every byte'
+
+    Args:
+        a: a folder, a weight file, or "org/name" on the Hugging Face Hub.
+        b: another.
+
+    Returns:
+        A row for each tensor, and the verdict.
+
+    Raises:
+        SourceError: one of the checkpoints cannot be read.
+        OptionError: an option has a value that it cannot have.
+        PlanError: the options make no sense together.
+    """
+    return compare_checkpoints(
+        a,
+        b,
+        options,
+        narrowed(options, MachineOptions),
+        options.progress,
+        narrowed(options, SourceOptions),
+    )
+
+
 def compare_checkpoints(
     a: str | Path,
     b: str | Path,
     options: CompareOptions | None = None,
-    run: RunOptions | None = None,
+    run: MachineOptions | None = None,
     progress: Callable[[int], None] | None = None,
     where: SourceOptions | None = None,
 ) -> ComparisonReport:
@@ -104,7 +133,6 @@ def compare_checkpoints(
     return execute_comparison(plan, run, progress)
 
 
-@named_as_keywords
 def plan_comparison(
     a: str | Path,
     b: str | Path,
@@ -210,10 +238,9 @@ def _open_submodel(folder: DiffusersFolder, name: str) -> Source | None:
     return open_readable(folder.place, folder.submodels[name])
 
 
-@named_as_keywords
 def execute_comparison(
     plan: ComparisonPlan,
-    run: RunOptions | None = None,
+    run: MachineOptions | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ComparisonReport:
     """Compares the tensors of a plan.
@@ -237,7 +264,7 @@ def execute_comparison(
         True
     """
     started = time.perf_counter()
-    results, device = _measure(plan, run or RunOptions(), progress or ignore)
+    results, device = _measure(plan, run or MachineOptions(), progress or ignore)
     tolerance = plan.options.tolerance
     rows = tuple(
         compared_row(name, pair, results.get(name), tolerance)
@@ -247,8 +274,8 @@ def execute_comparison(
     counts = {status: found[status] for status in Status if found[status]}
     settings = ComparisonSettings(
         tolerance=tolerance,
-        include=plan.options.include,
-        exclude=plan.options.exclude,
+        include=tuple(plan.options.include),
+        exclude=tuple(plan.options.exclude),
         device=device,
         nf4conv=__version__,
         torch=version("torch"),
@@ -267,7 +294,7 @@ def execute_comparison(
 
 
 def _measure(
-    plan: ComparisonPlan, run: RunOptions, progress: Callable[[int], None]
+    plan: ComparisonPlan, run: MachineOptions, progress: Callable[[int], None]
 ) -> tuple[dict[str, TensorDifference], str]:
     """Compares tensors by their bytes, and by their values where bytes differ.
 

@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.submodels import open_unchanged, write_submodels
+from nf4conv.declaring import after_two_places, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
@@ -26,7 +27,6 @@ from nf4conv.run.scales import check_scales
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable
-from nf4conv.wording import named_as_keywords
 
 _log: Final = logging.getLogger(__name__)
 
@@ -34,7 +34,39 @@ AnyDequantizationPlan: TypeAlias = DequantizationPlan | DiffusersPlan[Dequantiza
 """Plan of one checkpoint, or of a diffusers pipeline."""
 
 
-@named_as_keywords
+@after_two_places(DequantizeOptions)
+def dequantize(source: str | Path, out: str | Path, options: DequantizeOptions) -> DequantizeReport:
+    """Decodes a 4-bit checkpoint or diffusers pipeline, exactly as bitsandbytes' CUDA library does.
+
+    A run that was interrupted goes on where it stopped: run it again with the same arguments.
+
+    Example:
+        >>> nf4conv.dequantize("./Llama-3.1-8B-nf4", "./Llama-3.1-8B-again", dtype="float16")
+
+    Args:
+        source: a folder, a .safetensors file, or "org/name" on the Hugging Face Hub.
+        out: the folder to write. It must be empty, or hold an interrupted run of the same plan.
+
+    Returns:
+        What was decoded and kept, sizes, times and memory.
+
+    Raises:
+        SourceError: the source cannot be read.
+        OptionError: an option has a value that it cannot have.
+        PlanError: the request cannot be met for this source.
+        OutputError: `out` cannot be written. After this and any other error, `out` does not look
+            like a finished checkpoint.
+    """
+    return dequantize_checkpoint(
+        source,
+        out,
+        options,
+        narrowed(options, RunOptions),
+        options.progress,
+        narrowed(options, SourceOptions),
+    )
+
+
 def dequantize_checkpoint(
     source: str | Path,
     out: str | Path,
@@ -72,7 +104,6 @@ def dequantize_checkpoint(
     return execute_dequantization(plan_dequantization(source, options, where), out, run, progress)
 
 
-@named_as_keywords
 def plan_dequantization(
     source: str | Path, options: DequantizeOptions | None = None, where: SourceOptions | None = None
 ) -> AnyDequantizationPlan:
@@ -106,7 +137,7 @@ def plan_dequantization(
         _log_plan(pipeline, started)
         return pipeline
     notes = (*plan.notes, *unmatched(options, [("", plan.source)]))
-    again = partial(plan_dequantization, source, options, where)
+    again = partial(plan_dequantization, source, replace(options, progress=None), where)
     _log_plan(plan, started)
     return replace(plan, notes=notes, again=again)
 
@@ -189,7 +220,6 @@ def plan_submodel(
     return dequantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
 
 
-@named_as_keywords
 def execute_dequantization(
     plan: AnyDequantizationPlan,
     out: str | Path,

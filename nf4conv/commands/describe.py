@@ -12,10 +12,8 @@ from nf4conv.report.advice import advice, little_saved
 from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.places import by_kind, place_of, unusual
 from nf4conv.report.results.runs import PlanReport
-from nf4conv.wording import in_callers_words, named_as_keywords
 
 
-@named_as_keywords
 def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanReport:
     """Describes what carrying out a plan would do.
 
@@ -36,7 +34,7 @@ def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanRepo
     rows = plan.rows()
     totals = plan.totals()
     warning = little_saved(rows) if isinstance(totals, QuantizationTotals) else ""
-    notes = [note for note in plan.notes if note != in_callers_words(warning)]
+    notes = [note for note in plan.notes if note != warning]
     notes.extend(_unusual(rows))
     source = plan.folder.place if isinstance(plan, DiffusersPlan) else plan.source
     report = PlanReport(

@@ -9,7 +9,6 @@ from nf4conv.run.device.on_driver.bundle import version_of
 from nf4conv.system.cores import usable_cores
 from nf4conv.system.kind import lacking
 from nf4conv.system.private import cache_folder
-from nf4conv.wording import named_as_keywords
 
 _PACKAGES: Final = (
     # what nf4conv computes, downloads and shows with
@@ -31,7 +30,6 @@ _PACKAGES: Final = (
 )
 
 
-@named_as_keywords
 def environment() -> Environment:
     """Describes this machine and its software, for a bug report.
 

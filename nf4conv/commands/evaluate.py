@@ -17,12 +17,12 @@ from typing import IO
 import torch
 
 from nf4conv.check.checksums import renew_checksum
-from nf4conv.choices import require_device
 from nf4conv.commands.evaluating.answers import answers, load
 from nf4conv.commands.evaluating.bounds import require_stored
 from nf4conv.commands.evaluating.distances import StateDistances, TokenDistances
 from nf4conv.commands.evaluating.question import Question, make_question, refuse_adapter
 from nf4conv.commands.evaluating.storage import Storage, storages
+from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.output.writer import write_file, write_result
@@ -31,90 +31,45 @@ from nf4conv.report.results.contents import Evaluation, Evaluations
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_small
 from nf4conv.sources.source import Source
-from nf4conv.wording import named_as_keywords
 
 _PLOT = "evaluation.svg"
 _CARD = "README.md"
 
 
-@named_as_keywords
-def evaluate_checkpoint(
-    out: str | Path,
-    source: str | Path,
-    options: EvaluateOptions | None = None,
-    device: str = "auto",
-    where: SourceOptions | None = None,
-    progress: Callable[[float], object] = lambda _: None,
-) -> Evaluation:
-    """Runs a model in 4 bits and the one it was made from on the same text, and compares them.
+@after_one_place(EvaluateOptions)
+def evaluate(outs: str | Path | Sequence[str | Path], options: EvaluateOptions) -> Evaluations:
+    """Runs models in 4 bits and the one they were made from on the same text, and compares them.
 
-    Needs `pip install 'nf4conv[evaluate]'`.
-
-    Args:
-        out: the 4-bit checkpoint: a folder, or "org/name" on the Hugging Face Hub.
-        source: the original: a folder, or "org/name" on the Hub.
-        options: the text, how many tokens of it, and the largest divergence that passes.
-        device: "auto", "cpu", "cuda" or "cuda:N". On a CPU both models run in float32, `out` with
-            its weights decoded, because bitsandbytes' own products on a CPU have faults
-            (docs/quality.md). On a GPU both run as loaders run them.
-        where: token and the like for the Hub. Revision, subfolder and variant are those of
-            `source`.
-        progress: called with the share of the work, from 0 to 1, that was done since the last call.
-
-    Returns:
-        How far the answers of both models are apart.
-
-    Raises:
-        PlanError: transformers or bitsandbytes is not installed, or cannot use the architecture or
-            the tokens.
-        SourceError: one of the models cannot be loaded, or cannot be run.
-
-    Example:
-        >>> found = nf4conv.evaluate_checkpoint("model-nf4", "model")
-        >>> found.figures["kl"]
-        0.0312
-    """
-    return evaluate_checkpoints([out], source, options, device, where, progress).evaluations[0]
-
-
-@named_as_keywords
-def evaluate_checkpoints(
-    outs: Sequence[str | Path],
-    source: str | Path,
-    options: EvaluateOptions | None = None,
-    device: str = "auto",
-    where: SourceOptions | None = None,
-    progress: Callable[[float], object] = lambda _: None,
-) -> Evaluations:
-    """Compares several forms of a model in 4 bits with the one they were made from, side by side.
-
-    The original runs once, and every form answers the same questions. Needs
+    The original runs once, and every model answers the same questions. On a CPU all models run in
+    float32, those in 4 bits with their weights decoded, because bitsandbytes' own products on a CPU
+    have faults (docs/quality.md). On a GPU they run as loaders run them. Needs
     `pip install 'nf4conv[evaluate]'`.
 
-    Args:
-        outs: the 4-bit checkpoints, one at least. The tokenizer is that of the first.
-        source: the original, as for `evaluate_checkpoint`; so are the other arguments.
-        options: the text, how many tokens of it, and the largest divergence that passes.
-        device: where all models run.
-        where: token and the like for the Hub.
-        progress: called with the share of the work, from 0 to 1, that was done since the last call.
-
-    Returns:
-        How far the answers of each form are from those of the original, and how large it is.
-
-    Raises:
-        PlanError: as for `evaluate_checkpoint`; or the checkpoints are not of one model.
-        SourceError: one of the models cannot be loaded, or cannot be run.
-
     Example:
-        >>> found = nf4conv.evaluate_checkpoints(["searched", "calibrated"], "model")
+        >>> found = nf4conv.evaluate(["searched", "calibrated"], source="model")
         >>> [one.figures["kl"] for one in found.evaluations]
         [0.0253, 0.0141]
+
+    Args:
+        outs: one or several 4-bit checkpoints, each a folder or "org/name" on the Hugging Face Hub.
+            The tokenizer is that of the first. Revision, subfolder and variant are those of
+            `source`.
+
+    Returns:
+        How far the answers of each model are from those of the original, and how large it is.
+
+    Raises:
+        OptionError: an option has a value that it cannot have.
+        PlanError: transformers or bitsandbytes is not installed, or cannot use the architecture or
+            the tokens; or the checkpoints are not of one model.
+        SourceError: one of the models cannot be loaded, or cannot be run.
     """
-    require_device(device)
-    options = options or EvaluateOptions()
-    where = where or SourceOptions()
-    if options.plot is not None and not options.plot.parent.is_dir():
+    if isinstance(outs, str | Path):
+        outs = [outs]
+    source = options.source
+    where = narrowed(options, SourceOptions)
+    progress = options.progress or (lambda _: None)
+    if options.plot is not None and not Path(options.plot).parent.is_dir():
         raise PlanError(f"{options.plot}: its folder does not exist")
     elsewhere = replace(where, revision=None, subfolder=None, variant=None)
     stored = [open_stored(out, elsewhere) for out in outs]
@@ -125,7 +80,7 @@ def evaluate_checkpoints(
         refuse_adapter(out, opened.folder)
         if options.card:
             _refuse_card(out, opened)
-    question = make_question(stored, options, device)
+    question = make_question(stored, options, options.device)
     for model in (original, *stored):
         require_stored(question, model)
     if question.kind == "encoder":
@@ -137,7 +92,7 @@ def evaluate_checkpoints(
         evaluations.append(_evaluation(str(out), str(source), question, options, found, room))
     compared = Evaluations(all(one.passed for one in evaluations), tuple(evaluations))
     if options.plot is not None:
-        write_result(options.plot, evaluation_plot(compared).encode())
+        write_result(Path(options.plot), evaluation_plot(compared).encode())
     if options.card:
         for number, folder in enumerate(folders):
             _write_into_card(folder, compared, number)

@@ -19,10 +19,8 @@ from nf4conv.run.filling import verification_of
 from nf4conv.sources.header import read_header
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished
-from nf4conv.wording import named_as_keywords
 
 
-@named_as_keywords
 def finish_checkpoint(out: str | Path, *, reread: bool = True) -> FinishReport:
     """Makes a checkpoint of a folder that runs with `RunOptions.part` have filled.
 

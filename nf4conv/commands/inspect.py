@@ -12,9 +12,10 @@ from typing import Any, Final
 
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import look_at
+from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import DiffusersFolderError, SourceError
 from nf4conv.format.layout import LARGEST_QUANT_STATE, QUANT_STATE_PREFIX
-from nf4conv.options import SourceOptions
+from nf4conv.options import InspectOptions, SourceOptions
 from nf4conv.report.inspected import inspected_kinds, inspected_rows
 from nf4conv.report.inspected_experts import layout_of_experts
 from nf4conv.report.loading import gpu_bytes
@@ -31,13 +32,32 @@ from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import Finding, Structure, split_component
 from nf4conv.sources.tensors import TensorInfo
-from nf4conv.wording import named_as_keywords
 
 _ENDS_OF_WORDS: Final = (".qweight", ".weight_packed", ".W_q", "_qdata")
 """Ends of the names of tensors that hold packed integers."""
 
 
-@named_as_keywords
+@after_one_place(InspectOptions)
+def inspect(path: str | Path, options: InspectOptions) -> Inspection:
+    """Describes a checkpoint, or a diffusers pipeline, by its headers.
+
+    Reads no weight, and downloads none.
+
+    Example:
+        >>> nf4conv.inspect("unsloth/Llama-3.2-1B-bnb-4bit").totals.bits_per_parameter
+
+    Args:
+        path: a folder, a weight file, or "org/name" on the Hugging Face Hub.
+
+    Returns:
+        Formats, sizes, what is unusual, and a row for each tensor.
+
+    Raises:
+        SourceError: the checkpoint cannot be read.
+    """
+    return inspect_checkpoint(path, narrowed(options, SourceOptions))
+
+
 def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> Inspection:
     """Describes a checkpoint, or a diffusers pipeline, without reading its weights.
 

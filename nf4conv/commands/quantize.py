@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.quantizing.checkpoint import execute_one, plan_checkpoint
+from nf4conv.declaring import after_two_places, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.units import size
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
@@ -19,7 +20,6 @@ from nf4conv.plan.quantization import QuantizationPlan, require_searched
 from nf4conv.report.advice import little_saved
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.run.checkpoint import ignore
-from nf4conv.wording import named_as_keywords
 
 _log: Final = logging.getLogger(__name__)
 
@@ -27,7 +27,43 @@ AnyQuantizationPlan: TypeAlias = QuantizationPlan | DiffusersPlan[QuantizationPl
 """Plan of one checkpoint, or of a diffusers pipeline."""
 
 
-@named_as_keywords
+@after_two_places(QuantizeOptions)
+def quantize(source: str | Path, out: str | Path, options: QuantizeOptions) -> QuantizeReport:
+    """Quantizes a checkpoint to 4 bits; in a diffusers pipeline, each submodel by its own rules.
+
+    A run that was interrupted goes on where it stopped: run it again with the same arguments.
+
+    Example:
+        >>> report = nf4conv.quantize("./Llama-3.1-8B", "./Llama-3.1-8B-nf4", verify=True)
+        >>> print(report.packed, "weights,", report.bits_per_parameter, "bits per parameter")
+
+    Args:
+        source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face
+            Hub.
+        out: the folder to write. It must be empty, or hold an interrupted run of the same plan.
+
+    Returns:
+        What was packed and kept, sizes, times and memory.
+
+    Raises:
+        SourceError: the source cannot be read.
+        OptionError: an option has a value that it cannot have.
+        PlanError: the request cannot be met for this source.
+        OutputError: `out` cannot be written. After this and any other error, `out` does not look
+            like a finished checkpoint.
+        VerificationError: with `verify`, what was written is not what it should be.
+    """
+    return quantize_checkpoint(
+        source,
+        out,
+        options,
+        narrowed(options, RunOptions),
+        options.progress,
+        narrowed(options, SourceOptions),
+        narrowed(options, PushOptions),
+    )
+
+
 def quantize_checkpoint(
     source: str | Path,
     out: str | Path,
@@ -71,7 +107,6 @@ def quantize_checkpoint(
     return execute_quantization(plan, out, run, progress, push)
 
 
-@named_as_keywords
 def plan_quantization(
     source: str | Path,
     options: QuantizeOptions | None = None,
@@ -129,7 +164,9 @@ def plan_quantization(
     require_searched(source, [plan])
     without_token = None if push is None else replace(push, token=None)
     notes = (*_little_saved(plan), *plan.notes, *unmatched(options, [("", plan.source)]))
-    again = partial(plan_quantization, source, options, where, without_token)
+    again = partial(
+        plan_quantization, source, replace(options, progress=None), where, without_token
+    )
     _log_plan(plan, started)
     return replace(plan, notes=notes, again=again)
 
@@ -161,7 +198,6 @@ def _little_saved(plan: AnyQuantizationPlan) -> Iterator[str]:
         yield line
 
 
-@named_as_keywords
 def execute_quantization(
     plan: AnyQuantizationPlan,
     out: str | Path,

@@ -8,13 +8,14 @@ OUT/model_index.json    last of all: without it diffusers does not take the fold
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nf4conv import __version__
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import structure_of
+from nf4conv.declaring import deciding
 from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions, SourceOptions
 from nf4conv.output.manifest import CHECKSUMS
@@ -194,7 +195,7 @@ def _fingerprint(plan: DiffusersPlan[Any], run: RunOptions) -> dict[str, Any]:
         submodels[name] = {
             "source files": source_stamps(part.source),
             "config": part.config,
-            "options": asdict(part.options),
+            "options": deciding(part.options),
         }
     return {
         "command": type(next(iter(plan.submodels.values()))).__name__,

@@ -25,9 +25,10 @@ from nf4conv.check.pairing import Pairs, pair
 from nf4conv.check.record_check import check_card, check_origin, check_record
 from nf4conv.check.structure import read_structure
 from nf4conv.commands.decoded import Decoding, match_checkpoint, match_submodel
+from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.units import size
-from nf4conv.options import RunOptions, SourceOptions, VerifyOptions
+from nf4conv.options import MachineOptions, SourceOptions, VerifyOptions
 from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore
@@ -41,7 +42,6 @@ from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.cores import usable_cores
-from nf4conv.wording import named_as_keywords
 
 _log: Final = logging.getLogger(__name__)
 
@@ -104,12 +104,40 @@ class DiffusersVerificationPlan:
         return sum(plan.bytes_to_read for plan in self.submodels.values())
 
 
-@named_as_keywords
+@after_one_place(VerifyOptions)
+def verify(path: str | Path, options: VerifyOptions) -> VerifyReport:
+    """Verifies a 4-bit checkpoint, or a diffusers pipeline, that nf4conv or another tool made.
+
+    Example:
+        >>> report = nf4conv.verify("./Llama-3.1-8B-nf4", source="./Llama-3.1-8B", exact=True)
+        >>> assert report.passed, report.verdict
+
+    Args:
+        path: a folder or a .safetensors file.
+
+    Returns:
+        Every check, every fault, and figures for every packed weight.
+
+    Raises:
+        SourceError: there are no weights at `path`, or the source cannot be read.
+        OptionError: an option has a value that it cannot have.
+        PlanError: the options make no sense together.
+    """
+    return verify_checkpoint(
+        path,
+        options.source,
+        options,
+        narrowed(options, MachineOptions),
+        options.progress,
+        narrowed(options, SourceOptions),
+    )
+
+
 def verify_checkpoint(
     path: str | Path,
     source: str | Path | None = None,
     options: VerifyOptions | None = None,
-    run: RunOptions | None = None,
+    run: MachineOptions | None = None,
     progress: Callable[[int], None] | None = None,
     where: SourceOptions | None = None,
 ) -> VerifyReport:
@@ -145,7 +173,6 @@ def verify_checkpoint(
     return execute_verification(plan, run, progress)
 
 
-@named_as_keywords
 def plan_verification(
     path: str | Path,
     source: str | Path | None = None,
@@ -228,7 +255,7 @@ def verify_result(
     path: Path,
     source: Source,
     options: VerifyOptions,
-    run: RunOptions,
+    run: MachineOptions,
     progress: Callable[[int], None],
 ) -> VerifyReport:
     """Verifies one checkpoint against a source that is open, with its adapters merged.
@@ -337,10 +364,9 @@ def _headers_of(tensors: Iterable[TensorInfo]) -> set[tuple[str, str, tuple[int,
     return {(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors}
 
 
-@named_as_keywords
 def execute_verification(
     plan: VerificationPlan | DiffusersVerificationPlan,
-    run: RunOptions | None = None,
+    run: MachineOptions | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> VerifyReport:
     """Verifies the values of a planned checkpoint, and reports everything that is wrong with it.
@@ -364,7 +390,7 @@ def execute_verification(
         'passed: 196 packed weights, largest relative error 0.0957, ...'
     """
     started = time.perf_counter()
-    run = run or RunOptions()
+    run = run or MachineOptions()
     progress = progress or ignore
     if isinstance(plan, VerificationPlan):
         return _verify_checkpoint(plan, run, progress)
@@ -376,7 +402,7 @@ def execute_verification(
 
 
 def _verify_checkpoint(
-    plan: VerificationPlan, run: RunOptions, progress: Callable[[int], None]
+    plan: VerificationPlan, run: MachineOptions, progress: Callable[[int], None]
 ) -> VerifyReport:
     """Verifies the values of one checkpoint."""
     started = time.perf_counter()

@@ -1,6 +1,6 @@
 """Plans a diffusers pipeline: one plan for each submodel."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
@@ -88,7 +88,7 @@ def for_submodel(name: str, options: OptionsT) -> OptionsT:
     return replace(options, include=include, exclude=exclude)
 
 
-def applying(patterns: tuple[str, ...], submodel: str) -> tuple[str, ...]:
+def applying(patterns: Sequence[str], submodel: str) -> tuple[str, ...]:
     """Returns the patterns that concern a submodel, without its name before them.
 
     Names of tensors have no slash, so a slash always ends the name of a submodel.

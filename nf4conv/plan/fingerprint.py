@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Collection
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from nf4conv import __version__
+from nf4conv.declaring import deciding, typed
 from nf4conv.errors import SourceError
 from nf4conv.options import RunOptions
 from nf4conv.plan.jobs import CopyJob, Job, Plan
@@ -26,7 +26,7 @@ def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
         plan: what is to be written.
         device: device that computes, such as "cuda:0"; only its kind counts.
     """
-    options = {f"--{name.replace('_', '-')}": value for name, value in asdict(plan.options).items()}
+    options = {typed(name): value for name, value in deciding(plan.options).items()}
     return {
         "command": plan.command,
         "version": __version__,

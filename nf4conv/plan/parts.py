@@ -13,7 +13,6 @@ from nf4conv.options import QuantizeOptions, RunOptions
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.jobs import Shard, source_files
 from nf4conv.plan.writing import Part, WritingPlan
-from nf4conv.wording import named_as_keywords
 
 _COUNT: Final = "NF4CONV_PARTS"
 
@@ -38,7 +37,6 @@ _SCHEDULERS: Final = (
 PlanT = TypeVar("PlanT", bound=WritingPlan | DiffusersPlan[Any])
 
 
-@named_as_keywords
 def plan_part(plan: PlanT, run: RunOptions, asked_by: str = "--part") -> PlanT:
     """Returns the part of a plan that `run.part` names.
 

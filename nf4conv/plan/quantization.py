@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from nf4conv.choices import DTYPES
 from nf4conv.choose.choice import Choice, choose
 from nf4conv.choose.formats import choose_format
 from nf4conv.choose.unchanged import Stored
@@ -17,7 +16,7 @@ from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
 from nf4conv.models.expert_layouts import layouts_of
 from nf4conv.models.single_experts import single_expert
-from nf4conv.options import QuantizeOptions
+from nf4conv.options import DTYPES, QuantizeOptions
 from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.calibration import Calibration, CalibrationResult
 from nf4conv.plan.jobs import Job, PackJob, Plan

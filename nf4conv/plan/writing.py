@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Final
 
 from nf4conv import __version__
 from nf4conv.choose.experts.readers import Readers, readers_of
+from nf4conv.declaring import deciding
 from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
@@ -111,7 +112,7 @@ class WritingPlan:
 
         Reads samples of a source that is on this disk.
         """
-        options = asdict(self.options)
+        options = deciding(self.options)
         weights = groups_of(self.weights)
         others = count_dtypes(not_packed(self.whole, self.weights))
         return record_of(self.source, self.command, __version__, options, weights, others)

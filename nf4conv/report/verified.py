@@ -213,7 +213,7 @@ def _settings(options: VerifyOptions, structure: Structure, device: str) -> Veri
         device=device,
         nf4conv=__version__,
         torch=version("torch"),
-        lora=options.lora,
+        lora=tuple(options.lora),
     )
 
 

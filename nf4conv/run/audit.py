@@ -35,7 +35,7 @@ class AuditOfWritten:
 
     def __init__(self, devices: Devices, tolerance: float | None) -> None:
         self._devices = devices
-        self._options = VerifyOptions(tolerance)
+        self._options = VerifyOptions(tolerance=tolerance)
         self._weights: dict[str, WeightResult] = {}
         self._copies: dict[str, CopyResult] = {}
         self._lock = threading.Lock()

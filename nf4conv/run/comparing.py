@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final
 
-from nf4conv.options import RunOptions
+from nf4conv.options import MachineOptions
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.choice import open_devices_for_pairs
 from nf4conv.run.device.on_driver.backend import gpu_named
@@ -18,7 +18,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 def compare_bytes(
-    results: Sequence[TensorDifference], run: RunOptions, progress: Callable[[int], None]
+    results: Sequence[TensorDifference], run: MachineOptions, progress: Callable[[int], None]
 ) -> None:
     """Compares tensors that are stored alike, byte by byte, in host memory.
 
@@ -33,7 +33,7 @@ def compare_bytes(
 
 
 def compare_values(
-    results: Sequence[TensorDifference], run: RunOptions, progress: Callable[[int], None]
+    results: Sequence[TensorDifference], run: MachineOptions, progress: Callable[[int], None]
 ) -> str:
     """Compares tensors value by value; returns the device that most was done on."""
     opened = open_devices_for_pairs(results, run)

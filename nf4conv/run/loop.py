@@ -21,7 +21,7 @@ from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from nf4conv.format.units import size
-from nf4conv.options import RunOptions
+from nf4conv.options import MachineOptions
 from nf4conv.run.worker import Activity, Backend, Worker
 from nf4conv.sources.reader import Reader
 from nf4conv.system.background import Background, outlast
@@ -158,7 +158,7 @@ class _Crew:
 
 
 def make_pipeline(
-    backends: Sequence[Backend], run: RunOptions, advance: Callable[[int], None]
+    backends: Sequence[Backend], run: MachineOptions, advance: Callable[[int], None]
 ) -> Pipeline:
     """Makes a pipeline with as many workers and as much memory as the user asked for."""
     workers = run.workers

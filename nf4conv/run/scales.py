@@ -14,7 +14,7 @@ from typing import Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES
-from nf4conv.options import RunOptions
+from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.run.reading import open_reader
 from nf4conv.sources.encodings.types.arranged import StackedExperts
@@ -37,7 +37,7 @@ class _Weight:
     encoding: Bitsandbytes4bit
 
 
-def check_scales(jobs: Sequence[Job], source: Source, run: RunOptions) -> None:
+def check_scales(jobs: Sequence[Job], source: Source, run: MachineOptions) -> None:
     """Checks that weights decode to finite values.
 
     Args:
@@ -110,7 +110,7 @@ def _largest_scale(reader: Reader, encoding: Bitsandbytes4bit) -> float:
     return largest + abs(encoding.nested_offset)
 
 
-def _refuse_overflow(jobs: Sequence[CopyJob], source: Source, run: RunOptions) -> None:
+def _refuse_overflow(jobs: Sequence[CopyJob], source: Source, run: MachineOptions) -> None:
     """Raises a SourceError if a decoded value is too large for float16."""
     from nf4conv.run.tasks.scan import count_values  # importing torch takes seconds
 

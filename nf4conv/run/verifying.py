@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Final
 
 from nf4conv.check.pairing import Pairs
-from nf4conv.options import RunOptions
+from nf4conv.options import MachineOptions
 from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.verified import Measured
 from nf4conv.run.device.choice import open_devices
@@ -28,7 +28,7 @@ _log: Final = logging.getLogger(__name__)
 def verify_values(
     weights: Mapping[str, StoredWeight],
     pairs: Pairs,
-    run: RunOptions,
+    run: MachineOptions,
     progress: Callable[[int], None],
     source: Source | None = None,
 ) -> Measured:
@@ -85,7 +85,7 @@ def verify_values(
 
 
 def _look_at_values(
-    tensors: Sequence[TensorInfo], run: RunOptions, progress: Callable[[int], None]
+    tensors: Sequence[TensorInfo], run: MachineOptions, progress: Callable[[int], None]
 ) -> Measured:
     """Looks for values that are NaN or infinite in tensors that are compared with nothing."""
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -100,7 +100,7 @@ def _diagnose(
     copies: Mapping[str, CopyResult],
     pairs: Pairs,
     torch: TorchBackend,
-    run: RunOptions,
+    run: MachineOptions,
     progress: Callable[[int], None],
     reader: Reader,
 ) -> None:

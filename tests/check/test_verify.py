@@ -671,7 +671,7 @@ def test_without_a_source_nothing_is_compared(good: Path):
 def test_every_format(
     source: Path, tmp_path: Path, blocksize: int, quant_type: str, double_quant: bool
 ):
-    options = QuantizeOptions(quant_type, blocksize, double_quant)
+    options = QuantizeOptions(quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
     quantize_checkpoint(source, tmp_path / "out", options, CPU)
     report = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), CPU)
     passes(report)

@@ -306,7 +306,7 @@ def test_the_command_line_refuses_in_one_line(tmp_path):
 def test_a_mixture_is_no_single_file_for_image_tools(moe, tmp_path):
     source = write(tmp_path / "source", "qwen2_moe")
     options = QuantizeOptions(single_file=True, moe=moe)
-    with pytest.raises(PlanError, match="single_file=True writes the names that image tools read"):
+    with pytest.raises(PlanError, match="--single-file writes the names that image tools read"):
         quantize_checkpoint(source, tmp_path / "out.safetensors", options, CPU)
     assert not (tmp_path / "out.safetensors").exists()
 

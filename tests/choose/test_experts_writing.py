@@ -158,7 +158,7 @@ def test_single_experts_are_stacked_as_their_family_stacks_them(architecture, tm
         tmp_path / "single-out",
         tmp_path / "single",
         VerifyOptions(exact=True),
-        RunOptions("cpu"),
+        RunOptions(device="cpu"),
     ).passed
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "single-out")
     stacks = {name for name, weight in loaded.named_parameters() if isinstance(weight, Experts4bit)}
@@ -186,5 +186,5 @@ def test_stacks_are_packed_as_bitsandbytes_packs_them(architecture, tmp_path):
         blob = bytes(found[f"{name}.quant_state.bitsandbytes__nf4"].tolist())
         assert json.loads(blob)["shape"] == list(stack.shape)
     assert verify_checkpoint(
-        tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), RunOptions("cpu")
+        tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), RunOptions(device="cpu")
     ).passed

@@ -88,7 +88,7 @@ def test_a_line_for_each_stage_of_the_others(
     tmp_path: Path, source: Path, out: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO, logger="nf4conv")
-    nf4conv.verify(out, source, device="cpu")
+    nf4conv.verify(out, source=source, device="cpu")
     holds(
         messages(caplog),
         r"opened .*",
@@ -174,7 +174,7 @@ def test_verify_prints_what_is_wrong(source: Path, damaged: Path):
 def test_verify_lists_every_check_when_asked(source: Path, out: Path, damaged: Path):
     lines = command("verify", out, "--source", source, "-v").stdout.splitlines()
     checks = [line for line in lines if line.startswith("ok    ")]
-    report = nf4conv.verify(out, source, device="cpu")
+    report = nf4conv.verify(out, source=source, device="cpu")
     assert [line.split()[1] for line in checks] == [name.split()[0] for name in report.checks]
     assert any(line.startswith("largest errors") for line in lines)
     assert any(line.startswith("normal for nf4/64") for line in lines)

@@ -5,11 +5,12 @@ over.
 import hashlib
 import struct
 from fractions import Fraction
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from nf4conv import choices
+from nf4conv import options
 from nf4conv.format import codebook
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
@@ -108,6 +109,6 @@ def test_dynamic_map_has_the_published_digest():
 
 def test_options_offer_what_the_codec_takes():
     """The tables import no options: they decide kernels that are kept, and options do not."""
-    assert tuple(codebook.CODEBOOKS) == choices.QUANT_TYPES
-    assert codebook.BLOCKSIZES == choices.BLOCKSIZES
-    assert codebook.SCALES == choices.SCALES
+    assert tuple(codebook.CODEBOOKS) == get_args(options.QuantType)
+    assert get_args(options.Blocksize) == codebook.BLOCKSIZES
+    assert get_args(options.Scales) == codebook.SCALES

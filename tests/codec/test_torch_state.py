@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import contents
+from evaluated import evaluated
 from safetensors.torch import save_file
 from torch import nn
 
 import nf4conv
-from nf4conv import EvaluateOptions
 
 LM = Path("/work/shared/lm")
 ROWS, COLUMNS = 1050, 1024  # more than one range for each of two threads, and a partial one
@@ -139,5 +139,5 @@ def test_evaluate_a_language_model(tmp_path: Path) -> None:
     nf4conv.quantize(LM, out, device="cpu")
     ids = tmp_path / "ids.npy"
     np.save(ids, np.arange(512) % 256)
-    found = nf4conv.evaluate_checkpoint(out, LM, EvaluateOptions(text=ids, tokens=512), "cpu")
+    found = evaluated(out, LM, text=ids, tokens=512)
     assert found.figures["kl"] < 1

@@ -452,7 +452,7 @@ def test_torch_is_not_imported_for_values_either_once_the_kernels_are_compiled(p
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 def test_a_device_that_is_not_there(packed, device):
-    with pytest.raises(PlanError, match=f"device='{device}': "):
+    with pytest.raises(PlanError, match=f"--device {device}: "):
         compare(packed["nf4"], packed["again"], run=RunOptions(device))
 
 

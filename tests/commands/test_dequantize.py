@@ -318,7 +318,7 @@ def test_interrupted_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch):
         with pytest.raises(OutputError, match="No space left on device"):
             dequantize_checkpoint(tmp_path / "packed", out, options, SMALL)
     assert not (out / "config.json").exists()
-    with pytest.raises(OutputError, match="holds an unfinished run that differs in dtype"):
+    with pytest.raises(OutputError, match="holds an unfinished run that differs in --dtype"):
         dequantize_checkpoint(
             tmp_path / "packed", out, dataclasses.replace(options, dtype="float32"), SMALL
         )

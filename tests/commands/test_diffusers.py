@@ -176,7 +176,7 @@ def test_a_search_is_of_the_components_in_16_bits(pipeline, tmp_path):
     assert "| scales | searched (2 weights), absmax (1 weights) |" in card
     for source in (None, mixed):
         assert verify_checkpoint(out, source, VerifyOptions(exact=bool(source)), RUN).passed
-    with pytest.raises(PlanError, match="scales='search' needs the 16-bit model"):
+    with pytest.raises(PlanError, match="--scales search needs the 16-bit model"):
         plan_quantization(quantized, search)
 
 
@@ -526,7 +526,7 @@ def test_what_a_pipeline_cannot_be_compared_with(pipeline, other, message):
 
 
 def test_a_tolerance_is_looked_at_before_anything_is_opened(tmp_path):
-    with pytest.raises(PlanError, match="tolerance=-1"):
+    with pytest.raises(PlanError, match="--tolerance -1"):
         plan_comparison(tmp_path / "nowhere", tmp_path / "nowhere", CompareOptions(tolerance=-1.0))
 
 

@@ -18,10 +18,11 @@ import torch
 import transformers
 from checkpoints import contents
 from click.testing import CliRunner, Result
+from evaluated import evaluated
 from hub_server import Hub, Repo
 
 import nf4conv
-from nf4conv import EvaluateOptions, QuantizeOptions, RunOptions
+from nf4conv import QuantizeOptions, RunOptions
 from nf4conv.cli import main
 from nf4conv.errors import PlanError, SourceError
 
@@ -120,7 +121,7 @@ def test_a_language_model(tmp_path, ids):
         for folder in (source, decoded(tmp_path, out))
     )
     kl = (before.exp() * (before - after)).sum(-1).flatten()
-    found = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
+    found = evaluated(out, source, text=ids)
     assert found.kind == "causal"
     assert found.tokens == 640
     assert found.figures["kl"] == pytest.approx(float(kl.mean()), rel=1e-4)
@@ -143,21 +144,21 @@ def test_a_language_model(tmp_path, ids):
 )
 def test_a_model_says_what_its_decoded_weights_say(tmp_path, ids, kind, tokenizer):
     source, out = made(tmp_path, kind, *tokenizer)
-    options = EvaluateOptions(text=None if tokenizer else ids, tokens=320)
-    same = nf4conv.evaluate_checkpoint(out, decoded(tmp_path, out), options, "cpu")
+    options = {"text": None if tokenizer else ids, "tokens": 320}
+    same = evaluated(out, decoded(tmp_path, out), **options)
     assert same.kind == kind
     assert abs(same.figures["kl"]) < 1e-6
     assert same.figures["agreement"] == 1
-    assert nf4conv.evaluate_checkpoint(out, source, options, "cpu").figures["kl"] > 1e-4
+    assert evaluated(out, source, **options).figures["kl"] > 1e-4
 
 
 def test_blocks_that_span_rows_are_decoded_rightly(tmp_path, ids):
     """bitsandbytes' kernels for CPUs decode these wrongly (rows of 80 in blocks of 64)."""
     source, out = made(tmp_path, "narrow")
-    options = EvaluateOptions(text=ids, tokens=320)
-    same = nf4conv.evaluate_checkpoint(out, decoded(tmp_path, out), options, "cpu")
+    options = {"text": ids, "tokens": 320}
+    same = evaluated(out, decoded(tmp_path, out), **options)
     assert abs(same.figures["kl"]) < 1e-6
-    assert nf4conv.evaluate_checkpoint(out, source, options, "cpu").figures["kl"] > 1e-4
+    assert evaluated(out, source, **options).figures["kl"] > 1e-4
 
 
 def test_a_sequence_to_sequence_model_is_asked_for_the_second_half(tmp_path, ids):
@@ -170,7 +171,7 @@ def test_a_sequence_to_sequence_model_is_asked_for_the_second_half(tmp_path, ids
         double(loader, folder, input_ids=read, decoder_input_ids=shifted)
         for folder in (source, decoded(tmp_path, out))
     )
-    found = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
+    found = evaluated(out, source, text=ids)
     assert found.figures["kl"] == pytest.approx(
         float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-3
     )
@@ -180,9 +181,7 @@ def test_an_encoder(tmp_path):
     nf4conv.quantize_checkpoint(
         MINILM, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu")
     )
-    found = nf4conv.evaluate_checkpoint(
-        tmp_path / "out", MINILM, EvaluateOptions(tokens=1000), "cpu"
-    )
+    found = evaluated(tmp_path / "out", MINILM, tokens=1000)
     assert found.kind == "encoder"
     assert "kl" not in found.figures
     assert (
@@ -201,17 +200,15 @@ def test_an_encoder(tmp_path):
 
 def test_half_a_model_that_encodes_text(tmp_path, ids):
     source, out = made(tmp_path, "text encoder")
-    found = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
+    found = evaluated(out, source, text=ids)
     assert found.kind == "encoder"
-    again = nf4conv.evaluate_checkpoint(
-        out, decoded(tmp_path, out), EvaluateOptions(text=ids), "cpu"
-    )
+    again = evaluated(out, decoded(tmp_path, out), text=ids)
     assert found.figures["cosine"] < 0.999 < 0.999999 < again.figures["cosine_least"]
 
 
 def test_models_on_the_hub(tmp_path, ids, hub: Hub):
     source, out = made(tmp_path, "causal")
-    expected = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu").figures
+    expected = evaluated(out, source, text=ids).figures
     hub.repos |= {"org/source": Repo(token="secret"), "org/out": Repo(token="secret")}
     old = hub.repos["org/source"].commit(
         {f"inner/{name}": content for name, content in contents(source).items()}
@@ -273,15 +270,13 @@ def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path, ids):
     with pytest.raises(
         PlanError, match=r"large\.npy: expected at least two token ids from 0 to 299"
     ):
-        nf4conv.evaluate_checkpoint(
-            out, source, EvaluateOptions(text=tmp_path / "large.npy"), "cpu"
-        )
+        evaluated(out, source, text=tmp_path / "large.npy")
     source, out = made(tmp_path / "short", "short")  # it counts positions from 2
     with pytest.raises(SourceError, match="transformers cannot run it: index"):
-        nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
+        evaluated(out, source, text=ids)
     shutil.copytree(made(tmp_path / "vit", "classifier")[1], tmp_path / "images")
     with pytest.raises(PlanError, match="has no vocab_size"):
-        nf4conv.evaluate_checkpoint(tmp_path / "images", source, EvaluateOptions(text=ids), "cpu")
+        evaluated(tmp_path / "images", source, text=ids)
 
 
 def test_the_source_must_be_named(tmp_path: Path):
@@ -308,7 +303,7 @@ def test_several_forms_side_by_side(tmp_path, ids):
     found = json.loads(result.stdout)
     assert [one["out"] for one in found["evaluations"]] == [str(out) for out in outs]
     for out, one in zip(outs, found["evaluations"], strict=True):
-        alone = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu")
+        alone = evaluated(out, source, text=ids)
         assert alone.figures == one["figures"]
         assert one["bytes"] == nf4conv.inspect_checkpoint(out).totals.bytes
     # codes, and scales that are nested
@@ -352,11 +347,11 @@ def test_the_interval_of_the_divergence(tmp_path, ids):
         for folder in (source, decoded(tmp_path, out))
     )
     means = (before.exp() * (before - after)).sum(-1).mean(-1)
-    figures = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids), "cpu").figures
+    figures = evaluated(out, source, text=ids).figures
     half = float(1.96 * means.std() / 10**0.5)
     assert figures["kl_high"] - figures["kl"] == pytest.approx(half, rel=1e-3)
     assert figures["kl"] - figures["kl_low"] == pytest.approx(half, rel=1e-3)
-    one = nf4conv.evaluate_checkpoint(out, source, EvaluateOptions(text=ids, tokens=64), "cpu")
+    one = evaluated(out, source, text=ids, tokens=64)
     assert "kl_low" not in one.figures
 
 
@@ -397,7 +392,7 @@ def test_of_a_large_text_only_the_beginning_is_read(tmp_path, name):
         with text.open("r+b") as file:
             file.truncate(2**31)
     tracemalloc.start()
-    options = EvaluateOptions(text=text, tokens=128)
-    nf4conv.evaluate_checkpoint(out, source, options, "cpu")
+    options = {"text": text, "tokens": 128}
+    evaluated(out, source, **options)
     assert tracemalloc.get_traced_memory()[1] < 2**27
     tracemalloc.stop()

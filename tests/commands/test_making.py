@@ -90,7 +90,7 @@ def test_another_job_s_result_is_not_taken_for_this_one_s(source: Path, tmp_path
     quantize_checkpoint(source, tmp_path / "out", run=CPU)
     with pytest.raises(
         OutputError,
-        match=r"blocksize was 64 and is 128 now\); choose another folder, or overwrite=True",
+        match=r"blocksize was 64 and is 128 now\); choose another folder, or --overwrite",
     ):
         quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
     shard = source / "model-00001-of-00002.safetensors"

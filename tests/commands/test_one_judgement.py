@@ -97,7 +97,9 @@ def test_a_quant_state_that_says_more_decodes_in_every_command(tmp_path, fields)
     add_to_quant_states(tmp_path / "odd", **fields)
     nf4conv.quantize_checkpoint(tmp_path / "odd", tmp_path / "mended", None, CPU)
     assert nf4conv.verify_checkpoint(tmp_path / "mended", tmp_path / "odd", EXACT, CPU).passed
-    nf4conv.quantize_checkpoint(tmp_path / "odd", tmp_path / "other", QuantizeOptions("fp4"), CPU)
+    nf4conv.quantize_checkpoint(
+        tmp_path / "odd", tmp_path / "other", QuantizeOptions(quant_type="fp4"), CPU
+    )
     nf4conv.dequantize_checkpoint(tmp_path / "odd", tmp_path / "after", run=CPU)
     same = CompareOptions()
     assert nf4conv.compare_checkpoints(tmp_path / "before", tmp_path / "after", same, CPU).passed

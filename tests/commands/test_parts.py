@@ -344,7 +344,7 @@ def test_what_does_not_go_with_parts_is_refused(source: Path, tmp_path: Path, ca
 def test_a_single_file_has_no_parts(source: Path):
     plan = plan_quantization(source, OPTIONS)
     with pytest.raises(
-        PlanError, match="part does not go with single_file=True: one file has no parts"
+        PlanError, match="--part does not go with --single-file: one file has no parts"
     ):
         plan_part(replace(plan, options=replace(OPTIONS, single_file=True)), RunOptions(part="1/2"))
 
@@ -372,7 +372,7 @@ def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Pat
         "text_encoder": ["transformers", "LlamaModel"],
     }
     (pipeline / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(PlanError, match="one by one: subfolder='NAME', into OUT/NAME"):
+    with pytest.raises(PlanError, match="one by one: --subfolder NAME, into OUT/NAME"):
         part(pipeline, tmp_path / "out", "1/2")
     where = SourceOptions(subfolder="text_encoder")
     quantize_checkpoint(pipeline, tmp_path / "single", OPTIONS, RUN, where=where)

@@ -405,9 +405,9 @@ def cells() -> list[Any]:
 def test_a_result_says_what_is_in_it(world: World, tmp_path: Path, source, option, fate):
     folder, options = world.sources[source], world.options(option)
     if fate == "!":
-        with pytest.raises(PlanError, match="scales='search' needs the 16-bit model"):
+        with pytest.raises(PlanError, match="--scales search needs the 16-bit model"):
             plan_quantization(folder, options)
-        with pytest.raises(PlanError, match="leave scales out"):
+        with pytest.raises(PlanError, match="leave --scales out"):
             quantize_checkpoint(folder, tmp_path / "out", options, CPU)
         assert not (tmp_path / "out").exists()
         return
@@ -454,7 +454,9 @@ def test_what_was_kept_is_still_that_of_the_16_bit_model(world: World, tmp_path:
 
 def test_what_is_asked_for_and_what_is_left_open_make_the_same_job(world: World, tmp_path: Path):
     quantize_checkpoint(world.plain, tmp_path / "out", run=CPU)
-    spelled = QuantizeOptions("nf4", 64, True, dtype="bfloat16", scales="absmax")
+    spelled = QuantizeOptions(
+        quant_type="nf4", blocksize=64, double_quant=True, dtype="bfloat16", scales="absmax"
+    )
     assert quantize_checkpoint(world.plain, tmp_path / "out", spelled, CPU).already_complete
     for options, message in (
         (SEARCH, 'scales was "absmax" and is "search" now'),

@@ -54,7 +54,8 @@ def agrees(out: Path, source: Path, summary: Any) -> None:
 
 @pytest.mark.parametrize("run", [VERIFY, SMALL], ids=["buffers", "small buffers"])
 @pytest.mark.parametrize("options", [
-    QuantizeOptions(max_shard_size=60_000), QuantizeOptions("fp4", 128, double_quant=False),
+    QuantizeOptions(max_shard_size=60_000),
+    QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False),
     QuantizeOptions(dtype="float32"), QuantizeOptions(dtype="float16"),
 ], ids=["shards", "fp4", "float32", "float16"])  # fmt: skip
 def test_it_finds_what_verify_finds(

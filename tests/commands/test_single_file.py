@@ -293,7 +293,7 @@ def test_of_a_diffusers_pipeline_one_component_is_asked_for(tmp_path):
     write_component(tmp_path / "transformer", "FluxTransformer2DModel")
     index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(PlanError, match="subfolder='transformer', or unet"):
+    with pytest.raises(PlanError, match="--subfolder transformer, or unet"):
         plan_quantization(tmp_path, ONE)
     assert plan_quantization(tmp_path, ONE, SourceOptions(subfolder="transformer")).output.jobs
 
@@ -384,7 +384,7 @@ def test_a_damaged_single_file_is_not_complete(tmp_path):
     middle = len(before) // 2
     flipped = bytes([before[middle] ^ 1])
     out.write_bytes(before[:middle] + flipped + before[middle + 1 :])
-    with pytest.raises(VerificationError, match="overwrite=True makes it anew"):
+    with pytest.raises(VerificationError, match="--overwrite makes it anew"):
         quantize_checkpoint(source, out, options, RunOptions(device="cpu", verify=True))
     foreign = tmp_path / "foreign.safetensors"
     save_file({"a": torch.ones(1)}, foreign)

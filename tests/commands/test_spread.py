@@ -271,21 +271,21 @@ def test_an_error_of_one_worker_is_that_of_the_run(tmp_path: Path, source: Path)
 )
 def test_devices_that_are_not_there(tmp_path: Path, source: Path, device: str):
     with pytest.raises(
-        PlanError, match=f"^device='{device}': expected GPUs of this machine, each once: "
+        PlanError, match=f"^--device {device}: expected GPUs of this machine, each once: "
     ):
         nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device=device))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_part_is_for_one_process(tmp_path: Path, source: Path):
-    with pytest.raises(PlanError, match=r"^part='1/2' is for one process: "):
+    with pytest.raises(PlanError, match=r"^--part 1/2 is for one process: "):
         nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(TWO, part="1/2"))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_all_gpus_of_a_machine_that_has_none(tmp_path: Path, source: Path):
-    with pytest.raises(PlanError, match=r"device='cuda:all': .*it has none"):
+    with pytest.raises(PlanError, match=r"--device cuda:all: .*it has none"):
         nf4conv.quantize_checkpoint(
             source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all")
         )
@@ -318,7 +318,7 @@ def test_all_gpus(tmp_path: Path, source: Path):
 def test_without_ray(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
-        PlanError, match=r"^ray=True needs one more package: pip install 'nf4conv\[ray\]'$"
+        PlanError, match=r"^--ray needs one more package: pip install 'nf4conv\[ray\]'$"
     ):
         nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, ray=True))
 

@@ -122,7 +122,7 @@ def test_an_interrupted_run_pushes_nothing_and_the_next_one_the_rest(
 
 
 def test_without_a_token(hub: Hub, source: Path, tmp_path: Path):
-    with pytest.raises(OutputError, match=rf"^push_to_hub='{REPO}': .*401"):
+    with pytest.raises(OutputError, match=rf"^--push-to-hub {REPO}: .*401"):
         push(source, tmp_path / "out", token=False)
     assert not list((tmp_path / "out").glob("*.safetensors"))
     assert hub.repos == {}
@@ -146,7 +146,7 @@ def test_a_repository_with_weights(hub: Hub, source: Path, tmp_path: Path):
 def test_a_public_repository_without_public(hub: Hub, source: Path, tmp_path: Path):
     hub.repos[REPO] = Repo(token=TOKEN, private=False)
     hub.repos[REPO].commit({})
-    with pytest.raises(OutputError, match="is public; say public=True if you mean it"):
+    with pytest.raises(OutputError, match="is public; say --public if you mean it"):
         push(source, tmp_path / "out")
     push(source, tmp_path / "out", public=True)
 
@@ -169,7 +169,7 @@ def test_a_pull_request_replaces_weights_and_leaves_the_main_branch(
 
 
 def test_a_pull_request_needs_a_repository(hub: Hub, source: Path, tmp_path: Path):
-    with pytest.raises(OutputError, match=f"^push_to_hub='{REPO}': "):
+    with pytest.raises(OutputError, match=f"^--push-to-hub {REPO}: "):
         push(source, tmp_path / "out", create_pr=True)
     assert hub.repos == {}
 
@@ -177,7 +177,7 @@ def test_a_pull_request_needs_a_repository(hub: Hub, source: Path, tmp_path: Pat
 def test_a_pull_request_on_a_public_repository_needs_public(hub: Hub, source: Path, tmp_path: Path):
     hub.repos[REPO] = Repo(private=False)
     hub.repos[REPO].commit({})
-    with pytest.raises(OutputError, match="is public; say public=True if you mean it"):
+    with pytest.raises(OutputError, match="is public; say --public if you mean it"):
         push(source, tmp_path / "out", create_pr=True)
     push(source, tmp_path / "out", create_pr=True, public=True)
     assert len(hub.repos[REPO].pull_requests) == 1
@@ -221,7 +221,7 @@ def test_when_the_hub_refuses_the_checkpoint_is_complete_all_the_same(
         Fault(step, times=99, status=403, headers={"X-Error-Message": "Storage quota exceeded"})
     ]
     complaint = (
-        rf"^push_to_hub='{REPO}': .*quota exceeded.*; the checkpoint itself is complete, "
+        rf"^--push-to-hub {REPO}: .*quota exceeded.*; the checkpoint itself is complete, "
         rf".*: hf upload {REPO} {out} \.$"
     )
     with pytest.raises(Nf4convError, match=complaint):

@@ -54,7 +54,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 ON_GPU = torch.cuda.is_available()
 PIECE = 2**21 if ON_GPU else 2**16
-BARE = RunOptions("cuda", 2, 2 * PIECE)
+BARE = RunOptions(device="cuda", workers=2, buffer_size=2 * PIECE)
 Parts = Callable[[int, int], dict[str, torch.Tensor]]
 
 
@@ -78,7 +78,10 @@ def by_torch(command: Callable[..., Any], *arguments: Any) -> Any:
     """The same without the driver: torch does it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "device_count", lambda: 0)
-        return command(*arguments, RunOptions("cuda" if ON_GPU else "cpu", 2, 2 * PIECE))
+        return command(
+            *arguments,
+            RunOptions(device="cuda" if ON_GPU else "cpu", workers=2, buffer_size=2 * PIECE),
+        )
 
 
 def write(
@@ -141,7 +144,7 @@ def same(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "options"), [
     (torch.float16, QuantizeOptions()),
-    (torch.float32, QuantizeOptions("fp4", 128, double_quant=False)),
+    (torch.float32, QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False)),
     pytest.param(torch.bfloat16, QuantizeOptions(), marks=pytest.mark.gpu),
 ], ids=["nested", "plain", "bfloat16"])  # fmt: skip
 def test_packing(
@@ -604,7 +607,7 @@ class Asked:
         monkeypatch.setattr(device, "subtract", subtracting)
 
 
-MIXED = RunOptions("auto", 2, 2 * PIECE)
+MIXED = RunOptions(device="auto", workers=2, buffer_size=2 * PIECE)
 """The device of torch is found by itself: without a GPU the driver's is none of torch's."""
 
 
@@ -818,7 +821,8 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("options", "kind"), [
-    (QuantizeOptions(), None), (QuantizeOptions("fp4", 128, double_quant=False), None),
+    (QuantizeOptions(), None),
+    (QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False), None),
     (QuantizeOptions(), "fp8 channels"),
     pytest.param(QuantizeOptions(blocksize=512, scales="search"), None, marks=pytest.mark.gpu),
 ], ids=["nested", "plain", "encoded", "search"])  # fmt: skip
@@ -872,7 +876,7 @@ def test_what_is_wrong_is_found_as_by_torch(tmp_path: Path, gpu: list[DriverBack
     damaged = tensors[name].view(-1).view(torch.uint8)
     damaged[damaged.numel() // 2] ^= 1
     save_file(tensors, file)
-    run = RunOptions("auto", 2, 2 * PIECE)
+    run = RunOptions(device="auto", workers=2, buffer_size=2 * PIECE)
     found = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), run)
     assert len(gpu) == 2
     assert not found.passed
@@ -1004,7 +1008,7 @@ def test_encoded_values_compared(tmp_path: Path, gpu: list[DriverBackend], kind:
 
 
 @pytest.mark.parametrize("options", [
-    QuantizeOptions(), QuantizeOptions("fp4", 128, double_quant=False),
+    QuantizeOptions(), QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False),
     QuantizeOptions(blocksize=4096),
 ], ids=["nested", "plain", "wide"])  # fmt: skip
 def test_packed_values_compared(tmp_path: Path, gpu: list[DriverBackend], options: QuantizeOptions):
@@ -1026,7 +1030,10 @@ def test_packed_values_compared(tmp_path: Path, gpu: list[DriverBackend], option
 def test_torch_compares_only_what_takes_it(
     tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
 ):
-    name, run = "h.0.attn.c_attn.weight", RunOptions("auto", 2, 2 * PIECE)
+    name, run = (
+        "h.0.attn.c_attn.weight",
+        RunOptions(device="auto", workers=2, buffer_size=2 * PIECE),
+    )
     tensors = {name: torch.randn(64, 192, generator=GENERATOR).half(), "bias": torch.ones(7)}
     numbers = {"numbers": torch.arange(10), "double": torch.linspace(0, 1, 9).double()}
     source = write(tmp_path / "source", tensors | numbers)

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from evaluated import evaluated
 
 import nf4conv
-from nf4conv import EvaluateOptions, QuantizeOptions, RunOptions
+from nf4conv import QuantizeOptions, RunOptions
 from nf4conv.errors import PlanError
 from nf4conv.models.parsing import without_fetched_code
 
@@ -60,7 +61,6 @@ import nf4conv
 from nf4conv.calibrate.model.building import build_model
 folder, kinds = Path(sys.argv[1]), json.loads(sys.argv[2])
 plain = json.loads((folder / "source/config.json").read_text())
-options = nf4conv.EvaluateOptions(text=folder / "ids.npy")
 for kind, keys in kinds.items():
     for name in ("source", "out"):
         path = folder / name / "config.json"
@@ -72,7 +72,9 @@ for kind, keys in kinds.items():
     if kind not in ("attention", "experts", "code"):  # takes long
         continue
     print(kind, "evaluated", flush=True)
-    found = nf4conv.evaluate_checkpoint(folder / "out", folder / "source", options, "cpu")
+    found = nf4conv.evaluate(
+        folder / "out", source=folder / "source", text=folder / "ids.npy", device="cpu"
+    ).evaluations[0]
     assert found.figures["kl"] > 0
 """
 
@@ -154,8 +156,7 @@ def test_evaluate_refuses_what_an_adapter_would_replace(models, tmp_path, place)
             (tmp_path / name / file.name).write_bytes(file.read_bytes())
     adapter = {"base_model_name_or_path": "evil/base model", "peft_type": "LORA"}
     (tmp_path / place / "adapter_config.json").write_text(json.dumps(adapter))
-    options = EvaluateOptions(text=models / "ids.npy")
     with pytest.raises(PlanError, match="would load evil/base model instead") as refused:
-        nf4conv.evaluate_checkpoint(tmp_path / "out", tmp_path / "source", options, "cpu")
+        evaluated(tmp_path / "out", tmp_path / "source", text=models / "ids.npy")
     assert "nf4conv dequantize 'evil/base model' MERGED --lora" in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import load, train
+from evaluated import evaluated
 from hub_server import Hub, Repo
 from integers import Weight, awq, compressed, gptq, hqq, quark, torchao
 from safetensors.torch import load_file, save_file
@@ -21,12 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nf4conv import (
     DequantizeOptions,
-    EvaluateOptions,
     QuantizeOptions,
     RunOptions,
     dequantize_checkpoint,
     describe_plan,
-    evaluate_checkpoint,
     finish_checkpoint,
     inspect_checkpoint,
     plan_dequantization,
@@ -267,10 +266,10 @@ def test_evaluate_says_what_to_give_instead(tmp_path: Path):
     """transformers loads no GPTQ without a package that the tests do not install."""
     source, plain = write(tmp_path / "source", llama(gptq), LLAMA_CONFIG, GPTQ)
     np.save(tmp_path / "ids.npy", np.arange(256, dtype=np.int32) % 96)
-    options = EvaluateOptions(text=tmp_path / "ids.npy")
+    options = {"text": tmp_path / "ids.npy"}
     said = r"source: transformers cannot load it: .+; `nf4conv dequantize` makes a 16-bit model"
     with pytest.raises(SourceError, match=said):
-        evaluate_checkpoint(plain, source, options, "cpu")
+        evaluated(plain, source, **options)
 
 
 def test_calibrated_by_a_text(tmp_path: Path):

@@ -632,7 +632,7 @@ def test_a_diffusers_pipeline_takes_adapters_part_by_part(tmp_path):
         (plan_quantization, QuantizeOptions),
         (plan_dequantization, DequantizeOptions),
     ):
-        with pytest.raises(PlanError, match="subfolder='transformer'"):
+        with pytest.raises(PlanError, match="--subfolder transformer"):
             plan(tmp_path, options(lora=("adapter",)))
 
 

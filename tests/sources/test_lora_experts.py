@@ -97,9 +97,9 @@ def test_each_order_is_merged_as_peft_merges_its_own(base, of_peft, of_unsloth, 
 )
 def test_an_adapter_of_unsloth_that_says_nothing_is_refused(base, of_peft, tmp_path, changes):
     adapter = str(changed(of_peft, tmp_path, **changes))
-    with pytest.raises(SourceError, match="lora_experts='expert-major' if it was trained before"):
+    with pytest.raises(SourceError, match="--lora-experts expert-major if it was trained before"):
         plan_dequantization(base, DequantizeOptions(lora=(adapter,)))
-    with pytest.raises(SourceError, match="lora_experts='rank-major'"):
+    with pytest.raises(SourceError, match="--lora-experts rank-major"):
         plan_quantization(base, QuantizeOptions(lora=(adapter,)))
 
 
@@ -159,5 +159,5 @@ def test_quantize_and_verify_take_the_order(base, of_peft, of_unsloth, tmp_path)
 
 
 def test_an_order_that_does_not_exist_is_refused(of_peft):
-    with pytest.raises(PlanError, match="lora_experts='columns': expected one of rank-major"):
+    with pytest.raises(PlanError, match="--lora-experts columns: expected one of rank-major"):
         DequantizeOptions(lora=(str(of_peft),), lora_experts="columns")

@@ -416,9 +416,7 @@ def test_an_error_elsewhere_does_not_wait_for_the_download(
 def test_pickles_are_not_streamed(hub: Hub, where: SourceOptions, tmp_path: Path):
     torch.save({"a.weight": torch.ones(64, 64)}, tmp_path / "x.bin")
     publish(hub, {"config.json": CONFIG, "pytorch_model.bin": (tmp_path / "x.bin").read_bytes()})
-    with pytest.raises(
-        SourceError, match="only safetensors can be streamed; run without stream=True"
-    ):
+    with pytest.raises(SourceError, match="only safetensors can be streamed; run without --stream"):
         plan_quantization(REPO, OPTIONS, where)
 
 

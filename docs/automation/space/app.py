@@ -76,7 +76,7 @@ def _convert(repository: str, target: str, token: str, scales: str) -> Iterator[
     options = nf4conv.QuantizeOptions(scales=scales)
     where = nf4conv.SourceOptions(token=token, stream=True)
     is_public = not HfApi(token=token).model_info(target).private
-    push = nf4conv.PushOptions(target, public=is_public, create_pr=True, token=token)
+    push = nf4conv.PushOptions(push_to_hub=target, public=is_public, create_pr=True, token=token)
     plan = nf4conv.plan_quantization(repository, options, where, push)
     totals = plan.totals()
     if totals.bytes_before > MOST_GIGABYTES * 1e9:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from nf4conv.choices import DTYPES
 from nf4conv.choose.formats import dominant_dtype
 from nf4conv.errors import OptionError, PlanError
-from nf4conv.options import DequantizeOptions, VerifyOptions
+from nf4conv.options import DTYPES, DequantizeOptions, VerifyOptions
 from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.jobs import FLOAT_TAGS
 from nf4conv.sources.record import MAKING

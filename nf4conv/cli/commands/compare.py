@@ -9,17 +9,10 @@ import nf4conv
 from nf4conv.cli.chosen import check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import (
-    exclude_option,
-    include_option,
-    json_options,
-    machine_options,
-    quiet_option,
-    repository_options,
-    tolerance_option,
-    verbose_log_option,
-)
-from nf4conv.cli.parameters import Place
+from nf4conv.cli.options import json_options, quiet_option, verbose_log_option
+from nf4conv.cli.parameters import Place, options_from
+from nf4conv.declaring import narrowed
+from nf4conv.options import MachineOptions, SourceOptions
 from nf4conv.report.text.progress_bar import progress
 
 
@@ -32,11 +25,7 @@ from nf4conv.report.text.progress_bar import progress
 )
 @click.argument("a", metavar="A", type=Place("file"))
 @click.argument("b", metavar="B", type=Place("file"))
-@include_option("Compare only tensors whose names match. May be given again.")
-@exclude_option("Leave out tensors whose names match. May be given again.")
-@tolerance_option("Let no tensor have a larger relative error.  [default: require equal bytes]")
-@repository_options
-@machine_options
+@options_from(nf4conv.CompareOptions)
 @json_options
 @quiet_option("Show no progress and no tables: the exit code tells the result.")
 @verbose_log_option
@@ -49,14 +38,13 @@ def compare(a: str, b: str, **values: Any) -> None:
     from nf4conv.report.text.checks import comparison_lines  # importing it holds up --help
 
     display = chosen(Display, values)
-    run = chosen(nf4conv.RunOptions, values)
     options = chosen(nf4conv.CompareOptions, values)
-    where = chosen(nf4conv.SourceOptions, values)
-    check_source_options(where, a, b)
+    check_source_options(options, a, b)
     if display.quiet:
         silence_libraries()
-    plan = nf4conv.plan_comparison(a, b, options, where)
+    plan = nf4conv.plan_comparison(a, b, options, narrowed(options, SourceOptions))
     display.tell_notes(plan.notes)
+    run = narrowed(options, MachineOptions)
     with progress("comparing", plan.bytes_to_read, hidden=display.quiet) as advance:
         found = nf4conv.execute_comparison(plan, run, advance)
     display.show(found, comparison_lines(found, terminal_width()))

@@ -5,21 +5,13 @@ from typing import Any
 import click
 
 import nf4conv
-from nf4conv.cli.chosen import check_lora_experts, check_source_options, chosen
+from nf4conv.cli.chosen import check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import (
-    dtype_option,
-    exclude_option,
-    include_option,
-    lora_experts_option,
-    lora_option,
-    max_shard_size_option,
-    repository_and_stream_options,
-    writing_display_options,
-    writing_machine_options,
-)
-from nf4conv.cli.parameters import Place
+from nf4conv.cli.options import writing_display_options
+from nf4conv.cli.parameters import Place, options_from
+from nf4conv.declaring import narrowed
+from nf4conv.options import RunOptions, SourceOptions
 from nf4conv.report.text.progress_bar import progress
 
 
@@ -34,17 +26,7 @@ from nf4conv.report.text.progress_bar import progress
 )
 @click.argument("source", metavar="SRC", type=Place("file"))
 @click.argument("out", metavar="OUT", type=Place("dir"))
-@lora_option(
-    "Merge this PEFT adapter into the decoded weights: a folder, or a model on the Hub, with or "
-    "without @revision. May be given again."
-)
-@lora_experts_option()
-@dtype_option("Store weights in this dtype.  [default: as before they were quantized]")
-@max_shard_size_option
-@include_option("Decode only weights whose names match. May be given again.")
-@exclude_option("Leave weights whose names match in 4 bits. May be given again.")
-@repository_and_stream_options
-@writing_machine_options
+@options_from(nf4conv.DequantizeOptions)
 @writing_display_options
 def dequantize(source: str, out: str, **values: Any) -> None:
     """Decode the quantized checkpoint SRC into the folder OUT.
@@ -58,15 +40,13 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     from nf4conv.report.text.runs import dequantization_lines  # importing it holds up --help
 
     display = chosen(Display, values)
-    run = chosen(nf4conv.RunOptions, values)
     options = chosen(nf4conv.DequantizeOptions, values)
-    where = chosen(nf4conv.SourceOptions, values)
-    check_lora_experts(options.lora, options.lora_experts)
+    run = narrowed(options, RunOptions)
     display.check_all()
-    check_source_options(where, source)
+    check_source_options(options, source)
     if display.quiet:
         silence_libraries()
-    whole = nf4conv.plan_dequantization(source, options, where)
+    whole = nf4conv.plan_dequantization(source, options, narrowed(options, SourceOptions))
     plan = nf4conv.plan_part(whole, run)
     if display.dry_run:
         described = nf4conv.describe_plan(plan)

@@ -6,19 +6,12 @@ from typing import Any
 import click
 
 import nf4conv
-from nf4conv.cli.chosen import check_source_options, chosen
+from nf4conv.cli.chosen import check_source_options, chosen, given_to
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
-from nf4conv.cli.help import Command, Group, examples, option
-from nf4conv.cli.options import (
-    FILE,
-    device_option,
-    json_options,
-    model_options,
-    quiet_option,
-    source_option,
-    verbose_log_option,
-)
-from nf4conv.cli.parameters import NonNegative, Place, WholeNumber
+from nf4conv.cli.help import Command, examples
+from nf4conv.cli.options import json_options, quiet_option, verbose_log_option
+from nf4conv.cli.parameters import Place, options_from
+from nf4conv.options import EvaluateOptions
 from nf4conv.report.text.progress_bar import Ticking
 
 
@@ -30,47 +23,11 @@ from nf4conv.report.text.progress_bar import Ticking
     ),
 )
 @click.argument("outs", metavar="OUT...", type=Place("dir"), nargs=-1, required=True)
-@source_option("Compare OUT with this model, from which it was made.", required=True)
-@option(
-    "--text",
-    group=Group.CHECKS,
-    type=FILE,
-    help="Let all models read this text, or these token ids (.npy).  "
-    "[default: Python's own reference]",
-)
-@option(
-    "--tokens",
-    group=Group.CHECKS,
-    type=WholeNumber(2),
-    metavar="N",
-    help="Read this number of tokens.  [default: 16384, or fewer, to write no more than 2 GiB]",
-)
-@option(
-    "--max-kl",
-    group=Group.CHECKS,
-    type=NonNegative(),
-    metavar="NATS",
-    help="Let the mean divergence be no larger, in nats.",
-)
-@option(
-    "--card",
-    group=Group.CHECKS,
-    is_flag=True,
-    help="Write the figures into OUT/README.md, and update its line in SHA256SUMS. With several "
-    "OUTs also a plot beside it.",
-)
-@option(
-    "--plot",
-    group=Group.CHECKS,
-    type=FILE,
-    help="Draw divergence against bits per weight into this file, as SVG.",
-)
-@model_options
-@device_option("Compute on this device: auto, cpu, cuda or cuda:N.")
+@options_from(EvaluateOptions)
 @json_options
 @quiet_option("Show no progress and no table: the exit code tells the result.")
 @verbose_log_option
-def evaluate(outs: tuple[str, ...], source: str, device: str, **values: Any) -> None:
+def evaluate(outs: tuple[str, ...], **values: Any) -> None:
     """Compare what the models OUT and SRC predict on the same text.
 
     With several OUTs, nf4conv shows them side by side: how far each is from SRC, and its size.
@@ -83,9 +40,9 @@ def evaluate(outs: tuple[str, ...], source: str, device: str, **values: Any) -> 
     from nf4conv.report.text.evaluations import evaluation_lines  # importing it holds up --help
 
     display = chosen(Display, values)
-    options = chosen(nf4conv.EvaluateOptions, values)
-    where = chosen(nf4conv.SourceOptions, values)
-    check_source_options(where, source)
+    given = given_to(EvaluateOptions, values)
+    options = EvaluateOptions(**given)
+    check_source_options(options, str(options.source))
     hide_bar = None  # tqdm then hides the bar if stderr is not a terminal
     if display.quiet:
         silence_libraries()
@@ -98,7 +55,7 @@ def evaluate(outs: tuple[str, ...], source: str, device: str, **values: Any) -> 
         disable=hide_bar,
     )
     with bar, Ticking(bar, "evaluating"):
-        found = nf4conv.evaluate_checkpoints(outs, source, options, device, where, bar.update)
+        found = nf4conv.evaluate(outs, **given, progress=bar.update)
     result = found.evaluations[0] if len(outs) == 1 else found
     display.show(result, evaluation_lines(found, terminal_width()))
     sys.exit(0 if found.passed else 1)

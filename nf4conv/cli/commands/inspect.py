@@ -8,8 +8,10 @@ import nf4conv
 from nf4conv.cli.chosen import check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import all_option, json_options, repository_options, verbose_log_option
-from nf4conv.cli.parameters import Place
+from nf4conv.cli.options import all_option, json_options, verbose_log_option
+from nf4conv.cli.parameters import Place, options_from
+from nf4conv.declaring import narrowed
+from nf4conv.options import InspectOptions, SourceOptions
 
 
 @click.command(
@@ -20,7 +22,7 @@ from nf4conv.cli.parameters import Place
     ),
 )
 @click.argument("path", metavar="PATH|REPO", type=Place("file"))
-@repository_options
+@options_from(InspectOptions)
 @all_option("List every tensor.")
 @json_options
 @verbose_log_option
@@ -33,8 +35,8 @@ def inspect(path: str, **values: Any) -> None:
     from nf4conv.report.text.contents import inspection_lines  # importing it holds up --help
 
     display = chosen(Display, values)
-    where = chosen(nf4conv.SourceOptions, values)
-    check_source_options(where, path)
+    options = chosen(InspectOptions, values)
+    check_source_options(options, path)
     silence_libraries()  # what is downloaded here is too small for progress bars
-    found = nf4conv.inspect_checkpoint(path, where)
+    found = nf4conv.inspect_checkpoint(path, narrowed(options, SourceOptions))
     display.show(found, inspection_lines(found, terminal_width(), every=display.every))

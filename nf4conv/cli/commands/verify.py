@@ -7,22 +7,13 @@ from typing import Any
 import click
 
 import nf4conv
-from nf4conv.cli.chosen import check_lora_experts, check_source_options, chosen
+from nf4conv.cli.chosen import check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
-from nf4conv.cli.help import Command, Group, examples, option
-from nf4conv.cli.options import (
-    FILE,
-    json_options,
-    lora_experts_option,
-    lora_option,
-    machine_options,
-    quiet_option,
-    repository_options,
-    source_option,
-    tolerance_option,
-    verbose_option,
-)
-from nf4conv.cli.parameters import Place
+from nf4conv.cli.help import Command, examples, option
+from nf4conv.cli.options import json_options, quiet_option, verbose_option
+from nf4conv.cli.parameters import Place, options_from
+from nf4conv.declaring import Group, narrowed
+from nf4conv.options import MachineOptions, SourceOptions
 from nf4conv.report.text.progress_bar import progress
 
 
@@ -35,33 +26,17 @@ from nf4conv.report.text.progress_bar import progress
     ),
 )
 @click.argument("path", metavar="PATH", type=Place("file"))
-@lora_option(
-    "Merge this adapter into SRC before the comparison. May be given again.", group=Group.CHECKS
-)
-@lora_experts_option(group=Group.CHECKS)
-@source_option("Compare every value with this checkpoint, from which PATH was made.")
-@tolerance_option(
-    "With --source, let no weight in 4 bits have a larger relative error; one that dequantize "
-    "decoded must be equal.  [default: 0.112 for NF4 in blocks of 64]"
-)
-@option(
-    "--exact",
-    group=Group.CHECKS,
-    is_flag=True,
-    help="With --source, require the bytes that quantizing SRC gives, in config and files too.",
-)
-@repository_options
-@machine_options
+@options_from(nf4conv.VerifyOptions)
 @json_options
 @option(
     "--report",
     group=Group.DISPLAY,
-    type=FILE,
+    type=click.Path(dir_okay=False, path_type=Path),
     help="Write a page to look at, in HTML, to this file.",
 )
 @quiet_option("Show no progress and no tables: the exit code tells the result.")
 @verbose_option("List every check, and say on stderr what is done and how long it takes.")
-def verify(path: str, source: str | None, report: Path | None, **values: Any) -> None:
+def verify(path: str, report: Path | None, **values: Any) -> None:
     """Verify the checkpoint PATH, in 4 bits or decoded.
 
     PATH is a folder or a .safetensors file, made by any tool. If it was decoded, SRC is decoded
@@ -71,17 +46,13 @@ def verify(path: str, source: str | None, report: Path | None, **values: Any) ->
     from nf4conv.report.text.checks import verification_lines  # importing it holds up --help
 
     display = chosen(Display, values)
-    run = chosen(nf4conv.RunOptions, values)
     options = chosen(nf4conv.VerifyOptions, values)
-    where = chosen(nf4conv.SourceOptions, values)
-    check_lora_experts(options.lora, options.lora_experts)
-    if source is None:
-        check_source_options(where)
-    else:
-        check_source_options(where, source)
+    check_source_options(options, *([] if options.source is None else [str(options.source)]))
     if display.quiet:
         silence_libraries()
-    plan = nf4conv.plan_verification(path, source, options, where)
+    where = narrowed(options, SourceOptions)
+    run = narrowed(options, MachineOptions)
+    plan = nf4conv.plan_verification(path, options.source, options, where)
     with progress("verifying", plan.bytes_to_read, hidden=display.quiet) as advance:
         found = nf4conv.execute_verification(plan, run, advance)
     if report is not None:

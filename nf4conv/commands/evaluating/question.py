@@ -98,6 +98,7 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions, device: str)
     vocabulary = _vocabulary(first)
     for other in outs[1:]:
         _require_alike(first, other)
+    given = None if options.text is None else Path(options.text)
     # ids, or a text for the tokenizer
     content = _read_content(out, options)
     kind, loader = _kind_of_model(first.config or {})
@@ -107,11 +108,11 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions, device: str)
     window = _longest_window(first, kind)
     wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
     if isinstance(content, str):
-        tokens = _tokenize(out, options.text, content, wanted)
+        tokens = _tokenize(out, given, content, wanted)
     else:
         tokens = _Tokens(content[:wanted])
     ids = tokens.ids
-    text = _SHIPPED_TEXT if options.text is None else options.text.name
+    text = _SHIPPED_TEXT if given is None else given.name
     if ids.size < 2 or ids.min() < 0 or ids.max() >= vocabulary:
         raise PlanError(f"{text}: expected at least two token ids from 0 to {vocabulary - 1:,}")
     ends = tokens.ends if kind in ("encoder", "masked") else ()
@@ -259,7 +260,7 @@ def _config_class(loader: Any) -> Any:
 
 def _read_content(out: Path, options: EvaluateOptions) -> npt.NDArray[np.int64] | str:
     """Reads token ids, or text: no more than what could be asked for."""
-    text = options.text
+    text = None if options.text is None else Path(options.text)
     most = options.tokens or _TOKENS
     if text is not None and text.suffix == ".npy":
         return read_ids(text).reshape(-1)[:most].astype(np.int64)

@@ -73,6 +73,5 @@ def _travelling(error: Exception) -> Exception:
     for kind in type(error).__mro__:
         if kind.__module__ in (errors.__name__, "builtins"):
             break
-    message = error.line if isinstance(error, errors.Nf4convError) else str(error)
-    travelling: Exception = kind(message)
+    travelling: Exception = kind(str(error))
     return travelling

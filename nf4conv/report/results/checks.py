@@ -8,7 +8,6 @@ from nf4conv.report.rows.comparison import ComparedKind, ComparedRow, Status
 from nf4conv.report.rows.weights import CheckResult, ComparedTensors, WeightKind, WeightRow
 from nf4conv.report.tolerance import expected_errors
 from nf4conv.sources.stored_weights import Finding
-from nf4conv.wording import in_callers_words
 
 
 @dataclass(frozen=True)
@@ -207,4 +206,4 @@ class ComparisonReport:
             line += f"; largest relative error {max(errors):.4g}"
         if not self.passed and self.counts.keys() <= {Status.EQUAL, Status.IDENTICAL}:
             line += " (--tolerance 0 lets these pass)"
-        return in_callers_words(line)
+        return line

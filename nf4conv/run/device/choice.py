@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from nf4conv.format.layout import Format
-from nf4conv.options import RunOptions
+from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.on_driver.backend import DriverBackend, gpu_named, open_gpu
@@ -89,7 +89,7 @@ class Devices:
 
 
 def open_devices(
-    jobs: Callable[[], Iterable[Job]], format: Format, run: RunOptions, *, is_measured: bool
+    jobs: Callable[[], Iterable[Job]], format: Format, run: MachineOptions, *, is_measured: bool
 ) -> Devices:
     """Opens the devices of a run; torch is not imported.
 
@@ -127,7 +127,7 @@ def _torch_alone(torch: TorchBackend, why: str) -> Devices:
     return Devices(torch)
 
 
-def _no_gpu(run: RunOptions) -> str:
+def _no_gpu(run: MachineOptions) -> str:
     if run.device == "cpu":
         return "the CPU was asked for"
     return f"no NVIDIA GPU with a driver was found (device {run.device})"
@@ -154,7 +154,9 @@ class DevicesForPairs(NamedTuple):
     others: Sequence[TensorDifference]  # what takes torch
 
 
-def open_devices_for_pairs(results: Sequence[TensorDifference], run: RunOptions) -> DevicesForPairs:
+def open_devices_for_pairs(
+    results: Sequence[TensorDifference], run: MachineOptions
+) -> DevicesForPairs:
     """Opens the devices that compare tensors value by value; torch is not imported."""
     torch = TorchBackend(run.device)
     number = gpu_named(run.device)

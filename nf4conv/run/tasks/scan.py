@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from nf4conv.format.layout import Format, block_count
-from nf4conv.options import RunOptions
+from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline
@@ -64,7 +64,7 @@ def _count_piece(
 def count_values(
     tensors: Mapping[str, TensorInfo],
     limits: Mapping[str, float],
-    run: RunOptions,
+    run: MachineOptions,
     source: Source | None,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, UnfitValues]:
@@ -96,7 +96,7 @@ def count_values(
 
 
 def find_unpackable(
-    jobs: Sequence[PackJob], format: Format, run: RunOptions, source: Source
+    jobs: Sequence[PackJob], format: Format, run: MachineOptions, source: Source
 ) -> Mapping[str, tuple[int, str]]:
     """Counts the values of source tensors that cannot be packed.
 

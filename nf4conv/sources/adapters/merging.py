@@ -38,7 +38,7 @@ def open_merged(
         where: what to take of a folder or repository, and how to reach the Hub.
         lora: the adapters: folders, or names on the Hub; may be empty.
         lora_experts: the order of the experts' factors in adapters that do not tell it, one of
-            choices.LORA_EXPERTS. None refuses adapters whose order is not certain.
+            options.LoraExperts. None refuses adapters whose order is not certain.
 
     Raises:
         SourceError: something cannot be read, an adapter changes what the checkpoint lacks, or

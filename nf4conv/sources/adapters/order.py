@@ -13,10 +13,10 @@ adapter_config.json. Older ones wrote nothing, so their adapters are refused unt
 """
 
 import json
-from typing import Final
+from typing import Final, get_args
 
-from nf4conv.choices import LORA_EXPERTS
 from nf4conv.errors import SourceError
+from nf4conv.options import LoraExperts
 from nf4conv.sources.adapters.adapter import Adapter
 from nf4conv.sources.weight_files import ADAPTER_CONFIG
 
@@ -64,7 +64,7 @@ def _marked_order(adapter: Adapter) -> str | None:
             f"{' or '.join(_MARKED)}"
         )
     order = _MARKED[marked]
-    assert order in LORA_EXPERTS
+    assert order in get_args(LoraExperts)
     return order
 
 
