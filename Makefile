@@ -75,7 +75,7 @@ test-architectures: $(VENV)/transformers-4/.installed ## test every architecture
 	$(BIN)/python -m pytest tests/architectures --transformers-4 $(VENV)/transformers-4/bin/python
 
 # the oldest release that the loader knows, one between, and the newest
-MOE_RELEASES := 5.8.1 5.17.0 5.23.0
+MOE_RELEASES := 5.8.1 5.17.0 5.23.0 5.24.0
 $(VENV)/transformers-5.%/.installed: $(VENV)/.installed
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet "$(TORCH)" transformers==5.$* accelerate==1.15.0 bitsandbytes==0.50.2 peft==0.21.2 pytest

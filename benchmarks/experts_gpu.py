@@ -449,9 +449,6 @@ def measure_packed(record: Record, folder: Path, arguments: argparse.Namespace) 
     record.attempt("decode_eager", lambda: decode_eagerly(model))
     record.attempt("decode_graph", lambda: decode_by_graph(model))
     record.attempt("decode_graph_16", lambda: decode_by_graph(model, 16))
-    if arguments.offload:
-        record.attempt("offload", lambda: measure_offloaded(model, arguments.offload))
-        return
     nf4conv.patch_linear_4bit(model)
     record.attempt("decode_eager_patched", lambda: decode_eagerly(model))
     record.attempt("decode_graph_patched", lambda: decode_by_graph(model))
@@ -470,23 +467,6 @@ def measure_packed(record: Record, folder: Path, arguments: argparse.Namespace) 
         record.attempt(f"compiled_{way}", decode)
     if arguments.train_tokens:
         record.attempt("train", lambda: train(model, arguments.train_tokens))
-
-
-def measure_offloaded(model: Any, budgets: list[float]) -> dict[str, Any]:
-    """Measure decoding with experts in host memory, by the gigabytes of the cache."""
-    from nf4conv.inference.moe.offload import offload
-
-    found = {}
-    for budget in budgets:
-        cache = offload(model, int(budget * 1e9))
-        decode_eagerly(model, 4)
-        cache.reset_counts()
-        measured: dict[str, Any] = decode_eagerly(model, 20)
-        measured["hit_rate"] = round(cache.hit_rate, 4)
-        measured["allocated_gb"] = gigabytes(torch.cuda.memory_allocated())
-        found[str(budget)] = measured
-        print(budget, measured, flush=True)
-    return found
 
 
 def measure_16_bits(record: Record, folder: Path) -> None:
@@ -521,7 +501,6 @@ def main() -> None:
     parser.add_argument("--decode-all", action="store_true")
     parser.add_argument("--train-tokens", type=int, default=2048)
     parser.add_argument("--implementations", nargs="*", default=[])
-    parser.add_argument("--offload", nargs="*", type=float, default=[])
     arguments = parser.parse_args()
     shape = SHAPES[arguments.shape]
     source, packed = arguments.folder / "source", arguments.folder / "packed"

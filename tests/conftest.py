@@ -22,7 +22,6 @@ if why_plain((9, 0)):
         "*/test_compile.py",
         "*/test_decode_kernels.py",
         "*/test_experts_kernels.py",
-        "*/test_experts_offload.py",
         "*/test_ggml_kernels.py",
         "*/test_gpu.py",
         "*/test_kernels.py",

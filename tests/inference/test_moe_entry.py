@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nf4conv.errors import CodecError
 from nf4conv.inference.moe import conditions, entry
 
 ROOT = Path(__file__).parents[2]
@@ -89,12 +90,17 @@ def write_fakes(folder: Path, version: str = "5.23.0") -> Path:
     quantizers.mkdir(parents=True)
     (folder / "transformers/__init__.py").write_text(f"__version__ = {version!r}\n")
     (quantizers / "__init__.py").write_text("")
-    methods = "".join(f"    def {name}(self, **kwargs): ...\n" for name in conditions._HOOKS)
+    names = [name.rpartition(".")[2] for name in conditions.HOOKS[conditions.QUANTIZER]]
+    methods = "".join(f"    def {name}(self, *args, **kwargs): ...\n" for name in names)
     (quantizers / "quantizer_bnb_4bit.py").write_text(f"class Bnb4BitHfQuantizer:\n{methods}")
     return install(folder)
 
 
-QUANTIZER = "from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer as Q\n"
+# transformers goes on with importing its other quantizers
+QUANTIZER = (
+    "from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer as Q\n"
+    "import colorsys\n"
+)
 PATCHED = "import sys; print('patched' if '_nf4conv' in vars(Q) else 'untouched')\n"
 NOTHING_HEAVY = "assert not {'torch', 'numpy', 'safetensors', 'huggingface_hub'} & {*sys.modules}\n"
 ORDERS = {
@@ -118,7 +124,7 @@ def test_waits_while_the_quantizer_is_half_imported(tmp_path):
     fakes = write_fakes(tmp_path)
     module = fakes / "transformers/quantizers/quantizer_bnb_4bit.py"
     module.write_text("import bitsandbytes\n" + module.read_text())
-    shown = run(QUANTIZER + "import colorsys\n" + PATCHED, fakes)
+    shown = run(QUANTIZER + PATCHED, fakes)
     assert shown == "patched\n"
 
 
@@ -133,33 +139,45 @@ def test_transformers_4_is_left_alone(tmp_path):
     assert run(program, write_fakes(tmp_path, "4.57.6")) == "untouched\n"
 
 
+def test_any_release_is_tried(tmp_path):
+    program = ORDERS["bitsandbytes first"] + PATCHED
+    assert run(program, write_fakes(tmp_path, "5.99.0")) == "patched\n"
+
+
 @pytest.mark.parametrize(
-    ("version", "reason"),
+    ("method", "reason"),
     [
-        ("5.7.0", "older than the releases it knows (5.8 to 5.23)"),
-        ("5.99.0", "newer than the releases it knows (5.8 to 5.23)"),
+        ("", "has no attribute 'param_element_size'"),
+        ("    def param_element_size(self): ...\n", "too many positional arguments"),
     ],
 )
-def test_an_unknown_release_is_told_once_and_left_alone(version, reason, tmp_path):
+def test_what_does_not_fit_is_told_once_and_left_alone(method, reason, tmp_path):
+    fakes = write_fakes(tmp_path, "5.99.0")
+    module = fakes / "transformers/quantizers/quantizer_bnb_4bit.py"
+    whole = "    def param_element_size(self, *args, **kwargs): ...\n"
+    module.write_text(module.read_text().replace(whole, method))
     program = (
-        ORDERS["all of them"] + "print(Q.param_element_size.__name__, hasattr(Q, '__wrapped__'))"
+        ORDERS["all of them"]
+        + "print(hasattr(Q.get_state_dict_and_metadata, '__wrapped__'))"
+        + "; import nf4conv.inference.moe.entry as e; e.activate()"
     )
-    shown = run(
-        program + "; import nf4conv.inference.moe.entry as e; e.activate()",
-        write_fakes(tmp_path, version),
-    )
+    shown = run(program, fakes)
     assert shown.count("nf4conv does not load 4-bit experts here") == 1
-    assert f"transformers {version} is {reason}" in shown
+    assert "param_element_size of transformers 5.99.0 does not fit" in shown
+    assert reason in shown
+    assert "False" in shown
 
 
-def test_a_release_without_a_hook_is_left_alone(caplog):
-    class Quantizer:
-        """As in transformers before 5.8, whatever its number is."""
+@pytest.mark.oracle
+def test_what_does_not_fit_while_loading_is_told_in_a_line(checkpoint, monkeypatch):
+    from transformers import AutoModelForCausalLM, core_model_loading
 
-    with caplog.at_level(logging.WARNING, logger="nf4conv"):
-        entry.patch(Quantizer, "5.23.0")
-    assert "lacks _process_model_before_weight_loading, which the releases" in caplog.text
-    assert not hasattr(Quantizer, "update_weight_conversions")
+    monkeypatch.setattr(core_model_loading, "rename_source_key", lambda key: key)
+    with pytest.raises(
+        CodecError, match=r"rename_source_key of transformers .* works with"
+    ) as told:
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert "\n" not in str(told.value)
 
 
 def test_nothing_is_raised(monkeypatch, caplog):
@@ -174,7 +192,7 @@ def test_nothing_is_raised(monkeypatch, caplog):
 
 
 @pytest.mark.oracle
-def test_stands_back_for_unsloth(checkpoint, monkeypatch, caplog):
+def test_stands_back_for_unsloth(checkpoint, monkeypatch):
     from mixtures import build
 
     from nf4conv.inference.moe.loading.checkpoints import look_at_packed
@@ -183,9 +201,7 @@ def test_stands_back_for_unsloth(checkpoint, monkeypatch, caplog):
     model = build("qwen3_moe")
     assert look_at_packed(model, files, None) is not None
     monkeypatch.setitem(sys.modules, "unsloth", sys)
-    with caplog.at_level(logging.WARNING, logger="nf4conv"):
-        assert look_at_packed(model, files, None) is None
-    assert "stands back" in caplog.text
+    assert look_at_packed(model, files, None) is None
 
 
 # ---------------------------------------------------------------------- what `nf4conv env` says
@@ -206,7 +222,6 @@ def test_status(tmp_path):
         return folder
 
     known = fake_version("5.23.0")
-    assert status(known) == "active for transformers 5.23.0"
+    assert status(known) == "active for transformers 5.23.0; known to work with 5.8 to 5.24"
     assert status(known, NF4CONV_MOE="0") == "off: NF4CONV_MOE=0"
     assert status(fake_version("4.57.6")).startswith("not needed: transformers 4.57.6")
-    assert status(fake_version("5.7.1")).startswith("not active: transformers 5.7.1 is older")

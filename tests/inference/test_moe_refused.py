@@ -72,7 +72,42 @@ def repacked(name: str, weight: torch.Tensor) -> Callable[[Tensors], None]:
 
 def test_an_expert_is_missing(folders, tmp_path):
     message = refused(folders["packed-True"], tmp_path, without(re.escape(EXPERT)))
-    assert message.startswith(f"{EXPERT} is missing: experts 0 to 3 are there")
+    assert message.startswith(f"{EXPERT} is missing: the model's config wants experts 0 to 3")
+
+
+def test_the_last_expert_of_one_projection_is_missing(folders, tmp_path):
+    damage = without(r"layers\.1\.mlp\.experts\.3\.up_proj\.")
+    message = refused(folders["packed-True"], tmp_path, damage)
+    assert message.startswith("model.layers.1.mlp.experts.3.up_proj.weight is missing")
+
+
+def test_a_projection_of_all_experts_is_missing(folders, tmp_path):
+    message = refused(folders["packed-True"], tmp_path, without(r"layers\.1\..*experts.*up_proj"))
+    assert "layers.1.mlp.experts.gate_up_proj: mlp.experts.*.up_proj.weight is missing" in message
+
+
+@pytest.mark.parametrize("layout", ["packed-True", "stacked-True"])
+def test_all_that_a_parameter_is_made_of_is_missing(folders, tmp_path, layout):
+    message = refused(folders[layout], tmp_path, without(r"layers\.0\.mlp\.experts.*down_proj"))
+    assert message.startswith("model.layers.0.mlp.experts.down_proj is missing")
+
+
+@pytest.mark.parametrize(
+    ("component", "damaged_as"),
+    [
+        ("nested_quant_map", lambda tensor: torch.full_like(tensor, torch.nan)),
+        ("nested_quant_map", lambda tensor: tensor.flip(0)),
+        ("nested_absmax", lambda tensor: tensor.int()),
+        ("quant_map", lambda tensor: torch.full_like(tensor, torch.nan)),
+    ],
+)
+def test_damaged_components(folders, tmp_path, component, damaged_as):
+    def damage(tensors: Tensors) -> None:
+        tensors[f"{EXPERT}.{component}"] = damaged_as(tensors[f"{EXPERT}.{component}"])
+
+    message = refused(folders["packed-True"], tmp_path, damage)
+    assert component in message
+    assert "(mlp.experts.*.up_proj.weight)" in message
 
 
 def test_a_component_of_an_expert_is_missing(folders, tmp_path):
@@ -88,7 +123,8 @@ def test_the_codes_of_an_expert_are_missing(folders, tmp_path):
 def test_all_experts_from_one_on_are_missing(folders, tmp_path):
     damage = without(r"layers\.1\.mlp\.experts\.3\.")
     message = refused(folders["packed-True"], tmp_path, damage)
-    assert "model.layers.1.mlp.experts.down_proj: 3 experts of 64 × 32 in the files" in message
+    assert "layers.1.mlp.experts.3." in message
+    assert "is missing: the model's config wants experts 0 to 3" in message
 
 
 def test_shapes_differ(folders, tmp_path):

@@ -1,20 +1,23 @@
 """Lets layers of packed experts compute their own way: the seam between loader and forward.py.
 
 transformers asks `ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)` for the function that computes
-a layer of experts: eager, batched_mm, grouped_mm, or one that somebody registered. `install` wraps
-what it returns. A layer whose weights are packed then calls
+a layer of experts: eager, batched_mm, grouped_mm, or one that somebody registered.
+`install_dispatch` wraps what it returns. A layer whose weights are packed then calls
 
     packed_experts_forward(module, hidden_states, top_k_index, top_k_weights)
 
 of forward.py, under every implementation. It returns [tokens, hidden], or None where it has no
 faster way; then the implementation that was asked for runs, with Experts4bit as its weights.
-`nf4conv.inference.moe.layer.packed_weights(module)` gives forward.py what it needs.
+`adapted.packed_weights(module)` gives forward.py what it needs.
 
 Without gradients, torch.compile takes layers of packed experts into its graph. With them it goes
 around these layers: which experts are decoded depends on the values of a tensor, which a graph
-cannot know. What is between the layers is compiled.
+cannot know. It goes around PEFT's layers for them too: PEFT puts a parametrization in the place of
+an adapted parameter at every forward pass, which torch cannot trace. What is between the layers is
+compiled.
 """
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 
 from nf4conv.inference.moe.adapted import AdaptedExperts
+from nf4conv.inference.moe.conditions import act_when_there
 from nf4conv.inference.moe.forward import packed_experts_forward
 from nf4conv.inference.moe.tensor import Experts4bit
 
@@ -41,7 +45,7 @@ def with_packed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def install(interface: Any) -> None:
+def install_dispatch(interface: Any) -> None:
     """Wraps what transformers' interface of experts returns; once.
 
     Args:
@@ -102,3 +106,25 @@ def outside_of_graphs(
         return forward(self, *args, **kwargs)
 
     return compute
+
+
+def leave_adapters_out_of_graphs() -> None:
+    """Changes PEFT's class for adapted parameters, now or when PEFT is imported; once."""
+    act_when_there(_change_adapters_if_there)
+
+
+def _change_adapters_if_there() -> bool:
+    """Changes the class if PEFT has been imported; returns whether it has."""
+    wrapper = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+    if wrapper is None:
+        return False
+    if "_nf4conv" not in vars(wrapper):
+        wrapper._nf4conv = True
+        reason = "LoRA on 4-bit experts is computed outside of compiled graphs; leave fullgraph off"
+        wrapper.forward = outside_of_graphs(wrapper.forward, reason, _adapts_packed)
+    return True
+
+
+def _adapts_packed(wrapper: Any) -> bool:
+    """Returns True if a layer of PEFT is around packed experts."""
+    return getattr(wrapper.get_base_layer(), "_nf4conv_is_packed", False)

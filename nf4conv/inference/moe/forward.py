@@ -25,7 +25,7 @@ from nf4conv.inference.experts.projection import (
     suits_together,
 )
 from nf4conv.inference.experts.wide import suits_wide
-from nf4conv.inference.moe.layer import PackedLayer, packed_weights
+from nf4conv.inference.moe.adapted import PackedLayer, packed_weights
 from nf4conv.inference.moe.tensor import Experts4bit
 from nf4conv.inference.moe.weight import ALTERNATING, SEPARATED, PackedWeight
 
@@ -65,7 +65,7 @@ def packed_experts_forward(
     """Returns what the experts compute, or None to have the chosen implementation do it.
 
     Args:
-        module: the layer of experts; `layer.packed_weights` returns its weights.
+        module: the layer of experts; `adapted.packed_weights` returns its weights.
         hidden_states: [tokens, hidden].
         top_k_index: [tokens, k] integers, the experts of each token.
         top_k_weights: [tokens, k], their weights.
@@ -79,10 +79,6 @@ def packed_experts_forward(
             return None
         result: torch.Tensor = _layer_op(hidden_states, top_k_index, top_k_weights, key)
         return result
-    offloaded = getattr(module, "_nf4conv_offloaded", None)
-    if offloaded is not None:
-        computed: torch.Tensor = offloaded(module, hidden_states, top_k_index, top_k_weights)
-        return computed
     return _compute(module, hidden_states, top_k_index, top_k_weights)
 
 
@@ -138,7 +134,6 @@ def multiply(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    names: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes a layer with packed experts, but for its last bias; nothing waits for the device.
 
@@ -148,13 +143,11 @@ def multiply(
         x: [tokens, hidden].
         ids: [tokens, k]; experts that do not exist contribute nothing.
         weights: [tokens, k].
-        names: [tokens, k], by which the biases of experts are found; `ids` by default.
 
     Returns:
         [tokens, hidden].
     """
     up, down = projections
-    names = ids if names is None else names
     x = x.contiguous()
     ids = ids.to(torch.int64).contiguous()
     weights = weights.contiguous()
@@ -165,14 +158,14 @@ def multiply(
     if few:
         hidden = multiply_rows(x, ids, up)
         if not up.silu:
-            hidden = _activate(module, hidden, names)
+            hidden = _activate(module, hidden, ids)
         out = multiply_rows(hidden, ids, down, weights)
     else:
         members = max(FEWEST_MEMBERS, min(64, 1 << (tokens - 1).bit_length()))
         pairs, experts = group_by_expert(ids, up.stack.experts, members)
         hidden = multiply_groups(x, pairs, experts, k, ids.numel(), up)
         if not up.silu:
-            hidden = _activate(module, hidden, names)
+            hidden = _activate(module, hidden, ids)
         flat = weights.view(-1)
         results = multiply_groups(hidden, pairs, experts, 1, ids.numel(), down, flat)
         out = results.view(tokens, k, -1).sum(1)

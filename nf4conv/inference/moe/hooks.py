@@ -9,11 +9,9 @@ from functools import wraps
 from typing import Any, Final
 
 from nf4conv.inference.moe.loading.checkpoints import (
-    look_at_16_bits,
     look_at_packed,
     patch_narrow_layers,
     with_experts,
-    with_packing,
 )
 
 BYTES_PER_ELEMENT: Final = 0.5625
@@ -32,14 +30,12 @@ def install(quantizer: Any) -> None:
     """Replaces methods of Bnb4BitHfQuantizer.
 
     Args:
-        quantizer: the class, of a release that is known.
+        quantizer: the class, which has all of `conditions.HOOKS`.
     """
     replacements = (
         _process_model_before_weight_loading,
         update_weight_conversions,
         param_element_size,
-        param_needs_quantization,
-        get_quantize_ops,
         get_state_dict_and_metadata,
         _process_model_after_weight_loading,
     )
@@ -48,13 +44,8 @@ def install(quantizer: Any) -> None:
         setattr(quantizer, make.__name__, wraps(own)(make(own)))
 
 
-def _is_packed(quantizer: Any, name: str) -> bool:
-    """Returns whether a parameter stays packed."""
-    return quantizer._nf4conv is not None and name in quantizer._nf4conv.parameters
-
-
 def _process_model_before_weight_loading(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Looks at the files, or with NF4CONV_MOE=quantize at the model."""
+    """Looks at the files."""
 
     def process(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         result = own(self, model, *args, **kwargs)
@@ -62,8 +53,6 @@ def _process_model_before_weight_loading(own: Callable[..., Any]) -> Callable[..
         if self.pre_quantized:
             files = kwargs.get("checkpoint_files")
             self._nf4conv = look_at_packed(model, files, kwargs.get("device_map"))
-        else:
-            self._nf4conv = look_at_16_bits(model, self.modules_to_not_convert)
         return result
 
     return process
@@ -77,7 +66,7 @@ def update_weight_conversions(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def update(self: Any, weight_conversions: Any, *args: Any) -> Any:
         conversions = own(self, weight_conversions, *args)
-        if self._nf4conv is None or not self.pre_quantized:
+        if self._nf4conv is None:
             return conversions
         return with_experts(self._nf4conv, conversions, self)
 
@@ -88,32 +77,11 @@ def param_element_size(own: Callable[..., Any]) -> Callable[..., Any]:
     """Says how much memory packed experts need, for device maps and what is reserved before."""
 
     def size(self: Any, model: Any, param_name: str, *args: Any, **kwargs: Any) -> Any:
-        if _is_packed(self, param_name):
+        if self._nf4conv is not None and param_name in self._nf4conv.parameters:
             return BYTES_PER_ELEMENT
         return own(self, model, param_name, *args, **kwargs)
 
     return size
-
-
-def param_needs_quantization(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Says that 16-bit experts are to be packed."""
-
-    def needs(self: Any, model: Any, param_name: str, *args: Any, **kwargs: Any) -> Any:
-        if _is_packed(self, param_name):
-            return True
-        return own(self, model, param_name, *args, **kwargs)
-
-    return needs
-
-
-def get_quantize_ops(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Packs experts of a 16-bit model."""
-
-    def operations(self: Any, *args: Any, **kwargs: Any) -> Any:
-        operation = own(self, *args, **kwargs)
-        return operation if self._nf4conv is None else with_packing(operation)
-
-    return operations
 
 
 def _process_model_after_weight_loading(own: Callable[..., Any]) -> Callable[..., Any]:

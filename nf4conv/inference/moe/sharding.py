@@ -3,13 +3,8 @@
 `torch.distributed.fsdp.fully_shard` cuts a parameter into as many pieces as there are processes,
 and gathers the pieces before the layer computes. A piece of Experts4bit is an Experts4bit of fewer
 experts; what is gathered are its tensors as they are, in 4 bits.
-
-Others are refused. FSDP1 and DeepSpeed's ZeRO-3 flatten a parameter before they cut it; the flat
-form would be that of decoded experts, four times as large.
 """
 
-import sys
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,67 +14,12 @@ import torch
 from nf4conv.errors import PlanError
 from nf4conv.inference.experts import PackedExperts
 from nf4conv.inference.experts.decode import decoded_absmax
-from nf4conv.inference.moe.tensor import FUNCTIONS, OPERATIONS, Experts4bit
+from nf4conv.inference.moe.tensor import OPERATIONS, Experts4bit
 
 aten = torch.ops.aten
 
 SHARED = ("codes", "absmax", "nested_absmax", "nested_offset")
 """The tensors of PackedExperts that have a share for each expert."""
-
-
-class FlatExperts(torch.Tensor):
-    """Shows packed experts as one flat tensor, and refuses whatever is done with it.
-
-    FSDP2 asks for it and leaves it alone; others shard it.
-    """
-
-    @staticmethod
-    def __new__(cls, experts: Experts4bit) -> "FlatExperts":
-        """Makes the tensor, which has a size, a dtype and a device, and no values."""
-        made: FlatExperts = torch.Tensor._make_wrapper_subclass(
-            cls, (experts.numel(),), dtype=experts.dtype, device=experts.device
-        )
-        return made
-
-    def __init__(self, experts: Experts4bit) -> None:
-        """Has nothing to do: __new__ did it."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Refuses.
-
-        Raises:
-            PlanError: always.
-        """
-        if func is aten.detach.default:
-            return args[0]
-        raise PlanError(
-            "4-bit experts cannot be flattened, as FSDP1 does to shard them: use FSDP2 "
-            "(torch's fully_shard; fsdp_version: 2 in accelerate)"
-        )
-
-
-def _refuse_deepspeed(tensor: Any, *_: Any, **__: Any) -> Any:
-    """Says that DeepSpeed cannot hold packed experts, before torch stops with a traceback.
-
-    DeepSpeed moves a model after it has taken weak references to its parameters. torch exchanges
-    parameters of our kind when they move, and refuses that while there are weak references.
-
-    Raises:
-        PlanError: DeepSpeed moves this parameter.
-    """
-    if "deepspeed" in sys.modules and weakref.getweakrefs(tensor):
-        raise PlanError(
-            "DeepSpeed cannot hold 4-bit experts: torch does not move tensors of their kind while "
-            "DeepSpeed refers to them; use FSDP2 (fsdp_version: 2 in accelerate) or DDP"
-        )
-    return NotImplemented
 
 
 # ---------------------------------------------------------------- what FSDP2 calls
@@ -243,16 +183,16 @@ def _without_nesting(part: PackedExperts) -> PackedExperts:
 
 
 def _view(tensor: Experts4bit, shape: Sequence[int], **kwargs: Any) -> Any:
-    """Flattens experts in appearance."""
+    """Flattens experts in appearance: FSDP2 asks for it, and does nothing with it."""
     if list(shape) in ([-1], [tensor.numel()]):
-        return FlatExperts(tensor)
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
     return _same_shape(tensor, shape, **kwargs)
 
 
 _same_shape = OPERATIONS[aten.view.default]
 
 
-def install() -> None:
+def install_sharding() -> None:
     """Gives Experts4bit the operations above, and the methods that FSDP2 looks for."""
     methods: Any = Experts4bit
     methods.fsdp_pre_all_gather = fsdp_pre_all_gather
@@ -265,4 +205,3 @@ def install() -> None:
     OPERATIONS[aten.copy_.default] = _copy
     OPERATIONS[aten.slice.Tensor] = _slice
     OPERATIONS[aten.as_strided.default] = _as_strided
-    FUNCTIONS[torch.Tensor.to] = _refuse_deepspeed

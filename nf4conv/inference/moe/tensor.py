@@ -356,8 +356,15 @@ def _fallback_backward(_x: Any, weight: Any, offs: torch.Tensor, grad: torch.Ten
     return grad_x, grad.new_zeros(1).expand(weight.shape)
 
 
-FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""By functions of torch, what computes them above autograd; adapted.py fills it."""
+def _element_size(tensor: Experts4bit) -> float:
+    """Returns the bytes that an element takes in 4 bits: transformers adds up memory with it."""
+    stored = sum(part.nbytes for part in tensor.weight.parts)
+    rows, columns = tensor.weight.matrix_shape
+    return stored / (tensor.weight.experts * rows * columns)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.Tensor.element_size: _element_size}
+"""By functions of torch, what computes them above autograd; adapted.py adds others."""
 
 OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,

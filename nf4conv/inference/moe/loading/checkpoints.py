@@ -3,6 +3,7 @@
 What needs torch is imported when there are packed experts: importing torch takes seconds.
 """
 
+import importlib
 import logging
 import sys
 from collections.abc import Iterable
@@ -10,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nf4conv.errors import CodecError
-from nf4conv.inference.moe.conditions import quantizes
+from nf4conv.inference.moe.conditions import HOOKS, misfit
 from nf4conv.inference.moe.loading.headers import (
     PackedNames,
-    check_completeness,
     check_family,
     read_packed_names,
 )
@@ -42,22 +42,32 @@ def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
     """Reads which weights of a checkpoint are packed.
 
     Returns:
-        None if the checkpoint has no packed experts, or if Unsloth loads them.
+        None if the checkpoint has no packed experts, or if Unsloth, which patches transformers for
+        itself, was imported.
 
     Raises:
-        CodecError: an expert, or a tensor of one, is missing, the family has no loader, or experts
-            are to stay on the disk.
+        CodecError: this transformers is not as the loader needs it, the family has no loader, or
+            experts are to stay on the disk.
     """
     names = read_packed_names(files or ())
-    if not names.experts or _stands_back():
+    if not names.experts or "unsloth" in sys.modules:
         return None
+    _check_transformers()
     check_family(names, getattr(model.config, "model_type", ""))
     parameters = expert_parameters(model)
     if not parameters:
         return None
     _check_devices(parameters, device_map)
-    check_completeness(names)
     return Loading(model, names)
+
+
+def _check_transformers() -> None:
+    """Raises CodecError if transformers lacks what the loader hooks into."""
+    for name in HOOKS:
+        importlib.import_module(name)
+        reason = misfit(name)
+        if reason is not None:
+            raise CodecError(f"4-bit experts do not load here: {reason}")
 
 
 def _check_devices(parameters: Iterable[str], device_map: Any) -> None:
@@ -70,29 +80,9 @@ def _check_devices(parameters: Iterable[str], device_map: Any) -> None:
         for name in parameters:
             if device == "disk" and (module == "" or name.startswith(f"{module}.")):
                 raise CodecError(
-                    f"{name}: packed experts cannot stay on the disk (device_map): give the module "
-                    f'a GPU or "cpu"; nf4conv.inference.moe.offload keeps experts in host memory'
+                    f"{name}: packed experts cannot stay on the disk (device_map): "
+                    f'give the module a GPU or "cpu"'
                 )
-
-
-def look_at_16_bits(model: Any, skipped: list[str] | None) -> Loading | None:
-    """Chooses the experts of a 16-bit model that are packed.
-
-    Returns:
-        None if nothing is packed: the model has no such experts, or NF4CONV_MOE=quantize does not
-        ask for it.
-    """
-    parameters = expert_parameters(model) if quantizes() else []
-    if not parameters or _stands_back():
-        return None
-    from nf4conv.inference.moe.loading.quantize import stacks_to_pack
-
-    chosen = stacks_to_pack(parameters, skipped)
-    if not chosen:
-        return None
-    prepare_transformers(model, chosen)
-    log.warning("nf4conv.inference.moe packs %d parameters of experts to 4 bits", len(chosen))
-    return Loading(None, PackedNames(), chosen)
 
 
 def expert_parameters(model: Any) -> list[str]:
@@ -104,14 +94,6 @@ def expert_parameters(model: Any) -> list[str]:
         if parameter.dim() == 3 and is_of_experts:
             names.append(name)
     return names
-
-
-def _stands_back() -> bool:
-    """Returns whether Unsloth has been imported, and has patched transformers for itself."""
-    is_there = "unsloth" in sys.modules or "unsloth_zoo" in sys.modules
-    if is_there:
-        log.warning("nf4conv.inference.moe stands back: Unsloth loads 4-bit experts in its own way")
-    return is_there
 
 
 def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) -> list[Any]:
@@ -130,7 +112,7 @@ def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) ->
 
     parameters = expert_parameters(loading.model)
     made = converters_of_experts(conversions, parameters, loading.names, hf_quantizer)
-    found = parameters_of_packed(made + conversions, loading.names, loading.model)
+    found = parameters_of_packed(made + conversions, loading.names, loading.model, parameters)
     model, loading.parameters, loading.model = loading.model, found, None
     if not found:
         return conversions
@@ -141,13 +123,6 @@ def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) ->
         len(found),
     )
     return made + conversions
-
-
-def with_packing(operation: Any) -> Any:
-    """Returns an operation that packs experts, and leaves all other weights to `operation`."""
-    from nf4conv.inference.moe.loading.quantize import ExpertsQuantize
-
-    return ExpertsQuantize(operation)
 
 
 def patch_narrow_layers(model: Any) -> int:
@@ -181,17 +156,17 @@ def prepare_transformers(model: Any, parameters: Iterable[str]) -> None:
     """
     from transformers.integrations import moe
 
-    from nf4conv.inference.moe.adapter_layers import leave_adapters_out_of_graphs
-    from nf4conv.inference.moe.dispatch import install as install_dispatch
-    from nf4conv.inference.moe.dispatch import leave_out_of_graphs
-    from nf4conv.inference.moe.replicas import install as install_replicas
-    from nf4conv.inference.moe.sharding import install as install_sharding
+    from nf4conv.inference.moe.dispatch import (
+        install_dispatch,
+        leave_adapters_out_of_graphs,
+        leave_out_of_graphs,
+    )
+    from nf4conv.inference.moe.sharding import install_sharding
     from nf4conv.inference.moe.tensor import know_transformers_operators
 
     know_transformers_operators()
-    leave_adapters_out_of_graphs()
     install_sharding()
-    install_replicas()
+    leave_adapters_out_of_graphs()
     install_dispatch(type(moe.ALL_EXPERTS_FUNCTIONS))
     for name in parameters:
         leave_out_of_graphs(model.get_submodule(name.rpartition(".")[0]))

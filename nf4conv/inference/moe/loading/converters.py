@@ -22,12 +22,20 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from nf4conv.errors import CodecError
 from nf4conv.format.layout import COMPONENT_SUFFIXES
-from nf4conv.inference.moe.loading.headers import PackedNames
+from nf4conv.inference.moe.loading.headers import (
+    AGAIN,
+    PackedNames,
+    check_components,
+    check_numbers,
+    grouped,
+)
 from nf4conv.inference.moe.loading.operations import (
     ExpertsDeserialize,
     RouterDeserialize,
     SharedExpertsDeserialize,
+    readable,
 )
 
 _SINGLE: Final = {
@@ -171,34 +179,80 @@ def decode_routers(conversions: Iterable[Any]) -> None:
             ]
 
 
-def parameters_of_packed(conversions: Sequence[Any], names: PackedNames, model: Any) -> set[str]:
-    """Returns which parameters of a model the packed experts of the files become."""
-    renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    parameters = dict(model.named_parameters())
-    first = {
-        re.sub(r"(experts\.(?:\w+\.)?)\d+\.", r"\g<1>0.", name): name for name in names.experts
-    }
-    found = set()
-    for name in first:
+def parameters_of_packed(
+    conversions: Sequence[Any], names: PackedNames, model: Any, parameters: Iterable[str]
+) -> set[str]:
+    """Returns which parameters of a model the packed experts of the files become.
+
+    Args:
+        conversions: all converters and renamings.
+        names: what is in the files.
+        model: the model, without weights.
+        parameters: the names of its 3-D parameters of experts.
+
+    Raises:
+        CodecError: an expert, a projection or a component is missing, by the model's config.
+    """
+    mapping = _Mapping(conversions, model)
+    packed: dict[tuple[str, ...], dict[str, list[int]]] = defaultdict(dict)
+    # by the parameters that a converter makes: of each of its sources, one name
+    sources: dict[tuple[str, ...], Sequence[str]] = {}
+    for name in names.experts:
+        check_components(name, names)
+    for name, numbers in grouped(names.experts).items():
+        converter, source, targets = mapping.ends_in(name, ".absmax")
+        if converter is None:
+            continue
+        sources[targets] = converter.operations[0].sources
+        packed[targets][source] = numbers
+        if numbers:
+            expected = sum(mapping.parameters[target].shape[0] for target in targets)
+            check_numbers(name, numbers, expected)
+    for targets, found in packed.items():
+        for source in sources[targets]:
+            if source not in found:
+                raise CodecError(
+                    f"{targets[0]}: {readable(source)} is missing beside "
+                    f"{readable(next(iter(found)))}; {AGAIN}"
+                )
+    is_packed = {target for targets in packed for target in targets}
+    if is_packed:
+        plain: set[str] = set()
+        for name in grouped(names.plain_experts()):
+            plain.update(mapping.ends_in(name, "")[2])
+        for name in parameters:
+            if name not in is_packed | plain:
+                raise CodecError(f"{name} is missing: the files have no experts for it; {AGAIN}")
+    return is_packed
+
+
+class _Mapping:
+    """Says what transformers makes of the tensors of a checkpoint."""
+
+    def __init__(self, conversions: Sequence[Any], model: Any) -> None:
+        self.parameters = dict(model.named_parameters())
+        self._prefix = model.base_model_prefix
+        self._renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
+        self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
+
+    def ends_in(self, name: str, suffix: str) -> tuple[Any, str, tuple[str, ...]]:
+        """Returns the converter of a tensor, the source that it matches, and the parameters.
+
+        The converter is None, and the source empty, if a tensor becomes a parameter by its name.
+        """
         # a renaming may be a class that changes state, such as GroupWeightRename
         target, pattern = rename_source_key(
-            f"{name}.absmax",
-            copy.deepcopy(renamings),
-            converters,
-            model.base_model_prefix,
-            parameters,
+            f"{name}{suffix}",
+            copy.deepcopy(self._renamings),
+            self._converters,
+            self._prefix,
+            self.parameters,
         )
-        if pattern is None or target not in parameters:
-            continue
-        found.add(target)
-        for converter in converters:
+        for converter in self._converters:
             if pattern in converter.source_patterns:
-                found |= _all_targets(converter, target) & parameters.keys()
-    return {name for name in found if parameters[name].dim() == 3}
-
-
-def _all_targets(converter: Any, target: str) -> set[str]:
-    """Returns the names of all parameters that a converter makes beside the first."""
-    first = converter.target_patterns[0]
-    return {target.replace(first, other) for other in converter.target_patterns}
+                first = converter.target_patterns[0]
+                targets = [target.replace(first, other) for other in converter.target_patterns]
+                found = tuple(each for each in targets if each in self.parameters)
+                if found:
+                    return converter, pattern.removesuffix(suffix), found
+        return None, "", (target,)

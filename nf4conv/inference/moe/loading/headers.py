@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,16 +24,23 @@ class PackedNames:
 
     Attributes:
         components: the suffixes of the tensors beside the codes of each weight, by its name.
-        codes: the names of weights whose codes are there.
+        tensors: the names of all tensors.
     """
 
     components: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    codes: set[str] = field(default_factory=set)
+    tensors: set[str] = field(default_factory=set)
 
     @property
     def experts(self) -> list[str]:
         """The names of packed weights of experts, single ones and stacks."""
-        return [name for name in self.components if _is_of_experts(name)]
+        return [name for name in self.components if is_of_experts(name)]
+
+    def plain_experts(self) -> list[str]:
+        """Returns the names of tensors of experts that are not packed."""
+        packed = set(self.components)
+        for name, suffixes in self.components.items():
+            packed.update(f"{name}.{suffix}" for suffix in suffixes)
+        return [name for name in self.tensors - packed if is_of_experts(name)]
 
     @property
     def is_unsloth_gpt_oss(self) -> bool:
@@ -46,17 +53,15 @@ def read_packed_names(files: Iterable[str | Path]) -> PackedNames:
     from safetensors import safe_open
 
     found = PackedNames()
-    tensors: set[str] = set()
     for file in files:
         if not str(file).endswith(".safetensors"):
             continue
         with safe_open(str(file), "pt") as handle:
-            tensors.update(handle.keys())
-    for name in tensors:
+            found.tensors.update(handle.keys())
+    for name in found.tensors:
         weight, suffix = _split_component(name)
         if suffix:
             found.components[weight].add(suffix)
-    found.codes = tensors.intersection(found.components)
     return found
 
 
@@ -68,7 +73,7 @@ def _split_component(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _is_of_experts(name: str) -> bool:
+def is_of_experts(name: str) -> bool:
     """Returns whether a weight is one of the routed experts' ("experts" or "block_sparse_moe")."""
     if "shared_expert" in name:
         return False
@@ -77,20 +82,23 @@ def _is_of_experts(name: str) -> bool:
     return name.endswith((".input_linear.weight", ".output_linear.weight"))
 
 
-def check_completeness(names: PackedNames) -> None:
-    """Raises CodecError if an expert or a component is missing.
+def grouped(names: Iterable[str]) -> dict[str, list[int]]:
+    """Groups single experts of one projection of a layer: their numbers, by the name of one.
 
-    Layers may be mixed, packed ones beside others; experts of a projection of a layer may not.
+    A stack is a group of its own without numbers.
     """
-    groups: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-    for name in names.experts:
-        _check_components(name, names)
+    groups: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
+    found: dict[str, list[int]] = {}
+    for name in names:
         matched = _ONE_OF_EXPERTS.match(name)
         if matched:
             prefix, projections, number, rest = matched.groups()
-            groups[prefix, f"{projections or ''} {rest}"][int(number)] = name
+            groups[prefix, projections or "", rest][int(number)] = name
+        else:
+            found[name] = []
     for group in groups.values():
-        _check_group(group)
+        found[group[min(group)]] = sorted(group)
+    return found
 
 
 def check_family(names: PackedNames, model_type: str) -> None:
@@ -110,7 +118,7 @@ def check_family(names: PackedNames, model_type: str) -> None:
         )
 
 
-def _check_components(name: str, names: PackedNames) -> None:
+def check_components(name: str, names: PackedNames) -> None:
     """Raises CodecError if a weight lacks codes, absmax, code values or its quant state."""
     components = names.components[name]
     missing = [suffix for suffix in ("absmax", "quant_map") if suffix not in components]
@@ -118,16 +126,29 @@ def _check_components(name: str, names: PackedNames) -> None:
         missing += [suffix for suffix in _NESTED if suffix not in components]
     if not any(suffix.startswith(QUANT_STATE_PREFIX) for suffix in components):
         missing.append(f"{QUANT_STATE_PREFIX}nf4")
-    if name not in names.codes:
+    if name not in names.tensors:
         raise CodecError(f"{name}: the packed codes are missing; {AGAIN}")
     if missing:
         raise CodecError(f"{name}.{missing[0]} is missing beside its packed codes; {AGAIN}")
 
 
-def _check_group(group: Mapping[int, str]) -> None:
-    """Raises CodecError unless the experts of a projection are numbered from 0 without a gap."""
-    first = group[min(group)]
-    for number in range(max(group) + 1):
-        if number not in group:
-            name = re.sub(r"\.\d+\.(?!.*\.\d+\.)", f".{number}.", first)
-            raise CodecError(f"{name} is missing: experts 0 to {max(group)} are there; {AGAIN}")
+def check_numbers(name: str, numbers: Sequence[int], expected: int) -> None:
+    """Raises CodecError unless the experts of a projection are those that the config counts.
+
+    Args:
+        name: of one of them.
+        numbers: of all that are there, in order.
+        expected: how many the model has by its config.
+    """
+    for number in range(expected):
+        if number not in numbers:
+            missing = re.sub(r"\.\d+\.(?!.*\.\d+\.)", f".{number}.", name)
+            raise CodecError(
+                f"{missing} is missing: the model's config wants experts 0 to {expected - 1}; "
+                f"{AGAIN}"
+            )
+    if numbers[-1] >= expected:
+        raise CodecError(
+            f"{name}: the files have experts up to {numbers[-1]}, but the model's config wants "
+            f"{expected}: take the config.json that was written with these files, or {AGAIN}"
+        )

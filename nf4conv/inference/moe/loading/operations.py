@@ -121,7 +121,7 @@ class ExpertsDeserialize(ConversionOps):
         """
         parts = []
         for source, own in zip(self.sources, tensors, strict=True):
-            parts.append(pack_part(own, f"{name} ({_readable(source)})"))
+            parts.append(pack_part(own, f"{name} ({readable(source)})"))
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         expected = getattr(module, leaf)
@@ -173,7 +173,7 @@ class SharedExpertsDeserialize(ExpertsDeserialize, ErnieFuseAndSplitTextVisionEx
     """
 
 
-def _readable(pattern: str) -> str:
+def readable(pattern: str) -> str:
     """Returns a pattern of names as it is written in a sentence: `experts.*.gate_proj.weight`."""
     plain = pattern.replace(r"(?<!\w)", "").replace(r"\d+", "*")
     return plain.replace("\\", "").lstrip(".")
@@ -240,6 +240,8 @@ def pack_part(tensors: dict[str, list[torch.Tensor]], name: str) -> PackedExpert
         raise CodecError(f"{name}: tensors of experts are missing: {counts}; {AGAIN}")
     if len(states_found) > 1:
         raise CodecError(f"{name}: some experts are NF4 and some are FP4; {AGAIN}")
+    for suffix in ("quant_map", "nested_absmax", "nested_quant_map"):
+        _check_component(tensors.get(suffix, []), f"{name}: {suffix}")
     states = []
     for expert in range(len(codes)):
         parts = {suffix: found[expert] for suffix, found in tensors.items() if suffix}
@@ -253,6 +255,20 @@ def pack_part(tensors: dict[str, list[torch.Tensor]], name: str) -> PackedExpert
         raise CodecError(f"{name}: {error}; {AGAIN}") from error
     check_scales(packed, name)
     return packed
+
+
+def _check_component(found: list[torch.Tensor], name: str) -> None:
+    """Raises CodecError unless a component is float32 for all experts, and a map the same."""
+    for expert, tensor in enumerate(found):
+        if tensor.dtype != torch.float32 or tensor.shape != found[0].shape:
+            raise CodecError(
+                f"{name} of expert {expert} is {tensor.dtype} of the shape {list(tensor.shape)}, "
+                f"expected float32 of {list(found[0].shape)}: damaged; {AGAIN}"
+            )
+    if found and name.endswith("map"):
+        maps = torch.stack(found)
+        if not bool(((maps == maps[0]) & maps.isfinite()).all()):
+            raise CodecError(f"{name} is not the same numbers for all experts: damaged; {AGAIN}")
 
 
 def check_scales(packed: PackedExperts, name: str) -> None:
