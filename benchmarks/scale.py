@@ -40,7 +40,7 @@ def measure(case: str, scratch: Path, runs: int) -> list[dict[str, Any]]:
     name, source, out = case.removesuffix(" fp8"), scratch / "source", scratch / "out"
     write_checkpoint(SHAPES[name], "fp8 blocks" if case.endswith("fp8") else "bfloat16", source)
     program, common = [sys.executable, "-m", "nf4conv"], ["--quiet", "--json"]
-    options = ["--moe", "per-expert"] if isinstance(SHAPES[name], Experts) else []
+    options = ["--moe", "packed"] if isinstance(SHAPES[name], Experts) else []
     results: dict[str, list[dict[str, Any]]] = {"quantize": [], "verify": []}
     for _ in range(runs):
         made = run([*program, "quantize", str(source), str(out), "--overwrite", *options, *common])

@@ -17,16 +17,13 @@ Blocksize: TypeAlias = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
 Scales: TypeAlias = Literal["absmax", "search"]
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 QuantStorage: TypeAlias = Literal["uint8", "bfloat16", "float16", "float32"]
-Moe: TypeAlias = Literal["packed", "stacked", "portable", "per-expert"]
+Moe: TypeAlias = Literal["packed", "portable"]
 CalibrateOutput: TypeAlias = Literal["qkv", "all"]
 LoraExperts: TypeAlias = Literal["rank-major", "expert-major"]
 Names: TypeAlias = tuple[str, ...] | list[str]
 """Several names; a class of options makes a tuple of them."""
 
 DTYPES: Final = get_args(Dtype)
-
-_MOE_ALIASES: Final[dict[str, Moe]] = {"per-expert": "packed"}
-"""Gives the value for the name that an earlier release had for it."""
 
 _RELATIVE_ERROR: Final = "a relative error such as 0.1, and at most 2"
 _ADAPTER: Final = "a folder, or a model on the Hub, with or without @revision"
@@ -266,9 +263,8 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
     moe: Moe | None = option(
         None,
         Group.WEIGHTS,
-        "Pack experts one by one (per-expert means the same) or as stacks of a layer, both of "
-        "which transformers 5 loads with nf4conv installed; or keep them in 16 bits, which loads "
-        "everywhere.",
+        "Pack experts one by one, which transformers 5 loads with nf4conv installed; or keep them "
+        "in 16 bits, which loads everywhere.",
         unset="packed if experts are most of the model, portable with --push-to-hub",
     )
     max_shard_size: int = option(10**9, Group.RESULT, _SHARD_SIZE, least=1, is_size=True)
@@ -347,11 +343,6 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
         is_size=True,
         needs="calibrate",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.moe is not None and self.moe in _MOE_ALIASES:
-            object.__setattr__(self, "moe", _MOE_ALIASES[self.moe])
 
 
 @dataclass(frozen=True, kw_only=True)

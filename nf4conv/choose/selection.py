@@ -18,7 +18,6 @@ from nf4conv.choose.experts.readers import readers_of
 from nf4conv.choose.wishes import why_unwanted
 from nf4conv.errors import PlanError
 from nf4conv.format.units import size
-from nf4conv.models.expert_layouts import ExpertStack
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
 from nf4conv.options import QuantizeOptions
@@ -224,7 +223,7 @@ def _decide(
         module,
         tensor.shape,
         towers=packs_towers or is_sure,
-        experts=moe in ("packed", "stacked") or (is_packed and moe is None),
+        experts=moe == "packed" or (is_packed and moe is None),
     )
     if why is not None:
         return Keep(why, keep_dtype, is_linear=True)
@@ -246,8 +245,6 @@ def _decide_stack(
     """Decides for a tensor that stacks experts; None for one that the other rules decide about."""
     if tensor.name not in experts.stacks or not tensor.elements:
         return None
-    if moe == "stacked":
-        _check_stack(tensor.name, experts.stacks[tensor.name].stack, evidence)
     if any(family.splits_experts for family in evidence.families):
         if unwanted:
             raise PlanError(
@@ -255,31 +252,18 @@ def _decide_stack(
                 f"packed only"
             )
         return Pack(experts.matrices_of(tensor), "experts, one nn.Linear each")
-    if moe is None and is_in_4_bits(tensor):
-        moe = "stacked"
-    if moe not in ("packed", "stacked"):
+    stays = moe is None and is_in_4_bits(tensor)
+    if moe != "packed" and not stays:
         return Keep(Why.STACKED_EXPERTS, evidence.is_float32_by_design(tensor))
     if unwanted:
         return Keep(unwanted)
     matrices = experts.matrices_of(tensor)
-    if moe == "packed":
-        if matrices[0].shape[0] < FEWEST_ROWS:
-            return Keep(Why.FEW_ROWS)
-        return Pack(matrices, "experts, taken out of their stack")
-    return Pack((PackedMatrix(tensor.name, tensor.shape),), "experts, as the stack that they are")
-
-
-def _check_stack(name: str, stack: ExpertStack, evidence: Evidence) -> None:
-    """Raises a PlanError if no loader takes a packed stack of this family."""
-    if any(family.splits_experts for family in evidence.families):
-        raise PlanError(
-            f"{name}: --moe stacked: transformers loads the experts of this family one by one"
-        )
-    if stack.is_flat:
-        raise PlanError(
-            f"{name}: --moe stacked: the experts of this family lie below each other in a matrix, "
-            f"which no loader reads in 4 bits; --moe portable keeps them in 16 bits"
-        )
+    if stays:
+        matrix = PackedMatrix(tensor.name, tensor.shape)
+        return Pack((matrix,), "experts, as the stack that they are")
+    if matrices[0].shape[0] < FEWEST_ROWS:
+        return Keep(Why.FEW_ROWS)
+    return Pack(matrices, "experts, taken out of their stack")
 
 
 def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:

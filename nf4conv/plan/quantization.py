@@ -4,27 +4,23 @@ choose what is packed → choose the format → find what stays as it is → pla
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 from nf4conv.choose.choice import Choice, choose
 from nf4conv.choose.formats import choose_format
 from nf4conv.choose.unchanged import Stored
-from nf4conv.errors import PlanError, SourceError
+from nf4conv.errors import PlanError
 from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
-from nf4conv.models.expert_layouts import layouts_of
-from nf4conv.models.single_experts import single_expert
 from nf4conv.options import DTYPES, QuantizeOptions
 from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.calibration import Calibration, CalibrationResult
 from nf4conv.plan.jobs import Job, PackJob, Plan
-from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.encodings.description import quantization_of
-from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
 from nf4conv.sources.encodings.types.kinds import is_of_few_bits
 from nf4conv.sources.source import Source
 
@@ -136,8 +132,6 @@ def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
     Raises:
         PlanError: the request cannot be met for this checkpoint.
     """
-    if options.moe == "stacked":
-        source = _with_stacks(source)
     choice = choose(source, options)
     output = make_plan(
         source.tensors,
@@ -158,28 +152,6 @@ def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
     if source.config is None and not options.single_file:
         notes = (NO_CONFIG, *notes)
     return QuantizationPlan(options, source, output, config, notes)
-
-
-def _with_stacks(source: Source) -> Source:
-    """Returns a checkpoint whose experts are stacked, where their family has stacks.
-
-    Raises:
-        PlanError: an expert is missing, the experts of a layer do not fit together, or they are in
-            4 bits already.
-    """
-    config = source.config or {}
-    for tensor in source.tensors:
-        if is_in_4_bits(tensor) and single_expert(tensor.name) is not None:
-            raise PlanError(
-                f"{tensor.name}: --moe stacked: the experts of this checkpoint are in 4 bits one "
-                f"by one, and stay so; nf4conv dequantize makes a source whose experts can be "
-                f"stacked"
-            )
-    try:
-        tensors = join_experts(source.tensors, config, layouts=layouts_of(config))
-    except SourceError as error:
-        raise PlanError(f"--moe stacked: {error}") from error
-    return replace(source, tensors=tensors)
 
 
 def require_searched(source: object, plans: Sequence[QuantizationPlan]) -> None:

@@ -442,14 +442,13 @@ STACKED_MIXTURES = _names("""
 """Mixtures that transformers 5 saves with a layer's experts in one tensor."""
 
 MIXTURE_EXCEPTIONS = {
-    "JetMoeForCausalLM": "loads with `--moe stacked`; packed one by one it is refused",
-    "JetMoeForSequenceClassification": "loads with `--moe stacked`; packed one by one it is "
-    "refused",
+    "JetMoeForCausalLM": "packed, it is refused",
+    "JetMoeForSequenceClassification": "packed, it is refused",
     "OpenAIPrivacyFilterModel": "computes experts in float32, for which packed ones are decoded "
     "without rounding to bfloat16 first; outputs differ by such a rounding",
 }
 """Mixtures that do not compute with packed experts, to the last bit, what they compute with decoded
-ones, or only with stacks of them.
+ones.
 """
 
 GENERATE_UNKNOWN = _names("""

@@ -32,10 +32,10 @@ class Mixture:
     original: PreTrainedModel
 
 
-def load_mixture(architecture: str, moe: str, folder: Path) -> Mixture:
+def load_mixture(architecture: str, folder: Path) -> Mixture:
     """Makes a tiny mixture, packs its experts, and loads the result."""
     source, out, decoded = save_tiny(architecture, folder), folder / "out", folder / "decoded"
-    quantize_checkpoint(source, out, QuantizeOptions(moe=moe))
+    quantize_checkpoint(source, out, QuantizeOptions(moe="packed"))
     dequantize_checkpoint(out, decoded)
     model_class = getattr(transformers, architecture)
     models = [

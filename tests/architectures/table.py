@@ -167,9 +167,9 @@ def mixtures_table() -> Iterator[str]:
     """Yields what test_mixtures.py holds: which mixtures load with packed experts."""
     yield f"## Mixtures of experts: {len(MIXTURES)}\n\n"
     yield "With nf4conv installed, transformers 5 loads these with all experts packed by\n"
-    yield "`--moe packed`, and those that are stored in stacks by `--moe stacked`, too. Decoded\n"
-    yield "experts are, bit for bit, what `dequantize` writes; logits and words are those of the\n"
-    yield "model with decoded experts, in `eager`, `batched_mm` and `grouped_mm`.\n\n"
+    yield "`--moe packed`. Decoded experts are, bit for bit, what `dequantize` writes; logits\n"
+    yield "and words are those of the model with decoded experts, in `eager`, `batched_mm` and\n"
+    yield "`grouped_mm`.\n\n"
     yield "| architecture | stored in stacks | exception |\n|---|---|---|\n"
     for name in MIXTURES:
         stacked = "yes" if name in STACKED_MIXTURES else ""

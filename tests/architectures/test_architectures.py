@@ -215,7 +215,7 @@ def test_transformers_4_loads_experts_that_are_packed_one_by_one(
     for architecture in EXPERTS_ONE_BY_ONE:
         folder = tmp_path / architecture
         quantize_checkpoint(
-            folder / "source", folder / "out", QuantizeOptions(double_quant=False, moe="per-expert")
+            folder / "source", folder / "out", QuantizeOptions(double_quant=False, moe="packed")
         )
         header = (folder / "out" / "model.safetensors").read_bytes()[:200_000]
         assert re.search(rb"experts\.[0-3]\.\w+\.weight\.absmax", header)
@@ -246,7 +246,7 @@ def test_transformers_4_loads_the_mixtures_that_transformers_5_saved(
         folder = tmp_path / architecture
         source = save_tiny(architecture, folder)
         give_rotary_positions_another_base(source)
-        quantize_checkpoint(source, folder / "out", QuantizeOptions(moe="per-expert"))
+        quantize_checkpoint(source, folder / "out", QuantizeOptions(moe="packed"))
         dequantize_checkpoint(folder / "out", tmp_path / "plain")
         model_class = getattr(transformers, architecture)
         plain = model_class.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)

@@ -14,7 +14,6 @@ from cases import (
     GENERATE_UNKNOWN,
     MIXTURE_EXCEPTIONS,
     MIXTURES,
-    STACKED_MIXTURES,
 )
 from expert_roundtrip import (
     can_generate,
@@ -34,18 +33,12 @@ from nf4conv.inference.moe.tensor import Experts4bit
 EVERY = [name for group in CASES.values() for name in group]
 
 
-def in_ci(name, *others):
+def in_ci(name):
     marks = () if name in FAST else pytest.mark.architectures
-    return pytest.param(name, *others, marks=marks)
+    return pytest.param(name, marks=marks)
 
 
-ALL = [in_ci(name, "packed") for name in MIXTURES if name not in MIXTURE_EXCEPTIONS]
-ONLY_STACKED = ("JetMoeForCausalLM", "JetMoeForSequenceClassification")
-ALL += [
-    in_ci(name, "stacked")
-    for name in STACKED_MIXTURES
-    if name in ONLY_STACKED or name not in MIXTURE_EXCEPTIONS
-]
+ALL = [in_ci(name) for name in MIXTURES if name not in MIXTURE_EXCEPTIONS]
 
 pytestmark = [
     pytest.mark.oracle,
@@ -59,9 +52,9 @@ def quiet():
     transformers.utils.logging.disable_progress_bar()
 
 
-@pytest.mark.parametrize(("architecture", "moe"), ALL)
-def test_packed_experts_compute_what_decoded_experts_do(architecture, moe, tmp_path):
-    mixture = load_mixture(architecture, moe, tmp_path)
+@pytest.mark.parametrize("architecture", ALL)
+def test_packed_experts_compute_what_decoded_experts_do(architecture, tmp_path):
+    mixture = load_mixture(architecture, tmp_path)
     packed, decoded = expert_weights(mixture.packed), expert_weights(mixture.decoded)
     original = expert_weights(mixture.original)
     assert packed
@@ -81,10 +74,10 @@ def test_packed_experts_compute_what_decoded_experts_do(architecture, moe, tmp_p
 
 @pytest.mark.architectures
 def test_exceptions_are_what_their_reasons_say(tmp_path):
-    for name in ONLY_STACKED:
-        with pytest.raises(CodecError, match="--moe stacked"):
-            load_mixture(name, "packed", tmp_path / name)
-    mixture = load_mixture("OpenAIPrivacyFilterModel", "packed", tmp_path)
+    for name in ("JetMoeForCausalLM", "JetMoeForSequenceClassification"):
+        with pytest.raises(CodecError, match="as stacks only"):
+            load_mixture(name, tmp_path / name)
+    mixture = load_mixture("OpenAIPrivacyFilterModel", tmp_path)
     found = first_output(mixture.packed)
     decode_experts(mixture)
     expected = first_output(mixture.packed)

@@ -494,7 +494,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families(kind, text, tmp_path):
     source = make_model(tmp_path / "model", kind, **FAMILIES[kind])
-    moe = "per-expert" if kind == "mixtral" else None
+    moe = "packed" if kind == "mixtral" else None
     nf4conv.quantize_checkpoint(source, tmp_path / "out", options_for(text, moe=moe), CPU)
     record = record_of(tmp_path / "out")
     assert {group["scales"] for group in record["weights"]} == {"calibrated"}
@@ -508,7 +508,7 @@ def test_experts_that_few_tokens_reach_are_counted(tmp_path):
     source = make_model(tmp_path / "model", "mixtral", num_local_experts=8)
     text = make_text(tmp_path / "ids.npy", tokens=1000)
     options = QuantizeOptions(
-        calibrate=(str(text),), calibration_tokens=512, moe="per-expert", calibration_seed=3
+        calibrate=(str(text),), calibration_tokens=512, moe="packed", calibration_seed=3
     )
     nf4conv.quantize_checkpoint(source, tmp_path / "out", options, CPU)
     few = {}

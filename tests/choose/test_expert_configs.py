@@ -91,7 +91,7 @@ def test_nothing_is_added_twice_or_to_others():
 def test_a_quantized_mixture_has_them(tmp_path: Path):
     source = make_model(tmp_path / "source", "qwen3_moe")
     assert "num_experts" not in json.loads((source / "config.json").read_text())
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(moe="per-expert"), CPU)
+    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(moe="packed"), CPU)
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["num_experts"] == written["num_local_experts"] == 4
     assert not UNREAD.keys() & written["quantization_config"].keys()

@@ -162,10 +162,6 @@ def test_a_source_in_4_bits_keeps_its_layout(tmp_path):
     assert plan_quantization(tmp_path / "packed", push=push).totals().stay == 2 + 6 * NUMBER
 
 
-def test_per_expert_is_another_name():
-    assert QuantizeOptions(moe="per-expert") == PACKED
-
-
 def test_every_weight_of_a_checkpoint_has_one_format(tmp_path):
     """vLLM joins the states of q, k and v, of gate and up, and of all experts of a layer."""
     source = write(tmp_path / "source", "gpt_oss")
@@ -266,21 +262,6 @@ BAD = {
         without(f"{FIRST}.down_proj"),
         r"the checkpoint lacks model\.layers\.0\.mlp\.experts\.down_proj",
     ),
-    "stacks asked for where the family has none": (
-        "longcat_flash",
-        lambda _: None,
-        "moe='stacked': no stacks are known for the experts of longcat_flash; moe='packed'",
-    ),
-    "stacks asked for, and an expert is missing": (
-        "qwen2_moe",
-        without(*LAST),
-        r"moe='stacked': .*expert 3 has no .*proj\.weight",
-    ),
-    "stacks asked for, of experts that differ": (
-        "qwen2_moe",
-        lambda tensors: tensors.update({f"{FIRST}.1.up_proj.weight": random(64, 64)}),
-        r"moe='stacked': .*the experts of a layer must be alike",
-    ),
 }
 
 
@@ -288,9 +269,8 @@ BAD = {
 def test_damaged_layers_are_refused_before_anything_is_written(case, tmp_path):
     model_type, change, message = BAD[case]
     source = write(tmp_path / "source", model_type, change)
-    options = QuantizeOptions(moe="stacked") if "asked for" in case else PACKED
     with pytest.raises(PlanError, match=message):
-        quantize_checkpoint(source, tmp_path / "out", options, CPU)
+        quantize_checkpoint(source, tmp_path / "out", PACKED, CPU)
     assert not (tmp_path / "out").exists()
 
 
@@ -302,7 +282,7 @@ def test_the_command_line_refuses_in_one_line(tmp_path):
     assert "experts.3.down_proj.weight is missing" in done.stderr
 
 
-@pytest.mark.parametrize("moe", [None, "packed", "stacked"])
+@pytest.mark.parametrize("moe", [None, "packed"])
 def test_a_mixture_is_no_single_file_for_image_tools(moe, tmp_path):
     source = write(tmp_path / "source", "qwen2_moe")
     options = QuantizeOptions(single_file=True, moe=moe)
@@ -316,9 +296,7 @@ def test_a_mixture_is_no_single_file_for_image_tools(moe, tmp_path):
 SMALL = QuantizeOptions(max_shard_size=20_000)
 WAYS = [
     ("qwen2_moe", "packed"),
-    ("qwen2_moe", "stacked"),
     ("gpt_oss", "packed"),
-    ("gpt_oss", "stacked"),
 ]
 
 
@@ -366,7 +344,7 @@ def test_a_run_of_another_layout_is_not_gone_on_with(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(source, tmp_path / "out", replace(SMALL, moe="packed"), CPU, stop)
     with pytest.raises(OutputError):
-        quantize_checkpoint(source, tmp_path / "out", replace(SMALL, moe="stacked"), CPU)
+        quantize_checkpoint(source, tmp_path / "out", replace(SMALL, moe="portable"), CPU)
     report = quantize_checkpoint(source, tmp_path / "out", replace(SMALL, moe="packed"), CPU)
     single = quantize_checkpoint(source, tmp_path / "single", replace(SMALL, moe="packed"), CPU)
     assert report.packed == single.packed

@@ -1,6 +1,5 @@
 """Experts that a source stacks in one tensor, and what quantize makes of them."""
 
-import json
 from pathlib import Path
 
 import bitsandbytes.functional as bitsandbytes
@@ -9,16 +8,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from stacked_experts import build, place_of, single_experts
-from transformers import AutoModelForCausalLM
 
 from nf4conv import (
     QuantizeOptions,
-    RunOptions,
-    VerifyOptions,
     quantize_checkpoint,
-    verify_checkpoint,
 )
-from nf4conv.inference.moe.tensor import Experts4bit
 from nf4conv.models.expert_layouts import find_stack, layouts_of, partner_names
 
 LAYER = "model.layers.0"
@@ -131,60 +125,3 @@ def test_a_family_of_single_experts_may_come_stacked(architecture, is_stacked, t
     model.save_pretrained(tmp_path / "source", save_original_format=not is_stacked)
     found = quantize(tmp_path / "source", tmp_path / "out", moe="packed")
     compare_with_bitsandbytes(model, found)
-
-
-@pytest.mark.parametrize("architecture", ONE_BY_ONE)
-def test_single_experts_are_stacked_as_their_family_stacks_them(architecture, tmp_path):
-    """The bytes are those of the stack that transformers saves if it keeps its own layout."""
-    model = build(architecture)
-    found = {}
-    for layout in ("single", "stack"):
-        source = tmp_path / layout
-        model.save_pretrained(source, save_original_format=layout == "single")
-        run = RunOptions(device="cpu", buffer_size=1, verify=True)
-        out = tmp_path / f"{layout}-out"
-        quantize_checkpoint(source, out, QuantizeOptions(moe="stacked"), run)
-        tensors = load_file(out / "model.safetensors")
-        # Mixtral's files call the module above the experts otherwise
-        found[layout] = {
-            name.replace("block_sparse_moe", "mlp"): tensor
-            for name, tensor in tensors.items()
-            if ".experts." in name
-        }
-    assert found["single"].keys() == found["stack"].keys()
-    for name, tensor in found["stack"].items():
-        assert torch.equal(found["single"][name], tensor), name
-    assert verify_checkpoint(
-        tmp_path / "single-out",
-        tmp_path / "single",
-        VerifyOptions(exact=True),
-        RunOptions(device="cpu"),
-    ).passed
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "single-out")
-    stacks = {name for name, weight in loaded.named_parameters() if isinstance(weight, Experts4bit)}
-    assert len(stacks) == len(found["stack"]) // 6  # codes, and five components
-
-
-@pytest.mark.parametrize(
-    "architecture", ["GptOssForCausalLM", "GraniteMoeForCausalLM", "Mistral4ForCausalLM"]
-)
-def test_stacks_are_packed_as_bitsandbytes_packs_them(architecture, tmp_path):
-    """Its parametrization packs a parameter of three dimensions over its flat order."""
-    build(architecture).save_pretrained(tmp_path / "source")
-    source = load_file(tmp_path / "source" / "model.safetensors")
-    stacks = {name: tensor for name, tensor in source.items() if tensor.dim() == 3}
-    assert stacks
-    options = QuantizeOptions(double_quant=False, moe="stacked")
-    run = RunOptions(device="cpu", buffer_size=1, verify=True)
-    report = quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, run)
-    assert any("Unsloth" in note for note in report.notes)
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    for name, stack in stacks.items():
-        codes, state = bitsandbytes.quantize_4bit(stack, blocksize=64, quant_type="nf4")
-        assert torch.equal(found[name], codes), name
-        assert torch.equal(found[f"{name}.absmax"], state.absmax), name
-        blob = bytes(found[f"{name}.quant_state.bitsandbytes__nf4"].tolist())
-        assert json.loads(blob)["shape"] == list(stack.shape)
-    assert verify_checkpoint(
-        tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), RunOptions(device="cpu")
-    ).passed

@@ -173,7 +173,7 @@ def test_experts_are_packed_by_default_if_they_take_most_bytes(width: int):
 
 
 def test_per_expert_packs_experts_but_never_routers():
-    selection = select(MOE, {"model_type": "qwen2_moe"}, QuantizeOptions(moe="per-expert"))
+    selection = select(MOE, {"model_type": "qwen2_moe"}, QuantizeOptions(moe="packed"))
     assert len(packed(selection)) == 6
     assert selection.decisions["model.layers.0.mlp.gate.weight"] == Keep(Why.ROUTER, is_linear=True)
     assert "model.layers.0.mlp.gate" in selection.skip_modules
@@ -181,7 +181,7 @@ def test_per_expert_packs_experts_but_never_routers():
 
 
 def test_what_is_kept_in_a_layer_is_listed_for_auto_model_too():
-    selection = select(MOE, {"model_type": "qwen2_moe"}, QuantizeOptions(moe="per-expert"))
+    selection = select(MOE, {"model_type": "qwen2_moe"}, QuantizeOptions(moe="packed"))
     assert {"model.layers.0.mlp.gate", "layers.0.mlp.gate"} <= set(selection.skip_modules)
 
 
@@ -252,7 +252,7 @@ def test_experts_are_decided_alike_unless_what_is_beside_them_differs(leaf, besi
     experts = [f"model.layers.0.mlp.experts.{number}" for number in range(4)]
     weights = [tensor(f"{expert}.{leaf}.weight", (64, 64)) for expert in experts]
     weights[3] = tensor(weights[3].name, (8, 64))
-    options = QuantizeOptions(moe="per-expert", exclude=("*.experts.2.*",))
+    options = QuantizeOptions(moe="packed", exclude=("*.experts.2.*",))
     alike = select(weights, {}, options)
     assert packed(alike) == [weights[0].name, weights[1].name]
     assert alike.decisions[weights[2].name].reason == "excluded by the user"

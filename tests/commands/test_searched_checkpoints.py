@@ -129,7 +129,7 @@ def test_sources_of_other_kinds_are_searched_as_their_decoded_weights(tmp_path, 
         (folder / "config.json").write_text(json.dumps(config))
     # what is in 4 bits already would otherwise stay in its own format
     options = dataclasses.replace(
-        SEARCH, quant_type="nf4", blocksize=64, double_quant=True, moe="per-expert"
+        SEARCH, quant_type="nf4", blocksize=64, double_quant=True, moe="packed"
     )
     quantize_checkpoint(folder, tmp_path / "out", options, CPU)
     found = tensors_of(tmp_path / "out")

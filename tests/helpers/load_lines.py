@@ -104,9 +104,6 @@ KINDS: Final = {
         lambda folder: make_mixture("qwen3_moe", folder), ("--moe", "portable")
     ),
     "stacked experts, packed": Kind(lambda folder: make_mixture("gpt_oss", folder)),
-    "stacked experts, stacked": Kind(
-        lambda folder: make_mixture("gpt_oss", folder), ("--moe", "stacked")
-    ),
     "encoder": Kind(make_encoder),
     "sentence encoder": Kind(make_sentence_encoder, needs="sentence_transformers"),
     "pipeline": Kind(make_pipeline, needs="diffusers"),

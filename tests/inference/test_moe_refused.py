@@ -18,9 +18,8 @@ from mixtures import Packing, build, pack, save  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import nf4conv.inference.moe  # noqa: E402, F401 - what is tested
-from nf4conv import QuantizeOptions, dequantize_checkpoint, quantize_checkpoint  # noqa: E402
-from nf4conv.errors import CodecError, PlanError  # noqa: E402
-from nf4conv.inference.moe.tensor import Experts4bit  # noqa: E402
+from nf4conv import QuantizeOptions, quantize_checkpoint  # noqa: E402
+from nf4conv.errors import CodecError  # noqa: E402
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 Tensors = dict[str, torch.Tensor]
@@ -189,20 +188,3 @@ def test_families_without_a_loader(tmp_path):
         with pytest.raises(CodecError, match="nf4conv dequantize") as error:
             AutoModelForCausalLM.from_pretrained(tmp_path / f"{architecture}-4")
         assert "\n" not in str(error.value)
-    dbrx = tmp_path / "DbrxForCausalLM"
-    with pytest.raises(PlanError, match="no loader reads in 4 bits"):
-        quantize_checkpoint(dbrx, tmp_path / "out", QuantizeOptions(moe="stacked"))
-
-
-def test_the_stacks_of_jetmoe_load(tmp_path):
-    """Those of its attention too."""
-    model = stacked_experts.build("JetMoeForCausalLM")
-    model.save_pretrained(tmp_path / "source")
-    quantize_checkpoint(tmp_path / "source", tmp_path / "out", QuantizeOptions(moe="stacked"))
-    dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
-    decoded = load_file(tmp_path / "back/model.safetensors")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    packed = {name: each for name, each in loaded.named_parameters() if type(each) is Experts4bit}
-    assert len(packed) == 8  # two stacks of the attention and two of the rest, in two layers
-    for name, weight in packed.items():
-        assert torch.equal(weight.decoded(), decoded[name]), name

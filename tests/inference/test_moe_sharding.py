@@ -79,7 +79,7 @@ def losses_alone_and_together(folder: Path, device: str) -> tuple[list[float], l
     ("kind", "moe"),
     [
         ("qwen3_moe", "packed"),
-        pytest.param("GptOssForCausalLM", "stacked", marks=pytest.mark.architectures),
+        pytest.param("GptOssForCausalLM", "packed", marks=pytest.mark.architectures),
     ],
 )
 def test_fsdp_shards_packed_experts_and_trains_as_one_process_does(kind, moe, tmp_path):
@@ -92,7 +92,7 @@ def test_fsdp_shards_packed_experts_and_trains_as_one_process_does(kind, moe, tm
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has one GPU")
 @pytest.mark.parametrize(
-    ("kind", "moe"), [("qwen3_moe", "packed"), ("GptOssForCausalLM", "stacked")]
+    ("kind", "moe"), [("qwen3_moe", "packed"), ("GptOssForCausalLM", "packed")]
 )
 def test_two_gpus_train_as_one_does(kind, moe, tmp_path):
     folder = make_mixture(kind, tmp_path, moe, quant_storage="bfloat16")

@@ -155,7 +155,7 @@ def test_a_plan_decided_otherwise_has_another_fingerprint():
     assert fingerprint({}, limit=40_000) != expected
 
 
-@pytest.mark.parametrize("moe", ["portable", "per-expert"])
+@pytest.mark.parametrize("moe", ["portable", "packed"])
 def test_a_hundred_thousand_tensors_are_planned_in_seconds(moe):
     """Processor time, because other programs share the machine; 2 s is the aim on a machine of its
     own.

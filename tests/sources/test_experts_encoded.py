@@ -148,21 +148,3 @@ def test_single_experts_in_nvfp4(tmp_path: Path):
     assert len(packed) == 6
     quantize_checkpoint(encoded, tmp_path / "bare", PACKED, MIXED)
     same(tmp_path / "bare", tmp_path / "torch")
-
-
-def test_stacks_in_mxfp4_stay_stacks(tmp_path: Path):
-    stored, decoded = mxfp4()
-    options = QuantizeOptions(moe="stacked")
-    encoded = source(tmp_path / "encoded", "gpt_oss", stored, {"quant_method": "mxfp4"})
-    plain = source(tmp_path / "plain", "gpt_oss", decoded)
-    by_torch(quantize_checkpoint, encoded, tmp_path / "torch", options)
-    by_torch(quantize_checkpoint, plain, tmp_path / "expected", options)
-    ours, theirs = tensors_of(tmp_path / "torch"), tensors_of(tmp_path / "expected")
-    assert f"{EXPERTS}.gate_up_proj.nested_absmax" in ours
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
-    for folder in (encoded, plain):
-        quantize_checkpoint(folder, tmp_path / f"{folder.name}-bare", options, MIXED)
-    same(tmp_path / "encoded-bare", tmp_path / "torch")
-    same(tmp_path / "plain-bare", tmp_path / "expected")

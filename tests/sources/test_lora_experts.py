@@ -147,7 +147,7 @@ def test_one_rank_needs_no_order(base, tmp_path):
 
 def test_quantize_and_verify_take_the_order(base, of_peft, of_unsloth, tmp_path):
     adapter = (str(of_unsloth),)
-    options = QuantizeOptions(lora=adapter, lora_experts="expert-major", moe="per-expert")
+    options = QuantizeOptions(lora=adapter, lora_experts="expert-major", moe="packed")
     quantize_checkpoint(base, tmp_path / "out", options, CPU)
     right = VerifyOptions(exact=True, lora=adapter, lora_experts="expert-major")
     assert verify_checkpoint(tmp_path / "out", base, right, CPU).passed

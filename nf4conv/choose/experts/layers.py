@@ -21,8 +21,8 @@ def check_layout(decisions: Mapping[str, Pack | Keep], experts: Experts, moe: st
     Args:
         decisions: what becomes of each tensor, by name.
         experts: the experts of the checkpoint.
-        moe: "packed", "stacked" or "portable", as --moe has it; None for a source in 4 bits that
-            keeps its layout.
+        moe: "packed" or "portable", as --moe has it; None for a source in 4 bits that keeps its
+            layout.
 
     Raises:
         PlanError: an expert is missing, or has another shape than the others of its layer. Loaders
@@ -35,15 +35,7 @@ def check_layout(decisions: Mapping[str, Pack | Keep], experts: Experts, moe: st
     for name, decision in decisions.items():
         if isinstance(decision, Pack) and experts.layer_of(name) is not None:
             packed.append(experts.tensors[name])
-    layers = _single_experts(packed)
-    if moe == "stacked" and layers:
-        name = next(tensor.name for tensor in packed if SINGLE.match(tensor.name))
-        raise PlanError(
-            f"{name}: --moe stacked: no stacks are known for the experts of "
-            f"{experts.config.get('model_type', 'this checkpoint')}; --moe packed packs them one "
-            f"by one"
-        )
-    _check_layers(layers, experts.config)
+    _check_layers(_single_experts(packed), experts.config)
 
 
 def check_whole(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> None:

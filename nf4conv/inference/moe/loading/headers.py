@@ -113,8 +113,8 @@ def check_family(names: PackedNames, model_type: str) -> None:
         )
     if model_type == "jetmoe" and any(map(_ONE_OF_EXPERTS.match, names.experts)):
         raise CodecError(
-            "jetmoe: nf4conv loads packed experts of this family as stacks only: quantize the "
-            "source with --moe stacked, or bring the checkpoint back by nf4conv dequantize"
+            "jetmoe: nf4conv loads packed experts of this family as stacks only; nf4conv "
+            "dequantize brings the checkpoint back to 16 bits, and --moe portable keeps them so"
         )
 
 
