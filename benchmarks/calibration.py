@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import nf4conv
-from nf4conv.calibrate import block, calibrating, finished, gradients, moments
+from nf4conv.calibrate import block, calibrating, gradients, kept, moments
 from nf4conv.calibrate.model import weights
 from nf4conv.calibrate.rounding import SecondMoments, calibrated
 from nf4conv.options import OUTPUTS, QuantizeOptions, RunOptions
@@ -66,7 +66,7 @@ def main() -> None:
     if not arguments.plain:
         time_steps()
     options = QuantizeOptions(
-        calibrate=(str(text),),
+        calibrate=str(text),
         calibration_tokens=arguments.tokens,
         calibrate_output=arguments.outputs,
     )
@@ -237,8 +237,8 @@ def time_steps() -> None:
     timed(block, "two_sided_cost", "judging")
     timed(moments.BlockAtWork, "run", "forward of blocks")
     timed(gradients.OutputMoments, "find", "gradients at outputs")
-    timed(finished.FinishedBlocks, "write", "writing blocks")
-    timed(finished.FinishedBlocks, "record", "reading records")
+    timed(kept.KeptFiles, "write", "writing blocks")
+    timed(kept.KeptFiles, "read", "looking for finished blocks")
     timed(calibrating, "with_calibrated_weights", "overlay")
     timed(calibrating.Session, "embed", "embedding")
 

@@ -1,5 +1,4 @@
-"""Measures calibrated rounding on a GPU: time and memory for real shapes, and codes against plain
-torch on the CPU.
+"""Measures calibrated rounding on a GPU: time and memory for real shapes.
 
     python -m benchmarks.calibration_gpu [--json FILE] [--only NAME]
 
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 from nf4conv.calibrate import rounding
-from nf4conv.calibrate.rounding import calibrated, reference
+from nf4conv.calibrate.rounding import calibrated
 from nf4conv.calibrate.rounding.levels import levels_of
 from nf4conv.calibrate.rounding.scales import StorableScales
 
@@ -31,15 +30,6 @@ SHAPES = {
     "70B down": ((8192,), 28672),
 }
 
-CASES = (
-    ("nf4", 64, True),
-    ("fp4", 32, True),
-    ("nf4", 128, True),
-    ("nf4", 1024, True),
-)
-
-OUTPUTS = 250  # of the weights that are compared with the definition
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -49,7 +39,6 @@ def main() -> None:
     found: dict[str, object] = {"settings": settings()}
     found["compiling"] = compile_kernels()
     print(json.dumps(found), flush=True)
-    found["agreement"] = [show(agreement(*case)) for case in CASES]
     found["shapes"] = []
     for name, (outputs, inputs) in SHAPES.items():
         if arguments.only in name:
@@ -94,89 +83,6 @@ def tokens_of(inputs: int, count: int) -> torch.Tensor:
     mixing = torch.randn(64, inputs, device="cuda", generator=generator) / 8
     own = torch.randn(count, inputs, device="cuda", generator=generator)
     return (own + shared @ mixing) * scale
-
-
-def agreement(quant_type: str, blocksize: int, double_quant: bool) -> dict[str, object]:
-    """Compares the kernels with plain torch and with the definition, on one problem."""
-    inputs = max(512, blocksize)
-    tokens = tokens_of(inputs, 4096).cpu()
-    factor = rounding.factor(tokens.T @ tokens / 4096, blocksize)
-    weight = torch.randn(OUTPUTS, inputs, generator=torch.Generator().manual_seed(1)) * 0.02
-    found = rounding.search(weight, quant_type, blocksize, double_quant)
-    groups = calibrated.groups_of(factor)
-    storable = StorableScales.beside([found.state]).in_order(groups)
-    target = calibrated.ordered([weight], factor)
-    levels = levels_of(quant_type, torch.device("cpu"))
-    sweeps = 1
-    defined = reference.choose_all(target, factor, storable, levels, sweeps)
-    sure = defined.margins > reference.CLOSE
-    row: dict[str, object] = {
-        "format": [quant_type, blocksize, double_quant],
-        "outputs": OUTPUTS,
-        "ties": int((~sure).sum()),
-    }
-    ranks = {}
-    for device in ("cpu", "cuda"):
-        draft = on_device(device, target, factor, storable, quant_type, sweeps)
-        different = (draft.ranks.cpu().long() != defined.ranks).any(dim=0)
-        ranks[device] = draft.ranks.cpu()
-        row[f"{device}: outputs that differ from the definition"] = int(different.sum())
-        row[f"{device}: of these no ties"] = int((different & sure).sum())
-    both = (ranks["cpu"] != ranks["cuda"]).float().mean()
-    row["codes that differ between cpu and cuda"] = float(both)
-    return row | decoding(quant_type, double_quant, weight, factor)
-
-
-def on_device(
-    device: str,
-    target: torch.Tensor,
-    factor: rounding.Factor,
-    storable: StorableScales,
-    quant_type: str,
-    sweeps: int,
-) -> calibrated.Draft:
-    factor = factor_on(device, factor)
-    if storable.offset is not None and storable.maxima is not None:
-        storable = StorableScales(storable.offset.to(device), storable.maxima.to(device))
-    target = target.to(device)
-    levels = levels_of(quant_type, target.device)
-    draft = calibrated.first_draft(target.clone(), factor, storable, levels)
-    gradient = factor.moments @ (target - draft.values(levels))
-    for _ in range(sweeps):
-        calibrated.sweep(draft, gradient, factor, storable, levels)
-    return draft
-
-
-def factor_on(device: str, factor: rounding.Factor) -> rounding.Factor:
-    return rounding.Factor(
-        factor.order.to(device),
-        factor.moments.to(device),
-        factor.upper.to(device),
-        factor.blocksize,
-        factor.damping,
-        factor.dead,
-    )
-
-
-def decoding(
-    quant_type: str,
-    double_quant: bool,
-    weight: torch.Tensor,
-    factor: rounding.Factor,
-) -> dict[str, object]:
-    """Compares our decoding of a result with that of bitsandbytes, both on the GPU."""
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    there = factor_on("cuda", factor)
-    (rounded,) = rounding.round_calibrated([weight.cuda()], there, quant_type, double_quant)
-    components = {f"w.{name}": one for name, one in rounded.state.components().items()}
-    state = QuantState.from_dict(components, device=torch.device("cuda"))
-    theirs = dequantize_4bit(rounded.packed, state)
-    return {
-        "is_calibrated": rounded.is_calibrated,
-        "cost, of the search's": rounded.cost / rounded.cost_searched,
-        "values that bitsandbytes decodes otherwise": int((theirs != rounded.values()).sum()),
-    }
 
 
 def factor_of(inputs: int, row: dict[str, object]) -> rounding.Factor:

@@ -135,3 +135,17 @@ def named(path: str | Path, kind: type[Nf4convError], *, inside: bool = False) -
         if inside and error.filename:
             place = error.filename
         raise kind(f"{place}: {error.strerror or error}", path=place) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error of another library says, at most 300 characters.
+
+    A line that ends with a colon is followed by the next.
+    """
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    text = lines[0]
+    if text.endswith(":") and len(lines) > 1:
+        text = f"{text} {lines[1].strip()}"
+    return text[:300]

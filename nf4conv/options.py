@@ -303,11 +303,11 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
         "a smaller error.",
         unset="absmax, or SRC's own",
     )
-    calibrate: Names = option(
-        (),
+    calibrate: str | None = option(
+        None,
         Group.RESULT,
         "Let the model read this text (.txt, .jsonl, .npy) while it is quantized, and lose less. "
-        "'default' takes what nf4conv ships. TEXT=0.5 gives shares.",
+        "'default' takes what nf4conv ships.",
         metavar="TEXT",
     )
     calibrate_output: CalibrateOutput | None = option(
@@ -324,23 +324,6 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
         metavar="N",
         unset="65536",
         least=1,
-        needs="calibrate",
-    )
-    calibration_seed: int | None = option(
-        None,
-        Group.RESULT,
-        "Let this number decide which parts of TEXT are read.",
-        metavar="N",
-        unset="0",
-        needs="calibrate",
-    )
-    calibration_memory: int | None = option(
-        None,
-        Group.MACHINE,
-        "Keep so many bytes of hidden states in memory, and more in OUT.",
-        unset="4 GB",
-        least=1,
-        is_size=True,
         needs="calibrate",
     )
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nf4conv.calibrate.activations import give_back
-from nf4conv.calibrate.finished import FinishedBlocks, WeightGain
+from nf4conv.calibrate.hidden import give_back
+from nf4conv.calibrate.kept import Tensors, names_of_components
 from nf4conv.calibrate.model.weights import matrix_in
 from nf4conv.calibrate.moments import BlockAtWork, moments_of, moments_of_experts
 from nf4conv.calibrate.rounding import (
@@ -25,11 +25,17 @@ from nf4conv.errors import SourceError
 
 
 @dataclass(frozen=True)
-class CalibratedBlock:
-    """The weights of a block in 4 bits, and what was gained, by their names."""
+class WeightGain:
+    """Says what calibration gained for one weight.
 
-    weights: Mapping[str, Rounded]
-    gains: Mapping[str, WeightGain]
+    Attributes:
+        gain: the error of the layer's outputs on windows that did not calibrate, relative to the
+            error with searched scales. 1 for a weight that keeps the searched scales.
+        tokens: the number of tokens that reached the weight, if that is too few. Otherwise None.
+    """
+
+    gain: float
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,17 +47,22 @@ class _Outcome:
     gain: WeightGain
 
 
-def calibrate_block(block: BlockAtWork, outputs: Mapping[str, torch.Tensor]) -> CalibratedBlock:
+def calibrate_block(
+    block: BlockAtWork, outputs: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Rounded], dict[str, WeightGain]]:
     """Rounds the weights of a block; each stage sees what comes out of those before it in 4 bits.
 
     Args:
         block: the block.
         outputs: the mean of g·gᵀ at the outputs of some weights, by the weight's name.
 
+    Returns:
+        The weights in 4 bits, and what was gained for each, by name.
+
     Raises:
         SourceError: a weight or an activation is NaN or infinite.
     """
-    first = next(block.activations.batches())
+    first = next(block.hidden.batches())
     weights: dict[str, Rounded] = {}
     gains: dict[str, WeightGain] = {}
     for stage in find_stages(block.module, block.calls[0], first, block.targets):
@@ -66,7 +77,7 @@ def calibrate_block(block: BlockAtWork, outputs: Mapping[str, torch.Tensor]) -> 
         if target.job.name not in weights:  # the block never uses it
             weights[target.job.name] = _searched(block, _original(block, target))
             gains[target.job.name] = WeightGain(1.0, 0)
-    return CalibratedBlock(weights, gains)
+    return weights, gains
 
 
 def _plain(
@@ -190,14 +201,14 @@ def put_all(block: BlockAtWork, decoded: Sequence[tuple[Target, Rounded]]) -> No
     block.contents.renew(changed)
 
 
-def restore_block(block: BlockAtWork, number: int, finished: FinishedBlocks) -> None:
-    """Fills a block with the weights that it was calibrated to."""
-    stored = finished.components(number)
+def restore_block(block: BlockAtWork, components: Tensors) -> None:
+    """Fills a block with the weights that it was calibrated to, given by all their components."""
     decoded = []
     for target in block.targets:
         parts = {}
-        for suffix, part in stored[target.job.name].items():
-            parts[suffix] = part.to(block.contents.device)
-        packed = parts.pop("")
+        names = names_of_components(target.job.name, block.format, target.job.matrix.shape)
+        for suffix, name in names.items():
+            parts[suffix] = components[name].to(block.contents.device)
+        packed = parts.pop("").view(-1).view(torch.uint8)[:, None]
         decoded.append((target, Rounded(packed, QuantState.from_components(parts))))
     put_all(block, decoded)

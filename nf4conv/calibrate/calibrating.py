@@ -7,35 +7,39 @@ fills them with their weights in 4 bits, and runs them. So it ends in the same b
 """
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from nf4conv import __version__
-from nf4conv.calibrate.activations import Activations
-from nf4conv.calibrate.block import calibrate_block, restore_block
-from nf4conv.calibrate.finished import BlockRecord, FinishedBlocks
+from nf4conv.calibrate.block import WeightGain, calibrate_block, restore_block
 from nf4conv.calibrate.gradients import OutputMoments
+from nf4conv.calibrate.hidden import HiddenStates
+from nf4conv.calibrate.kept import (
+    KeptFiles,
+    Tensors,
+    components_of,
+    digest_of_components,
+)
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.model.weights import WeightReader, open_reader
 from nf4conv.calibrate.moments import BlockAtWork
-from nf4conv.calibrate.needs import require_memory
 from nf4conv.calibrate.overlay import with_calibrated_weights
-from nf4conv.calibrate.planning import PreparedCalibration
 from nf4conv.calibrate.session import Session, compile_kernels
-from nf4conv.errors import Nf4convError, OutputError
+from nf4conv.errors import Nf4convError
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
-from nf4conv.plan.calibration import CalibratedWeights, CalibrationResult
+from nf4conv.plan.calibration import CalibratedBlock, CalibrationResult
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.filling import space_needed
 from nf4conv.sources.source import source_changes
+from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import CALIBRATED, WORK_FOLDER
 
 
@@ -58,19 +62,15 @@ def calibrate(
     device = TorchBackend(run.device).torch_device
     stamps = source_changes(plan.source)
     require_unchanged(plan.source, "since it was planned; run again")
-    assert isinstance(plan.calibration, PreparedCalibration)
-    require_memory(plan.calibration.needs, device)
+    session = Session(plan, device, out / WORK_FOLDER / CALIBRATED)
     asked = fingerprint(plan, str(device))
     with Workspace(out, asked, stamps, overwrite=run.overwrite, checksum=run.checksum) as folder:
-        session = Session(plan, device, out / WORK_FOLDER / CALIBRATED)
         work = _Work(session, progress)
-        missing = plan.calibration.needs.disk_bytes - work.bytes_there()
-        folder.check_space(space_needed(plan, folder.finished) + missing)
+        folder.check_space(space_needed(plan, folder.finished) + work.space_needed())
         with _naming_memory(device), torch.no_grad():
             compile_kernels(device, plan.output.format)
             work.calibrate_all()
-        made = with_calibrated_weights(plan, work.finished)
-        return replace(made, calibrated=work.result())
+        return replace(with_calibrated_weights(plan, work.components()), calibrated=work.result())
 
 
 class _Work:
@@ -81,81 +81,66 @@ class _Work:
         self._calibration = session.calibration
         self._progress = progress
         self._told = 0
-        self.finished = FinishedBlocks(session.folder, session.plan.output.format)
-        self.outputs = OutputMoments(session)
         self._made_by = _made_by(session.device, self._calibration.transformers)
-        self._records: dict[int, BlockRecord] = {}
+        self._kept = KeptFiles(session.folder, self._made_by)
+        self._outputs = OutputMoments(session, self._kept)
+        self._finished: dict[int, CalibratedBlock] = {}
 
-    def bytes_there(self) -> int:
-        """Returns the bytes of finished blocks."""
-        total = 0
+    def space_needed(self) -> int:
+        """Returns the bytes that will be written to disk beside the result."""
+        needs = self._calibration.needs
+        hidden = needs.hidden_elements * torch.empty(0, dtype=self._session.dtype).itemsize
+        there = 0
         for number in self._calibration.targets:
-            file = self.finished.file(number)
-            total += file.stat().st_size if file.is_file() else 0
-        return total
+            file = self._kept.file(_name(number))
+            there += file.stat().st_size if file.is_file() else 0
+        return needs.disk_bytes - there + max(hidden - self._session.budget.left, 0)
 
     def result(self) -> CalibrationResult:
         """Returns what came of all blocks."""
-        blocks = []
-        for number in sorted(self._records):
-            record = self._records[number]
-            gains = {name: gain.gain for name, gain in record.gains.items()}
-            few = {}
-            for name, gain in record.gains.items():
-                if gain.tokens is not None:
-                    few[name] = gain.tokens
-            blocks.append(CalibratedWeights(record.components_sha256, gains, few))
+        blocks = [self._finished[number] for number in sorted(self._finished)]
         return CalibrationResult(self._made_by, tuple(blocks))
+
+    def components(self) -> dict[str, TensorInfo]:
+        """Returns where the components of all weights are, by their names."""
+        found: dict[str, TensorInfo] = {}
+        for number in self._finished:
+            found |= self._kept.tensors(_name(number))
+        return found
 
     def calibrate_all(self) -> None:
         """Calibrates the blocks that are not finished."""
-        self._read_records()
-        left = [number for number in self._calibration.targets if number not in self._records]
+        for number in self._calibration.targets:
+            kept = self._kept.read(_name(number))
+            if kept is not None:
+                gains = {name: WeightGain(**gain) for name, gain in kept[1].items()}
+                self._finished[number] = _described(kept[0], gains)
+        left = [number for number in self._calibration.targets if number not in self._finished]
         if left:
-            self._calibrate(max(left) + 1)
+            self._calibrate(left)
         # what had been done before counts as well
         self._progress(self._calibration.bytes_to_read - self._told)
 
-    def _calibrate(self, stop: int) -> None:
-        """Calibrates the blocks before `stop` that are not finished."""
+    def _calibrate(self, left: list[int]) -> None:
+        """Calibrates some blocks; those before the last of them are run."""
         with open_reader(self._session.device, self._session.dtype) as reader:
             if self._calibration.outputs is not None:
-                self.outputs.find(reader, self._tell)
-            activations, calls = self._session.embed(reader)
-            for number in range(stop):
-                self._work_on(number, reader, activations, calls)
-        activations.remove()
+                self._outputs.find(left, reader, self._tell)
+            hidden, calls = self._session.embed(reader)
+            for number in range(max(left) + 1):
+                self._work_on(number, reader, hidden, calls)
+        hidden.remove()
 
     def _tell(self, count: int) -> None:
         """Tells the bytes of the source that have been worked through since the last call."""
         self._told += count
         self._progress(count)
 
-    def _read_records(self) -> None:
-        """Reads the records of finished blocks, up to the first that is missing.
-
-        Raises:
-            OutputError: another device or other versions have made them.
-        """
-        for number in sorted(self._calibration.targets):
-            record = self.finished.record(number)
-            if record is None:
-                return
-            for what, now in self._made_by.items():
-                before = record.made_by.get(what)
-                if before != now:
-                    raise OutputError(
-                        f"{self.finished.folder.parent.parent}: calibration has begun with "
-                        f"{what} {before}, and this is {now}; go on there, or --overwrite to "
-                        f"start anew"
-                    )
-            self._records[number] = record
-
     def _work_on(
         self,
         number: int,
         reader: WeightReader,
-        activations: Activations,
+        hidden: HiddenStates,
         calls: list[list[Call]],
     ) -> None:
         """Calibrates a block, or fills it with what it was calibrated to, and runs it."""
@@ -167,21 +152,35 @@ class _Work:
             contents=contents,
             targets=self._calibration.targets.get(number, ()),
             calls=[of_batch[number] for of_batch in calls],
-            activations=activations,
+            hidden=hidden,
             calibrating=self._session.calibrating_batches,
             format=self._session.plan.output.format,
         )
-        if number in self._records:
-            restore_block(block, number, self.finished)
+        kept = self._kept.read(_name(number)) if block.targets else None
+        if kept is not None:
+            restore_block(block, kept[0])
         elif block.targets:
-            made = calibrate_block(block, self.outputs.of_block(number))
-            self.finished.write(number, made.weights, made.gains, self._made_by)
-            record = self.finished.record(number)
-            assert record is not None
-            self._records[number] = record
+            weights, gains = calibrate_block(block, self._outputs.of_block(number))
+            tensors = components_of(weights, block.format)
+            facts = {name: asdict(gain) for name, gain in gains.items()}
+            self._kept.write(_name(number), tensors, facts)
+            self._finished[number] = _described(tensors, gains)
         block.run()
         contents.release()
         self._tell(self._calibration.block_bytes[number])
+
+
+def _name(number: int) -> str:
+    """Returns the name that a finished block is kept under."""
+    return f"block-{number:05d}"
+
+
+def _described(tensors: Tensors, gains: Mapping[str, WeightGain]) -> CalibratedBlock:
+    """Returns what nf4conv.json says of a finished block."""
+    few = {name: gain.tokens for name, gain in gains.items() if gain.tokens is not None}
+    return CalibratedBlock(
+        digest_of_components(tensors), {name: gain.gain for name, gain in gains.items()}, few
+    )
 
 
 def _made_by(device: torch.device, transformers: str) -> dict[str, str]:
@@ -208,6 +207,7 @@ def _naming_memory(device: torch.device) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Nf4convError(
-            f"{device}: out of memory while calibrating; finished blocks are kept. Try fewer "
-            f"--calibration-tokens, a smaller --calibration-memory, or --device cpu"
+            f"{device}: out of memory while calibrating; finished blocks are kept, and the same "
+            f"command goes on with them when more is free. Fewer --calibration-tokens take less, "
+            f"and so does another --device; both start anew, with --overwrite"
         ) from error

@@ -7,62 +7,56 @@ The second moments of the gradients at a weight's outputs, G = Σ g·gᵀ, are k
 folder. An interrupted pass begins anew; one that is finished is not repeated.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nf4conv.calibrate.activations import Activations, give_back
+from nf4conv.calibrate.hidden import HiddenStates, give_back
+from nf4conv.calibrate.kept import KeptFiles, Tensors
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.model.weights import WeightReader
 from nf4conv.calibrate.rounding import SecondMoments
 from nf4conv.calibrate.session import Session
 from nf4conv.calibrate.stages import Target, find_stages
-from nf4conv.errors import OutputError, SourceError, named
-from nf4conv.output.writer import write_file
+from nf4conv.calibrate.windows import SEED
+from nf4conv.errors import OutputError, SourceError
 
 _TAIL_WINDOWS = 1  # that go through the head together: its outputs are the largest tensors
 
 
 class OutputMoments:
-    """Finds and keeps the second moments of the gradients at outputs.
+    """Finds the second moments of the gradients at outputs, and keeps them."""
 
-    Args:
-        session: runs the model.
-    """
-
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, kept: KeptFiles) -> None:
         self._session = session
         self._calibration = session.calibration
-        self._done = session.folder / "outputs.json"
+        self._kept = kept
 
-    def _file(self, number: int) -> Path:
-        return self._session.folder / f"outputs-{number:05d}.bin"
+    def of_block(self, number: int) -> Tensors:
+        """Returns the mean of g·gᵀ at the outputs of weights of a block, by the weight's name.
 
-    def of_block(self, number: int) -> Mapping[str, torch.Tensor]:
-        """Returns the mean of g·gᵀ at the outputs of weights of a block, by the weight's name."""
-        if self._calibration.outputs is None or not self._file(number).is_file():
+        Raises:
+            OutputError: the file that keeps them has been changed since `find`.
+        """
+        if self._calibration.outputs is None:
             return {}
-        found = {}
-        with self._file(number).open("rb") as file:
-            sizes: dict[str, int] = json.loads(file.readline())
-            for name, size in sizes.items():
-                content = bytearray(file.read(4 * size * size))
-                values = torch.frombuffer(content, dtype=torch.float32)
-                square = values.view(size, size)
-                found[name] = square.to(self._session.device)
-        return found
+        found = self._kept.read(_name(number))
+        if found is None:
+            file = self._kept.file(_name(number))
+            raise OutputError(f"{file}: was changed while it was used; run again", path=file)
+        return {name: square.to(self._session.device) for name, square in found[0].items()}
 
-    def find(self, reader: WeightReader, progress: Callable[[int], None]) -> None:
-        """Makes the backward pass, unless it has been made.
+    def find(
+        self, blocks: Iterable[int], reader: WeightReader, progress: Callable[[int], None]
+    ) -> None:
+        """Makes the backward pass, unless it has been made for all of some blocks.
 
         Raises:
             SourceError: its gradients hold NaN or infinity.
         """
-        if self._done.is_file():
+        if all(self._kept.read(_name(number)) is not None for number in blocks):
             return
         inputs, calls = self._run_forward(reader, progress)
         give_back(self._session.device)
@@ -74,26 +68,22 @@ class OutputMoments:
             give_back(self._session.device)
             progress(self._calibration.block_bytes[number])
         gradients.remove()
-        write_file(self._done, [b"{}"])
 
-    def _activations(self, name: str) -> Activations:
+    def _hidden_states(self) -> HiddenStates:
         """Returns room for the hidden states of all windows, beside those before other blocks."""
         session = self._session
-        share = session.budget // (self._calibration.blocks + 2)
-        file = session.folder / name
-        place = torch.device("cpu")
-        return Activations(session.device, session.hidden_bytes, share, file, place)
+        return HiddenStates(session.device, 0, session.budget, session.folder)
 
     def _run_forward(
         self, reader: WeightReader, progress: Callable[[int], None]
-    ) -> tuple[list[Activations], list[list[Call]]]:
+    ) -> tuple[list[HiddenStates], list[list[Call]]]:
         """Returns the hidden states before each block and behind the last, and the calls."""
         embedded, calls = self._session.embed(reader)
         inputs = [embedded]
         for number in range(self._calibration.blocks):
             contents = self._session.fill_block(number, reader)
             block = self._calibration.flow.blocks.blocks[number]
-            behind = self._activations(f"inputs-{number + 1:05d}.bin")
+            behind = self._hidden_states()
             for batch, hidden in enumerate(inputs[-1].batches()):
                 behind.append(calls[batch][number].run(block, hidden))
             inputs.append(behind)
@@ -101,14 +91,14 @@ class OutputMoments:
             progress(self._calibration.block_bytes[number])
         return inputs, calls
 
-    def _start(self, reader: WeightReader, hidden: Activations) -> Activations:
+    def _start(self, reader: WeightReader, hidden: HiddenStates) -> HiddenStates:
         """Returns the gradients behind the last block, for labels that the model would draw."""
         flow = self._calibration.flow
         contents = self._session.outside(reader)
         flow.model.tie_weights()  # type: ignore[operator]
         generator = torch.Generator(self._session.device)
-        generator.manual_seed(self._calibration.seed)
-        gradients = self._activations("gradients.bin")
+        generator.manual_seed(SEED)
+        gradients = self._hidden_states()
         batches = self._session.batches()
         for ids, states in zip(batches, hidden.batches(), strict=True):
             found = []
@@ -134,9 +124,9 @@ class OutputMoments:
         self,
         number: int,
         reader: WeightReader,
-        inputs: Activations,
+        inputs: HiddenStates,
         calls: Sequence[Sequence[Call]],
-        gradients: Activations,
+        gradients: HiddenStates,
     ) -> None:
         """Adds up the gradients in a block, and replaces those behind it by those before it."""
         contents = self._session.fill_block(number, reader)
@@ -180,14 +170,13 @@ class OutputMoments:
         for name, found in moments.items():
             if not bool(found.sums.diagonal().sum().isfinite()):
                 raise SourceError(f"{name}: the gradients at its outputs hold NaN or infinity")
-        sizes = {}
-        for name, found in moments.items():
-            sizes[name] = found.sums.shape[0]
-        chunks = [json.dumps(sizes).encode() + b"\n"]
-        chunks.extend(found.mean().cpu().numpy().tobytes() for found in moments.values())
-        with named(self._session.folder, OutputError):
-            self._session.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self._file(number), chunks)
+        means = {name: found.mean() for name, found in moments.items()}
+        self._kept.write(_name(number), means, {})
+
+
+def _name(number: int) -> str:
+    """Returns the name that the moments of a block are kept under."""
+    return f"outputs-{number:05d}"
 
 
 def _watch(

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from nf4conv.calibrate.activations import Activations
+from nf4conv.calibrate.hidden import HiddenStates
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.model.weights import Contents
 from nf4conv.calibrate.rounding import SecondMoments
@@ -39,7 +39,7 @@ class BlockAtWork:
         contents: its weights.
         targets: the weights that are calibrated.
         calls: the arguments that each batch calls it with.
-        activations: the hidden states of all windows.
+        hidden: the hidden states of all windows.
         calibrating: the number of batches that calibrate; the others judge.
         format: the format of the weights in 4 bits.
     """
@@ -49,14 +49,14 @@ class BlockAtWork:
     contents: Contents
     targets: Sequence[Target]
     calls: Sequence[Call]
-    activations: Activations
+    hidden: HiddenStates
     calibrating: int
     format: Format
 
     def run(self) -> None:
         """Runs all windows through the block."""
-        for number, hidden in enumerate(self.activations.batches()):
-            self.activations.replace(number, self.calls[number].run(self.module, hidden))
+        for number, hidden in enumerate(self.hidden.batches()):
+            self.hidden.replace(number, self.calls[number].run(self.module, hidden))
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def moments_of(block: BlockAtWork, stage: Stage) -> Moments:
         SourceError: it holds NaN or infinity.
     """
     moments: Moments | None = None
-    for number, hidden in enumerate(block.activations.batches()):
+    for number, hidden in enumerate(block.hidden.batches()):
         inputs = inputs_of(block.module, stage, block.calls[number], hidden)
         if moments is None:
             moments = Moments.zeros(inputs.shape[1], inputs.device)
@@ -154,7 +154,7 @@ def _sums(
     device = block.contents.device
     found = {expert: Moments.zeros(width, device) for expert in experts}
     pooled = Moments.zeros(width, device)
-    for number, hidden in enumerate(block.activations.batches()):
+    for number, hidden in enumerate(block.hidden.batches()):
         inputs = inputs_of_experts(block.module, stage, block.calls[number], hidden)
         for expert in sorted(inputs):
             calibrates = number < block.calibrating

@@ -1,180 +1,167 @@
 """Estimates what a calibration takes: time, memory and disk; and refuses one that has no room.
 
 The constants are measured: on an H200 at the shapes of Llama 8B and 70B (benchmarks/calibration.py,
-docs/calibration.md), and on two cores of a CPU with the small model of docs/quality.md.
+docs/calibration.md), and on CPUs with the small models of docs/quality.md.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from nf4conv.calibrate.windows import Windows
 from nf4conv.errors import Nf4convError
 from nf4conv.format.units import size
-from nf4conv.plan.calibration import Needs
 from nf4conv.system.memory import available_memory, resident
-
-MEMORY: Final = 4 * 10**9
-"""Bytes of hidden states that are kept in memory, unless the user allows another number."""
-
-_USUAL_TOKENS: Final = 65536
 
 _GPU_SECONDS_AT_START: Final = 25.0  # kernels are compiled, and CUDA begins
 _GPU_SECONDS_OF_WEIGHT: Final = 10e-9  # to round it
-_GPU_SECONDS_OF_WEIGHT_AND_TOKENS: Final = 5e-9  # for 65,536 of them
+_GPU_SECONDS_OF_WEIGHT_AND_TOKEN: Final = 8e-14
 
-_CPU_SECONDS_OF_WEIGHT: Final = 2.2e-6
-_CPU_SECONDS_OF_WEIGHT_AND_TOKENS: Final = 5.6e-6
+_CPU_OPERATIONS_OF_WEIGHT: Final = 130_000.0
+_CPU_OPERATIONS_OF_WEIGHT_AND_TOKEN: Final = 5.0
+_PROBE: Final = 1024  # rows and columns of the matrices by which the speed of a CPU is measured
 
 _OUTPUTS: Final = 1.6  # of the time without --calibrate-output
 
-_SQUARE_BYTES: Final = 20  # for [in, in]: moments to calibrate and judge by, a factor in float64
-_STAGE_BYTES: Final = 16  # for each weight that is rounded at once, beside 12 for [in, in]
-_OUTPUT_BYTES: Final = 24  # for [out, out] of a weight whose outputs count
-
 _DEVICE_BYTES: Final = 10**9  # a batch on its way through a block, and what is rounded at a time
 _HOST_BYTES: Final = 15 * 10**8  # Python, torch and transformers
-_HOST_BYTES_WITH_GPU: Final = 22 * 10**8  # and CUDA
+_CUDA_BYTES: Final = 7 * 10**8  # of the host
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Describes the weights of a model as far as its needs depend on them.
+    """Describes a calibration as far as its needs depend on it.
 
     Attributes:
         blocks: the number of blocks.
-        block_elements: the number of elements of the largest block.
-        outside_elements: the number of elements outside the blocks that are used at one time.
+        block_elements: the number of elements of the largest block, or of what is used at one time
+            outside the blocks.
         matrices: the shape of each weight that is calibrated, [out, in].
+        tokens: the number of tokens that the model reads.
+        width: the number of hidden states of a token.
+        outputs: "qkv" or "all", as --calibrate-output has it; None without that option.
     """
 
     blocks: int
     block_elements: int
-    outside_elements: int
     matrices: Sequence[tuple[int, int]]
-
-    @property
-    def calibrated(self) -> int:
-        """The number of elements that are calibrated."""
-        return sum(rows * columns for rows, columns in self.matrices)
-
-    @property
-    def working_bytes(self) -> int:
-        """The most bytes that rounding takes at a time."""
-        most = 0
-        for rows, columns in set(self.matrices):
-            factoring = _SQUARE_BYTES * columns**2
-            # gate and up are rounded together, and so are queries, keys and values
-            rounding = 12 * columns**2 + 2 * _STAGE_BYTES * rows * columns
-            most = max(most, factoring, rounding)
-        return most
-
-
-def estimate(
-    shapes: Shapes,
-    windows: Windows,
-    config: Mapping[str, Any],
-    outputs: str | None,
-    memory: int | None,
-    finished_bytes: int,
-) -> Needs:
-    """Estimates what a calibration takes.
-
-    Args:
-        shapes: the weights of the model.
-        windows: the tokens that it reads.
-        config: the content of config.json.
-        outputs: "qkv" or "all", as --calibrate-output has it; None without that option.
-        memory: the bytes that the user allows for hidden states; None for the default.
-        finished_bytes: the bytes that all finished blocks take on disk.
-    """
-    budget = MEMORY if memory is None else memory
-    tokens = windows.ids.size / _USUAL_TOKENS
-    weights = shapes.calibrated
-    gpu_seconds = weights * (_GPU_SECONDS_OF_WEIGHT + tokens * _GPU_SECONDS_OF_WEIGHT_AND_TOKENS)
-    cpu_seconds = weights * (_CPU_SECONDS_OF_WEIGHT + tokens * _CPU_SECONDS_OF_WEIGHT_AND_TOKENS)
-    working = shapes.working_bytes
-    disk = finished_bytes
-    others = 0
-    if outputs is not None:
-        gpu_seconds *= _OUTPUTS
-        cpu_seconds *= _OUTPUTS
-        squares = _output_squares(shapes, outputs)
-        working += _OUTPUT_BYTES * max(squares, default=0)
-        disk += 4 * sum(squares)
-        others = shapes.blocks + 1
-    narrow = _Hidden.of(hidden_bytes(windows, config, 2), others, budget)
-    wide = _Hidden.of(hidden_bytes(windows, config, 4), others, budget)
-    gpu_bytes = max(2 * shapes.block_elements + working, 2 * shapes.outside_elements)
-    cpu_bytes = max(4 * shapes.block_elements + working, 4 * shapes.outside_elements)
-    return Needs(
-        gpu_seconds=_GPU_SECONDS_AT_START + gpu_seconds,
-        gpu_bytes=gpu_bytes + narrow.each + _DEVICE_BYTES,
-        gpu_host_bytes=_HOST_BYTES_WITH_GPU + narrow.in_memory,
-        cpu_seconds=cpu_seconds,
-        cpu_bytes=_HOST_BYTES + cpu_bytes + wide.in_memory,
-        disk_bytes=disk + wide.on_disk,
-    )
+    tokens: int
+    width: int
+    outputs: str | None
 
 
 @dataclass(frozen=True)
-class _Hidden:
-    """The bytes of hidden states: those of all windows, and where all that are kept are."""
+class Needs:
+    """Estimates what a calibration takes.
 
-    each: int
-    in_memory: int
-    on_disk: int
+    Attributes:
+        gpu_seconds: time on an H200.
+        gpu_bytes: memory of the GPU.
+        cpu_seconds: time on the CPU of this machine, as busy as it is.
+        cpu_bytes: memory of the host without a GPU, hidden states apart.
+        hidden_elements: the number of hidden states that are kept: in memory, and where there is
+            too little of it on disk.
+        disk_bytes: the most bytes in the output's work folder, hidden states apart.
+    """
 
-    @classmethod
-    def of(cls, each: int, others: int, budget: int) -> "_Hidden":
-        """Divides the hidden states, and `others` of as many bytes beside them, by a budget."""
-        kept = each if each <= budget else 0
-        share = budget // (others + 1)  # session.py and gradients.py divide it so
-        if each <= share:
-            kept += others * each
-        return cls(each, kept, (1 + others) * each - kept)
+    gpu_seconds: float
+    gpu_bytes: int
+    cpu_seconds: float
+    cpu_bytes: int
+    hidden_elements: int
+    disk_bytes: int
+
+    def described(self) -> str:
+        """Returns a line for people."""
+        return (
+            f"calibrating takes about {_duration(self.gpu_seconds)} on an H200, with "
+            f"{size(self.gpu_bytes)} of its memory; or {_duration(self.cpu_seconds)} on this "
+            f"machine's CPU, with {size(self.cpu_bytes)} of memory; {size(self.disk_bytes)} of "
+            f"disk; and {size(4 * self.hidden_elements)} of either for hidden states"
+        )
+
+    def memory_left(self, device: torch.device) -> int:
+        """Returns the bytes of host memory that hidden states may take: half of what is left.
+
+        Raises:
+            Nf4convError: the device or the host has too little memory for the rest.
+        """
+        host = self.cpu_bytes
+        if device.type == "cuda":
+            host = _HOST_BYTES + _CUDA_BYTES
+            free, _ = torch.cuda.mem_get_info(device)
+            free += torch.cuda.memory_reserved(device)
+            if free < self.gpu_bytes:
+                raise Nf4convError(
+                    f"{device}: calibrating takes about {size(self.gpu_bytes)} of its memory, and "
+                    f"{size(free)} are free; a GPU with so much would suffice, and --device cpu "
+                    f"takes about {size(self.cpu_bytes)} of host memory"
+                )
+        available = available_memory() + resident()
+        if available < host:
+            raise Nf4convError(
+                f"calibrating takes about {size(host)} of host memory, and {size(available)} are "
+                f"free; so much would suffice"
+            )
+        return (available - host) // 2
 
 
-def hidden_bytes(windows: Windows, config: Mapping[str, Any], itemsize: int) -> int:
-    """Returns the bytes of the hidden states of all windows."""
-    text = config.get("text_config", config)
-    width = next((text[key] for key in ("hidden_size", "n_embd", "d_model") if key in text), 4096)
-    return int(windows.ids.size * width * itemsize)
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h"
 
 
-def _output_squares(shapes: Shapes, outputs: str) -> list[int]:
+def estimate(shapes: Shapes, finished_bytes: int) -> Needs:
+    """Estimates what a calibration takes, whose finished blocks take so many bytes on disk."""
+    weights = sum(rows * columns for rows, columns in shapes.matrices)
+    gpu = _GPU_SECONDS_OF_WEIGHT + shapes.tokens * _GPU_SECONDS_OF_WEIGHT_AND_TOKEN
+    cpu = _CPU_OPERATIONS_OF_WEIGHT + shapes.tokens * _CPU_OPERATIONS_OF_WEIGHT_AND_TOKEN
+    squares = _output_squares(shapes)
+    working = _working_bytes(shapes) + 24 * max(squares, default=0)
+    kept = 1 if shapes.outputs is None else shapes.blocks + 2
+    slower = 1.0 if shapes.outputs is None else _OUTPUTS
+    return Needs(
+        gpu_seconds=_GPU_SECONDS_AT_START + slower * weights * gpu,
+        gpu_bytes=2 * shapes.block_elements + working + _DEVICE_BYTES,
+        cpu_seconds=slower * weights * cpu / _speed(),
+        cpu_bytes=_HOST_BYTES + 4 * shapes.block_elements + working,
+        hidden_elements=kept * shapes.tokens * shapes.width,
+        disk_bytes=finished_bytes + 4 * sum(squares),
+    )
+
+
+def _speed() -> float:
+    """Returns the operations a second that this machine's CPU has for us now, in float32."""
+    matrix = torch.ones((_PROBE, _PROBE))
+    torch.mm(matrix, matrix)
+    started = time.perf_counter()
+    torch.mm(matrix, matrix)
+    return 2 * float(_PROBE) ** 3 / (time.perf_counter() - started)
+
+
+def _working_bytes(shapes: Shapes) -> int:
+    """Returns the most bytes that rounding takes at a time."""
+    most = 0
+    for rows, columns in set(shapes.matrices):
+        # moments to calibrate and judge by, and a factor in float64
+        factoring = 20 * columns**2
+        # gate and up are rounded together, and so are queries, keys and values
+        rounding = 12 * columns**2 + 32 * rows * columns
+        most = max(most, factoring, rounding)
+    return most
+
+
+def _output_squares(shapes: Shapes) -> list[int]:
     """Returns about the sizes of the second moments of gradients at outputs."""
     squares = [rows**2 for rows, _ in shapes.matrices]
-    if outputs == "all":
+    if shapes.outputs is None:
+        return []
+    if shapes.outputs == "all":
         return squares
     # the first weights of a block are its smallest ones, if not by much
     return sorted(squares)[: 4 * shapes.blocks]
-
-
-def require_memory(needs: Needs, device: torch.device) -> None:
-    """Refuses a calibration that this machine has too little memory for.
-
-    Raises:
-        Nf4convError: the device or the host has too little.
-    """
-    host = needs.cpu_bytes
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device)
-        host = needs.gpu_host_bytes
-        if free < needs.gpu_bytes:
-            raise Nf4convError(
-                f"{device}: calibrating takes about {size(needs.gpu_bytes)} of its memory, and "
-                f"{size(free)} are free; a GPU with so much would suffice, fewer "
-                f"--calibration-tokens take less, and --device cpu takes about "
-                f"{size(needs.cpu_bytes)} of host memory"
-            )
-    available = available_memory() + resident()
-    if available < host:
-        raise Nf4convError(
-            f"calibrating takes about {size(host)} of host memory, and {size(available)} are "
-            f"free; so much would suffice, and fewer --calibration-tokens or a smaller "
-            f"--calibration-memory take less"
-        )

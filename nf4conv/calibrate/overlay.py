@@ -7,8 +7,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import replace
 
-from nf4conv.calibrate.finished import FinishedBlocks, names_of_components
-from nf4conv.calibrate.planning import PreparedCalibration
+from nf4conv.calibrate.kept import names_of_components
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.unchanged import Stored
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
@@ -26,17 +25,15 @@ from nf4conv.sources.reader import read_bytes
 from nf4conv.sources.tensors import TensorInfo
 
 
-def with_calibrated_weights(plan: QuantizationPlan, finished: FinishedBlocks) -> QuantizationPlan:
+def with_calibrated_weights(
+    plan: QuantizationPlan, components: Mapping[str, TensorInfo]
+) -> QuantizationPlan:
     """Returns a plan whose calibrated weights are copied from finished blocks.
 
     Args:
         plan: a plan with a calibration, all blocks of which are finished.
-        finished: finds the finished blocks.
+        components: where the components of all its weights are, by their names.
     """
-    assert isinstance(plan.calibration, PreparedCalibration)
-    components: dict[str, TensorInfo] = {}
-    for number in plan.calibration.targets:
-        components |= finished.tensors(number)
     format = plan.output.format
 
     def finished_job(job: Job) -> Job:

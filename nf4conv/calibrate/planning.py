@@ -8,21 +8,21 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Any
 
 import torch
 from torch import nn
 
-from nf4conv.calibrate.finished import size_of
-from nf4conv.calibrate.model.building import build_model, find_blocks, version
+from nf4conv.calibrate.kept import size_of
+from nf4conv.calibrate.model.building import build_model, find_blocks, load_tokenizer
 from nf4conv.calibrate.model.experts import experts_of
 from nf4conv.calibrate.model.flow import Flow, find_flow
 from nf4conv.calibrate.model.names import Filling, follow_names
-from nf4conv.calibrate.needs import Shapes, estimate
-from nf4conv.calibrate.reading import TOKENS, cut_texts
+from nf4conv.calibrate.needs import Needs, Shapes, estimate
+from nf4conv.calibrate.request import require_known, transformers_version
 from nf4conv.calibrate.stages import Target
 from nf4conv.calibrate.text import Text
-from nf4conv.calibrate.windows import Windows
+from nf4conv.calibrate.windows import LENGTH, TOKENS, Windows, cut_windows
 from nf4conv.errors import PlanError
 from nf4conv.models.module_names import module_of
 from nf4conv.options import QuantizeOptions
@@ -31,14 +31,13 @@ from nf4conv.plan.jobs import Job, PackJob, Plan
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.source import Source
 
-_FEWEST_TOKENS: Final = 512
-
 
 @dataclass(frozen=True)
 class PreparedCalibration(Calibration):
     """Holds what carries out a calibration, beside what describes it.
 
     Attributes:
+        needs: the time, memory and disk space that it takes.
         windows: the tokens that the model reads.
         flow: runs the model up to its blocks.
         fillings: what the parameters of each block are filled from, by the block's number; None
@@ -46,49 +45,26 @@ class PreparedCalibration(Calibration):
         targets: the weights of each block that are calibrated.
     """
 
+    needs: Needs
     windows: Windows
     flow: Flow
     fillings: Mapping[int | None, Sequence[Filling]]
     targets: Mapping[int, Sequence[Target]]
 
 
-def refuse_impossible(source: Source, options: QuantizeOptions) -> None:
-    """Refuses options that do not go with --calibrate.
-
-    Raises:
-        PlanError: one of them was given, or the source is no model of transformers.
-    """
-    if options.scales == "absmax":
-        raise PlanError("--scales absmax does not go with --calibrate, which chooses all scales")
-    if options.single_file or (source.config or {}).get("_class_name"):
-        raise PlanError(
-            f"{source}: --calibrate is for models of transformers; --scales search needs no text"
-        )
-    if source.config is None:
-        raise PlanError(f"{source}: --calibrate needs the config.json that says what model it is")
-    if source.fetched is not None and source.fetched.absent:
-        raise PlanError(
-            "--calibrate reads each weight twice, so it does not go with --stream; leave --stream "
-            "out to download the model first"
-        )
-    tokens = options.calibration_tokens
-    if tokens is not None and tokens < _FEWEST_TOKENS:
-        raise PlanError(f"--calibration-tokens {tokens}: expected at least {_FEWEST_TOKENS}")
-
-
-def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
+def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> QuantizationPlan:
     """Adds a calibration to the plan of a checkpoint, whose scales are searched.
 
     Args:
-        plan: a plan of a source and of options that `refuse_impossible` has let pass.
+        plan: a plan of a source and of options that `check_request` has let pass.
+        texts: what it returned.
 
     Raises:
-        PlanError: the model cannot be calibrated, or the texts are not what is needed.
+        PlanError: the model cannot be calibrated, or the texts are not what it reads.
     """
     source = plan.source
     options = plan.options
-    release = version()
-    assert source.config is not None  # or else refuse_impossible would have refused it
+    assert source.config is not None  # or else check_request would have refused it
     names = [tensor.name for tensor in source.tensors]
     model = build_model(source.config, torch.float32, names)
     found = _Found(plan, model)
@@ -101,58 +77,57 @@ def plan_calibration(plan: QuantizationPlan) -> QuantizationPlan:
             f"--calibrate-output: {type(model).__name__} predicts no tokens to derive by; leave it "
             f"out"
         )
-    texts, windows = cut_texts(source, options, model)
-    calibration = _prepared(plan, found, flow, texts, windows, release)
-    output = with_jobs(plan.output, found.weights)
-    notes = (*plan.notes, *_notes(calibration, found, options))
-    return replace(plan, output=output, calibration=calibration, notes=notes)
-
-
-def _prepared(
-    plan: QuantizationPlan,
-    found: "_Found",
-    flow: Flow,
-    texts: Sequence[Text],
-    windows: Windows,
-    release: str,
-) -> PreparedCalibration:
-    """Puts together what was found out about a calibration, and estimates what it needs.
-
-    Args:
-        plan: the plan of the checkpoint.
-        found: the weights that are calibrated.
-        flow: runs the model up to its blocks.
-        texts: the texts that calibrate.
-        windows: the tokens that the model reads.
-        release: the version of transformers.
-    """
-    options = plan.options
-    needs = estimate(
-        found.shapes(flow),
-        windows,
-        plan.source.config or {},
-        options.calibrate_output,
-        options.calibration_memory,
-        found.bytes_on_disk,
-    )
-    return PreparedCalibration(
-        texts=tuple(CalibrationText(text.name, text.sha256, text.share) for text in texts),
+    windows = _windows(source, options, model, texts)
+    calibration = PreparedCalibration(
+        texts=tuple(CalibrationText(text.name, text.sha256) for text in texts),
         tokens=windows.tokens,
         judging_tokens=windows.judging * windows.ids.shape[1],
         window=windows.ids.shape[1],
-        seed=options.calibration_seed or 0,
-        transformers=release,
-        passes=3 if options.calibrate_output else 1,
+        transformers=transformers_version(),
         block_bytes=found.block_bytes,
         bytes_spared=found.bytes_of_weights - found.bytes_on_disk,
         weights=found.weights,
         outputs=options.calibrate_output,
-        needs=needs,
+        needs=estimate(found.shapes(flow, windows, options), found.bytes_on_disk),
         windows=windows,
         flow=flow,
         fillings=found.fillings,
         targets=found.targets,
     )
+    output = with_jobs(plan.output, found.weights)
+    notes = (*plan.notes, *_notes(calibration, found, options))
+    return replace(plan, output=output, calibration=calibration, notes=notes)
+
+
+def _windows(
+    source: Source, options: QuantizeOptions, model: Any, texts: Sequence[Text]
+) -> Windows:
+    """Cuts the texts into windows that the model can read."""
+
+    def load() -> Any:
+        return load_tokenizer(source.whole_folder())
+
+    tokens = options.calibration_tokens or TOKENS
+    windows = cut_windows(texts, tokens, _length(model), load)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    require_known(windows.ids, vocabulary, ", ".join(text.name for text in texts), source)
+    return windows
+
+
+def _length(model: Any) -> int:
+    """Returns how many tokens the model reads together."""
+    config = model.config.get_text_config()
+    length = LENGTH
+    for key in ("max_position_embeddings", "n_positions"):
+        found = getattr(config, key, None)
+        if isinstance(found, int) and found > 0:
+            length = min(length, found)
+    for name, module in model.named_modules():
+        # positions of RoBERTa and its kind begin behind the number of the padding token
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            length = min(length, module.num_embeddings - padding - 1)
+    return length
 
 
 def with_jobs(output: Plan, names: frozenset[str]) -> Plan:
@@ -174,7 +149,7 @@ class _Found:
         left_out: names of packed weights that are not calibrated.
     """
 
-    def __init__(self, plan: QuantizationPlan, model: nn.Module) -> None:
+    def __init__(self, plan: QuantizationPlan, model: Any) -> None:
         self._source = plan.source
         self._model = model
         self._format = plan.output.format
@@ -276,24 +251,23 @@ class _Found:
         for targets in self.targets.values():
             yield from targets
 
-    def shapes(self, flow: Flow) -> Shapes:
-        """Describes the weights, for an estimate of what their calibration takes."""
-        largest = 0
-        for number, fillings in self.fillings.items():
-            if number is not None:
-                largest = max(largest, _elements(fillings))
+    def shapes(self, flow: Flow, windows: Windows, options: QuantizeOptions) -> Shapes:
+        """Describes the calibration, for an estimate of what it takes."""
         used = set(flow.needed)
         outside = [
             filling
             for filling in self.fillings.get(None, ())
             if not used.isdisjoint(filling.parameters)
         ]
+        parts = [fillings for number, fillings in self.fillings.items() if number is not None]
         matrices = [target.job.matrix.shape for target in self._all_targets()]
         return Shapes(
             blocks=len(self.blocks.blocks),
-            block_elements=largest,
-            outside_elements=_elements(outside),
+            block_elements=max(_elements(part) for part in (*parts, outside)),
             matrices=[(rows, columns) for rows, columns in matrices],
+            tokens=windows.ids.size,
+            width=self._model.config.get_text_config().hidden_size,
+            outputs=options.calibrate_output,
         )
 
     @property
@@ -328,7 +302,9 @@ def _elements(fillings: Sequence[Filling]) -> int:
     return sum(tensor.elements for filling in fillings for tensor in filling.tensors)
 
 
-def _notes(calibration: Calibration, found: _Found, options: QuantizeOptions) -> Iterator[str]:
+def _notes(
+    calibration: PreparedCalibration, found: _Found, options: QuantizeOptions
+) -> Iterator[str]:
     """Yields the lines about a calibration that the user should read."""
     wanted = options.calibration_tokens or TOKENS
     texts = ", ".join(text.name for text in calibration.texts)

@@ -9,10 +9,9 @@ from typing import Final
 
 import torch
 
-from nf4conv.calibrate.activations import Activations
+from nf4conv.calibrate.hidden import Budget, HiddenStates
 from nf4conv.calibrate.model.flow import Call, shared_with
 from nf4conv.calibrate.model.weights import Contents, WeightReader
-from nf4conv.calibrate.needs import MEMORY, hidden_bytes
 from nf4conv.calibrate.planning import PreparedCalibration
 from nf4conv.calibrate.rounding import factor, round_calibrated
 from nf4conv.codec.quant_state import DTYPES
@@ -34,11 +33,12 @@ class Session:
     Args:
         plan: a plan with a calibration.
         device: the device that computes.
-        folder: the folder for hidden states that do not fit into memory.
+        folder: the folder for what is kept.
 
     Attributes:
         calibration: what is to be done.
         dtype: the dtype that the model computes in: on a GPU that of the weights, on a CPU float32.
+        budget: the memory that is left for hidden states. It changes no byte of the result.
     """
 
     def __init__(self, plan: QuantizationPlan, device: torch.device, folder: Path) -> None:
@@ -50,9 +50,7 @@ class Session:
         self.dtype = torch.float32
         if device.type == "cuda":
             self.dtype = DTYPES[plan.output.format.dtype]
-        self.budget = MEMORY
-        if plan.options.calibration_memory is not None:
-            self.budget = plan.options.calibration_memory
+        self.budget = Budget(plan.calibration.needs.memory_left(device))
 
     def batches(self) -> Iterator[torch.Tensor]:
         """Yields token ids, [windows, length] int64; no batch holds windows of both kinds."""
@@ -74,14 +72,7 @@ class Session:
         windows = self.calibration.windows.calibrating
         return -(-windows // self._windows_of_batch())
 
-    @property
-    def hidden_bytes(self) -> int:
-        """The bytes of the hidden states of all windows."""
-        itemsize = torch.empty(0, dtype=self.dtype).itemsize
-        config = self.plan.source.config or {}
-        return hidden_bytes(self.calibration.windows, config, itemsize)
-
-    def embed(self, reader: WeightReader) -> tuple[Activations, list[list[Call]]]:
+    def embed(self, reader: WeightReader) -> tuple[HiddenStates, list[list[Call]]]:
         """Embeds all windows.
 
         Returns:
@@ -89,15 +80,15 @@ class Session:
         """
         flow = self.calibration.flow
         contents = self.outside(reader, flow.needed)
-        file = self.folder / "hidden.bin"
-        activations = Activations(self.device, self.hidden_bytes, self.budget, file)
+        batches = list(self.batches())
+        hidden = HiddenStates(self.device, len(batches), self.budget, self.folder)
         calls: list[list[Call]] = []
-        for ids in self.batches():
+        for ids in batches:
             found = flow.calls(ids.to(self.device))
-            activations.append(found.hidden)
+            hidden.append(found.hidden)
             calls.append(shared_with(calls, found))
         contents.release()
-        return activations, calls
+        return hidden, calls
 
     def outside(self, reader: WeightReader, names: tuple[str, ...] | None = None) -> Contents:
         """Fills parameters outside the blocks.

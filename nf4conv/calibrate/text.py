@@ -1,18 +1,15 @@
-"""Reads the text that calibrates a model, as token ids.
+"""Reads the text that calibrates a model, before torch and transformers are imported.
 
-A text is a file, or "default" for what nf4conv ships:
+A text is a file, or "default" for the files that nf4conv ships:
 
     .txt      UTF-8 text
-    .jsonl    a JSON object a line: {"text": …}, or {"messages": […]} of a chat, which takes the
-              form that the tokenizer's template gives it
-    .npy      token ids: an array of integers with one dimension, which needs no tokenizer
-
-"FILE=SHARE" says what share of the tokens a text has beside others.
+    .jsonl    a JSON object a line: {"text": …}, or {"messages": […]} of a chat, which is written
+              out as "role: content"; no template of the checkpoint runs
+    .npy      token ids: an array of integers, which needs no tokenizer
 """
 
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +17,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from nf4conv.calibrate.model.building import first_line
 from nf4conv.errors import PlanError, named
 from nf4conv.sources.reader import digest_of
+from nf4conv.sources.token_ids import read_ids
 
 DEFAULT: Final = "default"
 """Names the texts that nf4conv ships."""
@@ -35,68 +32,50 @@ _PARTS: Final = 64  # of a long text that are read, at equal distances
 
 _MOST_UNKNOWN: Final = 0.5  # share of tokens that stand for what a tokenizer does not know
 
-Ids = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A text as the user named it."""
+class Passage:
+    """A piece of text that the tokenizer reads at once."""
 
-    place: str
-    # what share of the tokens it has, relative to the shares of other texts
-    share: float
+    text: str
+    # True if the tokenizer puts its marks around it: chats have none
+    is_marked: bool = True
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text that has been read."""
+    """A file that has been read.
 
-    # the file's own name
-    name: str
-    share: float
-    # of the file
+    Attributes:
+        path: the file.
+        sha256: the SHA-256 of the file.
+        ids: its token ids; None if the tokenizer has to make them.
+        passages: its text; nothing for a file of token ids.
+    """
+
+    path: Path
     sha256: str
-    ids: Ids
+    ids: Ids | None
+    passages: tuple[Passage, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The file's own name."""
+        return self.path.name
 
 
-def wanted_texts(places: Sequence[str]) -> list[Wanted]:
-    """Returns the texts that --calibrate names; "default" becomes the files that nf4conv ships.
+def read_texts(place: str) -> list[Text]:
+    """Reads the text that --calibrate names.
 
     Raises:
-        PlanError: one of them is no file that can be read.
+        PlanError: it is no file that can be read, holds no text, or is not what its name says.
     """
-    found: list[Wanted] = []
-    for place in places:
-        wanted = _parse(place)
-        if wanted.place != DEFAULT:
-            _require_file(wanted.place)
-            found.append(wanted)
-            continue
-        shipped = _shipped()
-        share = wanted.share / len(shipped)
-        found.extend(Wanted(str(path), share) for path in shipped)
-    return found
-
-
-def _parse(place: str) -> Wanted:
-    """Divides "FILE=SHARE"; a file may have such a name, too."""
-    head, sign, tail = place.rpartition("=")
-    if not sign or Path(place).exists():
-        return Wanted(place, 1.0)
-    try:
-        share = float(tail)
-    except ValueError:
-        return Wanted(place, 1.0)
-    if not (math.isfinite(share) and share > 0):
-        raise PlanError(f"--calibrate {place}: the share {tail} is not a positive number")
-    return Wanted(head, share)
-
-
-def _shipped() -> list[Path]:
-    found = [path for path in sorted(_SHIPPED.glob("*")) if path.suffix in _SUFFIXES]
-    if not found:
-        raise PlanError("--calibrate default: this build of nf4conv ships no text; name a file")
-    return found
+    if place != DEFAULT:
+        _require_file(place)
+        return [_read(Path(place))]
+    return [_read(path) for path in sorted(_SHIPPED.glob("*.jsonl"))]
 
 
 def _require_file(place: str) -> None:
@@ -108,7 +87,7 @@ def _require_file(place: str) -> None:
         kinds = ", ".join(_SUFFIXES)
         raise PlanError(f"--calibrate {place}: expected a file that ends in {kinds}")
     if path.exists():
-        raise PlanError(f"--calibrate {place}: expected a file, and this is a folder")
+        raise PlanError(f"--calibrate {place}: expected a file, and this is none")
     if place.count("/") == 1 and not place.startswith((".", "/")):
         raise PlanError(
             f"--calibrate {place}: no such file; a data set on the Hub is not fetched: save some "
@@ -117,68 +96,87 @@ def _require_file(place: str) -> None:
     raise PlanError(f"--calibrate {place}: no such file; name one, or take --calibrate default")
 
 
-def read_texts(wanted: Sequence[Wanted], tokens: int, tokenizer: Callable[[], Any]) -> list[Text]:
-    """Reads texts, as many tokens of each as its share takes, or all if it has fewer.
+def _read(path: Path) -> Text:
+    ids = None
+    passages: tuple[Passage, ...] = ()
+    if path.suffix == ".npy":
+        ids = read_ids(path).reshape(-1)  # windows are read one behind the other
+    elif path.suffix == ".jsonl":
+        passages = tuple(_lines(path))
+    else:
+        passages = (Passage(_decoded(path)),)
+    if not any(passage.text for passage in passages) and (ids is None or ids.size == 0):
+        raise PlanError(f"{path}: holds no tokens, so it cannot calibrate a model", path=path)
+    with named(path, PlanError):
+        return Text(path, digest_of(path), ids, passages)
+
+
+def _decoded(path: Path) -> str:
+    """Reads a text; raises a PlanError if it is not UTF-8."""
+    try:
+        with named(path, PlanError):
+            content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            f"{path}: is no UTF-8 text; convert it, or give token ids (.npy)", path=path
+        ) from error
+    if "\0" in content:
+        raise PlanError(f"{path}: holds zero bytes, as no text does", path=path)
+    return content
+
+
+def _lines(path: Path) -> Iterator[Passage]:
+    """Yields the texts and chats of a .jsonl file."""
+    # only a line feed ends a line of JSON: str.splitlines knows others, which strings may hold
+    for number, line in enumerate(_decoded(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{path}: line {number} is not JSON: {error}", path=path) from error
+        found = _passage(entry)
+        if found is None:
+            raise PlanError(
+                f'{path}: line {number} has neither "text" nor "messages" with "role" and '
+                f'"content"',
+                path=path,
+            )
+        yield found
+
+
+def _passage(entry: Any) -> Passage | None:
+    """Returns the text of a line, or its chat written out; None if it has neither."""
+    try:
+        if "text" in entry:
+            text = entry["text"]
+            return Passage(text) if isinstance(text, str) else None
+        said = [f"{message['role']}: {message['content']}" for message in entry["messages"]]
+    except (TypeError, KeyError):
+        return None
+    return Passage("\n\n".join(said), is_marked=False)
+
+
+def tokenized(text: Text, needed: int, tokenizer: Any) -> Ids:
+    """Returns the ids of a text, or of parts of a long one.
 
     Args:
-        wanted: the texts.
-        tokens: the number of tokens that are needed of all texts together.
-        tokenizer: returns the model's tokenizer, or raises a PlanError. It is called only for texts
-            that need one.
+        text: a text of passages.
+        needed: the number of tokens that are needed of it.
+        tokenizer: that of the model.
 
     Raises:
-        PlanError: a text cannot be read or tokenized, is empty, or strange to the model.
+        PlanError: the tokenizer cannot read the text, or knows too little of it.
     """
-    whole = sum(text.share for text in wanted)
-    found = []
-    for text in wanted:
-        path = Path(text.place)
-        needed = math.ceil(tokens * text.share / whole)
-        if path.suffix == ".npy":
-            ids = read_ids(path).astype(np.int64)
-            if ids.ndim != 1:
-                raise PlanError(f"{path}: expected token ids: integers in one dimension", path=path)
-        else:
-            ids = _tokenized(path, needed, tokenizer())
-        if ids.size == 0:
-            raise PlanError(f"{path}: holds no tokens, so it cannot calibrate a model", path=path)
-        with named(path, PlanError):
-            digest = digest_of(path)
-        found.append(Text(path.name, text.share / whole, digest, ids))
-    return found
-
-
-def read_ids(path: Path) -> npt.NDArray[np.integer[Any]]:
-    """Reads token ids; a large file is mapped, not read.
-
-    Returns:
-        Integers of any type, in one dimension or more.
-
-    Raises:
-        PlanError: they are no integers, or cannot be read.
-    """
-    if path.exists() and not path.is_file():
-        raise PlanError(f"{path}: is no file", path=path)  # numpy would wait at a pipe
-    try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy raises anything for what is no array
-        raise PlanError(
-            f"{path}: is no array of numpy that can be read ({first_line(error)})", path=path
-        ) from error
-    if not isinstance(ids, np.ndarray) or ids.ndim < 1 or ids.dtype.kind not in "iu":
-        raise PlanError(f"{path}: expected token ids: an array of integers", path=path)
-    return ids
-
-
-def _tokenized(path: Path, needed: int, tokenizer: Any) -> Ids:
-    """Returns the ids of a text, or of parts of a long one."""
+    path = text.path
     ids: list[int] = []
-    most = _CHARACTERS * needed
-    pieces = _messages_or_texts(path, tokenizer) if path.suffix == ".jsonl" else _parts(path, most)
+    passages = text.passages
+    if path.suffix == ".txt":
+        passages = tuple(_parts(passages[0], _CHARACTERS * needed))
     try:
-        for piece, is_chat in pieces:
-            # a template has written a chat's special tokens already
-            encoded = tokenizer(piece, add_special_tokens=not is_chat, verbose=False)
+        for passage in passages:
+            marked = passage.is_marked
+            encoded = tokenizer(passage.text, add_special_tokens=marked, verbose=False)
             ids += encoded["input_ids"]
             if len(ids) > 4 * needed:
                 break
@@ -197,62 +195,12 @@ def _tokenized(path: Path, needed: int, tokenizer: Any) -> Ids:
     return found
 
 
-def _parts(path: Path, most: int) -> Iterator[tuple[str, bool]]:
+def _parts(whole: Passage, most: int) -> Iterator[Passage]:
     """Yields a text; of a long one, parts from all over it."""
-    content = _decoded(path)
-    if len(content) <= most:
-        yield content, False
+    if len(whole.text) <= most:
+        yield whole
         return
     length = max(most // _PARTS, 1)
     for number in range(_PARTS):
-        start = (len(content) - length) * number // (_PARTS - 1)
-        yield content[start : start + length], False
-
-
-def _decoded(path: Path) -> str:
-    """Reads a text; raises a PlanError if it is not UTF-8."""
-    try:
-        with named(path, PlanError):
-            content = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise PlanError(
-            f"{path}: is no UTF-8 text; convert it, or give token ids (.npy)", path=path
-        ) from error
-    if "\0" in content:
-        raise PlanError(f"{path}: holds zero bytes, as no text does", path=path)
-    return content
-
-
-def _messages_or_texts(path: Path, tokenizer: Any) -> Iterator[tuple[str, bool]]:
-    """Yields the texts of a .jsonl file, and whether a chat template has written them."""
-    for number, line in enumerate(_decoded(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{path}: line {number} is not JSON: {error}", path=path) from error
-        if isinstance(entry, dict) and isinstance(entry.get("text"), str):
-            yield entry["text"], False
-        elif isinstance(entry, dict) and isinstance(entry.get("messages"), list):
-            yield _chat(path, number, entry["messages"], tokenizer), True
-        else:
-            raise PlanError(f'{path}: line {number} has neither "text" nor "messages"', path=path)
-
-
-def _chat(path: Path, number: int, messages: list[Any], tokenizer: Any) -> str:
-    """Returns the messages of a line in the form that the tokenizer's chat template gives them."""
-    if not getattr(tokenizer, "chat_template", None):
-        if path.parent == _SHIPPED:  # base models have no template, and are to be calibrated, too
-            return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-        raise PlanError(
-            f"{path}: line {number} is a chat, but the model's tokenizer has no chat template; "
-            f'give texts: {{"text": …}}',
-            path=path,
-        )
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # a template is a program, and may raise anything
-        raise PlanError(
-            f"{path}: line {number}: the model's chat template refuses it ({error})", path=path
-        ) from error
+        start = (len(whole.text) - length) * number // (_PARTS - 1)
+        yield Passage(whole.text[start : start + length])

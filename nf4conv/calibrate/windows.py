@@ -1,23 +1,29 @@
-"""Cuts token ids into windows, and chooses those that calibrate and those that judge.
+"""Cuts texts into windows of tokens, and chooses those that calibrate and those that judge.
 
-The choice is seeded: the same texts, tokens and seed give the same windows everywhere.
+The same texts and tokens give the same windows everywhere.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from nf4conv.calibrate.text import Ids, Text
+from nf4conv.calibrate.text import Ids, Text, tokenized
 from nf4conv.errors import PlanError
+
+TOKENS: Final = 65536
+"""Tokens that calibrate, unless the user asks for another number."""
 
 LENGTH: Final = 512
 """Tokens of a window; fewer for a model that takes fewer."""
 
-HELD_OUT: Final = 8
-"""For so many windows that calibrate there is one that judges."""
+SEED: Final = 0
+"""Decides which windows of a text are read."""
+
+_HELD_OUT: Final = 8  # for so many windows that calibrate there is one that judges
 
 _FEWEST: Final = 4  # windows that calibrate
 
@@ -31,7 +37,7 @@ class Windows:
         calibrating: the number of windows that calibrate.
     """
 
-    ids: Ids
+    ids: npt.NDArray[np.int64]
     calibrating: int
 
     @property
@@ -45,57 +51,67 @@ class Windows:
         return len(self.ids) - self.calibrating
 
 
-def tokens_needed(tokens: int, length: int) -> int:
-    """Returns how many tokens both kinds of windows take."""
-    calibrating = max(tokens // length, 1)
-    return (calibrating + _judging(calibrating)) * length
-
-
-def _judging(calibrating: int) -> int:
-    return max(calibrating // HELD_OUT, 1)
-
-
-def choose_windows(
-    texts: Sequence[Text], tokens: int, length: int, seed: int, ends: tuple[int, ...] = ()
+def cut_windows(
+    texts: Sequence[Text], tokens: int, length: int, load_tokenizer: Callable[[], Any]
 ) -> Windows:
-    """Chooses windows of texts.
+    """Chooses windows of texts, as many of each.
 
     Args:
-        texts: the texts that they are cut from, with the share of each.
+        texts: the texts that they are cut from.
         tokens: the number of tokens that should calibrate.
-        length: the number of tokens of a window, `ends` included.
-        seed: decides which windows are taken.
-        ends: ids before and after the text of a window; empty for none.
+        length: the number of tokens of a window, with the marks that encoders expect around it.
+        load_tokenizer: returns the model's tokenizer, or raises a PlanError. It is called only
+            if texts are not token ids already.
 
     Raises:
-        PlanError: the texts are too short.
+        PlanError: a text cannot be tokenized, or all are too short.
     """
-    wanted = tokens_needed(tokens, length) // length
+    calibrating = max(tokens // length, 1)
+    wanted = calibrating + max(calibrating // _HELD_OUT, 1)
+    ends: tuple[int, ...] = ()
+    found = [text.ids for text in texts if text.ids is not None]
+    if not found:
+        tokenizer = load_tokenizer()
+        ends = _ends(tokenizer)
+        needed = -(-wanted * length // len(texts))
+        found = [tokenized(text, needed, tokenizer) for text in texts]
     inner = length - len(ends)
-    shuffled = random.Random(seed)
-    chosen: list[Ids] = []
-    for text in texts:
-        count = text.ids.size // inner
-        order = list(range(count))
-        shuffled.shuffle(order)
-        cut = text.ids[: count * inner].reshape(count, inner)
-        chosen.append(cut[order[: max(round(wanted * text.share), 1)]])
-    windows = np.concatenate(chosen)
-    order = list(range(len(windows)))
-    shuffled.shuffle(order)
-    windows = windows[order[:wanted]]
-    judging = max(len(windows) // (HELD_OUT + 1), 1)
-    calibrating = len(windows) - judging
-    if calibrating < _FEWEST:
+    windows = _chosen(found, wanted, inner)
+    judging = max(len(windows) // (_HELD_OUT + 1), 1)
+    if len(windows) - judging < _FEWEST:
         names = ", ".join(text.name for text in texts)
-        found = sum(text.ids.size for text in texts)
+        total = sum(ids.size for ids in found)
         least = (_FEWEST + 1) * inner
         raise PlanError(
-            f"{names}: {found:,} tokens are too few to calibrate with: at least {least:,} are "
-            f"needed, and 65,536 are usual"
+            f"{names}: {total:,} tokens are too few to calibrate with: at least {least:,} are "
+            f"needed, and {TOKENS:,} are usual"
         )
     if ends:
         first = np.full((len(windows), 1), ends[0])
-        last = np.full((len(windows), 1), ends[-1])
+        last = np.full((len(windows), 1), ends[1])
         windows = np.concatenate((first, windows, last), axis=1)
-    return Windows(np.ascontiguousarray(windows), calibrating)
+    return Windows(np.ascontiguousarray(windows), len(windows) - judging)
+
+
+def _chosen(texts: Sequence[Ids], wanted: int, length: int) -> npt.NDArray[np.int64]:
+    """Returns windows of token ids in a shuffled order, [windows, length]."""
+    shuffled = random.Random(SEED)
+    of_each = max((2 * wanted + len(texts)) // (2 * len(texts)), 1)
+    chosen = []
+    for ids in texts:
+        count = ids.size // length
+        order = list(range(count))
+        shuffled.shuffle(order)
+        cut = ids[: count * length].reshape(count, length)
+        chosen.append(cut[order[:of_each]].astype(np.int64))
+    windows = np.concatenate(chosen)
+    order = list(range(len(windows)))
+    shuffled.shuffle(order)
+    return windows[order[:wanted]]
+
+
+def _ends(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the ids that encoders such as BERT expect around a text; none for other models."""
+    first = getattr(tokenizer, "cls_token_id", None)
+    last = getattr(tokenizer, "sep_token_id", None)
+    return () if first is None or last is None else (first, last)

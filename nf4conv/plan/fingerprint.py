@@ -27,6 +27,7 @@ def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
         device: device that computes, such as "cuda:0"; only its kind counts.
     """
     options = {typed(name): value for name, value in deciding(plan.options).items()}
+    options.pop("--calibrate", None)  # a path; the plan has the digest of the text
     return {
         "command": plan.command,
         "version": __version__,

@@ -101,8 +101,7 @@ def record_of(
     """
     deciding = dict(options)
     deciding.pop("lora", None)  # may be paths; the adapters are described with the source
-    deciding.pop("calibrate", None)  # are paths; the texts are described with the calibration
-    deciding.pop("calibration_memory", None)  # changes no byte
+    deciding.pop("calibrate", None)  # is a path; the text is described with the calibration
     record = {
         "schema_version": SCHEMA_VERSION,
         "command": command,

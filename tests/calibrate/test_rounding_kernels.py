@@ -7,13 +7,14 @@ close for float32 are ties; they may differ, and are few.
 from types import ModuleType
 
 import pytest
+import rounding_reference as reference
 import torch
 from test_rounding import moments_of, weight_of
 
 import nf4conv.calibrate.rounding.kernels as kernel_steps
 import nf4conv.calibrate.rounding.steps as plain_steps
 from nf4conv.calibrate import rounding
-from nf4conv.calibrate.rounding import calibrated, reference
+from nf4conv.calibrate.rounding import calibrated
 from nf4conv.calibrate.rounding.levels import Levels, levels_of
 from nf4conv.calibrate.rounding.scales import StorableScales
 

@@ -197,7 +197,7 @@ def test_short_names_of_dtypes(short, dtype):
         (["--revision", "main"], "--revision is about a model on the Hub, not about"),
         (["--config-from", "a/b"], "--config-from means nothing without a GGUF file"),
         (["--mmproj", "tower.gguf"], "--mmproj means nothing without a GGUF file"),
-        (["--calibration-seed", "1"], "--calibration-seed means nothing without --calibrate"),
+        (["--calibration-tokens", "1"], "--calibration-tokens means nothing without --calibrate"),
         (["--calibrate-output", "all"], "--calibrate-output means nothing without --calibrate"),
         (["--lora-experts", "rank-major"], "--lora-experts means nothing without --lora"),
     ],

@@ -190,7 +190,7 @@ def calibrating(folder: Path, _: Path) -> Scenario:
     model.save_pretrained(source, max_shard_size="60KB")
     text = folder / "ids.npy"
     np.save(text, np.arange(2048, dtype=np.int32) * 37 % 96)
-    options = replace(OPTIONS, calibrate=(str(text),), calibration_tokens=512)
+    options = replace(OPTIONS, calibrate=str(text), calibration_tokens=512)
 
     def calibrate(out: Path) -> None:
         quantize_checkpoint(source, out, options, RUN)

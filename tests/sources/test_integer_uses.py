@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from adapters import load, train
+from calibrations import make_model, make_text
 from evaluated import evaluated
 from hub_server import Hub, Repo
 from integers import Weight, awq, compressed, gptq, hqq, quark, torchao
 from safetensors.torch import load_file, save_file
-from test_calibrate import make_model, make_text
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nf4conv import (
@@ -282,7 +282,7 @@ def test_calibrated_by_a_text(tmp_path: Path):
     config = json.loads((tmp_path / "model/config.json").read_text())
     source, plain = write(tmp_path / "source", tensors, config, GPTQ)
     text = make_text(tmp_path / "ids.npy")
-    options = QuantizeOptions(calibrate=(str(text),), calibration_tokens=512)
+    options = QuantizeOptions(calibrate=str(text), calibration_tokens=512)
     for folder in (source, plain):
         run = RunOptions(device="cpu")
         quantize_checkpoint(folder, tmp_path / f"{folder.name}-out", options, run)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nf4conv.errors import PlanError
+from nf4conv.errors import PlanError, first_line
 from nf4conv.models.config import architecture_of, without_quantization
 from nf4conv.models.parsing import excess_of, parse_config
 
@@ -60,22 +60,6 @@ class BlockList:
         return int(number) if number.isdecimal() else None
 
 
-def version() -> str:
-    """Returns the version of the installed transformers.
-
-    Raises:
-        PlanError: it is not installed, or older than 5.
-    """
-    try:
-        import transformers
-        from transformers.core_model_loading import rename_source_key  # noqa: F401
-    except ImportError as error:
-        raise PlanError(
-            f"--calibrate needs transformers 5: pip install 'nf4conv[calibrate]' ({error})"
-        ) from error
-    return str(transformers.__version__)
-
-
 def load_tokenizer(folder: Path) -> Any:
     """Loads the tokenizer of a checkpoint.
 
@@ -110,7 +94,7 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype, names: Iterable[s
     """
     import transformers
 
-    release = f"transformers {version()}"
+    release = f"transformers {transformers.__version__}"
     architecture = architecture_of(config)
     model_class = getattr(transformers, architecture, None)
     if model_class is None or not hasattr(model_class, "_from_config"):
@@ -216,17 +200,3 @@ def release(model: nn.Module, names: Collection[str]) -> None:
     for name in names:
         if name in parameters:
             set_tensor(model, name, parameters[name].detach().to("meta"))
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says, of at most 300 characters.
-
-    A line that ends with a colon is followed by the next.
-    """
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return type(error).__name__
-    text = lines[0]
-    if text.endswith(":") and len(lines) > 1:
-        text = f"{text} {lines[1].strip()}"
-    return text[:300]

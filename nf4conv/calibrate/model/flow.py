@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nf4conv.calibrate.model.building import BlockList, first_line, set_tensor
-from nf4conv.errors import PlanError
+from nf4conv.calibrate.model.building import BlockList, set_tensor
+from nf4conv.errors import PlanError, first_line
 
 _NAME = "hidden_states"
 

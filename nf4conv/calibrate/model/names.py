@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nf4conv.calibrate.model.building import first_line
-from nf4conv.errors import PlanError
+from nf4conv.errors import PlanError, first_line
 from nf4conv.sources.tensors import TensorInfo
 
 

@@ -16,10 +16,9 @@ from typing import Any, Final
 
 import torch
 
-from nf4conv.calibrate.model.building import first_line
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.commands.evaluating.question import Question
-from nf4conv.errors import SourceError
+from nf4conv.errors import SourceError, first_line
 from nf4conv.models.parsing import parse_config
 from nf4conv.sources.encodings.description import describe
 from nf4conv.sources.reader import read_json

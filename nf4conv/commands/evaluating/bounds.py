@@ -5,9 +5,8 @@ from typing import Any, Final
 
 import torch
 
-from nf4conv.calibrate.model.building import first_line
 from nf4conv.commands.evaluating.question import Question
-from nf4conv.errors import SourceError
+from nf4conv.errors import SourceError, first_line
 from nf4conv.models.config import without_quantization
 from nf4conv.models.parsing import excess_of, parse_config
 from nf4conv.sources.source import Source

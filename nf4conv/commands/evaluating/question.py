@@ -15,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nf4conv.calibrate.model.building import first_line
-from nf4conv.calibrate.text import read_ids
-from nf4conv.errors import PlanError
+from nf4conv.errors import PlanError, first_line
 from nf4conv.models.config import architecture_of
 from nf4conv.options import EvaluateOptions
 from nf4conv.run.device.on_torch.device import find_device
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.source import Source
+from nf4conv.sources.token_ids import has_tokenizer, read_ids
 from nf4conv.sources.weight_files import ADAPTER_CONFIG
 
 _WINDOWS: Final = {"causal": 512, "seq2seq": 512, "masked": 512, "encoder": 128}
@@ -33,10 +32,6 @@ _MOST_BYTES: Final = 2 << 30  # of the original's answers, unless the user asks 
 _CHARACTERS: Final = 16  # of text that are read for a token: more than one has on average
 
 _SHIPPED_TEXT: Final = "pydoc_data.topics, the reference of the Python language"
-
-_TOKENIZER_FILES: Final = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "bpe")
-_TOKENIZER_SUFFIXES: Final = (".model", ".tiktoken", ".spm", ".vocab", ".bpe")
-"""How the names of files begin, or end, of which one at least belongs to every tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +260,8 @@ def _read_content(out: Path, options: EvaluateOptions) -> npt.NDArray[np.int64] 
     if text is not None and text.suffix == ".npy":
         return read_ids(text).reshape(-1)[:most].astype(np.int64)
     try:
-        _require_tokenizer(out)
+        if not has_tokenizer(out):
+            raise FileNotFoundError("there is no tokenizer in the folder")
         if text is not None:
             with text.open(encoding="utf-8") as file:
                 return file.read(_CHARACTERS * most)
@@ -274,13 +270,6 @@ def _read_content(out: Path, options: EvaluateOptions) -> npt.NDArray[np.int64] 
     from pydoc_data.topics import topics  # prose that comes with every Python
 
     return "\n".join(topics[key] for key in sorted(topics))[: _CHARACTERS * most]
-
-
-def _require_tokenizer(out: Path) -> None:
-    for file in out.iterdir():
-        if file.name.startswith(_TOKENIZER_FILES) or file.suffix in _TOKENIZER_SUFFIXES:
-            return
-    raise FileNotFoundError("there is no tokenizer in the folder")
 
 
 def _tokenize(out: Path, text: Path | None, content: str, wanted: int) -> _Tokens:

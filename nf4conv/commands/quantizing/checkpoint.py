@@ -63,12 +63,14 @@ def _planned(source: Source, options: QuantizeOptions) -> QuantizationPlan:
     """Plans an opened checkpoint; with --calibrate, its calibration too."""
     if not options.calibrate:
         return quantization.plan_source(source, options)
-    from nf4conv.calibrate import planning  # importing torch takes seconds
+    from nf4conv.calibrate.request import check_request  # few runs need to import it
 
     # --scales is checked here, because the plan below no longer has what was asked for
-    planning.refuse_impossible(source, options)
-    searched = replace(options, scales="search")
-    return planning.plan_calibration(quantization.plan_source(source, searched))
+    texts = check_request(source, options)
+    plan = quantization.plan_source(source, replace(options, scales="search"))
+    from nf4conv.calibrate.planning import plan_calibration  # importing torch takes seconds
+
+    return plan_calibration(plan, texts)
 
 
 def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | None) -> Source:

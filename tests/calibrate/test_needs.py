@@ -10,36 +10,25 @@ from typing import Any
 
 import pytest
 import torch
+from calibrations import CPU, options_for
 from click.testing import CliRunner
-from test_calibrate import CPU, make_model, make_text, options_for
 
 import nf4conv
 from nf4conv.calibrate import calibrating, needs
-from nf4conv.calibrate.needs import require_memory
+from nf4conv.calibrate.needs import Needs
 from nf4conv.calibrate.session import saying_if_slow
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError
-from nf4conv.plan.calibration import Needs
 from nf4conv.report.text.progress_bar import progress
 
 SMALL = Needs(
     gpu_seconds=170.0,
     gpu_bytes=7 * 10**9,
-    gpu_host_bytes=3 * 10**9,
     cpu_seconds=54_000.0,
     cpu_bytes=9 * 10**9,
+    hidden_elements=10**9,
     disk_bytes=4 * 10**9,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "llama")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text(tmp_path_factory.mktemp("text") / "ids.npy")
 
 
 def test_a_dry_run_says_time_memory_and_disk(model: Path, text: Path):
@@ -49,30 +38,39 @@ def test_a_dry_run_says_time_memory_and_disk(model: Path, text: Path):
     [line] = [line for line in shown.output.splitlines() if "calibrating takes about" in line]
     assert "on an H200" in line
     described = SMALL.described()
-    assert (
-        "about 3 min on an H200, with 7.00 GB of its memory and 3.00 GB of the host's" in described
-    )
-    assert "15 h on two cores of a CPU, with 9.00 GB of memory" in described
-    assert described.endswith("4.00 GB of disk meanwhile")
+    assert "about 3 min on an H200, with 7.00 GB of its memory" in described
+    assert "15 h on this machine's CPU, with 9.00 GB of memory" in described
+    assert "4.00 GB of disk; and 4.00 GB of either for hidden states" in described
 
 
 def test_what_is_needed_grows_with_tokens_outputs_and_what_is_kept(model: Path, text: Path):
     def needed(**changes: Any) -> Needs:
-        found: Needs = nf4conv.plan_quantization(
-            model, options_for(text, **changes)
-        ).calibration.needs
+        plan = nf4conv.plan_quantization(model, options_for(text, **changes))
+        found: Needs = plan.calibration.needs
         return found
 
     plain = needed()
     every = needed(calibrate_output="all")
-    spilled = needed(calibration_memory=1)
     assert needed(calibrate_output="qkv").disk_bytes < every.disk_bytes
     assert plain.disk_bytes < every.disk_bytes
-    assert plain.cpu_seconds < every.cpu_seconds
-    hidden = plain.cpu_bytes - spilled.cpu_bytes
-    assert hidden == spilled.disk_bytes - plain.disk_bytes
     windows = nf4conv.plan_quantization(model, options_for(text)).calibration.windows
-    assert hidden == windows.ids.size * 64 * 4  # float32
+    assert plain.hidden_elements == windows.ids.size * 64
+    assert every.hidden_elements == 4 * windows.ids.size * 64
+    assert needed(calibration_tokens=512).hidden_elements < plain.hidden_elements
+
+
+def test_the_time_on_a_cpu_is_told_as_busy_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    shapes = needs.Shapes(2, 10**6, [(1024, 1024)], 65536, 1024, None)
+    monkeypatch.setattr(needs, "_speed", lambda: 10e9)
+    idle = needs.estimate(shapes, 0).cpu_seconds
+    monkeypatch.setattr(needs, "_speed", lambda: 1e9)
+    assert needs.estimate(shapes, 0).cpu_seconds == pytest.approx(10 * idle)
+
+
+def test_hidden_states_get_half_of_the_memory_that_is_left(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(needs, "available_memory", lambda: 20 * 10**9)
+    monkeypatch.setattr(needs, "resident", lambda: 10**9)
+    assert SMALL.memory_left(torch.device("cpu")) == 6 * 10**9
 
 
 def test_a_host_with_too_little_memory_is_refused(
@@ -98,8 +96,8 @@ def test_a_gpu_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         Nf4convError, match=r"7\.00 GB of its memory, and 6\.00 GB are free.*9\.00 GB"
     ):
-        require_memory(SMALL, gpu)
-    require_memory(replace(SMALL, gpu_bytes=6 * 10**9, gpu_host_bytes=0), gpu)
+        SMALL.memory_left(gpu)
+    assert replace(SMALL, gpu_bytes=6 * 10**9).memory_left(gpu) > 0
 
 
 @pytest.mark.parametrize("outputs", [None, "qkv"])

@@ -12,10 +12,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from calibrations import (
+    LENGTH,
+    VOCABULARY,
+    gains_of,
+    make_model,
+    record_of,
+    save,
+    weights_in,
+)
 from checkpoints import contents
 from click.testing import CliRunner
 from hub_server import Hub
-from test_calibrate import LENGTH, VOCABULARY, make_model, make_text, record_of, weights_in
 
 from nf4conv.cli import main
 
@@ -48,16 +56,6 @@ QWEN_VISION = {
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", *string.ascii_lowercase)
 
 
-def save(model: Any, folder: Path) -> Path:
-    """Saves a random model whose inputs are of very unequal size."""
-    model = model.to(torch.bfloat16)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.data.mul_(1 + 3 * torch.rand(parameter.shape[1]) ** 4)
-    model.save_pretrained(folder)
-    return folder
-
-
 def run(*words: object) -> str:
     """Runs nf4conv; returns what it says."""
     done = CliRunner().invoke(main, [str(word) for word in words])
@@ -73,11 +71,6 @@ def calibrate(source: Path, out: Path, text: Path, *options: str) -> dict[str, A
 
 def by_scales(record: dict[str, Any]) -> dict[str, int]:
     return {group["scales"]: group["count"] for group in record["weights"]}
-
-
-@pytest.fixture(scope="module")
-def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_text(tmp_path_factory.mktemp("text") / "ids.npy")
 
 
 ENCODERS = {
@@ -160,17 +153,17 @@ def vision_models() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2_5_vl", "qwen3_vl"])
-def test_text_parts_of_models_that_see(kind: str, ids: Path, tmp_path: Path):
+def test_text_parts_of_models_that_see(kind: str, text: Path, tmp_path: Path):
     torch.manual_seed(0)
     config = vision_models()[kind]
     source = save(transformers.AutoModelForImageTextToText.from_config(config), tmp_path / "source")
-    found = calibrate(source, tmp_path / "out", ids, "--verify")
+    found = calibrate(source, tmp_path / "out", text, "--verify")
     assert by_scales(found) == {"calibrated": 14}
-    gains = [gain for block in found["calibrated"]["blocks"] for gain in block["gains"].values()]
+    gains = gains_of(tmp_path / "out")
     assert sum(gains) / len(gains) < 0.8
     run("quantize", source, tmp_path / "searched", "--scales", "search", "--device", "cpu")
     model = transformers.AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
-    read = torch.from_numpy(np.load(ids)[-8 * LENGTH :].astype(np.int64)).view(8, LENGTH)
+    read = torch.from_numpy(np.load(text)[-8 * LENGTH :].astype(np.int64)).view(8, LENGTH)
     read = read.where(read < 90, 0)  # no marks of images
     divergences = []
     with torch.no_grad():
@@ -193,12 +186,12 @@ def _in_model(name: str, known: dict[str, Any]) -> str:
     return found
 
 
-def test_a_result_on_the_hub(hub: Hub, ids: Path, tmp_path: Path):
+def test_a_result_on_the_hub(hub: Hub, text: Path, tmp_path: Path):
     source = make_model(tmp_path / "source")
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HF_TOKEN", "hf_writer")
-        calibrate(source, out, ids, "--verify", "--push-to-hub", "me/model-nf4")
+        calibrate(source, out, text, "--verify", "--push-to-hub", "me/model-nf4")
     pushed = dict(hub.repos["me/model-nf4"].files)
     del pushed[".gitattributes"]
     assert pushed == contents(out)

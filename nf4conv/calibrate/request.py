@@ -1,0 +1,95 @@
+"""Checks what --calibrate asks for, by names, headers and small files.
+
+Neither torch nor transformers is imported: what cannot be is refused within a second.
+"""
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from nf4conv.calibrate.text import Ids, Text, read_texts
+from nf4conv.errors import PlanError
+from nf4conv.options import QuantizeOptions
+from nf4conv.sources.source import Source
+from nf4conv.sources.token_ids import has_tokenizer
+
+_FEWEST_TOKENS: Final = 512
+
+
+def check_request(source: Source, options: QuantizeOptions) -> list[Text]:
+    """Returns the text that calibrates, once everything is refused that can be known so early.
+
+    Raises:
+        PlanError: another option does not go with --calibrate, the source is no model of
+            transformers or has no tokenizer for this text, or the text cannot be read.
+    """
+    if options.scales == "absmax":
+        raise PlanError("--scales absmax does not go with --calibrate, which chooses all scales")
+    config = source.config
+    if options.single_file or (config or {}).get("_class_name"):
+        raise PlanError(
+            f"{source}: --calibrate is for models of transformers; --scales search needs no text"
+        )
+    if config is None:
+        raise PlanError(f"{source}: --calibrate needs the config.json that says what model it is")
+    if source.fetched is not None and source.fetched.absent:
+        raise PlanError(
+            "--calibrate reads each weight twice, so it does not go with --stream; leave --stream "
+            "out to download the model first"
+        )
+    tokens = options.calibration_tokens
+    if tokens is not None and tokens < _FEWEST_TOKENS:
+        raise PlanError(f"--calibration-tokens {tokens}: expected at least {_FEWEST_TOKENS}")
+    transformers_version()
+    assert options.calibrate is not None
+    texts = read_texts(options.calibrate)
+    if any(text.ids is None for text in texts) and source.pending is None:
+        _require_tokenizer(source)
+    vocabulary = _text_config(config).get("vocab_size")
+    for text in texts:
+        if text.ids is not None and isinstance(vocabulary, int):
+            require_known(text.ids, vocabulary, text.name, source)
+    return texts
+
+
+def transformers_version() -> str:
+    """Returns the version of the installed transformers, which is not imported.
+
+    Raises:
+        PlanError: it is not installed, or older than 5.
+    """
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        found = ""
+    if not found or int(found.partition(".")[0]) < 5:
+        raise PlanError(
+            f"--calibrate needs transformers 5: pip install 'nf4conv[calibrate]' "
+            f"({found or 'it is not installed'})"
+        )
+    return found
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a config that describes the model that reads text."""
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else config
+
+
+def _require_tokenizer(source: Source) -> None:
+    if not has_tokenizer(source.folder):
+        raise PlanError(
+            f"{source.folder}: has no tokenizer; give token ids instead: --calibrate ids.npy",
+            path=source.folder,
+        )
+
+
+def require_known(ids: Ids, vocabulary: int, name: str, source: Source) -> None:
+    """Raises a PlanError if token ids of a text are not those of a model with so many tokens."""
+    least = int(ids.min())
+    largest = int(ids.max())
+    if least < 0 or largest >= vocabulary:
+        wrong = least if least < 0 else largest
+        raise PlanError(
+            f"{name}: holds the token id {wrong:,}, but {source} has {vocabulary:,} tokens"
+        )
