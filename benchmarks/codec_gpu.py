@@ -1,7 +1,7 @@
 """The codec on a GPU against bitsandbytes, Unsloth's kernel and a copy of the same bytes, side by
 side in one run.
 
-    python -m benchmarks.codec_gpu [--json FILE [--svg FILE]] [--commit HASH]
+    python -m benchmarks.codec_gpu [--json FILE] [--commit HASH]
 
 Device times are medians of CUDA events over graph replays, the providers taking turns; inputs of
 small shapes rotate through buffers that together exceed the L2 cache. "wall" is what a Python
@@ -12,12 +12,11 @@ capture, so quantizers are timed with events around plain calls.
 
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from bitsandbytes import functional
 
-from benchmarks import gpu_peers, plot_codec
+from benchmarks import gpu_peers
 from benchmarks.records import parser, save, versions
 from benchmarks.timing import L2_BYTES, Call, graph, loop, take_turns
 from nf4conv.codec import kernels, ops
@@ -38,7 +37,6 @@ SEEDS = ("Weitkamp V0", "Weitkamp V1", "Weitkamp V2", "Weitkamp V3", "ghostway0"
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--svg", type=Path, help="where to draw the rows")
     arguments = options.parse_args()
     rows: list[dict[str, object]] = []
     for shape in SHAPES:
@@ -61,8 +59,6 @@ def main() -> None:
     rows += error_rows()
     print_table(rows)
     save({"versions": versions(arguments.commit), "rows": rows}, arguments.json)
-    if arguments.json and arguments.svg:
-        plot_codec.main(arguments.json, arguments.svg)
 
 
 def dequantize_rows(shape: tuple[int, ...], quant_type: str) -> list[dict[str, object]]:

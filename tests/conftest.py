@@ -37,6 +37,20 @@ if "mix_stderr" in inspect.signature(CliRunner).parameters:
     CliRunner.__init__ = partialmethod(CliRunner.__init__, mix_stderr=False)  # type: ignore[assignment]
 
 
+# what measures time, memory or signals runs in one process, one after the other
+TIMED = {
+    "test_interrupts", "test_limits", "test_memory", "test_plan_speed", "test_progress",
+    "test_slow_reads", "test_resume", "test_hub_faults",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps the tests of a file together when pytest-xdist divides them over processes."""
+    for item in items:
+        group = "timed" if item.path.stem in TIMED else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture
 def hub() -> Iterator[hub_server.Hub]:
     """The Hub, empty."""

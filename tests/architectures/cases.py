@@ -364,26 +364,6 @@ NOTHING_PACKED = _names("""
 """)
 """Models that have no linear layer that loaders quantize: refused."""
 
-MOST_USED = _names("""
-    LlamaForCausalLM MistralForCausalLM Mistral3ForConditionalGeneration MixtralForCausalLM
-    Qwen2ForCausalLM Qwen3ForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
-    Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
-    Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma4ForConditionalGeneration PhiForCausalLM
-    Phi3ForCausalLM PhimoeForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
-    DeepseekV4ForCausalLM GptOssForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GraniteForCausalLM
-    GraniteMoeForCausalLM CohereForCausalLM Cohere2ForCausalLM Olmo2ForCausalLM OlmoeForCausalLM
-    Exaone4ForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM GPT2LMHeadModel
-    GPTNeoForCausalLM GPTJForCausalLM GPTNeoXForCausalLM GPTBigCodeForCausalLM BloomForCausalLM
-    OPTForCausalLM MptForCausalLM MiniMaxM2ForCausalLM NemotronHForCausalLM MambaForCausalLM
-    JambaForCausalLM Lfm2ForCausalLM BertForMaskedLM RobertaForMaskedLM XLMRobertaForMaskedLM
-    DebertaV2ForMaskedLM DistilBertForMaskedLM ModernBertForMaskedLM MPNetForMaskedLM
-    T5ForConditionalGeneration MT5ForConditionalGeneration BartForConditionalGeneration
-    MarianMTModel WhisperForConditionalGeneration LlavaForConditionalGeneration
-    Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration
-    Qwen3VLForConditionalGeneration PaliGemmaForConditionalGeneration
-    Idefics3ForConditionalGeneration MllamaForConditionalGeneration CLIPModel SiglipModel
-    ViTForImageClassification Wav2Vec2ForCTC
-""")
 """Those that the README names."""
 
 EXPERTS_ONE_BY_ONE = _names("""

@@ -1,10 +1,9 @@
-"""Writes docs/architectures.md, every architecture of the sweep with what was found, and
+"""Writes table.md beside it, every architecture of the sweep with what was found, and
 docs/selection.md's table.
 
 python tests/architectures/table.py PYTHON_WITH_TRANSFORMERS_4
 """
 
-import re
 import sys
 import tempfile
 from collections import Counter
@@ -20,7 +19,6 @@ from cases import (
     FORWARD_UNKNOWN,
     MIXTURE_EXCEPTIONS,
     MIXTURES,
-    MOST_USED,
     STACKED_MIXTURES,
 )
 from roundtrip import (
@@ -80,8 +78,6 @@ CANINE under wrong names. 5.0.0 loaded all 494 that it can read.
 bitsandbytes' CPU kernels require rows in multiples of 32 and columns in multiples of 64. On AVX-512
 they decode some other shapes wrongly. Its CUDA kernels have no such limits.
 """
-
-SHORT_TABLE = re.compile(r"(<!-- architectures -->\n).*(<!-- /architectures -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -178,7 +174,7 @@ def mixtures_table() -> Iterator[str]:
 
 
 def short_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[str]:
-    """Yields lines for docs/selection.md: the number of each kind, and the most used by name."""
+    """Yields the number of each kind; docs/selection.md has this table too."""
     yield "| | architectures | load in 5 | load in 4.57, of those it can read "
     yield "| identical module set |\n"
     yield "|---|---|---|---|---|\n"
@@ -188,14 +184,6 @@ def short_table(rows: Mapping[str, Row], in_4: Mapping[str, str]) -> Iterator[st
         loads_in_4 = sum(in_4[name] in ("yes", "its own") for name in known)
         identical = sum(not rows[name].kept for name in names)
         yield f"| {group} | {len(names)} | {loads} | {loads_in_4} / {len(known)} | {identical} |\n"
-    yield "\n<details><summary>The most used, by model type</summary>\n\n"
-    yield "| model type | loads in 5 | in 4.57 | identical module set |\n|---|---|---|---|\n"
-    for row in (rows[name] for name in MOST_USED):
-        loads_in_4 = {"its own": "yes"}.get(in_4[row.architecture], in_4[row.architecture])
-        loads = row.in_5.replace("bytes", "yes")
-        same = f"except {row.kept}" if row.kept else "yes"
-        yield f"| {row.model_type} | {loads} | {loads_in_4} | {same} |\n"
-    yield "\n</details>\n"
 
 
 def main(python: str) -> None:
@@ -218,12 +206,13 @@ def main(python: str) -> None:
         bitsandbytes=bitsandbytes.__version__,
         one_class="".join(f"- {name}\n" for name in ONE_CLASS),
     )
-    Path("docs/architectures.md").write_text(
-        introduction + "".join(full_table(rows, in_4)) + "".join(mixtures_table()) + CLOSING
+    Path("tests/architectures/table.md").write_text(
+        introduction
+        + "".join(short_table(rows, in_4))
+        + "".join(full_table(rows, in_4))
+        + "".join(mixtures_table())
+        + CLOSING
     )
-    page = Path("docs/selection.md")
-    table = "".join(short_table(rows, in_4))
-    page.write_text(SHORT_TABLE.sub(lambda found: f"{found[1]}{table}{found[2]}", page.read_text()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import load_lines
 import pytest
 import transformers
 from checkpoints import contents, write_source
@@ -151,9 +150,3 @@ def test_without_config_json_a_note_says_so_and_nothing_is_pushed(tmp_path: Path
     assert f"Note: {NO_CONFIG}" in done.stderr.splitlines()
     assert f"Note: {NO_CONFIG}" in done.stdout.splitlines()
     assert not [line for line in done.stdout.splitlines() if line.startswith(("push:", "load:"))]
-
-
-def test_kinds_are_all_that_the_table_shows():
-    page = (load_lines.TESTS.parent / "docs/load-lines.md").read_text()
-    for name in KINDS:
-        assert f"\n| {name} |" in page

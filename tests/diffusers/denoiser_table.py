@@ -1,6 +1,6 @@
-"""Writes docs/diffusers.md: every class of denoiser, with what was found.
+"""Prints table.md: every class of denoiser, with what was found.
 
-python tests/diffusers/denoiser_table.py > docs/diffusers.md
+python tests/diffusers/denoiser_table.py > tests/diffusers/table.md
 """
 
 import sys

@@ -11,12 +11,12 @@ import sys
 
 import numpy as np
 import torch
+from panels_compiling import compiled, needs_of
 from products import assert_close_to_exact, packed_weight
 from ptx_machine import GLOBAL, Machine, Mask, run_together
 from ptx_program import Words
 from ptx_values import Bits, cut
 
-from benchmarks.panels.compiling import compiled, needs_of
 from nf4conv.codec.quant_state import QuantState, decoding_of
 from nf4conv.inference.kernels.product.panels.inputs import TENSOR_MAP
 from nf4conv.inference.kernels.product.panels.plans import PANELS, Plan

@@ -141,7 +141,7 @@ def estimate(
 ) -> float:
     """Returns about how many µs a product takes on an H200; infinity where it was not fitted.
 
-    Fitted to benchmarks/results/row_plans_h200.json: 7 % root mean square.
+    Fitted to tests/golden/row_plans_h200.json: 7 % root mean square.
     """
     shape, stages = pace
     units = sum(-(-n // shape.unit_rows) for n in heights) << split_shift
