@@ -19,7 +19,6 @@ Dtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 QuantStorage: TypeAlias = Literal["uint8", "bfloat16", "float16", "float32"]
 Moe: TypeAlias = Literal["packed", "portable"]
 CalibrateOutput: TypeAlias = Literal["qkv", "all"]
-LoraExperts: TypeAlias = Literal["rank-major", "expert-major"]
 Names: TypeAlias = tuple[str, ...] | list[str]
 """Several names; a class of options makes a tuple of them."""
 
@@ -27,11 +26,6 @@ DTYPES: Final = get_args(Dtype)
 
 _RELATIVE_ERROR: Final = "a relative error such as 0.1, and at most 2"
 _ADAPTER: Final = "a folder, or a model on the Hub, with or without @revision"
-_LORA_EXPERTS: Final = (
-    "How an adapter of experts orders lora_B: rank-major as PEFT does, expert-major as Unsloth did "
-    "before 2026-09-17."
-)
-_AS_ADAPTER: Final = "what the adapter says, else as PEFT"
 _SHARD_SIZE: Final = (
     "Make no file larger than this. Several files are written at a time, which is faster than one."
 )
@@ -275,9 +269,6 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
         "one if the adapter was trained on that.",
         metavar="ADAPTER",
     )
-    lora_experts: LoraExperts | None = option(
-        None, Group.RESULT, _LORA_EXPERTS, unset=_AS_ADAPTER, needs="lora"
-    )
     single_file: bool = option(
         False,
         Group.RESULT,
@@ -351,9 +342,6 @@ class DequantizeOptions(SourceOptions, RunOptions):
         f"Merge this PEFT adapter into the decoded weights: {_ADAPTER}.",
         metavar="ADAPTER",
     )
-    lora_experts: LoraExperts | None = option(
-        None, Group.RESULT, _LORA_EXPERTS, unset=_AS_ADAPTER, needs="lora"
-    )
     verify: bool = field(default=False, init=False)
     tolerance: float | None = field(default=None, init=False)
 
@@ -405,9 +393,6 @@ class VerifyOptions(SourceOptions, MachineOptions):
     )
     lora: Names = option(
         (), Group.CHECKS, "Merge this adapter into SRC before the comparison.", metavar="ADAPTER"
-    )
-    lora_experts: LoraExperts | None = option(
-        None, Group.CHECKS, _LORA_EXPERTS, unset=_AS_ADAPTER, needs="lora"
     )
     stream: bool = field(default=False, init=False)
 

@@ -172,7 +172,7 @@ def plan_checkpoint(
         SourceError: the source cannot be read.
         PlanError: nothing in the source is quantized, or the request cannot be met for it.
     """
-    opened = open_merged(source, where, options.lora, options.lora_experts)
+    opened = open_merged(source, where, options.lora)
     plan = dequantization.plan_source(source, opened, options)
     if not options.lora:
         return plan  # it gets no card, because its original's card says all there is

@@ -237,7 +237,7 @@ def _plan_checkpoint(
         structure.note("components", "", "", f"{path}: has no weight in 4 bits")
     opened = None
     if source is not None:
-        opened = open_merged(source, where, options.lora, options.lora_experts)
+        opened = open_merged(source, where, options.lora)
         if Path(path).is_file():
             opened = with_original_names(opened, among=structure.weights)
     return _plan_pairs(Path(path), structure, config, opened, options)
@@ -357,7 +357,7 @@ def _open_submodel(
         stored = open_stored(origin.place, where)
         if _headers_of(stored.tensors) == _headers_of(structure.tensors.values()):
             return stored
-    return open_merged(origin.place, where, options.lora, options.lora_experts)
+    return open_merged(origin.place, where, options.lora)
 
 
 def _headers_of(tensors: Iterable[TensorInfo]) -> set[tuple[str, str, tuple[int, ...]]]:

@@ -199,7 +199,6 @@ def test_short_names_of_dtypes(short, dtype):
         (["--mmproj", "tower.gguf"], "--mmproj means nothing without a GGUF file"),
         (["--calibration-tokens", "1"], "--calibration-tokens means nothing without --calibrate"),
         (["--calibrate-output", "all"], "--calibrate-output means nothing without --calibrate"),
-        (["--lora-experts", "rank-major"], "--lora-experts means nothing without --lora"),
     ],
     ids=lambda value: value[0].removeprefix("--") if isinstance(value, list) else "",
 )

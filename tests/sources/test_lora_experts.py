@@ -1,4 +1,4 @@
-"""`--lora-experts`: adapters of experts in either order of lora_B's columns, against PEFT."""
+"""Adapters of experts in either order of lora_B's columns, against PEFT."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from nf4conv.cli import main
 from nf4conv.commands.dequantize import dequantize_checkpoint, plan_dequantization
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
-from nf4conv.errors import PlanError, SourceError
+from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
@@ -65,9 +65,8 @@ def changed(adapter: Path, tmp_path: Path, **changes: Any) -> Path:
     return folder
 
 
-def merged(base: Path, adapter: Path, out: Path, order: str | None = None) -> dict[str, Any]:
-    options = DequantizeOptions(lora=(str(adapter),), lora_experts=order)
-    dequantize_checkpoint(base, out, options, CPU)
+def merged(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
+    dequantize_checkpoint(base, out, DequantizeOptions(lora=(str(adapter),)), CPU)
     return load(out).state_dict()
 
 
@@ -77,14 +76,9 @@ def is_close(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     )
 
 
-def test_each_order_is_merged_as_peft_merges_its_own(base, of_peft, of_unsloth, tmp_path):
+def test_an_adapter_of_peft_is_merged_as_peft_merges_it(base, of_peft, tmp_path):
     expected = merged_by_peft(load(base), of_peft).state_dict()
-    assert is_close(merged(base, of_peft, tmp_path / "1"), expected)
-    assert is_close(merged(base, of_peft, tmp_path / "2", "rank-major"), expected)
-    assert is_close(merged(base, of_unsloth, tmp_path / "3", "expert-major"), expected)
-    # what happens unnoticed to an adapter that is read in the wrong order
-    assert not is_close(merged(base, of_unsloth, tmp_path / "4", "rank-major"), expected)
-    assert not is_close(merged(base, of_peft, tmp_path / "5", "expert-major"), expected)
+    assert is_close(merged(base, of_peft, tmp_path / "out"), expected)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +91,11 @@ def test_each_order_is_merged_as_peft_merges_its_own(base, of_peft, of_unsloth, 
 )
 def test_an_adapter_of_unsloth_that_says_nothing_is_refused(base, of_peft, tmp_path, changes):
     adapter = str(changed(of_peft, tmp_path, **changes))
-    with pytest.raises(SourceError, match="--lora-experts expert-major if it was trained before"):
+    with pytest.raises(SourceError, match="does not say in which order lora_B is"):
         plan_dequantization(base, DequantizeOptions(lora=(adapter,)))
-    with pytest.raises(SourceError, match="--lora-experts rank-major"):
+    with pytest.raises(
+        SourceError, match="lora_B_layout has to be rank_major or grouped_by_expert"
+    ):
         plan_quantization(base, QuantizeOptions(lora=(adapter,)))
 
 
@@ -110,7 +106,7 @@ def test_its_card_tells_too(base, of_peft, tmp_path):
         main, ["dequantize", str(base), str(tmp_path / "out"), "--lora", str(adapter)]
     )
     assert result.exit_code == 2
-    assert "--lora-experts" in result.stderr
+    assert "lora_B_layout has to be" in result.stderr
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.stderr
 
@@ -121,9 +117,10 @@ def test_what_newer_releases_of_unsloth_write_decides(base, of_peft, of_unsloth,
     adapter = of_peft if order == "rank_major" else of_unsloth
     marked = changed(adapter, tmp_path, auto_mapping={"unsloth_fixed": True}, lora_B_layout=order)
     assert is_close(merged(base, marked, tmp_path / "1"), expected)
-    # several adapters may be given, and the option is for those that do not tell
-    other = "expert-major" if order == "rank_major" else "rank-major"
-    assert is_close(merged(base, marked, tmp_path / "2", other), expected)
+    # what happens unnoticed to an adapter that is read in the wrong order
+    other = "grouped_by_expert" if order == "rank_major" else "rank_major"
+    configure(marked, lora_B_layout=other)
+    assert not is_close(merged(base, marked, tmp_path / "2"), expected)
 
 
 def test_an_unknown_mark_is_refused(base, of_peft, tmp_path):
@@ -146,18 +143,12 @@ def test_one_rank_needs_no_order(base, tmp_path):
 
 
 def test_quantize_and_verify_take_the_order(base, of_peft, of_unsloth, tmp_path):
-    adapter = (str(of_unsloth),)
-    options = QuantizeOptions(lora=adapter, lora_experts="expert-major", moe="packed")
+    marked = changed(of_unsloth, tmp_path, lora_B_layout="grouped_by_expert")
+    options = QuantizeOptions(lora=(str(marked),), moe="packed")
     quantize_checkpoint(base, tmp_path / "out", options, CPU)
-    right = VerifyOptions(exact=True, lora=adapter, lora_experts="expert-major")
-    assert verify_checkpoint(tmp_path / "out", base, right, CPU).passed
-    assert verify_checkpoint(
-        tmp_path / "out", base, VerifyOptions(exact=True, lora=(str(of_peft),)), CPU
-    ).passed
-    wrong = VerifyOptions(lora=adapter, lora_experts="rank-major")
+    for adapter in (marked, of_peft):
+        right = VerifyOptions(exact=True, lora=(str(adapter),))
+        assert verify_checkpoint(tmp_path / "out", base, right, CPU).passed
+    configure(marked, lora_B_layout="rank_major")
+    wrong = VerifyOptions(lora=(str(marked),))
     assert not verify_checkpoint(tmp_path / "out", base, wrong, CPU).passed
-
-
-def test_an_order_that_does_not_exist_is_refused(of_peft):
-    with pytest.raises(PlanError, match="--lora-experts columns: expected one of rank-major"):
-        DequantizeOptions(lora=(str(of_peft),), lora_experts="columns")

@@ -15,7 +15,6 @@ from nf4conv.plan.jobs import FLOAT_TAGS
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.stored_weights import Structure
 
-_VALUES: Final = ("dtype", "lora_experts")
 _PATTERNS: Final = ("include", "exclude")
 
 
@@ -56,15 +55,12 @@ def decoding_options(structure: Structure, options: VerifyOptions) -> Dequantize
     Raises:
         PlanError: nf4conv.json says that adapters were merged, and none is named.
     """
-    asked = DequantizeOptions(lora=options.lora, lora_experts=options.lora_experts)
+    asked = DequantizeOptions(lora=options.lora)
     if structure.record is None:
         return asked
     _require_adapters(structure, structure.record, options)
-    recorded = _recorded(structure.record["options"])
-    if options.lora_experts is not None:
-        recorded.pop("lora_experts", None)
     try:
-        return replace(asked, **recorded)
+        return replace(asked, **_recorded(structure.record["options"]))
     except OptionError as error:
         text = f"its options are none that dequantize takes: {error}"
         structure.note("record", MAKING, "", text)
@@ -88,9 +84,8 @@ def _require_adapters(
 def _recorded(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a record that decide what is decoded, and to what."""
     found: dict[str, Any] = {}
-    for name in _VALUES:
-        if options.get(name) is not None:
-            found[name] = options[name]
+    if options.get("dtype") is not None:
+        found["dtype"] = options["dtype"]
     for name in _PATTERNS:
         patterns = options.get(name)
         if isinstance(patterns, list):

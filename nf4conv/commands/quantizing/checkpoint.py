@@ -79,7 +79,7 @@ def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | N
         return open_source(source, where)
     from nf4conv.sources.adapters.merging import open_merged  # few runs need to import it
 
-    return open_merged(source, where, options.lora, options.lora_experts)
+    return open_merged(source, where, options.lora)
 
 
 def read_card(card: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:

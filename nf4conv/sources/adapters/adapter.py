@@ -89,12 +89,10 @@ class Adapter(AdapterFiles):
     Attributes:
         targeted: the modules with LoRA tensors; outer wrappers of a module come first.
         replaced: tensors that are put in the place of others, by the name of those in the model.
-        lora_experts: the order of the experts' factors, as the user says it; None if left open.
     """
 
     targeted: tuple[Targeted, ...] = ()
     replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
-    lora_experts: str | None = None
 
     def rank(self, path: str) -> int:
         """Returns the rank of a module's factors.

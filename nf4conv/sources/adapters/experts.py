@@ -3,8 +3,18 @@
 In memory, the experts of a layer are fused: gate_up_proj and down_proj are parameters of shape
 [experts, rows, columns]. On disk they may be stacked as well, or stand one by one under the names
 of their matrices.
+
+The factors of all experts are stacked. lora_A is [experts · rank, in], the rank of the first expert
+before that of the second. lora_B is [out, rank · experts], in one of two orders:
+
+    rank-major      column k · experts + e is column k of expert e: PEFT (ParamWrapper), vLLM, and
+                    Unsloth since 2026-09-17
+    expert-major    column e · rank + k is: Unsloth before that, in training and in what it saved
+
+A merge in the wrong order gives a model that runs and is wrong (unsloth#6930, unsloth-zoo#1269).
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Final, NamedTuple
@@ -15,12 +25,20 @@ from nf4conv.models.single_experts import stack_name
 from nf4conv.sources.adapters.adapter import Adapter, Targeted
 from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.modules import Change, factors_of
-from nf4conv.sources.adapters.order import is_expert_major
 from nf4conv.sources.encodings.types.merged import LowRankDelta
 from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.weight_files import ADAPTER_CONFIG
 
 _FUSED: Final = ("gate_up_proj", "down_proj")
 """Parameters of fused experts in the order in which PEFT wraps them: the last is the outermost."""
+
+_ORDER: Final = "lora_B_layout"
+"""The key of adapter_config.json in which newer releases of Unsloth write the order."""
+
+_IS_EXPERT_MAJOR: Final = {"rank_major": False, "grouped_by_expert": True}
+"""The orders as Unsloth calls them."""
+
+_LONGEST_CARD: Final = 2**20  # bytes of a README that are looked at
 
 _PROJECTIONS: Final = {"gate_up_proj": GATE_UP, "down_proj": DOWN}
 """The projections that each fused parameter holds."""
@@ -159,7 +177,7 @@ def _changes_of_parameter(
     if down.shape[0] != rank * experts or up.shape[1] != rank * experts:
         more = f" for {experts} experts and the rank {rank} of its config"
         raise misfit(adapter, down, first.tensor, more)
-    expert_major = is_expert_major(adapter, path, rank, experts)
+    expert_major = rank > 1 and experts > 1 and _is_expert_major(adapter)
     for place in places:
         height = up.shape[0] // place.shares
         rows = None
@@ -209,3 +227,37 @@ def _is_stack_transposed(base: Base, module: str) -> bool:
     if gate_up is None or down is None:
         return False
     return gate_up.shape[1:] == (down.shape[2], 2 * down.shape[1])
+
+
+def _is_expert_major(adapter: Adapter) -> bool:
+    """Returns True if the columns of lora_B are sorted by expert, False if by rank.
+
+    Raises:
+        SourceError: Unsloth made the adapter, and does not say the order.
+    """
+    marked = adapter.config.get(_ORDER)
+    known = " or ".join(_IS_EXPERT_MAJOR)
+    if marked is None and _is_of_unsloth(adapter):
+        raise SourceError(
+            f"{adapter.place}/{ADAPTER_CONFIG}: Unsloth made this adapter of experts, and does not "
+            f"say in which order lora_B is: its {_ORDER} has to be {known}"
+        )
+    if marked is not None and marked not in _IS_EXPERT_MAJOR:
+        raise SourceError(
+            f"{adapter.place}/{ADAPTER_CONFIG}: {_ORDER} is {marked!r:.50}, expected {known}"
+        )
+    return marked is not None and _IS_EXPERT_MAJOR[marked]
+
+
+def _is_of_unsloth(adapter: Adapter) -> bool:
+    """Returns True if the adapter's config or card names Unsloth.
+
+    It writes "unsloth_fixed" into auto_mapping and the tag "unsloth" into the card, and its users
+    mostly train on its own copies of models.
+    """
+    if "unsloth" in json.dumps(adapter.config).lower():
+        return True
+    card = adapter.file.parent / "README.md"
+    if not card.is_file() or card.stat().st_size > _LONGEST_CARD:
+        return False
+    return b"unsloth" in card.read_bytes().lower()

@@ -25,20 +25,13 @@ from nf4conv.sources.stamps import stamp_of
 from nf4conv.sources.tensors import TensorInfo
 
 
-def open_merged(
-    source: str | Path,
-    where: SourceOptions | None,
-    lora: Sequence[str],
-    lora_experts: str | None = None,
-) -> Source:
+def open_merged(source: str | Path, where: SourceOptions | None, lora: Sequence[str]) -> Source:
     """Opens a checkpoint, and merges adapters into its tensors, one after the other.
 
     Args:
         source: a folder, a file, or "org/name" on the Hub.
         where: what to take of a folder or repository, and how to reach the Hub.
         lora: the adapters: folders, or names on the Hub; may be empty.
-        lora_experts: the order of the experts' factors in adapters that do not tell it, one of
-            options.LoraExperts. None refuses adapters whose order is not certain.
 
     Raises:
         SourceError: something cannot be read, an adapter changes what the checkpoint lacks, or
@@ -58,7 +51,7 @@ def open_merged(
     merging = _Merging(opened)
     adapters = []
     for place in lora:
-        adapter = replace(open_adapter(place, where), lora_experts=lora_experts)
+        adapter = open_adapter(place, where)
         merging.add(adapter)
         adapters.append(adapter)
     return merging.result(adapters)
