@@ -17,8 +17,7 @@ from bitsandbytes import functional
 import nf4conv
 from benchmarks.records import parser, save, versions
 from benchmarks.timing import Turns, copies_beyond_l2, graph
-from nf4conv.codec.quant_state import QuantState, decoding_of
-from nf4conv.inference import linear, linear_op
+from nf4conv.inference import linear
 from nf4conv.inference.kernels.product import choosing, launches
 
 SHAPES = (
@@ -27,8 +26,6 @@ SHAPES = (
 )  # fmt: skip
 FEW_SHAPES = SHAPES[:3]
 FEW_ROWS = (1, 2, 4, 8, 16, 32)
-GROUPS = (((4096, 1024, 1024), 4096), ((14336, 14336), 4096), ((5120, 5120, 5120), 5120),
-          ((8192, 1024, 1024), 8192))  # fmt: skip
 ROWS = (1, 4, 8, 16, 32, 33, 48, 64, 96, 128, 256, 512)
 HOPPER = launches.CAPABILITY
 
@@ -36,7 +33,7 @@ HOPPER = launches.CAPABILITY
 def main() -> None:
     arguments = parser(__doc__).parse_args()
     record: dict[str, Any] = {"versions": versions(arguments.commit)}
-    record |= {"rows": [], "blocks of 32": [], "in one launch": []}
+    record |= {"rows": [], "blocks of 32": []}
 
     def keep(part: str, found: list[dict[str, object]]) -> None:
         for one in found:
@@ -46,8 +43,6 @@ def main() -> None:
 
     for n, k in SHAPES:
         keep("rows", measured(n, k))
-    for rows, k in GROUPS:
-        keep("in one launch", [measured_group(rows, k, m) for m in FEW_ROWS])
     for n, k in FEW_SHAPES:
         keep("blocks of 32", measured(n, k, FEW_ROWS, 32))
 
@@ -84,32 +79,6 @@ def measured(
             row[name] = round(value, 2)
         found.append(row)
     return found
-
-
-def measured_group(rows: tuple[int, ...], k: int, m: int) -> dict[str, object]:
-    """Measures products of the same x, apart and as compiled graphs have them."""
-    count = copies_beyond_l2(sum(rows) * k // 2)
-    x = torch.randn(m, k, device="cuda").bfloat16()
-    sets = []
-    for _ in range(count):
-        weights = [torch.randn(n, k, device="cuda").bfloat16().mul_(0.02) for n in rows]
-        sets.append([nf4conv.quantize_4bit(one) for one in weights])
-
-    def apart(group: list[tuple[torch.Tensor, QuantState]]) -> None:
-        for packed, state in group:
-            nf4conv.linear_4bit(x, packed, state)
-
-    def joined(group: list[tuple[torch.Tensor, QuantState]]) -> None:
-        columns = zip(*(decoding_of(state).tensors() for _, state in group), strict=True)
-        lists = [list(one) for one in columns]
-        packed = [codes for codes, _ in group]
-        linear_op.multiply_group(x, [], packed, *lists, list(rows), "nf4", 64)
-
-    turns = Turns(graph)
-    turns.add("apart", [partial(apart, one) for one in sets])
-    turns.add("joined", [partial(joined, one) for one in sets])
-    times = {name: round(value, 2) for name, value in turns.measured().items()}
-    return {"rows of W": rows, "columns": k, "rows": m, **times}
 
 
 if __name__ == "__main__":

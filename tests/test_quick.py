@@ -291,10 +291,8 @@ def test_linear():
 
 def test_the_fused_product():
     """Only a GPU runs its kernels, which helpers/emulator.py executes; here they are imported."""
-    from nf4conv.inference import linear_joining
     from nf4conv.inference.kernels.product import choosing, launches
 
-    assert linear_joining.join_products(torch.fx.Graph()) == 0
     form = choosing.Form("nf4", 64, True)
     assert not choosing.why_decoded(choosing.Matrix(64, 64, form, 16), torch.bfloat16)
     assert "33 columns" in choosing.why_decoded(choosing.Matrix(64, 33, form, 16), torch.float16)

@@ -5,7 +5,6 @@ checked, once for each graph. All that they allocate is the caller's: results, a
 free again when they return.
 
     nf4conv::linear_4bit         for graphs without gradients
-    nf4conv::linear_4bit_group   several of these with the same x, which linear_joining.py joins
     nf4conv::linear_4bit_train   one, with gradients of x and bias
     nf4conv::decode_4bit         the decoded weight
 """
@@ -74,56 +73,6 @@ def _in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return functional.linear(x.float(), weight, bias)
 
 
-def multiply_group(
-    x: torch.Tensor,
-    biases: list[torch.Tensor],
-    packed: list[torch.Tensor],
-    absmax: list[torch.Tensor],
-    nested_absmax: list[torch.Tensor],
-    nested_code: list[torch.Tensor],
-    offset: list[torch.Tensor],
-    rows: list[int],
-    quant_type: str,
-    blocksize: int,
-) -> list[torch.Tensor]:
-    """Computes x · Wᵀ + bias for several weights, as `multiply_packed` does for one.
-
-    Args:
-        x: [..., K].
-        biases: one [n] for each weight; empty for none.
-        packed: the codes of each weight.
-        absmax: of each weight.
-        nested_absmax: of each weight; empty without double quantization, as the next two.
-        nested_code: of each weight.
-        offset: of each weight.
-        rows: n of each weight.
-        quant_type: of all weights.
-        blocksize: of all weights.
-
-    Returns:
-        [..., n] for each weight.
-    """
-    nones = [None] * len(rows)
-    tensors = [one or nones for one in (nested_absmax, nested_code, offset, biases)]
-    weights: list[Any] = list(zip(packed, absmax, *tensors[:3], strict=True))
-    if not has_kernels(x.device):
-        results = []
-        for bias, weight, n in zip(tensors[3], weights, rows, strict=True):
-            arguments: list[Any] = [x, bias, *weight, n, quant_type, blocksize]
-            results.append(multiply_packed(*arguments))
-        return results
-    from nf4conv.inference.kernels.product import choosing  # importing Triton takes a second
-
-    addresses = [addresses_of(*one) for one in weights]
-    form = Form(quant_type, blocksize, len(nested_absmax) > 0)
-    k = x.shape[-1]
-    matrices = []
-    for n, one in zip(rows, addresses, strict=True):
-        matrices.append(choosing.Matrix(n, k, form, choosing.alignment_of(one[0])))
-    multiply = choosing.prepare_group(x.shape, x.dtype, x.device, tuple(matrices))
-    return multiply(x, addresses, tensors[3])
-
-
 def addresses_of(
     packed: torch.Tensor,
     absmax: torch.Tensor,
@@ -168,12 +117,6 @@ def _like_result(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _like_results(x: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
-    """Returns tensors of the results' shapes and dtype, for tracing."""
-    rows: list[int] = arguments[6]
-    return [x.new_empty((*x.shape[:-1], n)) for n in rows]
-
-
 def _like_weight(packed: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Returns a tensor of the decoded weight's shape and dtype, for tracing."""
     n, k, dtype = arguments[4:7]
@@ -194,13 +137,6 @@ linear_op = _define(
     f"(Tensor x, Tensor? bias, {_ARGUMENTS}) -> Tensor",
     multiply_packed,
     _like_result,
-)
-group_op = _define(
-    "linear_4bit_group",
-    "(Tensor x, Tensor[] biases, Tensor[] packed, Tensor[] absmax, Tensor[] nested_absmax, "
-    "Tensor[] nested_code, Tensor[] offset, int[] rows, str quant_type, int blocksize) -> Tensor[]",
-    multiply_group,
-    _like_results,
 )
 train_op = _define(
     "linear_4bit_train",

@@ -10,7 +10,6 @@ import torch
 from nf4conv.codec.backends import has_kernels, why_plain
 from nf4conv.codec.quant_state import decoding_of
 from nf4conv.inference.linear import linear_4bit, make_tables
-from nf4conv.inference.linear_joining import join_when_compiling
 
 
 def patch_linear_4bit(model: torch.nn.Module) -> int:
@@ -21,9 +20,7 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
     Layers whose weights are not packed yet keep bitsandbytes' product until they are; so do layers
     that have run on a CPU, where bitsandbytes packs weights anew for a product of its own. It does
     not matter whether adapters are added before or after, and hooks of accelerate stay where they
-    are. When the model is compiled, products of the same few rows, such as those of q, k and v,
-    become one launch. For this it sets torch._inductor.config.post_grad_custom_pre_pass, unless
-    that is set already.
+    are.
 
     Args:
         model: changed in place, such as a transformers model that was loaded with a
@@ -38,7 +35,6 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
         print(nf4conv.decoded_linear_4bit(model))  # what has no kernel here, and why
         model.generate(**prompt, cache_implementation="static")  # transformers compiles the step
     """
-    join_when_compiling()
     patched = 0
     for _, module in _linear_4bit_layers(model):
         if _has_own_forward(module):

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
 from nf4conv.codec.quant_state import QuantState, decoding_of
-from nf4conv.inference.kernels.product import balancing, dividing, group, held, kernel, shapes
+from nf4conv.inference.kernels.product import balancing, dividing, held, kernel, shapes
 
 TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  # by Shape.early
 PROCESSORS = 3  # multiprocessors of the GPU that kernels are divided for
@@ -61,7 +61,7 @@ def multiply(
     short = decoding.blocksize < 64 or k % 64 > 0
     if shape is None:
         form = decoding.form()
-        shape, (division,) = balancing.plan_rows(m, (n,), k, form, PROCESSORS, hopper)
+        shape, division = balancing.plan_rows(m, n, k, form, PROCESSORS, hopper)
     else:
         division = dividing.divide(shape, n, k, shape.programs * PROCESSORS)
     shift = division.split_shift
@@ -86,84 +86,6 @@ def multiply(
     return parts.sum(0, dtype=torch.float32).to(x.dtype)
 
 
-def run_groups() -> None:
-    """Multiplies with two or three weights in one launch, by each of the kernels."""
-    for m, rows, k, blocksize, nested, dtype in (
-        (1, (300, 70, 5000), 576, 64, True, torch.bfloat16),
-        (2, (50, 20), 2112, 64, False, torch.float16),
-        (4, (300, 130, 16), 1056, 32, True, torch.bfloat16),
-        (16, (130, 400, 150), 2112, 64, True, torch.bfloat16),
-    ):
-        weights = [packed_weight(n, k, "nf4", blocksize, nested) for n in rows]
-        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
-        for out, weight in zip(multiply_group(x, weights), weights, strict=True):
-            assert_close_to_exact(out, x, *weight)
-        print("group", m, rows, k, blocksize, nested, dtype)
-
-
-def multiply_group(
-    x: torch.Tensor, weights: list[tuple[torch.Tensor, QuantState]]
-) -> list[torch.Tensor]:
-    """Multiplies with group_kernel, as its programs one after the other."""
-    m, k = x.shape
-    form = decoding_of(weights[0][1]).form()
-    rows = tuple(state.shape[0] for _, state in weights)
-    short = shapes.is_short(k, form)
-    shape, divisions = balancing.plan_rows(m, rows, k, form, 2 * PROCESSORS, early=True)
-    shift = divisions[0].split_shift
-    dtype = torch.float32 if shift else x.dtype
-    outs = [torch.full((1 << shift, m, n), float("nan"), dtype=dtype) for n in rows]
-    tensors = [x]
-    for out, (packed, state) in zip(outs, weights, strict=True):
-        tensors += [out, packed, *decoding_of(state).pointers()]
-    tensors += [tables.pair_table(form.quant_type, x.dtype, torch.device("cpu"))]
-    buffers = {}
-    for i, tensor in enumerate(tensors, start=1):
-        buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
-    addresses = [i * GLOBAL for i in buffers]
-    missing = group.MOST_WEIGHTS - len(rows)
-    addresses[-1:-1] = addresses[-7:-1] * missing
-    sizes = [m, k]
-    first = 0
-    for n, one in zip(rows, divisions, strict=True):
-        sizes += [first, n, one.share, one.longer]
-        first += one.programs
-    sizes += [first, *sizes[-3:]] * missing
-    norm = np.float32(1 / tables.MULTIPLES[form.quant_type, x.dtype])
-    block_shift = (form.blocksize // (32 if short else 64)).bit_length() - 1
-    sizes += [divisions[0].steps, shift, block_shift, int(norm.view(np.uint32)), 0, 0]
-    values = enumerate([*addresses, *sizes])
-    parameters = {f"group_kernel_param_{i}": value for i, value in values}
-    ptx = compiled_group(shape, x.dtype, dtype)
-    machine = Machine(ptx, 32 * shape.warps, parameters, buffers, first)
-    for program in range(first):
-        machine.run(program)
-    found = []
-    for i, out in enumerate(outs):
-        parts = torch.from_numpy(buffers[2 + 6 * i]).view(dtype).view(out.shape)
-        found.append(parts.sum(0, dtype=torch.float32).to(x.dtype))
-    return found
-
-
-def compiled_group(shape: shapes.Shape | shapes.Held, dtype: torch.dtype, out: torch.dtype) -> str:
-    """Compiles group_kernel and returns its PTX."""
-    kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-    absmax = "*u8" if shape.nested else "*fp32"
-    each = (kinds[out], "*u8", absmax, "*fp32", "*fp32", "*fp32")
-    pointers = (kinds[dtype], *each * group.MOST_WEIGHTS, "*i32")
-    names = group.group_kernel.arg_names
-    signature = dict.fromkeys(names, "i32") | dict(zip(names, pointers, strict=False))
-    signature |= {"norm": "fp32", "SHAPE": "constexpr"}
-    source = ASTSource(fn=group.group_kernel, signature=signature, constexprs={"SHAPE": shape})
-    options = {
-        "num_warps": shape.warps,
-        "maxnreg": shape.registers,
-        "launch_pdl": shape.early,
-        "enable_fp_fusion": False,
-    }
-    return triton.compile(source, target=TARGETS[True], options=options).asm["ptx"]
-
-
 def run_other_shapes() -> None:
     """Multiplies with shapes that are chosen for larger products."""
     held = next(one for one in shapes.HELD_SHAPES if one.warps == 4)
@@ -180,7 +102,6 @@ def run_other_shapes() -> None:
 
 if __name__ == "__main__":
     run_other_shapes()
-    run_groups()
     for turn, (m, n, k, quant_type, blocksize, nested, dtype) in enumerate(
         (
             (1, 37, 576, "nf4", 64, True, torch.bfloat16),

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import nf4conv
-from nf4conv.inference import linear_joining
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,44 +72,6 @@ def test_two_models_and_changing_rows() -> None:
                 for _ in range(3):
                     found = one(x).clone()
                 assert_near(found, other(x))
-
-
-class Attention(torch.nn.Module):
-    """Three layers of bitsandbytes with the same x, patched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        modules = pytest.importorskip("bitsandbytes.nn")
-        options = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
-        self.q = modules.Linear4bit(512, 5120, bias=False, **options)
-        self.k = modules.Linear4bit(512, 256, bias=False, **options)
-        self.v = modules.Linear4bit(512, 256, bias=True, **options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.nn.functional.silu(x)
-        # a sum of either sign might be near 0, where roundings are all that is left of it
-        return self.q(x) * (self.k(x) + self.v(x)).abs().sum()
-
-
-@pytest.mark.parametrize("rows", [1, 2, 12, 32, 40])
-@pytest.mark.parametrize("mode", MODES[:2])
-def test_products_of_the_same_x_are_joined(
-    mode: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = []
-    join = linear_joining.join_products
-    monkeypatch.setattr(linear_joining, "join_products", lambda one: counts.append(join(one)))
-    torch._dynamo.reset()
-    torch.manual_seed(7)
-    model = Attention().cuda()
-    assert nf4conv.patch_linear_4bit(model) == 3
-    x = inputs(rows)
-    compiled = torch.compile(model, mode=mode, fullgraph=True)
-    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
-        for _ in range(4):
-            found = compiled(x).clone()
-        assert_near(found, model(x))
-    assert sum(counts) == (1 if rows <= 32 else 0)
 
 
 def test_dynamic_rows_make_one_graph() -> None:

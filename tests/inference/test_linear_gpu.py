@@ -10,7 +10,6 @@ from products import assert_close_to_exact, packed_weight
 
 import nf4conv
 from nf4conv.codec.quant_state import decoding_of
-from nf4conv.inference import linear_op
 from nf4conv.inference.kernels.product import choosing, launches
 
 pytestmark = pytest.mark.gpu
@@ -25,10 +24,8 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param:
         monkeypatch.setattr(launches, "CAPABILITY", 0)
     choosing.prepare_multiply.cache_clear()
-    choosing.prepare_group.cache_clear()
     yield
     choosing.prepare_multiply.cache_clear()
-    choosing.prepare_group.cache_clear()
 
 
 @pytest.mark.usefixtures("capability")
@@ -67,27 +64,6 @@ def test_more_than_two_programs_on_a_multiprocessor(n: int, k: int) -> None:
     for m in (5, 8, 16, 32):
         x = torch.randn(m, k, device="cuda").bfloat16()
         assert_close_to_exact(nf4conv.linear_4bit(x, packed, state), x, packed, state)
-
-
-@pytest.mark.parametrize("m", [1, 2, 4, 16, 40])
-@pytest.mark.parametrize(
-    ("rows", "k", "blocksize"),
-    [
-        ((4096, 1024, 1024), 4096, 64), ((14336, 14336), 4096, 128), ((300, 5000, 11), 1056, 32),
-        ((64, 8), 8192, 64), ((70, 7, 7), 33, 64), ((5120, 5120, 5120), 5120, 64),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_several_weights_at_once(rows: tuple[int, ...], k: int, blocksize: int, m: int) -> None:
-    weights = [packed_weight(n, k, "nf4", blocksize, blocksize < 128, "cuda") for n in rows]
-    x = torch.randn(1, m, k, device="cuda").bfloat16()
-    biases = [torch.randn(n, device="cuda").bfloat16() for n in rows] if m == 2 else []
-    tensors = zip(*(decoding_of(state).tensors() for _, state in weights), strict=True)
-    lists = [list(one) if one[0] is not None else [] for one in tensors]
-    packed = [packed for packed, _ in weights]
-    results = linear_op.group_op(x, biases, packed, *lists, list(rows), "nf4", blocksize)
-    for i, (result, weight) in enumerate(zip(results, weights, strict=True)):
-        assert_close_to_exact(result, x, *weight, biases[i] if biases else None)
 
 
 @pytest.mark.parametrize("m", [1, 3, 7, 40, 90])

@@ -8,7 +8,7 @@ added up. A shape with fewer registers lets a multiprocessor hold more programs.
 from typing import Final, NamedTuple
 
 from nf4conv.codec.quant_state import Form
-from nf4conv.inference.kernels.product.dividing import MOST_SPLITS, Division, divide, divide_group
+from nf4conv.inference.kernels.product.dividing import MOST_SPLITS, Division, divide
 from nf4conv.inference.kernels.product.shapes import (
     SHAPES,
     Held,
@@ -83,44 +83,40 @@ _BYTES: Final = 4.1e6
 
 
 def plan_rows(
-    m: int, heights: tuple[int, ...], k: int, form: Form, processors: int, early: bool
-) -> tuple[Shape | Held, list[Division]]:
-    """Returns the shape for few rows of x, and how each weight is divided among programs.
+    m: int, n: int, k: int, form: Form, processors: int, early: bool
+) -> tuple[Shape | Held, Division]:
+    """Returns the shape for few rows of x, and how the product is divided among programs.
 
     These are the same for 5 to 8, 9 to 16 and 17 to 32 rows of x, so that a row's result does not
     depend on how many stand beside it.
 
     Args:
         m: rows of x, up to 64.
-        heights: rows of the weights that are multiplied in one launch.
-        k: their columns.
-        form: of the weights.
+        n: rows of the weight.
+        k: its columns.
+        form: of the weight.
         processors: multiprocessors of the GPU.
         early: True to begin before the kernel before has ended. Only a GPU that does so was
             measured, so only there a multiprocessor may hold more than two programs.
     """
     short = is_short(k, form)
-    shape = shape_for(m, sum(heights), k, short, form.nested, early)
+    shape = shape_for(m, n, k, short, form.nested, early)
     split_shift = None
     if early and not short and isinstance(shape, Shape) and shape.rows in PACES:
-        fastest, split_shift = _choose_tiles(shape.rows, heights, k, processors)
+        fastest, split_shift = _choose_tiles(shape.rows, n, k, processors)
         shape = variant(fastest, form.nested, early)
     programs = shape.programs * processors
-    if len(heights) == 1:
-        return shape, [divide(shape, heights[0], k, programs, split_shift)]
-    return shape, divide_group(shape, heights, k, programs, split_shift)
+    return shape, divide(shape, n, k, programs, split_shift)
 
 
-def _choose_tiles(
-    rows: int, heights: tuple[int, ...], k: int, processors: int
-) -> tuple[Shape, int]:
+def _choose_tiles(rows: int, n: int, k: int, processors: int) -> tuple[Shape, int]:
     """Returns the shape and the log2 of the parts of k that take least time by the estimate, or
     hardly more.
 
     Args:
         rows: of x at most, one of PACES.
-        heights: rows of the weights.
-        k: their columns.
+        n: rows of the weight.
+        k: its columns.
         processors: multiprocessors of the GPU.
     """
     best = PACES[rows][0].shape, 0
@@ -128,7 +124,7 @@ def _choose_tiles(
     for pace in PACES[rows]:
         split_shift = 0
         while split_shift == 0 or 1 << split_shift <= min(MOST_SPLITS, k // pace.shape.span):
-            cost = estimate(pace, heights, k, processors, split_shift)
+            cost = estimate(pace, n, k, processors, split_shift)
             if cost < _WORTHWHILE * least:
                 best = pace.shape, split_shift
                 least = cost
@@ -136,15 +132,13 @@ def _choose_tiles(
     return best
 
 
-def estimate(
-    pace: Pace, heights: tuple[int, ...], k: int, processors: int, split_shift: int
-) -> float:
+def estimate(pace: Pace, n: int, k: int, processors: int, split_shift: int) -> float:
     """Returns about how many µs a product takes on an H200; infinity where it was not fitted.
 
     Fitted to tests/golden/row_plans_h200.json: 7 % root mean square.
     """
     shape, stages = pace
-    units = sum(-(-n // shape.unit_rows) for n in heights) << split_shift
+    units = -(-n // shape.unit_rows) << split_shift
     slots = shape.programs * processors
     stages_of_unit = -(-k // (shape.span << split_shift))
     if shape.programs > 2 and units <= 2 * processors:
@@ -161,6 +155,6 @@ def estimate(
     if shape.programs > 2 and 0.95 * slots < units <= slots:
         cost += _CROWDED
     if split_shift:
-        sums = shape.rows * sum(heights) << split_shift
+        sums = shape.rows * n << split_shift
         cost += 8 * sums / _BYTES  # float32, written and read
     return cost

@@ -1,7 +1,7 @@
 """Chooses what multiplies x with a packed weight on a GPU, by their shapes, and prepares it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
 from nf4conv.codec.quant_state import Addresses, Form
-from nf4conv.inference.kernels.product import dense, group, launches, shapes
+from nf4conv.inference.kernels.product import dense, launches, shapes
 from nf4conv.inference.kernels.product.launches import Product, stream_of
 from nf4conv.inference.kernels.product.panels.maps import TensorMapError
 from nf4conv.inference.kernels.product.panels.plans import is_faster
@@ -20,12 +20,6 @@ Multiply = Callable[[torch.Tensor, Addresses, torch.Tensor | None], torch.Tensor
 
 Decode = Callable[[Addresses], torch.Tensor]
 """A weight → W, decoded."""
-
-
-MultiplyGroup = Callable[
-    [torch.Tensor, Sequence[Addresses], Sequence[torch.Tensor | None]], list[torch.Tensor]
-]
-"""x, weights, for each a bias or None → x · Wᵀ + bias of each."""
 
 
 class Matrix(NamedTuple):
@@ -90,40 +84,6 @@ def _there(multiply: Callable[_P, _T], device: torch.device) -> Callable[_P, _T]
             return multiply(*args, **kwargs)
 
     return multiply_there
-
-
-@functools.lru_cache(maxsize=1024)
-def prepare_group(
-    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrices: tuple[Matrix, ...]
-) -> MultiplyGroup:
-    """Prepares what multiplies all x of one shape and dtype with all groups of weights of some
-    kinds, which have the same k and form: in one launch if kernels for few rows take them all.
-    """
-    ways = {_way(x_shape[:-1].numel(), one, dtype, device) for one in matrices}
-    few = x_shape[:-1].numel() <= shapes.FUSED_ROWS and len(matrices) <= group.MOST_WEIGHTS
-    if ways != {"fused"} or not few:
-        each = [prepare_multiply(x_shape, dtype, device, one) for one in matrices]
-
-        def multiply_each(
-            x: torch.Tensor, weights: Sequence[Addresses], biases: Sequence[torch.Tensor | None]
-        ) -> list[torch.Tensor]:
-            given = zip(each, weights, biases, strict=True)
-            return [multiply(x, weight, bias) for multiply, weight, bias in given]
-
-        return multiply_each
-    rows = tuple(one.n for one in matrices)
-    product = group.prepare_group(x_shape, dtype, device, rows, matrices[0].form)
-
-    def multiply(
-        x: torch.Tensor, weights: Sequence[Addresses], biases: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
-        results = product(x, weights)
-        for result, bias in zip(results, biases, strict=True):
-            if bias is not None:
-                result.add_(bias)
-        return results
-
-    return _there(multiply, device)
 
 
 def _way(

@@ -50,22 +50,7 @@ def held_kernel(
         k: SHAPE.columns_most at most.
         block_shift: a block has 64 << block_shift elements, or 32 << block_shift if short.
     """
-    weight = (packed_ptr, absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr, pair_ptr)
-    work = (m, n, k, share, longer, block_shift, norm)
-    multiply_held(x_ptr, out_ptr, weight, work, tl.program_id(0), SHAPE)
-
-
-launch_held = Launcher(held_kernel)
-
-
-@triton.jit
-def multiply_held(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr):
-    """Does what `held_kernel` says for one program.
-
-    pointers: from packed_ptr to pair_ptr; work: from m to norm.
-    """
-    packed_ptr, absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr, pair_ptr = pointers
-    m, n, k, share, longer, block_shift, norm = work
+    program = tl.program_id(0)
     thread = tl.arange(0, 32 * SHAPE.warps)
     unit = program * share + tl.minimum(program, longer)
     end = unit + share + (program < longer).to(tl.int32)
@@ -91,6 +76,9 @@ def multiply_held(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr):
             _gather(out_ptr, sums, m, last, n, norm, unit - held, held, thread, SHAPE)
         held = (held + 1) % SHAPE.held
         unit += 1
+
+
+launch_held = Launcher(held_kernel)
 
 
 @triton.jit

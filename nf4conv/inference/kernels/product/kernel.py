@@ -82,22 +82,7 @@ def product_kernel(
         block_shift: a block has 64 << block_shift elements, or 32 << block_shift if short.
         norm: what the sums are multiplied with: 1 / tables.MULTIPLES.
     """
-    weight = (packed_ptr, absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr, pair_ptr)
-    work = (m, n, k, steps, share, programs, split_shift, block_shift, norm)
-    multiply_units(x_ptr, out_ptr, weight, work, tl.program_id(0), SHAPE)
-
-
-launch_product = Launcher(product_kernel)
-
-
-@triton.jit
-def multiply_units(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr):
-    """Does what `product_kernel` says for one program.
-
-    pointers: from packed_ptr to pair_ptr; work: from m to norm.
-    """
-    packed_ptr, absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr, pair_ptr = pointers
-    m, n, k, steps, share, programs, split_shift, block_shift, norm = work
+    program = tl.program_id(0)
     thread = tl.arange(0, 32 * SHAPE.warps)
     unit = program * share if SHAPE.wide else program
     stride = SHAPE.unit_rows if SHAPE.wide else programs
@@ -157,6 +142,9 @@ def multiply_units(x_ptr, out_ptr, pointers, work, program, SHAPE: tl.constexpr)
             parity = tl.where(SHAPE.parts % 2 == 1, 1 - parity, parity)
         unit = next_unit
         step = next_step
+
+
+launch_product = Launcher(product_kernel)
 
 
 @triton.jit

@@ -64,8 +64,8 @@ def prepare_product(
     m = x_shape.numel() // k
     out_shape = (*x_shape[:-1], n)
     if chosen is None:
-        shape, divisions = plan_for(m, (n,), k, form, device)
-        chosen = shape, divisions[0]
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        chosen = plan_rows(m, n, k, form, processors, is_hopper(device))
     shape, division = chosen
     shift = division.split_shift
     behind: tuple[float, ...] = (pair_table(form.quant_type, dtype, device).data_ptr(), m, n, k)
@@ -117,14 +117,6 @@ def types_of_weight(dtype: torch.dtype, form: Form, in_parts: bool) -> tuple[tor
     target = torch.float32 if in_parts else dtype
     absmax = torch.uint8 if form.nested else torch.float32
     return target, torch.uint8, absmax, torch.float32, torch.float32, torch.float32
-
-
-def plan_for(
-    m: int, heights: tuple[int, ...], k: int, form: Form, device: torch.device
-) -> tuple[Shape | Held, list[Division]]:
-    """Returns the shape for m rows of x on a GPU, and how each weight is divided among programs."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return plan_rows(m, heights, k, form, processors, is_hopper(device))
 
 
 def block_shift_of(k: int, form: Form) -> int:
