@@ -1,8 +1,6 @@
 """Patterns of an adapter's config: as PEFT matches them, and never for ever."""
 
 import json
-import random
-import re
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
 from nf4conv.errors import SourceError
-from nf4conv.sources.adapters.patterns import Patterns
+from nf4conv.sources.adapters.patterns import values_by_path
 
 pytestmark = pytest.mark.oracle
 
@@ -34,81 +32,44 @@ SANE = [
     {r"model\.layers\.(0|10)\.(.*)": 1, r"(?:.*\.)?gate_up_proj": 3},
     {r"(?<=\.)q_proj": 1, "": 4, r"\bq\w*": 5},
 ]
-ATOMS = (
-    "a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", r"\W", "^", "$", r"\b", r"\B", "(?=a)", "(?!b)",
-    "(?<=a)", "(?<!b)", "", "x|a", r"\Z",
-)  # fmt: skip
-ENDLESS = [
-    "(a+)+b",
-    "(.*.*)*x",
-    "(a|aa)+$c",
-    ".*" * 60 + "x",
-    "((a{999}){999}){999}",
-    "(?:(?:.*)*)*z",
-    r"(\w+\.)*\w+x",
-    "((((a?){0,900}){0,900}b?){0,900}c?){0,900}x",
-]
+ENDLESS = ["(a+)+b", "(a|aa)+$c", ".*" * 60 + "x"]
 
 
 @pytest.mark.parametrize("patterns", SANE, ids=str)
 def test_they_are_matched_as_peft_does(patterns: dict[str, int]):
-    found = Patterns(patterns, "here")
+    found = values_by_path(patterns, PATHS, "here")
     for path in PATHS:
-        assert found.value_of(path, 0) == patterns.get(get_pattern_key(patterns, path), 0)
+        key = get_pattern_key(patterns, path)
+        assert found.get(path) == patterns.get(key)
 
 
-def test_any_expression_matches_as_in_python():
-    chosen = random.Random(32)
-    compared = 0
-    while compared < 4000:
-        pattern = expression(chosen, 4)
-        try:
-            expected = re.compile(rf"(.*\.)?({pattern})$")
-        except re.error:
-            continue
-        found = Patterns({pattern: 1}, "here")
-        for _ in range(4):
-            text = "".join(chosen.choice("ab.1\n") for _ in range(chosen.randrange(9)))
-            compared += 1
-            is_match = expected.match(text) is not None
-            assert found.value_of(text, 0) == is_match, (pattern, text)
-
-
-def expression(chosen: random.Random, depth: int) -> str:
-    """Makes a random regular expression."""
-    if depth == 0 or chosen.random() < 0.3:
-        return chosen.choice(ATOMS)
-    first = expression(chosen, depth - 1)
-    second = expression(chosen, depth - 1)
-    repeated = chosen.choice(["*", "+", "?", "{2}", "{1,3}", "*?", "{0,2}?", ""])
-    forms = [f"({first}){repeated}", f"(?:{first}|{second})", f"(?={first})", first + second]
-    return chosen.choice(forms)
+def test_many_names_of_modules_are_matched_in_time():
+    paths = [f"model.layers.{number}.mlp.up_proj" for number in range(2000)]
+    found = values_by_path({path: number for number, path in enumerate(paths)}, paths, "here")
+    assert list(found.values()) == list(range(2000))
 
 
 @pytest.mark.parametrize("pattern", ENDLESS)
-def test_none_takes_for_ever(pattern: str):
-    started = time.process_time()
-    try:
-        assert Patterns({pattern: 1}, "here").value_of("a" * 1000, 0) == 0
-    except SourceError as error:
-        assert "takes more than 10,000,000 steps to match" in str(error)  # noqa: PT017
-    assert time.process_time() - started < 30
+def test_none_takes_for_ever(pattern: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nf4conv.sources.adapters.patterns._SECONDS", 1)
+    started = time.monotonic()
+    with pytest.raises(SourceError, match="takes more than 1 seconds to match; write the paths"):
+        values_by_path({pattern: 1}, ["a" * 1000], "here")
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
-        (r"(?P<x>q)(?P=x)", "groupref"),
-        ("(?i:q_proj)", "flags"),
         ("(", "expressions as keys"),
         ("a{9999999999999}", "expressions as keys"),
         ("(?:" * 5000, "expressions as keys"),
-        ("a" * 2_000_000, "steps to match"),
+        ("a" * 2_000_000, "more than 1,048,576 characters"),
     ],
 )
 def test_what_cannot_be_matched_is_refused(pattern: str, reason: str):
     with pytest.raises(SourceError, match=reason):
-        Patterns({pattern: 1}, "here").value_of("q_proj", 0)
+        values_by_path({pattern: 1}, ["q_proj"], "here")
 
 
 UP = "base_model.model.model.layers.0.mlp.up_proj"
@@ -129,7 +90,7 @@ def write_adapter(folder: Path, dtype: torch.dtype = torch.float32, **config: ob
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"rank_pattern": {"(a+)+b|(.*.*)*": 4}}, None),
+        ({"rank_pattern": {r".*\.(up|down)_proj": 4}, "r": 8}, None),
         ({"target_parameters": 5}, "adapter_config.json: target_parameters: not a list of names"),
         ({"target_parameters": [5]}, "adapter_config.json: target_parameters: not a list of names"),
         ({"target_parameters": "up"}, "adapter_config.json: target_parameters: not a list of"),

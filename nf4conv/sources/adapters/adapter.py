@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.adapters.patterns import Patterns
+from nf4conv.sources.adapters.patterns import values_by_path
 from nf4conv.sources.header import read_header
 from nf4conv.sources.own_files import require_own
 from nf4conv.sources.pickles.header import read_pickle_header
@@ -136,15 +136,20 @@ class Adapter(AdapterFiles):
         otherwise = self.config.get(key, _DEFAULT)
         if not self.config.get(patterns):
             return otherwise
-        return self._patterns[patterns].value_of(path, otherwise)
+        return self._values[patterns].get(path, otherwise)
 
     @cached_property
-    def _patterns(self) -> dict[str, Patterns]:
-        """The patterns of the config, by the key that they are under."""
+    def _values(self) -> dict[str, dict[str, Any]]:
+        """The values of modules and parameters by path, by the key of their patterns."""
+        paths = []
+        for part in self.targeted:
+            paths.append(part.module)
+            leaves = {target.rpartition(".")[2] for target in self.target_parameters}
+            paths += [f"{part.module}.{leaf}" for leaf in leaves]
         found = {}
         for key in ("rank_pattern", "alpha_pattern"):
             place = f"{self.place}/{ADAPTER_CONFIG}: {key}"
-            found[key] = Patterns(self.config.get(key) or {}, place)
+            found[key] = values_by_path(self.config.get(key) or {}, paths, place)
         return found
 
     def token_indices(self, module: str) -> tuple[int, ...]:
