@@ -8,16 +8,19 @@ options from the same fields, docs/generate.py a page.
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
 from enum import Enum
-from functools import wraps
+from functools import reduce, wraps
+from operator import or_
 from types import NoneType
 from typing import (
+    Annotated,
     Any,
     Concatenate,
     Final,
     Literal,
+    NamedTuple,
     ParamSpec,
     TypeVar,
     get_args,
@@ -28,13 +31,11 @@ from typing import (
 from nf4conv.errors import OptionError, PlanError
 
 Keywords = ParamSpec("Keywords")
-DefaultT = TypeVar("DefaultT")
 OptionsT = TypeVar("OptionsT")
 PlaceT = TypeVar("PlaceT")
 OutT = TypeVar("OutT")
 ResultT = TypeVar("ResultT")
 
-_KEY: Final = "nf4conv"
 _COLUMNS: Final = 100
 
 
@@ -51,8 +52,8 @@ class Group(Enum):
 
 
 @dataclass(frozen=True)
-class Description:
-    """Says of an option what its type and default do not.
+class Option:
+    """Says of an option what its type and default do not: metadata of an annotated field.
 
     Attributes:
         group: where --help shows it.
@@ -81,38 +82,46 @@ class Description:
     in_python: bool = False
 
 
-def option(
-    default: DefaultT, group: Group, help: str, *, is_secret: bool = False, **details: Any
-) -> DefaultT:
-    """Declares a field that is an option, with its default and its description.
+class Declared(NamedTuple):
+    """Describes an option by the field that declares it."""
 
-    Args:
-        default: the value that it has if it is not given.
-        group: as in Description.
-        help: as in Description.
-        is_secret: True keeps its value out of the repr.
-        details: the other attributes of Description.
-    """
-    metadata = described(group, help, **details)
-    in_python = metadata[_KEY].in_python
-    made: Any = field(default=default, metadata=metadata, repr=not is_secret, compare=not in_python)
-    return made  # type: ignore[no-any-return]  # a type checker is to take the default for it
+    name: str
+    hint: Any  # its type
+    kind: Any  # its type, without None
+    default: Any  # MISSING if it must be given
+    said: Option
+
+    @property
+    def holds_names(self) -> bool:
+        """Returns True if it holds several names."""
+        return any(get_origin(part) is tuple for part in get_args(self.kind))
 
 
-def described(group: Group, help: str, **details: Any) -> Mapping[str, Description]:
-    """Returns the metadata of a field that is an option without a default."""
-    return {_KEY: Description(group, help, **details)}
-
-
-def options_of(kind: type[Any]) -> list[tuple[Field[Any], Description]]:
-    """Returns the fields of a class that are options of its command, in the order of groups.
+def options_of(kind: Any) -> list[Declared]:
+    """Returns the options of a command, in the order of their groups.
 
     A command whose class declares a field again with `init=False` does not have that option.
     """
-    declared = [one for one in fields(kind) if one.init and _KEY in one.metadata]
-    options = [(one, one.metadata[_KEY]) for one in declared]
-    order = list(Group)
-    return sorted(options, key=lambda option: order.index(option[1].group))
+    if kind not in _OPTIONS:
+        hints = get_type_hints(kind, include_extras=True)
+        found = []
+        for one in fields(kind):
+            if one.init and get_origin(hints[one.name]) is Annotated:
+                hint, said = get_args(hints[one.name])
+                found.append(Declared(one.name, hint, _without_none(hint), one.default, said))
+        order = list(Group)
+        _OPTIONS[kind] = sorted(found, key=lambda option: order.index(option.said.group))
+    return _OPTIONS[kind]
+
+
+_OPTIONS: Final[dict[Any, list[Declared]]] = {}
+
+
+def _without_none(hint: Any) -> Any:
+    parts = [part for part in get_args(hint) if part is not NoneType]
+    if NoneType not in get_args(hint):
+        return hint
+    return reduce(or_, parts)
 
 
 def deciding(options: Any) -> dict[str, Any]:
@@ -122,58 +131,33 @@ def deciding(options: Any) -> dict[str, Any]:
     say where the source is and how to use the machine.
     """
     own = type(options).__annotations__
-    return {one.name: getattr(options, one.name) for one in fields(options) if _decides(one, own)}
+    names = {option.name for option in options_of(type(options)) if option.name in own}
+    return {one.name: getattr(options, one.name) for one in fields(options) if one.name in names}
 
 
 def narrowed(options: Any, kind: type[OptionsT]) -> OptionsT:
     """Returns the options that a base class declares, as an instance of that class."""
-    names = [one.name for one, description in options_of(kind) if not description.in_python]
+    names = [option.name for option in options_of(kind) if not option.said.in_python]
     return kind(**{name: getattr(options, name) for name in names})
-
-
-def _decides(one: Field[Any], own: Mapping[str, Any]) -> bool:
-    return one.init and one.name in own and _KEY in one.metadata
-
-
-def type_of(kind: type[Any], name: str) -> Any:
-    """Returns the type of a field, without None if it may be None."""
-    hint = get_type_hints(kind)[name]
-    parts = [part for part in get_args(hint) if part is not NoneType]
-    if get_origin(hint) is Literal or NoneType not in get_args(hint):
-        return hint
-    if len(parts) == 1:
-        return parts[0]
-    result = parts[0]
-    for part in parts[1:]:
-        result |= part
-    return result
-
-
-def holds_names(kind: Any) -> bool:
-    """Returns True for the type of a field that holds several names."""
-    return get_origin(kind) is tuple or any(get_origin(part) is tuple for part in get_args(kind))
 
 
 class Checked:
     """Is the base of all classes of options: refuses wrong values when options are made."""
 
     def __post_init__(self) -> None:
-        for one, description in options_of(type(self)):
-            value = getattr(self, one.name)
-            if value is None and one.default is None:
+        for option in options_of(type(self)):
+            value = getattr(self, option.name)
+            if value is None and option.default is None:
                 continue
-            kind = type_of(type(self), one.name)
-            if holds_names(kind):
-                object.__setattr__(self, one.name, _names(one.name, value))
-            else:
-                expected = _expected(kind, value, description)
-                if expected:
-                    raise OptionError(one.name, value, expected)
-            is_given = getattr(self, one.name) != one.default
-            if is_given and description.needs and not getattr(self, description.needs):
-                raise PlanError(
-                    f"{typed(one.name)} means nothing without {typed(description.needs)}"
-                )
+            if option.holds_names:
+                object.__setattr__(self, option.name, _names(option.name, value))
+                continue
+            expected = _expected(option.kind, value, option.said)
+            if expected:
+                raise OptionError(option.name, value, expected)
+            needed = option.said.needs
+            if needed and value != option.default and not getattr(self, needed):
+                raise PlanError(f"{typed(option.name)} means nothing without {typed(needed)}")
 
 
 def typed(name: str) -> str:
@@ -193,7 +177,7 @@ def _names(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _expected(kind: Any, value: Any, description: Description) -> str:
+def _expected(kind: Any, value: Any, said: Option) -> str:
     """Returns what a value was expected to be; nothing if it is that."""
     if get_origin(kind) is Literal:
         choices = get_args(kind)
@@ -202,19 +186,19 @@ def _expected(kind: Any, value: Any, description: Description) -> str:
         return "" if isinstance(value, bool) else "True or False"
     if kind in (int, float):
         is_number = isinstance(value, int | kind) and not isinstance(value, bool)
-        if is_number and math.isfinite(value) and description.least <= value <= description.most:
+        if is_number and math.isfinite(value) and said.least <= value <= said.most:
             return ""
-        return description.expected or _range(description)
-    if description.check is not None:
-        fits = isinstance(value, str) and description.check(value)
-        return "" if fits else description.expected
+        return said.expected or _range(said)
+    if said.check is not None:
+        fits = isinstance(value, str) and said.check(value)
+        return "" if fits else said.expected
     return ""
 
 
-def _range(description: Description) -> str:
-    if math.isinf(description.most):
-        return f"a whole number from {description.least} on"
-    return f"a whole number from {description.least} to {description.most:.0f}"
+def _range(said: Option) -> str:
+    if math.isinf(said.most):
+        return f"a whole number from {said.least} on"
+    return f"a whole number from {said.least} to {said.most:.0f}"
 
 
 def after_one_place(
@@ -265,16 +249,7 @@ def _describe(call: Any, function: Callable[..., Any], kind: Any) -> None:
     signature = inspect.signature(function)
     places = list(signature.parameters.values())[:-1]
     parameters = [one.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for one in places]
-    hints = get_type_hints(kind)
-    for one, _ in options_of(kind):
-        parameters.append(
-            inspect.Parameter(
-                one.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if one.default is MISSING else one.default,
-                annotation=hints[one.name],
-            )
-        )
+    parameters += [_parameter(option) for option in options_of(kind)]
     call.__signature__ = signature.replace(parameters=parameters)
     above, args, below = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
     own, gap, rest = below.partition("\n\n")
@@ -282,12 +257,19 @@ def _describe(call: Any, function: Callable[..., Any], kind: Any) -> None:
     call.__doc__ = f"{above}{args}{own}\n{entries}{gap}{rest}"
 
 
+def _parameter(option: Declared) -> inspect.Parameter:
+    default = inspect.Parameter.empty if option.default is MISSING else option.default
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option.hint
+    )
+
+
 def _entries(kind: type[Any]) -> Iterator[str]:
     """Yields an entry of a docstring for each option, wrapped and indented."""
-    for one, description in options_of(kind):
-        default = f"  [default: {description.unset}]" if description.unset else ""
+    for option in options_of(kind):
+        default = f"  [default: {option.said.unset}]" if option.said.unset else ""
         yield textwrap.fill(
-            f"{one.name}: {description.help}{default}",
+            f"{option.name}: {option.said.help}{default}",
             _COLUMNS,
             initial_indent=" " * 4,
             subsequent_indent=" " * 8,

@@ -1,7 +1,8 @@
-"""How users call nf4conv, for mypy: `make check` reads this file, and nothing runs it.
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+"""How users call nf4conv, for mypy and pyright: they read this file, and nothing runs it.
 
-A line that must be an error says which one in `# type: ignore[…]`: where mypy finds none, it
-complains that there is nothing to ignore.
+A line that must be an error says which one in `# type: ignore[…]`: where none is
+found, they complain that there is nothing to ignore.
 """
 
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, Field
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -10,7 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from nf4conv.cli.help import option
-from nf4conv.declaring import Description, holds_names, options_of, type_of, typed
+from nf4conv.declaring import Declared, Option, options_of, typed
 from nf4conv.options import DTYPES
 
 # Bytes in a unit, without the B at its end.
@@ -99,46 +99,46 @@ def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
     """Declares the options of a command by the fields of its class of options."""
 
     def declare(command: Callable[..., None]) -> Callable[..., None]:
-        for field, description in reversed(options_of(kind)):
-            if not description.in_python:
-                command = _option(type_of(kind, field.name), field, description)(command)
+        for one in reversed(options_of(kind)):
+            if not one.said.in_python:
+                command = _option(one)(command)
         return command
 
     return declare
 
 
-def _option(
-    kind: Any, field: Field[Any], description: Description
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declares an option by its field, of this type."""
-    name = typed(field.name)
-    help = description.help
-    if description.unset:
-        help += f"  [default: {description.unset}]"
-    attributes: dict[str, Any] = {"metavar": description.metavar}
-    if kind is bool and field.default is None:
+def _option(declared: Declared) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declares an option by its field."""
+    name = typed(declared.name)
+    said = declared.said
+    default = declared.default
+    help = said.help
+    if said.unset:
+        help += f"  [default: {said.unset}]"
+    attributes: dict[str, Any] = {"metavar": said.metavar}
+    if declared.kind is bool and default is None:
         name = f"{name}/--no-{name[2:]}"
         attributes["default"] = None
-    elif kind is bool:
+    elif declared.kind is bool:
         attributes["is_flag"] = True
-    elif holds_names(kind):
+    elif declared.holds_names:
         attributes["multiple"] = True
         help += " May be given again."
     else:
-        attributes["type"] = _type_of(kind, description)
-        attributes["required"] = field.default is MISSING
-        if field.default is not MISSING and field.default is not None:
-            attributes["default"] = field.default
-            attributes["show_default"] = not description.is_size
-            if description.is_size:
-                help += f"  [default: {_spelled(field.default)}]"
-    return option(name, group=description.group, help=help, **attributes)
+        attributes["type"] = _type_of(declared.kind, said)
+        attributes["required"] = default is MISSING
+        if default is not MISSING and default is not None:
+            attributes["default"] = default
+            attributes["show_default"] = not said.is_size
+            if said.is_size:
+                help += f"  [default: {_spelled(default)}]"
+    return option(name, group=said.group, help=help, **attributes)
 
 
-def _type_of(kind: Any, description: Description) -> Any:
+def _type_of(kind: Any, said: Option) -> Any:
     """Returns click's type of an option that has one value."""
     choices = get_args(kind)
-    if description.is_size:
+    if said.is_size:
         return Size()
     if choices == DTYPES:
         return Dtype()

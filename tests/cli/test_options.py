@@ -8,6 +8,9 @@ import inspect
 import json
 import pydoc
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +22,7 @@ from command_line import run
 import nf4conv
 from nf4conv import options
 from nf4conv.cli import main
-from nf4conv.declaring import deciding, options_of, type_of, typed
+from nf4conv.declaring import deciding, options_of, typed
 from nf4conv.errors import OptionError, PlanError
 from nf4conv.format import codebook
 from nf4conv.options import (
@@ -50,7 +53,7 @@ OF_DISPLAY = {
 def test_the_command_line_has_each_field_with_its_default_and_its_choices(name: str):
     kind, words = COMMANDS[name]
     command = main.commands[name]
-    fields = {field.name: field for field, described in options_of(kind) if not described.in_python}
+    fields = {field.name: field for field in options_of(kind) if not field.said.in_python}
     spelled = {}
     for parameter in command.params:
         if isinstance(parameter, click.Option):
@@ -62,7 +65,7 @@ def test_the_command_line_has_each_field_with_its_default_and_its_choices(name: 
         assert typed(field.name) in spelled[field.name].opts
         if field.default is not dataclasses.MISSING:
             assert getattr(made, field.name) == field.default, field.name
-        choices = get_args(type_of(kind, field.name))
+        choices = get_args(field.kind)
         if isinstance(spelled[field.name].type, click.Choice):
             assert tuple(spelled[field.name].type.choices) == choices
 
@@ -76,16 +79,16 @@ def test_the_function_shows_each_field_in_signature_and_help(name: str):
         one.name for one in parameters.values() if one.kind is inspect.Parameter.POSITIONAL_ONLY
     ]
     assert len(places) == (2 if name in ("quantize", "dequantize", "compare") else 1)
-    assert [*parameters][len(places) :] == [field.name for field, _ in options_of(kind)]
+    assert [*parameters][len(places) :] == [field.name for field in options_of(kind)]
     text = pydoc.plain(pydoc.render_doc(function))
     lines = text.splitlines()[3:]  # below the signature
     assert max(map(len, lines)) <= 104  # pydoc indents them by 4
-    for field, described in options_of(kind):
+    for field in options_of(kind):
         assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
         if field.default is not dataclasses.MISSING:
             assert parameters[field.name].default == field.default
         (line,) = [line for line in lines if line.startswith(f"        {field.name}: ")]
-        assert line.split()[1] == described.help.split()[0]
+        assert line.split()[1] == field.said.help.split()[0]
 
 
 def test_progress_is_a_keyword_but_no_option_and_in_no_record(tmp_path: Path):
@@ -108,12 +111,22 @@ def test_a_record_holds_what_the_command_itself_decides():
     assert made["scales"] == "search"
     assert not made.keys() & {"device", "verify", "token", "revision", "push_to_hub"}
     assert deciding(DequantizeOptions()).keys() == {
-        field.name for field, _ in options_of(DequantizeOptions) if field.name in made
+        field.name for field in options_of(DequantizeOptions) if field.name in made
     } - {"verify"}
 
 
 def test_a_token_is_not_shown():
     assert "secret" not in repr(QuantizeOptions(token="secret"))
+
+
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="needs pyright")
+def test_pyright_refuses_what_mypy_refuses():
+    """`make check` runs mypy over the same file."""
+    typed = Path(__file__).parents[1] / "typed.py"
+    done = subprocess.run(
+        ["pyright", "--pythonpath", sys.executable, typed], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -135,8 +148,8 @@ def test_what_a_command_lacks_is_no_keyword():
 NAMES = [
     (kind, field.name)
     for kind, _ in COMMANDS.values()
-    for field in dataclasses.fields(kind)
-    if field.type == options.Names
+    for field in options_of(kind)
+    if field.holds_names
 ]
 
 
