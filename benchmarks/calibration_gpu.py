@@ -72,7 +72,8 @@ def compile_kernels() -> float:
     """Seconds until the kernels of one format have compiled."""
     weight = torch.randn(64, 128, device="cuda")
     factor = rounding.factor(torch.eye(128, device="cuda"), 64)
-    seconds, _ = timed(lambda: rounding.round_calibrated([weight], factor, sweeps=1))
+    searched = rounding.search(weight)
+    seconds, _ = timed(lambda: rounding.round_calibrated([weight], [searched], factor, sweeps=1))
     return round(seconds, 2)
 
 
@@ -109,11 +110,11 @@ def times(outputs: tuple[int, ...], inputs: int) -> dict[str, object]:
     weights = [torch.randn(n, inputs, device="cuda").mul_(0.02).bfloat16() for n in outputs]
     torch.cuda.reset_peak_memory_stats()
     steps(row, weights, factor)
-    seconds, results = timed(lambda: rounding.round_calibrated(weights, factor))
+    searched = [rounding.search(weight) for weight in weights]
+    seconds, _ = timed(lambda: rounding.round_calibrated(weights, searched, factor))
     row["whole"] = seconds
     row["whole, peak GiB"] = peak()
-    row["cost, of the search's"] = [one.cost / one.cost_searched for one in results]
-    seconds, _ = timed(lambda: rounding.layer_cost(weights[0], results[0], factor.moments))
+    seconds, _ = timed(lambda: rounding.layer_cost(weights[0], searched[0], factor.moments))
     row["one judgement"] = seconds
     if weights[0].shape[0] * inputs < 1 << 27:
         two_sided(row, weights[0], factor)
@@ -127,11 +128,10 @@ def two_sided(row: dict[str, object], weight: torch.Tensor, factor: rounding.Fac
     gradients.add(tokens_of(outputs, 2 * outputs))
     mean = gradients.mean()
     torch.cuda.reset_peak_memory_stats()
-    seconds, result = timed(lambda: rounding.round_two_sided(weight, factor, mean))
-    assert isinstance(result, rounding.Rounded)
+    searched = rounding.search(weight)
+    seconds, _ = timed(lambda: rounding.round_two_sided(weight, searched, factor, mean))
     row["two-sided"] = seconds
     row["two-sided, peak GiB"] = peak()
-    row["two-sided cost, of the search's"] = result.cost / result.cost_searched
 
 
 def steps(row: dict[str, object], weights: list[torch.Tensor], factor: rounding.Factor) -> None:

@@ -127,7 +127,8 @@ def calibrated(quant_type: str, blocksize: int) -> Method:
     def round_stage(weights: list[torch.Tensor], inputs: Inputs | None) -> list[torch.Tensor]:
         assert inputs is not None
         of_inputs = factor(inputs.moments.mean(), blocksize)
-        found = round_calibrated(weights, of_inputs, quant_type)
+        searched = [search(weight, quant_type, blocksize) for weight in weights]
+        found = round_calibrated(weights, searched, of_inputs)
         return [one.values() for one in found]
 
     return Method(nf4_bits(blocksize), round_stage, calibrates=True)
@@ -138,7 +139,9 @@ def two_sided(quant_type: str, blocksize: int) -> Method:
         assert inputs is not None
         of_inputs = factor(inputs.moments.mean(), blocksize)
         return [
-            round_two_sided(weight, of_inputs, outputs, quant_type).values()
+            round_two_sided(
+                weight, search(weight, quant_type, blocksize), of_inputs, outputs
+            ).values()
             for weight, outputs in zip(weights, inputs.outputs, strict=True)
         ]
 

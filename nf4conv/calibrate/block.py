@@ -96,36 +96,13 @@ def _plain(
         yield from _round(block, alone, of_inputs, judge, None)
     for target in stage.targets:
         if target.job.name in outputs:
-            yield _round_two_sided(block, target, of_inputs, judge, outputs[target.job.name])
-
-
-def _round_two_sided(
-    block: BlockAtWork,
-    target: Target,
-    of_inputs: Factor,
-    judge: torch.Tensor,
-    output_moments: torch.Tensor,
-) -> _Outcome:
-    """Returns a weight in 4 bits, with a view to what depends on its outputs."""
-    format = block.format
-    weight = _original(block, target)
-    rounded = round_two_sided(
-        weight, of_inputs, output_moments, format.quant_type, format.double_quant
-    )
-    found = _searched(block, weight)
-    inputs = _unfactored(judge, format.blocksize)
-    outputs = _unfactored(output_moments, 1)
-    before = two_sided_cost(weight, found, inputs, outputs)
-    after = two_sided_cost(weight, rounded, inputs, outputs)
-    if rounded.is_calibrated and after < before:
-        return _Outcome(target, rounded, WeightGain(after / before))
-    return _Outcome(target, found, WeightGain(1.0))
-
-
-def _unfactored(moments: torch.Tensor, blocksize: int) -> Factor:
-    """Returns second moments as a cost takes them, which needs no factor."""
-    order = torch.arange(moments.shape[0], device=moments.device)
-    return Factor(order, moments, moments, blocksize, 0.0, 0)
+            gradients = outputs[target.job.name]
+            weight = _original(block, target)
+            searched = _searched(block, weight)
+            rounded = round_two_sided(weight, searched, of_inputs, gradients)
+            before = two_sided_cost(weight, searched, judge, gradients)
+            after = two_sided_cost(weight, rounded, judge, gradients)
+            yield _judged(target, searched, rounded, before, after, None)
 
 
 def _experts(block: BlockAtWork, stage: Stage) -> Iterator[_Outcome]:
@@ -154,17 +131,27 @@ def _round(
         few_tokens: the number of tokens that the moments come from, if that is too few. Otherwise
             None.
     """
-    format = block.format
     weights = [_original(block, target) for target in targets]
-    results = round_calibrated(weights, of_inputs, format.quant_type, format.double_quant)
-    for target, weight, rounded in zip(targets, weights, results, strict=True):
-        found = _searched(block, weight)
+    searched = [_searched(block, weight) for weight in weights]
+    results = round_calibrated(weights, searched, of_inputs)
+    for target, weight, found, rounded in zip(targets, weights, searched, results, strict=True):
         before = layer_cost(weight, found, judge)
         after = layer_cost(weight, rounded, judge)
-        if rounded.is_calibrated and after < before:
-            yield _Outcome(target, rounded, WeightGain(after / before, few_tokens))
-        else:
-            yield _Outcome(target, found, WeightGain(1.0, few_tokens))
+        yield _judged(target, found, rounded, before, after, few_tokens)
+
+
+def _judged(
+    target: Target,
+    searched: Rounded,
+    rounded: Rounded,
+    before: float,
+    after: float,
+    few_tokens: int | None,
+) -> _Outcome:
+    """Returns the rounded weight, or the searched one if that costs no more on the judging text."""
+    if after < before:
+        return _Outcome(target, rounded, WeightGain(after / before, few_tokens))
+    return _Outcome(target, searched, WeightGain(1.0, few_tokens))
 
 
 def _original(block: BlockAtWork, target: Target) -> torch.Tensor:

@@ -29,7 +29,7 @@ from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.model.weights import WeightReader, open_reader
 from nf4conv.calibrate.moments import BlockAtWork
 from nf4conv.calibrate.overlay import with_calibrated_weights
-from nf4conv.calibrate.session import Session, compile_kernels
+from nf4conv.calibrate.session import Session
 from nf4conv.errors import Nf4convError
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
@@ -68,7 +68,6 @@ def calibrate(
         work = _Work(session, progress)
         folder.check_space(space_needed(plan, folder.finished) + work.space_needed())
         with _naming_memory(device), torch.no_grad():
-            compile_kernels(device, plan.output.format)
             work.calibrate_all()
         return replace(with_calibrated_weights(plan, work.components()), calibrated=work.result())
 

@@ -196,11 +196,3 @@ def names_of_components(name: str, format: Format, shape: tuple[int, ...]) -> di
     for part in components(format, shape):
         found[part.suffix] = f"{name}.{part.suffix}" if part.suffix else name
     return found
-
-
-def size_of(format: Format, shapes: list[tuple[int, ...]]) -> int:
-    """Returns the most bytes that the components of weights take."""
-    total = 0
-    for shape in shapes:
-        total += sum(part.nbytes for part in components(format, shape))
-    return total

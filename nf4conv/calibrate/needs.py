@@ -1,7 +1,7 @@
 """Estimates what a calibration takes: time, memory and disk; and refuses one that has no room.
 
-The constants are measured: on an H200 at the shapes of Llama 8B and 70B (benchmarks/calibration.py,
-docs/calibration.md), and on CPUs with the small models of docs/quality.md.
+The constants are measured: on an H200 at the shapes of Llama 8B and 70B, and on CPUs with the small
+models of docs/quality.md.
 """
 
 import time

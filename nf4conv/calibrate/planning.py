@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nf4conv.calibrate.kept import size_of
 from nf4conv.calibrate.model.building import build_model, find_blocks, load_tokenizer
 from nf4conv.calibrate.model.experts import experts_of
 from nf4conv.calibrate.model.flow import Flow, find_flow
@@ -291,10 +290,7 @@ class _Found:
     @property
     def bytes_on_disk(self) -> int:
         """The most bytes of the finished blocks."""
-        shapes: list[tuple[int, ...]] = []
-        for targets in self.targets.values():
-            shapes += [target.job.matrix.shape for target in targets]
-        return size_of(self._format, shapes)
+        return sum(target.job.nbytes for target in self._all_targets())
 
 
 def _elements(fillings: Sequence[Filling]) -> int:

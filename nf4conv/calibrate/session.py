@@ -1,30 +1,22 @@
 """Runs parts of one model on one device: what calibration and the backward pass share."""
 
-import logging
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from nf4conv.calibrate.hidden import Budget, HiddenStates
-from nf4conv.calibrate.model.flow import Call, shared_with
+from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.model.weights import Contents, WeightReader
 from nf4conv.calibrate.planning import PreparedCalibration
-from nf4conv.calibrate.rounding import factor, round_calibrated
 from nf4conv.codec.quant_state import DTYPES
-from nf4conv.format.layout import Format
 from nf4conv.plan.fingerprint import require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.tensors import TensorInfo
 
 _BATCH_TOKENS: Final = {"cuda": 8192, "cpu": 4096}
 """Tokens that go through a block together. They decide the order of sums, and so the bytes."""
-
-
-_SLOW: Final = 3.0  # seconds after which people wonder what is going on
 
 
 class Session:
@@ -86,7 +78,7 @@ class Session:
         for ids in batches:
             found = flow.calls(ids.to(self.device))
             hidden.append(found.hidden)
-            calls.append(shared_with(calls, found))
+            calls.append(list(found.of_blocks))
         contents.release()
         return hidden, calls
 
@@ -133,31 +125,6 @@ class Session:
             return reader.read(tensor)
 
         return read
-
-
-def compile_kernels(device: torch.device, format: Format) -> None:
-    """Rounds a small weight, so that the kernels are compiled; says so if that takes long."""
-    if device.type != "cuda":
-        return
-    with saying_if_slow(f"compiling kernels for {torch.cuda.get_device_name(device)}, once"):
-        inputs = 2 * format.blocksize
-        weight = torch.ones((32, inputs), dtype=DTYPES[format.dtype], device=device)
-        moments = torch.eye(inputs, device=device)
-        round_calibrated(
-            [weight], factor(moments, format.blocksize), format.quant_type, format.double_quant
-        )
-
-
-@contextmanager
-def saying_if_slow(line: str, seconds: float = _SLOW) -> Iterator[None]:
-    """Writes a line to the log if what is done takes longer than some seconds."""
-    timer = threading.Timer(seconds, logging.getLogger("nf4conv").warning, [line])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:

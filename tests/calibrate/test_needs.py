@@ -2,8 +2,6 @@
 is.
 """
 
-import logging
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from click.testing import CliRunner
 import nf4conv
 from nf4conv.calibrate import calibrating, needs
 from nf4conv.calibrate.needs import Needs
-from nf4conv.calibrate.session import saying_if_slow
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError
 from nf4conv.report.text.progress_bar import progress
@@ -167,15 +164,3 @@ def test_all_of_the_work_is_told_also_after_a_kill(
     nf4conv.execute_quantization(plan, tmp_path / "out", CPU, told.append)
     assert told[0] == calibrating_all
     assert sum(told) == pytest.approx(work, rel=0.1)
-
-
-def test_what_takes_long_is_said_once(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING, "nf4conv"):
-        with saying_if_slow("compiling", 60.0):
-            pass
-        assert not caplog.records
-        with saying_if_slow("compiling", 0.0):
-            deadline = time.monotonic() + 10
-            while not caplog.records and time.monotonic() < deadline:
-                time.sleep(0.01)
-    assert [record.message for record in caplog.records] == ["compiling"]

@@ -63,7 +63,6 @@ def moved(
         factor.upper.to(DEVICE),
         factor.blocksize,
         factor.damping,
-        factor.dead,
     )
     if storable.offset is None:
         return target.to(DEVICE), there, storable

@@ -244,39 +244,3 @@ def _noting(used: dict[str, None], names: Sequence[str]) -> Callable[[nn.Module,
         used.update(dict.fromkeys(names))
 
     return note
-
-
-def shared_with(before: Sequence[Sequence[Call]], calls: Calls) -> list[Call]:
-    """Returns the calls of a batch, or those of an earlier batch that are the same.
-
-    Masks and position embeddings do not depend on the tokens, and need not be kept again.
-
-    Args:
-        before: the calls of earlier batches.
-        calls: those of this batch.
-    """
-    found = list(calls.of_blocks)
-    for earlier in before:
-        for number, call in enumerate(found):
-            if _is_same(_arguments(earlier[number]), _arguments(call)):
-                found[number] = earlier[number]
-    return found
-
-
-def _arguments(call: Call) -> tuple[Any, ...]:
-    return call.args, call.kwargs
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Returns True if two arguments are alike, tensors among them."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_is_same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
-    return bool(a == b)

@@ -1,7 +1,6 @@
 """Rounds weights to 4 bits with knowledge of the activations: docs/quality.md explains it."""
 
 from nf4conv.calibrate.rounding.calibrated import round_calibrated as round_calibrated
-from nf4conv.calibrate.rounding.calibrated import why_not_calibrated as why_not_calibrated
 from nf4conv.calibrate.rounding.factor import Factor as Factor
 from nf4conv.calibrate.rounding.factor import factor as factor
 from nf4conv.calibrate.rounding.moments import SecondMoments as SecondMoments

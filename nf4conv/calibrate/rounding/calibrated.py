@@ -1,16 +1,15 @@
 """Weights → 4 bits, for the least error of a layer's outputs.
 
-    1. Search scales without data. Their nested state is fixed from here on, with some room.
+    1. Take the nested state of a search without data. It is fixed from here on, with some room.
     2. Take the groups of inputs in the order of their energy. Choose the scales of a group together
        with its codes, and compensate its errors in the groups that follow.
     3. Sweep over all groups some times: refit the scale, then every code.
-    4. Keep the search if it costs no more.
 
 Everything between is transposed, [inputs, outputs], with inputs in the order of the factor.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
 
@@ -20,11 +19,9 @@ import nf4conv.calibrate.rounding.steps as plain_steps
 from nf4conv.calibrate.rounding.factor import Factor
 from nf4conv.calibrate.rounding.levels import Levels, levels_of
 from nf4conv.calibrate.rounding.moments import full_precision
-from nf4conv.calibrate.rounding.rounded import Rounded, error_cost, pack, search
+from nf4conv.calibrate.rounding.rounded import Rounded, pack
 from nf4conv.calibrate.rounding.scales import StorableScales, with_room
 from nf4conv.codec.backends import has_kernels
-from nf4conv.codec.ops import check_options
-from nf4conv.errors import CodecError
 
 SWEEPS: Final = 4
 
@@ -88,69 +85,30 @@ def empty_draft(target: torch.Tensor, blocksize: int) -> Draft:
     )
 
 
-def why_not_calibrated(weight: torch.Tensor, blocksize: int) -> str:
-    """Returns why a weight keeps the codes of the search; empty if it can be calibrated.
-
-    Args:
-        weight: [out_features, in_features].
-        blocksize: elements that share one scale.
-    """
-    if weight.dim() != 2:
-        return f"it has {weight.dim()} dimensions, and calibration takes matrices"
-    if weight.numel() == 0:
-        return "it is empty"
-    if weight.shape[1] % blocksize:
-        return f"its {weight.shape[1]} inputs are no multiple of the blocksize {blocksize}"
-    if not bool(weight.isfinite().all()):
-        return "it holds NaN or infinity"
-    return ""
-
-
 def round_calibrated(
     weights: Sequence[torch.Tensor],
+    searched: Sequence[Rounded],
     factor: Factor,
-    quant_type: str = "nf4",
-    double_quant: bool = True,
     sweeps: int = SWEEPS,
 ) -> list[Rounded]:
     """Rounds weights that have the same inputs, such as those of q, k and v.
 
     Args:
-        weights: [out_features, in_features] each, of float32, float16 or bfloat16, on the device of
-            the factor.
-        factor: of the inputs, which also says the blocksize.
-        quant_type: "nf4" or "fp4".
-        double_quant: quantize the scales too.
+        weights: [out, in] each, finite, of float32, float16 or bfloat16.
+        searched: the same weights with the codes and scales of the search, in the format that is
+            wanted.
+        factor: of the inputs.
         sweeps: how often codes and scales are improved after the first choice.
-
-    Returns:
-        One result for each weight. It holds the codes of the search if they cost no more.
-
-    Raises:
-        CodecError: an unsupported quant_type or blocksize, or a weight that cannot be calibrated.
     """
-    check_options(quant_type, factor.blocksize)
-    for weight in weights:
-        reason = why_not_calibrated(weight, factor.blocksize)
-        if reason:
-            raise CodecError(f"a weight cannot be calibrated: {reason}")
-    found = [search(weight, quant_type, factor.blocksize, double_quant) for weight in weights]
-    levels = levels_of(quant_type, factor.order.device)
-    storable = StorableScales.beside([one.state for one in found]).in_order(groups_of(factor))
+    levels = levels_of(searched[0].state.quant_type, factor.order.device)
+    storable = StorableScales.beside([one.state for one in searched]).in_order(groups_of(factor))
     with full_precision():
         draft = first_draft(ordered(weights, factor), factor, storable, levels)
         if sweeps:
             gradient = factor.moments @ (ordered(weights, factor) - draft.values(levels))
             for _ in range(sweeps):
                 sweep(draft, gradient, factor, storable, levels)
-            del gradient
-    results = packed(weights, found, draft, factor)
-    chosen = []
-    for weight, searched, calibrated in zip(weights, found, results, strict=True):
-        cost_of_searched = _cost(weight, searched, factor)
-        cost_of_calibrated = _cost(weight, calibrated, factor)
-        chosen.append(cheaper(cost_of_searched, searched, cost_of_calibrated, calibrated))
-    return chosen
+    return packed(searched, draft, factor)
 
 
 def ordered(weights: Sequence[torch.Tensor], factor: Factor) -> torch.Tensor:
@@ -261,40 +219,17 @@ def lazy_inputs(inputs: int, blocksize: int) -> int:
     return min(inputs, max(_LAZY, blocksize))
 
 
-def packed(
-    weights: Sequence[torch.Tensor], found: Sequence[Rounded], draft: Draft, factor: Factor
-) -> list[Rounded]:
-    """Returns the weights of a draft as they are stored.
-
-    Args:
-        weights: the originals, whose rows are the outputs of the draft.
-        found: what the search gave for each.
-        draft: of all weights.
-        factor: of their inputs.
-    """
+def packed(searched: Sequence[Rounded], draft: Draft, factor: Factor) -> list[Rounded]:
+    """Returns weights as they are stored, whose rows one behind the other are a draft's outputs."""
     places = factor.order.argsort()
     group_places = groups_of(factor).argsort()
     results = []
     start = 0
-    for weight, one in zip(weights, found, strict=True):
-        rows = slice(start, start + weight.shape[0])
+    for one in searched:
+        rows = slice(start, start + one.state.shape[0])
         start = rows.stop
         ranks = draft.ranks[:, rows].index_select(0, places).T
         stored = draft.scales if one.state.state2 is None else draft.scale_codes
         scales = stored[:, rows].index_select(0, group_places).T
-        codes, state = pack(ranks, scales, one.state, with_room(one.state))
-        results.append(Rounded(codes, state))
+        results.append(pack(ranks, scales, one.state, with_room(one.state)))
     return results
-
-
-def cheaper(cost_searched: float, found: Rounded, cost: float, rounded: Rounded) -> Rounded:
-    """Returns the rounded weight with its costs, or the searched one if it costs no more."""
-    if cost < cost_searched:
-        return replace(rounded, cost_searched=cost_searched, cost=cost, is_calibrated=True)
-    return replace(found, cost_searched=cost_searched, cost=cost_searched)
-
-
-def _cost(weight: torch.Tensor, rounded: Rounded, factor: Factor) -> float:
-    """Returns the cost of a rounded weight on the moments of the factor."""
-    errors = weight.float() - rounded.values(torch.float32)
-    return error_cost(errors.index_select(1, factor.order), factor.moments)

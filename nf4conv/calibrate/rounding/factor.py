@@ -35,7 +35,6 @@ class Factor:
             below the diagonal.
         blocksize: the inputs of a group.
         damping: that was needed, relative to the mean of the diagonal.
-        dead: the number of inputs that were always zero.
     """
 
     order: torch.Tensor
@@ -43,7 +42,6 @@ class Factor:
     upper: torch.Tensor
     blocksize: int
     damping: float
-    dead: int
 
 
 def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> Factor:
@@ -72,7 +70,7 @@ def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> F
     upper, used = _factor_of_inverse(moments, order, floor, damping)
     ordered = moments.index_select(0, order).index_select(1, order)
     ordered.diagonal()[dead[order]] = floor.float()
-    return Factor(order, ordered, upper, blocksize, used, int(dead.sum()))
+    return Factor(order, ordered, upper, blocksize, used)
 
 
 def energy_order(diagonal: torch.Tensor, blocksize: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""A rounded weight: codes and scales as they are stored, and what they cost."""
+"""A rounded weight: codes and scales as they are stored, and what its errors cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -20,16 +20,10 @@ class Rounded:
     Attributes:
         packed: [ceil(n / 2), 1] uint8, two codes a byte.
         state: decodes them; `state.components()` are the tensors to store beside them.
-        cost_searched: tr(E·H·Eᵀ) of the searched scales, H being the moments of the rounding.
-        cost: tr(E·H·Eᵀ) of this weight. Both are NaN where nothing was measured.
-        is_calibrated: False if the codes and scales are those of the search.
     """
 
     packed: torch.Tensor
     state: QuantState
-    cost_searched: float = float("nan")
-    cost: float = float("nan")
-    is_calibrated: bool = False
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns the weight as every loader decodes it; by default in its own dtype."""
@@ -37,38 +31,18 @@ class Rounded:
 
 
 def search(
-    weight: torch.Tensor,
-    quant_type: str = "nf4",
-    blocksize: int = 64,
-    double_quant: bool = True,
+    weight: torch.Tensor, quant_type: str = "nf4", blocksize: int = 64, double_quant: bool = True
 ) -> Rounded:
-    """Returns a weight with the codes and scales of the search that needs no data.
-
-    Args:
-        weight: [out_features, in_features] float32, float16 or bfloat16.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one scale.
-        double_quant: quantize the scales too.
-    """
-    packed, state = quantize_4bit(weight, quant_type, blocksize, double_quant, scales="search")
-    return Rounded(packed, state)
+    """Returns a weight with the codes and scales of the search that needs no data."""
+    return Rounded(*quantize_4bit(weight, quant_type, blocksize, double_quant, scales="search"))
 
 
 def layer_cost(weight: torch.Tensor, rounded: Rounded, moments: torch.Tensor) -> float:
     """Returns tr(E·H·Eᵀ): the mean over tokens of the squared error of a layer's outputs.
 
-    Args:
-        weight: [out_features, in_features], the original.
-        rounded: of this weight.
-        moments: [in_features, in_features] float32, mean second moments H of the inputs, such as
-            those of held-out text.
+    H, [in, in] float32, are the mean second moments of the inputs. It is summed in float64.
     """
     errors = weight.float() - rounded.values(torch.float32)
-    return error_cost(errors, moments)
-
-
-def error_cost(errors: torch.Tensor, moments: torch.Tensor) -> float:
-    """Returns tr(E·H·Eᵀ) for errors E, [rows, inputs] float32, summed in float64."""
     total = torch.zeros((), dtype=torch.float64, device=errors.device)
     rows = max(1, _CHUNK // errors.shape[1])
     with full_precision():
@@ -83,19 +57,15 @@ def pack(
     scales: torch.Tensor,
     searched: QuantState,
     nested_absmax: torch.Tensor | None,
-) -> tuple[torch.Tensor, QuantState]:
+) -> Rounded:
     """Packs ranks and scales as bitsandbytes stores them.
 
     Args:
-        ranks: [out_features, in_features] uint8, of the levels of the data type.
-        scales: [out_features, groups]: float32, or with double quantization their uint8 codes.
+        ranks: [out, in] uint8, of the levels of the data type.
+        scales: [out, groups]: float32, or with double quantization their uint8 codes.
         searched: the state of the search: the shape and the options of the weight, and the nested
             offset, which stays.
         nested_absmax: [ceil(blocks / 256)] float32; None without double quantization.
-
-    Returns:
-        packed: [n / 2, 1] uint8.
-        state: the state that decodes them.
     """
     codes = levels_of(searched.quant_type, ranks.device).codes
     by_element = codes.index_select(0, ranks.reshape(-1).int())
@@ -104,14 +74,5 @@ def pack(
     state2 = None
     if nested_absmax is not None:
         state2 = NestedState(nested_absmax, code_table("dynamic", ranks.device))
-    state = QuantState(
-        absmax=scales.reshape(-1).contiguous(),
-        shape=searched.shape,
-        dtype=searched.dtype,
-        blocksize=searched.blocksize,
-        quant_type=searched.quant_type,
-        code=searched.code,
-        offset=searched.offset,
-        state2=state2,
-    )
-    return packed, state
+    state = replace(searched, absmax=scales.reshape(-1).contiguous(), state2=state2)
+    return Rounded(packed, state)

@@ -19,22 +19,18 @@ import torch
 from nf4conv.calibrate.rounding.calibrated import (
     SWEEPS,
     Draft,
-    cheaper,
     empty_draft,
     first_draft,
     groups_of,
     ordered,
     packed,
     sweep,
-    why_not_calibrated,
 )
 from nf4conv.calibrate.rounding.factor import Factor, factor
 from nf4conv.calibrate.rounding.levels import Levels, levels_of
 from nf4conv.calibrate.rounding.moments import full_precision
-from nf4conv.calibrate.rounding.rounded import Rounded, search
+from nf4conv.calibrate.rounding.rounded import Rounded
 from nf4conv.calibrate.rounding.scales import StorableScales
-from nf4conv.codec.ops import check_options
-from nf4conv.errors import CodecError
 
 OUTPUT_DAMPING: Final = 0.05
 """Added to the diagonal of the output moments, relative to its mean: gradients are noisier than
@@ -50,38 +46,25 @@ _BLOCKS: Final = 8  # of a matrix, if that makes blocks between these
 
 def round_two_sided(
     weight: torch.Tensor,
+    searched: Rounded,
     inputs: Factor,
     output_moments: torch.Tensor,
-    quant_type: str = "nf4",
-    double_quant: bool = True,
     sweeps: int = SWEEPS,
 ) -> Rounded:
     """Rounds a weight, knowing its inputs and how the predictions depend on its outputs.
 
     Args:
-        weight: [out_features, in_features] float32, float16 or bfloat16, on the device of the
-            factor.
-        inputs: the factor of its inputs, which also says the blocksize.
-        output_moments: [out_features, out_features] float32, the mean of g·gᵀ over tokens.
-        quant_type: "nf4" or "fp4".
-        double_quant: quantize the scales too.
+        weight: [out, in], finite, of float32, float16 or bfloat16.
+        searched: the weight with the codes and scales of the search, in the format that is wanted.
+        inputs: the factor of its inputs.
+        output_moments: [out, out] float32, the mean of g·gᵀ over tokens.
         sweeps: how often codes and scales are improved after the first choice.
 
-    Returns:
-        The rounded weight, with two-sided costs. It holds the codes of the search if they cost no
-        more.
-
     Raises:
-        CodecError: an unsupported quant_type or blocksize, a weight that cannot be calibrated, or
-            moments that are not finite.
+        CodecError: the moments are not finite.
     """
-    check_options(quant_type, inputs.blocksize)
-    reason = why_not_calibrated(weight, inputs.blocksize)
-    if reason:
-        raise CodecError(f"a weight cannot be calibrated: {reason}")
-    found = search(weight, quant_type, inputs.blocksize, double_quant)
-    levels = levels_of(quant_type, weight.device)
-    storable = StorableScales.beside([found.state]).in_order(groups_of(inputs))
+    levels = levels_of(searched.state.quant_type, weight.device)
+    storable = StorableScales.beside([searched.state]).in_order(groups_of(inputs))
     with full_precision():
         outputs = factor(output_moments, 1, OUTPUT_DAMPING)
         storable = storable.of(outputs.order)
@@ -89,34 +72,27 @@ def round_two_sided(
         draft = _first_draft(target.clone(), inputs, outputs, storable, levels)
         if sweeps:
             draft = _swept(target, draft, inputs, outputs, storable, levels, sweeps)
-    (result,) = packed([weight], [found], draft.ordered(outputs.order.argsort()), inputs)
-    return cheaper(
-        two_sided_cost(weight, found, inputs, outputs),
-        found,
-        two_sided_cost(weight, result, inputs, outputs),
-        result,
-    )
+    (result,) = packed([searched], draft.ordered(outputs.order.argsort()), inputs)
+    return result
 
 
 def two_sided_cost(
-    weight: torch.Tensor, rounded: Rounded, inputs: Factor, outputs: Factor
+    weight: torch.Tensor,
+    rounded: Rounded,
+    input_moments: torch.Tensor,
+    output_moments: torch.Tensor,
 ) -> float:
     """Returns tr(G·E·H·Eᵀ) of a rounded weight, summed in float64.
 
-    Args:
-        weight: [out_features, in_features], the original.
-        rounded: of this weight.
-        inputs: the factor of the inputs, which holds H.
-        outputs: the factor of the outputs, which holds G.
+    H, [in, in], and G, [out, out], are mean second moments of inputs and of gradients at outputs.
     """
-    errors = ordered([weight], inputs) - ordered([rounded.values(torch.float32)], inputs)
-    errors = errors.index_select(1, outputs.order)
+    errors = (weight.float() - rounded.values(torch.float32)).T.contiguous()
     total = torch.zeros((), dtype=torch.float64, device=errors.device)
     with full_precision():
-        spread = inputs.moments @ errors
+        spread = input_moments @ errors
         for block in _blocks(errors.shape[1]):
             products = errors[:, block].T @ spread
-            total += (products * outputs.moments[block]).sum(dtype=torch.float64)
+            total += (products * output_moments[block]).sum(dtype=torch.float64)
     return float(total)
 
 
