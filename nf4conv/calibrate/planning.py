@@ -104,7 +104,8 @@ def _windows(
     """Cuts the texts into windows that the model can read."""
 
     def load() -> Any:
-        return load_tokenizer(source.whole_folder())
+        with source.whole_folder() as folder:
+            return load_tokenizer(folder)
 
     tokens = options.calibration_tokens or TOKENS
     windows = cut_windows(texts, tokens, _length(model), load)

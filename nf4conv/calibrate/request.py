@@ -43,7 +43,7 @@ def check_request(source: Source, options: QuantizeOptions) -> list[Text]:
     transformers_version()
     assert options.calibrate is not None
     texts = read_texts(options.calibrate)
-    if any(text.ids is None for text in texts) and source.pending is None:
+    if any(text.ids is None for text in texts):
         _require_tokenizer(source)
     vocabulary = _text_config(config).get("vocab_size")
     for text in texts:
@@ -77,6 +77,8 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _require_tokenizer(source: Source) -> None:
+    if source.made is not None and source.made.makers:
+        return
     if not has_tokenizer(source.folder):
         raise PlanError(
             f"{source.folder}: has no tokenizer; give token ids instead: --calibrate ids.npy",

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.output.folder import OWN_NAMES
-from nf4conv.sources.auxiliary import auxiliary_files
 from nf4conv.sources.own_files import is_file
 from nf4conv.sources.reader import digest_of, read_json
 from nf4conv.sources.record import MAKING
@@ -56,12 +55,12 @@ def check_copied_files(structure: Structure, source: Source) -> None:
     Raises:
         SourceError: a file of the source cannot be read.
     """
-    if source.config is None:
+    names = source.auxiliary()
+    if not names:
         return
-    folder = source.whole_folder()
-    names = auxiliary_files(folder, source.root)
     is_ours = structure.record is not None
-    check_files(structure, folder, names, is_ours=is_ours)
+    with source.whole_folder() as folder:
+        check_files(structure, folder, names, is_ours=is_ours)
 
 
 def check_files(

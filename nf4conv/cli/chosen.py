@@ -40,14 +40,9 @@ def check_source_options(where: SourceOptions, *places: str) -> None:
         places: the checkpoints that the options are about. None, if --source was not given.
     """
     _check_hub_options(where, places)
-    given = []
-    if where.mmproj is not None:
-        given.append("--mmproj")
-    if where.config_from is not None:
-        given.append("--config-from")
     has_gguf = where.gguf_file is not None or any(".gguf" in place for place in places)
-    if given and not has_gguf:
-        refuse_alone(given[0], needed="a GGUF file: name one, or give --gguf-file")
+    if where.config_from is not None and not has_gguf:
+        refuse_alone("--config-from", needed="a GGUF file: name one, or give --gguf-file")
 
 
 def _check_hub_options(where: SourceOptions, places: Sequence[str]) -> None:

@@ -15,7 +15,6 @@ An option on the command line wins. No file is read unless --config names it: a 
 to lie in the current folder must not decide about the bytes of a checkpoint.
 """
 
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -64,10 +63,8 @@ def take_options(ctx: click.Context, _param: click.Parameter, path: Path | None)
 
 def _read(path: Path, ctx: click.Context) -> dict[str, Any]:
     """Reads a TOML file."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+    import tomllib
+
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)

@@ -176,9 +176,9 @@ def plan_checkpoint(
     plan = dequantization.plan_source(source, opened, options)
     if not options.lora:
         return plan  # it gets no card, because its original's card says all there is
-    from nf4conv.report.card.front_matter import read_front_matter  # importing YAML takes a moment
+    from nf4conv.report.card.front_matter import card_of  # importing YAML takes a moment
 
-    front, complaints = read_front_matter(opened.card, opened.root_of_card)
+    front, complaints = card_of(opened)
     return replace(plan, front=front, notes=(*plan.notes, *complaints))
 
 

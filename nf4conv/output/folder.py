@@ -262,6 +262,10 @@ class OutputFolder:
         """
         self._write(name, [content])
 
+    def write_pieces(self, name: str, pieces: Iterable[bytes]) -> None:
+        """Writes a file of the result as `write` does, piece by piece."""
+        self._write(name, pieces)
+
     def require_name(self, name: str) -> None:
         """Checks that a file or folder can have a name here.
 

@@ -60,7 +60,8 @@ def shared_fingerprint(
     """
     source = plan.source
     sizes = {name: stamp[:1] for name, stamp in source_stamps(source).items()}
-    folder = source.whole_folder()
+    with source.whole_folder() as folder:
+        auxiliary = {str(name): digest_of(folder / name) for name in plan.auxiliary}
     from_record = {f"source {name}": value for name, value in plan.record["source"].items()}
     config = plan.config_bytes
     return {
@@ -74,7 +75,7 @@ def shared_fingerprint(
         "--lora": None,
         PARTS: part.count,
         SHARDS: part.shares,
-        "auxiliary": {str(name): digest_of(folder / name) for name in plan.auxiliary},
+        "auxiliary": auxiliary,
         "stem": source.stem,
         "config.json": None if config is None else config.decode(),
         "model card": card,

@@ -22,7 +22,6 @@ from nf4conv.plan.provenance import (
     provenance_of,
 )
 from nf4conv.plan.rows import DequantizationTotals, PlanRow, QuantizationTotals
-from nf4conv.sources.auxiliary import auxiliary_files
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import record_of
 from nf4conv.sources.source import Source
@@ -79,13 +78,7 @@ class WritingPlan:
     @cached_property
     def auxiliary(self) -> tuple[PurePosixPath, ...]:
         """Lists the files that are copied beside the weights, relative to the source's folder."""
-        if self.source.config is None:
-            return ()
-        found = auxiliary_files(self.source.folder, self.source.root)
-        if self.source.pending is None:
-            return found
-        pending = {PurePosixPath(name) for name in self.source.pending.names}
-        return tuple(sorted(pending.union(found)))
+        return self.source.auxiliary()
 
     def rows(self) -> list[PlanRow]:
         """Returns a row for each weight that is packed or decoded and each tensor that is kept."""
@@ -169,8 +162,6 @@ def plan_unchanged(submodel: Source, format: Format, max_shard_size: int) -> Pla
 
 def notes_on_links(source: Source) -> tuple[str, ...]:
     """Returns a line for each file that is not copied because it is a link that leads elsewhere."""
-    if source.config is None:
-        return ()
-    strays = auxiliary_files(source.folder, source.root, strays=True)
+    strays = source.auxiliary(strays=True)
     why = f"a link that leads out of {source.root}; it is not copied"
     return tuple(f"{name}: {why}" for name in strays)

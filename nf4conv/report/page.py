@@ -8,7 +8,7 @@ import json
 import platform
 import re
 import shlex
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def page(report: VerifyReport, when: datetime | None = None) -> str:
     content["normal"] = report.normal
     content["findings"] = _grouped(report, name)
     content["command"] = _command(report)
-    content["date"] = (when or datetime.now(timezone.utc)).strftime("%Y-%m-%d %H:%M UTC")
+    content["date"] = (when or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC")
     content["settings"]["lora"] = ", ".join(map(folder_name, report.settings.lora)) or "none"
     content["settings"]["python"] = platform.python_version()
     data = json.dumps(content, separators=(",", ":"), allow_nan=False)

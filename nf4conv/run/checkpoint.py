@@ -72,8 +72,6 @@ def write_checkpoint(
     kept = _kept_bytes(plan, out, run)
     progress(kept)  # at once: importing torch may take longer than all else
     devices = writing_devices(plan.output, run)
-    if plan.source.pending is not None:
-        plan.source.pending.begin()
     pipeline = make_pipeline(devices.backends, run, progress)
     before = pipeline.memory()
     with _open_folder(plan, out, run, devices.name) as folder:

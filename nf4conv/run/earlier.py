@@ -198,13 +198,13 @@ def _difference(key: str, old: object, new: object) -> str:
 def _is_whole(plan: WritingPlan, out: Path) -> bool:
     """Returns True if all files beside the weights are there, by their names and sizes."""
     names = FolderNames(out / MAKING, OWN_NAMES)
-    originals = plan.source.whole_folder()
-    for name in plan.auxiliary:
-        if names.take(str(name)) is not None:
-            continue  # it was not copied either
-        copy, original = out / name, originals / name
-        if not copy.is_file() or copy.stat().st_size != original.stat().st_size:
-            return False
+    with plan.source.whole_folder() as originals:
+        for name in plan.auxiliary:
+            if names.take(str(name)) is not None:
+                continue  # it was not copied either
+            copy, original = out / name, originals / name
+            if not copy.is_file() or copy.stat().st_size != original.stat().st_size:
+                return False
     if plan.config_bytes is None:
         return True
     config = out / "config.json"

@@ -80,9 +80,12 @@ class Filling:
         """Copies the auxiliary files and writes those that make the folder a checkpoint."""
         plan, folder = self.plan, self.folder
         require_unchanged(plan.source, "while it was read; start anew with --overwrite")
-        originals = plan.source.whole_folder()
+        made = plan.source.made
         for name in plan.auxiliary:
-            folder.copy(str(name), originals / name)
+            if made is None:
+                folder.copy(str(name), plan.source.folder / name)
+            else:
+                folder.write_pieces(str(name), made.makers[str(name)]())
         files = {}
         headers = 0
         for shard in plan.output.shards:
@@ -222,13 +225,9 @@ def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:
     if plan.source.fetched is not None:
         fetched = sorted(file.size for file in plan.source.fetched.absent.values())
         needed += sum(fetched[-2:])  # one file in use, one on its way
-    pending = plan.source.pending
-    if pending is not None:
-        needed += pending.largest
-    for name in plan.auxiliary:
-        if pending is None or str(name) not in pending.names:
-            needed += (plan.source.folder / name).stat().st_size
-    return needed
+    if plan.source.made is not None:
+        return needed + plan.source.made.largest
+    return needed + sum((plan.source.folder / name).stat().st_size for name in plan.auxiliary)
 
 
 def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:

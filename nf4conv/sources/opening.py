@@ -7,7 +7,7 @@ another quantization encoded are presented as the float tensors they stand for (
 import logging
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -18,8 +18,8 @@ from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import SourceOptions
 from nf4conv.sources.encodings.encoded import decoded_tensors
 from nf4conv.sources.encodings.hqq import read_by_hqq
-from nf4conv.sources.gguf.card import card_beside
-from nf4conv.sources.gguf.opening import open_gguf
+from nf4conv.sources.gguf.header import is_gguf
+from nf4conv.sources.gguf.opening import card_beside, open_gguf
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.places import from_address, is_repo_id
 from nf4conv.sources.reader import read_json
@@ -158,7 +158,7 @@ def _open(source: str, where: SourceOptions) -> Source:
     try:
         if is_file(path):
             if path.suffix == ".gguf":
-                return _open_gguf_file(path, where)
+                return open_gguf(path, _folder_of_config(where))
             return _open_file(path)
         if where.gguf_file is not None:
             return _open_gguf_in(path, where.gguf_file, where)
@@ -239,52 +239,34 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     )
 
 
-def _open_gguf_file(path: Path, where: SourceOptions) -> Source:
-    """Opens a GGUF file that the user named by its path."""
-    tower = None
-    if where.mmproj is not None:
-        tower = Path(where.mmproj)
-        if not is_file(tower):
-            raise SourceError(f"{tower}: no such file", path=tower)
-    return open_gguf(path, _folder_of_config(where), tower=tower)
-
-
 def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
     """Opens a GGUF file of a folder or a repository."""
-    names = [name] if where.mmproj is None else [name, where.mmproj]
     if place.is_dir():
-        files = []
-        for one in names:
-            file = place / (where.subfolder or "") / one
-            if not is_file(file):
-                raise SourceError(f"{file}: no such file", path=file)
-            files.append(require_own(file, place))
-        return open_gguf(files[0], _folder_of_config(where), tower=_second(files))
+        file = place / (where.subfolder or "") / name
+        if not is_file(file):
+            raise SourceError(f"{file}: no such file", path=file)
+        return open_gguf(require_own(file, place), _folder_of_config(where))
     if not is_repo_id(str(place)):
         raise SourceError(f"{place}: no such folder{_HINT}")
     from nf4conv.sources.remote.hub import fetch_gguf  # importing it takes long
     from nf4conv.sources.remote.ranges import open_ranges  # importing it takes long
 
-    files, fetched = fetch_gguf(str(place), names, where)
+    file, fetched = fetch_gguf(str(place), name, where)
     absent = {}
     beside: tuple[str, ...] = ()
     if fetched.repository is not None:
         beside = tuple(fetched.repository.files)
         for path, remote in fetched.absent.items():
             absent[path] = partial(open_ranges, fetched.repository, remote)
-    folder = _folder_of_config(where)
-    opened = open_gguf(files[0], folder, absent, _second(files), beside)
+    opened = open_gguf(file, _folder_of_config(where), absent, beside)
     fetched = replace(fetched, folder=opened.folder)
-    if opened.card_beside is None:  # the repository has one for all its folders
-        inside = PurePosixPath(where.subfolder or "", names[0])
-        root = files[0].parents[len(inside.parts) - 1]
-        opened = replace(opened, card_beside=card_beside(root / inside.name))
-    return replace(opened, fetched=fetched, place=f"{fetched.origin}/{' with '.join(names)}")
-
-
-def _second(files: Sequence[Path]) -> Path | None:
-    """Returns the second file; None if there is only one."""
-    return files[1] if len(files) > 1 else None
+    card = opened.card_beside
+    if card is None:  # the repository has one for all its folders
+        inside = PurePosixPath(where.subfolder or "", name)
+        card = card_beside(file.parents[len(inside.parts) - 1] / inside.name)
+    if card is not None:
+        opened = replace(opened, card_beside=card, stated=None)
+    return replace(opened, fetched=fetched, place=f"{fetched.origin}/{name}")
 
 
 def _folder_of_config(where: SourceOptions) -> Path | None:
@@ -304,6 +286,8 @@ def _folder_of_config(where: SourceOptions) -> Path | None:
 
 def _open_file(path: Path) -> Source:
     """Opens a single weight file: safetensors, or a pickle."""
+    if is_gguf(path):
+        raise SourceError(f"{path}: is a GGUF file; its name must end with .gguf", path=path)
     if path.suffix not in (".safetensors", *PICKLE_SUFFIXES):
         raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle", path=path)
     folder = path.parent

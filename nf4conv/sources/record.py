@@ -125,8 +125,6 @@ def _describe(source: Source) -> dict[str, Any]:
     else:  # a commit cannot change
         described["id"] = str(source.fetched.origin)
         described["headers_sha256"] = headers_digest(source)
-    if source.named_files:
-        described["files"] = list(source.named_files)
     if source.adapters:
         described["adapters"] = [_describe_adapter(adapter) for adapter in source.adapters]
     return described

@@ -3,12 +3,16 @@
 opening.py opens it. Its tensors are described by their headers; a conversion reads their data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
 
+from nf4conv.sources.auxiliary import auxiliary_files
+from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.reader import each, read_bytes
 from nf4conv.sources.stamps import Stamp
 from nf4conv.sources.tensors import TensorInfo
@@ -42,22 +46,17 @@ class AdapterFiles:
         return self.place if self.origin is None else str(self.origin)
 
 
-class PendingFiles(Protocol):
-    """Files of a source's folder that are made when they are needed.
+@dataclass(frozen=True)
+class MadeFiles:
+    """Files beside the weights that lie nowhere, because they are made of a header.
 
     Attributes:
-        names: the names of the files.
-        largest: about the most bytes that they have together; 0 if they are there.
+        makers: make the content of each file in pieces, by its name.
+        largest: an estimate of the bytes that all of them have, at the most.
     """
 
-    names: tuple[str, ...]
+    makers: Mapping[str, Callable[[], Iterable[bytes]]]
     largest: int
-
-    def begin(self) -> None:
-        """Begins to make the files beside whatever else goes on."""
-
-    def finish(self) -> None:
-        """Returns when the files are there; raises a SourceError if they cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class Source:
     """A checkpoint that can be read.
 
     Attributes:
-        folder: the folder with its files.
+        folder: the folder with its files. A GGUF file without --config-from has none: its path,
+            with the model's name behind it, which cannot exist.
         root: the folder that the user named, which holds `folder`; links may not lead out of it.
         files: the weight files, in order of name.
         tensors: every tensor, in the order of files and of bytes within a file.
@@ -77,12 +77,11 @@ class Source:
         fetched: where it came from on the Hub, and which weight files are still there; None for a
             local source.
         adapters: the adapters that have been merged into it.
-        place: the GGUF file that the user named, with its tower; None for any other source.
-        named_files: the names of the files that the user named, if they are several: those of a
-            text model and of its tower.
+        place: the GGUF file that the user named; None for any other source.
         is_file: True if it is one weight file, whatever lies beside it.
-        pending: files of `folder` that are made when they are needed; None if all are there.
+        made: the files beside the weights, if they are made and not in `folder`.
         card_beside: the model card, if it is not in `folder`: that beside a GGUF file.
+        stated: what the source itself says for a model card, where it has none.
     """
 
     folder: Path
@@ -96,10 +95,10 @@ class Source:
     fetched: "Fetched | None" = None
     adapters: tuple[AdapterFiles, ...] = ()
     place: str | None = None
-    named_files: tuple[str, ...] = ()
     is_file: bool = False
-    pending: PendingFiles | None = None
+    made: MadeFiles | None = None
     card_beside: Path | None = None
+    stated: OriginalCard | None = None
 
     @property
     def is_gguf(self) -> bool:
@@ -116,15 +115,29 @@ class Source:
         """Returns the folder that the model card must not be a link out of."""
         return self.root if self.card_beside is None else self.card_beside.parent
 
-    def whole_folder(self) -> Path:
-        """Returns the folder once all its files are there.
+    def auxiliary(self, *, strays: bool = False) -> tuple[PurePosixPath, ...]:
+        """Lists the files that are copied beside the weights, relative to `folder`.
 
-        Raises:
-            SourceError: one cannot be made.
+        Args:
+            strays: True to list the links out of `root` that would be copied otherwise.
         """
-        if self.pending is not None:
-            self.pending.finish()
-        return self.folder
+        if self.config is None:
+            return ()
+        if self.made is not None:
+            return () if strays else tuple(map(PurePosixPath, sorted(self.made.makers)))
+        return auxiliary_files(self.folder, self.root, strays=strays)
+
+    @contextmanager
+    def whole_folder(self) -> Iterator[Path]:
+        """Gives a folder in which all files beside the weights are; those made are removed."""
+        if self.made is None:
+            yield self.folder
+            return
+        with TemporaryDirectory(prefix="nf4conv-") as folder:
+            for name, make in self.made.makers.items():
+                with Path(folder, name).open("wb") as file:
+                    file.writelines(make())
+            yield Path(folder)
 
     @property
     def recorded_in(self) -> Path:

@@ -196,7 +196,6 @@ def test_short_names_of_dtypes(short, dtype):
         (["--all"], "--all means nothing without --dry-run"),
         (["--revision", "main"], "--revision is about a model on the Hub, not about"),
         (["--config-from", "a/b"], "--config-from means nothing without a GGUF file"),
-        (["--mmproj", "tower.gguf"], "--mmproj means nothing without a GGUF file"),
         (["--calibration-tokens", "1"], "--calibration-tokens means nothing without --calibrate"),
         (["--calibrate-output", "all"], "--calibrate-output means nothing without --calibrate"),
     ],

@@ -13,7 +13,7 @@ import fuzz_templates as templates
 import integers
 from checkpoints import write_mixture
 from fuzz_case import Case, Kind, is_same, passes_verify
-from fuzz_gguf import bytes_case, tower_case, words_case, write_files, write_pair
+from fuzz_gguf import bytes_case, words_case, write_files
 from fuzz_hub import hub_case
 from mutations import mutate_checkpoint
 from test_encoded import ENCODINGS
@@ -329,7 +329,6 @@ KINDS: dict[str, Kind] = {
     "calibrate": Kind(templates.runnable, calibrate_case),
     "bytes of GGUF": Kind(write_files, bytes_case),
     "words of GGUF": Kind(write_files, words_case),
-    "towers of GGUF": Kind(write_pair, tower_case),
     "hostile hub": Kind(templates.adapter, hub_case),
 }
 

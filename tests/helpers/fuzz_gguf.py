@@ -8,7 +8,6 @@ from typing import Any
 
 from fuzz_case import Case, passes_verify
 from gguf_files import LLAMA, SHAPES, write_gguf
-from gguf_pair import TOWER, TOWER_SHAPES, write_all, write_tower
 
 _EXPERTS = {name: shape for name, shape in SHAPES.items() if ".ffn_" not in name} | {
     "blk.0.ffn_norm.weight": (256,),
@@ -127,46 +126,6 @@ def _change_bytes(chosen: random.Random, path: Path) -> None:
     if chosen.random() < 0.2:
         del content[chosen.randrange(len(content)) :]
     path.write_bytes(content)
-
-
-def write_pair(folder: Path) -> None:
-    """Writes a text model, its tower, and the config of the original."""
-    folder.mkdir(parents=True)
-    write_all(folder)
-
-
-def tower_case(chosen: random.Random, whole: Path, work: Path) -> Case:
-    """Changes the second of two files: bytes of its header, or what it says."""
-    source = work / "source"
-    shutil.copytree(whole, source)
-    path = source / "mmproj.gguf"
-    metadata, shapes = dict(TOWER), dict(TOWER_SHAPES)
-    claimed = {}
-    for _ in range(chosen.choice((1, 1, 2, 4))):
-        name = chosen.choice(sorted(shapes))
-        match chosen.randrange(4):
-            case 0:
-                metadata[chosen.choice(sorted(metadata))] = chosen.choice(_STRANGE)
-            case 1:
-                del shapes[name]
-            case 2:
-                shapes[chosen.choice((f"{name}.x", "v.blk.7.ln1.weight", "x"))] = shapes[name]
-            case 3:
-                claimed[name] = chosen.choice(((), (32,), (1, 2, 32), (2**16, 32), (2**40,)))
-    write_gguf(path, metadata, {}, shapes, claimed=claimed, default="F16")
-    if chosen.random() < 0.3:
-        write_tower(source)
-        _change_bytes(chosen, path)
-    out = work / "out"
-    named = ["--mmproj", path, "--config-from", source / "original"]
-    commands: list[list[object]] = [
-        ["quantize", source / "model.gguf", out, *named],
-        ["quantize", source / "model.gguf", out, "--dry-run", *named],
-        ["dequantize", source / "model.gguf", out, *named],
-        ["inspect", source / "model.gguf", *named],
-    ]
-    words = chosen.choice(commands)
-    return Case(words, out, partial(passes_verify, words, out))
 
 
 def words_case(chosen: random.Random, whole: Path, work: Path) -> Case:

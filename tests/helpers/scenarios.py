@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from checkpoints import contents, write_mixture, write_source
 from gguf_files import LLAMA, write_gguf
-from gguf_pair import write_all
 from safetensors.torch import load_file, save_file
 
 # none of these imports the Hub's client, which must know the address of our server before
@@ -81,8 +80,6 @@ def scenario(name: str, folder: Path) -> Scenario:
         "experts": packing_experts,
         "single-file": writing_one_file,
         "gguf": reading_gguf,
-        "towers": reading_two_files,
-        "streamed-towers": streaming_two_files,
         "integers": decoding_integers,
     }
     if name in makers:
@@ -225,7 +222,7 @@ def writing_one_file(folder: Path, _: Path) -> Scenario:
 
 
 def reading_gguf(folder: Path, _: Path) -> Scenario:
-    """The cache is empty before each run that begins anew: config, card and tokenizer go there."""
+    """config.json and the tokenizer are made of the metadata."""
     tokens = [f"token {number}" for number in range(5000)]
     spelled = {
         **LLAMA,
@@ -235,48 +232,10 @@ def reading_gguf(folder: Path, _: Path) -> Scenario:
         "tokenizer.ggml.merges": ["t o"],
     }
     source = write_gguf(folder / "model.gguf", spelled, default="Q4_0")
-    cache = folder / "user cache"
-    os.environ["XDG_CACHE_HOME"] = str(cache)
     options = replace(OPTIONS, max_shard_size=200_000)
-
-    def prepare(_: Path) -> None:
-        shutil.rmtree(cache, ignore_errors=True)
 
     def quantize(out: Path) -> None:
         quantize_checkpoint(source, out, options, RUN)
-
-    return Scenario(quantize, prepare)
-
-
-def reading_two_files(folder: Path, _: Path) -> Scenario:
-    place = folder / "two files"
-    place.mkdir()
-    text, _ = write_all(place)
-    where = SourceOptions(mmproj=str(place / "mmproj.gguf"), config_from=str(place / "original"))
-
-    def dequantize(out: Path) -> None:
-        dequantize_checkpoint(text, out, DequantizeOptions(max_shard_size=60_000), RUN, where=where)
-
-    return Scenario(dequantize)
-
-
-def streaming_two_files(folder: Path, _: Path) -> Scenario:
-    place = folder / "two files"
-    place.mkdir()
-    write_all(place)
-    original = (place / "original").rename(folder / "original")
-    start_server(place)
-    where = SourceOptions(
-        stream=True,
-        gguf_file="model.gguf",
-        mmproj="mmproj.gguf",
-        config_from=str(original),
-        cache_dir=folder / "cache",
-    )
-
-    def quantize(out: Path) -> None:
-        options = replace(OPTIONS, max_shard_size=20_000)
-        quantize_checkpoint("org/name", out, options, RUN, where=where)
 
     return Scenario(quantize)
 

@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
@@ -142,7 +142,7 @@ def test_faults_are_grouped_by_check_and_kind_of_module(reports: dict[str, Verif
 
 
 def test_it_says_when_and_by_which_command_and_versions(reports: dict[str, VerifyReport]):
-    when = datetime(2026, 11, 22, 22, 41, tzinfo=timezone.utc)
+    when = datetime(2026, 11, 22, 22, 41, tzinfo=UTC)
     found = embedded(page(reports["passed"], when))
     assert found["date"] == "2026-11-22 22:41 UTC"
     assert found["command"] == "nf4conv verify out --source source"

@@ -6,14 +6,9 @@ test_gguf_sources.py compares with llama.cpp's converter, test_ggml.py with its 
 import json
 import os
 import re
-import resource
-import shutil
 import struct
-import subprocess
-import sys
-import threading
+import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,10 +28,10 @@ from nf4conv.commands.dequantize import plan_dequantization
 from nf4conv.errors import SourceError
 from nf4conv.report.text.terminal import printable
 from nf4conv.run.filling import space_needed
-from nf4conv.sources.gguf import tokenizing, unpacked
-from nf4conv.sources.gguf.families.registry import FAMILIES
+from nf4conv.sources.gguf import tokenizing
+from nf4conv.sources.gguf.families import families_of
 from nf4conv.sources.gguf.header import read_gguf_header
-from nf4conv.sources.gguf.numbers import shortest
+from nf4conv.sources.gguf.metadata import Texts, shortest
 from nf4conv.sources.opening import open_source
 
 TYPES = {
@@ -45,12 +40,6 @@ TYPES = {
     "blk.0.ffn_up.weight": "Q8_0",
     "token_embd.weight": "Q4_0",
 }
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "nf4conv" / "gguf"
 
 
 def raw(path: Path, name: str) -> torch.Tensor:
@@ -88,7 +77,6 @@ def test_every_command_takes_it(tmp_path: Path):
     assert "1 of Q4_K" in result.output
     record = json.loads((out / "nf4conv.json").read_text())
     assert "GGUF Q4_K" in json.dumps(record)
-    assert str(tmp_path / "cache") not in json.dumps(record)
     assert "1 weights in GGUF Q4&#95;K" in (out / "README.md").read_text()
     assert "GGUF BF16" not in (out / "README.md").read_text()
     done("verify", out, "--source", path, "--exact", "--device", "cpu")
@@ -114,7 +102,7 @@ def test_values_are_decoded_once_whatever_the_pieces(tmp_path: Path):
     ).read_bytes()
 
 
-def test_config_and_tokenizer_of_the_original(tmp_path: Path, cache: Path):
+def test_config_and_tokenizer_of_the_original(tmp_path: Path):
     original = tmp_path / "original"
     original.mkdir()
     config = {"model_type": "mistral", "dtype": "float16", "hidden_size": 256}
@@ -125,7 +113,6 @@ def test_config_and_tokenizer_of_the_original(tmp_path: Path, cache: Path):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert {values.dtype for values in found.values()} == {torch.float16}
-    assert not cache.exists()
     config["model_type"] = "qwen2"
     (original / "config.json").write_text(json.dumps(config))
     result = run("inspect", path, "--config-from", original)
@@ -142,203 +129,80 @@ SPELLED = {
 }
 
 
-def test_a_tokenizer_is_made_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    """Metadata of another content, and a damaged cache, make another; so does a new release."""
-    made = []
-    genuine = tokenizing.tokenizer_json
-    monkeypatch.setattr(
-        tokenizing,
-        "tokenizer_json",
-        lambda vocabulary: made.append(vocabulary) or genuine(vocabulary),
-    )
+def test_a_tokenizer_is_made_into_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Looking makes none. What needs one without OUT has it in a folder that is removed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "temporary").mkdir()
     path = write_gguf(tmp_path / "model.gguf", SPELLED)
-    assert open_source(path).pending is not None
-    assert not made
-    first = open_source(path).whole_folder()
-    content = (first / "tokenizer.json").read_bytes()
-    assert json.loads(content)["model"]["merges"] == [["a", "b"]]
-    assert json.loads(content)["model"]["vocab"] == {"a": 0, "b": 1, "ab": 2}
-    assert open_source(path).whole_folder() == first
-    assert len(made) == 1
-    [sizes] = cache.glob("*/sizes.json")
-    good = sizes.read_bytes()
-    for bad in (b"", b"[]\n", b"{\n", good[:-3], b"{}", b'{"tokenizer.json": "x"}\n', b"1"):
-        sizes.write_bytes(bad)
-        assert (open_source(path).whole_folder() / "tokenizer.json").read_bytes() == content
-        assert sizes.read_bytes() == good
-    assert len(made) == 8
-    sizes.chmod(0o666)  # another user may have written it
-    (first / "tokenizer.json").write_bytes(b"{}")
-    assert (open_source(path).whole_folder() / "tokenizer.json").read_bytes() == content
-    assert len(made) == 9
-    (first / "tokenizer.json").chmod(0o666)
-    open_source(path).whole_folder()
-    assert len(made) == 10
-    write_gguf(path, {**SPELLED, "tokenizer.ggml.merges": ["b a"]})
-    assert open_source(path).whole_folder() != first
-    assert len(made) == 11
-    monkeypatch.setattr(tokenizing, "WAY_OF_MAKING", tokenizing.WAY_OF_MAKING + 1)
-    open_source(path).whole_folder()
-    assert len(made) == 12
-    monkeypatch.setattr(unpacked, "__version__", "another")
-    open_source(path).whole_folder()
-    assert len(made) == 13
-    monkeypatch.setattr(unpacked, "cache_folder", lambda: None)
-    with pytest.raises(SourceError, match="needs a home folder"):
-        open_source(path)
-
-
-def test_a_tokenizer_is_made_beside_the_pipeline(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """It begins before the first shard, and is waited for behind the last; looking makes none."""
-    threads = []
-    genuine = tokenizing.tokenizer_json
-
-    def noted(vocabulary: tokenizing.Vocabulary) -> Iterator[bytes]:
-        threads.append(threading.current_thread().name)
-        yield from genuine(vocabulary)
-
-    monkeypatch.setattr(tokenizing, "tokenizer_json", noted)
-    path = write_gguf(tmp_path / "model.gguf", SPELLED)
-    done("inspect", path)
-    done("dequantize", path, tmp_path / "out", "--device", "cpu", "--dry-run")
-    assert not threads
-    result = done("dequantize", path, tmp_path / "out", "--device", "cpu")
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizing, "tokenizer_json", lambda _: pytest.fail("is not needed"))
+        done("inspect", path)
+        done("dequantize", path, out, "--device", "cpu", "--dry-run")
+    result = done("dequantize", path, out, "--device", "cpu")
     assert "config.json and the tokenizer are made of the file's metadata" in result.output
-    assert threads == ["nf4conv-tokenizer"]
-    written = json.loads((tmp_path / "out" / "tokenizer.json").read_bytes())
-    assert written["model"]["merges"] == [["a", "b"]]
-    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
-    again = done("dequantize", path, tmp_path / "out", "--device", "cpu")
-    assert "complete" in again.output
-    done("dequantize", path, tmp_path / "other", "--device", "cpu")
-    assert len(threads) == 1
-    for entry in cache.iterdir():  # as if another process had removed what it found old
-        shutil.rmtree(entry)
+    assert json.loads((out / "tokenizer.json").read_bytes())["model"]["merges"] == [["a", "b"]]
+    assert (out / "tokenizer_config.json").is_file()
+    assert "complete" in done("dequantize", path, out, "--device", "cpu").output
+    source = open_source(path)
+    assert not source.folder.exists()
+    with source.whole_folder() as folder:
+        assert folder.is_relative_to(tmp_path / "temporary")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (folder / name).read_bytes() == (out / name).read_bytes()
+    done("quantize", path, tmp_path / "nf4", "--device", "cpu")
+    (tmp_path / "nf4" / "tokenizer.json").write_text("{}")
+    words = ("--source", path, "--exact", "--device", "cpu")
+    damaged = run("verify", tmp_path / "nf4", *words)
+    assert damaged.exit_code == 1
+    assert "tokenizer.json" in damaged.output
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_folder_beside_the_file_with_its_name_is_not_its_own(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "notes.txt").write_text("mine")
+    path = write_gguf(tmp_path / "model.gguf")
     done("dequantize", path, tmp_path / "out", "--device", "cpu")
-    assert len(threads) == 2
+    assert not (tmp_path / "out" / "notes.txt").exists()
 
 
-def test_a_cache_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What fails in the thread is one line, and OUT does not look finished."""
-    genuine = unpacked.write_private
-
-    def full(path: Path, content: bytes) -> None:
-        if path.name == "tokenizer.json":
-            raise OSError(28, "No space left on device", str(path))
-        genuine(path, content)
-
-    monkeypatch.setattr(unpacked, "write_private", full)
-    path = write_gguf(tmp_path / "model.gguf", SPELLED)
-    result = run("dequantize", path, tmp_path / "out", "--device", "cpu")
-    assert result.exit_code == 2
-    assert "its metadata cannot be unpacked" in result.stderr
-    assert "tokenizer.json: No space left on device; XDG_CACHE_HOME names" in result.stderr
-    assert not (tmp_path / "out" / "config.json").exists()
-    monkeypatch.setattr(unpacked, "write_private", genuine)
-    done("dequantize", path, tmp_path / "out", "--device", "cpu")
-
-
-def test_a_cache_that_gets_full_keeps_nothing_half_written(tmp_path: Path, cache: Path):
-    """The kernel refuses to let a file grow; what was written of it would keep the disk full."""
+def test_the_files_that_are_made_count_in_what_a_disk_must_have_room_for(tmp_path: Path):
     spelled = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 20_000}
-    path = write_gguf(tmp_path / "model.gguf", spelled)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(SourceError, match=r"cannot be unpacked: .*: File too large"):
-            open_source(path).whole_folder()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    left = [file.name for file in cache.rglob("*") if file.is_file()]
-    assert "config.json" in left
-    assert "tokenizer.json" not in left
-    assert not [name for name in left if name.startswith(".")], "half of a file"
-    assert (open_source(path).whole_folder() / "tokenizer.json").stat().st_size > 100_000
-
-
-def test_a_tokenizer_from_the_cache_counts_in_what_a_disk_must_have_room_for(tmp_path: Path):
-    spelled = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 20_000}
-    path = write_gguf(tmp_path / "model.gguf", spelled)
-    before = space_needed(plan_dequantization(path), ())
-    folder = open_source(path).whole_folder()
-    size = sum((folder / name).stat().st_size for name in unpacked._NAMES)
-    plan = plan_dequantization(path)
-    after = space_needed(plan, ())
-    assert after >= plan.output.largest_size + size
+    plan = plan_dequantization(write_gguf(tmp_path / "model.gguf", spelled))
+    with plan.source.whole_folder() as folder:
+        size = sum(file.stat().st_size for file in folder.iterdir())
     assert size > 100_000
-    assert before > after
+    assert space_needed(plan, ()) >= plan.output.largest_size + size
 
 
-def test_the_cache_stays_small(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    """What was used longest ago goes; what another process may be reading stays."""
-    monkeypatch.setattr(unpacked, "_MOST_KEPT", 100_000)
-    entries = []
-    for number in range(4):
-        metadata = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 2000, "general.name": f"{number}"}
-        path = write_gguf(tmp_path / f"{number}.gguf", metadata)
-        folder = open_source(path).whole_folder()
-        assert (folder / "tokenizer.json").stat().st_size > 20_000
-        entries.append((path, folder.parent))
-    assert all(entry.is_dir() for _, entry in entries)  # used in the last hour
-    hours_ago = time.time() - 7200
-    (cache / "old.tokenizer").write_bytes(bytes(50_000))  # of an earlier release
-    (cache / ".0123").mkdir()
-    for entry in cache.iterdir():
-        os.utime(entry, (hours_ago, hours_ago))
-    os.utime(entries[0][1], (hours_ago - 1, hours_ago - 1))
-    open_source(entries[1][0]).whole_folder()
-    path = write_gguf(tmp_path / "new.gguf", {**SPELLED, "general.name": "new"})
-    new = open_source(path).whole_folder().parent
-    left = {*cache.iterdir()}
-    assert {new, entries[1][1]} <= left
-    assert not {entries[0][1], cache / ".0123"} & left
-    assert sum(file.stat().st_size for file in cache.rglob("*")) <= 150_000
+def texts(strings: list[bytes]) -> Texts:
+    content = b"".join(struct.pack("<Q", len(one)) + one for one in strings)
+    return Texts(content, len(strings))
 
 
-def test_what_another_process_removes_while_it_is_compared_is_written(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = write_gguf(tmp_path / "model.gguf", SPELLED)
-    config = open_source(path).whole_folder() / "config.json"
-    assert config.is_relative_to(cache)
-    read_bytes = Path.read_bytes
-
-    def removed_meanwhile(place: Path) -> bytes:
-        if place == config and config.exists():
-            shutil.rmtree(config.parent)
-        return read_bytes(place)
-
-    monkeypatch.setattr(Path, "read_bytes", removed_meanwhile)
-    assert open_source(path).whole_folder() == config.parent
-    monkeypatch.undo()
-    assert config.is_file()
-
-
-def test_processes_share_the_cache(tmp_path: Path):
-    """Four make the same tokenizers at once, and remove those of each other."""
-    paths = []
-    for number in range(3):
-        metadata = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 3000, "general.name": f"{number}"}
-        paths.append(write_gguf(tmp_path / f"{number}.gguf", metadata))
-    program = """
-import sys
-from pathlib import Path
-from nf4conv.sources.gguf import unpacked
-from nf4conv.sources.opening import open_source
-from nf4conv.system import private
-unpacked._MOST_KEPT = 1
-private._IN_USE = -1
-for _ in range(10):
-    for path in sys.argv[1:]:
-        folder = open_source(path).whole_folder()
-"""
-    command = [sys.executable, "-c", program, *map(str, paths)]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
-    for process in running:
-        _, said = process.communicate()
-        assert process.returncode == 0, said.decode()
+@pytest.mark.parametrize(
+    ("tokens", "is_made"),
+    [
+        ([b"a", b"b", "é".encode()], True),
+        ([b"a", b"b", b"a"], False),
+        ([b"\xff", b"\xfe"], False),  # both are replaced by the same sign
+        ([b"\xff", b"a\xfe"], True),
+        (["é".encode()[:1], "é".encode()[1:]], False),  # a letter that two tokens share
+        ([b"\xc3", b"\xa9 "], True),
+    ],
+)
+def test_tokens_are_distinct_as_text(tokens: list[bytes], is_made: bool):
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": texts(tokens),
+        "tokenizer.ggml.merges": texts([]),
+    }
+    as_text = [token.decode(errors="replace") for token in tokens]
+    vocabulary = tokenizing.read_vocabulary(metadata)
+    assert (vocabulary is not None) == is_made == (len(set(as_text)) == len(as_text))
+    assert vocabulary is None or vocabulary.tokens == as_text
 
 
 def test_split_files(tmp_path: Path):
@@ -698,7 +562,7 @@ def test_a_file_without_an_architecture(tmp_path: Path):
 @pytest.mark.parametrize("odd", [0, -1, 2**24, 2.5, "text", [1, 2], ["a"], True])
 def test_metadata_of_any_type(tmp_path: Path, architecture: str, odd: Any):
     """Numbers that are none, and counts beyond sense, are read or refused, and soon."""
-    family = FAMILIES[architecture][0]
+    family = families_of(architecture)[-1]
     keys = [*family.config, "expert_gating_func", "rope.freq_base_swa", "attention.indexer.types"]
     keys += ["feed_forward_length", "attention.sliding_window_pattern", "ssm.inner_size"]
     metadata = {f"{architecture}.{key}": odd for key in keys}
@@ -732,6 +596,19 @@ def test_positions_that_are_cut_off(tmp_path: Path, key: str):
     metadata = {"general.architecture": "bert", f"tokenizer.ggml.{key}": values[key]}
     path = write_gguf(tmp_path / "model.gguf", metadata)
     assert "lacks the first rows of its position embeddings" in refused(path)
+
+
+def test_a_tower_is_refused_and_said_where_to_be_had(tmp_path: Path):
+    path = write_gguf(tmp_path / "mmproj-model.gguf", {"general.architecture": "clip"})
+    assert "nf4conv reads towers from the original's safetensors" in refused(path)
+    notes = open_source(write_gguf(tmp_path / "model.gguf")).notes
+    assert any("the text model alone: the tower that sees" in note for note in notes)
+
+
+def test_a_file_under_another_suffix_is_named(tmp_path: Path):
+    write_gguf(tmp_path / "model.gguf").rename(tmp_path / "model.bin")
+    said = refused(tmp_path / "model.bin")
+    assert said.endswith("model.bin: is a GGUF file; its name must end with .gguf")
 
 
 def test_a_tensor_without_a_name_in_transformers(tmp_path: Path):

@@ -3,6 +3,7 @@
 tests/sources/test_gguf_aliases.py walks through the classes of the converter.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,63 @@ from gguf_files import LLAMA, SHAPES, text, write_gguf
 from safetensors.torch import load_file
 
 from nf4conv.errors import SourceError, UndecodableError
-from nf4conv.sources.gguf.families.registry import family_of
+from nf4conv.sources.gguf.families import (
+    GgufFamily,
+    architectures,
+    completing,
+    families_of,
+    family_of,
+    joining,
+)
 from nf4conv.sources.gguf.header import read_gguf_header
-from nf4conv.sources.gguf.incoming import Texts
+from nf4conv.sources.gguf.metadata import Texts
 from nf4conv.sources.opening import open_source
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def texts(*words: str) -> Texts:
     return Texts(b"".join(map(text, words)), len(words))
+
+
+FROZEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_families.json").read_text())
+"""A digest of each family, in the order in which they are tried, as commit cd7b292 has it."""
+
+
+def digest_of(family: GgufFamily) -> str:
+    """Names, joins and changes in any order; what makes config.json in its order."""
+    described = {
+        "model_type": family.model_type,
+        "architecture": family.architecture,
+        "names": dict(family.names),
+        "joined": sorted(
+            [one.name, one.put_together.__name__, *one.parts] for one in family.joined
+        ),
+        "changed": dict(family.changed),
+        "shapes": dict(family.shapes),
+        "config": list(family.config.items()),
+        "constants": list(family.constants.items()),
+        "shown": list(family.shown.items()),
+        "rows": list(family.rows.items()),
+        "complete": [function.__name__ for function in family.complete],
+        "told_by": family.told_by,
+        "also": list(family.also),
+        "is_encoder": family.is_encoder,
+        "refusal": family.refusal,
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def test_families_are_those_that_were_converted_with_before():
+    found = {name: [digest_of(family) for family in families_of(name)] for name in architectures()}
+    assert found == FROZEN
+    assert sum(map(len, found.values())) > 100
+
+
+def test_every_function_of_a_step_is_used_by_a_family():
+    families = [family for name in architectures() for family in families_of(name)]
+    used = {function for family in families for function in family.complete}
+    used |= {join.put_together for family in families for join in family.joined}
+    for module, start in ((completing, "add_"), (joining, "join_")):
+        assert {one for name, one in vars(module).items() if name.startswith(start)} <= used
 
 
 CAMEMBERT = {"tokenizer.ggml.tokens": texts("<s>", "▁▁le", "▁▁la", "▁s")}

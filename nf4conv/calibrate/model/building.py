@@ -114,7 +114,7 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype, names: Iterable[s
                     parsed, dtype=dtype, attn_implementation=attention
                 )
             return model.eval().requires_grad_(False)
-        except Exception as error:  # noqa: BLE001, PERF203 - transformers raises anything
+        except Exception as error:  # noqa: BLE001 - transformers raises anything
             failures.append(error)
     raise PlanError(
         f"--calibrate: {release} cannot build {architecture}: {first_line(failures[-1])}"

@@ -54,7 +54,7 @@ def plan_checkpoint(
             experts = Experts.gather(opened.tensors, opened.config or {})
             if experts.packs_by_default(options):
                 options = replace(options, moe="portable")
-        front, complaints = read_card(opened.card, opened.root_of_card)
+        front, complaints = _card_of(opened)
         plan = _planned(opened, options)
         return replace(plan, front=front, notes=(*plan.notes, *complaints))
 
@@ -82,8 +82,15 @@ def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | N
     return open_merged(source, where, options.lora)
 
 
-def read_card(card: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:
+def _card_of(source: Source) -> tuple[OriginalCard, tuple[str, ...]]:
     """Reads the model card of a source, and says why if it cannot be read."""
+    from nf4conv.report.card.front_matter import card_of  # importing YAML takes a moment
+
+    return card_of(source)
+
+
+def read_card(card: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:
+    """Reads a model card, and says why if it cannot be read."""
     from nf4conv.report.card.front_matter import read_front_matter  # importing YAML takes a moment
 
     return read_front_matter(card, root)

@@ -64,7 +64,6 @@ def model_card(
         figures=figures,
         adapters=source.adapters,
         pipeline_tag=_pipeline_tag(loading),
-        gguf_files=source.named_files,
     )
     compute_dtype = _compute_dtype(plan.config)
     parts = [
@@ -120,7 +119,6 @@ def merged_card(plan: WritingPlan, loading: Loading | None) -> str:
         figures=Figures(0, 0),
         adapters=source.adapters,
         pipeline_tag=_pipeline_tag(loading),
-        gguf_files=source.named_files,
     )
     parts = [
         merged_front_matter(subject),

@@ -11,6 +11,7 @@ from nf4conv.errors import SourceError
 from nf4conv.report.card.subject import Subject
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.own_files import require_own
+from nf4conv.sources.source import Source
 
 _INHERITED: Final = (
     "license",
@@ -33,6 +34,13 @@ _OURS: Final = re.compile(
 
 _LONGEST_FRONT_MATTER: Final = 2**17  # bytes
 _LONGEST_CARD: Final = 2**20  # bytes
+
+
+def card_of(source: Source) -> tuple[OriginalCard, tuple[str, ...]]:
+    """Reads the card of a source, as `read_front_matter` does, or what its header says for one."""
+    if source.stated is not None:
+        return source.stated, ()
+    return read_front_matter(source.card, source.root_of_card)
 
 
 def read_front_matter(path: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:

@@ -34,7 +34,7 @@ def introduction(subject: Subject) -> str:
     """Returns the title, and a sentence on what the model was made from."""
     title = f"# {escaped(subject.name.short)} in 4 bits\n"
     quant_types = " and ".join(quant_type.upper() for quant_type in subject.quant_types)
-    original = f"{_original_link(subject)}{_read_from(subject)}{_merged_with(subject)}"
+    original = f"{_original_link(subject)}{_merged_with(subject)}"
     if all(weight.origin == KEPT for weight, _ in subject.weights):
         made = f"its linear layers in bitsandbytes {quant_types}, kept bit for bit by"
     else:
@@ -51,7 +51,7 @@ def merged_introduction(subject: Subject, folder: str) -> str:
     """
     origin = subject.name.origin
     base = escaped(folder) if origin is None else repo_link(origin.repo)
-    made = f"{base}{_read_from(subject)}{_merged_with(subject)}, by nf4conv {__version__}."
+    made = f"{base}{_merged_with(subject)}, by nf4conv {__version__}."
     kept = _count(subject, is_kept=True)
     if kept:
         made += f" {kept:,} weights are in bitsandbytes' 4 bits, as they were."
@@ -68,13 +68,6 @@ def _original_link(subject: Subject) -> str:
     if subject.name.base_model is not None:
         return repo_link(subject.name.base_model)
     return escaped(subject.name.short)
-
-
-def _read_from(subject: Subject) -> str:
-    """Returns the part of an introduction that names GGUF files; empty for other sources."""
-    if not subject.gguf_files:
-        return ""
-    return f", read from the GGUF files {' and '.join(map(code, subject.gguf_files))}"
 
 
 def _merged_with(subject: Subject) -> str:
@@ -306,10 +299,6 @@ def _source_arguments(subject: Subject) -> str:
     """Returns how `verify` is told the original: its name, subfolder, files and adapters."""
     arguments = shlex.quote(subject.name.base_model or "ORIGINAL")
     origin = subject.name.origin
-    if subject.gguf_files:
-        folder = "FOLDER" if origin is None else shlex.quote(origin.repo)
-        text, tower = map(shlex.quote, subject.gguf_files)
-        arguments = f"{folder} --gguf-file {text} --mmproj {tower} --config-from ORIGINAL"
     if origin is not None and origin.subfolder:
         arguments += f" --subfolder {shlex.quote(origin.subfolder)}"
     for adapter in subject.adapters:

@@ -63,8 +63,6 @@ class Subject:
         figures: sizes, and what was verified.
         adapters: the LoRA adapters that were merged into the model.
         pipeline_tag: what the model is for, as the Hub spells it. Empty if that is not certain.
-        gguf_files: the GGUF files of the text model and of the tower that the model was read from.
-            Empty for any other source.
     """
 
     name: OriginalName
@@ -76,7 +74,6 @@ class Subject:
     figures: Figures
     adapters: tuple[AdapterFiles, ...] = ()
     pipeline_tag: str = ""
-    gguf_files: tuple[str, ...] = ()
 
     @property
     def quant_types(self) -> list[str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Status(str, Enum):
+class Status(str, Enum):  # noqa: UP042 - prints as before
     """Names how the tensors of one name in two checkpoints compare; the worst comes first."""
 
     ONLY_A = "only in A"

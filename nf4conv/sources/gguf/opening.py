@@ -11,26 +11,23 @@ from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.gguf import PLAIN
 from nf4conv.format.layout import TAGS
 from nf4conv.models.config import checkpoint_dtype
-from nf4conv.sources.gguf.card import card_beside
-from nf4conv.sources.gguf.families.family import GgufFamily
-from nf4conv.sources.gguf.families.registry import FAMILIES, family_of
+from nf4conv.sources.gguf.families import GgufFamily, architectures, family_of
 from nf4conv.sources.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
-from nf4conv.sources.gguf.settings import config_of
-from nf4conv.sources.gguf.towers.fitting import check_config, fitted_config, put_together
-from nf4conv.sources.gguf.towers.opening import open_tower
-from nf4conv.sources.gguf.towers.registry import ARCHITECTURE, SEEING
-from nf4conv.sources.gguf.unpacked import unpack
+from nf4conv.sources.gguf.settings import card_of, config_of
+from nf4conv.sources.gguf.tokenizing import tokenizer_files
 from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.reader import read_json
-from nf4conv.sources.source import Source
+from nf4conv.sources.source import MadeFiles, Source
 from nf4conv.sources.stamps import stamp_of
-from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.weight_files import STEMS
 from nf4conv.system.garbage import uncollected
 
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_FILES: Final = 10_000
+
+_SEEING: Final = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
+"""Architectures of text models that occur only as parts of models that see."""
 
 Absent: TypeAlias = Mapping[Path, Callable[[], IO[bytes]]]
 """Functions that open files that are not here, by the path that each would have."""
@@ -64,7 +61,6 @@ def open_gguf(
     path: Path,
     borrowed: Path | None = None,
     absent: Absent | None = None,
-    tower: Path | None = None,
     beside: Collection[str] = (),
 ) -> Source:
     """Opens a GGUF file as the checkpoint that it was made from.
@@ -74,86 +70,58 @@ def open_gguf(
         borrowed: the folder from which config.json, the tokenizer and other files are taken. None
             makes config.json and the tokenizer of the file's metadata.
         absent: opens files that are not here, by the path that they would have.
-        tower: the file of the tower that sees or hears. None opens the text model alone.
         beside: names of files that would be beside this one, of those that are not here.
 
     Raises:
-        UndecodableError: nf4conv does not know the architecture, or the tower.
+        UndecodableError: nf4conv does not know the architecture.
         SourceError: a file is missing, cut off, or contradicts itself; the message names file and
             tensor.
     """
     absent = {} if absent is None else absent
     model = _read_headers(path, absent)
-    if tower is not None:
-        return _open_whole(model, tower, borrowed, absent)
+    files = model.files
     config: Mapping[str, Any] = {}
     if borrowed is not None:
         config = read_json(require_own(borrowed / "config.json", borrowed))
         _check_model_type(path, config, model.family)
     dtype = _dtype_of(model.tensors, config)
     presented = present(model.tensors, model.family, model.sizes, dtype)
-    notes = [_note_on_types(model.tensors), *_notes_on_tower(model, beside)]
-    tokenizer = None
-    if borrowed is None:
-        _check_direction(model)
-        config = config_of(model.sizes, model.names, model.family, presented, dtype)
-        borrowed, tokenizer = unpack(path, model.header, config)
-        notes.append(_note_on_metadata(model.tensors, has_tokenizer=tokenizer is not None))
-    opened = _source(str(path), model.files, borrowed, config, presented, notes, absent)
-    return replace(opened, pending=tokenizer)
-
-
-def _open_whole(model: _TextModel, tower: Path, borrowed: Path | None, absent: Absent) -> Source:
-    """Opens a text model and a tower as the whole model that both were made from."""
-    if borrowed is None:
-        raise SourceError(
-            f"{tower}: --mmproj needs --config-from REPO, the model that both files were made "
-            f"from: their metadata does not have all of its config",
-            path=tower,
-        )
-    path = model.path
-    config: Mapping[str, Any] = read_json(require_own(borrowed / "config.json", borrowed))
-    found = open_tower(tower, absent.get(tower))
-    check_config(path, config, found, model.family)
-    dtype = _dtype_of(model.tensors, config)
-    family = found.tower.text_family(model.family, config.get("model_type"))
-    text = present(model.tensors, family, model.sizes, dtype)
-    presented = put_together(path, text, found, dtype)
-    config, further = fitted_config(config, text, found)
-    notes = [
-        _note_on_types(model.tensors),
-        f"the tower that {found.tower.does}: {_types_of(found.tensors)}",
-    ]
-    notes += further
-    files = (*model.files, tower)
-    place = f"{path} with {tower.name}"
-    opened = _source(place, files, borrowed, config, presented, notes, absent)
-    return replace(opened, named_files=(path.name, tower.name))
-
-
-def _source(
-    place: str,
-    files: Sequence[Path],
-    borrowed: Path,
-    config: Mapping[str, Any],
-    presented: Sequence[TensorInfo],
-    notes: Sequence[str],
-    absent: Absent,
-) -> Source:
-    """Returns a checkpoint whose tensors are in the order of their bytes."""
     number = {file: number for number, file in enumerate(files)}
-    return Source(
-        folder=borrowed,
-        root=borrowed,
-        files=tuple(files),
+    folder = path / path.stem if borrowed is None else borrowed
+    opened = Source(
+        folder=folder,
+        root=folder,
+        files=files,
         tensors=tuple(sorted(presented, key=lambda one: (number[one.file], one.start))),
         config=config,
         stem=STEMS[0],
-        notes=tuple(notes),
+        notes=(_note_on_types(model.tensors), *_notes_on_tower(model, beside)),
         stamps={file: stamp_of(file) for file in files if file not in absent},
-        place=place,
+        place=str(path),
         card_beside=card_beside(files[0]),
     )
+    return opened if borrowed is not None else _with_own_files(opened, model, dtype)
+
+
+def _with_own_files(opened: Source, model: _TextModel, dtype: str) -> Source:
+    """Adds config.json, a tokenizer and a card, made of the metadata."""
+    _check_direction(model)
+    metadata = model.header.metadata
+    made = tokenizer_files(metadata)
+    note = _note_on_metadata(model.tensors, has_tokenizer=made is not None)
+    return replace(
+        opened,
+        config=config_of(model.sizes, model.names, model.family, opened.tensors, dtype),
+        notes=(*opened.notes, note),
+        made=made or MadeFiles({}, 0),
+        stated=None if opened.card_beside is not None else card_of(metadata),
+    )
+
+
+def card_beside(file: Path) -> Path | None:
+    """Returns the model card in the folder of a GGUF file; None if there is none."""
+    card = file.parent / "README.md"
+    return card if card.is_file() else None
 
 
 def _read_headers(path: Path, absent: Absent) -> _TextModel:
@@ -221,10 +189,10 @@ def _check_split(
 def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> GgufFamily:
     """Returns the family of a file's architecture."""
     architecture = sizes.get("general.architecture")
-    if architecture == ARCHITECTURE:
-        raise SourceError(
-            f"{path}: is the tower of a model that sees or hears; name the file of the text model, "
-            f"and this one by --mmproj",
+    if architecture == "clip":
+        raise UndecodableError(
+            f"{path}: is the tower of a model that sees or hears; nf4conv reads towers from the "
+            f"original's safetensors, and of GGUF files the text model's",
             path=path,
         )
     if architecture is None:
@@ -236,7 +204,7 @@ def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> Ggu
     if family is None:
         raise UndecodableError(
             f"{path}: GGUF of the architecture {architecture!r:.60}, whose names nf4conv does not "
-            f"know; it knows {', '.join(FAMILIES)}",
+            f"know; it knows {', '.join(architectures())}",
             path=path,
         )
     if family.refusal:
@@ -286,26 +254,22 @@ def _dtype_of(tensors: Sequence[GgufTensor], config: Mapping[str, Any]) -> str:
 
 
 def _note_on_types(tensors: Sequence[GgufTensor]) -> str:
-    return f"the source is a GGUF file: {_types_of(tensors)}"
-
-
-def _types_of(tensors: Sequence[GgufTensor]) -> str:
-    """Returns how many tensors a file has of each type."""
     counts = Counter(tensor.block_type.name for tensor in tensors)
-    return ", ".join(f"{count:,} of {name}" for name, count in counts.most_common())
+    types = ", ".join(f"{count:,} of {name}" for name, count in counts.most_common())
+    return f"the source is a GGUF file: {types}"
 
 
 def _notes_on_tower(model: _TextModel, beside: Collection[str]) -> Iterator[str]:
-    """Yields that the model may see, if there is a tower's file, or the architecture says so."""
+    """Yields that the model sees or hears, if there is a tower's file, or the architecture says so.
+
+    Args:
+        model: the text model.
+        beside: names of files that would be beside it.
+    """
     names = {*beside, *(file.name for file in model.path.parent.glob("*.gguf"))}
-    towers = sorted(name for name in names if "mmproj" in name and name.endswith(".gguf"))
-    if towers:
-        yield f"the text model alone: --mmproj {towers[0]} --config-from REPO reads the tower too"
-    elif model.sizes.get("general.architecture") in SEEING:
-        yield (
-            "the text model alone: its tower is in a file of its own, such as mmproj-model.gguf, "
-            "which --mmproj FILE --config-from REPO reads too"
-        )
+    has_tower = any("mmproj" in name and name.endswith(".gguf") for name in names)
+    if has_tower or model.sizes.get("general.architecture") in _SEEING:
+        yield "the text model alone: the tower that sees or hears is in the original's safetensors"
 
 
 def _note_on_metadata(tensors: Sequence[GgufTensor], *, has_tokenizer: bool) -> str:

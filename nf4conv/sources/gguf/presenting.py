@@ -10,21 +10,20 @@ from nf4conv.errors import SourceError
 from nf4conv.format.gguf import FUSED, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
 from nf4conv.sources.encodings.types.arranged import StackedExperts
 from nf4conv.sources.encodings.types.gguf import GgufBlocks
-from nf4conv.sources.gguf.families.family import CHANNELS, FLAT, SCALAR, GgufFamily, Join, Piece
-from nf4conv.sources.gguf.families.steps.joining import count_matrices, matrix_of
+from nf4conv.sources.gguf.families import CHANNELS, FLAT, GgufFamily, Join
 from nf4conv.sources.gguf.header import GgufTensor
-from nf4conv.sources.gguf.numbers import counts_of, positive
+from nf4conv.sources.gguf.joining import Piece, count_matrices, matrix_of
+from nf4conv.sources.gguf.metadata import counts_of, positive
 from nf4conv.sources.tensors import TensorInfo
 
 _COMPUTED: Final = (
     "rope_freqs.weight",
     "rope_factors_long.weight",
     "rope_factors_short.weight",
-    "v.token_embd.img_break",  # a row of the text model's embeddings
 )
 """Tensors that a converter computed, and that no checkpoint of transformers has."""
 
-_IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.|v\.|a\.)?blk|v\.deepstack)\.(\d+)\.(.+)")
+_IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,8 @@ def _presented(
     """Yields what one tensor of the file stands for: itself, or one matrix for each expert."""
     pattern, layer = _pattern_and_layer(tensor.name)
     module, ending = _split(pattern)
-    if module in family.experts:
-        name = family.experts[module].replace("*", layer)
+    if "#" in family.names.get(module, ""):
+        name = family.names[module].replace("*", layer)
         yield from _experts(tensor, f"{name}{ending}", dtype)
         return
     if pattern in family.names:
@@ -165,8 +164,6 @@ def _presented(
     if change is not None:
         presented = _changed(tensor, presented, module, change, heads)
     shape = family.shapes.get(pattern)
-    if shape == SCALAR and tensor.shape != (1,):
-        raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no number")
     if shape == CHANNELS and len(tensor.shape) < 2:
         raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no convolution of channels")
     yield presented if shape is None else _reshaped(presented, shape)
@@ -269,8 +266,6 @@ def _reshaped(presented: TensorInfo, shape: str) -> TensorInfo:
     """Returns a tensor in the shape that transformers gives it."""
     if shape == FLAT:
         return presented._replace(shape=(presented.elements,))
-    if shape == SCALAR:
-        return presented._replace(shape=())
     assert shape == CHANNELS
     *channels, width = presented.shape
     return presented._replace(shape=(math.prod(channels), 1, width))

@@ -1,11 +1,12 @@
-"""Makes the content of config.json of the metadata of a GGUF file."""
+"""Makes what config.json and a model card say of the metadata of a GGUF file."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.format.layout import DTYPE_NAMES
-from nf4conv.sources.gguf.families.family import GgufFamily
-from nf4conv.sources.gguf.numbers import positive, shortest
+from nf4conv.sources.gguf.families import GgufFamily
+from nf4conv.sources.gguf.metadata import Texts, positive, shortest
+from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.tensors import TensorInfo
 
 _TOKENS: Final = {
@@ -22,6 +23,33 @@ _YARN: Final = {
     "yarn_attn_factor": "attention_factor",
 }
 """How rotary embeddings are stretched: the key of config.json by that behind "rope.scaling."."""
+
+_FIELDS_OF_CARD: Final = {
+    "general.license": "license",
+    "general.license.name": "license_name",
+    "general.license.link": "license_link",
+}
+"""Fields of a card's front matter by the keys of the metadata (docs/gguf.md in ggml)."""
+
+_LONGEST: Final = 200  # letters of a field; those that models have are shorter
+_MOST_LANGUAGES: Final = 200
+
+
+def card_of(metadata: Mapping[str, Any]) -> OriginalCard:
+    """Returns a card with what the metadata says of licence and languages.
+
+    The metadata's base models are left out: they are those of the model that was converted, which
+    need not be what this file was made from.
+    """
+    fields: dict[str, str | Sequence[str]] = {}
+    for key, name in _FIELDS_OF_CARD.items():
+        value = metadata.get(key)
+        if isinstance(value, str) and 0 < len(value) <= _LONGEST:
+            fields[name] = value
+    languages = metadata.get("general.languages")
+    if isinstance(languages, Texts) and 0 < len(languages) <= _MOST_LANGUAGES:
+        fields["language"] = [language[:_LONGEST] for language in languages]
+    return OriginalCard(fields)
 
 
 def config_of(

@@ -2,21 +2,18 @@
 
 Two kinds of tokenizers are made: byte-level BPE with the ways of cutting text that Llama 3, Qwen 2,
 Kimi K2 and GPT-2 use, and the BPE of SentencePiece, as Llama 2, Mistral and Gemma have it. For
-others `read_vocabulary` returns nothing. The layout is that of the library tokenizers.
+others `tokenizer_files` returns nothing. The layout is that of the library tokenizers.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from nf4conv.sources.gguf.incoming import Texts
-
-WAY_OF_MAKING: Final = 2
-"""Goes up by one when `tokenizer_json` makes other content of the same metadata: the cache of
-unpacked.py then makes the files anew."""
+from nf4conv.sources.gguf.metadata import Texts
+from nf4conv.sources.source import MadeFiles
 
 _MARKS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+"
 _REST: Final = " ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
@@ -63,10 +60,7 @@ _BPE: Final = {
 }
 """A model of BPE without its vocabulary and its merges."""
 
-_AT_A_TIME: Final = 4096
-"""Tokens or merges that a piece of tokenizer.json has: about 1 ms of work."""
-
-_Element = TypeVar("_Element")
+_AT_A_TIME: Final = 4096  # merges
 
 _ROLES: Final = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -94,6 +88,20 @@ class Vocabulary:
     def tokens(self) -> list[str]:
         """Returns the tokens in the order of their numbers. What is not UTF-8 is replaced."""
         return [token.decode(errors="replace") for token in self.encoded]
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> MadeFiles | None:
+    """Returns the files of a tokenizer; None if nf4conv cannot make them of the metadata."""
+    vocabulary = read_vocabulary(metadata)
+    if vocabulary is None:
+        return None
+    texts = (value for value in metadata.values() if isinstance(value, Texts))
+    largest = 32 * len(vocabulary.encoded) + sum(3 * len(text.content) for text in texts)
+    makers = {
+        "tokenizer.json": partial(tokenizer_json, vocabulary),
+        "tokenizer_config.json": partial(tokenizer_config, vocabulary),
+    }
+    return MadeFiles(makers, largest)
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary | None:
@@ -129,14 +137,17 @@ def _is_known(metadata: Mapping[str, Any], kind: str, count: int) -> bool:
 
 
 def tokenizer_json(vocabulary: Vocabulary) -> Iterator[bytes]:
-    """Yields tokenizer.json in small pieces, between which other threads can work."""
+    """Yields the content of tokenizer.json, in pieces: lists of all merges would be large."""
     is_of_sentencepiece = vocabulary.kind == "llama"
     tokens = vocabulary.tokens
     metadata = vocabulary.metadata
     if is_of_sentencepiece:
         made = _of_sentencepiece(metadata, tokens)
+        merges = _merges_by_score(tokens, metadata["tokenizer.ggml.scores"])
     else:
         made = _byte_level(metadata)
+        merges = (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])
+    made["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
     whole = {
         "version": "1.0",
         "truncation": None,
@@ -145,54 +156,13 @@ def tokenizer_json(vocabulary: Vocabulary) -> Iterator[bytes]:
         "post_processor": _post_processor(metadata, tokens, begins=is_of_sentencepiece),
         **made,
     }
-    # the model is the last of the whole, and its vocabulary and merges are the last of the model
+    # the model is the last of the whole, and its merges are the last of the model
     yield json.dumps(whole).removesuffix("}}").encode()
-    yield b', "vocab": {'
-    yield from _in_pieces(enumerate(tokens), _numbered)
-    yield b'}, "merges": ['
-    if is_of_sentencepiece:
-        merges = _merges_by_score(tokens, metadata["tokenizer.ggml.scores"])
-        yield from _in_pieces(merges, _pairs)
-    else:
-        yield from _in_pieces(metadata["tokenizer.ggml.merges"], _cut_at_spaces)
-    yield b"]}}\n"
-
-
-def _in_pieces(
-    elements: Iterable[_Element], as_json: Callable[[list[_Element]], str]
-) -> Iterator[bytes]:
-    """Yields the inside of a JSON object or array, a few thousand elements at a time.
-
-    Args:
-        elements: the elements.
-        as_json: returns the inside of an object or array of some of them.
-    """
-    remaining = iter(elements)
-    separator = ""
-    while some := list(islice(remaining, _AT_A_TIME)):
-        yield f"{separator}{as_json(some)}".encode()
+    separator = ', "merges": ['
+    while some := list(islice(merges, _AT_A_TIME)):
+        yield f"{separator}{json.dumps(some)[1:-1]}".encode()
         separator = ", "
-
-
-def _numbered(numbers_and_tokens: Iterable[tuple[int, str]]) -> str:
-    """Returns the inside of an object with the tokens' numbers."""
-    numbers = {token: number for number, token in numbers_and_tokens}
-    return json.dumps(numbers)[1:-1]
-
-
-def _pairs(merges: Iterable[Sequence[str]]) -> str:
-    """Returns the inside of an array of pairs."""
-    return json.dumps(merges)[1:-1]
-
-
-def _cut_at_spaces(merges: Iterable[str]) -> str:
-    """Returns the inside of an array of pairs, given merges with a space between their parts.
-
-    Cutting the JSON of all merges at once takes a third of the time that `_pairs` would take.
-    """
-    whole = json.dumps(merges, separators=("\n", ":"))[1:-1]  # no string in JSON has a line break
-    parts = whole.replace(" ", '", "').replace("\n", "], [")
-    return f"[{parts}]"
+    yield b"]}}\n" if separator == ", " else b', "merges": []}}\n'
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,8 +275,8 @@ def _post_processor(
     }
 
 
-def tokenizer_config(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Returns the content of tokenizer_config.json."""
+def tokenizer_config(vocabulary: Vocabulary) -> Iterator[bytes]:
+    """Yields the content of tokenizer_config.json."""
     tokens = vocabulary.tokens
     metadata = vocabulary.metadata
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -322,7 +292,7 @@ def tokenizer_config(vocabulary: Vocabulary) -> dict[str, Any]:
     if isinstance(length, int):
         settings["model_max_length"] = length
     settings["clean_up_tokenization_spaces"] = False
-    return settings
+    yield (json.dumps(settings, indent=2) + "\n").encode()
 
 
 def _token(metadata: Mapping[str, Any], tokens: Sequence[str], role: str) -> str | None:

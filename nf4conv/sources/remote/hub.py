@@ -234,41 +234,36 @@ def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
     return repository.fetch_first(names), Origin(repo, repository.commit, "")
 
 
-def fetch_gguf(repo: str, names: Sequence[str], where: SourceOptions) -> tuple[list[Path], Fetched]:
-    """Fetches GGUF files, all files of a split one; with --stream, nothing of them.
+def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Fetched]:
+    """Fetches a GGUF file, all files of a split one; with --stream, nothing of them.
 
     Args:
         repo: "org/name".
-        names: the names of the files, the text model's first.
+        name: the name of the file.
         where: revision and subfolder, and how to reach the Hub.
 
     Returns:
-        files: the files in the cache, beside which the others of a split one are.
-        fetched: the place on the Hub that they came from, and which files are still there.
+        file: the file in the cache, beside which the others of a split one are.
+        fetched: the place on the Hub that it came from, and which files are still there.
 
     Raises:
-        SourceError: the repository or a file does not exist, may not be read, or is not in the
+        SourceError: the repository or the file does not exist, may not be read, or is not in the
             cache when offline.
     """
     if where.local_files_only or is_offline():
-        each_found = [_from_cache(repo, where, (name,)) for name in names]
-        files = [
-            found.folder / Path(name).name for found, name in zip(each_found, names, strict=True)
-        ]
-        require_content(each_found[0].folder, ("README.md",))
-        return files, each_found[0]
+        found = _from_cache(repo, where, (name,))
+        require_content(found.folder, ("README.md",))
+        return found.folder / Path(name).name, found
     repository = Repository(repo, where)
-    wanted = [f"{prefix_of(where)}{name}" for name in names]
-    needed: set[str] = set()
-    for name in wanted:
-        needed |= _files_of_gguf(repository, repo, name)
+    wanted = f"{prefix_of(where)}{name}"
+    needed = _files_of_gguf(repository, repo, wanted)
     described = [file for file in ("README.md", ".gitattributes") if file in repository.files]
     root = repository.fetch_first(described if where.stream else sorted({*needed, *described}))
     absent = {root / file: repository.files[file] for file in sorted(needed)}
     absent = {path: file for path, file in absent.items() if not path.is_file()}
     origin = Origin(repo, repository.commit, (where.subfolder or "").strip("/"))
-    files = [root / name for name in wanted]
-    return files, Fetched(files[0].parent, origin, repository, absent)
+    file = root / wanted
+    return file, Fetched(file.parent, origin, repository, absent)
 
 
 def _files_of_gguf(repository: Repository, repo: str, wanted: str) -> set[str]:

@@ -1,11 +1,51 @@
-"""Reads numbers of metadata and configs, where anything may stand."""
+"""Holds what the metadata of a GGUF file says: strings as they are stored, and its numbers.
+
+Anything may stand in a file. A number that is none, or is beyond sense, is read as if it were
+absent.
+"""
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
+
+_LENGTH: Final = struct.Struct("<Q")
 
 _LARGEST: Final = 2**24
 """Larger than any count or size of a model."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The strings of an array, as a file has them: hundreds of thousands, in a vocabulary.
+
+    Attributes:
+        content: the strings, each behind its length in 8 bytes.
+        count: the number of strings.
+    """
+
+    content: bytes
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the strings. What is not UTF-8 in them is replaced."""
+        for text in self.encoded():
+            yield text.decode(errors="replace")
+
+    def encoded(self) -> list[bytes]:
+        """Returns the strings as they are in the file."""
+        content = self.content
+        found = []
+        stop = 0
+        for _ in range(self.count):
+            [length] = _LENGTH.unpack_from(content, stop)
+            start = stop + 8
+            stop = start + length
+            found.append(content[start:stop])
+        return found
 
 
 def positive(values: Mapping[str, Any], key: str) -> int | None:

@@ -6,17 +6,19 @@ tensors, also with `*` for the number of a layer. It adds to the config.
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from nf4conv.sources.gguf.numbers import counts_of, positive, shortest
+from nf4conv.sources.gguf.metadata import counts_of, positive, shortest
+
+Sizes: TypeAlias = Mapping[str, Any]
+Names: TypeAlias = Collection[str]
+Config: TypeAlias = dict[str, Any]
 
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3_text": 62}
 """Layers of the models whose queries are scaled by another number than the size of a head."""
 
 
-def add_scale_of_gemma(
-    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_scale_of_gemma(_sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds by what queries of Gemma 2 and 3 are scaled, which llama.cpp knows by the layers.
 
     Source: load_arch_hparams of llama.cpp's models gemma2.cpp and gemma3.cpp.
@@ -30,9 +32,7 @@ def add_scale_of_gemma(
     config["query_pre_attn_scalar"] = scale
 
 
-def add_layer_types(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_layer_types(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds which layers attend to a window alone."""
     pattern = sizes.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
@@ -41,16 +41,12 @@ def add_layer_types(
     config["layer_types"] = [kinds[bool(is_sliding)] for is_sliding in pattern]
 
 
-def add_no_window(
-    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_no_window(_sizes: Sizes, _names: Names, config: Config) -> None:
     """Says that there is no window, where transformers would take one for granted."""
     config.setdefault("sliding_window", None)
 
 
-def add_sparsity_of_activations(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_sparsity_of_activations(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds what Gemma 3n says layer by layer: widths, and the share of activations that are 0.
 
     llama.cpp stores that share as the quantile of the normal distribution.
@@ -66,9 +62,7 @@ def add_sparsity_of_activations(
         config["activation_sparsity_pattern"] = [round(share, 6) for share in shares]
 
 
-def add_heads_of_gemma_4(
-    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_heads_of_gemma_4(sizes: Sizes, names: Names, config: Config) -> None:
     """Adds the heads of keys of each kind of layer, and whether keys serve as values, too.
 
     The file has no values of layers in which they do.
@@ -100,9 +94,7 @@ def add_heads_of_gemma_4(
         config["use_double_wide_mlp"] = False
 
 
-def add_sizes_of_latents(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_sizes_of_latents(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds the sizes of DeepSeek's heads, which llama.cpp counts otherwise.
 
     Source: DeepseekV2Model of llama.cpp's converter. Files before April 2025 lack the keys that end
@@ -131,9 +123,7 @@ def add_sizes_of_latents(
         config["topk_method"] = "group_limited_greedy"
 
 
-def add_sizes_of_minicpm(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_sizes_of_minicpm(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds the sizes of MiniCPM 3's heads; the size of values is the default of llama.cpp."""
     config.pop("partial_rotary_factor", None)
     key = positive(sizes, "attention.key_length")
@@ -146,9 +136,7 @@ def add_sizes_of_minicpm(
         config["v_head_dim"] = hidden // heads
 
 
-def add_norm_of_queries(
-    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_norm_of_queries(_sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds whether Llama 4 normalizes queries and keys, which llama.cpp knows by the experts.
 
     Source: load_arch_hparams of llama.cpp's model llama4.cpp: Maverick, of 128, does not.
@@ -156,17 +144,13 @@ def add_norm_of_queries(
     config["use_qk_norm"] = config.get("num_local_experts") != 128
 
 
-def add_rounding_of_yarn(
-    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_rounding_of_yarn(_sizes: Sizes, _names: Names, config: Config) -> None:
     """Says that gpt-oss does not round the bounds between which YaRN fades."""
     if "rope_scaling" in config:
         config["rope_scaling"]["truncate"] = False
 
 
-def add_scaling_of_ministral(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_scaling_of_ministral(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds how Ministral 3 stretches rotary embeddings and scales queries by their position.
 
     Source: Ministral3Model of llama.cpp's converter, which leaves out mscale. It equals
@@ -186,9 +170,7 @@ def add_scaling_of_ministral(
     }
 
 
-def add_layers_with_attention(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_layers_with_attention(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds which layers of LFM2 have attention: those with heads of keys."""
     heads = counts_of(sizes, "attention.head_count_kv")
     types = ["full_attention" if count else "conv" for count in heads]
@@ -196,9 +178,7 @@ def add_layers_with_attention(
     config["num_key_value_heads"] = max(heads, default=0)
 
 
-def add_layers_of_jamba(
-    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_layers_of_jamba(sizes: Sizes, names: Names, config: Config) -> None:
     """Adds every how many layers Jamba has attention, and every how many experts."""
     heads = counts_of(sizes, "attention.head_count_kv")
     config["num_key_value_heads"] = max(heads, default=0)
@@ -216,9 +196,7 @@ def add_layers_of_jamba(
         config[f"{kind}_layer_period"] = following - layers[0]
 
 
-def add_layers_of_granite(
-    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_layers_of_granite(sizes: Sizes, names: Names, config: Config) -> None:
     """Adds which layers of Granite 4 have attention, and the sizes of the others' states.
 
     Only models without rotary embeddings have such layers: llama.cpp says so by
@@ -239,9 +217,7 @@ def add_layers_of_granite(
         config["mamba_expand"] = width // hidden
 
 
-def add_layers_of_bamba(
-    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_layers_of_bamba(sizes: Sizes, names: Names, config: Config) -> None:
     """Adds which layers of Bamba have attention, and the sizes of the others' states."""
     add_layers_of_granite(sizes, names, config)
     types = config.pop("layer_types")
@@ -251,9 +227,7 @@ def add_layers_of_bamba(
     del config["position_embedding_type"]
 
 
-def add_heads_of_states(
-    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_heads_of_states(sizes: Sizes, names: Names, config: Config) -> None:
     """Adds the sizes of Mamba 2's heads."""
     width = positive(sizes, "ssm.inner_size")
     heads = positive(sizes, "ssm.time_step_rank")
@@ -265,9 +239,7 @@ def add_heads_of_states(
     config["use_conv_bias"] = "blk.*.ssm_conv1d.bias" in names
 
 
-def add_linear_attention(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_linear_attention(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds which layers of Qwen3-Next have linear attention, and the size of its values."""
     width = positive(sizes, "ssm.inner_size")
     heads = positive(sizes, "ssm.time_step_rank")
@@ -279,9 +251,7 @@ def add_linear_attention(
         config["layer_types"] = types[: positive(config, "num_hidden_layers")]
 
 
-def add_size_of_heads(
-    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_size_of_heads(_sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds the size of a head of GLM, which the converter takes for granted (ChatGLMModel)."""
     heads = positive(config, "num_attention_heads")
     hidden = positive(config, "hidden_size")
@@ -289,9 +259,7 @@ def add_size_of_heads(
         config["head_dim"] = hidden // heads
 
 
-def add_full_rotation(
-    _sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_full_rotation(_sizes: Sizes, _names: Names, config: Config) -> None:
     """Has transformers rotate all of a head of Solar Open, which is its default.
 
     The metadata may say a half: the converter writes that, as for GLM, for a config without it.
@@ -299,9 +267,7 @@ def add_full_rotation(
     config.pop("partial_rotary_factor", None)
 
 
-def add_kinds_of_networks(
-    _sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_kinds_of_networks(_sizes: Sizes, names: Names, config: Config) -> None:
     """Adds which layers have experts: those with a router."""
     kinds = []
     for layer in _layers(names, config):
@@ -310,17 +276,13 @@ def add_kinds_of_networks(
     config["mlp_layer_types"] = kinds
 
 
-def add_choice_of_experts(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_choice_of_experts(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds by which function Cohere's router chooses (ExpertGatingFuncType in gguf's constants)."""
     is_sigmoid = sizes.get("expert_gating_func") == 2
     config["expert_selection_fn"] = "sigmoid" if is_sigmoid else "softmax"
 
 
-def add_rotation_of_each_kind(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_rotation_of_each_kind(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds by which base each kind of Mellum's layers is rotated."""
     rotations = {}
     for kind, key in (
@@ -335,9 +297,7 @@ def add_rotation_of_each_kind(
         config["rope_parameters"] = rotations
 
 
-def add_kinds_of_indexers(
-    sizes: Mapping[str, Any], _names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_kinds_of_indexers(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds which layers of GLM-5 choose tokens themselves, and which share a choice."""
     own = sizes.get("attention.indexer.types")
     if isinstance(own, list):
@@ -345,9 +305,7 @@ def add_kinds_of_indexers(
         config["indexer_types"] = kinds[: positive(config, "num_hidden_layers")]
 
 
-def add_layers_of_nemotron(
-    sizes: Mapping[str, Any], names: Collection[str], config: dict[str, Any]
-) -> None:
+def add_layers_of_nemotron(sizes: Sizes, names: Names, config: Config) -> None:
     """Adds what each layer of Nemotron-H is, and the sizes of its states and heads."""
     kinds = []
     for layer in _layers(names, config):
@@ -370,7 +328,7 @@ def add_layers_of_nemotron(
     config.pop("partial_rotary_factor", None)
 
 
-def _layers(names: Collection[str], config: Mapping[str, Any]) -> range:
+def _layers(names: Names, config: Config) -> range:
     """Returns the numbers of the layers, of which a file has no more than tensors."""
     layers = positive(config, "num_hidden_layers") or 0
     return range(min(layers, len(names)))

@@ -1,18 +1,17 @@
 """Puts tensors together that are several in the file and one in transformers.
 
 Each function undoes what a class of llama.cpp's converter did, which its docstring names. It gets
-the tensors in the order of `Join.parts`, and the sizes of the metadata by their keys without the
-architecture's name.
+the tensors in the order in which families.toml names them, and the sizes of the metadata by their
+keys without the architecture's name.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 from nf4conv.format.gguf import NEGATIVE_EXP, ROTARY, TILED, TRANSPOSED
-from nf4conv.sources.gguf.families.family import Piece, Stack
 from nf4conv.sources.gguf.header import GgufTensor
-from nf4conv.sources.gguf.numbers import positive
+from nf4conv.sources.gguf.metadata import positive
 
 Parts: TypeAlias = Sequence[GgufTensor]
 """The tensors of a file that are one in transformers."""
@@ -22,6 +21,40 @@ Sizes: TypeAlias = Mapping[str, Any]
 
 _MOST_GROUPS: Final = 2**16
 """Experts or heads of a layer, many more than any model has."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor of the file.
+
+    Attributes:
+        tensor: the part.
+        change: what the converter did to it, a word of format/gguf.py; None if nothing.
+        heads: the number of heads that the change moves rows or columns of; of TILED, of key heads.
+        shared: the number of value heads that share a key head, for TILED.
+    """
+
+    tensor: GgufTensor
+    change: str | None = None
+    heads: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor of transformers that is put together from pieces.
+
+    Attributes:
+        groups: the matrices of each expert or head, whose rows follow each other.
+        shape: the shape of the tensor.
+        is_transposed: True if it has the transpose of each group.
+        is_interleaved: True if the rows of the matrices of a group alternate.
+    """
+
+    groups: tuple[tuple[Piece, ...], ...]
+    shape: tuple[int, ...]
+    is_transposed: bool = False
+    is_interleaved: bool = False
 
 
 def join_experts(parts: Parts, _sizes: Sizes) -> Stack:
