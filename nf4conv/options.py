@@ -80,15 +80,6 @@ class SourceOptions(Checked):
             metavar="NAME",
         ),
     ] = None
-    mmproj: Annotated[
-        str | None,
-        Option(
-            Group.SOURCE,
-            "For a GGUF file: read the tower that sees or hears from this one; needs "
-            "--config-from.",
-            metavar="FILE",
-        ),
-    ] = None
     config_from: Annotated[
         str | None,
         Option(
@@ -546,7 +537,6 @@ class EvaluateOptions(SourceOptions):
         ),
     ] = field(default=None, repr=False, compare=False)
     gguf_file: str | None = field(default=None, init=False)
-    mmproj: str | None = field(default=None, init=False)
     config_from: str | None = field(default=None, init=False)
     stream: bool = field(default=False, init=False)
 
