@@ -311,14 +311,6 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
             metavar="ADAPTER",
         ),
     ] = ()
-    single_file: Annotated[
-        bool,
-        Option(
-            Group.RESULT,
-            "Make OUT one file for ComfyUI and Forge, with the tensor names of the model's "
-            "authors.",
-        ),
-    ] = False
     quant_storage: Annotated[
         QuantStorage | None,
         Option(

@@ -44,6 +44,8 @@ GONE_OPTIONS: dict[str, str] = {
     "non_finite": "weights with NaN or infinity are refused",
     "skip_modules": "--exclude keeps the same tensors",
     "quantize_towers": "--include packs them",
+    "lora_experts": "the adapter says its order",
+    "single_file": "authors publish such files",
 }
 
 

@@ -26,7 +26,7 @@ def check_request(source: Source, options: QuantizeOptions) -> list[Text]:
     if options.scales == "absmax":
         raise PlanError("--scales absmax does not go with --calibrate, which chooses all scales")
     config = source.config
-    if options.single_file or (config or {}).get("_class_name"):
+    if (config or {}).get("_class_name"):
         raise PlanError(
             f"{source}: --calibrate is for models of transformers; --scales search needs no text"
         )

@@ -1,9 +1,9 @@
 """Chooses everything about the quantization of one checkpoint: what is packed, how, what stays."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from nf4conv.choose.decisions import Keep, Selection
+from nf4conv.choose.decisions import Selection
 from nf4conv.choose.formats import choose_dtype, choose_format, without_odd_sizes
 from nf4conv.choose.selection import select
 from nf4conv.choose.unchanged import Stored, weights_that_stay
@@ -40,20 +40,5 @@ def choose(source: Source, options: QuantizeOptions) -> Choice:
     dtype = choose_dtype(source, selection, options)
     format = choose_format(source, dtype, options)
     selection = without_odd_sizes(source, selection, format)
-    if options.single_file:
-        selection = _kept_as_stored(selection)
     unchanged = weights_that_stay(source, selection.decisions, format, options)
     return Choice(selection, format, unchanged)
-
-
-def _kept_as_stored(selection: Selection) -> Selection:
-    """Keeps the dtypes of all tensors that are not packed.
-
-    Image tools load single files. Their float32 tensors, such as those of a VAE, are float32 for a
-    reason.
-    """
-    decisions = dict(selection.decisions)
-    for name, decision in decisions.items():
-        if isinstance(decision, Keep):
-            decisions[name] = decision._replace(keep_dtype=True)
-    return replace(selection, decisions=decisions)

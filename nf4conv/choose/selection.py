@@ -64,7 +64,7 @@ def select(
     evidence = Evidence.gather(tensors, config)
     experts = Experts.gather(tensors, config)
     moe = options.moe
-    if moe is None and experts.packs_by_default(options):
+    if moe is None and experts.packs_by_default():
         moe = "packed"
     names = ModuleNames.of(config)
     decisions: dict[str, Pack | Keep] = {}

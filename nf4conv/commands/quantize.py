@@ -144,11 +144,6 @@ def plan_quantization(
     try:
         plan = plan_checkpoint(source, options, where, is_public=is_public)
     except DiffusersFolderError as error:
-        if options.single_file:
-            raise PlanError(
-                f"{source}: --single-file is for one part of a diffusers pipeline: "
-                f"--subfolder transformer, or unet"
-            ) from error
         if options.calibrate:
             raise PlanError(
                 f"{source}: --calibrate is for models of transformers, one at a time: for a text "

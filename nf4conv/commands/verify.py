@@ -35,7 +35,6 @@ from nf4conv.run.checkpoint import ignore
 from nf4conv.run.verifying import verify_values
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
-from nf4conv.sources.diffusers.original_names import with_original_names
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.source import Source
@@ -238,8 +237,6 @@ def _plan_checkpoint(
     opened = None
     if source is not None:
         opened = open_merged(source, where, options.lora)
-        if Path(path).is_file():
-            opened = with_original_names(opened, among=structure.weights)
     return _plan_pairs(Path(path), structure, config, opened, options)
 
 

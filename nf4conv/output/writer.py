@@ -6,7 +6,7 @@ fsync and the final name.
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from nf4conv.errors import OutputError, named
@@ -78,17 +78,13 @@ class ShardWriter:
                 position += count
 
     def finish(
-        self,
-        entries: Iterable[tuple[str, str, tuple[int, ...], int, int]],
-        tail: bytes,
-        metadata: Mapping[str, str] | None = None,
+        self, entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], tail: bytes
     ) -> int:
         """Writes what is left, syncs and checks the file, and gives it its final name.
 
         Args:
             entries: (name, dtype, shape, start, stop) of every tensor, those of the tail included.
             tail: bytes to append to the data.
-            metadata: texts that the header holds, by name; room for them was reserved.
 
         Returns:
             The file's size in bytes.
@@ -97,7 +93,7 @@ class ShardWriter:
             OutputError: the disk is full or failing, or the file read back is not what was written.
         """
         entries = list(entries)
-        header = build_header(entries, reserve=self._header_size, metadata=metadata)
+        header = build_header(entries, reserve=self._header_size)
         if len(header) != self._header_size:
             raise AssertionError(
                 f"{self._final}: header of {len(header)} bytes, {self._header_size} were reserved"

@@ -92,8 +92,6 @@ def _require_divisible(plan: WritingPlan, run: RunOptions, asked_by: str) -> Non
             f"{asked_by} does not go with --calibrate: what goes into a block comes from all "
             f"blocks before it, so one process on one device calibrates them all"
         )
-    if plan.options.single_file:
-        raise PlanError(f"{asked_by} does not go with --single-file: one file has no parts")
 
 
 def number_of(part: str) -> tuple[int, int]:

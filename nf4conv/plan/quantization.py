@@ -58,11 +58,6 @@ class QuantizationPlan(WritingPlan):
         """Returns True if any part of the plan packs a weight."""
         return any(isinstance(job, PackJob) for job in self.whole.jobs)
 
-    @property
-    def is_single_file(self) -> bool:
-        """Returns True if its only file is the whole result, with the record in its header."""
-        return self.options.single_file
-
     def decided(self) -> dict[str, Any]:
         """Returns what was found while planning and must be found again when a run resumes."""
         if self.calibration is None:
@@ -149,7 +144,7 @@ def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
         *_notes_on_few_bits(output),
         *notes_on_links(source),
     )
-    if source.config is None and not options.single_file:
+    if source.config is None:
         notes = (NO_CONFIG, *notes)
     return QuantizationPlan(options, source, output, config, notes)
 

@@ -143,11 +143,6 @@ class WritingPlan:
         """Returns the output files of all parts."""
         return self.output if self.part is None else self.part.whole
 
-    @property
-    def is_single_file(self) -> bool:
-        """Returns True if its only file is the whole result, with the record in its header."""
-        return False
-
     def decided(self) -> dict[str, Any]:
         """Returns what decides the result's bytes beside source and options, as JSON values."""
         return {}

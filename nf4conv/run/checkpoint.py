@@ -1,6 +1,5 @@
 """Carries out the plan of one checkpoint: opens devices and the folder, has it filled, reports."""
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from nf4conv.run.device.choice import Devices
 from nf4conv.run.filling import Card, Filling, verification_of
 from nf4conv.run.loop import MemoryUse, Pipeline, make_pipeline
 from nf4conv.run.writing import writing_devices
-from nf4conv.sources.record import for_header
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.unfinished import finished_shards
 
@@ -67,8 +65,6 @@ def write_checkpoint(
     """
     started = time.perf_counter()
     require_apart(plan.source.folder, out)
-    if plan.is_single_file:
-        plan = _with_room_for_record(plan)
     kept = _kept_bytes(plan, out, run)
     progress(kept)  # at once: importing torch may take longer than all else
     devices = writing_devices(plan.output, run)
@@ -111,15 +107,6 @@ def _kept_bytes(plan: WritingPlan, out: Path, run: RunOptions) -> int:
         return 0
     shards = {shard.name: shard for shard in plan.output.shards}
     return sum(shards[name].source_bytes for name in finished_shards(out, shards))
-
-
-def _with_room_for_record(plan: PlanT) -> PlanT:
-    """Returns the plan of a single file whose header has room for the record."""
-    record = {**plan.record, "verified": VerificationSummary.LONGEST_RECORD}
-    room = len(json.dumps(for_header(record)))
-    [shard] = plan.output.shards
-    larger = replace(shard, header_size=shard.header_size + room + -room % 8)
-    return replace(plan, output=replace(plan.output, shards=(larger,)))
 
 
 def ignore(count: int) -> None:

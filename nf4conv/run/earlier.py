@@ -4,7 +4,6 @@ import json
 import logging
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results.runs import RunReport
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import Written
-from nf4conv.sources.record import MAKING, read_record, record_in_header
+from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.names import FolderNames
 
@@ -94,32 +93,6 @@ def find_earlier(
     size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
     _log.info("%s is complete already: nothing to compute", out)
     return Written(_report(plan, out, size), verification if run.verify else None)
-
-
-def find_earlier_file(plan: WritingPlan, out: Path, run: RunOptions) -> Written | None:
-    """Returns what an earlier run has made, if a single file is the plan's result already.
-
-    Args:
-        plan: plan of a single file.
-        out: the file.
-        run: what this run asks for.
-
-    Raises:
-        OutputError: the file is the result of another job, is damaged, or lacks what this run asks
-            for.
-        VerificationError: the result was verified, and is farther off than this run allows.
-    """
-    record = record_in_header(out)
-    if record is None:
-        return None
-    verification = VerificationSummary.from_record(record.pop("verified", None))
-    record.pop("calibrated", None)
-    _require_same(record, plan.record, out)
-    [shard] = plan.output.shards
-    require_planned(out.parent, [replace(shard, name=out.name)])
-    _require_enough(run, verification, out)
-    found = _report(plan, out, out.stat().st_size)
-    return Written(found, verification if run.verify else None)
 
 
 def _report(plan: WritingPlan, out: Path, bytes_after: int) -> RunReport:

@@ -32,7 +32,6 @@ from nf4conv.run.loop import Pipeline, Task
 from nf4conv.run.shards import ShardProgress, ShardTask, streamed
 from nf4conv.run.writing import writing_tasks
 from nf4conv.sources.reader import Reader
-from nf4conv.sources.record import for_header
 from nf4conv.system.files import let_go
 from nf4conv.system.memory import total_memory
 
@@ -136,18 +135,8 @@ class Filling:
         writers.callback(writer.close)
         audit = self._audit()
         finished = partial(self._finish_shard, shard, writer, audit)
-        metadata = partial(self._metadata, audit) if self.plan.is_single_file else None
-        progress = ShardProgress(
-            shard, self.plan.output.format, writer, finished, audit, reader, metadata
-        )
+        progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit, reader)
         return writing_tasks(progress, self.devices, self.pipeline.piece)
-
-    def _metadata(self, audit: "AuditOfWritten | None") -> dict[str, str]:
-        """Returns the record of a single file, all of which has been written and looked at."""
-        record = dict(self.plan.record)
-        if audit is not None:
-            record["verified"] = audit.summary().to_record()
-        return for_header(record)
 
     def _audit(self) -> "AuditOfWritten | None":
         """Returns what looks at everything that is written to a shard, if anything does."""

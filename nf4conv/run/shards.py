@@ -72,7 +72,6 @@ class ShardProgress:
         finished: called with the size of the file once it is complete.
         audit: what looks at everything that has been written; None for nothing.
         reader: by which the audit reads the file.
-        metadata: returns what the file's header says of its making; None for nothing.
     """
 
     shard: Shard
@@ -81,7 +80,6 @@ class ShardProgress:
     finished: Callable[[int], None]
     audit: Audit | None = None
     reader: Reader | None = None
-    metadata: Callable[[], Mapping[str, str]] | None = None
     _blobs: dict[str, bytes] = field(default_factory=dict)
     _left: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -130,8 +128,7 @@ class ShardProgress:
         if self.reader is not None:
             # the audit has left it open, and Windows gives no open file another name
             self.reader.forget(self.writer.place(0)[0])
-        metadata = None if self.metadata is None else self.metadata()
-        self.finished(self.writer.finish(entries, bytes(tail), metadata))
+        self.finished(self.writer.finish(entries, bytes(tail)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ JSON may be padded with spaces (https://github.com/huggingface/safetensors#forma
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -53,25 +53,6 @@ def read_header(path: Path) -> tuple[TensorInfo, ...]:
         stop = header_stop(path, file.read(LENGTH_BYTES), size)
         raw = file.read(stop - LENGTH_BYTES)
     return parse_header(raw, path, size)
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """Returns the metadata in the header of a safetensors file: texts by name.
-
-    Raises:
-        SourceError: the file is missing, unreadable, truncated or malformed.
-    """
-    with named(path, SourceError), path.open("rb") as file:
-        stop = header_stop(path, file.read(LENGTH_BYTES), path.stat().st_size)
-        raw = file.read(stop - LENGTH_BYTES)
-    try:
-        table = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: the safetensors header is malformed: {error}") from error
-    found = table.get(METADATA_KEY) if isinstance(table, dict) else None
-    if not isinstance(found, dict):
-        return {}
-    return {name: text for name, text in found.items() if isinstance(text, str)}
 
 
 def header_stop(path: Path, head: bytes, size: int) -> int:
@@ -253,7 +234,6 @@ def _check_coverage(path: Path, tensors: list[TensorInfo], data_start: int, size
 def build_header(
     entries: Iterable[tuple[str, str, tuple[int, ...], int, int]],
     reserve: int = 0,
-    metadata: Mapping[str, str] | None = None,
 ) -> bytes:
     """Returns the first bytes of a safetensors file: the length of the header, and the header.
 
@@ -261,9 +241,8 @@ def build_header(
         entries: (name, dtype, shape, start, stop) of each tensor; start and stop are bytes, counted
             from the end of the header.
         reserve: bytes that the result has at least; it is padded with spaces.
-        metadata: texts that the header holds beside the format, by name.
     """
-    table: dict[str, object] = {METADATA_KEY: {"format": "pt", **(metadata or {})}}
+    table: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
     for name, dtype, shape, start, stop in entries:
         table[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
     raw = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()

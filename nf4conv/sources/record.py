@@ -15,8 +15,6 @@ It holds no path and no time, so that equal runs write equal bytes.
                       adapters          that were merged into it
     verified          with --verify: what was measured
 
-A single file (`quantize --single-file`) has the same in its header, as metadata "nf4conv.json".
-
 By it, a rerun of a finished job knows that there is nothing left to do. Release 0.1.0 wrote schema
 1, which has neither weights nor not_packed: its options hold what was decided for all weights.
 """
@@ -32,8 +30,7 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError, named
 from nf4conv.format.codebook import RECORDED_SCALES
-from nf4conv.sources.header import read_metadata
-from nf4conv.sources.reader import each, parse_object, read_json
+from nf4conv.sources.reader import each, read_json
 from nf4conv.sources.source import AdapterFiles, Source
 from nf4conv.system.files import read_at
 
@@ -151,35 +148,17 @@ def read_record(place: Path) -> dict[str, Any] | None:
     """Returns what a checkpoint says about its making; None if there is no record to be read.
 
     Args:
-        place: the folder of the checkpoint; or its only file, whose header then has the record.
+        place: the folder of the checkpoint, or its only file.
     """
     try:
         if place.is_file():
-            return record_in_header(place) or read_record(place.parent)
+            return read_record(place.parent)
         path = place / MAKING
         if not path.is_file():
             return None
         return _checked(read_json(path, _LARGEST))
     except (OSError, SourceError):
         return None
-
-
-def record_in_header(file: Path) -> dict[str, Any] | None:
-    """Returns what the header of a weight file says about its making; None if it says nothing."""
-    try:
-        if not file.is_file():  # reading a pipe would wait for somebody to write into it
-            return None
-        text = read_metadata(file).get(MAKING, "")
-        if len(text) > _LARGEST:
-            return None
-        return _checked(parse_object(file, text))
-    except (OSError, SourceError):
-        return None
-
-
-def for_header(record: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the metadata by which the header of a weight file holds a record."""
-    return {MAKING: json.dumps(record)}
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any] | None:

@@ -282,15 +282,6 @@ def test_the_command_line_refuses_in_one_line(tmp_path):
     assert "experts.3.down_proj.weight is missing" in done.stderr
 
 
-@pytest.mark.parametrize("moe", [None, "packed"])
-def test_a_mixture_is_no_single_file_for_image_tools(moe, tmp_path):
-    source = write(tmp_path / "source", "qwen2_moe")
-    options = QuantizeOptions(single_file=True, moe=moe)
-    with pytest.raises(PlanError, match="--single-file writes the names that image tools read"):
-        quantize_checkpoint(source, tmp_path / "out.safetensors", options, CPU)
-    assert not (tmp_path / "out.safetensors").exists()
-
-
 # --- ways to run ----------------------------------------------------------------------------------
 
 SMALL = QuantizeOptions(max_shard_size=20_000)

@@ -76,20 +76,6 @@ def test_the_line_that_pushes_a_folder(tmp_path: Path, hub: Hub):
     assert pushed == contents(folder / "out")
 
 
-def test_the_line_that_pushes_a_file(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch):
-    from test_single_file import write
-
-    monkeypatch.chdir(tmp_path)
-    source = write(tmp_path / "source", "flux")
-    arguments = ["quantize", str(source), "my flux.safetensors", "--single-file", "--device", "cpu"]
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 0, done.output
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("push: ")]
-    run_push(line.removeprefix("push: "), tmp_path)
-    pushed = hub.repos["me/my-flux"].files
-    assert pushed["my flux.safetensors"] == (tmp_path / "my flux.safetensors").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("name", "repo"),
     [

@@ -341,14 +341,6 @@ def test_what_does_not_go_with_parts_is_refused(source: Path, tmp_path: Path, ca
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_single_file_has_no_parts(source: Path):
-    plan = plan_quantization(source, OPTIONS)
-    with pytest.raises(
-        PlanError, match="--part does not go with --single-file: one file has no parts"
-    ):
-        plan_part(replace(plan, options=replace(OPTIONS, single_file=True)), RunOptions(part="1/2"))
-
-
 def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Path):
     arguments = [
         "quantize",

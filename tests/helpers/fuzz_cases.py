@@ -185,33 +185,6 @@ def tamper(chosen: random.Random, folder: Path, work: Path) -> None:
     victim.symlink_to(work / "beside" / name)
 
 
-def single_file_case(chosen: random.Random, whole: Path, work: Path) -> Case:
-    out = work / "out"
-    shutil.copytree(whole / "out", out)
-    made = out / "nf4.safetensors"
-    original = whole / "source/original.safetensors"
-    if chosen.random() < 0.5:
-        mutate_checkpoint(chosen, out)
-        again = ["quantize", original, made, "--single-file"]
-        commands: list[list[object]] = [
-            again,
-            [*again, "--overwrite"],
-            ["verify", made],
-            ["verify", made, "--source", original, "--exact"],
-            ["inspect", made],
-            ["dequantize", made, work / "new"],
-        ]
-        words = chosen.choice(commands)
-        place = work / "new" if words[0] == "dequantize" else out
-        return Case(words, place, partial(passes_verify, words, place))
-    made.unlink()
-    (work / "source").mkdir()
-    source = Path(shutil.copy(original, work / "source"))
-    mutate_checkpoint(chosen, source.parent)
-    more = [option for option in ("--scales=search", "--verify") if chosen.random() < 0.2]
-    return Case(["quantize", source, made, "--single-file", *more], out)
-
-
 # --- models that run ------------------------------------------------------------------------------
 
 
@@ -324,7 +297,6 @@ KINDS: dict[str, Kind] = {
     "unfinished result": Kind(templates.unfinished, unfinished_case),
     "records of a run": Kind(templates.unfinished, unfinished_case),
     "flips under --exact": Kind(templates.finished, exact_case),
-    "single file": Kind(templates.single_file, single_file_case),
     "evaluate": Kind(templates.runnable, evaluate_case),
     "calibrate": Kind(templates.runnable, calibrate_case),
     "bytes of GGUF": Kind(write_files, bytes_case),

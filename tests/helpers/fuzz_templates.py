@@ -235,23 +235,6 @@ def unfinished(folder: Path) -> None:
     assert not (folder / "interrupted/config.json").exists()
 
 
-def single_file(folder: Path) -> None:
-    """Writes a file as image tools have them, and its 4-bit form."""
-    (folder / "source").mkdir(parents=True)
-    shapes = {
-        "double_blocks.0.img_attn.qkv": (192, 64),
-        "single_blocks.1.linear1": (448, 64),
-        "img_in": (64, 64),
-        "final_layer.linear": (64, 64),
-    }
-    tensors = {f"{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-    save_file(tensors, folder / "source/original.safetensors")
-    (folder / "out").mkdir()
-    made = folder / "out/nf4.safetensors"
-    done("quantize", folder / "source/original.safetensors", made, "--single-file")
-    shutil.copytree(folder / "out", folder / "expected")
-
-
 # --- models that run ------------------------------------------------------------------------------
 
 

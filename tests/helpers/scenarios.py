@@ -78,7 +78,6 @@ def scenario(name: str, folder: Path) -> Scenario:
         "push": pushing,
         "calibrated": calibrating,
         "experts": packing_experts,
-        "single-file": writing_one_file,
         "gguf": reading_gguf,
         "integers": decoding_integers,
     }
@@ -203,22 +202,6 @@ def packing_experts(folder: Path, _: Path) -> Scenario:
         quantize_checkpoint(source, out, options, RUN)
 
     return Scenario(pack)
-
-
-def writing_one_file(folder: Path, _: Path) -> Scenario:
-    source = folder / "image/original.safetensors"
-    source.parent.mkdir()
-    torch.manual_seed(0)
-    shapes = {"double_blocks.0.img_attn.qkv": (768, 256), "img_in": (64, 64)}
-    tensors = {f"{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-    save_file(tensors, source)
-    name = "nf4.safetensors"
-
-    def write(out: Path) -> None:
-        options = QuantizeOptions(single_file=True)
-        quantize_checkpoint(source, out / name, options, replace(RUN, checksum=False))
-
-    return Scenario(write, prepare=lambda out: out.mkdir(), mark=name)
 
 
 def reading_gguf(folder: Path, _: Path) -> Scenario:

@@ -46,7 +46,7 @@ def test_killed_at_any_operation_and_resumed_gives_the_same_bytes(tmp_path: Path
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     "scenario",
-    ["push", "experts", "single-file", "calibrated", "gguf", "integers"],
+    ["push", "experts", "calibrated", "gguf", "integers"],
 )
 def test_other_runs_that_are_killed_end_in_the_same_bytes(tmp_path: Path, scenario: str):
     interrupted(tmp_path, scenario, 5)

@@ -715,36 +715,6 @@ def test_what_importing_torch_took_is_said():
     )
 
 
-def test_tensors_that_are_joined(
-    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
-):
-    """As for image tools, which know Flux's q, k and v as one."""
-    block = "transformer_blocks.3"
-    tensors = {
-        f"{block}.attn.to_{part}.weight": torch.randn(64, 64, generator=GENERATOR).half()
-        for part in "qkv"
-    }
-    tensors[f"{block}.ff.net.2.weight"] = torch.randn(64, 256, generator=GENERATOR).half()
-    tensors["x_embedder.weight"] = torch.randn(64, 64, generator=GENERATOR).half()
-    source = write(tmp_path / "source", tensors)
-    (source / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
-    (source / "model.safetensors").rename(source / "diffusion_pytorch_model.safetensors")
-    options, bare, with_torch = (
-        QuantizeOptions(single_file=True),
-        tmp_path / "bare.safetensors",
-        tmp_path / "torch.safetensors",
-    )
-    by_torch(quantize_checkpoint, source, with_torch, options)
-    with monkeypatch.context() as patch:
-        asked = Asked(patch)
-        report = quantize_checkpoint(source, bare, options, MIXED)
-    assert bare.read_bytes() == with_torch.read_bytes()
-    assert asked.torch == {"double_blocks.3.img_attn.qkv.weight"}
-    assert asked.driver == {"double_blocks.3.img_mlp.2.weight"}
-    assert "1 of 3 tensors took torch (joined)" in report.notes
-    assert len(gpu) == 1
-
-
 def test_weights_in_4_bits_among_others(tmp_path: Path, gpu: list[DriverBackend]):
     """Weights that stay as they are divide the weights around them, which are packed."""
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(4)]

@@ -9,7 +9,6 @@ from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts.stacks import cut_stack, sizes_of
 from nf4conv.errors import PlanError
 from nf4conv.models.expert_layouts import FoundStack, find_stack, layouts_of, partner_names
-from nf4conv.options import QuantizeOptions
 from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
@@ -55,13 +54,13 @@ class Experts:
         match = SINGLE.match(name)
         return None if match is None else match[1]
 
-    def packs_by_default(self, options: QuantizeOptions) -> bool:
+    def packs_by_default(self) -> bool:
         """Returns True if experts are packed although the user does not ask for it.
 
         They are where they take most of the bytes, and where transformers 5 loads the result. A
-        source in 4 bits keeps its layout, and a file for image tools has no loader for experts.
+        source in 4 bits keeps its layout.
         """
-        if not PACKED_BY_DEFAULT or options.single_file or "model_type" not in self.config:
+        if not PACKED_BY_DEFAULT or "model_type" not in self.config:
             return False
         if not all(found.layout.has_loader for found in self.stacks.values()):
             return False

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from nf4conv.choose.experts.gathering import Experts
 from nf4conv.commands.quantizing.publishing import open_push, pushed
-from nf4conv.commands.quantizing.single_file import write_one_file
 from nf4conv.commands.quantizing.writing import write_one
 from nf4conv.errors import PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
@@ -45,14 +44,9 @@ def plan_checkpoint(
     """
     with uncollected():
         opened = _open(source, options, where)
-        if options.single_file:
-            from nf4conv.sources.diffusers import original_names  # few runs need to import it
-
-            opened = original_names.with_original_names(opened)
-            options = original_names.within_blocks(opened, options)
         if is_public and options.moe is None:
             experts = Experts.gather(opened.tensors, opened.config or {})
-            if experts.packs_by_default(options):
+            if experts.packs_by_default():
                 options = replace(options, moe="portable")
         front, complaints = _card_of(opened)
         plan = _planned(opened, options)
@@ -110,8 +104,6 @@ def execute_one(
             f"{plan.source}: no tensor of this checkpoint would be packed; "
             f"--dry-run shows why each is kept"
         )
-    if plan.options.single_file:
-        return write_one_file(plan, out, run, progress, push)
     with open_push(push, run) as repository:
         if repository is None:
             return write_one(plan, out, run, progress)

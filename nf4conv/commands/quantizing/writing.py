@@ -65,8 +65,8 @@ def _write(
 def _card(
     plan: QuantizationPlan, bytes_after: int, verified: VerificationSummary | None
 ) -> str | None:
-    """Writes the model card; None for a submodel or a single file."""
-    if plan.is_submodel or plan.options.single_file:
+    """Writes the model card; None for a submodel."""
+    if plan.is_submodel:
         return None
     from nf4conv.report.card.cards import model_card  # importing a reader of YAML takes a moment
     from nf4conv.report.card.subject import Figures  # importing a reader of YAML takes a moment

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,15 +167,6 @@ class VerificationSummary:
         weights: one row for each packed weight. Empty in a result that was complete before, because
             its nf4conv.json keeps only the sums.
     """
-
-    LONGEST_RECORD: ClassVar[Mapping[str, float]] = {
-        "packed": 10**15,
-        "copied": 10**15,
-        "largest_relative_error": 1.123456e-300,
-        "median_relative_error": 1.123456e-300,
-        "bytes_differing": 10**18,
-    }
-    """Takes at least as many bytes as any that `to_record` returns."""
 
     packed: int
     copied: int
