@@ -15,7 +15,7 @@ from nf4conv.errors import Nf4convError
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 
-from frozen import CASES, Workshop, digests, frozen
+from frozen import CASES, Workshop, digest, digests, frozen
 from inputs import SOURCES
 
 
@@ -34,6 +34,12 @@ DIFFERENCES: tuple[Difference, ...] = (
         "metadata without a licence left two lines of dashes at the end of the card",
     ),
 )
+
+# words of the card that are others today: those that cd7b292 wrote by them, each with its reason
+CARD_WORDS: dict[str, str] = {
+    "import nf4conv.inference.moe": "import nf4conv.moe",  # the loader belongs to a wing
+    "| in a vision or audio part |": "| in a vision or audio part (--quantize-towers packs it) |",
+}
 
 # cases that end with an error today, by globs of their names, each with its reason
 REFUSED: dict[str, str] = {}
@@ -66,7 +72,13 @@ def test_an_output_has_the_bytes_of_cd7b292(workshop: Workshop, name: str):
             workshop.output(name)
         return
     expected = dict(frozen()["outputs"][name])
-    found = digests(workshop.output(name))
+    output = workshop.output(name)
+    found = digests(output)
+    if "README.md" in found:
+        card = (output / "README.md").read_text(encoding="utf-8")
+        for today, before in CARD_WORDS.items():
+            card = card.replace(today, before)
+        found["README.md"] = digest(card.encode())
     for file, content in expected.items():
         if isinstance(content, dict):
             expected[file] = {key: one for key, one in content.items() if key not in GONE_OPTIONS}

@@ -159,7 +159,7 @@ class Workshop:
         """Returns the folder that a case writes."""
         if name not in self._places:
             case = CASES[name]
-            out = self.folder / _digest(name.encode()) / "model"
+            out = self.folder / digest(name.encode()) / "model"
             out.parent.mkdir()
             options = dict(case.options)
             if "lora" in options:
@@ -176,7 +176,7 @@ def _weights_of(source: Path) -> str:
     return str(file if file.exists() else source)
 
 
-def _digest(content: bytes) -> str:
+def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -193,7 +193,7 @@ def digests(folder: Path) -> dict[str, Any]:
         if path.name == RECORD:
             found |= {f"{name}: {key}": part for key, part in _of_record(path).items()}
         else:
-            found[name] = _digest(path.read_bytes())
+            found[name] = digest(path.read_bytes())
     return found
 
 
@@ -204,7 +204,7 @@ def _of_record(path: Path) -> dict[str, Any]:
         if key == "options":
             found[key] = {name: one for name, one in value.items() if one not in (None, False, [])}
         elif key != "version":
-            found[key] = _digest(json.dumps(value).encode())
+            found[key] = digest(json.dumps(value).encode())
     return found
 
 
