@@ -339,10 +339,6 @@ def test_env():
     assert run_json("env")["nf4conv"] == nf4conv.__version__
 
 
-def test_completion():
-    assert "_NF4CONV_COMPLETE=bash_complete" in run("completion", "bash").stdout
-
-
 def test_python_m(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """Calls the program's entrance, which ends its process with os._exit."""
     from nf4conv.__main__ import run as enter

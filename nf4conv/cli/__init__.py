@@ -7,7 +7,6 @@ program.py      defines the program: its commands in the order of use, and how i
 commands/       holds a module for each command
 options.py      declares the options that several commands share
 parameters.py   defines the types of arguments and options: sizes, places, dtypes
-config_file.py  takes options from a TOML file (--config)
 help.py         shows the options of a command in groups, and examples below them
 chosen.py       gathers the options that a user chose, and refuses options without effect
 display.py      shows results, notes and progress the way the user asked for

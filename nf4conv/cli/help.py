@@ -1,12 +1,10 @@
 """Shows the options of a command in groups, and examples below them."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from nf4conv.cli.config_file import take_options
 from nf4conv.declaring import Group
 
 
@@ -31,19 +29,6 @@ def option(
         attributes: what else `click.option` takes.
     """
     return click.option(*names, cls=GroupedOption, group=group, help=help, **attributes)
-
-
-def _config_option() -> GroupedOption:
-    """Declares --config, which click reads before the other options."""
-    return GroupedOption(
-        ["--config"],
-        group=Group.MACHINE,
-        type=click.Path(dir_okay=False, path_type=Path),
-        is_eager=True,
-        expose_value=False,
-        callback=take_options,
-        help="Take options from this TOML file; those on the command line win (docs/guide.md).",
-    )
 
 
 _OPTIONS_OF_OTHERS: Final = {
@@ -74,15 +59,7 @@ _OPTIONS_OF_OTHERS: Final = {
 
 
 class Command(click.Command):
-    """Is a command whose --help shows options in groups, and which knows options of other tools.
-
-    A command with options also has --config, which takes them from a file.
-    """
-
-    def __init__(self, *arguments: Any, **attributes: Any) -> None:
-        super().__init__(*arguments, **attributes)
-        if any(isinstance(parameter, GroupedOption) for parameter in self.params):
-            self.params.append(_config_option())
+    """Is a command whose --help shows options in groups, and which knows options of other tools."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the options; an error about one of another tool says what stands here for it."""

@@ -7,7 +7,6 @@ import click
 
 import nf4conv
 from nf4conv.cli.commands.compare import compare
-from nf4conv.cli.commands.completion import completion
 from nf4conv.cli.commands.dequantize import dequantize
 from nf4conv.cli.commands.env import env
 from nf4conv.cli.commands.evaluate import evaluate
@@ -54,6 +53,5 @@ for command in (
     dequantize,
     finish,
     env,
-    completion,
 ):
     main.add_command(command)

@@ -225,12 +225,6 @@ def test_a_pattern_that_matches_nothing_is_named(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(shell):
-    printed = run("completion", shell).stdout
-    assert "_NF4CONV_COMPLETE" in printed
-
-
 def test_paths_are_completed():
     words = {
         "COMP_WORDS": "nf4conv quantize ./Ll",

@@ -215,7 +215,7 @@ def test_a_system_that_starts_no_more_threads(
 def test_zero_characters_in_names(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ):
-    """No argument of a program can hold one, but those of the Python API and of --config can."""
+    """No argument of a program can hold one, but those of the Python API can."""
     monkeypatch.delenv("NF4CONV_DEBUG", raising=False)
     names = {"SRC": str(source), "OUT": str(tmp_path / "out")}
     done = command(*(names.get(word, word) for word in words))

@@ -8,5 +8,4 @@ evaluate.py     compares the predictions of two models
 dequantize.py   decodes a 4-bit checkpoint
 finish.py       completes an output folder that several runs have filled
 env.py          shows versions and the compute engine
-completion.py   prints the script with which a shell completes commands
 """
