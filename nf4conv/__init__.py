@@ -86,7 +86,6 @@ if TYPE_CHECKING:
     from nf4conv.plan.rows import PlanRow as PlanRow
     from nf4conv.plan.rows import QuantizationTotals as QuantizationTotals
     from nf4conv.report.as_json import to_json as to_json
-    from nf4conv.report.as_json import write_json as write_json
     from nf4conv.report.page import write_page as write_page
     from nf4conv.report.results.checks import ComparisonReport as ComparisonReport
     from nf4conv.report.results.checks import ComparisonSettings as ComparisonSettings
@@ -152,7 +151,7 @@ _NAMES_IN: Final = {
     "nf4conv.plan.parts": "plan_part",
     "nf4conv.plan.quantization": "QuantizationPlan",
     "nf4conv.plan.rows": "DequantizationTotals PlanKind PlanRow QuantizationTotals",
-    "nf4conv.report.as_json": "to_json write_json",
+    "nf4conv.report.as_json": "to_json",
     "nf4conv.report.page": "write_page",
     "nf4conv.report.results.checks": (
         "ComparisonReport ComparisonSettings VerifyReport VerifySettings"

@@ -263,7 +263,7 @@ def test_a_gguf_file_on_the_hub(tmp_path: Path, hub: Hub):
     hub.repos["me/models"] = Repo()
     hub.repos["me/models"].commit({"model.gguf": content})
     words = ("me/models", "--gguf-file", "model.gguf", "--cache-dir", tmp_path / "hub")
-    assert "self_attn.q_proj" in run("inspect", *words, "--all").stdout
+    assert "self_attn.q_proj" in run("inspect", *words, "--json").stdout
     assert not list((tmp_path / "hub").rglob("*.gguf"))
 
 

@@ -7,13 +7,11 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
 import nf4conv
-from nf4conv.cli.chosen import refuse_alone
 from nf4conv.report.text.terminal import coloured, show, tell_notes
 
 if TYPE_CHECKING:  # importing all of them would take a moment of every command
@@ -37,18 +35,14 @@ class Display:
 
     Attributes:
         as_json: True prints the result as JSON.
-        json_file: the file that gets the result as JSON, too.
         quiet: True prints no progress, no notes and no lines about the result.
         verbose: True lists every check, and tells on stderr what is done.
-        every: True lists every tensor.
         dry_run: True shows the plan and does not carry it out.
     """
 
     as_json: bool = False
-    json_file: Path | None = None
     quiet: bool = False
     verbose: bool = False
-    every: bool = False
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -56,9 +50,7 @@ class Display:
             raise click.UsageError("--quiet and --verbose contradict each other")
 
     def show(self, result: "Result", lines: Iterable[str]) -> None:
-        """Prints a result as JSON or as `lines`, and writes it to the file that was asked for."""
-        if self.json_file is not None:
-            nf4conv.write_json(result, self.json_file)
+        """Prints a result as JSON or as `lines`."""
         if self.as_json:
             click.echo(nf4conv.to_json(result), nl=False)
         elif not self.quiet:
@@ -70,11 +62,6 @@ class Display:
         """Prints notes on stderr."""
         if not self.quiet:
             tell_notes(notes)
-
-    def check_all(self) -> None:
-        """Refuses --all without --dry-run: a command that writes lists no tensors."""
-        if self.every and not self.dry_run:
-            refuse_alone("--all", needed="--dry-run")
 
 
 def silence_libraries() -> None:

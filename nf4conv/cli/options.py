@@ -1,10 +1,7 @@
 """Declares the options that say what a command shows, which are those of the command line alone."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeAlias
-
-import click
 
 from nf4conv.cli.help import option
 from nf4conv.cli.log import show_log
@@ -32,24 +29,12 @@ _dry_run_option = option(
 )
 
 
-def all_option(help: str) -> Declaration:
-    return option("--all", "every", group=Group.DISPLAY, is_flag=True, help=help)
-
-
-json_options = several(
-    option(
-        "--json",
-        "as_json",
-        group=Group.DISPLAY,
-        is_flag=True,
-        help="Print the result as JSON (docs/json.md).",
-    ),
-    option(
-        "--json-file",
-        group=Group.DISPLAY,
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="Write the same JSON to this file.",
-    ),
+json_option = option(
+    "--json",
+    "as_json",
+    group=Group.DISPLAY,
+    is_flag=True,
+    help="Print the result as JSON (docs/json.md).",
 )
 
 
@@ -74,8 +59,7 @@ verbose_log_option = verbose_option("Say what is done and how long it takes, on 
 # The options of a command that writes a checkpoint. They fill Display, as do all of this group.
 writing_display_options = several(
     _dry_run_option,
-    all_option("With --dry-run, list every tensor."),
-    json_options,
+    json_option,
     quiet_option("Show no progress and no summary."),
     verbose_log_option,
 )

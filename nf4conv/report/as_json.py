@@ -4,11 +4,9 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from nf4conv import __version__
-from nf4conv.output.writer import write_result
 from nf4conv.report.results.checks import ComparisonReport, VerifyReport
 from nf4conv.report.results.contents import Environment, Evaluation, Evaluations, Inspection
 from nf4conv.report.results.runs import FinishReport, PlanReport, RunReport
@@ -68,20 +66,3 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def write_json(result: Result, path: Path) -> None:
-    """Writes a result to a file, as JSON.
-
-    Args:
-        result: what a command returned.
-        path: the file. An existing one is replaced.
-
-    Raises:
-        OutputError: the disk is full or failing.
-
-    Example:
-        >>> report = nf4conv.verify_checkpoint("model-nf4", "model")
-        >>> nf4conv.write_json(report, Path("report.json"))
-    """
-    write_result(path, to_json(result).encode())

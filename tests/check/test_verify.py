@@ -500,13 +500,11 @@ def damaged(good: Path, tmp_path: Path) -> Path:
 
 def run_command(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]], str]:
     """Exit code, findings, and what was printed."""
-    report = folder.parent / "report.json"
-    done = CliRunner().invoke(
-        main, ["verify", str(folder), "--device", "cpu", "--json-file", str(report), *options]
-    )
+    words = ["verify", str(folder), "--device", "cpu", *options]
+    done = CliRunner().invoke(main, [*words, "--json"])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    found = json.loads(report.read_text())["findings"] if report.exists() else []
-    return done.exit_code, found, done.output
+    found = json.loads(done.stdout).get("findings", [])
+    return done.exit_code, found, CliRunner().invoke(main, words).output
 
 
 def assert_found(found: list[dict[str, Any]], check: str, name: str) -> None:

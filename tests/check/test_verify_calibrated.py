@@ -117,4 +117,4 @@ def test_bytes_that_were_not_recorded_are_a_fault(
         record["calibrated"]["blocks"] = [[1], {"gains": {FIRST: "1"}}, None]
     (damaged / "nf4conv.json").write_text(json.dumps(record))
     assert {check for check, _ in faults_of(damaged, model)} == {"calibrated"}
-    assert list(inspection_lines(nf4conv.inspect_checkpoint(damaged), None, every=False))
+    assert list(inspection_lines(nf4conv.inspect_checkpoint(damaged), None))

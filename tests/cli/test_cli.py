@@ -193,7 +193,6 @@ def test_short_names_of_dtypes(short, dtype):
     [
         (["--tolerance", "0.1"], "--tolerance means nothing without --verify"),
         (["--public"], "--public means nothing without --push-to-hub"),
-        (["--all"], "--all means nothing without --dry-run"),
         (["--revision", "main"], "--revision is about a model on the Hub, not about"),
         (["--config-from", "a/b"], "--config-from means nothing without a GGUF file"),
         (["--calibration-tokens", "1"], "--calibration-tokens means nothing without --calibrate"),
@@ -248,7 +247,7 @@ def test_env_says_who_would_compute():
 
 
 @pytest.mark.parametrize("command", ["quantize", "verify", "compare", "inspect", "env"])
-def test_json_has_one_head_in_all_commands_and_goes_to_a_file_too(tmp_path, command):
+def test_json_has_one_head_in_all_commands(tmp_path, command):
     source = write_source(tmp_path / "source")
     nf4conv.quantize_checkpoint(source, tmp_path / "packed", run=nf4conv.RunOptions(device="cpu"))
     arguments = {
@@ -258,10 +257,7 @@ def test_json_has_one_head_in_all_commands_and_goes_to_a_file_too(tmp_path, comm
         "inspect": [source],
         "env": [],
     }[command]
-    done = CliRunner().invoke(
-        main, [command, *map(str, arguments), "--json", "--json-file", str(tmp_path / "file.json")]
-    )
-    assert (tmp_path / "file.json").read_text() == done.stdout
+    done = CliRunner().invoke(main, [command, *map(str, arguments), "--json"])
     content = json.loads(done.stdout)
     head = {"schema_version": 1, "nf4conv": nf4conv.__version__, "command": command}
     assert dict(list(content.items())[:3]) == head
@@ -271,9 +267,9 @@ def test_no_line_is_wider_than_the_terminal(tmp_path):
     source = write_source(tmp_path / "source")
     plan = nf4conv.describe_plan(nf4conv.plan_quantization(source))
     inspection = nf4conv.inspect_checkpoint(source)
-    for lines in (plan_lines(plan, 60, every=True), inspection_lines(inspection, 60, every=True)):
+    for lines in (plan_lines(plan, 60), inspection_lines(inspection, 60)):
         table = [line for line in lines if line.startswith("model")]
-        assert len(table) > 6
+        assert len(table) > 2
         assert max(map(len, table)) <= 60
 
 

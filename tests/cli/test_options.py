@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[type[Any], list[str]]] = {
     "dequantize": (DequantizeOptions, ["SRC", "OUT"]),
 }
 OF_DISPLAY = {
-    "as_json", "json_file", "quiet", "verbose", "every", "dry_run", "report", "help",
+    "as_json", "quiet", "verbose", "dry_run", "report", "help",
 }  # fmt: skip
 
 

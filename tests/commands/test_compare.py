@@ -459,14 +459,13 @@ def test_a_device_that_is_not_there(packed, device):
 def test_exit_codes_and_what_is_printed(packed, tmp_path):
     same = command(packed["nf4"], packed["again"])
     assert (same.exit_code, same.stdout.splitlines()[-1]) == (0, "identical: 4 tensors, every byte")
-    out = tmp_path / "report.json"
-    differs = command(packed["source"], packed["nf4"], "--json-file", out)
+    differs = command(packed["source"], packed["nf4"])
     assert differs.exit_code == 1
     assert f"\n{UP} " in differs.stdout
     assert differs.stdout.splitlines()[-1].startswith(
         "DIFFERENT: 1 different, 3 identical; largest relative error 0.09"
     )
-    content = json.loads(out.read_text())
+    content = json.loads(command(packed["source"], packed["nf4"], "--json").stdout)
     assert content["counts"] == {"different": 1, "identical": 3}
     assert {kind["kind"]: kind["identical"] for kind in content["kinds"]}["mlp.up_proj"] == 0
     within = command(packed["source"], packed["nf4"], "--tolerance", 0.12)

@@ -566,8 +566,6 @@ def test_commands(pipeline, tmp_path):
             str(pipeline),
             "--device",
             "cpu",
-            "--json-file",
-            str(tmp_path / "report.json"),
         ],
         ["verify", out, "--device", "cpu", "--report", str(tmp_path / "report.html"), "--quiet"],
         ["inspect", out],

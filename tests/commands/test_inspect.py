@@ -146,7 +146,7 @@ def test_the_command(packed: Path):
     assert re.search(r"^model.layers.\*.mlp.up_proj +6 +nf4\+/64 ", shown.stdout, re.MULTILINE)
     assert f"made by nf4conv {nf4conv.__version__}, quantize, from source" in others
     assert UP not in shown.stdout
-    assert UP in CliRunner().invoke(main, ["inspect", str(packed), "--all"]).stdout
+    assert UP in CliRunner().invoke(main, ["inspect", str(packed), "--json"]).stdout
     parsed = json.loads(CliRunner().invoke(main, ["inspect", str(packed), "--json"]).stdout)
     assert parsed["totals"]["packed"] == 12
 

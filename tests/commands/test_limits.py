@@ -14,11 +14,11 @@ import pytest
 import torch
 from checkpoints import write_source
 from four_bit import CONFIG
-from four_bit import write as write_packed
 from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  # noqa: F401
 from safetensors.torch import save_file
 
-from nf4conv.report.as_json import write_json
+from nf4conv.output.writer import write_result
+from nf4conv.report.as_json import to_json
 from nf4conv.report.results.contents import Environment
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -123,30 +123,10 @@ def test_results_go_into_a_pipe_that_is_there(tmp_path: Path):
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
     reader.start()
-    write_json(FOUND, tmp_path / "pipe")
+    write_result(tmp_path / "pipe", to_json(FOUND).encode())
     reader.join(30)
     assert json.loads(read[0])["platform"] == "a machine"
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
-
-
-def test_results_go_to_what_stdout_is(tmp_path: Path):
-    out = write_packed(tmp_path / "out", packed())
-    words = [
-        sys.executable,
-        "-m",
-        "nf4conv",
-        "verify",
-        str(out),
-        "--device",
-        "cpu",
-        "-q",
-        "--json-file",
-        "/dev/stdout",
-    ]
-    with (tmp_path / "file").open("wb") as file:
-        subprocess.run(words, stdout=file, check=True)
-    assert json.loads((tmp_path / "file").read_text())["passed"]
-    assert Path("/dev/stdout").is_symlink()
 
 
 def test_a_link_that_waits_for_the_temporary_file_is_not_followed(
@@ -164,7 +144,7 @@ def test_a_link_that_waits_for_the_temporary_file_is_not_followed(
     )
     (tmp_path / ".report.json.partial").symlink_to(victim)
     for _ in range(2):
-        write_json(FOUND, tmp_path / "report.json")
+        write_result(tmp_path / "report.json", to_json(FOUND).encode())
     assert victim.read_text() == "precious"
     assert len({name for name in names if name.endswith(".partial")}) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == [

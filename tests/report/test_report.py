@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import nf4conv
 from nf4conv import RunOptions, quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
-from nf4conv.report.as_json import write_json
+from nf4conv.report.as_json import to_json
 from nf4conv.report.page import page, write_page
 from nf4conv.report.results.checks import VerifyReport
 from nf4conv.sources.stored_weights import Finding
@@ -109,13 +109,10 @@ def test_the_page_is_well_formed_and_needs_nothing_else(
     assert reports[kind].verdict in checker.text
 
 
-def test_it_has_every_figure_and_no_path_of_this_machine(
-    reports: dict[str, VerifyReport], tmp_path: Path
-):
+def test_it_has_every_figure_and_no_path_of_this_machine(reports: dict[str, VerifyReport]):
     report = reports["failed"]
     content = page(report)
-    write_json(report, tmp_path / "report.json")
-    stored = json.loads((tmp_path / "report.json").read_text())
+    stored = json.loads(to_json(report))
     found = embedded(content)
     assert found["weights"] == stored["weights"]
     assert found["checks"] == stored["checks"]
@@ -172,22 +169,20 @@ def test_names_cannot_break_the_page(reports: dict[str, VerifyReport]):
     assert embedded(content)["weights"][0]["name"] == evil
 
 
-def test_figures_that_are_no_numbers(reports: dict[str, VerifyReport], tmp_path: Path):
+def test_figures_that_are_no_numbers(reports: dict[str, VerifyReport]):
     """A destroyed weight has an infinite error: page and JSON say so."""
     row = dataclasses.replace(
         reports["passed"].weights[0], relative_error=math.inf, snr_db=-math.inf
     )
     report = dataclasses.replace(reports["passed"], weights=(row, *reports["passed"].weights[1:]))
     assert embedded(page(report))["weights"][0]["relative_error"] == "inf"
-    write_json(report, tmp_path / "report.json")
-    stored = json.loads((tmp_path / "report.json").read_text())
+    stored = json.loads(to_json(report))
     assert stored["weights"][0]["relative_error"] == "inf"
     assert stored["weights"][1]["relative_error"] == report.weights[1].relative_error
 
 
-def test_the_json_holds_everything(reports: dict[str, VerifyReport], tmp_path: Path):
-    write_json(reports["failed"], tmp_path / "report.json")
-    stored = json.loads((tmp_path / "report.json").read_text())
+def test_the_json_holds_everything(reports: dict[str, VerifyReport]):
+    stored = json.loads(to_json(reports["failed"]))
     own = {"schema_version", "nf4conv", "command", "verdict"}
     assert {field.name for field in dataclasses.fields(VerifyReport)} | own == stored.keys()
     assert len(stored["weights"]) == len(reports["failed"].weights)
@@ -327,7 +322,8 @@ def test_every_cell_of_the_map_stands_out_from_the_page(
 
 @pytest.mark.browser
 def test_a_broken_weight_does_not_flatten_the_colours_of_the_others(
-    reports: dict[str, VerifyReport], tmp_path: Path
+    reports: dict[str, VerifyReport],
+    tmp_path: Path,
 ):
     """The map spans the errors within the tolerance; the largest of all stands in its tile."""
     rows = reports["passed"].weights

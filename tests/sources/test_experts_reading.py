@@ -309,7 +309,7 @@ def test_inspect_says_which_layout_it_is_and_what_loads_it(mixtures, tmp_path, l
     found = inspect_checkpoint(tmp_path / "out")
     assert re.search(expected, found.experts), found.experts
     assert json.loads(to_json(found))["experts"] == found.experts
-    shown = "\n".join(inspection_lines(found, None, every=False))
+    shown = "\n".join(inspection_lines(found, None))
     assert found.experts in shown
     if layout not in ("portable", "no experts in 4 bits"):
         assert "transformers 5 with nf4conv installed" in found.experts

@@ -72,7 +72,7 @@ def test_every_command_takes_it(tmp_path: Path):
     path = write_gguf(tmp_path / "model.gguf", types=TYPES)
     out = tmp_path / "out"
     assert "GGUF" in done("inspect", path).stdout
-    assert "Q4_K" in done("quantize", path, out, "--dry-run", "--all").output
+    assert "Q4_K" in done("quantize", path, out, "--dry-run", "--json").stdout
     result = done("quantize", path, out, "--verify", "--device", "cpu")
     assert "1 of Q4_K" in result.output
     record = json.loads((out / "nf4conv.json").read_text())
@@ -420,7 +420,7 @@ def test_headers_are_read_by_ranges(hub: Hub, tmp_path: Path, command: str):
     if command == "quantize":
         words += [tmp_path / "out", "--dry-run", "--stream"]
         words.insert(1, words.pop(-3))
-    assert "self_attn.q_proj" in done(command, *words, "--all").output
+    assert "self_attn.q_proj" in done(command, *words, "--json").stdout
     asked = set(ranges_of(hub, "model.gguf"))  # by two addresses each, of the Hub and of its store
     assert asked == {(0, 2**20), (2**20, 3 * 2**20)}
     assert not list((tmp_path / "hub").rglob("*.gguf"))

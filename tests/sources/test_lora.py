@@ -532,12 +532,12 @@ def test_the_plan_shows_what_is_merged(tmp_path):
         "--lora",
         str(adapter),
         "--dry-run",
-        "--all",
     ]
     shown = CliRunner().invoke(main, command)
     assert shown.exit_code == 0
-    rows = shown.output.partition("\ntensor ")[2].splitlines()
-    assert [line.split()[0] for line in rows if "merged with an adapter" in line] == [f"{Q}.weight"]
+    rows = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)["tensors"]
+    merged = [row["name"] for row in rows if "merged with an adapter" in str(row)]
+    assert merged == [f"{Q}.weight"]
     assert "1 modules changed, 1 tensors replaced" in shown.output
 
 

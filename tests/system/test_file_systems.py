@@ -201,7 +201,6 @@ def test_a_system_that_starts_no_more_threads(
         ("quantize", "SRC", "OUT", "--lora", "a\0b"),
         ("quantize", "SRC", "OUT", "--calibrate", "a\0b.npy"),
         ("quantize", "SRC", "OUT", "--subfolder", "a\0b"),
-        ("quantize", "SRC", "OUT", "--json-file", "a\0b"),
         ("quantize", "SRC", "OUT", "--cache-dir", "a\0b"),
         ("dequantize", "a\0b", "OUT"),
         ("verify", "SRC", "--source", "a\0b"),

@@ -9,7 +9,7 @@ import nf4conv
 from nf4conv.cli.chosen import check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import json_options, quiet_option, verbose_log_option
+from nf4conv.cli.options import json_option, quiet_option, verbose_log_option
 from nf4conv.cli.parameters import Place, options_from
 from nf4conv.declaring import narrowed
 from nf4conv.options import MachineOptions, SourceOptions
@@ -26,7 +26,7 @@ from nf4conv.report.text.progress_bar import progress
 @click.argument("a", metavar="A", type=Place("file"))
 @click.argument("b", metavar="B", type=Place("file"))
 @options_from(nf4conv.CompareOptions)
-@json_options
+@json_option
 @quiet_option("Show no progress and no tables: the exit code tells the result.")
 @verbose_log_option
 def compare(a: str, b: str, **values: Any) -> None:

@@ -42,7 +42,6 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     display = chosen(Display, values)
     options = chosen(nf4conv.DequantizeOptions, values)
     run = narrowed(options, RunOptions)
-    display.check_all()
     check_source_options(options, source)
     if display.quiet:
         silence_libraries()
@@ -50,7 +49,7 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     plan = nf4conv.plan_part(whole, run)
     if display.dry_run:
         described = nf4conv.describe_plan(plan)
-        display.show(described, plan_lines(described, terminal_width(), every=display.every))
+        display.show(described, plan_lines(described, terminal_width()))
         return
     display.tell_notes(plan.notes)
     with progress("decoding", plan.totals().bytes_before, hidden=display.quiet) as advance:

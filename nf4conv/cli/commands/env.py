@@ -8,11 +8,11 @@ import nf4conv
 from nf4conv.cli.chosen import chosen
 from nf4conv.cli.display import Display
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import json_options
+from nf4conv.cli.options import json_option
 
 
 @click.command(cls=Command, epilog=examples("env", "env --json"))
-@json_options
+@json_option
 def env(**values: Any) -> None:
     """Show versions, and what nf4conv would compute with.
 

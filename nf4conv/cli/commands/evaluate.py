@@ -9,7 +9,7 @@ import nf4conv
 from nf4conv.cli.chosen import check_source_options, chosen, given_to
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import json_options, quiet_option, verbose_log_option
+from nf4conv.cli.options import json_option, quiet_option, verbose_log_option
 from nf4conv.cli.parameters import Place, options_from
 from nf4conv.options import EvaluateOptions
 from nf4conv.report.text.progress_bar import Ticking
@@ -24,7 +24,7 @@ from nf4conv.report.text.progress_bar import Ticking
 )
 @click.argument("outs", metavar="OUT...", type=Place("dir"), nargs=-1, required=True)
 @options_from(EvaluateOptions)
-@json_options
+@json_option
 @quiet_option("Show no progress and no table: the exit code tells the result.")
 @verbose_log_option
 def evaluate(outs: tuple[str, ...], **values: Any) -> None:

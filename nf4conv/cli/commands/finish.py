@@ -8,7 +8,7 @@ import nf4conv
 from nf4conv.cli.chosen import chosen
 from nf4conv.cli.display import Display
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import json_options, verbose_log_option
+from nf4conv.cli.options import json_option, verbose_log_option
 from nf4conv.cli.parameters import Place
 
 
@@ -17,7 +17,7 @@ from nf4conv.cli.parameters import Place
     epilog=examples("finish ./shared/out  # when all parts are there"),
 )
 @click.argument("out", metavar="OUT", type=Place("dir"))
-@json_options
+@json_option
 @verbose_log_option
 def finish(out: str, **values: Any) -> None:
     """Make a checkpoint of OUT, which runs with --part have filled.

@@ -8,7 +8,7 @@ import nf4conv
 from nf4conv.cli.chosen import check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples
-from nf4conv.cli.options import all_option, json_options, verbose_log_option
+from nf4conv.cli.options import json_option, verbose_log_option
 from nf4conv.cli.parameters import Place, options_from
 from nf4conv.declaring import narrowed
 from nf4conv.options import InspectOptions, SourceOptions
@@ -23,8 +23,7 @@ from nf4conv.options import InspectOptions, SourceOptions
 )
 @click.argument("path", metavar="PATH|REPO", type=Place("file"))
 @options_from(InspectOptions)
-@all_option("List every tensor.")
-@json_options
+@json_option
 @verbose_log_option
 def inspect(path: str, **values: Any) -> None:
     """Show what a checkpoint holds, from its headers.
@@ -39,4 +38,4 @@ def inspect(path: str, **values: Any) -> None:
     check_source_options(options, path)
     silence_libraries()  # what is downloaded here is too small for progress bars
     found = nf4conv.inspect_checkpoint(path, narrowed(options, SourceOptions))
-    display.show(found, inspection_lines(found, terminal_width(), every=display.every))
+    display.show(found, inspection_lines(found, terminal_width()))

@@ -47,7 +47,6 @@ def quantize(source: str, out: str, **values: Any) -> None:
     run = narrowed(options, RunOptions)
     where = narrowed(options, SourceOptions)
     push = narrowed(options, PushOptions)
-    display.check_all()
     check_source_options(options, source)
     if display.quiet:
         silence_libraries()
@@ -55,7 +54,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
     plan = nf4conv.plan_part(whole, run)
     if display.dry_run:
         described = nf4conv.describe_plan(plan)
-        display.show(described, plan_lines(described, terminal_width(), every=display.every))
+        display.show(described, plan_lines(described, terminal_width()))
         return
     display.tell_notes(plan.notes)
     totals = plan.totals()

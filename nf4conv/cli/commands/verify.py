@@ -10,7 +10,7 @@ import nf4conv
 from nf4conv.cli.chosen import check_source_options, chosen
 from nf4conv.cli.display import Display, silence_libraries, terminal_width
 from nf4conv.cli.help import Command, examples, option
-from nf4conv.cli.options import json_options, quiet_option, verbose_option
+from nf4conv.cli.options import json_option, quiet_option, verbose_option
 from nf4conv.cli.parameters import Place, options_from
 from nf4conv.declaring import Group, narrowed
 from nf4conv.options import MachineOptions, SourceOptions
@@ -27,7 +27,7 @@ from nf4conv.report.text.progress_bar import progress
 )
 @click.argument("path", metavar="PATH", type=Place("file"))
 @options_from(nf4conv.VerifyOptions)
-@json_options
+@json_option
 @option(
     "--report",
     group=Group.DISPLAY,

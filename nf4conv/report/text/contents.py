@@ -6,13 +6,13 @@ from typing import Any, Final
 
 from nf4conv import __version__
 from nf4conv.format.units import size
-from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
+from nf4conv.plan.rows import DequantizationTotals, PlanKind, QuantizationTotals
 from nf4conv.report.places import kind_name
 from nf4conv.report.results.contents import Environment, Inspection
 from nf4conv.report.results.runs import PlanReport
-from nf4conv.report.rows.inspection import InspectedKind, InspectedRow
+from nf4conv.report.rows.inspection import InspectedKind
 from nf4conv.report.text.checks import MOST_FINDINGS, calibration_lines, count_the_rest
-from nf4conv.report.text.tables import count_cell, shape_cell, table, two_digits_cell
+from nf4conv.report.text.tables import count_cell, table, two_digits_cell
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.record import recorded_weights
 
@@ -20,18 +20,15 @@ _SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
 """Words for scales that are not absmax, as users read them."""
 
 
-def inspection_lines(inspection: Inspection, width: int | None, *, every: bool) -> Iterator[str]:
+def inspection_lines(inspection: Inspection, width: int | None) -> Iterator[str]:
     """Yields the totals, the kinds of modules and what is unusual.
 
     Args:
         inspection: what `inspect` found.
         width: the longest line of a table, in characters. None for any.
-        every: True to list every tensor.
     """
     yield from _inspection_head(inspection)
     yield from _inspected_kinds(inspection.kinds, width)
-    if every:
-        yield from _inspected_tensors(inspection.tensors, width)
     if inspection.notes or inspection.findings:
         yield ""
     for note in inspection.notes:
@@ -120,29 +117,12 @@ def _inspected_kind_cells(kind: InspectedKind) -> tuple[str, ...]:
     )
 
 
-def _inspected_tensors(rows: Sequence[InspectedRow], width: int | None) -> Iterator[str]:
-    cells = [_inspected_cells(row) for row in rows]
-    yield from table(("tensor", "format", "shape", "parameters", "size", "bits"), cells, width)
-
-
-def _inspected_cells(row: InspectedRow) -> tuple[str, ...]:
-    return (
-        printable(row.name),
-        printable(row.format),
-        shape_cell(row.shape),
-        count_cell(row.parameters),
-        size(row.bytes),
-        two_digits_cell(row.bits_per_parameter),
-    )
-
-
-def plan_lines(plan: PlanReport, width: int | None, *, every: bool) -> Iterator[str]:
+def plan_lines(plan: PlanReport, width: int | None) -> Iterator[str]:
     """Yields the totals, what becomes of each kind of module, and what is unusual.
 
     Args:
         plan: what `--dry-run` found.
         width: the longest line of a table, in characters. None for any.
-        every: True to list every tensor.
     """
     yield from _totals_lines(plan.totals)
     if plan.advice:
@@ -150,8 +130,6 @@ def plan_lines(plan: PlanReport, width: int | None, *, every: bool) -> Iterator[
     if plan.gpu_bytes is not None:
         yield _gpu_line(plan.gpu_bytes)
     yield from _planned_kinds(plan.kinds, width)
-    if every:
-        yield from _planned_tensors(plan.tensors, width)
     if plan.notes:
         yield ""
     for note in plan.notes:
@@ -192,23 +170,6 @@ def _planned_kind_cells(kind: PlanKind) -> tuple[str, ...]:
         size(kind.bytes_before),
         size(kind.bytes_after),
         printable(kind.fate),
-    )
-
-
-def _planned_tensors(rows: Sequence[PlanRow], width: int | None) -> Iterator[str]:
-    cells = [_planned_cells(row) for row in rows]
-    head = ("tensor", "dtype", "shape", "before", "after", "what becomes of it")
-    yield from table(head, cells, width, ends_with_text=True)
-
-
-def _planned_cells(row: PlanRow) -> tuple[str, ...]:
-    return (
-        printable(row.name),
-        printable(row.dtype),
-        shape_cell(row.shape),
-        size(row.bytes_before),
-        size(row.bytes_after),
-        printable(row.fate),
     )
 
 
