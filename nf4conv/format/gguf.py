@@ -27,7 +27,7 @@ _DTYPES: Final = {
     30: BlockType("BF16", 1, 2),
 }
 
-_EVENLY_SPACED: Final = {
+_COMMON: Final = {
     2: BlockType("Q4_0", 32, 18),
     3: BlockType("Q4_1", 32, 20),
     6: BlockType("Q5_0", 32, 22),
@@ -40,7 +40,7 @@ _EVENLY_SPACED: Final = {
     14: BlockType("Q6_K", 256, 210),
 }
 
-_OTHERS: Final = {
+_RARE: Final = {
     16: BlockType("IQ2_XXS", 256, 66),
     17: BlockType("IQ2_XS", 256, 74),
     18: BlockType("IQ3_XXS", 256, 98),
@@ -56,8 +56,11 @@ _OTHERS: Final = {
     40: BlockType("NVFP4", 64, 36),
 }
 
-BLOCK_TYPES: Final = {**_DTYPES, **_EVENLY_SPACED, **_OTHERS}
+BLOCK_TYPES: Final = {**_DTYPES, **_COMMON, **_RARE}
 """The types of weights that are decoded; a test compares them with the package `gguf`."""
+
+RARE: Final = tuple(block_type.name for block_type in _RARE.values())
+"""Types that few files have. The package `gguf` decodes them, on a CPU."""
 
 PLAIN: Final = ("F32", "F16", "BF16")
 """Types that are dtypes."""

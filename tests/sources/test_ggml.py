@@ -1,48 +1,37 @@
-"""Blocks of GGUF decode to the values of the package `gguf`, bit for bit (`make test-gguf`)."""
+"""Blocks of GGUF decode to the values of the package `gguf`, bit for bit."""
 
+from pathlib import Path
+
+import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import blocks_of
+from command_line import run
+from gguf_files import blocks_of, write_gguf
 
-from nf4conv.codec.decode.ggml.decoding import DECODERS, decode_ggml
+from nf4conv.codec.decode import ggml
+from nf4conv.codec.decode.ggml import DECODERS, decode_ggml
 from nf4conv.errors import CodecError
-from nf4conv.format.gguf import BLOCK_TYPES, BY_NAME
-
-gguf = pytest.importorskip("gguf", reason="make test-gguf installs gguf")
-
-
-def random_blocks(block_type: str, count: int) -> np.ndarray:
-    """Bytes of any value, in which no scale is NaN or infinite."""
-    size = BY_NAME[block_type].size
-    random = np.random.default_rng(size).integers(0, 256, (count, size), dtype=np.uint8)
-    halves = random.view(np.uint16) if size % 2 == 0 else None
-    if halves is not None:  # wherever a half-precision number may be: none with all exponent bits
-        halves[(halves & 0x7C00) == 0x7C00] &= 0xBFFF
-    return random
+from nf4conv.format.gguf import BLOCK_TYPES, BY_NAME, PLAIN, RARE
+from nf4conv.sources.gguf import opening
 
 
-@pytest.mark.parametrize("block_type", DECODERS)
+def test_the_table_of_types_is_that_of_gguf():
+    for number, block_type in BLOCK_TYPES.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert (kind.name, *gguf.GGML_QUANT_SIZES[kind]) == block_type
+    assert {kind.name for kind in gguf.quants._type_traits} <= BY_NAME.keys()
+    assert {*DECODERS, *RARE, *PLAIN} == BY_NAME.keys()
+
+
+@pytest.mark.parametrize("block_type", [*DECODERS, *RARE])
 def test_every_type_decodes_like_gguf(block_type: str):
-    blocks = random_blocks(block_type, 512)
-    kind = gguf.GGMLQuantizationType[block_type]
-    assert BLOCK_TYPES[kind] == (block_type, *gguf.GGML_QUANT_SIZES[kind])
+    """Bytes of any value; scales that are subnormal, infinite, NaN, minus 0."""
+    raw = blocks_of(block_type, 64, 40)
     with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(blocks.reshape(64, -1), kind)
-    found = decode_ggml(torch.from_numpy(blocks.reshape(64, -1)), block_type, torch.float32)
-    assert found.shape == expected.shape
-    assert np.unique(expected).size > 100
-    np.testing.assert_array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
-
-
-@pytest.mark.parametrize("block_type", DECODERS)
-def test_odd_scales_decode_like_gguf(block_type: str):
-    """Subnormal scales, infinite ones, NaN, minus 0."""
-    raw = blocks_of(block_type, 8, 40)
-    kind = gguf.GGMLQuantizationType[block_type]
-    with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(raw.numpy(), kind)
+        expected = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[block_type])
     found = decode_ggml(raw, block_type, torch.float32).numpy()
+    assert np.unique(expected).size > 100
     is_number = ~np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(found), ~is_number)
     np.testing.assert_array_equal(
@@ -50,20 +39,25 @@ def test_odd_scales_decode_like_gguf(block_type: str):
     )
 
 
-def test_all_that_gguf_decodes_is_decoded():
-    of_gguf = {kind.name for kind in gguf.quants._type_traits} - {"F16", "F32", "BF16"}
-    assert of_gguf <= DECODERS.keys()
+@pytest.mark.parametrize("block_type", ["Q4_K", "IQ4_XS"])
+def test_long_tensors_are_decoded_in_steps(monkeypatch: pytest.MonkeyPatch, block_type: str):
+    blocks = blocks_of(block_type, 10, 10)[1:]
+    whole = decode_ggml(blocks, block_type, torch.bfloat16)
+    monkeypatch.setattr(ggml, "_VALUES_TOGETHER", 256 * 7)
+    again = decode_ggml(blocks, block_type, torch.bfloat16)
+    assert torch.equal(whole.view(torch.int16), again.view(torch.int16))
 
 
-def test_long_tensors_are_decoded_in_steps(monkeypatch: pytest.MonkeyPatch):
-    blocks = torch.from_numpy(random_blocks("Q4_K", 100).reshape(10, -1))
-    whole = decode_ggml(blocks, "Q4_K", torch.float32)
-    monkeypatch.setattr("nf4conv.codec.decode.ggml.decoding._VALUES_TOGETHER", 256 * 7)
-    assert torch.equal(whole, decode_ggml(blocks, "Q4_K", torch.float32))
-
-
-def test_what_is_not_decoded_is_refused():
-    with pytest.raises(CodecError, match="type Q1_0 is not decoded"):
-        decode_ggml(torch.zeros(1, 18, dtype=torch.uint8), "Q1_0", torch.float32)
+def test_half_a_block_is_refused():
     with pytest.raises(CodecError, match="19 bytes are no whole number of blocks of Q4_0"):
         decode_ggml(torch.zeros(1, 19, dtype=torch.uint8), "Q4_0", torch.float32)
+
+
+def test_rare_types_need_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(opening, "find_spec", lambda _: None)
+    types = {"blk.0.attn_q.weight": "IQ4_XS"}
+    assert run("inspect", write_gguf(tmp_path / "q4_k.gguf", default="Q4_K")).exit_code == 0
+    said = run("inspect", write_gguf(tmp_path / "iq4.gguf", types=types))
+    assert said.exit_code == 2
+    assert "iq4.gguf: blk.0.attn_q.weight: is in IQ4_XS, which llama.cpp's own" in said.stderr
+    assert "pip install 'nf4conv[gguf]'" in said.stderr

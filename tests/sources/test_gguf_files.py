@@ -23,7 +23,7 @@ from pace import time_limit
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from nf4conv.codec.decode.ggml.decoding import decode_ggml
+from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.commands.dequantize import plan_dequantization
 from nf4conv.errors import SourceError
 from nf4conv.report.text.terminal import printable

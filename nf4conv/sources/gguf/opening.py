@@ -4,11 +4,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Final, TypeAlias
 
 from nf4conv.errors import SourceError, UndecodableError
-from nf4conv.format.gguf import PLAIN
+from nf4conv.format.gguf import PLAIN, RARE
 from nf4conv.format.layout import TAGS
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.gguf.families import GgufFamily, architectures, family_of
@@ -79,6 +80,7 @@ def open_gguf(
     """
     absent = {} if absent is None else absent
     model = _read_headers(path, absent)
+    _check_types(model)
     files = model.files
     config: Mapping[str, Any] = {}
     if borrowed is not None:
@@ -213,6 +215,18 @@ def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> Ggu
             path=path,
         )
     return family
+
+
+def _check_types(model: _TextModel) -> None:
+    """Refuses types that only the package `gguf` decodes, where it is not installed."""
+    for tensor in model.tensors:
+        if tensor.block_type.name in RARE and find_spec("gguf") is None:
+            raise UndecodableError(
+                f"{tensor.file}: {tensor.name}: is in {tensor.block_type.name}, which llama.cpp's "
+                f"own package decodes: pip install 'nf4conv[gguf]'",
+                path=tensor.file,
+                tensor=tensor.name,
+            )
 
 
 def _check_direction(model: _TextModel) -> None:

@@ -2,10 +2,9 @@
 
 import torch
 
-from nf4conv.codec.kernels.ahead.codec import INT32, UINT8, Codec, bytes_of
+from nf4conv.codec.kernels.ahead.codec import INT32, UINT8, Codec
 from nf4conv.codec.kernels.compiling import Variant
-from nf4conv.codec.kernels.decoding import fp4, halves, integers, scaled
-from nf4conv.codec.kernels.decoding.ggml import decoding as ggml
+from nf4conv.codec.kernels.decoding import fp4, ggml, halves, integers, scaled
 from nf4conv.codec.kernels.decoding.scaled import kind_of, stored
 
 
@@ -177,15 +176,12 @@ def integer_decoder(
 
 
 def ggml_decoder(
-    device: torch.device,
-    out: torch.dtype,
-    number: int,
-    changed: str | None,
+    _device: torch.device, out: torch.dtype, number: int, changed: str | None
 ) -> Codec:
-    """Returns what decodes the blocks of GGUF, see kernels/decoding/ggml/.
+    """Returns what decodes the blocks of GGUF, see kernels/decoding/ggml.py.
 
     Args:
-        device: of the kernels.
+        _device: of the kernels, which are the same on all.
         out: dtype of the result: float32, float16 or bfloat16.
         number: of the block type in ggml.h.
         changed: what llama.cpp's converter did, and the kernel undoes: a word of format/gguf.py;
@@ -193,14 +189,12 @@ def ggml_decoder(
 
     Returns:
         kernels: "decode".
-        tables: "grid", coordinates of points; a single one for types without.
         numbers: "rows", "columns" of a program.
     """
     kernel = Variant(
         ggml.ggml_kernel,
         (
             UINT8,  # blocks
-            torch.empty(0, dtype=torch.int8),
             torch.empty(0, dtype=out),
             1,
             1,
@@ -212,9 +206,8 @@ def ggml_decoder(
         ),
         ggml.NUM_WARPS,
     )
-    tables = {"grid": bytes_of(ggml.grid_of(number, device))}
     numbers = {"rows": ggml.TILE_ROWS.value, "columns": ggml.TILE_COLUMNS.value}
-    return Codec({"decode": kernel}, tables, numbers)
+    return Codec({"decode": kernel}, {}, numbers)
 
 
 def halves_decoder(

@@ -5,6 +5,6 @@ scaled.py      decodes 8-bit values with scales
 fp4.py         decodes MXFP4 and NVFP4
 integers.py    decodes packed integers of compressed-tensors, GPTQ and AWQ
 halves.py      decodes weights of HQQ
-ggml/          decodes the blocks of llama.cpp's GGUF files
+ggml.py        decodes the blocks of llama.cpp's GGUF files
 cast.py        casts values to another dtype
 """

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from nf4conv.format.gguf import BY_NAME, FUSED, NUMBERS, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
+from nf4conv.format.gguf import BY_NAME, FUSED, NUMBERS, PLAIN, PLUS_ONE, RARE, ROTARY, TRANSPOSED
 from nf4conv.run.device.on_driver.batch.buffers import Launch
 from nf4conv.run.device.on_driver.kernels import Action, Kernels, Purpose
 from nf4conv.sources.encodings.types.gguf import GgufBlocks
@@ -18,7 +18,7 @@ _UNDONE: Final = (None, *_MOVED, TRANSPOSED, PLUS_ONE)
 
 def ggml_purpose(encoding: GgufBlocks, tag: str) -> Purpose | None:
     """Tells which kernels decode a tensor to the dtype of a tag; None if there are none."""
-    if encoding.changed not in _UNDONE:
+    if encoding.changed not in _UNDONE or encoding.block_type in RARE:
         return None
     if _is_column(encoding) and encoding.block_type not in PLAIN:
         return None  # a block holds values of several rows
@@ -48,7 +48,6 @@ def decode_ggml(
     tiles_of_rows = -(-rows // kernels.numbers["rows"])
     arguments = (
         places["values"],
-        kernels.tables["grid"],
         target,
         rows,
         columns,

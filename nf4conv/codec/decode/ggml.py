@@ -1,0 +1,271 @@
+"""Decodes the blocks of llama.cpp's GGUF files, exactly as the Python package `gguf` does.
+
+A block holds 32 or 256 neighbouring values of a row: a scale in half precision, and codes of a few
+bits. The layouts are those of ggml-common.h and ggml-quants.c in llama.cpp; every function computes
+in float32, in the order of `gguf.quants`, so that no bit differs. Triton decodes on a GPU, torch
+elsewhere. The package itself decodes the types that few files have, on a CPU.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import torch
+
+from nf4conv.codec.backends import has_kernels
+from nf4conv.errors import CodecError
+from nf4conv.format.gguf import BY_NAME, NUMBERS
+
+_VALUES_TOGETHER: Final = 2**18
+"""Values that are decoded at a time: the steps in between take several times their memory. What
+they leave for each other, 1 MB in float32, stays in a core's cache. With 2^22 they took 1.3 to 2.1
+times as long."""
+
+
+def decode_ggml(values: torch.Tensor, block_type: str, dtype: torch.dtype) -> torch.Tensor:
+    """Decodes rows of blocks.
+
+    Args:
+        values: [..., bytes] uint8: the blocks of a row one after the other.
+        block_type: the name of the type in llama.cpp.
+        dtype: of the result, to which float32 values are rounded once.
+
+    Returns:
+        [..., values] `dtype`.
+
+    Raises:
+        CodecError: a row is no whole number of blocks.
+    """
+    number = NUMBERS[block_type]
+    _, values_of_block, size = BY_NAME[block_type]
+    if values.shape[-1] % size != 0:
+        raise CodecError(f"{values.shape[-1]} bytes are no whole number of blocks of {block_type}")
+    columns = values.shape[-1] // size * values_of_block
+    shape = (*values.shape[:-1], columns)
+    if block_type in DECODERS and has_kernels(values.device):
+        from nf4conv.codec.kernels.decoding import ggml  # importing Triton takes a second
+
+        rows = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
+        out = torch.empty((len(rows), columns), dtype=dtype, device=values.device)
+        ggml.decode_blocks(rows.contiguous(), number, out)
+        return out.view(shape)
+    decode = DECODERS.get(block_type) or partial(_decode_by_package, number)
+    blocks = values.reshape(-1, size)
+    out = torch.empty((len(blocks), values_of_block), dtype=dtype, device=values.device)
+    step = _VALUES_TOGETHER // values_of_block
+    for start in range(0, len(blocks), step):
+        out[start : start + step] = decode(blocks[start : start + step])
+    return out.view(shape)
+
+
+def _decode_by_package(number: int, blocks: torch.Tensor) -> torch.Tensor:
+    """Decodes blocks of a type that few files have: [n, bytes] uint8 → [n, values] float32."""
+    import gguf  # an extra of nf4conv, which takes 0.2 s to import
+    import numpy as np
+
+    kind = gguf.GGMLQuantizationType(number)
+    with np.errstate(all="ignore"):  # scales of any bits
+        return torch.from_numpy(gguf.quants.dequantize(blocks.cpu().numpy(), kind))
+
+
+# --- decoders: [n, bytes of a block] uint8 → [n, values of a block] float32 -----------------------
+
+
+def _decode_q4_0(block: torch.Tensor) -> torch.Tensor:
+    """Decodes [scale | 16 bytes of codes]: scale * (code - 8)."""
+    scale, packed = _parts(block, 2, 16)
+    codes = _fields(packed, 4, 16).float()
+    centred = codes - 8
+    return _halves(scale) * centred
+
+
+def _decode_q4_1(block: torch.Tensor) -> torch.Tensor:
+    """Decodes [scale | minimum | 16 bytes of codes]: scale * code + minimum."""
+    scale, minimum, packed = _parts(block, 2, 2, 16)
+    codes = _fields(packed, 4, 16).float()
+    products = _halves(scale) * codes
+    return products + _halves(minimum)
+
+
+def _decode_q5_0(block: torch.Tensor) -> torch.Tensor:
+    """Decodes [scale | 32 high bits | 16 bytes of low bits]: scale * (code - 16)."""
+    scale, high, low = _parts(block, 2, 4, 16)
+    codes = _five_bits(high, low)
+    return _halves(scale) * (codes - 16)
+
+
+def _decode_q5_1(block: torch.Tensor) -> torch.Tensor:
+    """Decodes [scale | minimum | 32 high bits | 16 bytes of low bits]: scale * code + minimum."""
+    scale, minimum, high, low = _parts(block, 2, 2, 4, 16)
+    codes = _five_bits(high, low)
+    products = _halves(scale) * codes
+    return products + _halves(minimum)
+
+
+def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Puts the fifth bits above the other four; returns codes as float32."""
+    fifth = _fields(high, 1, 1)
+    codes = _fields(low, 4, 16) | fifth << 4
+    return codes.float()
+
+
+def _decode_q8_0(block: torch.Tensor) -> torch.Tensor:
+    """Decodes [scale | 32 int8]."""
+    scale, codes = _parts(block, 2, 32)
+    return _signed(codes) * _halves(scale)
+
+
+def _decode_q2_k(block: torch.Tensor) -> torch.Tensor:
+    """Decodes [16 scales and minimums of 4 bits | 64 bytes of codes | scale | minimum]."""
+    nested, packed, scale, minimum = _parts(block, 16, 64, 2, 2)
+    codes = _fields(packed, 2, 32).float()
+    scales = (nested & 15).float()
+    minimums = (nested >> 4).float()
+    values = _scaled(scale, scales, codes)
+    return _less(values, minimum, minimums)
+
+
+def _decode_q3_k(block: torch.Tensor) -> torch.Tensor:
+    """Decodes [32 bytes of high bits | 64 of low bits | 16 scales of 6 bits | scale].
+
+    The high bit counts upside down: 4 is subtracted where it is 0.
+    """
+    high, low, low_scales, high_scales, scale = _parts(block, 32, 64, 8, 4, 2)
+    high_bits = _fields(high_scales, 2, 4) << 4
+    scales = _fields(low_scales, 4, 8) | high_bits
+    codes = _fields(low, 2, 32).float()
+    missing = 1 - _fields(high, 1, 32).float()
+    codes = codes - 4 * missing
+    return _scaled(scale, scales.float() - 32, codes)
+
+
+def _decode_q4_k(block: torch.Tensor) -> torch.Tensor:
+    """Decodes [scale | minimum | 12 bytes of scales and minimums | 128 bytes of codes]."""
+    scale, minimum, nested, packed = _parts(block, 2, 2, 12, 128)
+    scales, minimums = _scales_and_minimums(nested)
+    codes = _fields(packed, 4, 32)
+    values = _scaled(scale, scales, codes.float())
+    return _less(values, minimum, minimums)
+
+
+def _decode_q5_k(block: torch.Tensor) -> torch.Tensor:
+    """Decodes what Q4_K has, with 32 bytes of fifth bits before the codes."""
+    scale, minimum, nested, high, low = _parts(block, 2, 2, 12, 32, 128)
+    scales, minimums = _scales_and_minimums(nested)
+    fifth = _fields(high, 1, 32) << 4
+    codes = _fields(low, 4, 32) | fifth
+    values = _scaled(scale, scales, codes.float())
+    return _less(values, minimum, minimums)
+
+
+def _decode_q6_k(block: torch.Tensor) -> torch.Tensor:
+    """Decodes [128 bytes of low bits | 64 of high bits | 16 int8 scales | scale]."""
+    low, high, nested, scale = _parts(block, 128, 64, 16, 2)
+    high_bits = _fields(high, 2, 32) << 4
+    codes = _fields(low, 4, 64) | high_bits
+    return _scaled(scale, _signed(nested), codes.float() - 32)
+
+
+def _scales_and_minimums(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes 8 scales and 8 minimums of 6 bits each out of 12 bytes: [n, 8] float32 both.
+
+    The first four are whole in bytes 0 to 7. The other four have their low bits in bytes 8 to 11
+    and their high bits above the first four.
+    """
+    first, second, mixed = _parts(packed, 4, 4, 4)
+    high_of_scales = first >> 2 & 48
+    high_of_minimums = second >> 2 & 48
+    last_scales = mixed & 15 | high_of_scales
+    last_minimums = mixed >> 4 | high_of_minimums
+    scales = torch.cat([first & 63, last_scales], dim=1)
+    minimums = torch.cat([second & 63, last_minimums], dim=1)
+    return scales.float(), minimums.float()
+
+
+def _scaled(
+    scale: torch.Tensor,
+    scales: torch.Tensor,
+    codes: torch.Tensor,
+) -> torch.Tensor:
+    """Multiplies codes with the scales of their groups.
+
+    Args:
+        scale: [n, 2] uint8: the scale of each block, in half precision.
+        scales: [n, groups] float32: what it is multiplied with.
+        codes: [n, 256] float32.
+
+    Returns:
+        [n, 256] float32.
+    """
+    factors = _halves(scale) * scales
+    grouped = codes.view(*scales.shape, -1)
+    products = factors.unsqueeze(2) * grouped
+    return products.flatten(1)
+
+
+def _less(
+    values: torch.Tensor,
+    minimum: torch.Tensor,
+    minimums: torch.Tensor,
+) -> torch.Tensor:
+    """Subtracts the minimums of groups, which are nested like their scales."""
+    subtracted = _halves(minimum) * minimums
+    grouped = values.view(*minimums.shape, -1)
+    differences = grouped - subtracted.unsqueeze(2)
+    return differences.flatten(1)
+
+
+DECODERS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "Q4_0": _decode_q4_0,
+    "Q4_1": _decode_q4_1,
+    "Q5_0": _decode_q5_0,
+    "Q5_1": _decode_q5_1,
+    "Q8_0": _decode_q8_0,
+    "Q2_K": _decode_q2_k,
+    "Q3_K": _decode_q3_k,
+    "Q4_K": _decode_q4_k,
+    "Q5_K": _decode_q5_k,
+    "Q6_K": _decode_q6_k,
+}
+"""The decoder of each type that nf4conv decodes itself."""
+
+
+# --- bytes of blocks: a row for each block --------------------------------------------------------
+
+
+def _parts(block: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
+    """Divides blocks into their parts, by the bytes that each part has."""
+    return list(torch.split(block, list(sizes), dim=1))
+
+
+def _fields(block: torch.Tensor, bits: int, run: int) -> torch.Tensor:
+    """Takes fields of a few bits out of bytes.
+
+    A run of bytes holds the lowest field of each byte first, then the second field of each byte,
+    and so on; runs follow each other.
+
+    Args:
+        block: [n, k] uint8.
+        bits: of a field: 1, 2 or 4.
+        run: bytes of a run, of which k is a multiple.
+
+    Returns:
+        [n, k * 8 / bits] uint8.
+    """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=block.device)
+    runs = block.reshape(len(block), -1, 1, run)
+    shifted = runs >> shifts.view(-1, 1)
+    mask = 2**bits - 1
+    found: torch.Tensor = shifted & mask
+    return found.flatten(1)
+
+
+def _halves(block: torch.Tensor) -> torch.Tensor:
+    """Returns numbers in half precision as float32: [n, 2k] uint8 → [n, k]."""
+    return block.contiguous().view(torch.float16).float()
+
+
+def _signed(block: torch.Tensor) -> torch.Tensor:
+    """Returns int8 numbers as float32: [n, k] uint8 → [n, k]."""
+    return block.contiguous().view(torch.int8).float()
