@@ -17,6 +17,7 @@ import torch
 
 from nf4conv.calibrate import rounding
 from nf4conv.calibrate.rounding import calibrated
+from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.levels import levels_of
 from nf4conv.calibrate.rounding.scales import StorableScales
 
@@ -143,7 +144,7 @@ def steps(row: dict[str, object], weights: list[torch.Tensor], factor: rounding.
     target = calibrated.ordered(weights, factor)
     seconds, draft = timed(lambda: calibrated.first_draft(target, factor, storable, levels))
     row["first choice"] = seconds
-    assert isinstance(draft, calibrated.Draft)
+    assert isinstance(draft, Draft)
     gradient = factor.moments @ (calibrated.ordered(weights, factor) - draft.values(levels))
     for number in range(2):
         seconds, _ = timed(lambda: calibrated.sweep(draft, gradient, factor, storable, levels))

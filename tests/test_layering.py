@@ -195,6 +195,14 @@ def test_only_one_room_knows_how_operating_systems_differ():
     assert not {name: parts for name, parts in found.items() if parts}
 
 
+def test_the_converter_reaches_calibration_by_one_function():
+    found = []
+    for name, file in MODULES.items():
+        if not is_in(name, "calibrate"):
+            found += [(name, other) for other in own(file) if is_in(other, "calibrate")]
+    assert found == [("commands.quantizing.checkpoint", "calibrate.request")]
+
+
 def test_that_room_would_be_noticed():
     found = set()
     for name, file in MODULES.items():
@@ -240,6 +248,22 @@ def test_torch_is_not_imported_for_it(program):
         f"{program}\nimport sys\nassert 'torch' not in sys.modules and 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", check], check=True, capture_output=True)
+
+
+def test_the_converter_runs_without_its_wings(tmp_path):
+    from checkpoints import write_source
+
+    source = write_source(tmp_path / "source")
+    program = (
+        "import sys\nfrom nf4conv.cli import main\n"
+        "sys.modules['nf4conv.inference'] = sys.modules['nf4conv.calibrate'] = None\n"
+        "for words in (['quantize', 'source', 'out', '--verify'], ['dequantize', 'out', 'back'],\n"
+        "              ['verify', 'out', '--source', 'source']):\n"
+        "    main([*words, '--device', 'cpu'], standalone_mode=False)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, cwd=source.parent
+    )
 
 
 def test_a_dry_run_needs_no_torch(tmp_path):

@@ -52,15 +52,7 @@ def calibrate_block(
 ) -> tuple[dict[str, Rounded], dict[str, WeightGain]]:
     """Rounds the weights of a block; each stage sees what comes out of those before it in 4 bits.
 
-    Args:
-        block: the block.
-        outputs: the mean of g·gᵀ at the outputs of some weights, by the weight's name.
-
-    Returns:
-        The weights in 4 bits, and what was gained for each, by name.
-
-    Raises:
-        SourceError: a weight or an activation is NaN or infinite.
+    `outputs` holds the mean of g·gᵀ at the outputs of some weights. All is by the weight's name.
     """
     first = next(block.hidden.batches())
     weights: dict[str, Rounded] = {}
@@ -123,13 +115,8 @@ def _round(
 ) -> Iterator[_Outcome]:
     """Yields weights with the same inputs in 4 bits, and what is gained for each.
 
-    Args:
-        block: the block that holds the weights.
-        targets: the weights.
-        of_inputs: the factor of the second moments of their inputs.
-        judge: second moments of inputs that did not calibrate.
-        few_tokens: the number of tokens that the moments come from, if that is too few. Otherwise
-            None.
+    `judge` are the second moments of inputs that did not calibrate; `few_tokens` is the number of
+    tokens that reached the weights, if that is too few.
     """
     weights = [_original(block, target) for target in targets]
     searched = [_searched(block, weight) for weight in weights]
@@ -155,11 +142,7 @@ def _judged(
 
 
 def _original(block: BlockAtWork, target: Target) -> torch.Tensor:
-    """Returns a weight as it is before it is packed, [out, in].
-
-    Raises:
-        SourceError: it holds NaN or infinity.
-    """
+    """Returns a weight as it is before it is packed, [out, in]; NaN or infinity is an error."""
     job = target.job
     view = matrix_in(block.contents.values[job.source.name], job.matrix)
     weight = view.to(DTYPES[block.format.dtype]).contiguous()

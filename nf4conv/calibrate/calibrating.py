@@ -48,16 +48,7 @@ def calibrate(
 ) -> QuantizationPlan:
     """Calibrates what a plan says, or goes on with it, and returns the plan that writes it.
 
-    Args:
-        plan: what `plan_calibration` returned.
-        out: the output folder.
-        run: how to use the machine: the device, --overwrite and --checksum count here.
-        progress: is called with the source bytes that have been worked through since the last call.
-
-    Raises:
-        SourceError: the source has changed, or holds NaN.
-        OutputError: the folder cannot be written, or has no room.
-        Nf4convError: the device has too little memory.
+    `progress` is called with the source bytes that have been worked through since the last call.
     """
     device = TorchBackend(run.device).torch_device
     stamps = source_changes(plan.source)

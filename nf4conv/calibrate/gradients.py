@@ -35,11 +35,7 @@ class OutputMoments:
         self._kept = kept
 
     def of_block(self, number: int) -> Tensors:
-        """Returns the mean of g·gᵀ at the outputs of weights of a block, by the weight's name.
-
-        Raises:
-            OutputError: the file that keeps them has been changed since `find`.
-        """
+        """Returns the mean of g·gᵀ at the outputs of weights of a block, by the weight's name."""
         if self._calibration.outputs is None:
             return {}
         found = self._kept.read(_name(number))
@@ -51,11 +47,7 @@ class OutputMoments:
     def find(
         self, blocks: Iterable[int], reader: WeightReader, progress: Callable[[int], None]
     ) -> None:
-        """Makes the backward pass, unless it has been made for all of some blocks.
-
-        Raises:
-            SourceError: its gradients hold NaN or infinity.
-        """
+        """Makes the backward pass, unless it has been made for all of some blocks."""
         if all(self._kept.read(_name(number)) is not None for number in blocks):
             return
         inputs, calls = self._run_forward(reader, progress)

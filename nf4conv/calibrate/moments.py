@@ -94,11 +94,7 @@ def _capped(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def moments_of(block: BlockAtWork, stage: Stage) -> Moments:
-    """Returns the second moments of what goes into a stage.
-
-    Raises:
-        SourceError: it holds NaN or infinity.
-    """
+    """Returns the second moments of what goes into a stage."""
     moments: Moments | None = None
     for number, hidden in enumerate(block.hidden.batches()):
         inputs = inputs_of(block.module, stage, block.calls[number], hidden)
@@ -130,9 +126,6 @@ def moments_of_experts(block: BlockAtWork, stage: Stage) -> Iterator[ExpertMomen
 
     All are of the same state of the block: what is put into it meanwhile must not change what goes
     into this stage.
-
-    Raises:
-        SourceError: they hold NaN or infinity.
     """
     experts = list(stage.by_expert)
     width = stage.targets[0].job.matrix.shape[1]

@@ -39,6 +39,7 @@ class Shapes:
         block_elements: the number of elements of the largest block, or of what is used at one time
             outside the blocks.
         matrices: the shape of each weight that is calibrated, [out, in].
+        finished_bytes: the bytes that all weights take in 4 bits.
         tokens: the number of tokens that the model reads.
         width: the number of hidden states of a token.
         outputs: "qkv" or "all", as --calibrate-output has it; None without that option.
@@ -46,7 +47,8 @@ class Shapes:
 
     blocks: int
     block_elements: int
-    matrices: Sequence[tuple[int, int]]
+    matrices: Sequence[tuple[int, ...]]
+    finished_bytes: int
     tokens: int
     width: int
     outputs: str | None
@@ -116,8 +118,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h"
 
 
-def estimate(shapes: Shapes, finished_bytes: int) -> Needs:
-    """Estimates what a calibration takes, whose finished blocks take so many bytes on disk."""
+def estimate(shapes: Shapes) -> Needs:
+    """Estimates what a calibration takes."""
     weights = sum(rows * columns for rows, columns in shapes.matrices)
     gpu = _GPU_SECONDS_OF_WEIGHT + shapes.tokens * _GPU_SECONDS_OF_WEIGHT_AND_TOKEN
     cpu = _CPU_OPERATIONS_OF_WEIGHT + shapes.tokens * _CPU_OPERATIONS_OF_WEIGHT_AND_TOKEN
@@ -131,7 +133,7 @@ def estimate(shapes: Shapes, finished_bytes: int) -> Needs:
         cpu_seconds=slower * weights * cpu / _speed(),
         cpu_bytes=_HOST_BYTES + 4 * shapes.block_elements + working,
         hidden_elements=kept * shapes.tokens * shapes.width,
-        disk_bytes=finished_bytes + 4 * sum(squares),
+        disk_bytes=shapes.finished_bytes + 4 * sum(squares),
     )
 
 

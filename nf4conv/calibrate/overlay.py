@@ -30,9 +30,7 @@ def with_calibrated_weights(
 ) -> QuantizationPlan:
     """Returns a plan whose calibrated weights are copied from finished blocks.
 
-    Args:
-        plan: a plan with a calibration, all blocks of which are finished.
-        components: where the components of all its weights are, by their names.
+    `components` says where the components of all these weights are, by their names.
     """
     format = plan.output.format
 

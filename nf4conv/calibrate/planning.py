@@ -3,63 +3,41 @@
 No weight is read. Whatever is wrong with texts, model or options is known before a byte is written.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from importlib.metadata import version
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from nf4conv.calibrate.calibrating import calibrate
 from nf4conv.calibrate.model.building import build_model, find_blocks, load_tokenizer
 from nf4conv.calibrate.model.experts import experts_of
 from nf4conv.calibrate.model.flow import Flow, find_flow
 from nf4conv.calibrate.model.names import Filling, follow_names
-from nf4conv.calibrate.needs import Needs, Shapes, estimate
-from nf4conv.calibrate.request import require_known, transformers_version
+from nf4conv.calibrate.needs import Shapes, estimate
+from nf4conv.calibrate.session import PreparedCalibration
 from nf4conv.calibrate.stages import Target
-from nf4conv.calibrate.text import Text
+from nf4conv.calibrate.text import Text, require_known
 from nf4conv.calibrate.windows import LENGTH, TOKENS, Windows, cut_windows
 from nf4conv.errors import PlanError
 from nf4conv.models.module_names import module_of
 from nf4conv.options import QuantizeOptions
-from nf4conv.plan.calibration import Calibration, CalibrationText
+from nf4conv.plan.calibration import CalibrationText
 from nf4conv.plan.jobs import Job, PackJob, Plan
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.source import Source
 
-
-@dataclass(frozen=True)
-class PreparedCalibration(Calibration):
-    """Holds what carries out a calibration, beside what describes it.
-
-    Attributes:
-        needs: the time, memory and disk space that it takes.
-        windows: the tokens that the model reads.
-        flow: runs the model up to its blocks.
-        fillings: what the parameters of each block are filled from, by the block's number; None
-            stands for those outside.
-        targets: the weights of each block that are calibrated.
-    """
-
-    needs: Needs
-    windows: Windows
-    flow: Flow
-    fillings: Mapping[int | None, Sequence[Filling]]
-    targets: Mapping[int, Sequence[Target]]
+_USUAL_WIDTH: Final = 4096  # hidden states of a token, where the config does not say
 
 
 def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> QuantizationPlan:
     """Adds a calibration to the plan of a checkpoint, whose scales are searched.
 
-    Args:
-        plan: a plan of a source and of options that `check_request` has let pass.
-        texts: what it returned.
-
-    Raises:
-        PlanError: the model cannot be calibrated, or the texts are not what it reads.
+    `check_request` has let its source and its options pass, and returned the texts.
     """
     source = plan.source
     options = plan.options
@@ -77,23 +55,25 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
             f"out"
         )
     windows = _windows(source, options, model, texts)
+    weights = frozenset(job.name for job in found.jobs)
     calibration = PreparedCalibration(
         texts=tuple(CalibrationText(text.name, text.sha256) for text in texts),
         tokens=windows.tokens,
         judging_tokens=windows.judging * windows.ids.shape[1],
         window=windows.ids.shape[1],
-        transformers=transformers_version(),
+        transformers=version("transformers"),
         block_bytes=found.block_bytes,
-        bytes_spared=found.bytes_of_weights - found.bytes_on_disk,
-        weights=found.weights,
+        bytes_spared=sum(job.source_bytes - job.nbytes for job in found.jobs),
+        weights=weights,
         outputs=options.calibrate_output,
-        needs=estimate(found.shapes(flow, windows, options), found.bytes_on_disk),
+        carry_out=calibrate,
+        needs=estimate(found.shapes(flow, windows, options)),
         windows=windows,
         flow=flow,
         fillings=found.fillings,
         targets=found.targets,
     )
-    output = with_jobs(plan.output, found.weights)
+    output = with_jobs(plan.output, weights)
     notes = (*plan.notes, *_notes(calibration, found, options))
     return replace(plan, output=output, calibration=calibration, notes=notes)
 
@@ -110,7 +90,7 @@ def _windows(
     tokens = options.calibration_tokens or TOKENS
     windows = cut_windows(texts, tokens, _length(model), load)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    require_known(windows.ids, vocabulary, ", ".join(text.name for text in texts), source)
+    require_known(windows.ids, vocabulary, ", ".join(text.name for text in texts), str(source))
     return windows
 
 
@@ -217,9 +197,9 @@ class _Found:
         return found.get(job.source.name)
 
     @property
-    def weights(self) -> frozenset[str]:
-        """The names of all weights that are calibrated."""
-        return frozenset(target.job.name for targets in self.targets.values() for target in targets)
+    def jobs(self) -> list[PackJob]:
+        """The jobs of all weights that are calibrated."""
+        return [target.job for targets in self.targets.values() for target in targets]
 
     @cached_property
     def fillings(self) -> dict[int | None, list[Filling]]:
@@ -247,10 +227,6 @@ class _Found:
                 f"does not have"
             )
 
-    def _all_targets(self) -> Iterator[Target]:
-        for targets in self.targets.values():
-            yield from targets
-
     def shapes(self, flow: Flow, windows: Windows, options: QuantizeOptions) -> Shapes:
         """Describes the calibration, for an estimate of what it takes."""
         used = set(flow.needed)
@@ -260,13 +236,13 @@ class _Found:
             if not used.isdisjoint(filling.parameters)
         ]
         parts = [fillings for number, fillings in self.fillings.items() if number is not None]
-        matrices = [target.job.matrix.shape for target in self._all_targets()]
         return Shapes(
             blocks=len(self.blocks.blocks),
             block_elements=max(_elements(part) for part in (*parts, outside)),
-            matrices=[(rows, columns) for rows, columns in matrices],
+            matrices=[job.matrix.shape for job in self.jobs],
+            finished_bytes=sum(job.nbytes for job in self.jobs),
             tokens=windows.ids.size,
-            width=self._model.config.get_text_config().hidden_size,
+            width=getattr(self._model.config.get_text_config(), "hidden_size", _USUAL_WIDTH),
             outputs=options.calibrate_output,
         )
 
@@ -278,20 +254,6 @@ class _Found:
             fillings = self.fillings.get(number, ())
             found.append(sum(tensor.nbytes for filling in fillings for tensor in filling.tensors))
         return tuple(found)
-
-    @property
-    def bytes_of_weights(self) -> int:
-        """The bytes of the weights that are calibrated, as the checkpoint has them."""
-        total = 0
-        for target in self._all_targets():
-            tensor = target.job.source
-            total += tensor.nbytes * math.prod(target.job.matrix.shape) // tensor.elements
-        return total
-
-    @property
-    def bytes_on_disk(self) -> int:
-        """The most bytes of the finished blocks."""
-        return sum(target.job.nbytes for target in self._all_targets())
 
 
 def _elements(fillings: Sequence[Filling]) -> int:

@@ -1,28 +1,41 @@
-"""Checks what --calibrate asks for, by names, headers and small files.
+"""Plans what --calibrate asks for, and refuses what cannot be by names, headers and small files.
 
 Neither torch nor transformers is imported: what cannot be is refused within a second.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from nf4conv.calibrate.text import Ids, Text, read_texts
+from nf4conv.calibrate.text import Text, read_texts, require_known
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
+from nf4conv.plan.quantization import QuantizationPlan, plan_source
 from nf4conv.sources.source import Source
 from nf4conv.sources.token_ids import has_tokenizer
 
 _FEWEST_TOKENS: Final = 512
 
 
-def check_request(source: Source, options: QuantizeOptions) -> list[Text]:
-    """Returns the text that calibrates, once everything is refused that can be known so early.
+def plan_calibrated(source: Source, options: QuantizeOptions) -> QuantizationPlan:
+    """Plans a checkpoint whose weights are calibrated; the plan carries the calibration out.
+
+    This is how the rest of nf4conv gets here.
 
     Raises:
-        PlanError: another option does not go with --calibrate, the source is no model of
-            transformers or has no tokenizer for this text, or the text cannot be read.
+        PlanError: the request cannot be met.
     """
+    # --scales is checked here, because the plan below no longer has what was asked for
+    texts = check_request(source, options)
+    plan = plan_source(source, replace(options, scales="search"))
+    from nf4conv.calibrate.planning import plan_calibration  # importing torch takes seconds
+
+    return plan_calibration(plan, texts)
+
+
+def check_request(source: Source, options: QuantizeOptions) -> list[Text]:
+    """Returns the text that calibrates, once everything is refused that can be known so early."""
     if options.scales == "absmax":
         raise PlanError("--scales absmax does not go with --calibrate, which chooses all scales")
     config = source.config
@@ -40,7 +53,7 @@ def check_request(source: Source, options: QuantizeOptions) -> list[Text]:
     tokens = options.calibration_tokens
     if tokens is not None and tokens < _FEWEST_TOKENS:
         raise PlanError(f"--calibration-tokens {tokens}: expected at least {_FEWEST_TOKENS}")
-    transformers_version()
+    _require_transformers()
     assert options.calibrate is not None
     texts = read_texts(options.calibrate)
     if any(text.ids is None for text in texts):
@@ -48,16 +61,12 @@ def check_request(source: Source, options: QuantizeOptions) -> list[Text]:
     vocabulary = _text_config(config).get("vocab_size")
     for text in texts:
         if text.ids is not None and isinstance(vocabulary, int):
-            require_known(text.ids, vocabulary, text.name, source)
+            require_known(text.ids, vocabulary, text.name, str(source))
     return texts
 
 
-def transformers_version() -> str:
-    """Returns the version of the installed transformers, which is not imported.
-
-    Raises:
-        PlanError: it is not installed, or older than 5.
-    """
+def _require_transformers() -> None:
+    """Raises a PlanError if transformers is missing or older than 5; it is not imported."""
     try:
         found = version("transformers")
     except PackageNotFoundError:
@@ -67,7 +76,6 @@ def transformers_version() -> str:
             f"--calibrate needs transformers 5: pip install 'nf4conv[calibrate]' "
             f"({found or 'it is not installed'})"
         )
-    return found
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,15 +91,4 @@ def _require_tokenizer(source: Source) -> None:
         raise PlanError(
             f"{source.folder}: has no tokenizer; give token ids instead: --calibrate ids.npy",
             path=source.folder,
-        )
-
-
-def require_known(ids: Ids, vocabulary: int, name: str, source: Source) -> None:
-    """Raises a PlanError if token ids of a text are not those of a model with so many tokens."""
-    least = int(ids.min())
-    largest = int(ids.max())
-    if least < 0 or largest >= vocabulary:
-        wrong = least if least < 0 else largest
-        raise PlanError(
-            f"{name}: holds the token id {wrong:,}, but {source} has {vocabulary:,} tokens"
         )

@@ -1,22 +1,47 @@
 """Runs parts of one model on one device: what calibration and the backward pass share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from nf4conv.calibrate.hidden import Budget, HiddenStates
-from nf4conv.calibrate.model.flow import Call
+from nf4conv.calibrate.model.flow import Call, Flow
+from nf4conv.calibrate.model.names import Filling
 from nf4conv.calibrate.model.weights import Contents, WeightReader
-from nf4conv.calibrate.planning import PreparedCalibration
+from nf4conv.calibrate.needs import Needs
+from nf4conv.calibrate.stages import Target
+from nf4conv.calibrate.windows import Windows
 from nf4conv.codec.quant_state import DTYPES
+from nf4conv.plan.calibration import Calibration
 from nf4conv.plan.fingerprint import require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.tensors import TensorInfo
 
 _BATCH_TOKENS: Final = {"cuda": 8192, "cpu": 4096}
 """Tokens that go through a block together. They decide the order of sums, and so the bytes."""
+
+
+@dataclass(frozen=True)
+class PreparedCalibration(Calibration):
+    """Holds what carries out a calibration, beside what describes it.
+
+    Attributes:
+        needs: the time, memory and disk space that it takes.
+        windows: the tokens that the model reads.
+        flow: runs the model up to its blocks.
+        fillings: what the parameters of each block are filled from, by the block's number; None
+            stands for those outside.
+        targets: the weights of each block that are calibrated.
+    """
+
+    needs: Needs
+    windows: Windows
+    flow: Flow
+    fillings: Mapping[int | None, Sequence[Filling]]
+    targets: Mapping[int, Sequence[Target]]
 
 
 class Session:
@@ -85,9 +110,7 @@ class Session:
     def outside(self, reader: WeightReader, names: tuple[str, ...] | None = None) -> Contents:
         """Fills parameters outside the blocks.
 
-        Args:
-            reader: reads the checkpoint.
-            names: the names of the parameters; None for all.
+        None fills all of them.
         """
         model = self.calibration.flow.model
         fillings = list(self.calibration.fillings.get(None, ()))
@@ -101,11 +124,7 @@ class Session:
         return contents
 
     def fill_block(self, number: int, reader: WeightReader) -> Contents:
-        """Fills a block with the weights of the checkpoint.
-
-        Raises:
-            SourceError: a file of it has changed.
-        """
+        """Fills a block with the weights of the checkpoint."""
         fillings = self.calibration.fillings[number]
         model = self.calibration.flow.model
         contents = Contents(model, fillings, self._read_with(reader), self.device)

@@ -97,11 +97,7 @@ def find_stages(
 def inputs_of(block: nn.Module, stage: Stage, call: Call, hidden: torch.Tensor) -> torch.Tensor:
     """Returns what goes into a stage, [tokens, in_features]; the block runs no further than that.
 
-    Args:
-        block: the block, in which the weights of earlier stages are in 4 bits by now.
-        stage: one of its stages.
-        call: the arguments that the block is called with.
-        hidden: the hidden states that go into the block.
+    The weights of earlier stages are in 4 bits by now.
     """
     caught: list[torch.Tensor] = []
 

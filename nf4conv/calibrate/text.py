@@ -67,11 +67,7 @@ class Text:
 
 
 def read_texts(place: str) -> list[Text]:
-    """Reads the text that --calibrate names.
-
-    Raises:
-        PlanError: it is no file that can be read, holds no text, or is not what its name says.
-    """
+    """Reads the text that --calibrate names."""
     if place != DEFAULT:
         _require_file(place)
         return [_read(Path(place))]
@@ -158,16 +154,7 @@ def _passage(entry: Any) -> Passage | None:
 
 
 def tokenized(text: Text, needed: int, tokenizer: Any) -> Ids:
-    """Returns the ids of a text, or of parts of a long one.
-
-    Args:
-        text: a text of passages.
-        needed: the number of tokens that are needed of it.
-        tokenizer: that of the model.
-
-    Raises:
-        PlanError: the tokenizer cannot read the text, or knows too little of it.
-    """
+    """Returns the ids of a text, or of parts of a long one, of which so many are needed."""
     path = text.path
     ids: list[int] = []
     passages = text.passages
@@ -204,3 +191,14 @@ def _parts(whole: Passage, most: int) -> Iterator[Passage]:
     for number in range(_PARTS):
         start = (len(whole.text) - length) * number // (_PARTS - 1)
         yield Passage(whole.text[start : start + length])
+
+
+def require_known(ids: Ids, vocabulary: int, name: str, model: str) -> None:
+    """Raises a PlanError if token ids of a text are not those of a model with so many tokens."""
+    least = int(ids.min())
+    largest = int(ids.max())
+    if least < 0 or largest >= vocabulary:
+        wrong = least if least < 0 else largest
+        raise PlanError(
+            f"{name}: holds the token id {wrong:,}, but {model} has {vocabulary:,} tokens"
+        )

@@ -56,15 +56,8 @@ def cut_windows(
 ) -> Windows:
     """Chooses windows of texts, as many of each.
 
-    Args:
-        texts: the texts that they are cut from.
-        tokens: the number of tokens that should calibrate.
-        length: the number of tokens of a window, with the marks that encoders expect around it.
-        load_tokenizer: returns the model's tokenizer, or raises a PlanError. It is called only
-            if texts are not token ids already.
-
-    Raises:
-        PlanError: a text cannot be tokenized, or all are too short.
+    `tokens` should calibrate. A window has `length` of them, with the marks that encoders expect
+    around it. The model's tokenizer is loaded only if texts are not token ids already.
     """
     calibrating = max(tokens // length, 1)
     wanted = calibrating + max(calibrating // _HELD_OUT, 1)

@@ -1,8 +1,11 @@
 """Says what a calibration will do: which weights, by which text; and what came of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from nf4conv.options import RunOptions
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class Calibration:
         weights: names of the weights that are calibrated.
         outputs: "qkv" or "all", as --calibrate-output has it: the errors of these weights are
             weighed by how much the predictions depend on each output. None without that option.
+        carry_out: takes a plan, the output folder, how to use the machine, and what to call with
+            the source bytes that have been worked through since the last call. Calibrates what the
+            plan says, or goes on with it, and returns the plan that writes it.
     """
 
     texts: tuple[CalibrationText, ...]
@@ -40,6 +46,7 @@ class Calibration:
     bytes_spared: int
     weights: frozenset[str]
     outputs: str | None
+    carry_out: Callable[[Any, Path, RunOptions, Callable[[int], None]], Any]
 
     @property
     def blocks(self) -> int:

@@ -15,6 +15,7 @@ import nf4conv.calibrate.rounding.kernels as kernel_steps
 import nf4conv.calibrate.rounding.steps as plain_steps
 from nf4conv.calibrate import rounding
 from nf4conv.calibrate.rounding import calibrated
+from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.levels import Levels, levels_of
 from nf4conv.calibrate.rounding.scales import StorableScales
 
@@ -45,7 +46,7 @@ def drafted(
     storable: StorableScales,
     levels: Levels,
     sweeps: int,
-) -> calibrated.Draft:
+) -> Draft:
     draft = calibrated.first_draft(target.clone(), factor, storable, levels)
     gradient = factor.moments @ (target - draft.values(levels))
     for _ in range(sweeps):
@@ -70,7 +71,7 @@ def moved(
     return target.to(DEVICE), there, on_device
 
 
-def assert_same_but_ties(draft: calibrated.Draft, defined: reference.Chosen) -> None:
+def assert_same_but_ties(draft: Draft, defined: reference.Chosen) -> None:
     sure = defined.margins > reference.CLOSE
     assert (~sure).float().mean() <= MOST_TIES
     different = (draft.ranks.cpu().long() != defined.ranks).any(dim=0)

@@ -11,9 +11,8 @@ from typing import Final
 
 import torch
 
-from nf4conv.calibrate.rounding.candidates import FINER, first_candidates
 from nf4conv.calibrate.rounding.factor import Factor
-from nf4conv.calibrate.rounding.levels import Levels
+from nf4conv.calibrate.rounding.levels import FINER, Levels, first_candidates
 from nf4conv.calibrate.rounding.scales import StorableScales
 
 CLOSE: Final = 2e-6
@@ -198,11 +197,11 @@ def _snap(
     Which is nearest is a float32 decision; it is noted as a tie if a slightly different wish would
     have another answer.
     """
-    scales, _ = storable.snap(group, wanted.float())
+    scales, _ = storable.at(group).snap(wanted.float())
     if storable.maxima is not None:
         spread = CLOSE / 2 * storable.maxima[group].double()
-        lower, _ = storable.snap(group, (wanted - spread).float())
-        higher, _ = storable.snap(group, (wanted + spread).float())
+        lower, _ = storable.at(group).snap((wanted - spread).float())
+        higher, _ = storable.at(group).snap((wanted + spread).float())
         _note(torch.zeros_like(wanted), lower != higher, chosen)
     return scales.double()
 

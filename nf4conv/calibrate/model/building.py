@@ -61,11 +61,7 @@ class BlockList:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer of a checkpoint.
-
-    Raises:
-        PlanError: there is none that transformers can load.
-    """
+    """Loads the tokenizer of a checkpoint."""
     import transformers
 
     advice = "give token ids instead: --calibrate ids.npy"
@@ -82,16 +78,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def build_model(config: Mapping[str, Any], dtype: torch.dtype, names: Iterable[str]) -> nn.Module:
-    """Builds the model of a config.json, all parameters of which are on the meta device.
-
-    Args:
-        config: the content of config.json.
-        dtype: what the model computes in.
-        names: the names of the tensors of the checkpoint.
-
-    Raises:
-        PlanError: transformers has no class for it, or cannot build it.
-    """
+    """Builds the model of a config.json, all parameters of which are on the meta device."""
     import transformers
 
     release = f"transformers {transformers.__version__}"
@@ -161,15 +148,7 @@ class _NoInitialization(TorchFunctionMode):
 
 
 def find_blocks(model: nn.Module, packed: Collection[str]) -> BlockList:
-    """Returns the list of modules that holds most of the weights that are to be packed.
-
-    Args:
-        model: the model.
-        packed: paths of the parameters that are packed.
-
-    Raises:
-        PlanError: no list of modules holds any.
-    """
+    """Returns the list of modules that holds most of the weights that are to be packed."""
     best: tuple[int, BlockList] | None = None
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0:

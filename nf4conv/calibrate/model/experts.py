@@ -21,12 +21,7 @@ _PRODUCTS: Final = ("linear", "matmul", "mm", "bmm", "__matmul__", "addmm", "bad
 def experts_of(filling: Filling, parameter: nn.Parameter) -> Mapping[str, int]:
     """Returns the expert that each tensor of a filling becomes, by the tensor's name.
 
-    Args:
-        filling: joins matrices of single experts to a parameter of three dimensions.
-        parameter: the parameter of three dimensions, [experts, …].
-
-    Returns:
-        Nothing if its first dimension is not that of experts.
+    It is empty unless matrices are joined to a parameter of [experts, …].
     """
     if filling.convert is None or len(filling.parameters) != 1:
         return {}

@@ -69,14 +69,7 @@ class Flow:
     needed: tuple[str, ...]
 
     def calls(self, ids: torch.Tensor) -> Calls:
-        """Embeds windows of tokens, and notes what each block is called with.
-
-        Args:
-            ids: [windows, length] int64, on the device of the weights.
-
-        Raises:
-            PlanError: the model cannot be run on them.
-        """
+        """Embeds windows of tokens, and notes what each block is called with."""
         try:
             return _caught(self.model, self.blocks, ids, is_tuple=self.is_tuple).result()
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
@@ -88,9 +81,7 @@ class Flow:
     def predictions(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Returns what the head makes of the hidden states behind the last block.
 
-        Args:
-            ids: the tokens, [windows, length] int64, all of whose own hidden states are passed by.
-            hidden: [windows, length, …].
+        `ids` are the tokens, [windows, length], whose own hidden states are passed by.
         """
         last = len(self.blocks.blocks) - 1
         with ExitStack() as stack:
@@ -193,11 +184,7 @@ def _in_place(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def find_flow(model: nn.Module, blocks: BlockList) -> Flow:
-    """Finds out how a model calls its blocks, by running it on zeros; no weight is read.
-
-    Raises:
-        PlanError: it is no chain of blocks that hand on hidden states.
-    """
+    """Finds out how a model calls its blocks, by running it on zeros; no weight is read."""
     _fill_with_zeros(model, blocks)
     ids = torch.zeros((2, 8), dtype=torch.int64)
     faults = []

@@ -37,13 +37,6 @@ def follow_names(model: nn.Module, tensors: Sequence[TensorInfo]) -> list[Fillin
     """Returns what each parameter and buffer of a model is filled from.
 
     Tensors that the model has no place for are left out.
-
-    Args:
-        model: the model, of a class of transformers.
-        tensors: the tensors of the checkpoint.
-
-    Raises:
-        PlanError: transformers cannot load these tensors into the model.
     """
     try:
         return _follow(model, tensors)

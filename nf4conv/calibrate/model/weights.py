@@ -38,9 +38,7 @@ class WeightReader:
     def read(self, tensor: TensorInfo, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns the values of a tensor, of which nobody else has the memory.
 
-        Args:
-            tensor: it may be encoded, and adapters may be merged into it.
-            dtype: the dtype of the result, if the tensor has floats; None for that of the model.
+        Floats get the dtype that is given, or else that of the model.
         """
         values = read_values(self._buffers, tensor).view(tensor.shape)
         wanted = dtype or self._dtype
@@ -112,12 +110,7 @@ class Contents:
 
 
 def matrix_in(values: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-    """Returns a view of the part of a tensor that becomes one weight, [out, in].
-
-    Args:
-        values: the tensor of the checkpoint.
-        matrix: the weight.
-    """
+    """Returns a view of the part of a tensor that becomes one weight, [out, in]."""
     part = values
     if matrix.expert is not None:
         part = part[matrix.expert]

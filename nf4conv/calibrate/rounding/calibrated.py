@@ -9,13 +9,13 @@ Everything between is transposed, [inputs, outputs], with inputs in the order of
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
 
 import torch
 
 import nf4conv.calibrate.rounding.steps as plain_steps
+from nf4conv.calibrate.rounding.draft import Draft, empty_draft
 from nf4conv.calibrate.rounding.factor import Factor
 from nf4conv.calibrate.rounding.levels import Levels, levels_of
 from nf4conv.calibrate.rounding.moments import full_precision
@@ -29,60 +29,6 @@ _LAZY: Final = 1024
 """Inputs whose errors reach the inputs behind them in one matrix product, instead of one for each
 group.
 """
-
-
-@dataclass
-class Draft:
-    """Holds what has been chosen so far, with inputs and groups in the order of the factor.
-
-    Attributes:
-        ranks: [in_features, outputs] uint8, of the levels.
-        scales: [groups, outputs] float32, as they decode.
-        scale_codes: [groups, outputs] uint8, with double quantization.
-    """
-
-    ranks: torch.Tensor
-    scales: torch.Tensor
-    scale_codes: torch.Tensor
-
-    def of(self, outputs: slice) -> "Draft":
-        """Returns a view of some outputs."""
-        return Draft(self.ranks[:, outputs], self.scales[:, outputs], self.scale_codes[:, outputs])
-
-    def copy(self) -> "Draft":
-        """Returns a copy."""
-        return Draft(self.ranks.clone(), self.scales.clone(), self.scale_codes.clone())
-
-    def put(self, other: "Draft") -> None:
-        """Takes over what another draft of the same shape has chosen."""
-        self.ranks.copy_(other.ranks)
-        self.scales.copy_(other.scales)
-        self.scale_codes.copy_(other.scale_codes)
-
-    def ordered(self, outputs: torch.Tensor) -> "Draft":
-        """Returns a draft with outputs in another order, given by their numbers."""
-        return Draft(
-            self.ranks.index_select(1, outputs),
-            self.scales.index_select(1, outputs),
-            self.scale_codes.index_select(1, outputs),
-        )
-
-    def values(self, levels: Levels) -> torch.Tensor:
-        """Returns the decoded weights, [in_features, outputs] float32."""
-        values = levels.decode(self.ranks)
-        grouped = values.view(self.scales.shape[0], -1, values.shape[1])
-        grouped.mul_(self.scales[:, None, :])
-        return values
-
-
-def empty_draft(target: torch.Tensor, blocksize: int) -> Draft:
-    """Returns a draft of nothing yet, for a target of [in_features, outputs]."""
-    groups = (target.shape[0] // blocksize, target.shape[1])
-    return Draft(
-        ranks=torch.empty(target.shape, dtype=torch.uint8, device=target.device),
-        scales=target.new_empty(groups),
-        scale_codes=torch.empty(groups, dtype=torch.uint8, device=target.device),
-    )
 
 
 def round_calibrated(
@@ -134,13 +80,9 @@ def steps_for(device: torch.device) -> ModuleType:
 def first_draft(
     target: torch.Tensor, factor: Factor, storable: StorableScales, levels: Levels
 ) -> Draft:
-    """Chooses scales and ranks group by group.
+    """Chooses scales and ranks group by group; all is in the order of the factor.
 
-    Args:
-        target: [in_features, outputs] float32, overwritten.
-        factor: of the inputs.
-        storable: the scales to choose from, with groups in the order of the factor.
-        levels: of the data type.
+    The target, [in_features, outputs] float32, is overwritten.
     """
     inputs, outputs = target.shape
     blocksize = factor.blocksize
@@ -152,17 +94,10 @@ def first_draft(
         for first in range(start, stop, blocksize):
             last = first + blocksize
             group = first // blocksize
+            upper = factor.upper[first:last, first:last]
             of_group = errors[first - start : last - start]
             steps.round_group(
-                target[first:last],
-                factor.upper[first:last, first:last],
-                group,
-                storable,
-                levels,
-                draft.ranks[first:last],
-                of_group,
-                draft.scales[group],
-                draft.scale_codes[group],
+                target[first:last], upper, storable.at(group), levels, draft.at(group), of_group
             )
             target[last:stop].addmm_(factor.upper[first:last, last:stop].T, of_group, alpha=-1)
         of_block = errors[: stop - start]
@@ -177,14 +112,9 @@ def sweep(
     storable: StorableScales,
     levels: Levels,
 ) -> None:
-    """Improves every scale and every code once.
+    """Improves every scale and every code once; all is in the order of the factor.
 
-    Args:
-        draft: replaced.
-        gradient: [in_features, outputs] float32, H·(W - Q), replaced by that of the new draft.
-        factor: of the inputs.
-        storable: the scales to choose from, with groups in the order of the factor.
-        levels: of the data type.
+    The gradient, H·(W - Q), [in_features, outputs] float32, is replaced by that of the new draft.
     """
     inputs, outputs = gradient.shape
     blocksize = factor.blocksize
@@ -196,17 +126,10 @@ def sweep(
         for first in range(start, stop, blocksize):
             last = first + blocksize
             group = first // blocksize
+            of_group = moments[first:last, first:last]
             change = changes[first - start : last - start]
             steps.sweep_group(
-                draft.ranks[first:last],
-                gradient[first:last],
-                moments[first:last, first:last],
-                group,
-                storable,
-                levels,
-                draft.scales[group],
-                draft.scale_codes[group],
-                change,
+                draft.at(group), gradient[first:last], of_group, storable.at(group), levels, change
             )
             gradient[start:stop].addmm_(moments[start:stop, first:last], change, alpha=-1)
         of_block = changes[: stop - start]

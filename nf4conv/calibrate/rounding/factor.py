@@ -49,16 +49,8 @@ def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> F
 
     The factorisation is in float64. Where it fails, the damping grows tenfold until it holds.
 
-    Args:
-        moments: [in_features, in_features] float32, such as SecondMoments.mean().
-        blocksize: the inputs of a group: divides in_features.
-        damping: what is added to the diagonal, relative to its mean.
-
-    Returns:
-        The factor, on the device of the moments.
-
-    Raises:
-        CodecError: the moments are not finite.
+    `damping` is added to the diagonal, relative to its mean. Moments that are not finite are an
+    error.
     """
     diagonal = moments.diagonal()
     # a sum is finite only if every term is, unless it overflows, which must stop us as well
@@ -77,13 +69,6 @@ def energy_order(diagonal: torch.Tensor, blocksize: int) -> torch.Tensor:
     """Returns the inputs, groups of more energy first, and in a group inputs of more energy first.
 
     What is rounded first is compensated by all that follow.
-
-    Args:
-        diagonal: [in_features], the energy of each input.
-        blocksize: the inputs of a group.
-
-    Returns:
-        [in_features] int64.
     """
     groups = diagonal.view(-1, blocksize)
     rank = groups.sum(dim=1, dtype=torch.float64).argsort(descending=True, stable=True)

@@ -37,9 +37,7 @@ class SecondMoments:
     def add(self, inputs: torch.Tensor) -> None:
         """Adds tokens. The same calls in the same order give the same bits on the same device.
 
-        Args:
-            inputs: [..., in_features] of any float type, on the device of the sums. Leave out
-                tokens that are padding.
+        They have any float type, [..., in_features].
         """
         rows = inputs.reshape(-1, self.sums.shape[0]).float()
         with full_precision():
@@ -57,12 +55,7 @@ class SecondMoments:
     def blended(self, layer: "SecondMoments") -> "SecondMoments":
         """Returns these moments, filled up with those of the whole layer if the tokens are few.
 
-        Args:
-            layer: the moments of all tokens that the experts of a layer share out.
-
-        Returns:
-            These moments if their tokens are enough, those of the layer if there are none, and
-            else a mean of both, in which the weight of these grows with their tokens.
+        The result is a mean of both, in which the weight of these grows with their tokens.
         """
         if self.is_enough():
             return self

@@ -64,13 +64,18 @@ class StorableScales:
         """Returns the scales of some outputs."""
         if self.offset is None or self.maxima is None:
             return self
-        return StorableScales(self.offset[outputs], self.maxima[:, outputs])
+        return StorableScales(self.offset[outputs], self.maxima[..., outputs])
 
-    def snap(self, group: int, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the storable scales nearest to those that are wanted.
+    def at(self, group: int) -> "StorableScales":
+        """Returns the scales of one group: `maxima` has one dimension then."""
+        if self.maxima is None:
+            return self
+        return StorableScales(self.offset, self.maxima[group])
+
+    def snap(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the storable scales of one group that are nearest to those that are wanted.
 
         Args:
-            group: the number of the blocks: a row of `maxima`.
             wanted: [..., out_features] float32.
 
         Returns:
@@ -79,11 +84,10 @@ class StorableScales:
         """
         if self.offset is None or self.maxima is None:
             return wanted, torch.zeros_like(wanted, dtype=torch.uint8)
-        maxima = self.maxima[group]
-        quotients = (wanted - self.offset) / maxima.where(maxima > 0, 1)
+        quotients = (wanted - self.offset) / self.maxima.where(self.maxima > 0, 1)
         codes = torch.bucketize(quotients, dynamic_cuts(wanted.device)).to(torch.uint8)
         values = code_table("dynamic", wanted.device)[codes.long()]
-        return flushed(values * maxima) + self.offset, codes
+        return flushed(values * self.maxima) + self.offset, codes
 
 
 def with_room(state: QuantState) -> torch.Tensor | None:

@@ -8,8 +8,8 @@ from typing import Final
 
 import torch
 
-from nf4conv.calibrate.rounding.candidates import FINER, first_candidates
-from nf4conv.calibrate.rounding.levels import Levels
+from nf4conv.calibrate.rounding.draft import Draft
+from nf4conv.calibrate.rounding.levels import FINER, Levels, first_candidates
 from nf4conv.calibrate.rounding.scales import StorableScales
 
 _COLUMNS: Final = 16  # rounded one by one before a matrix product takes their errors to the others
@@ -20,13 +20,10 @@ _CHUNK: Final = 1 << 19  # elements of all candidates of some outputs that are w
 def round_group(
     target: torch.Tensor,
     upper: torch.Tensor,
-    group: int,
     storable: StorableScales,
     levels: Levels,
-    ranks: torch.Tensor,
+    draft: Draft,
     errors: torch.Tensor,
-    scales: torch.Tensor,
-    scale_codes: torch.Tensor,
 ) -> None:
     """Chooses the scales of a group together with the ranks of its weights.
 
@@ -35,43 +32,36 @@ def round_group(
 
     Args:
         target: [inputs, outputs] float32, the weights of the group with the errors of the groups
-            before compensated.
+            before compensated; the outputs are contiguous.
         upper: [inputs, inputs] float32, of Factor.upper.
-        group: the place of the group.
-        storable: the scales to choose from.
+        storable: the scales of the group to choose from.
         levels: of the data type.
-        ranks: [inputs, outputs] uint8, written.
+        draft: of the group, written.
         errors: [inputs, outputs] float32, written: (target - value) / upper[j, j].
-        scales: [outputs] float32, written.
-        scale_codes: [outputs] uint8, written.
     """
     inputs, outputs = target.shape
     step = max(1, _CHUNK // (16 * inputs))
     for start in range(0, outputs, step):
         part = slice(start, min(outputs, start + step))
-        chosen, codes = _choose(target[:, part], upper, group, storable.of(part), levels)
+        chosen, codes = _choose(target[:, part], upper, storable.of(part), levels)
         residue = target[:, part].clone()
-        _round_columns(residue, upper, chosen, levels, ranks[:, part])
+        _round_columns(residue, upper, chosen, levels, draft.ranks[:, part])
         errors[:, part] = residue
-        scales[part] = chosen
-        scale_codes[part] = codes
+        draft.scales[part] = chosen
+        draft.scale_codes[part] = codes
 
 
 def _choose(
-    target: torch.Tensor,
-    upper: torch.Tensor,
-    group: int,
-    storable: StorableScales,
-    levels: Levels,
+    target: torch.Tensor, upper: torch.Tensor, storable: StorableScales, levels: Levels
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the best scales of a group and their codes, both [outputs]."""
     absmax = target.abs().amax(dim=0)
     factors = absmax.new_tensor(first_candidates(levels.is_symmetric))
-    scales, codes = storable.snap(group, factors[:, None] * absmax)
+    scales, codes = storable.snap(factors[:, None] * absmax)
     costs = _costs(target, upper, scales, levels)
     best, scale, code = _least(costs, scales, codes)
     finer = absmax.new_tensor(FINER)
-    scales, codes = storable.snap(group, finer[:, None] * scale)
+    scales, codes = storable.snap(finer[:, None] * scale)
     costs = _costs(target, upper, scales, levels)
     found, finer_scale, finer_code = _least(costs, scales, codes)
     is_better = found < best
@@ -103,17 +93,10 @@ def _round_columns(
     levels: Levels,
     ranks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Rounds the inputs of a group one after the other.
+    """Rounds the inputs of a group one after the other, and returns the sums of squared errors.
 
-    Args:
-        residue: [inputs, outputs] float32: the targets, replaced by the errors.
-        upper: [inputs, inputs] float32.
-        scales: [outputs] float32.
-        levels: of the data type.
-        ranks: [inputs, outputs] uint8, written unless None.
-
-    Returns:
-        [outputs] float32, the sums of the squared errors.
+    The residue, [inputs, outputs] float32, holds the targets, and the errors afterwards. Ranks are
+    written unless None.
     """
     inverse = inverse_of(scales)
     costs = torch.zeros_like(scales)
@@ -136,14 +119,11 @@ def _round_columns(
 
 
 def sweep_group(
-    ranks: torch.Tensor,
+    draft: Draft,
     gradient: torch.Tensor,
     moments: torch.Tensor,
-    group: int,
     storable: StorableScales,
     levels: Levels,
-    scales: torch.Tensor,
-    scale_codes: torch.Tensor,
     change: torch.Tensor,
 ) -> None:
     """Improves the scales of a group, then its ranks one input after the other.
@@ -153,29 +133,27 @@ def sweep_group(
     q + g / H[j, j], which makes the cost least while the others stay. So the cost never grows.
 
     Args:
-        ranks: [inputs, outputs] uint8, replaced.
+        draft: of the group, replaced.
         gradient: [inputs, outputs] float32, H·(W - Q) for all inputs of the layer, at this group.
         moments: [inputs, inputs] float32, H of the group.
-        group: the place of the group.
-        storable: the scales to choose from.
+        storable: the scales of the group to choose from.
         levels: of the data type.
-        scales: [outputs] float32, replaced.
-        scale_codes: [outputs] uint8, replaced.
         change: [inputs, outputs] float32, written: by how much the decoded weights grow.
     """
-    levelled = levels.decode(ranks)
+    scales = draft.scales
+    levelled = levels.decode(draft.ranks)
     product = moments @ levelled
     curvature = (levelled * product).sum(dim=0)
     slope = (levelled * gradient).sum(dim=0)
     step = slope / curvature.where(curvature > 0, 1)
     before = levelled * scales
-    refitted, codes = storable.snap(group, scales + step.where(curvature > 0, 0))
+    refitted, codes = storable.snap(scales + step.where(curvature > 0, 0))
     moved = gradient.addcmul(refitted - scales, product, value=-1)
-    scale_codes.copy_(codes)
+    draft.scale_codes.copy_(codes)
     scales.copy_(refitted)
 
     values = levelled * scales
-    _recode_columns(values, moved, moments, scales, levels, ranks)
+    _recode_columns(values, moved, moments, scales, levels, draft.ranks)
     torch.sub(values, before, out=change)
 
 
@@ -189,13 +167,7 @@ def _recode_columns(
 ) -> None:
     """Moves each weight to the level that makes the cost least, one input after the other.
 
-    Args:
-        values: [inputs, outputs] float32, the decoded weights, replaced.
-        gradient: [inputs, outputs] float32, overwritten.
-        moments: [inputs, inputs] float32.
-        scales: [outputs] float32.
-        levels: of the data type.
-        ranks: [inputs, outputs] uint8, written.
+    The decoded values and ranks are replaced, the gradient is overwritten: [inputs, outputs] each.
     """
     inverse = inverse_of(scales)
     reciprocal = (1 / moments.diagonal()).tolist()

@@ -18,14 +18,13 @@ import torch
 
 from nf4conv.calibrate.rounding.calibrated import (
     SWEEPS,
-    Draft,
-    empty_draft,
     first_draft,
     groups_of,
     ordered,
     packed,
     sweep,
 )
+from nf4conv.calibrate.rounding.draft import Draft, empty_draft
 from nf4conv.calibrate.rounding.factor import Factor, factor
 from nf4conv.calibrate.rounding.levels import Levels, levels_of
 from nf4conv.calibrate.rounding.moments import full_precision
@@ -103,14 +102,9 @@ def _first_draft(
     storable: StorableScales,
     levels: Levels,
 ) -> Draft:
-    """Rounds blocks of outputs in turn, and compensate the errors of each in those that follow.
+    """Rounds blocks of outputs in turn, and compensates the errors of each in those that follow.
 
-    Args:
-        target: [in_features, out_features] float32, in the order of both factors; overwritten.
-        inputs: the factor of the inputs.
-        outputs: the factor of the outputs.
-        storable: the scales to choose from, in the order of both factors.
-        levels: of the data type.
+    All is in the order of both factors; the target, [in_features, out_features], is overwritten.
     """
     draft = empty_draft(target, inputs.blocksize)
     for block in _blocks(target.shape[1]):

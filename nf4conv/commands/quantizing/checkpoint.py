@@ -57,14 +57,9 @@ def _planned(source: Source, options: QuantizeOptions) -> QuantizationPlan:
     """Plans an opened checkpoint; with --calibrate, its calibration too."""
     if not options.calibrate:
         return quantization.plan_source(source, options)
-    from nf4conv.calibrate.request import check_request  # few runs need to import it
+    from nf4conv.calibrate.request import plan_calibrated  # few runs need to import it
 
-    # --scales is checked here, because the plan below no longer has what was asked for
-    texts = check_request(source, options)
-    plan = quantization.plan_source(source, replace(options, scales="search"))
-    from nf4conv.calibrate.planning import plan_calibration  # importing torch takes seconds
-
-    return plan_calibration(plan, texts)
+    return plan_calibrated(source, options)
 
 
 def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | None) -> Source:

@@ -55,9 +55,7 @@ def _write(
     """Writes a checkpoint; one that is to be calibrated is calibrated first."""
     if plan.calibration is None:
         return write_checkpoint(plan, out, run, progress, card, announce)
-    from nf4conv.calibrate.calibrating import calibrate  # importing torch takes seconds
-
-    made = calibrate(plan, out, run, progress)
+    made = plan.calibration.carry_out(plan, out, run, progress)
     after = replace(run, overwrite=False)
     return write_checkpoint(made, out, after, progress, card, announce)
 

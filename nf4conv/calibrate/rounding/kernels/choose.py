@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.calibrate.rounding.candidates import FINER, first_candidates
+from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.kernels.columns import (
     PIECE,
     inverse_of,
@@ -19,7 +19,7 @@ from nf4conv.calibrate.rounding.kernels.columns import (
     subtract_products,
 )
 from nf4conv.calibrate.rounding.kernels.snapping import dynamic_table, snap, snapping_tensors
-from nf4conv.calibrate.rounding.levels import Levels
+from nf4conv.calibrate.rounding.levels import FINER, Levels, first_candidates
 from nf4conv.calibrate.rounding.scales import StorableScales
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
@@ -37,28 +37,12 @@ _SCRATCH = 1 << 26  # floats that the errors of candidates may take
 def round_group(
     target: torch.Tensor,
     upper: torch.Tensor,
-    group: int,
     storable: StorableScales,
     levels: Levels,
-    ranks: torch.Tensor,
+    draft: Draft,
     errors: torch.Tensor,
-    scales: torch.Tensor,
-    scale_codes: torch.Tensor,
 ) -> None:
-    """Chooses the scales of a group together with the ranks of its weights.
-
-    Args:
-        target: [inputs, outputs] float32, the weights of the group with the errors of the groups
-            before compensated; the outputs are contiguous, here and below.
-        upper: [inputs, inputs] float32, of Factor.upper.
-        group: the place of the group.
-        storable: the scales to choose from.
-        levels: of the data type.
-        ranks: [inputs, outputs] uint8, written.
-        errors: [inputs, outputs] float32, written: (target - value) / upper[j, j].
-        scales: [outputs] float32, written.
-        scale_codes: [outputs] uint8, written.
-    """
+    """Chooses the scales of a group together with the ranks of its weights, as in steps.py."""
     inputs, outputs = target.shape
     device = target.device
     per_program = inputs * _LANES.value * _ROWS
@@ -66,7 +50,7 @@ def round_group(
     at_once = min(programs, max(1, _SCRATCH // per_program))
     scratch = target.new_empty(at_once * per_program)
     reciprocal = 1 / upper.diagonal()
-    offset, maxima = snapping_tensors(storable, group, reciprocal)
+    offset, maxima = snapping_tensors(storable, reciprocal)
     for first in range(0, programs, at_once):
         _launch(
             min(at_once, programs - first),
@@ -79,17 +63,17 @@ def round_group(
                 candidate_table(levels.is_symmetric, device),
                 dynamic_table(device),
                 scratch,
-                ranks,
+                draft.ranks,
                 errors,
-                scales,
-                scale_codes,
+                draft.scales,
+                draft.scale_codes,
                 inputs,
                 _TURNS,
                 first * _ROWS,
                 outputs,
                 target.stride(0),
                 upper.stride(0),
-                ranks.stride(0),
+                draft.ranks.stride(0),
                 errors.stride(0),
             ),
             (

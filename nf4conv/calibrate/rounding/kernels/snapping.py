@@ -20,14 +20,14 @@ def dynamic_table(device: torch.device) -> torch.Tensor:
     return torch.cat([values, dynamic_cuts(device), end])
 
 
-def snapping_tensors(storable: StorableScales, group: int, any_float: torch.Tensor):
-    """Returns the offsets and the maxima of a group, [outputs] float32 each.
+def snapping_tensors(storable: StorableScales, any_float: torch.Tensor):
+    """Returns the offsets and the maxima of one group, [outputs] float32 each.
 
     Without double quantization `any_float` stands in their place, and kernels do not read it.
     """
     if storable.offset is None or storable.maxima is None:
         return any_float, any_float
-    return storable.offset, storable.maxima[group]
+    return storable.offset, storable.maxima
 
 
 @triton.jit

@@ -6,6 +6,7 @@ calibrate/rounding/steps.py says what is computed.
 import torch
 import triton.language as tl
 
+from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.kernels.columns import (
     PIECE,
     inverse_of,
@@ -26,32 +27,17 @@ _WARPS = 1
 
 
 def sweep_group(
-    ranks: torch.Tensor,
+    draft: Draft,
     gradient: torch.Tensor,
     moments: torch.Tensor,
-    group: int,
     storable: StorableScales,
     levels: Levels,
-    scales: torch.Tensor,
-    scale_codes: torch.Tensor,
     change: torch.Tensor,
 ) -> None:
-    """Improves the scales of a group, then its ranks one input after the other.
-
-    Args:
-        ranks: [inputs, outputs] uint8, replaced; the outputs are contiguous, here and below.
-        gradient: [inputs, outputs] float32, H·(W - Q) for all inputs of the layer, at this group.
-        moments: [inputs, inputs] float32, H of the group.
-        group: the place of the group.
-        storable: the scales to choose from.
-        levels: of the data type.
-        scales: [outputs] float32, replaced.
-        scale_codes: [outputs] uint8, replaced.
-        change: [inputs, outputs] float32, written: by how much the decoded weights grow.
-    """
+    """Improves the scales of a group, then its ranks one input after the other, as in steps.py."""
     inputs, outputs = gradient.shape
     reciprocal = 1 / moments.diagonal()
-    offset, maxima = snapping_tensors(storable, group, reciprocal)
+    offset, maxima = snapping_tensors(storable, reciprocal)
     _launch(
         -(-outputs // _ROWS),
         (
@@ -63,15 +49,15 @@ def sweep_group(
             levels.values,
             dynamic_table(gradient.device),
             torch.empty_like(gradient),
-            ranks,
-            scales,
-            scale_codes,
+            draft.ranks,
+            draft.scales,
+            draft.scale_codes,
             change,
             inputs,
             outputs,
             gradient.stride(0),
             moments.stride(0),
-            ranks.stride(0),
+            draft.ranks.stride(0),
             change.stride(0),
         ),
         (
