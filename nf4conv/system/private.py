@@ -1,22 +1,12 @@
-"""Finds the user's cache folder, and reads and writes files that nobody else could have written.
-
-Also keeps folders of the cache small.
-"""
+"""Finds the user's cache folder, and reads and writes files that nobody else could have written."""
 
 import os
 import stat
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from nf4conv.system.files import create
-from nf4conv.system.removal import remove
-
-_IN_USE: Final = 3600
-"""Seconds after which nobody reads any more what was found in a cache."""
-
-_ATTEMPTS: Final = 10
 
 _FLAGS: Final = (
     os.O_RDONLY
@@ -39,12 +29,12 @@ def read_private(path: Path) -> bytes | None:
         OSError: it cannot be read.
     """
     with os.fdopen(os.open(path, _FLAGS), "rb") as file:
-        if not belongs_to_user(os.fstat(file.fileno())):
+        if not _belongs_to_user(os.fstat(file.fileno())):
             return None
         return file.read()
 
 
-def belongs_to_user(status: os.stat_result) -> bool:
+def _belongs_to_user(status: os.stat_result) -> bool:
     """Returns True for a file that belongs to this user and that no other may write."""
     if not hasattr(os, "geteuid"):
         return True
@@ -58,14 +48,6 @@ def write_private(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    for _ in range(_ATTEMPTS - 1):
-        with suppress(FileNotFoundError, FileExistsError):  # another process removes it
-            _write(path, content)
-            return
-    _write(path, content)
-
-
-def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{os.urandom(8).hex()}")
     try:
@@ -87,42 +69,3 @@ def cache_folder() -> Path | None:
         except RuntimeError:
             return None
     return cache / "nf4conv"
-
-
-def remove_oldest(folder: Path, most: int) -> None:
-    """Removes from a cache what was used longest ago, until the rest is small enough.
-
-    Entries used in the last hour stay, for another process may read them. An entry is renamed
-    before it is removed: nobody sees half of one. What cannot be removed stays, too.
-
-    Args:
-        folder: the cache. Its entries are files and folders, whose times say when they were used.
-        most: the bytes that it may have.
-    """
-    entries = []
-    with suppress(OSError):
-        for entry in folder.iterdir():
-            with suppress(OSError):  # another process removes it
-                entries.append((entry.lstat().st_mtime, _size_of(entry), entry))
-    entries.sort(reverse=True)
-    total = 0
-    latest = time.time() - _IN_USE
-    for used, size, entry in entries:
-        total += size
-        is_removed = entry.name.startswith(".")  # by a process that did not come to its end
-        if used < latest and (total > most or is_removed):
-            with suppress(OSError):
-                if entry.lstat().st_mtime != used:
-                    continue
-                unseen = f".{os.urandom(8).hex()}"
-                entry.rename(folder / unseen)
-                remove(folder, unseen)
-
-
-def _size_of(entry: Path) -> int:
-    """Returns the bytes of a file, or of all files below a folder."""
-    total = 0
-    for folder, _, names in os.walk(entry):
-        for name in names:
-            total += Path(folder, name).lstat().st_size
-    return total + entry.lstat().st_size
