@@ -7,6 +7,7 @@ module as skipped: that always loads.
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from nf4conv.choose import skip_list
@@ -149,24 +150,20 @@ def with_skip_list(
     """
     decisions = dict(decisions)
     while True:
-        packed = _packed_modules(decisions)
         kept = _kept_modules(decisions)
-        fused = skip_list.fused_modules(packed, kept)
-        packed_paths = {}
-        for module, tensor in packed.items():
-            for path in names.spellings(module):
-                packed_paths[path] = tensor
-        skipped_paths: list[str] = []
+        fused = skip_list.fused_modules((module for module, _ in _packed_modules(decisions)), kept)
+        skipped: list[str] = []
         for module in (*kept, *fused.unpacked):
-            skipped_paths += names.spellings(module)
-
-        entries, mistaken = skip_list.build_skip_modules(packed_paths, skipped_paths, names.absent)
+            skipped += names.spellings(module)
+        packed = chain.from_iterable(
+            names.spellings(module) for module, _ in _packed_modules(decisions)
+        )
+        entries, mistaken = skip_list.build_skip_modules(packed, skipped, names.absent)
         if not mistaken:
-            entries = skip_list.complete_for_base(entries, packed_paths, skipped_paths)
-            # no packed module has been found mistaken, so the other direction is left
-            skip_list.check_skip_modules(entries, (), skipped_paths)
             return Selection(decisions, entries, tuple(notes), fused.split)
-        for tensor in {packed_paths[path] for path in mistaken}:
+        for module, tensor in list(_packed_modules(decisions)):
+            if mistaken.isdisjoint(names.spellings(module)):
+                continue
             if len(_matrices_of(decisions[tensor])) > 1:
                 raise PlanError(
                     f"{tensor}: loaders cannot tell its weights from modules that they must skip"
@@ -176,13 +173,11 @@ def with_skip_list(
             )
 
 
-def _packed_modules(decisions: Mapping[str, Pack | Keep]) -> dict[str, str]:
-    """Returns the name of the source's tensor for each module that is packed, by its path."""
-    modules = {}
+def _packed_modules(decisions: Mapping[str, Pack | Keep]) -> Iterator[tuple[str, str]]:
+    """Yields the path of each module that is packed, and the name of the source's tensor."""
     for tensor, decision in decisions.items():
         for matrix in _matrices_of(decision):
-            modules[module_of(matrix.name)] = tensor
-    return modules
+            yield module_of(matrix.name), tensor
 
 
 def _kept_modules(decisions: Mapping[str, Pack | Keep]) -> list[str]:

@@ -6,27 +6,17 @@ by different paths is listed under each of them.
 """
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from nf4conv.choose.loader_rules import (
-    RULES,
-    Rule,
-    grouped,
-    is_name,
-    parent_of,
-    rule_by_beginning,
-)
-from nf4conv.choose.name_index import NameIndex
+from nf4conv.choose.loader_rules import is_name
+from nf4conv.choose.path_tree import Node, PathTree
 from nf4conv.errors import PlanError
 from nf4conv.models.module_names import ADDED
 
 _DECODERS: Final = ("model", "transformer")
 """Names of the base in decoders, which have no pooler; encoders name it after the family."""
-
-_SAMPLE: Final = 32  # paths, which tell most of the entries that are too wide
 
 _FUSED: Final = {
     "q_proj": "qkv_proj",
@@ -59,7 +49,7 @@ class SkipList(NamedTuple):
     """
 
     entries: tuple[str, ...]
-    mistaken: tuple[str, ...]
+    mistaken: frozenset[str]
 
 
 def fused_modules(packed: Iterable[str], kept: Iterable[str]) -> FusedModules:
@@ -101,7 +91,8 @@ def build_skip_modules(
 
     If possible it covers no packed one. A kept module is named by the highest module above it that
     has nothing packed below. Where a loader's rule would see a packed module in that name, the kept
-    module is named by its own path.
+    module is named by its own path. What is listed is also listed as it is called in the model
+    without its head.
 
     Args:
         packed: paths of the packed modules, in every spelling.
@@ -112,111 +103,89 @@ def build_skip_modules(
     Raises:
         PlanError: a module that must be listed has a name that is no name to transformers 5.
     """
-    packed = tuple(packed)
-    absent = set(absent)
-    covered = _covering(kept, _with_ancestors(packed))
+    tree = PathTree(packed)
+    kept = list(kept)
+    covered = _covering(kept, tree)
     _check_names(covered)
-    too_wide = _too_wide([*covered, *absent], packed)
-    entries = absent - too_wide
+    entries = {entry for entry in absent if not _is_too_wide(entry, tree)}
+    mistaken: set[str] = set()
     for entry, paths in covered.items():
-        if entry in too_wide:
-            entries.update(paths)
-        else:
+        if not _is_too_wide(entry, tree):
             entries.add(entry)
-    _check_names(entries)
-    mistaken = mistaken_for_skipped(entries, packed) if too_wide else ()
-    return SkipList(_in_order(entries), mistaken)
-
-
-def _covering(kept: Iterable[str], above_packed: Set[str]) -> dict[str, list[str]]:
-    """Returns the highest modules that cover the kept ones, each with those that it covers.
-
-    Args:
-        kept: paths of modules.
-        above_packed: paths of the packed modules and of everything above them.
-    """
-    covered: dict[str, list[str]] = {}
-    for parent, siblings in groupby(kept, parent_of):
-        prefixes = (prefix for prefix in _prefixes(parent) if prefix)
-        highest = next((prefix for prefix in prefixes if prefix not in above_packed), None)
-        if highest is not None:
-            covered.setdefault(highest, []).extend(siblings)
             continue
-        for path in siblings:
-            covered.setdefault(path, []).append(path)
+        _check_names(paths)
+        entries.update(paths)
+        for path in paths:
+            for node in tree.hit_by(path):
+                mistaken.update(node.paths())
+    if not mistaken:
+        entries |= without_base(entries, tree, kept)
+    return SkipList(_in_order(entries), frozenset(mistaken))
+
+
+def _is_too_wide(entry: str, tree: PathTree) -> bool:
+    """Returns True if at least one loader would skip a packed module because of an entry."""
+    return any(True for _ in tree.hit_by(entry))
+
+
+def _covering(kept: Iterable[str], packed: PathTree) -> dict[str, list[str]]:
+    """Returns the highest modules that cover the kept ones, each with those that it covers."""
+    covered: dict[str, list[str]] = {}
+    for parent, group in groupby(kept, lambda path: path.rpartition(".")[0]):
+        highest = _highest_without(packed, parent)
+        for path in group:
+            covered.setdefault(highest or path, []).append(path)
     return covered
 
 
-def _prefixes(path: str) -> Iterator[str]:
-    """Yields what is before each dot of a path, the shortest first, and then the path."""
-    dot = path.find(".")
-    while dot >= 0:
-        yield path[:dot]
-        dot = path.find(".", dot + 1)
-    yield path
+def _highest_without(packed: PathTree, path: str) -> str:
+    """Returns the shortest beginning of a path that has nothing packed below; "" if none is so."""
+    node = packed.root
+    end = 0
+    for part in path.split(".") if path else ():
+        end += len(part)
+        child = node.children.get(part)
+        if child is None:
+            return path[:end]
+        node = child
+        end += 1
+    return ""
 
 
-def _with_ancestors(paths: Iterable[str]) -> set[str]:
-    """Returns paths and everything above them, most of which they share."""
-    found = set(paths)
-    newest = found
-    while newest:
-        newest = set(map(parent_of, newest)) - found
-        found |= newest
-    return found
-
-
-def complete_for_base(
-    entries: Iterable[str], packed: Iterable[str], kept: Iterable[str]
-) -> tuple[str, ...]:
-    """Completes a list for the model without its head, and for another head on the same base.
+def without_base(entries: set[str], packed: PathTree, kept: Iterable[str]) -> set[str]:
+    """Returns what to list for the model without its head, and for another head on the same base.
 
     "model.layers.0.gate" in a Qwen2MoeForCausalLM is "layers.0.gate" in a Qwen2MoeModel, into which
     AutoModel loads the same checkpoint. So every entry is listed without the name of the base, too.
     Where that would match a packed module, the modules that the entry stands for are listed
     instead, as far as they match none.
-
-    Args:
-        entries: a list that is complete for the model with its head.
-        packed: paths of the packed modules, in every spelling.
-        kept: paths of the modules that may be `nn.Linear` and are not packed, in every spelling.
-
-    Returns:
-        The list, in natural order.
     """
-    listed = set(entries)
-    packed = tuple(packed)
     base = _base_of(packed)
     if base is None:
-        return _in_order(listed)
+        return set()
 
-    prefix = f"{base}."
-    more = {entry.removeprefix(prefix) for entry in listed if entry.startswith(prefix)}
-    if base not in _DECODERS:
+    def fits(entry: str) -> bool:
+        # an end of a path without the base is one of the whole path, too
+        return not _is_too_wide(entry, packed) and next(base.begun_by(entry), None) is None
+
+    prefix = f"{base.part}."
+    more = {entry.removeprefix(prefix) for entry in entries if entry.startswith(prefix)}
+    if base.part not in _DECODERS:
         more.add(f"{prefix}pooler")
-    if not more:
-        return _in_order(listed)
-
-    packed_in_either = (*packed, *(path.removeprefix(prefix) for path in packed))
-    too_wide = _too_wide(more, packed_in_either)
-    listed |= more - too_wide
-    if too_wide:
-        covered = tuple(f"{prefix}{entry}." for entry in too_wide)
-        instead = {path.removeprefix(prefix) for path in kept if path.startswith(covered)}
-        listed |= instead - _too_wide(instead, packed_in_either)
-    return _in_order(listed)
+    fitting = set(filter(fits, more))
+    too_wide = tuple(f"{prefix}{entry}." for entry in more - fitting)
+    instead = {path.removeprefix(prefix) for path in kept if path.startswith(too_wide)}
+    return fitting | set(filter(fits, instead))
 
 
-def _base_of(packed: Sequence[str]) -> str | None:
+def _base_of(packed: PathTree) -> Node | None:
     """Returns the first part of most paths; None if it is itself the list of layers."""
-    if not packed:
+    part = max(packed.sizes, key=packed.sizes.__getitem__, default="")
+    if 2 * packed.sizes[part] <= packed.sizes.total():
         return None
-    first_parts = Counter(path.partition(".")[0] for path in packed)
-    base, count = first_parts.most_common(1)[0]
-    if 2 * count <= len(packed):
-        return None
-    is_list_of_layers = re.compile(rf"{re.escape(base)}(\.\d+(\.|$)|$)").match
-    return None if any(map(is_list_of_layers, packed)) else base
+    base = packed.root.children[part]
+    is_list_of_layers = base.is_path or any(part.isdecimal() for part in base.children)
+    return None if is_list_of_layers else base
 
 
 def _check_names(entries: Iterable[str]) -> None:
@@ -229,71 +198,6 @@ def _check_names(entries: Iterable[str]) -> None:
             f"llm_int8_skip_modules cannot name {shown}: "
             "transformers 5 takes it for a regular expression"
         )
-
-
-def mistaken_for_skipped(entries: Iterable[str], packed: Collection[str]) -> tuple[str, ...]:
-    """Returns the paths that at least one loader would skip.
-
-    Args:
-        entries: the list, of names only.
-        packed: the paths.
-    """
-    # Two rules are enough. Whatever transformers 5.21 skips by a beginning, 5.0 skips too; and what
-    # vLLM skips, transformers 4 skips by an end of the path above, or 5.0 by a beginning.
-    index = NameIndex(entries)
-    by_beginning = rule_by_beginning(index)
-    by_end = Rule(index.ends, index.ends)
-    # only so many characters of a path can match, and many paths have these in common
-    beginnings = {path[: index.longest] for path in packed}
-    skipped_beginnings = set(by_beginning.skipped(grouped(beginnings)))
-    skipped_paths = set(by_end.skipped(grouped(packed)))
-    return tuple(
-        path
-        for path in packed
-        if path[: index.longest] in skipped_beginnings or path in skipped_paths
-    )
-
-
-def _too_wide(entries: Collection[str], packed: Collection[str]) -> set[str]:
-    """Returns the entries by which at least one loader would skip a packed path.
-
-    A few paths tell most of them, so a sample is looked at first: there may be as many paths and
-    entries as a checkpoint has tensors.
-
-    Args:
-        entries: names.
-        packed: paths of packed modules.
-    """
-    found: set[str] = set()
-    if not entries:
-        return found
-    mistaken = mistaken_for_skipped(entries, packed)
-    while mistaken:
-        step = len(mistaken) // _SAMPLE + 1
-        sample = mistaken[::step]
-        rest = []
-        for entry in entries:
-            if entry in found:
-                continue
-            if any(hits(entry, path) for path in sample):
-                found.add(entry)
-            else:
-                rest.append(entry)
-        mistaken = mistaken_for_skipped(rest, mistaken)
-    return found
-
-
-def hits(entry: str, path: str) -> bool:
-    """Returns True if at least one loader would skip a path because of an entry that is a name.
-
-    `mistaken_for_skipped` says the same about many entries at once.
-    """
-    if f"{entry}." in f"{path}.":
-        return True
-    if len(entry) > len(path):
-        return False
-    # to transformers 5 a dot is any character
-    return all(mine in (".", its) for mine, its in zip(entry, path, strict=False))
 
 
 def _in_order(entries: Iterable[str]) -> tuple[str, ...]:
@@ -310,35 +214,3 @@ def _natural_order(entry: str) -> tuple[list[tuple[int, int, str]], str]:
         else:
             order.append((1, 0, part))
     return order, entry
-
-
-def check_skip_modules(entries: Iterable[str], packed: Iterable[str], kept: Iterable[str]) -> None:
-    """Checks a list by the rules of all loaders, in both directions.
-
-    transformers 5 would notice a wrong list no earlier than in the first forward pass.
-
-    Args:
-        entries: the list.
-        packed: paths of packed modules, of which no loader may skip any.
-        kept: paths of other modules that may be `nn.Linear`, all of which every loader must skip.
-
-    Raises:
-        PlanError: a loader would take modules for the wrong kind; it names them.
-    """
-    entries = tuple(entries)
-    packed_groups = grouped(packed)
-    kept_groups = grouped(kept)
-    faults = []
-    for loader, rule_for in RULES.items():
-        rule = rule_for(entries)
-        mistaken = rule.skipped(packed_groups)
-        faults += [f"{path} is packed, but {loader} would skip it" for path in mistaken]
-        missed = rule.not_skipped(kept_groups)
-        faults += [f"{path} is not packed, but {loader} would not skip it" for path in missed]
-    if faults:
-        shown = "; ".join(faults[:10])
-        raise PlanError(
-            f"llm_int8_skip_modules cannot tell packed modules from others ({len(faults)} times): "
-            f"{shown}. "
-            "This is a bug of nf4conv: please report the model"
-        )

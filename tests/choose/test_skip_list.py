@@ -16,14 +16,8 @@ from nf4conv.choose.loader_rules import (
     transformers_5_0,
     vllm,
 )
-from nf4conv.choose.skip_list import (
-    build_skip_modules,
-    check_skip_modules,
-    complete_for_base,
-    fused_modules,
-    hits,
-    mistaken_for_skipped,
-)
+from nf4conv.choose.path_tree import PathTree, are_alike
+from nf4conv.choose.skip_list import build_skip_modules, fused_modules, without_base
 from nf4conv.errors import PlanError
 
 LLAMA = [
@@ -123,27 +117,25 @@ def test_names_are_looked_up_as_the_regular_expressions_that_they_are_to_transfo
 @given(packed=st.sets(PATH, max_size=12), kept=st.sets(PATH, max_size=12))
 def test_a_list_that_passes_the_check_parts_packed_from_kept_for_every_loader(packed, kept):
     entries, mistaken = build_skip_modules(packed, kept)
-    if mistaken:
-        with pytest.raises(PlanError):
-            check_skip_modules(entries, packed, kept)
-        return
-    check_skip_modules(entries, packed, kept)
     for rule in RULES.values():
-        assert not any(rule(entries)(path) for path in packed)
-        assert all(rule(entries)(path) for path in kept)
+        is_skipped = rule(entries)
+        assert {path for path in packed if is_skipped(path)} <= mistaken
+        assert all(map(is_skipped, kept))
+    if mistaken:
+        assert mistaken <= packed
+        assert any(rule(entries)(path) for rule in RULES.values() for path in mistaken)
 
 
 def test_a_module_with_nothing_packed_below_is_named_once():
     kept = ["lm_head", *(f"model.vision_tower.layers.{layer}.fc1" for layer in range(27))]
     entries, _ = build_skip_modules(["model.layers.0.mlp.up_proj"], kept, absent=())
-    assert entries == ("lm_head", "model.vision_tower")
+    assert entries == ("lm_head", "model.vision_tower", "vision_tower")
 
 
 def test_a_skipped_layer_is_named_by_its_modules_where_an_old_rule_would_hit_its_neighbours():
     packed = [path for path in LLAMA if path not in LAYER_1]
     entries, _ = build_skip_modules(packed, LAYER_1, absent=())
-    check_skip_modules(entries, packed, LAYER_1)
-    assert set(entries) == set(LAYER_1)
+    assert set(entries) == {*LAYER_1, *(path.removeprefix("model.") for path in LAYER_1)}
 
 
 def test_heads_that_a_loader_may_add_are_listed_unless_they_hit_a_packed_module():
@@ -195,22 +187,32 @@ def test_heads_that_a_loader_may_add_are_listed_unless_they_hit_a_packed_module(
     ],
 )
 def test_a_list_is_completed_for_the_model_without_its_head(entries, packed, added):
-    assert set(complete_for_base(entries, packed, entries)) - set(entries) == added
+    assert without_base(set(entries), PathTree(packed), entries) - set(entries) == added
 
 
 def test_an_entry_that_is_too_wide_without_the_base_gives_way_to_its_modules():
     packed = [f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)]
-    found = complete_for_base(["lm_head", "model.mlp"], packed, ["lm_head", "model.mlp.fc9"])
-    assert found == ("lm_head", "mlp.fc9", "model.mlp")
+    kept = ["lm_head", "model.mlp.fc9"]
+    assert without_base({"lm_head", "model.mlp"}, PathTree(packed), kept) == {"mlp.fc9"}
 
 
 @settings(max_examples=300)
 @given(
     st.lists(st.text("ab", min_size=1, max_size=2), min_size=1, max_size=3).map(".".join),
-    st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=4).map(".".join),
+    st.sets(
+        st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=4).map(".".join),
+        max_size=6,
+    ),
 )
-def test_a_single_entry_hits_what_a_list_of_it_hits(entry, path):
-    assert hits(entry, path) == bool(mistaken_for_skipped([entry], [path]))
+def test_a_tree_finds_the_paths_that_a_loader_would_skip(entry, paths):
+    """All rules at once: an entry before a dot, or at the beginning with dots for any character."""
+    expected = set()
+    for path in paths:
+        start = path[: len(entry)]
+        if f"{entry}." in f"{path}." or (len(start) == len(entry) and are_alike(entry, start)):
+            expected.add(path)
+    found = {path for node in PathTree(paths).hit_by(entry) for path in node.paths()}
+    assert found == expected
 
 
 def test_many_entries_and_many_modules_that_some_of_them_hit_take_no_time():
@@ -220,29 +222,17 @@ def test_many_entries_and_many_modules_that_some_of_them_hit_take_no_time():
     ]
 
     def build() -> None:
-        entries, mistaken = build_skip_modules(packed, [*kept, "proj"])
-        complete_for_base(entries, packed, kept)
-        assert len(mistaken) == 4000
+        assert len(build_skip_modules(packed, [*kept, "proj"]).mistaken) == 4000
+        assert not build_skip_modules(packed, kept).mistaken
 
     assert units_of(build, 40) < 40  # 12 to 14 were measured
 
 
 def test_entries_are_in_natural_order():
-    kept = [f"model.layers.{layer}.mlp.gate" for layer in (10, 2, 1)]
-    packed = [f"model.layers.{layer}.mlp.up_proj" for layer in (10, 2, 1)]
+    kept = [f"layers.{layer}.mlp.gate" for layer in (10, 2, 1)]
+    packed = [f"layers.{layer}.mlp.up_proj" for layer in (10, 2, 1)]
     entries, _ = build_skip_modules(packed, kept, absent=())
-    assert entries == tuple(f"model.layers.{layer}.mlp.gate" for layer in (1, 2, 10))
-
-
-def test_the_check_names_modules_and_loaders():
-    with pytest.raises(
-        PlanError, match=r"pre_classifier is packed, but transformers 5 would skip it"
-    ):
-        check_skip_modules(["classifier"], ["pre_classifier"], ["classifier"])
-    with pytest.raises(
-        PlanError, match=r"lm_head is not packed, but transformers 4 would not skip it"
-    ):
-        check_skip_modules([], [], ["lm_head"])
+    assert entries == tuple(f"layers.{layer}.mlp.gate" for layer in (1, 2, 10))
 
 
 ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
