@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 import nf4conv
-from nf4conv.commands.evaluating.answers import answers, load
-from nf4conv.commands.evaluating.question import make_question
+from nf4conv.commands.evaluate import answers, load, make_question
 from nf4conv.sources.opening import open_stored
 
 METHODS = [
@@ -52,7 +51,7 @@ def main() -> None:
         tokens=arguments.tokens,
         device=arguments.device,
     )
-    grams = output_energies(arguments.model, options, arguments.device)
+    grams = output_energies(arguments.model, options)
     rows = [
         measure(arguments.model, *method, options, arguments.device, grams) for method in METHODS
     ]
@@ -71,11 +70,9 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"settings": about, "rows": rows}, indent=1) + "\n")
 
 
-def output_energies(
-    model: Path, options: nf4conv.EvaluateOptions, device: str
-) -> dict[str, torch.Tensor]:
+def output_energies(model: Path, options: nf4conv.EvaluateOptions) -> dict[str, torch.Tensor]:
     """XᵀX of each linear layer, by the name of its weight."""
-    question = make_question([open_stored(model)], options, device)
+    question = make_question([open_stored(model)], options)
     few = question.ids[: max(1, 4096 // question.ids.shape[1])]
     question = replace(question, ids=few)
     loaded, found = load(question, model), {}

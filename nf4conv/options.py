@@ -501,22 +501,6 @@ class EvaluateOptions(SourceOptions):
             expected="a divergence in nats, such as 0.05",
         ),
     ] = None
-    card: Annotated[
-        bool,
-        Option(
-            Group.CHECKS,
-            "Write the figures into OUT/README.md, and update its line in SHA256SUMS. With several "
-            "OUTs also a plot beside it.",
-        ),
-    ] = False
-    plot: Annotated[
-        str | Path | None,
-        Option(
-            Group.CHECKS,
-            "Draw divergence against bits per weight into this file, as SVG.",
-            metavar="FILE",
-        ),
-    ] = None
     device: Annotated[str, _device(_ONE_DEVICE)] = "auto"
     progress: Annotated[
         Callable[[float], None] | None,

@@ -48,12 +48,12 @@ ROOMS["__main__"] = {"cli", "system"}
 # libraries that only the named modules may import
 ORACLES = {
     "bitsandbytes": (
-        "commands.evaluating.question",
+        "commands.evaluate",
         "inference.moe.loading.operations",
         "inference.moe.loading.quantize",
     ),
     "transformers": (
-        "commands.evaluating.question",
+        "commands.evaluate",
         "inference.moe.forward",
         "inference.moe.loading.converters",
         "inference.moe.loading.checkpoints",

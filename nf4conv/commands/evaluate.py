@@ -1,39 +1,63 @@
-"""`nf4conv evaluate`: do models in 4 bits still say what the original says?
+"""`nf4conv evaluate`: how far models in 4 bits are from the one they were made from, on a text.
 
-All models run through transformers, one after the other:
+What is wrong with text or models is found first, before transformers is imported and a model is
+loaded: both take long. What is an answer depends on the kind of model:
 
-    text ▸ token ids ▸ windows ▸ the original's answers into a temporary file ▸ the answers of each
-    model in 4 bits, compared with them
-
-Only the modules of evaluating/ import transformers or bitsandbytes, when they are called.
+    causal      log-probabilities of the next token at every position but the last of a window
+    seq2seq     log-probabilities of the next token in the second half of each window; the encoder
+                reads the first half
+    masked      log-probabilities at every seventh position, which is masked; at all positions if
+                there is no mask token
+    encoder     last hidden states, compared token by token, and their mean over a window
 """
 
+import importlib.util
+import math
+import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Final
 
+import numpy as np
 import torch
 
-from nf4conv.check.checksums import renew_checksum
-from nf4conv.commands.evaluating.answers import answers, load
-from nf4conv.commands.evaluating.bounds import require_stored
-from nf4conv.commands.evaluating.distances import StateDistances, TokenDistances
-from nf4conv.commands.evaluating.question import Question, make_question, refuse_adapter
-from nf4conv.commands.evaluating.storage import Storage, storages
+from nf4conv.check.structure import look_at
+from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.declaring import after_one_place, narrowed
-from nf4conv.errors import PlanError, SourceError
+from nf4conv.errors import PlanError, SourceError, first_line
+from nf4conv.models.config import architecture_of, without_quantization
+from nf4conv.models.parsing import excess_of, parse_config
 from nf4conv.options import EvaluateOptions, SourceOptions
-from nf4conv.output.writer import write_file, write_result
-from nf4conv.report.plot import evaluation_plot
 from nf4conv.report.results.contents import Evaluation, Evaluations
+from nf4conv.run.device.on_torch.device import find_device
+from nf4conv.sources.encodings.description import describe
 from nf4conv.sources.opening import open_stored
-from nf4conv.sources.reader import read_small
+from nf4conv.sources.reader import read_json
+from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source
+from nf4conv.sources.stored_weights import Structure
+from nf4conv.sources.token_ids import has_tokenizer, read_ids
+from nf4conv.sources.weight_files import ADAPTER_CONFIG
 
-_PLOT = "evaluation.svg"
-_CARD = "README.md"
+_WINDOWS: Final = {"causal": 512, "seq2seq": 512, "masked": 512, "encoder": 128}
+"""Tokens of a window by the kind of model, unless the model takes fewer."""
+
+_TOKENS: Final = 16384  # that all models read, unless the user asks for another number
+_MOST_BYTES: Final = 2 << 30  # of the original's answers, unless the user asks for more tokens
+_CHARACTERS: Final = 16  # of text that are read for a token: more than one has on average
+_SHIPPED_TEXT: Final = "pydoc_data.topics, the reference of the Python language"
+
+_BATCH_BYTES: Final = 128 << 20  # of the answers to a batch of windows
+_LARGEST_BATCH: Final = 16  # windows
+_MASK_EVERY: Final = 7  # positions
+
+_VALUES_OF_A_BYTE: Final = 4  # twice as many as in 4 bits; layers may share weights
+_ALWAYS_ALLOWED: Final = 2**26  # values: what is computed, and not stored
+
+_NORMAL_95: Final = 1.96  # standard errors on either side of a mean
 
 
 @after_one_place(EvaluateOptions)
@@ -64,158 +88,536 @@ def evaluate(outs: str | Path | Sequence[str | Path], options: EvaluateOptions) 
             the tokens; or the checkpoints are not of one model.
         SourceError: one of the models cannot be loaded, or cannot be run.
     """
-    if isinstance(outs, str | Path):
-        outs = [outs]
-    source = options.source
+    outs = [outs] if isinstance(outs, str | Path) else outs
     where = narrowed(options, SourceOptions)
-    progress = options.progress or (lambda _: None)
-    if options.plot is not None and not Path(options.plot).parent.is_dir():
-        raise PlanError(f"{options.plot}: its folder does not exist")
     elsewhere = replace(where, revision=None, subfolder=None, variant=None)
     stored = [open_stored(out, elsewhere) for out in outs]
-    original = open_stored(source, where)
-    _refuse_gguf([original, *stored])
-    refuse_adapter(source, original.folder)
-    for out, opened in zip(outs, stored, strict=True):
-        refuse_adapter(out, opened.folder)
-        if options.card:
-            _refuse_card(out, opened)
-    question = make_question(stored, options, options.device)
+    original = open_stored(options.source, where)
+    for place, opened in zip((options.source, *outs), (original, *stored), strict=True):
+        _refuse_what_is_no_folder_of_a_model(place, opened)
+    question = make_question(stored, options)
     for model in (original, *stored):
-        require_stored(question, model)
-    if question.kind == "encoder":
-        _refuse_probabilities(options)
-    folders = [opened.folder for opened in stored]
-    figures = _ask_all(question, original.folder, where.variant, folders, progress)
+        _require_stored(question, model)
+    if question.kind == "encoder" and options.max_kl is not None:
+        raise PlanError("--max-kl: an encoder gives no probabilities")
+    figures = _ask_all(question, original, stored, options)
     evaluations = []
-    for out, found, room in zip(outs, figures, storages(stored), strict=True):
-        evaluations.append(_evaluation(str(out), str(source), question, options, found, room))
-    compared = Evaluations(all(one.passed for one in evaluations), tuple(evaluations))
-    if options.plot is not None:
-        write_result(Path(options.plot), evaluation_plot(compared).encode())
-    if options.card:
-        for number, folder in enumerate(folders):
-            _write_into_card(folder, compared, number)
-    return compared
+    for out, model, found, bits in zip(
+        outs, stored, figures, _bits_per_weight(stored), strict=True
+    ):
+        one = Evaluation(
+            out=str(out),
+            source=str(options.source),
+            passed=options.max_kl is None or found["kl"] <= options.max_kl,
+            kind=question.kind,
+            text=question.text,
+            tokens=question.ids.numel(),
+            device=question.device,
+            arithmetic="float32, weights decoded" if question.device == "cpu" else "as loaded",
+            figures=found,
+            bytes=sum(tensor.nbytes for tensor in model.tensors),
+            bits_per_weight=bits,
+        )
+        evaluations.append(one)
+    return Evaluations(all(one.passed for one in evaluations), tuple(evaluations))
 
 
-def _evaluation(
-    out: str,
-    source: str,
-    question: Question,
-    options: EvaluateOptions,
-    figures: Mapping[str, float],
-    storage: Storage,
-) -> Evaluation:
-    """Returns the result for one model in 4 bits.
+def _refuse_what_is_no_folder_of_a_model(place: str | Path, opened: Source) -> None:
+    """Refuses GGUF files; and folders with an adapter, of which transformers would load the base.
 
-    Args:
-        out: the model, as it was given.
-        source: the original, as it was given.
-        question: what all models were asked.
-        options: the largest divergence that passes, among others.
-        figures: how far the answers are from those of the original.
-        storage: how much room the model takes.
+    Raises:
+        SourceError: it is a GGUF file.
+        PlanError: there is an adapter_config.json.
     """
-    return Evaluation(
-        out=out,
-        source=source,
-        passed=options.max_kl is None or figures["kl"] <= options.max_kl,
-        kind=question.kind,
-        text=question.text,
-        tokens=question.ids.numel(),
-        device=question.device,
-        arithmetic="float32, weights decoded" if question.device == "cpu" else "as loaded",
-        figures=figures,
-        bytes=storage.bytes,
-        bits_per_weight=storage.bits_per_weight,
-    )
-
-
-def _refuse_gguf(models: Sequence[Source]) -> None:
-    """Refuses GGUF files, which are no folders that transformers loads."""
-    for model in models:
-        if model.is_gguf:
-            raise SourceError(
-                f"{model}: evaluate runs no GGUF file; `nf4conv dequantize` makes a folder of it, "
-                f"to give instead"
-            )
-
-
-def _refuse_card(out: str | Path, opened: Source) -> None:
-    """Refuses a model whose card cannot be written into."""
-    if opened.fetched is not None:
-        raise PlanError(f"{out}: --card needs a local folder, and this model is on the Hub")
-    _read_card(opened.folder)
-
-
-def _refuse_probabilities(options: EvaluateOptions) -> None:
-    """Refuses options that an encoder has no figures for."""
-    for name, value in (("--max-kl", options.max_kl), ("--plot", options.plot)):
-        if value is not None:
-            raise PlanError(f"{name}: an encoder gives no probabilities")
-
-
-def _write_into_card(folder: Path, compared: Evaluations, number: int) -> None:
-    """Writes an evaluation into the card of one of the models, and a plot beside it.
-
-    Args:
-        folder: the folder of the model.
-        compared: what was found of all models.
-        number: which of them is in the folder, counted from 0.
-    """
-    from nf4conv.report.card.cards import with_evaluation  # importing YAML takes a moment
-
-    plot = evaluation_plot(compared) if len(compared.evaluations) > 1 else ""
-    if plot:
-        write_file(folder / _PLOT, [plot.encode()])
-        renew_checksum(folder, _PLOT)
-    name = _PLOT if plot else ""
-    card = with_evaluation(_read_card(folder), compared, number, name)
-    write_file(folder / _CARD, [card.encode()])
-    renew_checksum(folder, _CARD)
-
-
-def _read_card(folder: Path) -> str:
-    """Reads the model card of a folder, which may have none."""
-    path = folder / _CARD
-    if not path.exists():
-        return ""
-    try:
-        return read_small(path).decode()
-    except UnicodeDecodeError as error:
+    if opened.is_gguf:
         raise SourceError(
-            f"{path}: is no UTF-8 text, so --card cannot write into it; convert it, or remove it"
-        ) from error
+            f"{opened}: evaluate runs no GGUF file; `nf4conv dequantize` makes a folder of it, "
+            f"to give instead"
+        )
+    path = opened.folder / ADAPTER_CONFIG
+    if path.is_file():
+        base = str(read_json(path).get("base_model_name_or_path") or "BASE")
+        merge = f"nf4conv dequantize {shlex.quote(base)} MERGED"
+        merge += f" --lora {shlex.quote(str(opened.folder))}"
+        raise PlanError(
+            f"{place}: has an {ADAPTER_CONFIG}, so that transformers would load {base} instead; "
+            f"merge the adapter first: {merge}; or remove that file",
+            path=opened.folder,
+        )
 
 
 def _ask_all(
-    question: Question,
-    original: Path,
-    variant: str | None,
-    outs: Sequence[Path],
-    progress: Callable[[float], object],
+    question: "Question", original: Source, outs: Sequence[Source], options: EvaluateOptions
 ) -> list[dict[str, float]]:
     """Asks the original, then each model in 4 bits, and measures how far the answers are apart."""
+    progress = options.progress or (lambda _: None)
     share = 1 / len(question.ids) / (1 + len(outs))
     with tempfile.TemporaryFile() as file, torch.inference_mode():
-        for answer, _ in answers(load(question, original, variant), question):
+        for answer, _ in answers(load(question, original.folder, options.variant), question):
             file.write(answer.cpu().numpy().tobytes())
             progress(len(answer) * share)
         return [
-            _compare(question, out, file, lambda windows: progress(windows * share)) for out in outs
+            _compare(question, out.folder, file, lambda windows: progress(windows * share))
+            for out in outs
         ]
 
 
 def _compare(
-    question: Question, out: Path, file: IO[bytes], progress: Callable[[int], object]
+    question: "Question", out: Path, file: IO[bytes], progress: Callable[[int], object]
 ) -> dict[str, float]:
     """Asks one model in 4 bits, and compares its answers with those in a file."""
-    distances = StateDistances() if question.kind == "encoder" else TokenDistances()
+    measure = _state_distances if question.kind == "encoder" else _token_distances
+    found: dict[str, list[torch.Tensor]] = {}
     file.seek(0)
     for answer, targets in answers(load(question, out), question):
         stored = bytearray(file.read(answer.numel() * answer.itemsize))
         before = torch.frombuffer(stored, dtype=torch.float32).view(answer.shape)
-        distances.add(before.to(answer.device), answer, targets)
+        for name, values in measure(before.to(answer.device), answer, targets).items():
+            found.setdefault(name, []).append(values.flatten().double().cpu())
         progress(len(answer))
-    return distances.figures()
+    joined = {name: torch.cat(values).numpy() for name, values in found.items()}
+    return _state_figures(joined) if question.kind == "encoder" else _token_figures(joined)
+
+
+# --- what all models are asked ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Question:
+    """Holds what all models are asked.
+
+    Attributes:
+        kind: "causal", "seq2seq", "masked" or "encoder".
+        loader: the class of transformers that loads the models.
+        config_class: the class of transformers that parses their configs.
+        ids: token ids, [windows, window] int64.
+        text: where the tokens come from.
+        mask: the id of the mask token; None if no token is to be masked.
+        ends: the ids of the tokens before and after a window that encoders expect; empty if there
+            are none.
+        width: the size of an answer: that of the vocabulary, or of an encoder's hidden states.
+        device: where the models run: "cpu", "cuda" or "cuda:N".
+    """
+
+    kind: str
+    loader: Any
+    config_class: Any
+    ids: torch.Tensor
+    text: str
+    mask: int | None
+    ends: tuple[int, ...]
+    width: int
+    device: str
+
+
+def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
+    """Chooses what to ask, by the config and the tokenizer of the first model in 4 bits.
+
+    Raises:
+        PlanError: transformers is not installed, or cannot use the architecture or the tokens; or
+            the models are not of one kind.
+    """
+    for name in ("transformers", "bitsandbytes"):  # importing them takes long
+        if importlib.util.find_spec(name) is None:
+            raise _lacks_libraries(f"there is no {name}")
+    device = str(find_device(options.device))
+    first = outs[0]
+    vocabulary = _vocabulary(first)
+    for other in outs[1:]:
+        _require_alike(first, other)
+    text = None if options.text is None else Path(options.text)
+    content = _read_content(first.folder, text, options.tokens or _TOKENS)
+    kind, loader = _kind_of_model(first.config or {})
+    width = vocabulary
+    if kind == "encoder":
+        width = _size(first, "hidden_size") or _size(first, "dim") or 1
+    window = _WINDOWS[kind]
+    for key in ("max_position_embeddings", "n_positions"):
+        window = min(window, _size(first, key) or window)
+    wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
+    mask: int | None = None
+    ends: tuple[int, ...] = ()
+    if isinstance(content, str):
+        ids, mask, ends = _tokenized(first.folder, text, content, wanted)
+    else:
+        ids = content[:wanted]
+    name = _SHIPPED_TEXT if text is None else text.name
+    if ids.size < 2 or ids.min() < 0 or ids.max() >= vocabulary:
+        raise PlanError(f"{name}: expected at least two token ids from 0 to {vocabulary - 1:,}")
+    ends = ends if kind in ("encoder", "masked") else ()
+    window = min(window - len(ends), ids.size)
+    if window < 2:
+        raise PlanError(
+            f"{first.folder}: takes {window} tokens at a time, which are too few to compare"
+        )
+    whole = ids.size // window * window
+    return Question(
+        kind=kind,
+        loader=loader,
+        config_class=_config_class(loader),
+        ids=torch.from_numpy(ids[:whole].reshape(-1, window)),
+        text=name,
+        mask=mask if kind == "masked" else None,
+        ends=ends,
+        width=width,
+        device=device,
+    )
+
+
+def _lacks_libraries(reason: str) -> PlanError:
+    return PlanError(
+        f"evaluate needs transformers and bitsandbytes: pip install 'nf4conv[evaluate]' ({reason})"
+    )
+
+
+def _vocabulary(out: Source) -> int:
+    """Returns the number of tokens that a model knows."""
+    vocabulary = _size(out, "vocab_size")
+    if vocabulary is None:
+        raise PlanError(
+            f"{out.folder}: its config has no vocab_size, so the tokens cannot be checked"
+        )
+    return vocabulary
+
+
+def _size(out: Source, key: str) -> int | None:
+    """Returns a size in the config of a language model; None if it is not there."""
+    config = out.config or {}
+    for part in ("text_config", "llm_config"):
+        own = config.get(part)
+        if own is not None and not isinstance(own, Mapping):
+            raise PlanError(f"{out.folder}/config.json: {part} is {own!r:.80}, and no object")
+        config = own or config
+    value = config.get(key)
+    if value is None or (type(value) is int and value > 0):
+        return value
+    raise PlanError(f"{out.folder}/config.json: {key} is {value!r:.80}, which is no size")
+
+
+def _require_alike(first: Source, other: Source) -> None:
+    """Refuses a model that cannot be asked what another one is asked."""
+    expected, found = (
+        f"{architecture_of(out.config or {})} with {_vocabulary(out):,} tokens"
+        for out in (first, other)
+    )
+    if found != expected:
+        raise PlanError(
+            f"{other.folder}: is {found}, and {first.folder} is {expected}; evaluate compares "
+            f"forms of one model"
+        )
+
+
+def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Returns the kind of model that a config describes, and the class that loads it."""
+    try:
+        import bitsandbytes  # noqa: F401
+        import transformers
+        from transformers.models.auto import modeling_auto as auto
+    except ImportError as error:
+        raise _lacks_libraries(str(error)) from error
+    # nf4conv shows a bar of its own
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    name = architecture_of(config)
+    model_type = config.get("model_type")
+    tables = {
+        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "causal": {
+            **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        },
+        "encoder": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+    }
+    for kind, table in tables.items():
+        if name in table.values() and hasattr(transformers, name):
+            return kind, getattr(transformers, name)
+    if str(model_type) in auto.MODEL_MAPPING_NAMES and not config.get("is_encoder_decoder"):
+        return "encoder", transformers.AutoModel
+    described = name or "a model whose config names no architecture"
+    raise PlanError(f"evaluate cannot run {described} ({model_type})")
+
+
+def _config_class(loader: Any) -> Any:
+    """Returns the class that parses the config of what a class of transformers loads."""
+    import transformers
+
+    return getattr(loader, "config_class", None) or transformers.AutoConfig
+
+
+def _read_content(out: Path, text: Path | None, most: int) -> Any:
+    """Reads token ids, or text: no more than what could be asked for."""
+    if text is not None and text.suffix == ".npy":
+        return read_ids(text).reshape(-1)[:most].astype(np.int64)
+    try:
+        if not has_tokenizer(out):
+            raise FileNotFoundError("there is no tokenizer in the folder")
+        if text is not None:
+            with text.open(encoding="utf-8") as file:
+                return file.read(_CHARACTERS * most)
+    except (OSError, ValueError) as error:
+        raise _cannot_tokenize(text or out, error) from error
+    from pydoc_data.topics import topics  # prose that comes with every Python
+
+    return "\n".join(topics[key] for key in sorted(topics))[: _CHARACTERS * most]
+
+
+def _tokenized(
+    out: Path, text: Path | None, content: str, wanted: int
+) -> tuple[Any, int | None, tuple[int, ...]]:
+    """Makes token ids of a text with the model's tokenizer.
+
+    Returns:
+        The ids; the id of the mask token; and those before and after a text, if there are both.
+    """
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            out, trust_remote_code=False, local_files_only=True
+        )
+        encoded = tokenizer(
+            content[: _CHARACTERS * wanted], add_special_tokens=False, verbose=False
+        )
+    except Exception as error:  # transformers raises anything
+        raise _cannot_tokenize(text or out, error) from error
+    ids = np.array(encoded["input_ids"][:wanted], dtype=np.int64)
+    first = getattr(tokenizer, "cls_token_id", None)
+    last = getattr(tokenizer, "sep_token_id", None)
+    ends = () if first is None or last is None else (first, last)
+    return ids, getattr(tokenizer, "mask_token_id", None), ends
+
+
+def _cannot_tokenize(place: Path, error: Exception) -> PlanError:
+    reason = first_line(error)
+    return PlanError(
+        f"{place}: cannot be tokenized ({reason}); give token ids instead: --text ids.npy"
+    )
+
+
+# --- models, and their answers ----------------------------------------------------------------
+
+
+def _require_stored(question: Question, model: Source) -> None:
+    """Refuses a checkpoint that cannot hold the model that its config describes.
+
+    transformers fills with random values what it does not find in the files.
+
+    Raises:
+        SourceError: it cannot, or transformers cannot build the model.
+    """
+    config = model.config or {}
+    excess = excess_of(config, [tensor.name for tensor in model.tensors])
+    if excess is not None:
+        raise SourceError(f"{model.folder}: its config.json cannot be right: {excess}")
+    try:
+        parsed = parse_config(without_quantization(config), question.config_class)
+        build = getattr(question.loader, "_from_config", None) or question.loader.from_config
+        with torch.device("meta"):
+            built = build(parsed)
+    except Exception as error:  # transformers raises anything
+        raise SourceError(
+            f"{model.folder}: transformers cannot build what its config.json describes: "
+            f"{first_line(error)}"
+        ) from error
+    values = sum(part.numel() for part in chain(built.parameters(), built.buffers()))
+    stored = sum(tensor.nbytes for tensor in model.tensors)
+    if values > _VALUES_OF_A_BYTE * stored + _ALWAYS_ALLOWED:
+        raise SourceError(
+            f"{model.folder}: its config.json describes a model of {values:,} values, and its "
+            f"files hold {stored:,} bytes; nf4conv verify says more"
+        )
+
+
+def load(question: Question, folder: Path, variant: str | None = None) -> Any:
+    """Loads a model as loaders load it; on a CPU in float32, with its 4-bit layers decoded.
+
+    Code that its config.json names is not fetched.
+    """
+    is_cpu = question.device == "cpu"
+    options = {
+        "trust_remote_code": False,
+        "local_files_only": True,
+        "dtype": torch.float32 if is_cpu else "auto",
+        "device_map": {"": question.device},
+        "variant": variant,
+    }
+    try:
+        config = parse_config(read_json(folder / "config.json"), question.config_class)
+        model = question.loader.from_pretrained(folder, config=config, **options)
+        if is_cpu:
+            _decode_layers(model)
+            # transformers refuses model.float() for models that were quantized
+            torch.nn.Module.float(model)
+    except SourceError:
+        raise
+    except Exception as error:  # transformers raises anything
+        reason = first_line(error)
+        if _is_of_other_method(folder):
+            reason += "; `nf4conv dequantize` makes a 16-bit model of it, to give instead"
+        raise SourceError(
+            f"{folder}: transformers cannot load it: {reason}", path=folder
+        ) from error
+    return model.eval()
+
+
+def _is_of_other_method(folder: Path) -> bool:
+    """Returns True if a model is quantized by a method that nf4conv decodes, but bitsandbytes."""
+    try:
+        method = describe(read_json(folder / "config.json"), {}).method
+    except SourceError:
+        return False
+    return method not in (None, "bitsandbytes")
+
+
+def _decode_layers(model: Any) -> None:
+    """Puts plain layers in the place of those in 4 bits.
+
+    nf4conv decodes them: bitsandbytes' kernels for CPUs decode some weights wrongly whose rows are
+    no multiple of the blocksize.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "Linear4bit":
+            state = getattr(module.weight, "quant_state", None)
+            if state is None:
+                raise SourceError(
+                    f"{model.name_or_path}: {name} is not in 4 bits, but its config.json does not "
+                    f"skip it; nf4conv verify says more"
+                )
+            weight = dequantize_4bit(module.weight.data, state)
+            plain = torch.nn.Linear(state.shape[1], state.shape[0], device="meta")
+            plain.weight = torch.nn.Parameter(weight, requires_grad=False)
+            plain.bias = module.bias
+            model.set_submodule(name, plain)
+
+
+def answers(model: Any, question: Question) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Asks a model, batch after batch.
+
+    Yields:
+        [windows, positions, width] float32 log-probabilities or hidden states; and the token ids
+        that they are about, [windows, positions] int64.
+    """
+    bytes_of_window = 4 * question.width * question.ids.shape[1]
+    step = max(1, min(_LARGEST_BATCH, _BATCH_BYTES // bytes_of_window))
+    for batch in torch.split(question.ids, step):
+        try:
+            answer, targets = _answer(model, question, batch.to(question.device))
+        except Exception as error:  # transformers raises anything
+            raise SourceError(
+                f"{model.name_or_path}: transformers cannot run it: {first_line(error)}"
+            ) from error
+        answer = answer.float()
+        if question.kind != "encoder":
+            answer = answer.log_softmax(dim=-1)
+        yield answer, targets
+
+
+def _answer(model: Any, question: Question, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Asks a model about one batch; returns its logits or hidden states, and their tokens."""
+    if question.kind == "causal":
+        return model(input_ids=ids).logits[:, :-1], ids[:, 1:]
+    if question.kind == "seq2seq":
+        read, targets = ids.chunk(2, dim=1)
+        start = model.generation_config.decoder_start_token_id or 0
+        first = torch.full_like(targets[:, :1], start)
+        shifted = torch.cat((first, targets[:, :-1]), dim=1)
+        return model(input_ids=read, decoder_input_ids=shifted).logits, targets
+    places = torch.arange(ids.shape[1], device=ids.device)
+    asked = ids.clone()
+    if question.mask is not None:
+        places = places[_MASK_EVERY // 2 :: _MASK_EVERY]
+        asked[:, places] = question.mask
+    before = 0
+    if question.ends:
+        first, last = (torch.full_like(ids[:, :1], end) for end in question.ends)
+        asked = torch.cat((first, asked, last), dim=1)
+        before = 1
+    answer = model(input_ids=asked)
+    said = answer.last_hidden_state if question.kind == "encoder" else answer.logits
+    return said[:, places + before], ids[:, places]
+
+
+# --- how far answers are apart, and how large models are --------------------------------------
+
+
+def _token_distances(
+    before: torch.Tensor, after: torch.Tensor, targets: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Compares log-probabilities of the original and of a model in 4 bits, position by position."""
+    # what the source rules out adds nothing
+    terms = torch.where(before.isneginf(), 0, before.exp() * (before - after))
+    divergence = terms.sum(dim=-1, dtype=torch.float64)
+    tokens = targets[..., None]
+    return {
+        "divergence": divergence,  # Kullback-Leibler, in nats
+        "by window": divergence.mean(dim=-1),
+        "agreement": before.argmax(dim=-1) == after.argmax(dim=-1),
+        "loss of source": -before.gather(-1, tokens),  # in nats
+        "loss": -after.gather(-1, tokens),
+    }
+
+
+def _token_figures(found: Mapping[str, Any]) -> dict[str, float]:
+    """Returns what Evaluation.figures holds of a model that predicts tokens."""
+    divergence = found["divergence"]
+    means = found["by window"]
+    figures = {"kl": float(divergence.mean())}
+    if means.size > 1:
+        half = _NORMAL_95 * float(means.std(ddof=1)) / math.sqrt(means.size)
+        figures["kl_low"] = figures["kl"] - half
+        figures["kl_high"] = figures["kl"] + half
+    figures["kl_median"] = float(np.median(divergence))
+    figures["kl_99th"] = float(np.quantile(divergence, 0.99))
+    figures["agreement"] = float(found["agreement"].mean())
+    figures["perplexity_source"] = _perplexity(found["loss of source"])
+    figures["perplexity"] = _perplexity(found["loss"])
+    return figures
+
+
+def _perplexity(losses: Any) -> float:
+    return math.exp(min(float(losses.mean()), 700))  # a larger exponent gives no float
+
+
+def _state_distances(
+    before: torch.Tensor, after: torch.Tensor, _targets: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Compares hidden states of two encoders, position by position, and their means by window."""
+    return {
+        "cosine": torch.cosine_similarity(before, after, dim=-1),
+        "pooled": torch.cosine_similarity(before.mean(dim=1), after.mean(dim=1), dim=-1),
+    }
+
+
+def _state_figures(found: Mapping[str, Any]) -> dict[str, float]:
+    """Returns what Evaluation.figures holds of an encoder."""
+    return {
+        "cosine": float(found["cosine"].mean()),
+        "cosine_least": float(found["cosine"].min()),
+        "cosine_pooled": float(found["pooled"].mean()),
+    }
+
+
+def _bits_per_weight(outs: Sequence[Source]) -> Iterator[float | None]:
+    """Yields the bits of codes and scales for each element of the linear weights, by model.
+
+    The linear weights are those that one of the models has packed: in a model that keeps some of
+    them in 16 bits, these count as well.
+    """
+    structures = []
+    for out in outs:
+        tensors = {tensor.name: tensor for tensor in out.tensors}
+        scales = recorded_scales(out.recorded_in)
+        structures.append(look_at(Structure(out.folder, tensors, scales=scales)))
+    linear = {name for structure in structures for name in structure.weights}
+    for structure in structures:
+        size = elements = 0
+        for name in linear:
+            weight = structure.weights.get(name)
+            if weight is not None:  # the other components have the same size in every format
+                parts = [weight.components.get(part) for part in ("absmax", "nested_absmax")]
+                size += weight.values.nbytes + sum(part.nbytes for part in parts if part)
+                elements += weight.elements
+            elif name in structure.plain:
+                size += structure.plain[name].nbytes
+                elements += structure.plain[name].elements
+        yield 8 * size / elements if elements else None

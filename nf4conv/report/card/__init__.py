@@ -4,7 +4,6 @@ Two runs of the same plan write the same card.
 
 cards.py          composes the cards of checkpoints, merged models and diffusers pipelines
 front_matter.py   reads the front matter of the original's card, and writes that of ours
-model_index.py    puts results of an evaluation into the front matter
 sections.py       writes the sections below the front matter
 subject.py        says what a card is about
 """

@@ -1,6 +1,5 @@
 """Composes the cards of checkpoints, merged models and diffusers pipelines."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,16 +10,12 @@ from nf4conv.plan.jobs import CopyJob
 from nf4conv.plan.provenance import Provenance, not_packed
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.card.front_matter import merged_front_matter, quantized_front_matter
-from nf4conv.report.card.model_index import with_results
 from nf4conv.report.card.subject import Figures, OriginalName, Subject, name_original
 from nf4conv.report.loading import Loading
-from nf4conv.report.results.contents import Evaluations
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import name_of
 from nf4conv.sources.source import Source
-
-_EVALUATION_TITLE: Final = "## Against the original"
 
 _TASKS: Final = {
     "AutoModelForCausalLM": "text-generation",
@@ -190,28 +185,3 @@ def _name_pipeline(source: Source, base_model: str | None) -> OriginalName:
         base_model = origin.repo
     name = base_model or name_of(source.folder.parent)
     return OriginalName(origin, base_model, name.rpartition("/")[2])
-
-
-def with_evaluation(card: str, compared: Evaluations, number: int, plot: str = "") -> str:
-    """Puts what `evaluate` found into a card, and into its front matter.
-
-    It replaces what an earlier evaluation found, and stands above the section on checking.
-
-    Args:
-        card: the content of README.md. Empty if there is none.
-        compared: what was found, of one form of the model or several.
-        number: which of them the card is about, counted from 0.
-        plot: the name of a drawing beside the card. Empty if there is none.
-
-    Returns:
-        The new content.
-    """
-    earlier = re.compile(rf"\n*{_EVALUATION_TITLE}\n.*?(?=\n## |\Z)", re.DOTALL)
-    above, check, below = earlier.sub("", card).partition("\n## Check\n")
-    text = sections.evaluation_table(compared.evaluations[number])
-    if len(compared.evaluations) > 1:
-        text += sections.side_by_side(compared, number)
-    if plot:
-        text += f"\n![Divergence against bits per weight]({plot})\n"
-    text = f"{above.rstrip()}\n\n{_EVALUATION_TITLE}\n\n{text}{check}{below}"
-    return with_results(text.lstrip("\n"), compared.evaluations[number])

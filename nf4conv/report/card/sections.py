@@ -13,8 +13,6 @@ from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
 from nf4conv.plan.provenance import Provenance
 from nf4conv.report.card.subject import HUB, Figures, Subject, repo_link
 from nf4conv.report.loading import Loading
-from nf4conv.report.results.contents import Evaluation, Evaluations
-from nf4conv.report.text.evaluations import comparison_cells
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.places import is_repo_id
@@ -310,23 +308,6 @@ def _source_arguments(subject: Subject) -> str:
 def original_text(original: OriginalCard) -> str:
     """Returns the text of the original's authors; empty if there is none."""
     return f"---\n\n{original.body}\n" if original.body else ""
-
-
-def evaluation_table(found: Evaluation) -> str:
-    """Returns the table of what `evaluate` found about one model."""
-    return _two_columns(found.rows())
-
-
-def side_by_side(compared: Evaluations, own: int) -> str:
-    """Returns the table of several forms of a model, that of this card (`own`) in bold."""
-    head, *body = comparison_cells(compared)
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for number, (name, *cells) in enumerate(body):
-        shown = escaped(name)
-        if number == own:
-            shown = f"**{shown}**"
-        lines.append(f"| {' | '.join([shown, *cells])} |")
-    return "\nBeside other forms, on the same tokens:\n\n" + "\n".join(lines) + "\n"
 
 
 def _two_columns(rows: Mapping[str, str]) -> str:
