@@ -220,14 +220,6 @@ class PushOptions(Checked):
             needs="push_to_hub",
         ),
     ] = False
-    create_pr: Annotated[
-        bool,
-        Option(
-            Group.PUBLISHING,
-            "With --push-to-hub, open a pull request on the repository, which must exist.",
-            needs="push_to_hub",
-        ),
-    ] = False
     token: Annotated[str | None, Option(Group.SOURCE, "Use this access token for the Hub.")] = (
         field(default=None, repr=False)
     )

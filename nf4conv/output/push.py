@@ -52,13 +52,9 @@ class Push:
         token: the token to write with; None for the one that is logged in.
         public: whether everybody may see it.
         overwrite: whether weights that it holds already are replaced.
-        create_pr: whether the result becomes a pull request, which its owners may merge. The
-            repository must be there. The weights that it holds stay until the merge, so
-            `overwrite` is not needed.
 
     Attributes:
         repo: the repository.
-        creates_pr: True if the commit becomes a pull request.
 
     Raises:
         OutputError: it cannot be written, is public although nobody asked for that, or holds
@@ -72,7 +68,6 @@ class Push:
         token: str | bool | None,
         public: bool,
         overwrite: bool,
-        create_pr: bool = False,
     ) -> None:
         disable_progress_bars()  # uploads go on beside our own bar
         self.repo = repo
@@ -84,21 +79,17 @@ class Push:
         self._error: Exception | None = None
         self._stopped = threading.Event()
         self._uploading = Background(self._upload_all, "nf4conv-push")
-        self.creates_pr = create_pr
         # names of the files that the repository holds so far
-        self._before = self._open_repository(public, overwrite or create_pr)
+        self._before = self._open_repository(public, overwrite)
 
     def _open_repository(self, public: bool, overwrite: bool) -> set[str]:
         """Creates the repository if needed, and returns the names of its files.
-
-        A pull request needs a repository that is there: it may belong to others.
 
         Raises:
             OutputError: it must not be filled.
         """
         try:
-            if not self.creates_pr:
-                self._api.create_repo(self.repo, private=not public, exist_ok=True)
+            self._api.create_repo(self.repo, private=not public, exist_ok=True)
             info = self._api.model_info(self.repo)
         except Exception as error:  # an odd answer makes huggingface_hub raise anything
             hint = "; you seem offline" if is_unreachable(error) else ""
@@ -162,16 +153,12 @@ class Push:
             if self._error is not None:
                 raise self._error
             operations = self._operations(files)
-            commit = self._api.create_commit(
-                self.repo, operations, commit_message=message, create_pr=self.creates_pr
-            )
+            commit = self._api.create_commit(self.repo, operations, commit_message=message)
             seconds = time.perf_counter() - started
             _log.info("uploaded what was left of %d files in %.1f s", len(files), seconds)
-            return str(commit.pr_url or commit.commit_url)
+            return str(commit.commit_url)
         except Exception as error:  # an odd answer makes huggingface_hub raise anything
             command = f"hf upload {self.repo} {shlex.quote(str(folder))} ."
-            if self.creates_pr:
-                command += " --create-pr"
             raise Nf4convError(
                 f"--push-to-hub {self.repo}: {one_line(error)}; the checkpoint itself is "
                 f"complete, so this pushes it: {command}"
@@ -202,7 +189,7 @@ class Push:
     def _upload(self, file: _FileToUpload) -> None:
         def upload() -> CommitOperationAdd:
             addition = CommitOperationAdd(file.name, file.path)
-            self._api.preupload_lfs_files(self.repo, [addition], create_pr=self.creates_pr)
+            self._api.preupload_lfs_files(self.repo, [addition])
             return addition
 
         addition = patiently(upload, self._stopped)

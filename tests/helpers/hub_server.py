@@ -36,14 +36,12 @@ class Repo:
         token: the token of those who may read; None for everybody.
         gated: True if anybody sees the repository, and only the token reads files.
         private: True if it was created so.
-        pull_requests: the files that each would leave, oldest first.
     """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     token: str | None = None
     gated: bool = False
     private: bool = False
-    pull_requests: list[dict[str, bytes]] = field(default_factory=list)
 
     def commit(self, files: dict[str, bytes]) -> str:
         """Adds a commit and returns its 40 digits."""
@@ -344,13 +342,6 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = HUB.objects[value["oid"]]
             elif change["key"] == "deletedFile":
                 del files[value["path"]]
-        if "create_pr=1" in urlsplit(self.path).query:
-            found.pull_requests.append(files)
-            sha = f"{len(found.pull_requests):040x}"
-            answer = _commit_answer(sha, f"{HUB.url}/{repo}/commit/{sha}")
-            answer["pullRequestUrl"] = f"{HUB.url}/{repo}/discussions/{len(found.pull_requests)}"
-            self._json(answer)
-            return
         sha = found.commit(files)
         self._json(_commit_answer(sha, f"{HUB.url}/{repo}/commit/{sha}"))
 

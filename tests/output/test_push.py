@@ -151,45 +151,6 @@ def test_a_public_repository_without_public(hub: Hub, source: Path, tmp_path: Pa
     push(source, tmp_path / "out", public=True)
 
 
-# --- pull requests --------------------------------------------------------------------------------
-
-
-def test_a_pull_request_replaces_weights_and_leaves_the_main_branch(
-    hub: Hub, source: Path, tmp_path: Path
-):
-    hub.repos[REPO] = Repo(token=TOKEN, private=True)
-    before = {"model-00001-of-00099.safetensors": b"old", "notes.md": b"mine"}
-    hub.repos[REPO].commit(before)
-    report = push(source, tmp_path / "out", create_pr=True)
-    assert report.pushed == f"{hub.url}/{REPO}/discussions/1"
-    assert hub.repos[REPO].files == before
-    [proposed] = hub.repos[REPO].pull_requests
-    assert proposed == contents(tmp_path / "out") | {"notes.md": b"mine"}
-    assert hub.count("POST /api/repos/create") == 0
-
-
-def test_a_pull_request_needs_a_repository(hub: Hub, source: Path, tmp_path: Path):
-    with pytest.raises(OutputError, match=f"^--push-to-hub {REPO}: "):
-        push(source, tmp_path / "out", create_pr=True)
-    assert hub.repos == {}
-
-
-def test_a_pull_request_on_a_public_repository_needs_public(hub: Hub, source: Path, tmp_path: Path):
-    hub.repos[REPO] = Repo(private=False)
-    hub.repos[REPO].commit({})
-    with pytest.raises(OutputError, match="is public; say --public if you mean it"):
-        push(source, tmp_path / "out", create_pr=True)
-    push(source, tmp_path / "out", create_pr=True, public=True)
-    assert len(hub.repos[REPO].pull_requests) == 1
-
-
-def test_create_pr_alone_is_refused(source: Path, tmp_path: Path):
-    arguments = ["quantize", str(source), str(tmp_path / "out"), "--create-pr"]
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 2
-    assert "--create-pr means nothing without --push-to-hub" in done.stderr
-
-
 # --- faults ---------------------------------------------------------------------------------------
 
 

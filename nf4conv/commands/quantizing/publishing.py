@@ -30,7 +30,6 @@ def open_push(push: PushOptions | None, run: RunOptions) -> "AbstractContextMana
         token=push.token,
         public=push.public,
         overwrite=run.overwrite,
-        create_pr=push.create_pr,
     )
 
 
@@ -54,7 +53,7 @@ def pushed(
         _name_repository(out, loading, repository.repo)
     message = f"Quantize to {plan.output.format.quant_type} with nf4conv"
     report = replace(report, pushed=repository.commit(out, message), push="")
-    if loading is None or repository.creates_pr:
+    if loading is None:
         return report
     return replace(report, loading=loading.code(repository.repo))
 
