@@ -58,7 +58,6 @@ def multiply(
     decoding = decoding_of(state)
     m, k = x.shape
     n = state.shape[0]
-    short = decoding.blocksize < 64 or k % 64 > 0
     if shape is None:
         form = decoding.form()
         shape, division = balancing.plan_rows(m, n, k, form, PROCESSORS, hopper)
@@ -71,7 +70,7 @@ def multiply(
     for i, tensor in enumerate((x, out, packed, *decoding.pointers(), pairs), start=1):
         buffers[i] = tensor.reshape(-1).view(torch.uint8).numpy().copy()
     norm = np.float32(1 / tables.MULTIPLES[decoding.quant_type, x.dtype])
-    block_shift = (decoding.blocksize // (32 if short else 64)).bit_length() - 1
+    block_shift = (decoding.blocksize // 64).bit_length() - 1
     scaling = [block_shift, int(norm.view(np.uint32))]
     addresses = [i * GLOBAL for i in buffers]
     sizes = [m, n, k, *division.arguments()]
@@ -123,15 +122,6 @@ if __name__ == "__main__":
             (31, 130, 2112, "nf4", 64, True, torch.float16),
             (40, 300, 1088, "nf4", 64, True, torch.bfloat16),
             (64, 900, 320, "nf4", 4096, False, torch.float16),
-            # sums over 32 k
-            (1, 300, 4160, "nf4", 32, True, torch.bfloat16),
-            (1, 70, 2080, "nf4", 64, False, torch.float16),
-            (2, 500, 1088, "nf4", 32, True, torch.float16),
-            (4, 300, 1056, "fp4", 32, True, torch.bfloat16),
-            (7, 300, 608, "nf4", 32, True, torch.bfloat16),
-            (16, 130, 2080, "nf4", 128, True, torch.float16),
-            (30, 700, 96, "nf4", 32, False, torch.bfloat16),
-            (50, 130, 544, "nf4", 32, True, torch.bfloat16),
         )
     ):
         packed, state = packed_weight(n, k, quant_type, blocksize, nested)

@@ -19,15 +19,13 @@ from ptx_values import Bits, cut
 
 from nf4conv.codec.quant_state import QuantState, decoding_of
 from nf4conv.inference.kernels.product.panels.inputs import TENSOR_MAP
-from nf4conv.inference.kernels.product.panels.plans import PANELS, Plan
+from nf4conv.inference.kernels.product.panels.plans import CLUSTERS, PANELS, Plan
 from nf4conv.inference.kernels.product.panels.prepare import TYPES, table_for
 
 POINTERS = 6
 """Tensors before the tensor map among the kernel's arguments."""
 
 MAP_WORDS = 16
-
-CLUSTERS = (1, 2, 3, 4, 5)
 
 
 class TensorMachine(Machine):

@@ -268,4 +268,4 @@ def test_the_kernels_multiply() -> None:
     """
     done = run_compiling("tests/helpers/emulator.py")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 38
+    assert len(done.stdout.splitlines()) == 27

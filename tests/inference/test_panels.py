@@ -35,13 +35,13 @@ SPILLED = """
 import sys
 sys.path.insert(0, "tests/helpers")
 from panels_emulator import spilled
-print(spilled(5))
+print(spilled(2))
 """
 
 
 @compiles
 def test_the_kernels_multiply() -> None:
-    """Their PTX, executed: every panel, clusters of one to five programs, what hangs over an edge,
+    """Their PTX, executed: every panel, clusters of one and two programs, what hangs over an edge,
     and plans by chance.
     """
     done = run_compiling("tests/helpers/panels_emulator.py", 6)

@@ -11,7 +11,7 @@ from nf4conv.inference.kernels.product.panels.prepare import prepare_panel
 
 pytestmark = pytest.mark.gpu
 
-PARTS = ((1, 1), (2, 3), (3, 1), (4, 2), (5, 1))
+PARTS = ((1, 1), (1, 2), (2, 1), (2, 3))
 """Programs of a cluster, and splits: with one split, and with more, kernels are compiled anew."""
 
 SIZES = ((1, 1, 1088), (67, 301, 1344), (257, 516, 4160))
@@ -69,14 +69,13 @@ def test_x_that_begins_anywhere_or_is_a_view() -> None:
         assert_close_to_exact(nf4conv.linear_4bit(x, packed, state), x, packed, state)
 
 
-@pytest.mark.parametrize("cluster", [2, 3, 4, 5])
-def test_clusters_again_and_again(cluster: int) -> None:
+def test_clusters_again_and_again() -> None:
     """A race would show as a difference: programs that end while others read their sums."""
     for panel in (plans.PANELS[0], plans.PANELS[-1]):
         packed, state = packed_weight(2048, 1344, device="cuda")
         x = torch.randn(panel.columns + 5, 1344, device="cuda").bfloat16()
         decoding = decoding_of(state)
-        plan = plans.Plan(panel, cluster, 1)
+        plan = plans.Plan(panel, 2, 1)
         multiply = prepare_panel(x.shape, x.dtype, x.device, 2048, decoding.form(), plan)
         first = multiply(x, decoding.addresses(packed))
         assert_close_to_exact(first, x, packed, state)

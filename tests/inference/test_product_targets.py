@@ -32,7 +32,7 @@ def compile(function, constants, options):
 
 # tests/helpers/emulator.py compiles for 90
 for rows, n, k in ((1, 8, 4096), (1, 8192, 4096), (1, 8192, 5120), (8, 8, 4096), (64, 8, 4096)):
-    shape = shapes.shape_for(rows, n, k, short=False, nested=True, early=False)
+    shape = shapes.shape_for(rows, n, k, nested=True, early=False)
     options = {"num_warps": shape.warps, "maxnreg": shape.registers, "launch_pdl": False}
     function = held.held_kernel if shape.holds_x else kernel.product_kernel
     compile(function, {"SHAPE": shape}, options)

@@ -104,7 +104,7 @@ def multiply_groups(
     programs = groups * -(-projection.rows // shape.rows)
     arguments = (x, pairs, experts, factor, out, *projection.pointers, share, *projection.sizes)
     constants = (
-        first.columns // 64, members, shape.rows, shape.chunks, shape.weights_left,
+        first.columns // 64, members, shape.rows, shape.chunks,
         projection.up is not None, projection.silu, weights is not None, first.nested,
         x.is_cuda,
     )  # fmt: skip
@@ -265,13 +265,11 @@ class GroupsShape:
         rows: of W that a program computes.
         chunks: that are multiplied at once.
         warps: of 32 threads.
-        weights_left: True if weights are the left operand.
     """
 
     rows: int
     chunks: int
     warps: int
-    weights_left: bool
 
 
 def rows_shape(projection: Projection) -> RowsShape:
@@ -285,7 +283,7 @@ def rows_shape(projection: Projection) -> RowsShape:
 def groups_shape(projection: Projection, members: int) -> GroupsShape:
     """Chooses how groups of so many members are multiplied."""
     is_even = projection.stack.columns % 128 == 0
-    return GroupsShape(64, 2 if is_even and members <= 32 else 1, 4, weights_left=True)
+    return GroupsShape(64, 2 if is_even and members <= 32 else 1, 4)
 
 
 @cache

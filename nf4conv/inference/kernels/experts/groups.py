@@ -46,7 +46,6 @@ def groups_kernel(
     MEMBERS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    WEIGHTS_LEFT: tl.constexpr,
     GATED: tl.constexpr,
     SILU: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -65,7 +64,6 @@ def groups_kernel(
 
     Constexprs:
         CHUNKS: chunks that are multiplied at once; divides ROW_CHUNKS.
-        WEIGHTS_LEFT: True if weights are the left operand of the product.
     """
     tiles = tl.cdiv(rows, ROWS)
     group = tl.program_id(0) // tiles
@@ -83,12 +81,9 @@ def groups_kernel(
         value = lane_entry(tl.zeros((ROWS, CHUNKS * 8), tl.int64) + table_ptr.to(tl.int64), True)
     else:
         value = tl.zeros((ROWS, CHUNKS * 8), tl.int32)
-    if WEIGHTS_LEFT:
-        total = tl.zeros((ROWS, MEMBERS), tl.float32)
-        up_total = tl.zeros((ROWS, MEMBERS), tl.float32)
-    else:
-        total = tl.zeros((MEMBERS, ROWS), tl.float32)
-        up_total = tl.zeros((MEMBERS, ROWS), tl.float32)
+    # weights are the left operand: a product has 64 rows of them at least, and may have few of x
+    total = tl.zeros((ROWS, MEMBERS), tl.float32)
+    up_total = tl.zeros((ROWS, MEMBERS), tl.float32)
     x_row = member // share
     ahead = _load(
         stack,
@@ -113,14 +108,13 @@ def groups_kernel(
         )  # fmt: skip
         scale = scales(loaded, nested_code_ptr, NESTED, PTX)
         weight = decoded(words, scale, value, table_ptr, PTX).to(x.dtype)
-        total = _add_product(total, x, weight, WEIGHTS_LEFT)
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
         if GATED:
             up_scale = scales(up_loaded, nested_code_ptr, NESTED, PTX)
             up_weight = decoded(up_words, up_scale, value, table_ptr, PTX).to(x.dtype)
-            up_total = _add_product(up_total, x, up_weight, WEIGHTS_LEFT)
-    if WEIGHTS_LEFT:
-        total = tl.trans(total)
-        up_total = tl.trans(up_total)
+            up_total = tl.dot(up_weight, tl.trans(x), up_total, input_precision="ieee")
+    total = tl.trans(total)
+    up_total = tl.trans(up_total)
     if WEIGHTED:
         factor = tl.load(factor_ptr + member, mask=member >= 0, other=0.0).to(tl.float32)
         total = total * factor[:, None]
@@ -168,12 +162,3 @@ def _load(
     bits_ptr = tl.multiple_of(x_ptr.to(tl.pointer_type(bits)), 16)
     x = tl.load(bits_ptr + index, mask=mask, other=0).to(x_ptr.dtype.element_ty, bitcast=True)
     return words, loaded, up_words, up_loaded, x
-
-
-@triton.jit
-def _add_product(total, x, weight, WEIGHTS_LEFT: tl.constexpr):
-    """Adds x · weightᵀ, or its transpose."""
-    if WEIGHTS_LEFT:
-        return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
-    else:
-        return tl.dot(x, tl.trans(weight), total, input_precision="ieee")

@@ -147,22 +147,20 @@ def x_assembly() -> str:
 
 
 @triton.constexpr_function
-def stacks_assembly(dtype: tl.dtype, stacks: int, short: bool = False) -> str:
+def stacks_assembly(dtype: tl.dtype, stacks: int) -> str:
     """Multiplies a row tile of each stack, two slots, with x in registers: `mma`.
 
     Operands: the totals, two for each stack; the totals before; for each stack four words of each
     slot; scales; 4 * lane in each byte; 16 words of x. Scales are one for each stack, of which lane
-    t has that of slot t // 2 and block t % 2; if `short` two, one for each slot, of which lane t
-    has that of block t.
+    t has that of slot t // 2 and block t % 2.
     """
     kind = dtype.name.replace("fp", "f")
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
     words = 4 * stacks
     scales = words + 8 * stacks
-    lane = scales + (2 * stacks if short else stacks)
-    lines = ["{", ".reg .b32 b, a, l, h, q<2>, v<8>;", f".reg .f32 c<{4 * stacks}>, s;"]
+    lane = scales + stacks
+    lines = ["{", ".reg .b32 b, a, l, h, v<8>;", f".reg .f32 c<{4 * stacks}>, s;"]
     lines += ["mov.u32 b, pairs;"]
-    lines += _sources(lane, short)
     lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(4 * stacks)]
     for word in range(4):
         for stack in range(stacks):
@@ -180,31 +178,10 @@ def stacks_assembly(dtype: tl.dtype, stacks: int, short: bool = False) -> str:
         slot = index // 2
         before = slot if index % 2 else slot + 2 * stacks
         lines += [
-            _scale_of_column(scales, index, short),
+            scale_assembly(scales, index),
             f"fma.rn.f32 ${slot}, c{index}, s, ${before};",
         ]
     return "\n".join([*lines, "}"])
-
-
-@triton.constexpr_function
-def _sources(lane: int, short: bool) -> list[str]:
-    """Sets q0 and q1 to the lanes of a quad that have the scales of a lane's two columns, if they
-    differ between lanes: columns 2 t and 2 t + 1 belong to blocks 2 t % 4 and 2 t % 4 + 1.
-    """
-    if not short:
-        return []
-    return [f"shr.u32 q0, ${lane}, 1;", "add.u32 q1, q0, 1;"]
-
-
-@triton.constexpr_function
-def _scale_of_column(scales: int, index: int, short: bool) -> str:
-    """Sets s to the scale of sum `index`, of column index % 2 of slot index // 2; `scales` is the
-    first of the operands that hold them.
-    """
-    if not short:
-        scale: str = scale_assembly(scales, index)
-        return scale
-    return f"shfl.sync.idx.b32 s, ${scales + index // 2}, q{index % 2}, 0x1c03, -1;"
 
 
 @triton.constexpr_function
@@ -313,10 +290,9 @@ def scale_assembly(operand: int, index: int) -> str:
 def wide_assembly(dtype: tl.dtype, shape: Any) -> str:
     """Multiplies a stage of two row tiles with x from global memory: `mma`.
 
-    Operands: totals of four slots, for each of `sets` sets of rows of x; the totals before; four
-    words of each slot; scales; 4 * lane in each byte; for each set the address of 32 k of x, 0 for
-    zeros; whether slots 2 and 3 are looked up; if not, their totals mean nothing. `shape` is a
-    shapes.Shape.
+    Operands: totals of four slots; the totals before; four words of each slot; scales; 4 * lane in
+    each byte; the address of 32 k of x, 0 for zeros; whether slots 2 and 3 are looked up; if not,
+    their totals mean nothing. `shape` is a shapes.Shape.
     """
     kind = dtype.name.replace("fp", "f")
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
@@ -325,20 +301,18 @@ def wide_assembly(dtype: tl.dtype, shape: Any) -> str:
     lane = scales + shape.scales
     lines = [
         "{",
-        f".reg .b32 b, a, l, h, q<2>, x<{16 * shape.sets}>, v<8>;",
-        f".reg .f32 c<{8 * shape.sets}>, s;",
+        ".reg .b32 b, a, l, h, x<16>, v<8>;",
+        ".reg .f32 c<8>, s;",
         ".reg .pred p;",
         "mov.u32 b, pairs;",
     ]
-    lines += _sources(lane, shape.short)
-    lines += [f"mov.b32 x{i}, 0;" for i in range(16 * shape.sets)]
-    lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(8 * shape.sets)]
-    for one in range(shape.sets):
-        lines += [f"setp.ne.b64 p, ${lane + 1 + one}, 0;"]
-        for i in range(0, 16, 4):
-            read = ", ".join(f"x{16 * one + i + j}" for j in range(4))
-            lines += [f"@p ld.global.nc.v4.b32 {{{read}}}, [${lane + 1 + one}+{4 * i}];"]
-    lines += [f"setp.ne.b32 p, ${lane + 1 + shape.sets}, 0;"]
+    lines += [f"mov.b32 x{i}, 0;" for i in range(16)]
+    lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(8)]
+    lines += [f"setp.ne.b64 p, ${lane + 1}, 0;"]
+    for i in range(0, 16, 4):
+        read = ", ".join(f"x{i + j}" for j in range(4))
+        lines += [f"@p ld.global.nc.v4.b32 {{{read}}}, [${lane + 1}+{4 * i}];"]
+    lines += [f"setp.ne.b32 p, ${lane + 2}, 0;"]
     for word in range(4):
         for row_tile in range(2):  # slots 0 and 1, then 2 and 3
             upper = words + 8 * row_tile + word  # the operand of rows g
@@ -347,19 +321,19 @@ def wide_assembly(dtype: tl.dtype, shape: Any) -> str:
                 decode_assembly(f"${upper}", lane, 0, guard),
                 decode_assembly(f"${upper + 4}", lane, 4, guard),
             ]
-            for one in range(shape.sets):
-                c = 8 * one + 4 * row_tile
-                sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
-                for i in (0, 2):
-                    left = f"{{v{i}, v{i + 4}, v{i + 1}, v{i + 5}}}"
-                    at = 16 * one + 4 * word + i
-                    lines += [f"{mma} {sums}, {left}, {{x{at}, x{at + 1}}}, {sums};"]
+            c = 4 * row_tile
+            sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
+            for i in (0, 2):
+                left = f"{{v{i}, v{i + 4}, v{i + 1}, v{i + 5}}}"
+                at = 4 * word + i
+                lines += [f"{mma} {sums}, {left}, {{x{at}, x{at + 1}}}, {sums};"]
     for index in range(8):  # two blocks of each slot, whose sums are in two columns
-        lines += [_scale_of_column(scales, index, shape.short)]
-        for one in range(shape.sets):
-            slot = 4 * one + index // 2
-            before = slot if index % 2 else slot + shape.totals
-            lines += [f"fma.rn.f32 ${slot}, c{8 * one + index}, s, ${before};"]
+        slot = index // 2
+        before = slot if index % 2 else slot + shape.totals
+        lines += [
+            scale_assembly(scales, index),
+            f"fma.rn.f32 ${slot}, c{index}, s, ${before};",
+        ]
     lines += ["}"]
     return "\n".join(lines)
 

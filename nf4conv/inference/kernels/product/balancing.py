@@ -13,7 +13,6 @@ from nf4conv.inference.kernels.product.shapes import (
     SHAPES,
     Held,
     Shape,
-    is_short,
     shape_for,
     variant,
 )
@@ -99,10 +98,9 @@ def plan_rows(
         early: True to begin before the kernel before has ended. Only a GPU that does so was
             measured, so only there a multiprocessor may hold more than two programs.
     """
-    short = is_short(k, form)
-    shape = shape_for(m, n, k, short, form.nested, early)
+    shape = shape_for(m, n, k, form.nested, early)
     split_shift = None
-    if early and not short and isinstance(shape, Shape) and shape.rows in PACES:
+    if early and isinstance(shape, Shape) and shape.rows in PACES:
         fastest, split_shift = _choose_tiles(shape.rows, n, k, processors)
         shape = variant(fastest, form.nested, early)
     programs = shape.programs * processors

@@ -92,10 +92,10 @@ def _way(
     """Returns what multiplies so many rows of x with a weight."""
     if rows == 0 or why_decoded(matrix, dtype):
         return "decoded"
-    if matrix.alignment == 16 and rows <= launches.most_rows(device):
-        return "fused"
     if matrix.alignment < 16 or shapes.is_short(matrix.k, matrix.form):
         return "dense" if rows <= dense.TILES[-1].columns else "decoded"
+    if rows <= launches.most_rows(device):
+        return "fused"
     if launches.is_hopper(device):
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         if is_faster(rows, matrix.n, matrix.k, processors):

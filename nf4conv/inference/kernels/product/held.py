@@ -15,7 +15,7 @@ import nf4conv.inference.kernels.product.assembly as text
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.inference.kernels.product.common import (
     add_waiting,
-    decode_scales,
+    decode_scale,
     lane_bytes,
     lay_out,
     meet,
@@ -46,9 +46,9 @@ def held_kernel(
     """Computes the sums of `share` units, times norm; one more in the first `longer` programs.
 
     Pointers and scalars are those of product_kernel, but for these:
-        m: 1, or 2 if not short.
+        m: 1 or 2.
         k: SHAPE.columns_most at most.
-        block_shift: a block has 64 << block_shift elements, or 32 << block_shift if short.
+        block_shift: a block has 64 << block_shift elements.
     """
     program = tl.program_id(0)
     thread = tl.arange(0, 32 * SHAPE.warps)
@@ -128,8 +128,7 @@ def _load(weight, unit, address, left, thread, SHAPE: tl.constexpr):
     """Loads a unit as it is stored, and nothing behind the last row and the last k.
 
     Returns for each step four words of each slot; then for each step what a lane loads of absmax,
-    and of nested absmax. A quad needs two scales of each slot, of which lane t loads one; if short
-    four, of which lane t loads that of its own k.
+    and of nested absmax. A quad needs two scales of each slot, of which lane t loads one.
     """
     _, absmax_ptr, nested_absmax_ptr, k, block_shift, last = weight
     read: tl.constexpr = text.unit_assembly(0 + SHAPE.steps)
@@ -138,29 +137,23 @@ def _load(weight, unit, address, left, thread, SHAPE: tl.constexpr):
     stride = thread.to(tl.int64) * 0 + k.to(tl.int64) * 2
     lefts = _by_step(weight, left, thread, SHAPE)
     words = run_assembly(read, outputs, inputs, (address, stride) + lefts)
-    CHUNK_SHIFT: tl.constexpr = 5 if SHAPE.short else 6
-    chunks = k >> CHUNK_SHIFT
+    chunks = k >> 6
     t = thread % 4
     codes = ()
     nested = ()
     for step in tl.static_range(0 + SHAPE.steps):
-        for i in tl.static_range(0 + SHAPE.scales):
-            row = unit * 8 + thread // 8 % 4
-            chunk = _first_k(step, thread, SHAPE) >> CHUNK_SHIFT
-            if SHAPE.short:
-                row += i * 4
-                chunk += t
-            else:
-                row += t // 2 * 4
-                chunk += t % 2
-            there = (row < last) & (chunk < chunks)
-            block = (row * chunks + chunk) >> block_shift
-            codes = codes + (tl.load(absmax_ptr + block, mask=there, other=0),)
-            if SHAPE.nested:
-                one = tl.load(nested_absmax_ptr + (block >> 8), mask=there, other=0.0)
-                nested = nested + (one,)
-            else:
-                nested = nested + (block,)
+        row = unit * 8 + thread // 8 % 4
+        chunk = _first_k(step, thread, SHAPE) >> 6
+        row += t // 2 * 4
+        chunk += t % 2
+        there = (row < last) & (chunk < chunks)
+        block = (row * chunks + chunk) >> block_shift
+        codes = codes + (tl.load(absmax_ptr + block, mask=there, other=0),)
+        if SHAPE.nested:
+            one = tl.load(nested_absmax_ptr + (block >> 8), mask=there, other=0.0)
+            nested = nested + (one,)
+        else:
+            nested = nested + (block,)
     return words + codes + nested
 
 
@@ -169,23 +162,17 @@ def _load_x(x_ptr, m, k, step, thread, SHAPE: tl.constexpr):
     """Loads what a lane gives to its column of x: 16 words, 0 where there is none.
 
     Column 2 · (2 · row + range) + block has the k of that block of 64, and 0 for the other one. If
-    two steps share, the row stands for this step or the one behind it. If short, column 4 · range
-    + block has the k of that block of 32.
+    two steps share, the row stands for this step or the one behind it.
     """
     read: tl.constexpr = text.x_assembly()
     g = thread // 4 % 8
     t = thread % 4
-    if SHAPE.short:
+    row = g // 4
+    column_range = g // 2 % 2
+    given = g % 2 == t // 2
+    if SHAPE.sharing == 2:
+        step += row
         row = g * 0
-        column_range = g // 4
-        given = g % 4 == t
-    else:
-        row = g // 4
-        column_range = g // 2 % 2
-        given = g % 2 == t // 2
-        if SHAPE.sharing == 2:
-            step += row
-            row = g * 0
     at = _first_k(step, thread, SHAPE) + (column_range - g % 2) * 128 + t * 32
     given = given & (row < m) & (at < k)
     address = x_ptr.to(tl.int64) + (row.to(tl.int64) * k + at) * 2
@@ -195,23 +182,16 @@ def _load_x(x_ptr, m, k, step, thread, SHAPE: tl.constexpr):
 @triton.jit
 def _add_unit(loaded, x, x_ptr, offset, code_ptr, thread, SHAPE: tl.constexpr):
     """Returns the totals of a unit's two slots."""
-    add: tl.constexpr = text.stacks_assembly(x_ptr.dtype.element_ty, 1, 0 + SHAPE.short)
-    inputs: tl.constexpr = "ff" + "r" * 8 + "f" * SHAPE.scales + "r" * 17
-    absmax = loaded[8 * SHAPE.steps : 8 * SHAPE.steps + SHAPE.scales * SHAPE.steps]
-    nested = loaded[8 * SHAPE.steps + SHAPE.scales * SHAPE.steps :]
+    add: tl.constexpr = text.stacks_assembly(x_ptr.dtype.element_ty, 1)
+    inputs: tl.constexpr = "ff" + "r" * 8 + "f" + "r" * 17
+    absmax = loaded[8 * SHAPE.steps : 9 * SHAPE.steps]
+    nested = loaded[9 * SHAPE.steps :]
     zero = tl.zeros(thread.shape, tl.float32)
     totals = (zero, zero)
     others = (zero, zero)  # of the second of two steps that are paired
     for step in tl.static_range(0 + SHAPE.steps):
-        scales = decode_scales(
-            absmax[step * SHAPE.scales : step * SHAPE.scales + SHAPE.scales],
-            nested[step * SHAPE.scales : step * SHAPE.scales + SHAPE.scales],
-            offset,
-            code_ptr,
-            True,
-            SHAPE,
-        )
-        operands = loaded[8 * step : 8 * step + 8] + scales + (lane_bytes(thread),)
+        scale = decode_scale(absmax[step], nested[step], offset, code_ptr, True, SHAPE)
+        operands = loaded[8 * step : 8 * step + 8] + (scale, lane_bytes(thread))
         operands = operands + x[step // SHAPE.sharing * 16 : step // SHAPE.sharing * 16 + 16]
         if step % SHAPE.sharing == 1:
             others = run_assembly(add, "ff", inputs, others + operands)
@@ -223,7 +203,7 @@ def _add_unit(loaded, x, x_ptr, offset, code_ptr, thread, SHAPE: tl.constexpr):
         lower = tl.where(is_other, others[1], totals[1])
         totals = (upper, lower)
     if SHAPE.rows == 1:  # two lanes have sums of the same row and range
-        swap: tl.constexpr = text.add_across(1 if SHAPE.short else 2)
+        swap: tl.constexpr = text.add_across(2)
         upper = run_assembly(swap, "f", "f", (totals[0],))[0]
         lower = run_assembly(swap, "f", "f", (totals[1],))[0]
         totals = (upper, lower)
@@ -241,10 +221,7 @@ def _leave(totals, sums, held, thread, SHAPE: tl.constexpr):
         @p st.shared.v2.f32 [$3], {$1, $2};
         mov.b32 $0, 0;
         }"""
-    if SHAPE.short:
-        place = g // 2 * 8
-        meant = (t // 2 == g % 2) & (t % 2 == 0)
-    elif SHAPE.rows == 1:
+    if SHAPE.rows == 1:
         place = g // 2 * 8
         meant = t == g % 2
     else:

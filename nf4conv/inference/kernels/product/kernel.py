@@ -7,12 +7,11 @@ in float32, which no weight is, so two blocks must not meet in one sum:
 
 wide  1, 2 or 4 rows of x. A lane loads 16 bytes, half a block, and four lanes two blocks of a row.
       x is given in two columns, in either with zeros for the other block. The columns that are left
-      hold another range of k. If short, sums are over 32 k, so x is given in four columns, and may
-      be in two sets of them. All warps share the rows, and meet when the sums of SHAPE.held units
+      hold another range of k. All warps share the rows, and meet when the sums of SHAPE.held units
       are complete. A program's units are neighbours, and it leaves out the second half of the last
       one where that is another's.
 tile  8 * column_tiles rows of x, copied to shared memory. A lane loads 8 bytes, four lanes one
-      block of a row. If short, lanes exchange words, so that a product has k of one half only.
+      block of a row.
 
 Tensors have one element for each thread of a program, so an asm statement is the code of one
 thread. A lane (g, t) of a warp, g = lane // 4 and t = lane % 4, holds *slots*, rows of W that are
@@ -36,7 +35,7 @@ from nf4conv.inference.kernels.product.common import (
     run_assembly,
 )
 from nf4conv.inference.kernels.product.tile import copy_x, finish, tile_stage
-from nf4conv.inference.kernels.product.wide import gather, leave_unit, wide_stage
+from nf4conv.inference.kernels.product.wide import gather, leave, wide_stage
 
 
 @kernel
@@ -79,7 +78,7 @@ def product_kernel(
         share: rows of a wide program; otherwise units of all programs.
         programs: their number.
         split_shift: log2 of the parts of k; 0 if wide.
-        block_shift: a block has 64 << block_shift elements, or 32 << block_shift if short.
+        block_shift: a block has 64 << block_shift elements.
         norm: what the sums are multiplied with: 1 / tables.MULTIPLES.
     """
     program = tl.program_id(0)
@@ -129,7 +128,7 @@ def product_kernel(
             )
         if done:
             if SHAPE.wide:
-                leave_unit(totals, tiles, parity, thread, SHAPE)
+                leave(totals, tiles, parity, thread, SHAPE)
                 if (parity == SHAPE.held - 1) | (stage == stages - 1):
                     first_of_held = unit - parity * SHAPE.unit_rows
                     gather(out_ptr, tiles, m, n, norm, first_of_held, end, parity, thread, SHAPE)
@@ -186,11 +185,9 @@ def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.conste
     and x is 0.
 
     Returns 2 * blocks words of each slot; then what a lane loads of absmax, and of nested absmax. A
-    quad needs slots * blocks scales, twice as many if short; lane t loads those of index t, t + 4,
+    quad needs slots * blocks scales; lane t loads those of index t, t + 4,
     …, for all four.
     """
-    CHUNK_SHIFT: tl.constexpr = 5 if SHAPE.short else 6
-    CHUNKS: tl.constexpr = SHAPE.blocks * (2 if SHAPE.short else 1)
     packed_ptr, absmax_ptr, nested_absmax_ptr, n, k, block_shift, end = weight
     # a lane's load is 16 bytes, half a block, if wide, and 8 bytes, a quarter, otherwise
     LOADS: tl.constexpr = 1 if SHAPE.wide else 0 + SHAPE.blocks
@@ -219,9 +216,9 @@ def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.conste
     nested = ()
     for i in tl.static_range(0 + SHAPE.scales):
         index = t + 4 * i
-        slot_of_scale = index // CHUNKS
-        line = tl.minimum(row + slot_of_scale * SHAPE.apart, n - 1) * (k >> CHUNK_SHIFT)
-        chunk = tl.minimum((first >> CHUNK_SHIFT) + index % CHUNKS, (k >> CHUNK_SHIFT) - 1)
+        slot_of_scale = index // SHAPE.blocks
+        line = tl.minimum(row + slot_of_scale * SHAPE.apart, n - 1) * (k >> 6)
+        chunk = tl.minimum((first >> 6) + index % SHAPE.blocks, (k >> 6) - 1)
         block = (line + chunk) >> block_shift
         codes = codes + (tl.load(absmax_ptr + block),)
         nested = nested + (tl.load(nested_absmax_ptr + (block >> 8)) if SHAPE.nested else block,)

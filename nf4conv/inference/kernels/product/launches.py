@@ -21,7 +21,6 @@ from nf4conv.inference.kernels.product.shapes import (
     SHAPES,
     Held,
     Shape,
-    is_short,
 )
 from nf4conv.inference.kernels.product.sums import prepare_sum
 
@@ -50,11 +49,11 @@ def prepare_product(
     This compiles: keep the result.
 
     Args:
-        x_shape: [..., k], up to 64 rows. k is a multiple of 32.
+        x_shape: [..., k], up to 64 rows. k is a multiple of 64.
         dtype: of x, float16 or bfloat16.
         device: a GPU.
         n: rows of the weights; n · k is below MOST_ELEMENTS.
-        form: of the weights; the packed codes begin at a multiple of 16 bytes.
+        form: of the weights, not in blocks of 32; the packed codes begin at a multiple of 16 bytes.
         chosen: which kernel, and how the work is divided; by default what plan_rows says.
 
     Returns:
@@ -69,7 +68,7 @@ def prepare_product(
     shape, division = chosen
     shift = division.split_shift
     behind: tuple[float, ...] = (pair_table(form.quant_type, dtype, device).data_ptr(), m, n, k)
-    behind += (*division.arguments(), block_shift_of(k, form))
+    behind += (*division.arguments(), block_shift_of(form))
     behind += (1 / MULTIPLES[form.quant_type, dtype],)
     pointers = (dtype, *types_of_weight(dtype, form, shift > 0), torch.int32)
     launcher = launch_held if isinstance(shape, Held) else launch_product
@@ -119,9 +118,9 @@ def types_of_weight(dtype: torch.dtype, form: Form, in_parts: bool) -> tuple[tor
     return target, torch.uint8, absmax, torch.float32, torch.float32, torch.float32
 
 
-def block_shift_of(k: int, form: Form) -> int:
-    """Returns the log2 of the sums, of 32 or 64 k, that a block has."""
-    return (form.blocksize // (32 if is_short(k, form) else 64)).bit_length() - 1
+def block_shift_of(form: Form) -> int:
+    """Returns the log2 of the sums of 64 k that a block has."""
+    return (form.blocksize // 64).bit_length() - 1
 
 
 def most_rows(device: torch.device) -> int:

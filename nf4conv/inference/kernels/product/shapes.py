@@ -23,9 +23,6 @@ class Shape:
         slots: rows of W that a lane works on: 4 if wide, otherwise 2 or 4.
         blocks: of 64 k in a stage of a warp, for each of its ranges: 2 if wide.
         copied: blocks whose x is copied to shared memory at once; 0 if wide.
-        short: True if a sum is over 32 k, not 64: for shorter blocks, and rows that do not end with
-            a whole 64 k.
-        sets: of columns that a wide kernel multiplies, each for some rows of x.
         nested: True if absmax is uint8 codes.
         early: True to begin before the kernel before has ended.
         programs: that a multiprocessor holds.
@@ -54,8 +51,6 @@ class Shape:
     slots: int
     blocks: int
     copied: int
-    short: bool = False
-    sets: int = 1
     nested: bool = True
     early: bool = True
     programs: int = 2
@@ -80,14 +75,14 @@ class Shape:
         self.span = 64 * self.blocks * self.ranges
         if self.wide:  # all warps share the rows, and divide k
             self.span *= self.warps
-            self.totals = 4 * self.sets
+            self.totals = 4
         else:
             self.unit_rows *= self.warps
             self.totals = 2 * self.column_tiles * self.slots
             self.shared_bytes = 2048 * self.column_tiles * self.copied
         self.words = 2 * self.slots * self.blocks
-        self.scales = -(-self.slots * self.blocks // 4) * (2 if self.short else 1)
-        self.columns = self.sets * (2 if self.short else 4) // self.ranges
+        self.scales = -(-self.slots * self.blocks // 4)
+        self.columns = 4 // self.ranges
         self.sums = 4 * self.apart * self.columns
         self.held = 2 * self.ranges
         if self.wide:
@@ -104,15 +99,13 @@ class Held:
 
     Attributes:
         steps: of a unit.
-        rows: rows of x at most, 1 or 2; 1 if short.
-        short: True if sums are over 32 k; False for 64.
+        rows: rows of x at most, 1 or 2.
         nested: True if absmax is uint8 codes.
         early: True to begin before the kernel before has ended.
         warps: of a program: 4 or 8.
         programs: that a multiprocessor holds.
         sharing: steps whose columns share registers: 2 where a second row has none, otherwise 1.
         columns_most: columns of W at most.
-        scales: scales that a lane loads in a step, for its quad.
         sums: sums of a unit, for each range of each warp.
         held: units whose sums wait in shared memory.
         shared_bytes: of these sums.
@@ -123,23 +116,20 @@ class Held:
 
     steps: int
     rows: int
-    short: bool = False
     nested: bool = True
     early: bool = True
     warps: int = 8
     programs: int = 2
     sharing: int = field(init=False)
     columns_most: int = field(init=False)
-    scales: int = field(init=False)
     sums: int = field(init=False)
     held: int = field(init=False)
     shared_bytes: int = field(init=False)
     registers: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sharing = 2 if self.rows == 1 and not self.short and self.steps > 1 else 1
+        self.sharing = 2 if self.rows == 1 and self.steps > 1 else 1
         self.columns_most = 256 * self.warps * self.steps
-        self.scales = 2 if self.short else 1
         self.sums = 8 * self.rows
         self.held = 16 // self.rows
         self.shared_bytes = 8 * self.warps * self.sums * self.held
@@ -151,11 +141,9 @@ def registers_of(warps: int, programs: int) -> int:
     return min(65536 // (32 * warps * programs) // 8 * 8, 255)
 
 
-def _wide(rows: int, ranges: int, short: bool = False, sets: int = 1) -> Shape:
+def _wide(rows: int, ranges: int) -> Shape:
     """Returns the shape of a wide kernel."""
-    return Shape(
-        rows, ranges, column_tiles=0, warps=8, slots=4, blocks=2, copied=0, short=short, sets=sets
-    )
+    return Shape(rows, ranges, column_tiles=0, warps=8, slots=4, blocks=2, copied=0)
 
 
 SHAPES = (
@@ -168,15 +156,6 @@ SHAPES = (
 )
 """A shape for each number of rows of x; balancing.py has others for some products."""
 
-SHORT_SHAPES = (
-    _wide(rows=1, ranges=2, short=True),
-    _wide(rows=2, ranges=1, short=True),
-    _wide(rows=4, ranges=1, short=True, sets=2),
-    Shape(rows=8, ranges=1, column_tiles=1, warps=8, slots=2, blocks=4, copied=4, short=True),
-    *(replace(one, short=True) for one in SHAPES[3:]),
-)
-"""The shapes for blocks of 32, and for rows that do not end with a whole 64 k."""
-
 HELD_SHAPES = (
     Held(steps=1, rows=1),
     Held(steps=2, rows=1),
@@ -184,8 +163,6 @@ HELD_SHAPES = (
     Held(steps=3, rows=1),
     Held(steps=1, rows=2),
     Held(steps=2, rows=2),
-    Held(steps=1, rows=1, short=True),
-    Held(steps=2, rows=1, short=True),
 )
 """For one row or two of so few columns that x stays in registers: the fewest columns first."""
 
@@ -197,27 +174,25 @@ FUSED_ROWS: Final = 32
 
 
 def is_short(k: int, form: Form) -> bool:
-    """Returns True if sums must not be over more than 32 k: a scale belongs to those."""
+    """Returns True if a scale belongs to 32 k: these kernels add up 64 before they scale."""
     return form.blocksize < 64 or k % 64 > 0
 
 
 @cache
-def shape_for(rows: int, n: int, k: int, short: bool, nested: bool, early: bool) -> Shape | Held:
+def shape_for(rows: int, n: int, k: int, nested: bool, early: bool) -> Shape | Held:
     """Returns the shape for so many rows of x, always the same one.
 
     Args:
         rows: of x, up to 64.
-        n: rows of W, or of all that are multiplied in one launch.
+        n: rows of W.
         k: columns of W.
-        short: `is_short`.
         nested: True if absmax is uint8 codes.
         early: True to begin before the kernel before has ended.
     """
     for held in HELD_SHAPES if n >= LEAST_HELD else ():
-        if rows <= held.rows and k <= held.columns_most and short == held.short:
+        if rows <= held.rows and k <= held.columns_most:
             return variant(held, nested, early)
-    shapes = SHORT_SHAPES if short else SHAPES
-    return variant(next(one for one in shapes if rows <= one.rows), nested, early)
+    return variant(next(one for one in SHAPES if rows <= one.rows), nested, early)
 
 
 @cache

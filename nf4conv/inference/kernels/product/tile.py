@@ -55,8 +55,7 @@ def copy_x(x_ptr, tiles, first, m, k, thread, SHAPE: tl.constexpr):
         given = (row < m) & (at < k)
         start = tl.where(given, (row.to(tl.int64) * k + at) * 2, 0)
         source = x_ptr.to(tl.int64) + start
-        swapped = row % 2 * 4 + row // 2 % 4 if SHAPE.short else row
-        target = tiles + index // 8 * 128 + ((piece ^ swapped) % 8 << 4)
+        target = tiles + index // 8 * 128 + ((piece ^ row) % 8 << 4)
         size = given.to(tl.int32) * 16
         run_assembly(copy, "r", "lrr", (source, target, size))
 
@@ -79,9 +78,6 @@ def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
     order in which no two lanes meet in a bank. Lane (g, t) loads 16 k of column g, those that it
     holds of the weight, in two pieces. They serve all row tiles.
 
-    If short, lanes t and t ^ 2 exchange a word, so that a lane has 8 k of either half of a block:
-    those of the pieces 0, 2, 1, 3 of t, and 4 behind them.
-
     Operands: the totals, for each row tile and column tile two of row g, two of row g + 8; the
     totals before; for each slot two words of each block; scales; 4 * lane in each byte; the address
     of the tiles. `shape` is a shapes.Shape.
@@ -89,20 +85,20 @@ def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
     tiles = _operand_of_lane(shape) + 1
     lines = [
         "{",
-        ".reg .b32 b, a, l, h, y, z, u<2>, v<32>, x<8>;",
+        ".reg .b32 b, a, l, h, y, z, v<32>, x<8>;",
         ".reg .f32 c<8>, s, s<8>;",
-        ".reg .pred p;",
         "mov.u32 b, pairs;",
         f"and.b32 a, ${_operand_of_lane(shape)}, 0xff;",
         "shr.u32 l, a, 4;",
-    ]
-    lines += _short_pieces() if shape.short else _pieces()
-    lines += [
+        # the place of the lane's first piece of x, 2 t, in row l = g
+        "shr.u32 a, a, 1;",
+        "and.b32 a, a, 6;",
+        "xor.b32 a, a, l;",
         "shl.b32 a, a, 4;",
         "shl.b32 l, l, 7;",
         "add.u32 a, a, l;",
         f"add.u32 y, a, ${tiles};",
-        f"xor.b32 z, y, {64 if shape.short else 16};",
+        "xor.b32 z, y, 16;",
     ]
     for block in range(shape.copied):
         lines += _mma_block(dtype, shape, part, block)
@@ -111,100 +107,48 @@ def tile_assembly(dtype: tl.dtype, shape: Any, part: int) -> str:
 
 
 @triton.constexpr_function
-def _pieces() -> list[str]:
-    """Sets a to the place of the lane's first piece of x, 2 t, in row l = g. a is 4 * lane."""
-    return ["shr.u32 a, a, 1;", "and.b32 a, a, 6;", "xor.b32 a, a, l;"]
-
-
-@triton.constexpr_function
-def _short_pieces() -> list[str]:
-    """Sets a to that place in a short tile: the first piece is t with its two bits exchanged, and g
-    comes in with its lowest bit in front. Set p for lanes t = 2 and 3.
-    """
-    return [
-        "and.b32 h, a, 8;",
-        "setp.ne.b32 p, h, 0;",
-        "shr.u32 h, h, 3;",
-        "shr.u32 a, a, 1;",
-        "and.b32 a, a, 2;",
-        "or.b32 a, a, h;",
-        "shr.u32 h, l, 1;",
-        "xor.b32 a, a, h;",
-        "and.b32 h, l, 1;",
-        "shl.b32 h, h, 2;",
-        "xor.b32 a, a, h;",
-    ]
-
-
-@triton.constexpr_function
-def _exchanged(words: tuple[str, str]) -> list[str]:
-    """Sets u0 and u1 to words of the first and the second half of a block; see `_short_pieces`."""
-    first, second = words
-    return [
-        f"selp.b32 a, {first}, {second}, p;",
-        "shfl.sync.bfly.b32 a, a, 2, 31, -1;",
-        f"selp.b32 u0, a, {first}, p;",
-        f"selp.b32 u1, {second}, a, p;",
-    ]
-
-
-@triton.constexpr_function
 def _mma_block(dtype: tl.dtype, shape: Any, part: int, block_of_part: int) -> list[str]:
     """Decodes a block of all row tiles, multiplies it with all column tiles, and adds the sums,
     times their scales, to the totals.
     """
     block = part * shape.copied + block_of_part
-    halves = 2 if shape.short else 1  # which have a scale each
     lines = []
     for slot in range(shape.slots):
         operand = 2 * shape.totals + (slot * shape.blocks + block) * 2
-        words = (f"${operand}", f"${operand + 1}")
-        if shape.short:
-            lines += _exchanged(words)
-            words = ("u0", "u1")
-        for i, word in enumerate(words):
+        for i in range(2):
+            word = f"${operand + i}"
             lines += [decode_assembly(word, _operand_of_lane(shape), 8 * slot + 4 * i)]
-        for half in range(halves):
-            index = (slot * shape.blocks + block) * halves + half
-            lines += [
-                scale_assembly(_operand_of_scales(shape), index),
-                f"mov.f32 s{halves * slot + half}, s;",
-            ]
+        lines += [
+            scale_assembly(_operand_of_scales(shape), slot * shape.blocks + block),
+            f"mov.f32 s{slot}, s;",
+        ]
     for column_tile in range(shape.column_tiles):
         place = 1024 * (block_of_part * shape.column_tiles + column_tile)
         lines += [f"ld.shared.v4.b32 {{x0, x1, x2, x3}}, [y+{place}];"]
         lines += [f"ld.shared.v4.b32 {{x4, x5, x6, x7}}, [z+{place}];"]
-        for half in range(halves):
-            is_first = block_of_part == 0 and half == 0
-            lines += _mma_half(dtype, shape, column_tile, half, is_first)
+        lines += _multiply(dtype, shape, column_tile, block_of_part == 0)
     return lines
 
 
 @triton.constexpr_function
-def _mma_half(
-    dtype: tl.dtype, shape: Any, column_tile: int, half: int, is_first: bool
-) -> list[str]:
-    """Multiplies a block, or the half of it that has a scale of its own, with a column tile. The
-    first adds to the totals before.
-    """
+def _multiply(dtype: tl.dtype, shape: Any, column_tile: int, is_first: bool) -> list[str]:
+    """Multiplies a block with a column tile. The first adds to the totals before."""
     kind = dtype.name.replace("fp", "f")
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-    halves = 2 if shape.short else 1
-    count = 8 // halves  # words of x
     lines = []
     for row_tile in range(shape.slots // 2):
         c = 4 * row_tile
         sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
         for i in range(c, c + 4):
             lines += [f"mov.b32 c{i}, 0f00000000;"]
-        for i in range(half * count, (half + 1) * count, 2):
+        for i in range(0, 8, 2):
             v = 16 * row_tile + i
             left = f"{{v{v}, v{v + 8}, v{v + 1}, v{v + 9}}}"
             lines += [f"{mma} {sums}, {left}, {{x{i}, x{i + 1}}}, {sums};"]
         for i in range(4):
             target = 4 * (row_tile * shape.column_tiles + column_tile) + i
             before = shape.totals + target if is_first else target
-            scale = halves * (2 * row_tile + i // 2) + half
+            scale = 2 * row_tile + i // 2
             lines += [f"fma.rn.f32 ${target}, c{c + i}, s{scale}, ${before};"]
     return lines
 

@@ -12,61 +12,29 @@ from nf4conv.inference.kernels.product.common import add_waiting, run_assembly, 
 
 @triton.jit
 def wide_stage(totals, operands, x_ptr, m, k, first, whole, thread, SHAPE: tl.constexpr):
-    """Adds a stage to the totals of the slots, for each set, and returns them.
+    """Adds a stage to the totals of the slots, and returns them.
 
     Column 2 * (ranges * row of x + range) + block: a lane (g, t) gives x to column g, and finds the
     sums of row of x t // ranges and range t % ranges; they are meant for it if its rows are of that
-    range. If short it is column 4 * (ranges * row of x + range) + block, and two lanes have two
-    blocks each. Slots 2 and 3 are left out if the unit is not whole.
+    range. Slots 2 and 3 are left out if the unit is not whole.
     """
-    BLOCKS: tl.constexpr = 4 if SHAPE.short else 2
     g = thread // 4 % 8
     t = thread % 4
-    row = g // BLOCKS // SHAPE.ranges
-    at = first + (g // BLOCKS % SHAPE.ranges - g % SHAPE.ranges) * 128 + t * 32
-    given = (g % BLOCKS == t * BLOCKS // 4) & (at < k)
-    addresses = ()
-    for one in tl.static_range(0 + SHAPE.sets):
-        row_of_set = row + one * (8 // BLOCKS // SHAPE.ranges)
-        address = x_ptr.to(tl.int64) + (row_of_set.to(tl.int64) * k + at) * 2
-        addresses = addresses + (tl.where(given & (row_of_set < m), address, 0),)
+    row = g // 2 // SHAPE.ranges
+    at = first + (g // 2 % SHAPE.ranges - g % SHAPE.ranges) * 128 + t * 32
+    given = (g % 2 == t * 2 // 4) & (at < k)
+    address = x_ptr.to(tl.int64) + (row.to(tl.int64) * k + at) * 2
+    address = tl.where(given & (row < m), address, 0)
     outputs: tl.constexpr = "f" * SHAPE.totals
     add: tl.constexpr = text.wide_assembly(x_ptr.dtype.element_ty, SHAPE)
-    behind: tl.constexpr = "r" + "l" * SHAPE.sets + "r"
-    inputs: tl.constexpr = outputs + "r" * 16 + "f" * SHAPE.scales + behind
+    inputs: tl.constexpr = outputs + "r" * 16 + "f" * SHAPE.scales + "rlr"
     whole = thread * 0 + whole.to(tl.int32)
-    return run_assembly(add, outputs, inputs, totals + operands + addresses + (whole,))
-
-
-@triton.jit
-def leave_unit(totals, sums, held, thread, SHAPE: tl.constexpr):
-    """Leaves the totals of a wide unit in shared memory, behind those of `held` others."""
-    if SHAPE.short:
-        _leave_short(totals, sums, held, thread, SHAPE)
-    else:
-        leave(totals, sums, held, thread, SHAPE)
-
-
-@triton.jit
-def _leave_short(totals, sums, held, thread, SHAPE: tl.constexpr):
-    """Leaves the sums of a short unit: lanes t and t ^ 1 add up those of a row of x and a range."""
-    swap: tl.constexpr = text.add_across(1)
-    g = thread // 4 % 8
-    t = thread % 4
-    place = (g // SHAPE.ranges * SHAPE.columns + t // 2 // SHAPE.ranges) * 16
-    range_of_warp = (held * SHAPE.warps + thread // 32) * SHAPE.ranges + g % SHAPE.ranges
-    place += range_of_warp * (4 * SHAPE.sums)
-    meant = ((g % SHAPE.ranges == t // 2 % SHAPE.ranges) & (t % 2 == 0)).to(tl.int32)
-    for one in tl.static_range(0 + SHAPE.sets):
-        added = ()
-        for slot in tl.static_range(4):
-            added = added + run_assembly(swap, "f", "f", (totals[4 * one + slot],))
-        _store_totals(added, sums + place + one * (32 // SHAPE.ranges), meant)
+    return run_assembly(add, outputs, inputs, totals + operands + (address, whole))
 
 
 @triton.jit
 def leave(totals, sums, held, thread, SHAPE: tl.constexpr):
-    """Leaves the totals of a unit that is not short."""
+    """Leaves the totals of a unit in shared memory, behind those of `held` others."""
     g = thread // 4 % 8
     t = thread % 4
     place = (g // SHAPE.ranges * (4 // SHAPE.ranges) + t // SHAPE.ranges) * 16

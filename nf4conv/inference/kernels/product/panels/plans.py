@@ -92,8 +92,8 @@ PANELS: Final = (
 
 
 CLUSTERS: Final = (1, 2)
-"""Sizes of clusters that are chosen among. The kernel takes up to five, but those of three to five
-were slower wherever they were tried: 40 of three, or 32 of four, do not run at once on an H200.
+"""Sizes of clusters. Larger ones were slower wherever they were tried: 40 of three, or 32 of four,
+do not run at once on an H200.
 """
 
 
@@ -102,7 +102,7 @@ class Plan(NamedTuple):
 
     Attributes:
         panel: what a program computes.
-        cluster: programs that share a tile and add up in shared memory, up to five.
+        cluster: programs that share a tile and add up in shared memory: one or two.
         splits: clusters that share a tile, whose sums another kernel adds up.
     """
 
@@ -165,7 +165,7 @@ def estimate(plan: Plan, m: int, n: int, k: int, processors: int) -> float:
     """Returns about how many µs a product takes on an H200.
 
     Fitted to 230 plans at the 49 sizes of docs/kernels.md: 6 % root mean square, and what is chosen
-    among them takes at most 2 % longer than the fastest. They have clusters of one and two.
+    among them takes at most 2 % longer than the fastest.
     """
     panel, cluster, splits = plan
     programs = -(-m // panel.columns) * -(-n // panel.rows) * cluster * splits

@@ -91,7 +91,7 @@ def _arguments(
     m, n, k = sizes
     x_map = map_of(m, k, plan.panel.columns, dtype)
     table, norm = table_for(plan.panel, dtype, device, form.quant_type)
-    return (*x_map, table.data_ptr(), m, n, k, plan.splits, block_shift_of(k, form), norm)
+    return (*x_map, table.data_ptr(), m, n, k, plan.splits, block_shift_of(form), norm)
 
 
 def _prepare_launch(

@@ -10,13 +10,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-
-@triton.constexpr_function
-def loads_at_once(cluster: int) -> int:
-    """Returns how often a thread loads four sums before it stores any: more have no registers."""
-    return min(8, 16 // cluster)
-
-
 WAIT_FOR_CLUSTER = tl.constexpr(
     # all that was loaded has arrived, so nothing is to be ordered
     "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned; mov.b32 $0, $1;"
@@ -102,7 +95,7 @@ def store_tile(
     FOURS: tl.constexpr = ROWS // 4
     ADD: tl.constexpr = sum_assembly(CLUSTER)
     width = tl.minimum(m - column, COLUMNS)
-    AT_ONCE: tl.constexpr = loads_at_once(CLUSTER)
+    AT_ONCE: tl.constexpr = 8  # more have no registers
     rank = 0
     if CLUSTER > 1:  # asked for only now: no register is left to keep it in while weights multiply
         rank = tl.inline_asm_elementwise(
