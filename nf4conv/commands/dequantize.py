@@ -176,7 +176,7 @@ def plan_checkpoint(
     plan = dequantization.plan_source(source, opened, options)
     if not options.lora:
         return plan  # it gets no card, because its original's card says all there is
-    from nf4conv.report.card.front_matter import card_of  # importing YAML takes a moment
+    from nf4conv.report.card import card_of  # importing YAML takes a moment
 
     front, complaints = card_of(opened)
     return replace(plan, front=front, notes=(*plan.notes, *complaints))
@@ -293,7 +293,7 @@ def _card(
     """Writes the model card of a merged model; None for any other."""
     if not plan.source.adapters:
         return None
-    from nf4conv.report.card.cards import merged_card  # importing a reader of YAML takes a moment
+    from nf4conv.report.card import merged_card  # importing a reader of YAML takes a moment
 
     return merged_card(plan, loading_of_plan(plan))
 

@@ -108,8 +108,10 @@ def _card(plan: Mapping[str, Any], size: int, verified: VerificationSummary | No
     """Puts the figures of all parts into the card that a part has prepared."""
     if plan["model card"] is None:
         return None
-    from nf4conv.report.card.sections import measured_rows  # importing YAML takes a moment
-    from nf4conv.report.card.subject import Figures  # importing YAML takes a moment
+    from nf4conv.report.card import (
+        Figures,  # importing YAML takes a moment
+        measured_rows,  # importing YAML takes a moment
+    )
 
     before = plan["bytes"]
     parameters = plan["parameters"]

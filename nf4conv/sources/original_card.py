@@ -1,10 +1,25 @@
-"""Holds what is taken over from the model card of the original.
+"""Reads what is taken over from the model card of the original."""
 
-Every plan carries it. report/card/ reads it: that imports YAML, which takes a moment.
-"""
-
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from nf4conv.errors import SourceError
+from nf4conv.sources.own_files import require_own
+
+OWN_TAGS: Final = ("bitsandbytes", "4-bit", "nf4", "fp4", "nf4conv")
+"""Tags that cards of nf4conv have."""
+
+_FRONT_MATTER: Final = re.compile(rb"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_OURS: Final = re.compile(
+    r"# (?:.+ in 4 bits|A merged model)\n\n.+\bnf4conv \d+\.\d+[\w.+-]*\.(?: .+)?(?:\n|\Z)"
+)
+"""The beginning of a card that nf4conv wrote (report/card.md.jinja)."""
+
+_LONGEST_FRONT_MATTER: Final = 2**17  # bytes
+_LONGEST_CARD: Final = 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -34,3 +49,86 @@ class OriginalCard:
         if self.is_ours:
             return ()
         return (bases,) if isinstance(bases, str) else tuple(bases)
+
+    @property
+    def tags(self) -> list[str]:
+        """Returns its tags, without those that nf4conv wrote."""
+        found = self.fields.get("tags", [])
+        tags = [found] if isinstance(found, str) else list(found)
+        return [tag for tag in tags if tag not in OWN_TAGS] if self.is_ours else tags
+
+
+def read_front_matter(path: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:
+    """Reads a README.md, which may be missing, below a folder that links may not lead out of.
+
+    Returns the card, empty if there is none, or if it cannot be read; and why it cannot be read.
+    """
+    if not path.is_file():
+        return OriginalCard(), ()
+    try:
+        require_own(path, root)
+        return _read_card(path), ()
+    except (OSError, ValueError, RecursionError, SourceError) as error:
+        reason = " ".join(str(error).removeprefix(f"{path}: ").split())
+        note = f"README.md: its front matter cannot be read, so the new card ignores it: {reason}"
+        return OriginalCard(), (note,)
+
+
+def _read_card(path: Path) -> OriginalCard:
+    """Reads a card; raises anything for one that cannot be read."""
+    with path.open("rb") as file:
+        start = file.read(_LONGEST_FRONT_MATTER)
+        rest = file.read(_LONGEST_CARD)
+    block = _FRONT_MATTER.match(start)
+    if block is None:
+        if len(start) == _LONGEST_FRONT_MATTER and start.startswith(b"---"):
+            raise ValueError(f"it does not end within {_LONGEST_FRONT_MATTER:,} bytes")
+        text = _text_of(start + rest)
+        body = _of_authors(text)
+        return OriginalCard(body=body, is_ours=body != text)
+    front = _parsed(block[1].decode())
+    fields = {key: value for key, value in front.items() if _is_plain(value)}
+    text = _text_of(start[block.end() :] + rest)
+    body = _of_authors(text)
+    return OriginalCard(fields, body, is_ours=body != text)
+
+
+def _of_authors(text: str) -> str:
+    """Returns a text without what an earlier nf4conv wrote at its beginning.
+
+    Our cards have the text of the original's authors below a line of dashes. There is no such line
+    above it.
+    """
+    while _OURS.match(text) is not None:
+        text = text.partition("\n---\n")[2].strip()
+    return text
+
+
+def _text_of(raw: bytes) -> str:
+    return raw.decode(errors="replace").strip()
+
+
+def _parsed(front: str) -> dict[str, Any]:
+    """Reads strings, lists and mappings.
+
+    Refuses aliases: with them a few lines stand for gigabytes.
+    """
+    import yaml  # importing it takes a moment
+
+    class PlainLoader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("it has aliases")
+            return super().compose_node(parent, index)
+
+    try:
+        found = yaml.load(front, PlainLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, str):
+        return value not in ("", "null", "~")  # YAML's ways to say nothing
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError
-from nf4conv.report.card.sections import code
+from nf4conv.report.card import code
 from nf4conv.sources.adapters.adapter import open_adapter
 
 RUN = RunOptions(device="cpu", workers=1)

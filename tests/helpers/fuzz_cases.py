@@ -195,7 +195,7 @@ def evaluate_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     shutil.copytree(whole / "source", source)
     shutil.copytree(whole / "out", out)
     mutate_checkpoint(chosen, chosen.choice((out, source)))
-    more = [option for option in ("--card", "--tokens=40") if chosen.random() < 0.3]
+    more = ["--tokens=40"] if chosen.random() < 0.3 else []
     words = ["evaluate", out, "--source", source, "--text", source / "ids.npy", *more]
     return Case(words, out, may_be_whole=True)
 

@@ -73,14 +73,14 @@ def _open(source: str | Path, options: QuantizeOptions, where: SourceOptions | N
 
 def _card_of(source: Source) -> tuple[OriginalCard, tuple[str, ...]]:
     """Reads the model card of a source, and says why if it cannot be read."""
-    from nf4conv.report.card.front_matter import card_of  # importing YAML takes a moment
+    from nf4conv.report.card import card_of  # importing YAML takes a moment
 
     return card_of(source)
 
 
 def read_card(card: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:
     """Reads a model card, and says why if it cannot be read."""
-    from nf4conv.report.card.front_matter import read_front_matter  # importing YAML takes a moment
+    from nf4conv.sources.original_card import read_front_matter  # importing YAML takes a moment
 
     return read_front_matter(card, root)
 

@@ -164,8 +164,10 @@ def _pipeline_card(
     plan: DiffusersPlan[QuantizationPlan], repo: str | None, report: QuantizeReport
 ) -> str:
     """Writes the model card of a diffusers pipeline."""
-    from nf4conv.report.card.cards import diffusers_card  # importing YAML takes a moment
-    from nf4conv.report.card.subject import Figures  # importing YAML takes a moment
+    from nf4conv.report.card import (
+        Figures,  # importing YAML takes a moment
+        diffusers_card,  # importing YAML takes a moment
+    )
 
     figures = {}
     for name, part in plan.submodels.items():

@@ -60,7 +60,7 @@ def pushed(
 
 def _name_repository(out: Path, loading: Loading, repo: str) -> None:
     """Writes the repository's name into the code of a card that was made without it."""
-    from nf4conv.report.card.sections import with_repository  # importing YAML takes a moment
+    from nf4conv.report.card import with_repository  # importing YAML takes a moment
 
     card = out / "README.md"
     if not card.is_file():

@@ -66,8 +66,10 @@ def _card(
     """Writes the model card; None for a submodel."""
     if plan.is_submodel:
         return None
-    from nf4conv.report.card.cards import model_card  # importing a reader of YAML takes a moment
-    from nf4conv.report.card.subject import Figures  # importing a reader of YAML takes a moment
+    from nf4conv.report.card import (
+        Figures,  # importing a reader of YAML takes a moment
+        model_card,  # importing a reader of YAML takes a moment
+    )
 
     figures = Figures(_source_bytes(plan.source), bytes_after, verified)
     return model_card(plan, figures, loading_of_plan(plan), plan.options.base_model, plan.repo)

@@ -1,0 +1,505 @@
+"""Writes model cards: what the Hub and people read of a result in OUT/README.md.
+
+card.md.jinja is the text. This module finds out what stands in it.
+"""
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import jinja2
+import yaml
+
+from nf4conv import __version__
+from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.plan.jobs import CopyJob, Job, PackJob
+from nf4conv.plan.provenance import Provenance, not_packed
+from nf4conv.plan.writing import WritingPlan
+from nf4conv.report.loading import Loading
+from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.report.text.terminal import printable
+from nf4conv.sources.original_card import OWN_TAGS, OriginalCard, read_front_matter
+from nf4conv.sources.places import is_repo_id
+from nf4conv.sources.record import KEPT, PACKED, name_of
+from nf4conv.sources.source import AdapterFiles, Source
+
+if TYPE_CHECKING:
+    from nf4conv.sources.remote.hub import Origin
+
+HUB: Final = "https://huggingface.co"
+
+_INHERITED: Final = (
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+    "library_name",
+    "pipeline_tag",
+    "datasets",
+)
+"""Fields of the front matter that hold for the result as for the original."""
+
+_TASKS: Final = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "SentenceTransformer": "sentence-similarity",
+}
+"""The Hub's task for each class that loads models of one task."""
+
+_HERE: Final = "."
+"""The path by which code loads the checkpoint when it runs in the checkpoint's own folder."""
+
+_ELSEWHERE: Final = '# runs in the folder of this model; elsewhere, put its path or name for "."'
+
+_SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|~&]")
+"""Characters that Markdown, or HTML in it, takes for more than themselves."""
+
+_MEANINGS: Final = {
+    "absmax": (
+        "Every {other}packed byte is the one that bitsandbytes' CUDA kernels make of the original "
+        "weight."
+    ),
+    "calibrated": (
+        "Scales and codes of {other}weights were chosen by what a text makes of the activations, "
+        "so that the outputs of each layer change little; bitsandbytes decodes them like any "
+        "others. nf4conv.json names the text."
+    ),
+    "search": (
+        "Every {other}block has the scale, of either sign, that a search found to make its squared "
+        "error small; bitsandbytes decodes it like any other."
+    ),
+}
+"""A sentence for each kind of scales."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures that are known only when all weights are written.
+
+    Attributes:
+        bytes_before: the size of all tensors of the source.
+        bytes_after: the size of the output's weight files.
+        verified: what `--verify` measured. None without it.
+    """
+
+    bytes_before: int
+    bytes_after: int
+    verified: VerificationSummary | None = None
+
+
+@dataclass(frozen=True)
+class _Original:
+    """The original as a card names it: never by a path of this machine."""
+
+    card: OriginalCard
+    origin: "Origin | None"  # where it was downloaded from
+    base_model: str | None  # its name on the Hub, as far as that is known
+    short: str  # the last part of its name on the Hub, or of its folder
+    adapters: tuple[AdapterFiles, ...] = ()  # that were merged into it
+
+    @property
+    def link(self) -> str:
+        """Returns its name, as a link if it is on the Hub."""
+        if self.origin is not None:
+            origin = self.origin
+            subfolder = f", {code(origin.subfolder)}," if origin.subfolder else ""
+            commit = f"[`{origin.commit[:12]}`]({HUB}/{origin.repo}/tree/{origin.commit})"
+            return f"{_repo_link(origin.repo)}{subfolder} at commit {commit}"
+        if self.base_model is not None:
+            return _repo_link(self.base_model)
+        return _escaped(self.short)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """What is in a quantized result."""
+
+    weights: Sequence[tuple[Provenance, int]]  # in 4 bits, most weights first
+    jobs: Sequence[Job]  # tensors that were written
+    kept: Sequence[CopyJob]  # of those, what belongs to no weight in 4 bits
+
+    @property
+    def quant_types(self) -> list[str]:
+        return list(dict.fromkeys(weight.format.quant_type for weight, _ in self.weights))
+
+    def count(self, *, is_kept: bool) -> int:
+        """Counts the weights that the source has in 4 bits, and that were kept, or packed anew."""
+        total = 0
+        for weight, count in self.weights:
+            if weight.is_from_4_bits and (weight.origin == KEPT) is is_kept:
+                total += count
+        return total
+
+
+def card_of(source: Source) -> tuple[OriginalCard, tuple[str, ...]]:
+    """Reads the card of a source, or what its header says for one; and why it cannot be read."""
+    if source.stated is not None:
+        return source.stated, ()
+    return read_front_matter(source.card, source.root_of_card)
+
+
+def model_card(
+    plan: WritingPlan,
+    figures: Figures,
+    loading: Loading | None,
+    base_model: str | None = None,
+    repo: str | None = None,
+) -> str:
+    """Returns the card of a quantized checkpoint.
+
+    `base_model` is what the user calls the original; `repo` is where the result is pushed to.
+    """
+    source = plan.source
+    library = "transformers" if source.stem == "model" else "diffusers"
+    if loading is not None:
+        library = loading.library
+    weights = Counter(plan.weights.values()).most_common()
+    packed = _Packed(weights, list(plan.whole.jobs), list(not_packed(plan.whole, plan.weights)))
+    quantization = (plan.config or {}).get("quantization_config") or {}
+    compute_dtype = quantization.get("bnb_4bit_compute_dtype")
+    return _quantized_card(
+        _name_original(source, plan.front, base_model),
+        packed,
+        figures,
+        library,
+        compute_dtype=compute_dtype,
+        pipeline_tag=_pipeline_tag(loading),
+        loading=loading,
+        readers=plan.readers,
+        repo=repo,
+    )
+
+
+def diffusers_card(
+    original: OriginalCard,
+    loading: Loading,
+    submodels: Mapping[str, WritingPlan],
+    figures: Mapping[str, Figures],
+    verified: VerificationSummary | None,
+    base_model: str | None = None,
+    repo: str | None = None,
+) -> str:
+    """Returns the card of a quantized diffusers pipeline, given its submodels by their names."""
+    weights: Counter[Provenance] = Counter()
+    jobs: list[Job] = []
+    kept: list[CopyJob] = []
+    components = []
+    for name, plan in submodels.items():
+        weights.update(plan.weights.values())
+        jobs += plan.output.jobs
+        kept += not_packed(plan.output, plan.weights)
+        packed = sum(isinstance(job, PackJob) for job in plan.output.jobs)
+        sizes = figures[name]
+        components.append((name, f"{packed:,}", sizes.bytes_before, sizes.bytes_after))
+    bytes_before = sum(part.bytes_before for part in figures.values())
+    bytes_after = sum(part.bytes_after for part in figures.values())
+    first = next(iter(submodels.values())).source
+    return _quantized_card(
+        _name_pipeline(first, original, base_model or original.base_of_ours),
+        _Packed(weights.most_common(), jobs, kept),
+        Figures(bytes_before, bytes_after, verified),
+        "diffusers",
+        components=components,
+        loading=loading,
+        repo=repo,
+    )
+
+
+def merged_card(plan: WritingPlan, loading: Loading | None) -> str:
+    """Returns the card of a model that adapters are merged into, and that is not packed.
+
+    Some of its weights may have stayed in 4 bits.
+    """
+    original = _name_original(plan.source, plan.front, None)
+    packed = _Packed(Counter(plan.weights.values()).most_common(), (), ())
+    origin = original.origin
+    base = _repo_link(origin.repo) if origin is not None else _escaped(plan.source.folder.name)
+    made = f"{base}{_merged_with(original)}, by nf4conv {__version__}."
+    kept = packed.count(is_kept=True)
+    if kept:
+        made += f" {kept:,} weights are in bitsandbytes' 4 bits, as they were."
+    tags = [tag for tag in original.card.tags if tag not in OWN_TAGS]
+    if packed.weights:
+        tags += ["bitsandbytes", "4-bit", *packed.quant_types]
+    return _rendered(
+        front=_front_matter(original, "transformers", _pipeline_tag(loading), tags),
+        title="A merged model",
+        introduction=made,
+        kept=None,
+        loading=loading,
+        original=original.card,
+    )
+
+
+def with_repository(card: str, loading: Loading, repo: str) -> str:
+    """Returns a card whose code loads the model from the Hub, given one that did not know where."""
+    here = f"{loading.call(_HERE)}\n{_ELSEWHERE}\n"
+    return card.replace(here, f"{loading.call(repo)}\n")
+
+
+def _quantized_card(
+    original: _Original,
+    packed: _Packed,
+    figures: Figures,
+    library: str,
+    *,
+    compute_dtype: object = None,
+    pipeline_tag: str = "",
+    **facts: Any,
+) -> str:
+    """Fills the template for a quantized checkpoint or pipeline."""
+    quant_types = " and ".join(quant_type.upper() for quant_type in packed.quant_types)
+    made = f"its linear layers packed to bitsandbytes {quant_types} with"
+    if all(weight.origin == KEPT for weight, _ in packed.weights):
+        made = f"its linear layers in bitsandbytes {quant_types}, kept bit for bit by"
+    tags = [*original.card.tags, "bitsandbytes", "4-bit", *packed.quant_types]
+    settings = {
+        **_settings(original, packed, compute_dtype),
+        **_measured(figures, sum(job.elements for job in packed.jobs)),
+    }
+    return _rendered(
+        front=_front_matter(original, library, pipeline_tag, tags),
+        title=f"{_escaped(original.short)} in 4 bits",
+        introduction=f"{original.link}{_merged_with(original)}, {made} nf4conv {__version__}.",
+        settings=settings,
+        kept=_kept(packed.jobs),
+        meanings=list(_meanings(packed)),
+        check=f"nf4conv verify . --source {_source_arguments(original)}",
+        original=original.card,
+        **facts,
+    )
+
+
+def _rendered(**facts: Any) -> str:
+    return _template().render(here=_HERE, elsewhere=_ELSEWHERE, **facts)
+
+
+@cache
+def _template() -> jinja2.Template:
+    # no autoescape: the result is Markdown, and the filters below escape what comes from outside
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, undefined=jinja2.ChainableUndefined
+    )
+    environment.filters |= {"markdown": _escaped, "code": code, "size": _size}
+    return environment.from_string(Path(__file__).with_name("card.md.jinja").read_text("utf-8"))
+
+
+def _front_matter(original: _Original, library: str, pipeline_tag: str, tags: Sequence[str]) -> str:
+    """Returns YAML for the Hub, which files the result under its `base_model`."""
+    front: dict[str, Any] = {}
+    if original.base_model is not None and original.adapters:
+        merged = [adapter.origin for adapter in original.adapters]
+        repos = [origin.repo for origin in merged if origin is not None]
+        front["base_model"] = [original.base_model, *repos]
+        front["base_model_relation"] = "merge"
+    elif original.base_model is not None:
+        front["base_model"] = original.base_model
+        front["base_model_relation"] = "quantized"
+    for key in _INHERITED:
+        value = original.card.fields.get(key)
+        if value:
+            front[key] = value
+    front.setdefault("library_name", library)
+    if pipeline_tag:
+        front.setdefault("pipeline_tag", pipeline_tag)
+    front["tags"] = list(dict.fromkeys([*tags, "nf4conv"]))
+    return str(yaml.safe_dump(front, sort_keys=False, allow_unicode=True))
+
+
+def _pipeline_tag(loading: Loading | None) -> str:
+    """Returns the Hub's task for the class that loads a model; empty for classes of many tasks."""
+    return "" if loading is None else _TASKS.get(loading.class_name, "")
+
+
+def _name_original(source: Source, card: OriginalCard, base_model: str | None) -> _Original:
+    """Names the original by the user's word, its place on the Hub, its card or its config."""
+    origin = None if source.fetched is None else source.fetched.origin
+    if base_model is None and origin is not None:
+        base_model = origin.repo
+    elif base_model is None and is_repo_id(card.base_of_ours or ""):
+        base_model = card.base_of_ours
+    elif base_model is None:
+        stated = str((source.config or {}).get("_name_or_path", ""))
+        if is_repo_id(stated) and not Path(stated).exists():
+            base_model = stated
+    name = base_model or name_of(source.folder)
+    return _Original(card, origin, base_model, name.rpartition("/")[2], source.adapters)
+
+
+def _name_pipeline(source: Source, card: OriginalCard, base_model: str | None) -> _Original:
+    """Names a pipeline, given one of its submodels."""
+    origin = None
+    if source.fetched is not None:
+        part = source.fetched.origin
+        origin = replace(part, subfolder=part.subfolder.rpartition("/")[0])
+    if base_model is None and origin is not None:
+        base_model = origin.repo
+    name = base_model or name_of(source.folder.parent)
+    return _Original(card, origin, base_model, name.rpartition("/")[2])
+
+
+def _merged_with(original: _Original) -> str:
+    """Returns the part of an introduction that names the adapters; empty if there are none."""
+    names = []
+    for adapter in original.adapters:
+        if adapter.origin is None:
+            names.append(code(Path(adapter.place).name))
+        else:
+            names.append(f"[{adapter}]({HUB}/{adapter.origin.repo})")
+    if not names:
+        return ""
+    noun = "adapter" if len(names) == 1 else "adapters"
+    return f", merged with the LoRA {noun} {', '.join(names)}"
+
+
+def _settings(original: _Original, packed: _Packed, compute_dtype: object) -> dict[str, str]:
+    """Returns what is known of a result before its weights are written, by names of rows."""
+    jobs = [job for job in packed.jobs if isinstance(job, PackJob)]
+    parameters = sum(job.elements for job in packed.jobs)
+    share = 100 * sum(job.elements for job in jobs) / parameters
+    rows = {
+        "4-bit data type": _shared(packed, lambda weight: weight.format.quant_type.upper()),
+        "block size": _shared(packed, lambda weight: str(weight.format.blocksize)),
+        "double quantization": _shared(
+            packed, lambda weight: "yes" if weight.format.double_quant else "no"
+        ),
+        "scales": _shared(
+            packed, lambda weight: weight.format.scales.replace("search", "searched")
+        ),
+    }
+    dtypes = _dtypes(packed.kept)
+    if dtypes:
+        rows["what is not packed"] = " and ".join(dtypes)
+    if compute_dtype is not None:
+        rows["computed in"] = str(compute_dtype)
+    rows["packed"] = f"{len(jobs):,} weights, {share:.1f} % of {parameters:,} parameters"
+    kept = packed.count(is_kept=True)
+    if kept:
+        rows["kept bit for bit"] = f"{kept:,} weights, which were in 4 bits before"
+    decoded = packed.count(is_kept=False)
+    if decoded:
+        rows["packed from 4 bits"] = f"{decoded:,} weights, which were decoded first"
+    others = _other_quantizations(packed)
+    if others:
+        rows["quantized before"] = f"{others}, which were decoded first"
+    bases = [base for base in original.card.bases_of_others if is_repo_id(base)]
+    if others and bases:
+        links = " and ".join(_repo_link(base) for base in bases)
+        rows["quantized before from"] = f"{links}, says the card of the original"
+    return rows
+
+
+def measured_rows(figures: Figures, parameters: int) -> str:
+    """Returns the rows of the settings that are known only when all weights are written."""
+    rows = _measured(figures, parameters)
+    return "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+
+
+def _measured(figures: Figures, parameters: int) -> dict[str, str]:
+    size = f"{_size(figures.bytes_before)} → {_size(figures.bytes_after)}"
+    bits = 8 * figures.bytes_after / parameters
+    rows = {"size": f"{size}, {bits:.2f} bits a parameter"}
+    verified = figures.verified
+    if verified is not None:
+        rows["verified"] = (
+            f"every value against the original: relative error at most "
+            f"{verified.largest_relative_error:.4f}, "
+            f"median {verified.median_relative_error:.4f}"
+        )
+    return rows
+
+
+def _shared(packed: _Packed, value_of: Callable[[Provenance], str]) -> str:
+    """Returns the value that all packed weights share, or each value with its number of weights."""
+    counts: Counter[str] = Counter()
+    for weight, count in packed.weights:
+        counts[value_of(weight)] += count
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{value} ({count:,} weights)" for value, count in counts.items())
+
+
+def _other_quantizations(packed: _Packed) -> str:
+    """Returns what weights were stored as that another quantization had encoded; may be empty."""
+    plain = (*DTYPE_NAMES.values(), "F64")
+    named: Counter[str] = Counter()
+    for weight, count in packed.weights:
+        if not weight.is_from_4_bits and not weight.made_from.startswith(plain):
+            named[weight.made_from] += count
+    return ", ".join(f"{count:,} weights in {_escaped(name)}" for name, count in named.items())
+
+
+def _dtypes(jobs: Sequence[CopyJob]) -> list[str]:
+    """Returns the float dtypes that tensors are stored in, that of most bytes first."""
+    sizes: Counter[str] = Counter()
+    for job in jobs:
+        if job.dtype in DTYPE_NAMES:
+            sizes[DTYPE_NAMES[job.dtype]] += job.nbytes
+    return sorted(sizes, key=lambda dtype: (-sizes[dtype], dtype))
+
+
+def _kept(jobs: Sequence[Job]) -> list[tuple[str, str, int]]:
+    """Returns why tensors are not packed: reason, number and bytes, most bytes first."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for job in jobs:
+        if isinstance(job, CopyJob):
+            counts[job.reason] += 1
+            sizes[job.reason] += job.nbytes
+    reasons = sorted(sizes, key=lambda reason: (-sizes[reason], reason))
+    return [(reason, f"{counts[reason]:,}", sizes[reason]) for reason in reasons]
+
+
+def _meanings(packed: _Packed) -> Iterator[str]:
+    """Yields a sentence for each kind of packed bytes that there is."""
+    kept = packed.count(is_kept=True)
+    scales = {weight.format.scales for weight, _ in packed.weights if weight.origin == PACKED}
+    if kept:
+        which = f"{kept:,} of the weights were in 4 bits before" if scales else "The weights"
+        verb = ", and have" if scales else " have"
+        yield f"{which}{verb} the codes and scales of the original, bit for bit."
+    for kind, sentence in _MEANINGS.items():
+        if kind in scales:
+            yield sentence.format(other="other " if kept else "")
+
+
+def _source_arguments(original: _Original) -> str:
+    """Returns how `verify` is told the original: its name, subfolder, files and adapters."""
+    arguments = shlex.quote(original.base_model or "ORIGINAL")
+    origin = original.origin
+    if origin is not None and origin.subfolder:
+        arguments += f" --subfolder {shlex.quote(origin.subfolder)}"
+    for adapter in original.adapters:
+        place = Path(adapter.place).name if adapter.origin is None else str(adapter)
+        arguments += f" --lora {shlex.quote(place)}"
+    return arguments
+
+
+def _repo_link(repo: str) -> str:
+    return f"[{repo}]({HUB}/{repo})"
+
+
+def _escaped(text: str) -> str:
+    """Returns a text that Markdown shows as it is."""
+    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", printable(text))
+
+
+def code(text: str) -> str:
+    """Returns a text as Markdown's inline code, whatever characters it has."""
+    text = printable(text)
+    runs = re.findall("`+", text)
+    fence = "`" * (max(map(len, runs), default=0) + 1)
+    padding = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{padding}{text}{padding}{fence}"
+
+
+def _size(count: int) -> str:
+    """Returns a number of bytes in MB or GB, which two sizes of one model mostly share."""
+    if count >= 1e8:
+        return f"{count / 1e9:,.2f} GB"
+    return f"{count / 1e6:,.2f} MB"
