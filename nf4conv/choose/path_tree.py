@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+_MOST_NEWEST: Final = 1000
 _NONE: "Final[dict[str, Node]]" = {}  # leaves share it
 
 
@@ -92,29 +93,37 @@ class PathTree:
     def __init__(self, paths: Iterable[str]) -> None:
         self.root = Node("", None)
         self.sizes: Counter[str] = Counter()
-        # by their own part and by that of the node above, None for the first part of a path
-        self._nodes: dict[str, dict[str | None, list[Node]]] = {}
+        # by their own part and by that of the node above
+        self._nodes: dict[str, dict[str, list[Node]]] = {}
+        self._newest: dict[str, Node] = {}  # by path: modules come in groups
         for path in paths:
-            self._add(path)
+            node = self._node(path)
+            if not node.is_path:
+                node.is_path = True
+                self.sizes[path.partition(".")[0]] += 1
 
-    def _add(self, path: str) -> None:
-        node = self.root
-        above = None
-        for part in path.split("."):
-            child = node.children.get(part)
-            if child is None:
-                alike = self._nodes.setdefault(part, {}).setdefault(above, [])
-                # the part of another node, so that memory holds it once
-                child = Node(alike[0].part if alike else part, node)
-                alike.append(child)
-                if node.children is _NONE:
-                    node.children = {}
-                node.children[child.part] = child
-            node = child
-            above = part
-        if not node.is_path:
-            node.is_path = True
-            self.sizes[path.partition(".")[0]] += 1
+    def _node(self, path: str) -> Node:
+        """Returns the node of a path, which is made if there is none."""
+        parent, dot, part = path.rpartition(".")
+        above = self.root
+        if dot:
+            found = self._newest.get(parent)
+            if found is None:
+                found = self._node(parent)
+                if len(self._newest) > _MOST_NEWEST:
+                    self._newest.clear()
+                self._newest[parent] = found
+            above = found
+        node = above.children.get(part)
+        if node is None:
+            alike = self._nodes.setdefault(part, {}).setdefault(above.part, [])
+            # the part of another node, so that memory holds it once
+            node = Node(alike[0].part if alike else part, above)
+            alike.append(node)
+            if above.children is _NONE:
+                above.children = {}
+            above.children[node.part] = node
+        return node
 
     def hit_by(self, name: str) -> Iterator[Node]:
         """Yields the nodes at and below which at least one loader would skip every path.
@@ -142,8 +151,8 @@ class PathTree:
                     yield node
             return
         for above, nodes in groups.items():
-            if above is not None and above.endswith(first):
-                yield from nodes
+            if above.endswith(first):
+                yield from (node for node in nodes if node.parent is not self.root)
 
 
 def _is_below(node: Node, first: str, between: list[str]) -> bool:

@@ -142,7 +142,7 @@ def _write_missing(
     for name, part in plan.submodels.items():
         if name in finished:
             kept += len(part.output.shards)
-            progress(part.bytes_to_read)
+            progress(part.output.bytes_to_read)
             continue
         # what is there but not begun was finished and not yet noted, or is to be overwritten
         again = replace(run, overwrite=not is_unfinished(out / name))

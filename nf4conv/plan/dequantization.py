@@ -75,8 +75,8 @@ class DequantizationPlan(WritingPlan):
             decoded=decoded,
             copied=jobs - decoded,
             shards=len(shards),
-            parameters=self.parameters,
-            bytes_before=self.bytes_to_read,
+            parameters=self.output.parameters,
+            bytes_before=self.output.bytes_to_read,
             bytes_after=self.output.largest_size,
         )
 

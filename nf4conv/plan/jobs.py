@@ -116,6 +116,8 @@ class PackJob:
     @property
     def source_bytes(self) -> int:
         """Returns the share of the source tensor's bytes that stand for this weight."""
+        if self.matrix.shape == self.source.shape:
+            return self.source.nbytes
         return self.source.nbytes * self.elements // max(self.source.elements, 1)
 
     @property
@@ -301,6 +303,16 @@ class Plan:
             replace(shard, jobs=tuple(changed(job) for job in shard.jobs)) for shard in self.shards
         )
         return replace(self, shards=shards)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Counts the elements of all tensors."""
+        return sum(job.elements for job in self.jobs)
+
+    @cached_property
+    def bytes_to_read(self) -> int:
+        """Counts the source bytes that stand for what is written."""
+        return sum(job.source_bytes for job in self.jobs)
 
     @cached_property
     def largest_size(self) -> int:

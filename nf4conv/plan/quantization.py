@@ -105,8 +105,8 @@ class QuantizationPlan(WritingPlan):
             stay=stay,
             copied=jobs - packed,
             shards=len(shards),
-            parameters=self.parameters,
-            bytes_before=self.bytes_to_read,
+            parameters=self.output.parameters,
+            bytes_before=self.output.bytes_to_read,
             bytes_after=self.output.largest_size,
         )
 

@@ -115,16 +115,6 @@ class WritingPlan:
         """Returns what each weight in 4 bits of all parts is, by its name."""
         return provenance_of(self.source, self.whole)
 
-    @property
-    def parameters(self) -> int:
-        """Counts the elements of all tensors that `output` holds."""
-        return sum(job.elements for job in self.output.jobs)
-
-    @property
-    def bytes_to_read(self) -> int:
-        """Counts the source bytes that stand for what `output` holds."""
-        return sum(job.source_bytes for job in self.output.jobs)
-
     @cached_property
     def readers(self) -> Readers | None:
         """Says who reads experts that are packed; None if none are, or if every loader does."""

@@ -89,7 +89,7 @@ def find_earlier(
     if plan.part is None:
         require_checksums(out, plan.output.shards)
     tidy(out)
-    progress(plan.bytes_to_read)
+    progress(plan.output.bytes_to_read)
     size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
     _log.info("%s is complete already: nothing to compute", out)
     return Written(_report(plan, out, size), verification if run.verify else None)
