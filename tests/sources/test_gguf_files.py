@@ -205,20 +205,6 @@ def test_tokens_are_distinct_as_text(tokens: list[bytes], is_made: bool):
     assert vocabulary is None or vocabulary.tokens == as_text
 
 
-def test_split_files(tmp_path: Path):
-    names = list(SHAPES)
-    for number, part in ((1, names[:5]), (2, names[5:])):
-        metadata = {**LLAMA, "split.count": 2, "split.tensors.count": len(SHAPES)}
-        shapes = {name: SHAPES[name] for name in part}
-        write_gguf(tmp_path / f"m-0000{number}-of-00002.gguf", metadata, shapes=shapes)
-    source = open_source(tmp_path / "m-00002-of-00002.gguf")
-    assert len(source.tensors) == len(SHAPES)
-    assert len(source.files) == 2
-    (tmp_path / "m-00001-of-00002.gguf").unlink()
-    with pytest.raises(SourceError, match=r"m-00001-of-00002.gguf: is missing"):
-        open_source(tmp_path / "m-00002-of-00002.gguf")
-
-
 def write_split(folder: Path, numbers: tuple[int, int], **metadata: object) -> Path:
     """A model in two files, which carry these numbers in their names."""
     names = list(SHAPES)
@@ -231,33 +217,34 @@ def write_split(folder: Path, numbers: tuple[int, int], **metadata: object) -> P
     return folder / "m-00001-of-00002.gguf"
 
 
-def test_split_files_that_were_renamed(tmp_path: Path):
-    assert len(open_source(write_split(tmp_path, (1, 2))).tensors) == len(SHAPES)
+def test_split_files(tmp_path: Path):
+    first = write_split(tmp_path, (1, 2))
+    second = tmp_path / "m-00002-of-00002.gguf"
+    for path in (first, second):
+        source = open_source(path)
+        assert (len(source.tensors), len(source.files)) == (len(SHAPES), 2)
+    first.unlink()
+    with pytest.raises(SourceError, match=r"m-00001-of-00002.gguf: is missing"):
+        open_source(second)
     assert "is not the first file of the model: split.no" in refused(write_split(tmp_path, (2, 1)))
+    for count in ("2", [2, 2], 2.5):
+        path = write_split(tmp_path, (1, 2), **{"split.count": count})
+        assert "as split.count, and no number" in refused(path)
 
 
-@pytest.mark.parametrize("count", ["2", [2, 2], 2.5])
-def test_a_number_of_files_that_is_none(tmp_path: Path, count: object):
-    path = write_split(tmp_path, (1, 2), **{"split.count": count})
-    assert "as split.count, and no number" in refused(path)
-
-
-def test_a_card_beside_the_file(tmp_path: Path):
-    """Licence and originals of the card of the repository or folder with the file."""
+def test_a_card_beside_the_file_or_of_the_metadata(tmp_path: Path):
+    """Licence and originals of the card in the folder, or what the metadata says."""
+    said = {"general.license": "mit", "general.languages": ["en", "de: |"]}
+    said["general.license.name"] = "x" * 10**6
+    write_gguf(tmp_path / "m.gguf", {**LLAMA, **said}, default="Q4_0")
+    made = made_card(tmp_path / "m.gguf", tmp_path / "alone")
+    assert "license: mit\nlanguage:\n- en\n- 'de: |'\n" in made
+    assert len(made) < 10_000
     card = "---\nlicense: apache-2.0\nbase_model: org/sixteen\n---\n# A model\n"
     (tmp_path / "README.md").write_text(card)
-    write_gguf(tmp_path / "m.gguf", {**LLAMA, "general.license": "mit"}, default="Q4_0")
     made = made_card(tmp_path / "m.gguf", tmp_path / "out")
     assert "license: apache-2.0\n" in made
     assert "| quantized before from | [org/sixteen]" in made
-
-
-def test_a_card_of_the_metadata(tmp_path: Path):
-    said = {"general.license": "mit", "general.languages": ["en", "de: |"]}
-    write_gguf(tmp_path / "m.gguf", {**LLAMA, **said, "general.license.name": "x" * 10**6})
-    made = made_card(tmp_path / "m.gguf", tmp_path / "out")
-    assert "license: mit\nlanguage:\n- en\n- 'de: |'\n" in made
-    assert len(made) < 10_000
 
 
 @pytest.mark.parametrize("options", [(), ("--stream",)], ids=str)
@@ -309,7 +296,7 @@ def test_experts_come_one_by_one(tmp_path: Path):
     assert config["num_local_experts"] == 3
 
 
-def test_experts_that_do_not_fit(tmp_path: Path):
+def test_experts_and_parts_that_do_not_fit(tmp_path: Path):
     metadata, shapes = FILES["mixtral"]
     other = {**metadata, "llama.expert_count": 2**40}
     path = write_gguf(tmp_path / "model.gguf", other, shapes=shapes)
@@ -317,9 +304,6 @@ def test_experts_that_do_not_fit(tmp_path: Path):
     claimed = {"blk.0.ffn_gate_exps.weight": (2**33, 0, 256)}
     path = write_gguf(tmp_path / "model.gguf", metadata, shapes=shapes, claimed=claimed)
     assert "blk.0.ffn_gate_exps.weight: is of shape [8589934592, 0, 256]" in refused(path)
-
-
-def test_parts_of_one_tensor_that_do_not_fit(tmp_path: Path):
     metadata, shapes = FILES["deepseek2"]
     less = {name: shape for name, shape in shapes.items() if "attn_v_b" not in name}
     path = write_gguf(tmp_path / "model.gguf", metadata, shapes=less)
@@ -452,28 +436,23 @@ def test_streaming_keeps_no_copy(hub: Hub, tmp_path: Path):
     assert not list(tmp_path.glob("streamed-*/**/*.gguf"))
 
 
-def test_a_header_that_is_cut_off_on_the_hub(hub: Hub, tmp_path: Path):
+def test_files_that_are_wrong_on_the_hub(hub: Hub, tmp_path: Path):
     content = write_gguf(tmp_path / "model.gguf", LONG).read_bytes()
     hub.repos["me/models"] = Repo()
     files = {"README.md": b"# Mine", "model.gguf": content[:1_500_000], "notes.gguf": b"GGUF"}
     hub.repos["me/models"].commit(files)
-    for name, said in (("model.gguf", "is cut off in its header"), ("notes.gguf", "is cut off")):
-        words = ("me/models", "--gguf-file", name, "--cache-dir", tmp_path / "hub")
-        result = run("inspect", *words)
+    for name, said in (
+        ("model.gguf", "is cut off in its header"),
+        ("notes.gguf", "is cut off"),
+        ("b.gguf", "me/models: has no b.gguf; its GGUF files: model.gguf, notes.gguf"),
+        (None, "it has GGUF files: name one, --gguf-file NAME"),
+    ):
+        words = () if name is None else ("--gguf-file", name)
+        result = run("inspect", "me/models", *words, "--cache-dir", tmp_path / "hub")
         assert result.exit_code == 2
         *_, last = result.stderr.splitlines()
         assert last.startswith("Error: ")
         assert said in last
-
-
-def test_a_repository_without_that_file(hub: Hub, tmp_path: Path):
-    hub.repos["me/models"] = Repo()
-    hub.repos["me/models"].commit({"a.gguf": b"x", "config.json": b"{}"})
-    result = run("inspect", "me/models", "--gguf-file", "b.gguf", "--cache-dir", tmp_path)
-    assert result.exit_code == 2
-    assert "me/models: has no b.gguf; its GGUF files: a.gguf" in result.stderr
-    result = run("inspect", "me/models", "--cache-dir", tmp_path)
-    assert "it has GGUF files: name one, --gguf-file NAME" in result.stderr
 
 
 # --- what is wrong --------------------------------------------------------------------------------
@@ -485,152 +464,109 @@ def refused(path: Path) -> str:
     message = str(raised.value)
     assert message.startswith(str(path))
     assert "\n" not in message
+    assert len(message) < 2000
     return message
 
 
-@pytest.mark.parametrize("length", [0, 3, 4, 10, 24, 100, 1000])
-def test_a_header_that_is_cut_off(tmp_path: Path, length: int):
-    path = write_gguf(tmp_path / "model.gguf")
-    path.write_bytes(path.read_bytes()[:length])
-    assert "the download is incomplete" in refused(path) or "claims" in refused(path)
+LAST_TYPE = len(text("output.weight")) + 4 + 16  # bytes from the name in a record to its type
+
+DAMAGED = [
+    (0, b"GGML", "is no GGUF file"),
+    (4, struct.pack("<I", 1), "version 1; 2 and 3 are read"),
+    (4, struct.pack(">I", 3), "big-endian"),
+    (8, struct.pack("<Q", 10**9), "claims 1,000,000,000 tensors, as no model has"),
+    (8, struct.pack("<Q", 10**5), "claims 100,000 tensors, more than the file holds"),
+    (16, struct.pack("<Q", 10**9), "claims 1,000,000,000 metadata entries, more than the file"),
+    (24, struct.pack("<Q", 2**40), "has a string of 1,099,511,627,776 bytes"),
+    (24, struct.pack("<Q", 2**23), "is cut off in its header"),
+    (52, struct.pack("<I", 99), "a value of type 99, which GGUF does not define"),
+    ("type", struct.pack("<I", 41), "output.weight: is of type 41, which nf4conv does not decode"),
+    ("type", struct.pack("<I", 12), "250 values are no whole number of blocks of Q4_K"),
+]
 
 
-def test_data_that_is_cut_off(tmp_path: Path):
-    path = write_gguf(tmp_path / "model.gguf")
-    path.write_bytes(path.read_bytes()[:-1000])
+def test_damaged_files_are_refused(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", shapes={**SHAPES, "output.weight": (64, 250)})
+    good = path.read_bytes()
+    for place, content, said in DAMAGED:
+        whole = bytearray(good)
+        if isinstance(place, str):
+            place = good.index(text("output.weight")) + LAST_TYPE
+        whole[place : place + len(content)] = content
+        path.write_bytes(whole)
+        assert said in refused(path)
+    for length in (0, 3, 4, 10, 24, 100, 1000):
+        path.write_bytes(good[:length])
+        assert "the download is incomplete" in refused(path) or "claims" in refused(path)
+    path.write_bytes(good[:-1000])
     assert "output.weight: reaches beyond the end of the file" in refused(path)
-
-
-def patched(path: Path, offset: int, content: bytes) -> Path:
-    whole = bytearray(path.read_bytes())
-    whole[offset : offset + len(content)] = content
-    path.write_bytes(whole)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("offset", "content", "said"),
-    [
-        (0, b"GGML", "is no GGUF file"),
-        (4, struct.pack("<I", 1), "version 1; 2 and 3 are read"),
-        (4, struct.pack(">I", 3), "big-endian"),
-        (8, struct.pack("<Q", 10**9), "claims 1,000,000,000 tensors, as no model has"),
-        (8, struct.pack("<Q", 10**5), "claims 100,000 tensors, more than the file holds"),
-        (16, struct.pack("<Q", 10**9), "claims 1,000,000,000 metadata entries, more than the file"),
-        (24, struct.pack("<Q", 2**40), "has a string of 1,099,511,627,776 bytes"),
-        (24, struct.pack("<Q", 2**23), "is cut off in its header"),
-        (52, struct.pack("<I", 99), "a value of type 99, which GGUF does not define"),
-    ],
-)
-def test_counts_and_types_that_cannot_be(tmp_path: Path, offset: int, content: bytes, said: str):
-    path = patched(write_gguf(tmp_path / "model.gguf"), offset, content)
-    assert said in refused(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            {"general.architecture": "wavtokenizer-dec"},
-            "GGUF of the architecture 'wavtokenizer-dec'",
-        ),
-        ({"general.architecture": "x" * 10**6}, "GGUF of the architecture 'xxx"),
-        ({"general.alignment": 0}, "has an alignment of 0"),
-        ({"general.alignment": "x" * 10**6}, "has an alignment of 'xxx"),
-        ({"split.count": 3}, "is one of 3 files of a model"),
-        ({"split.tensors.count": 7}, "7 tensors are announced, 12 are there"),
-        ({"llama.attention.head_count": 5, "llama.attention.head_count_kv": 5}, "5 heads"),
-    ],
-)
-def test_metadata_that_does_not_fit(tmp_path: Path, change: dict[str, Any], said: str):
-    message = refused(write_gguf(tmp_path / "model.gguf", {**LLAMA, **change}))
-    assert said in message
-    assert len(message) < 2000
-
-
-def test_a_file_without_an_architecture(tmp_path: Path):
-    without = {key: found for key, found in LLAMA.items() if key != "general.architecture"}
-    said = refused(write_gguf(tmp_path / "model.gguf", without))
-    assert said.endswith(
-        "lacks general.architecture in its metadata, without which it cannot be read"
+    path.write_bytes(good)
+    assert refused(path.rename(tmp_path / "model.bin")).endswith(
+        "model.bin: is a GGUF file; its name must end with .gguf"
     )
+
+
+MISFITS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
+    ({"general.architecture": "wavtokenizer-dec"}, {}, "the architecture 'wavtokenizer-dec'"),
+    ({"general.architecture": "x" * 10**6}, {}, "GGUF of the architecture 'xxx"),
+    ({"general.architecture": None}, {}, "lacks general.architecture in its metadata, without"),
+    ({"general.architecture": "clip"}, {}, "reads towers from the original's safetensors"),
+    ({"general.alignment": 0}, {}, "has an alignment of 0"),
+    ({"general.alignment": "x" * 10**6}, {}, "has an alignment of 'xxx"),
+    ({"split.count": 3}, {}, "is one of 3 files of a model"),
+    ({"split.tensors.count": 7}, {}, "7 tensors are announced, 12 are there"),
+    ({"llama.attention.head_count": 5, "llama.attention.head_count_kv": 5}, {}, "5 heads"),
+    # RoBERTa would be read as BERT, whose tokenizer has neither merges nor scores
+    (
+        {"general.architecture": "bert", "tokenizer.ggml.merges": ["a b"]},
+        {},
+        "lacks the first rows",
+    ),
+    ({"general.architecture": "bert", "tokenizer.ggml.scores": [0.5]}, {}, "lacks the first rows"),
+    ({}, {"blk.0.attn_sinks.weight": (4,)}, "attn_sinks.weight: has no name in LlamaForCausalLM"),
+]
+
+
+def test_metadata_and_tensors_that_do_not_fit_are_refused(tmp_path: Path):
+    for changes, shapes, said in MISFITS:
+        metadata = {key: found for key, found in (LLAMA | changes).items() if found is not None}
+        path = write_gguf(tmp_path / "model.gguf", metadata, shapes=SHAPES | shapes)
+        assert said in refused(path)
+
+
+def test_a_tower_beside_a_text_model_is_noted(tmp_path: Path):
+    (tmp_path / "mmproj-model.gguf").write_bytes(b"GGUF")
+    notes = open_source(write_gguf(tmp_path / "model.gguf")).notes
+    assert any("the text model alone: the tower that sees" in note for note in notes)
 
 
 @pytest.mark.parametrize(
     "architecture", ["cohere2moe", "hy_v3", "mellum", "nemotron_h", "glm-dsa", "granitehybrid"]
 )
-@pytest.mark.parametrize("odd", [0, -1, 2**24, 2.5, "text", [1, 2], ["a"], True])
-def test_metadata_of_any_type(tmp_path: Path, architecture: str, odd: Any):
+def test_metadata_of_any_type(tmp_path: Path, architecture: str):
     """Numbers that are none, and counts beyond sense, are read or refused, and soon."""
     family = families_of(architecture)[-1]
     keys = [*family.config, "expert_gating_func", "rope.freq_base_swa", "attention.indexer.types"]
     keys += ["feed_forward_length", "attention.sliding_window_pattern", "ssm.inner_size"]
-    metadata = {f"{architecture}.{key}": odd for key in keys}
-    metadata["general.architecture"] = architecture
     shapes = {"token_embd.weight": (64, 256), "output_norm.weight": (256,)}
-    path = write_gguf(tmp_path / "model.gguf", metadata, shapes=shapes)
-    with time_limit(5):
-        assert "model.gguf" in _opened_or_refused(path)
-
-
-LARGEST = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]  # of float32
+    odds: tuple[Any, ...] = (0, -1, 2**24, 2.5, "text", [1, 2], ["a"], True)
+    for odd in odds:
+        metadata = {f"{architecture}.{key}": odd for key in keys}
+        metadata["general.architecture"] = architecture
+        path = write_gguf(tmp_path / "model.gguf", metadata, shapes=shapes)
+        with time_limit(5):
+            assert "model.gguf" in _opened_or_refused(path)
 
 
 def test_the_largest_numbers_come_into_the_config(tmp_path: Path):
     """Some decimals with fewer digits are too large for float32."""
-    changed = {
-        "llama.rope.freq_base": LARGEST,
-        "llama.attention.layer_norm_rms_epsilon": 0.1,
-    }
+    [largest] = struct.unpack("<f", b"\xff\xff\x7f\x7f")
+    changed = {"llama.rope.freq_base": largest, "llama.attention.layer_norm_rms_epsilon": 0.1}
     source = open_source(write_gguf(tmp_path / "model.gguf", {**LLAMA, **changed}))
     assert source.config is not None
     assert struct.pack("<f", source.config["rope_theta"]) == b"\xff\xff\x7f\x7f"
     assert source.config["rms_norm_eps"] == 0.1
-    assert shortest(10 * LARGEST) == 10 * LARGEST
-
-
-@pytest.mark.parametrize("key", ["merges", "scores"])
-def test_positions_that_are_cut_off(tmp_path: Path, key: str):
-    """RoBERTa would be read as BERT, whose tokenizer has neither merges nor scores."""
-    values = {"merges": ["a b"], "scores": [0.5]}
-    metadata = {"general.architecture": "bert", f"tokenizer.ggml.{key}": values[key]}
-    path = write_gguf(tmp_path / "model.gguf", metadata)
-    assert "lacks the first rows of its position embeddings" in refused(path)
-
-
-def test_a_tower_is_refused_and_said_where_to_be_had(tmp_path: Path):
-    path = write_gguf(tmp_path / "mmproj-model.gguf", {"general.architecture": "clip"})
-    assert "nf4conv reads towers from the original's safetensors" in refused(path)
-    notes = open_source(write_gguf(tmp_path / "model.gguf")).notes
-    assert any("the text model alone: the tower that sees" in note for note in notes)
-
-
-def test_a_file_under_another_suffix_is_named(tmp_path: Path):
-    write_gguf(tmp_path / "model.gguf").rename(tmp_path / "model.bin")
-    said = refused(tmp_path / "model.bin")
-    assert said.endswith("model.bin: is a GGUF file; its name must end with .gguf")
-
-
-def test_a_tensor_without_a_name_in_transformers(tmp_path: Path):
-    shapes = {**SHAPES, "blk.0.attn_sinks.weight": (4,)}
-    path = write_gguf(tmp_path / "model.gguf", shapes=shapes)
-    assert "blk.0.attn_sinks.weight: has no name in LlamaForCausalLM" in refused(path)
-
-
-def test_types_that_are_not_decoded(tmp_path: Path):
-    path = write_gguf(tmp_path / "model.gguf")
-    content = path.read_bytes()
-    place = content.index(text("output.weight")) + len(text("output.weight")) + 4 + 16
-    patched(path, place, struct.pack("<I", 41))
-    assert "output.weight: is of type 41, which nf4conv does not decode" in refused(path)
-
-
-def test_rows_that_are_no_whole_blocks(tmp_path: Path):
-    path = write_gguf(tmp_path / "model.gguf", shapes={**SHAPES, "output.weight": (64, 250)})
-    content = path.read_bytes()
-    place = content.index(text("output.weight")) + len(text("output.weight")) + 4 + 16
-    patched(path, place, struct.pack("<I", 12))
-    assert "rows of 250 values are no whole number of blocks of Q4_K" in refused(path)
+    assert shortest(10 * largest) == 10 * largest
 
 
 def test_the_source_is_never_cleared(tmp_path: Path):
@@ -641,25 +577,25 @@ def test_the_source_is_never_cleared(tmp_path: Path):
     assert path.exists()
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("GGUF_MUTATIONS", "150"))))
-def test_mutations_are_read_or_refused(tmp_path: Path, seed: int):
+def test_mutations_are_read_or_refused(tmp_path: Path):
     """Whatever is changed in a header, opening ends soon, in a checkpoint or in one line."""
-    random = Random(seed)
     path = write_gguf(tmp_path / "model.gguf", types=TYPES)
-    whole = bytearray(path.read_bytes())
-    end = whole.index(b"output.weight", 1000) + 60  # the last record
-    for _ in range(random.choice((1, 1, 2, 8))):
-        place = random.randrange(end)
-        size = random.choice((1, 4, 8))
-        whole[place : place + size] = random.choice(
-            (random.randbytes(size), b"\xff" * size, b"\0" * size, struct.pack("<Q", 2**62)[:size])
-        )
-    path.write_bytes(whole[: random.choice((len(whole), len(whole), random.randrange(end)))])
-    begin = time.process_time()
-    said = _opened_or_refused(path)
-    assert "\n" not in printable(said)
-    assert "model.gguf" in said
-    assert time.process_time() - begin < 5
+    good = path.read_bytes()
+    end = good.index(b"output.weight", 1000) + 60  # the last record
+    for seed in range(int(os.environ.get("GGUF_MUTATIONS", "150"))):
+        random = Random(seed)
+        whole = bytearray(good)
+        for _ in range(random.choice((1, 1, 2, 8))):
+            place = random.randrange(end)
+            size = random.choice((1, 4, 8))
+            kinds = (random.randbytes(size), b"\xff" * size, b"\0" * size)
+            whole[place : place + size] = random.choice((*kinds, struct.pack("<Q", 2**62)[:size]))
+        path.write_bytes(whole[: random.choice((len(whole), len(whole), random.randrange(end)))])
+        begin = time.process_time()
+        said = _opened_or_refused(path)
+        assert "\n" not in printable(said), seed
+        assert "model.gguf" in said, seed
+        assert time.process_time() - begin < 5, seed
 
 
 def _opened_or_refused(path: Path) -> str:
