@@ -132,8 +132,7 @@ def add_sizes_of_minicpm(sizes: Sizes, _names: Names, config: Config) -> None:
     hidden = positive(config, "hidden_size")
     if key is not None and rotated is not None:
         config["qk_nope_head_dim"] = key - rotated
-    if heads is not None and hidden is not None:
-        config["v_head_dim"] = hidden // heads
+    _divide(config, "v_head_dim", hidden, heads)
 
 
 def add_norm_of_queries(_sizes: Sizes, _names: Names, config: Config) -> None:
@@ -212,9 +211,8 @@ def add_layers_of_granite(sizes: Sizes, names: Names, config: Config) -> None:
     width = positive(sizes, "ssm.inner_size")
     states = positive(sizes, "ssm.time_step_rank")
     hidden = positive(config, "hidden_size")
-    if width is not None and states is not None and hidden is not None:
-        config["mamba_d_head"] = width // states
-        config["mamba_expand"] = width // hidden
+    _divide(config, "mamba_d_head", width, states)
+    _divide(config, "mamba_expand", width, hidden)
 
 
 def add_layers_of_bamba(sizes: Sizes, names: Names, config: Config) -> None:
@@ -232,10 +230,8 @@ def add_heads_of_states(sizes: Sizes, names: Names, config: Config) -> None:
     width = positive(sizes, "ssm.inner_size")
     heads = positive(sizes, "ssm.time_step_rank")
     hidden = positive(config, "hidden_size")
-    if width is not None and heads is not None:
-        config["head_dim"] = width // heads
-    if width is not None and hidden is not None:
-        config["expand"] = width // hidden
+    _divide(config, "head_dim", width, heads)
+    _divide(config, "expand", width, hidden)
     config["use_conv_bias"] = "blk.*.ssm_conv1d.bias" in names
 
 
@@ -243,8 +239,7 @@ def add_linear_attention(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds which layers of Qwen3-Next have linear attention, and the size of its values."""
     width = positive(sizes, "ssm.inner_size")
     heads = positive(sizes, "ssm.time_step_rank")
-    if width is not None and heads is not None:
-        config["linear_value_head_dim"] = width // heads
+    _divide(config, "linear_value_head_dim", width, heads)
     recurrent = sizes.get("attention.recurrent_layers")
     if isinstance(recurrent, list):
         types = ["linear_attention" if is_linear else "full_attention" for is_linear in recurrent]
@@ -254,9 +249,7 @@ def add_linear_attention(sizes: Sizes, _names: Names, config: Config) -> None:
 def add_size_of_heads(_sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds the size of a head of GLM, which the converter takes for granted (ChatGLMModel)."""
     heads = positive(config, "num_attention_heads")
-    hidden = positive(config, "hidden_size")
-    if heads is not None and hidden is not None:
-        config["head_dim"] = hidden // heads
+    _divide(config, "head_dim", positive(config, "hidden_size"), heads)
 
 
 def add_full_rotation(_sizes: Sizes, _names: Names, config: Config) -> None:
@@ -323,9 +316,14 @@ def add_layers_of_nemotron(sizes: Sizes, names: Names, config: Config) -> None:
         config["intermediate_size"] = max(widths)
     width = positive(sizes, "ssm.inner_size")
     heads = positive(sizes, "ssm.time_step_rank")
-    if width is not None and heads is not None:
-        config["mamba_head_dim"] = width // heads
+    _divide(config, "mamba_head_dim", width, heads)
     config.pop("partial_rotary_factor", None)
+
+
+def _divide(config: Config, key: str, whole: int | None, count: int | None) -> None:
+    """Sets a key to the size of one of so many equal parts, if both numbers are known."""
+    if whole is not None and count is not None:
+        config[key] = whole // count
 
 
 def _layers(names: Names, config: Config) -> range:

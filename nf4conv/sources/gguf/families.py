@@ -32,32 +32,16 @@ _Names: TypeAlias = Collection[str]
 
 @dataclass(frozen=True)
 class Join:
-    """A tensor of transformers that the converter took apart.
-
-    Attributes:
-        name: the name of the tensor in transformers.
-        put_together: makes the stack of the tensors in the file, given the metadata as well; it
-            raises a ValueError that says what does not fit.
-        parts: the names of the tensors in the file.
-    """
+    """A tensor of transformers that the converter took apart."""
 
     name: str
     put_together: Callable[[Sequence[GgufTensor], _Sizes], joining.Stack]
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # the names of the tensors in the file
 
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """An architecture of llama.cpp, and the model of transformers that it stands for.
-
-    families.toml says what its lists and tables hold.
-
-    Attributes:
-        told_by: what tells a file of this family from others of its architecture; usually nothing.
-        rows: keys of config.json that are the rows of a tensor, and its name in transformers.
-        also: other model types whose config goes with such a file.
-        refusal: why no such file can be read: what follows "GGUF of a … model"; usually nothing.
-    """
+    """A model of transformers that an architecture of llama.cpp stands for: a row of the table."""
 
     model_type: str
     architecture: str
@@ -73,7 +57,7 @@ class GgufFamily:
     complete: tuple[Callable[[_Sizes, _Names, dict[str, Any]], None], ...] = ()
     rows: Mapping[str, str] = field(default_factory=dict)
     also: tuple[str, ...] = ()
-    refusal: str = ""
+    refusal: str = ""  # what follows "GGUF of a … model", if no such file can be read
 
     def is_meant(self, sizes: _Sizes, names: _Names) -> bool:
         """Returns True if a file is of this family, and not of others with the same name."""
@@ -85,10 +69,8 @@ class GgufFamily:
 def family_of(architecture: str, sizes: _Sizes, names: _Names) -> GgufFamily | None:
     """Returns the family of a file; None if its architecture is not listed.
 
-    Args:
-        architecture: what `general.architecture` says.
-        sizes: the metadata without the architecture's name in its keys.
-        names: the names of the tensors, also with `*` for the number of a layer.
+    `sizes` is the metadata without the architecture's name in its keys; `names` are those of the
+    tensors, also with `*` for the number of a layer.
     """
     for family in families_of(architecture):
         if family.is_meant(sizes, names):

@@ -51,21 +51,13 @@ _ARRAY: Final = 9
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor as its record describes it.
-
-    Attributes:
-        name: its name in the file.
-        shape: sizes, outermost first; the file has them the other way round.
-        block_type: how its values are stored.
-        file: the file.
-        start: where its bytes begin in that file.
-    """
+    """A tensor as its record describes it."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # outermost first; the file has the sizes the other way round
     block_type: BlockType
     file: Path
-    start: int
+    start: int  # of its bytes in that file
 
     @property
     def nbytes(self) -> int:
@@ -74,28 +66,14 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The header of a file.
+    """The header of a file."""
 
-    Attributes:
-        metadata: numbers, strings, lists of numbers, and `Texts`, by key.
-        tensors: the tensors in the order of their records.
-    """
-
-    metadata: Mapping[str, Any]
-    tensors: tuple[GgufTensor, ...]
+    metadata: Mapping[str, Any]  # numbers, strings, lists of numbers, and `Texts`
+    tensors: tuple[GgufTensor, ...]  # in the order of their records
 
 
 def read_gguf_header(path: Path, opened: Callable[[], IO[bytes]] | None = None) -> GgufHeader:
-    """Reads the header of a file.
-
-    Args:
-        path: the file.
-        opened: opens it, if it is not here.
-
-    Raises:
-        SourceError: the file cannot be read, is no GGUF file that nf4conv reads, is cut off, or
-            contradicts itself; the message names file and tensor.
-    """
+    """Reads the header of a file; `opened` opens one that is not here."""
     with named(path, SourceError), path.open("rb") if opened is None else opened() as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -109,16 +87,7 @@ def is_gguf(path: Path) -> bool:
 
 
 class _HeaderBytes:
-    """The bytes of a header, which are read from the first one on.
-
-    Args:
-        path: the file, for messages.
-        file: the same file, opened.
-        size: the number of its bytes.
-
-    Attributes:
-        position: where the next byte is.
-    """
+    """The bytes of a header, which are read from the first one on; `position` is the next one's."""
 
     def __init__(self, path: Path, file: IO[bytes], size: int) -> None:
         self._path = path
@@ -163,11 +132,7 @@ class _HeaderBytes:
             return Texts(bytes(here[start : self.position]), count)
 
     def _pass_texts(self, count: int) -> int:
-        """Goes on behind the next strings, and returns how many of their lengths are here.
-
-        Raises:
-            SourceError: a string is too long.
-        """
+        """Goes on behind the next strings, and returns how many of their lengths are here."""
         length_at = _LENGTH.unpack_from
         here = self._here
         position = self.position
@@ -208,13 +173,7 @@ class _HeaderBytes:
 
 
 class _Parser:
-    """Reads one header from its first byte to its last.
-
-    Args:
-        path: the file, for messages.
-        content: its bytes.
-        size: the number of its bytes.
-    """
+    """Reads one header from its first byte to its last."""
 
     def __init__(self, path: Path, content: _HeaderBytes, size: int) -> None:
         self._path = path

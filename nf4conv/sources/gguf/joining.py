@@ -25,36 +25,22 @@ _MOST_GROUPS: Final = 2**16
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor of the file.
-
-    Attributes:
-        tensor: the part.
-        change: what the converter did to it, a word of format/gguf.py; None if nothing.
-        heads: the number of heads that the change moves rows or columns of; of TILED, of key heads.
-        shared: the number of value heads that share a key head, for TILED.
-    """
+    """A part of a tensor of the file."""
 
     tensor: GgufTensor
-    change: str | None = None
-    heads: int = 0
-    shared: int = 0
+    change: str | None = None  # what the converter did to it, a word of format/gguf.py
+    heads: int = 0  # whose rows or columns the change moves; of TILED, heads of keys
+    shared: int = 0  # of TILED, how many heads of values share a key
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor of transformers that is put together from pieces.
+    """A tensor of transformers that is put together from pieces."""
 
-    Attributes:
-        groups: the matrices of each expert or head, whose rows follow each other.
-        shape: the shape of the tensor.
-        is_transposed: True if it has the transpose of each group.
-        is_interleaved: True if the rows of the matrices of a group alternate.
-    """
-
-    groups: tuple[tuple[Piece, ...], ...]
+    groups: tuple[tuple[Piece, ...], ...]  # of each expert or head: matrices above each other
     shape: tuple[int, ...]
-    is_transposed: bool = False
-    is_interleaved: bool = False
+    is_transposed: bool = False  # it has the transpose of each group
+    is_interleaved: bool = False  # the rows of the matrices of a group alternate
 
 
 def join_experts(parts: Parts, _sizes: Sizes) -> Stack:
@@ -275,11 +261,7 @@ def matrix_of(stack: GgufTensor, index: int) -> GgufTensor:
 
 
 def rows_of(tensor: GgufTensor, first: int, stop: int) -> GgufTensor:
-    """Returns rows first … stop of a tensor.
-
-    Raises:
-        ValueError: a row is no whole number of blocks.
-    """
+    """Returns rows first … stop of a tensor; raises a ValueError if they are no whole blocks."""
     if len(tensor.shape) == 1 and tensor.block_type.values > 1:
         raise ValueError(f"is a vector in blocks of {tensor.block_type.name}")
     size = tensor.nbytes // max(tensor.shape[0], 1)

@@ -17,14 +17,9 @@ _LARGEST: Final = 2**24
 
 @dataclass(frozen=True)
 class Texts:
-    """The strings of an array, as a file has them: hundreds of thousands, in a vocabulary.
+    """The strings of an array, as a file has them: hundreds of thousands, in a vocabulary."""
 
-    Attributes:
-        content: the strings, each behind its length in 8 bytes.
-        count: the number of strings.
-    """
-
-    content: bytes
+    content: bytes  # each string behind its length in 8 bytes
     count: int
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from nf4conv.format.gguf import PLAIN, RARE
 from nf4conv.format.layout import TAGS
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.gguf.families import GgufFamily, architectures, family_of
-from nf4conv.sources.gguf.header import GgufHeader, GgufTensor, read_gguf_header
+from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.settings import card_of, config_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
@@ -36,24 +36,14 @@ Absent: TypeAlias = Mapping[Path, Callable[[], IO[bytes]]]
 
 @dataclass(frozen=True)
 class _TextModel:
-    """A text model whose headers have been read.
+    """A text model whose headers have been read."""
 
-    Attributes:
-        path: the file that the user named.
-        files: all of its files.
-        header: the header of the first file.
-        tensors: the tensors of all files.
-        sizes: the metadata without the architecture's name in its keys.
-        names: the names of the tensors, also with `*` for the number of a layer.
-        family: the family of its architecture.
-    """
-
-    path: Path
+    path: Path  # that the user named
     files: tuple[Path, ...]
-    header: GgufHeader
-    tensors: tuple[GgufTensor, ...]
-    sizes: Mapping[str, Any]
-    names: Collection[str]
+    metadata: Mapping[str, Any]  # of the first file
+    tensors: tuple[GgufTensor, ...]  # of all files
+    sizes: Mapping[str, Any]  # the metadata without the architecture's name in its keys
+    names: Collection[str]  # of the tensors, also with `*` for the number of a layer
     family: GgufFamily
 
 
@@ -64,19 +54,10 @@ def open_gguf(
     absent: Absent | None = None,
     beside: Collection[str] = (),
 ) -> Source:
-    """Opens a GGUF file as the checkpoint that it was made from.
+    """Opens a GGUF file, or any file of a split one, as the checkpoint that it was made from.
 
-    Args:
-        path: the file, or any file of a split one.
-        borrowed: the folder from which config.json, the tokenizer and other files are taken. None
-            makes config.json and the tokenizer of the file's metadata.
-        absent: opens files that are not here, by the path that they would have.
-        beside: names of files that would be beside this one, of those that are not here.
-
-    Raises:
-        UndecodableError: nf4conv does not know the architecture.
-        SourceError: a file is missing, cut off, or contradicts itself; the message names file and
-            tensor.
+    config.json, the tokenizer and other files are those of the folder `borrowed`; without it, they
+    are made of the metadata. `beside` names files that lie beside those that are absent.
     """
     absent = {} if absent is None else absent
     model = _read_headers(path, absent)
@@ -108,15 +89,14 @@ def open_gguf(
 def _with_own_files(opened: Source, model: _TextModel, dtype: str) -> Source:
     """Adds config.json, a tokenizer and a card, made of the metadata."""
     _check_direction(model)
-    metadata = model.header.metadata
-    made = tokenizer_files(metadata)
+    made = tokenizer_files(model.metadata)
     note = _note_on_metadata(model.tensors, has_tokenizer=made is not None)
     return replace(
         opened,
         config=config_of(model.sizes, model.names, model.family, opened.tensors, dtype),
         notes=(*opened.notes, note),
         made=made or MadeFiles({}, 0),
-        stated=None if opened.card_beside is not None else card_of(metadata),
+        stated=None if opened.card_beside is not None else card_of(model.metadata),
     )
 
 
@@ -136,7 +116,7 @@ def _read_headers(path: Path, absent: Absent) -> _TextModel:
     sizes = sizes_of(metadata)
     names = names_of(tensors)
     family = _family(path, sizes, names)
-    return _TextModel(path, tuple(files), headers[0], tuple(tensors), sizes, names, family)
+    return _TextModel(path, tuple(files), metadata, tuple(tensors), sizes, names, family)
 
 
 def _files_of(path: Path, absent: Collection[Path]) -> list[Path]:
@@ -274,12 +254,7 @@ def _note_on_types(tensors: Sequence[GgufTensor]) -> str:
 
 
 def _notes_on_tower(model: _TextModel, beside: Collection[str]) -> Iterator[str]:
-    """Yields that the model sees or hears, if there is a tower's file, or the architecture says so.
-
-    Args:
-        model: the text model.
-        beside: names of files that would be beside it.
-    """
+    """Yields a line for a model that sees or hears, of which its tower is in another file."""
     names = {*beside, *(file.name for file in model.path.parent.glob("*.gguf"))}
     has_tower = any("mmproj" in name and name.endswith(".gguf") for name in names)
     if has_tower or model.sizes.get("general.architecture") in _SEEING:

@@ -28,15 +28,10 @@ _IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention heads of a model.
-
-    Attributes:
-        queries: heads of the queries.
-        keys: heads of the keys, and of the values.
-    """
+    """How many attention heads a model has."""
 
     queries: int
-    keys: int
+    keys: int  # and values
 
 
 def sizes_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,18 +49,7 @@ def names_of(tensors: Sequence[GgufTensor]) -> set[str]:
 def present(
     tensors: Sequence[GgufTensor], family: GgufFamily, sizes: Mapping[str, Any], dtype: str
 ) -> tuple[TensorInfo, ...]:
-    """Returns the tensors that a checkpoint of transformers would have.
-
-    Args:
-        tensors: the tensors of the file.
-        family: the family of its architecture.
-        sizes: the metadata without the architecture's name in its keys.
-        dtype: the tag of the dtype that they are presented in.
-
-    Raises:
-        SourceError: a tensor has no name in transformers, or a shape that does not go with the
-            others or with the metadata; the message names it.
-    """
+    """Returns the tensors that a checkpoint of transformers would have, in the dtype of a tag."""
     joins = {part: join for join in family.joined for part in join.parts}
     waiting: dict[tuple[Join, str], dict[str, GgufTensor]] = {}
     found: dict[str, TensorInfo] = {}
@@ -90,10 +74,7 @@ def present(
 def _check_experts(tensor: GgufTensor, sizes: Mapping[str, Any], counts: dict[str, int]) -> None:
     """Compares a stack of experts with their number in the metadata, and with others of its layer.
 
-    Args:
-        tensor: any tensor.
-        sizes: the metadata without the architecture's name in its keys.
-        counts: the experts of each layer so far.
+    `counts` holds the experts of each layer so far.
     """
     pattern, layer = _pattern_and_layer(tensor.name)
     module, _ = _split(pattern)

@@ -61,12 +61,8 @@ def config_of(
 ) -> dict[str, Any]:
     """Returns what config.json would say.
 
-    Args:
-        sizes: the metadata without the architecture's name in its keys.
-        names: the names of the file's tensors, also with `*` for the number of a layer.
-        family: the family of its architecture.
-        tensors: the tensors under the names and in the layout of transformers.
-        dtype: the tag of the dtype that they are presented in.
+    `sizes` and `names` are those of the file; `tensors`, and the tag of their dtype, are as
+    transformers has them.
     """
     config: dict[str, Any] = {
         "architectures": [family.architecture],

@@ -72,16 +72,10 @@ _ROLES: Final = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Describes what a tokenizer is made of.
+    """Describes what a tokenizer is made of."""
 
-    Attributes:
-        kind: what llama.cpp calls the tokenizer: "gpt2" or "llama".
-        encoded: the tokens in the order of their numbers, in UTF-8.
-        metadata: the metadata of the file.
-    """
-
-    kind: str
-    encoded: Sequence[bytes]
+    kind: str  # what llama.cpp calls the tokenizer: "gpt2" or "llama"
+    encoded: Sequence[bytes]  # the tokens in the order of their numbers, in UTF-8
     metadata: Mapping[str, Any]
 
     @cached_property
@@ -241,10 +235,7 @@ def _post_processor(
 ) -> dict[str, Any] | None:
     """Returns what puts the first and last token around a text; None if neither is wanted.
 
-    Args:
-        metadata: the metadata of the file.
-        tokens: the tokens in the order of their numbers.
-        begins: True if a text begins with a special token unless the metadata says otherwise.
+    A text `begins` with a special token unless the metadata says otherwise.
     """
     wanted = []
     if metadata.get("tokenizer.ggml.add_bos_token", begins):
