@@ -1,6 +1,7 @@
 """The rooms of the house: who may import whom, and what an import costs."""
 
 import ast
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,12 +46,17 @@ ROOMS["commands"].add("inference")
 ROOMS["cli"] = {"errors", "declaring", "options", "report.text", "system"}
 ROOMS["__main__"] = {"cli", "system"}
 
+# what the converter imports of each wing, late
+DOORS = {
+    "inference": ("commands.environment", "nf4conv.inference.moe.entry.status"),
+    "calibrate": ("commands.quantizing.checkpoint", "nf4conv.calibrate.request.plan_calibrated"),
+}
+
 # libraries that only the named modules may import
 ORACLES = {
     "bitsandbytes": (
         "commands.evaluate",
         "inference.moe.loading.operations",
-        "inference.moe.loading.quantize",
     ),
     "transformers": (
         "commands.evaluate",
@@ -58,7 +64,6 @@ ORACLES = {
         "inference.moe.loading.converters",
         "inference.moe.loading.checkpoints",
         "inference.moe.loading.operations",
-        "inference.moe.loading.quantize",
         "calibrate.model.building",
         "calibrate.model.names",
     ),
@@ -138,6 +143,40 @@ def test_a_room_knows_only_what_is_below_it():
         if name and above:
             wrong.append(f"{name} imports {above}")
     assert not wrong
+
+
+def test_each_wing_has_one_door():
+    """`nf4conv.__init__` only names the modules of public functions."""
+    found = {wing: set() for wing in DOORS}
+    for name in [name for name in MODULES if name]:
+        for imported, node in imports(MODULES[name]):
+            wing = imported.removeprefix("nf4conv.").partition(".")[0]
+            if wing in DOORS and not is_in(name, wing):
+                assert node.col_offset > 0, f"{name} imports {imported} when it is imported"
+                found[wing].add((name, imported))
+    for wing, (name, door) in DOORS.items():
+        assert found[wing] == {(name, door), (name, door.rpartition(".")[0])}
+
+
+def test_the_converter_runs_without_the_wings(tmp_path):
+    from checkpoints import write_source
+
+    shutil.copytree(PACKAGE, tmp_path / "nf4conv")
+    for wing in DOORS:
+        shutil.rmtree(tmp_path / "nf4conv" / wing)
+    write_source(tmp_path / "source")
+    program = (
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport nf4conv\n"
+        f"assert nf4conv.__file__.startswith({str(tmp_path)!r})\n"
+        "nf4conv.quantize('source', 'packed', device='cpu')\n"
+        "nf4conv.dequantize('packed', 'decoded', device='cpu')\n"
+        "assert nf4conv.verify('packed', source='source', device='cpu').passed\n"
+        "assert 'no nf4conv.inference' in nf4conv.environment().experts\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def unexplained(name: str) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import platform
 from typing import Final, NamedTuple
 
-from nf4conv.inference.moe import status
 from nf4conv.report.results.contents import Environment
 from nf4conv.run.device.on_driver.bundle import version_of
 from nf4conv.system.cores import usable_cores
@@ -57,8 +56,17 @@ def environment() -> Environment:
         engine=computing.engine,
         folders=folders,
         lacking=lacking(),
-        experts=status(),
+        experts=_loader_of_experts(),
     )
+
+
+def _loader_of_experts() -> str:
+    """Says whether transformers loads 4-bit experts here."""
+    try:
+        from nf4conv.inference.moe.entry import status  # not every import of nf4conv is to act
+    except ImportError:
+        return "not active: this copy of nf4conv has no nf4conv.inference"
+    return status()
 
 
 class _Computing(NamedTuple):
