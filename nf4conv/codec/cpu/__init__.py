@@ -1,15 +1,5 @@
 """The operations of `reference/` as a CPU does them fastest: the same bytes, many times sooner.
 
-    quantize.py    encodes a weight with absmax
-    search.py      encodes a weight with searched scales
-    nested.py      encodes absmax to 8 bits: double quantization
-    dequantize.py  decodes packed codes
-    errors.py      compares a weight with its packed codes
-    cuts.py        counts the cuts below values, and packs codes
-    chunks.py      walks over a weight a chunk at a time, and leaves special blocks to the reference
-    pairs.py       holds the two values that each byte decodes to
-    threads.py     shares a weight among threads
-
 A chunk of blocks that fits the cache is worked on at a time. Counting the cuts below every element
 takes 15 comparisons, which sounds slow and is not: numpy compares and adds a whole vector register
 at once, about 0.06 ns a comparison, while any table lookup costs half a nanosecond an element.

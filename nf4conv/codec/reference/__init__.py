@@ -1,13 +1,6 @@
 """Plain torch, any device: the definition of every operation, with the arithmetic of bitsandbytes'
 CUDA kernels.
 
-    blocks.py      cuts tensors into blocks, flushes denormals, divides a block by its absmax
-    quantize.py    encodes a weight with absmax
-    search.py      encodes a weight with searched scales
-    nested.py      encodes absmax to 8 bits: double quantization
-    dequantize.py  decodes packed codes
-    errors.py      compares a weight with its packed codes
-
 bitsandbytes' kernels are compiled with fast math, so every float32 operation flushes denormals to
 zero, on input and output. For each block of a weight (docs/format.md says why each step is what it
 is):

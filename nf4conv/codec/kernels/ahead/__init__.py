@@ -1,10 +1,5 @@
 """Says what kernels a program without torch and Triton takes for a purpose.
 
-codec.py     holds the kernels for one purpose
-weights.py   packs weights to 4 bits, unpacks them, measures their errors
-encoded.py   decodes the weights that other quantizations encoded
-vectors.py   casts vectors, and finds out how far two are apart
-
 Each function that returns a `Codec` is named by a value of the engine's Action. Its `device` is
 where the kernels will run; on a CPU they are for Triton's interpreter, without inline assembly.
 compiling.py compiles them.
