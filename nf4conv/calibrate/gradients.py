@@ -23,8 +23,6 @@ from nf4conv.calibrate.stages import Target, find_stages
 from nf4conv.calibrate.windows import SEED
 from nf4conv.errors import OutputError, SourceError
 
-_TAIL_WINDOWS = 1  # that go through the head together: its outputs are the largest tensors
-
 
 class OutputMoments:
     """Finds the second moments of the gradients at outputs, and keeps them."""
@@ -91,16 +89,13 @@ class OutputMoments:
         generator = torch.Generator(self._session.device)
         generator.manual_seed(SEED)
         gradients = self._hidden_states()
-        batches = self._session.batches()
-        for ids, states in zip(batches, hidden.batches(), strict=True):
+        for ids, states in zip(self._session.batches, hidden.batches(), strict=True):
             found = []
-            pairs = zip(
-                torch.split(ids, _TAIL_WINDOWS), torch.split(states, _TAIL_WINDOWS), strict=True
-            )
-            for some, behind in pairs:
+            # one window at a time: the outputs of the head are the largest tensors
+            for window, behind in zip(torch.split(ids, 1), torch.split(states, 1), strict=True):
                 leaf = behind.detach().requires_grad_()
                 with torch.enable_grad():
-                    logits = flow.predictions(some.to(self._session.device), leaf).float()
+                    logits = flow.predictions(window.to(self._session.device), leaf).float()
                     log_probabilities = logits.log_softmax(-1).flatten(0, -2)
                     probabilities = log_probabilities.detach().exp()
                     labels = torch.multinomial(probabilities, 1, generator=generator)
@@ -121,14 +116,15 @@ class OutputMoments:
         gradients: HiddenStates,
     ) -> None:
         """Adds up the gradients in a block, and replaces those behind it by those before it."""
+        device = self._session.device
         contents = self._session.fill_block(number, reader)
         block = self._calibration.flow.blocks.blocks[number]
         first = next(inputs.batches())
         targets = self._chosen(number, block, calls[0][number], first)
-        moments = {}
-        for target in targets:
-            size = target.job.matrix.shape[0]
-            moments[target.job.name] = SecondMoments.zeros(size, self._session.device)
+        moments = {
+            target.job.name: SecondMoments.zeros(target.job.matrix.shape[0], device)
+            for target in targets
+        }
         for batch, (hidden, behind) in enumerate(
             zip(inputs.batches(), gradients.batches(), strict=True)
         ):

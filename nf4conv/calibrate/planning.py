@@ -126,7 +126,6 @@ class _Found:
 
     Attributes:
         targets: the weights of each block.
-        left_out: names of packed weights that are not calibrated.
     """
 
     def __init__(self, plan: QuantizationPlan, model: Any) -> None:
@@ -141,46 +140,42 @@ class _Found:
             if isinstance(job, PackJob) and job.stored is None:
                 self._jobs[job.source.name].append(job)
         self.blocks = find_blocks(model, list(self._packed_parameters()))
-        self.targets: defaultdict[int, list[Target]] = defaultdict(list)
-        self.left_out: list[str] = []
-        self._find_targets()
+        self.targets = self._find_targets()
 
     def _packed_parameters(self) -> Iterator[str]:
         for filling in self._fillings:
             if any(tensor.name in self._jobs for tensor in filling.tensors):
                 yield from filling.parameters
 
-    def _find_targets(self) -> None:
-        """Sorts the packed weights: those to calibrate by block, and those that are left out."""
-        reached = set()
+    def _find_targets(self) -> dict[int, list[Target]]:
+        """Returns the packed weights that can be calibrated, by block."""
+        found: defaultdict[int, list[Target]] = defaultdict(list)
         for filling in self._fillings:
             number = self.blocks.number_of(filling.parameters[0])
+            if number is None:
+                continue
             for tensor in filling.tensors:
                 for job in self._jobs.get(tensor.name, ()):
-                    target = None if number is None else self._target(filling, job, number)
-                    if target is not None and number is not None:
-                        self.targets[number].append(target)
-                        reached.add(job.name)
-        for jobs in self._jobs.values():
-            self.left_out += [job.name for job in jobs if job.name not in reached]
+                    target = self._target(filling, job, number)
+                    if target is not None:
+                        found[number].append(target)
+        return dict(found)
 
     def _target(self, filling: Filling, job: PackJob, number: int) -> Target | None:
         """Returns how a weight is calibrated; None if it cannot be."""
         prefix = self.blocks.prefix(number)
         name = filling.parameters[0]
-        shape = job.matrix.shape
-        if len(shape) != 2 or shape[1] % self._format.blocksize:
+        matrix = job.matrix
+        if len(matrix.shape) != 2 or matrix.shape[1] % self._format.blocksize:
             return None
         expert = self._expert(filling, job)
         if expert is not None:
             return Target(job, name.removeprefix(prefix), expert)
         path = module_of(name)
-        if filling.convert is not None or path == name:
+        is_part = (matrix.expert, matrix.rows, matrix.columns) != (None, None, None)
+        if is_part or filling.convert is not None or path == name:
             return None
         module = self._model.get_submodule(path)
-        is_whole = job.matrix.expert is None and job.matrix.rows is None
-        if not is_whole or job.matrix.columns is not None:
-            return None
         is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
         return Target(job, path.removeprefix(prefix)) if is_linear else None
 
@@ -195,6 +190,11 @@ class _Found:
         if found is None:
             found = self._experts[filling.parameters[0]] = experts_of(filling, parameter)
         return found.get(job.source.name)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all weights that are packed, and were not before."""
+        return {job.name for jobs in self._jobs.values() for job in jobs}
 
     @property
     def jobs(self) -> list[PackJob]:
@@ -274,9 +274,9 @@ def _notes(
     if calibration.tokens < wanted - calibration.window:
         yield f"the text has only {calibration.tokens:,} of {wanted:,} tokens; all are read"
     yield calibration.needs.described()
-    if found.left_out:
-        others = len(found.left_out)
+    left_out = found.names - calibration.weights
+    if left_out:
         yield (
-            f"{others:,} other weights have searched scales, such as {found.left_out[0]}: they are "
-            f"not in the blocks, or no matrix of whole blocks"
+            f"{len(left_out):,} other weights have searched scales, such as {min(left_out)}: they "
+            f"are not in the blocks, or no matrix of whole blocks"
         )

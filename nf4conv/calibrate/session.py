@@ -1,6 +1,6 @@
 """Runs parts of one model on one device: what calibration and the backward pass share."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -56,6 +56,8 @@ class Session:
         calibration: what is to be done.
         dtype: the dtype that the model computes in: on a GPU that of the weights, on a CPU float32.
         budget: the memory that is left for hidden states. It changes no byte of the result.
+        batches: the tokens of all windows, [windows, length] int64 each.
+        calibrating_batches: the number of the first batches, which calibrate; the others judge.
     """
 
     def __init__(self, plan: QuantizationPlan, device: torch.device, folder: Path) -> None:
@@ -69,25 +71,13 @@ class Session:
             self.dtype = DTYPES[plan.output.format.dtype]
         self.budget = Budget(plan.calibration.needs.memory_left(device))
 
-    def batches(self) -> Iterator[torch.Tensor]:
-        """Yields token ids, [windows, length] int64; no batch holds windows of both kinds."""
+        # token ids, [windows, length] int64; no batch holds windows of both kinds
+        step = max(_BATCH_TOKENS[device.type] // self.calibration.window, 1)
         windows = self.calibration.windows
         ids = torch.from_numpy(windows.ids)
-        step = self._windows_of_batch()
-        calibrating = ids[: windows.calibrating]
-        judging = ids[windows.calibrating :]
-        yield from torch.split(calibrating, step)
-        yield from torch.split(judging, step)
-
-    def _windows_of_batch(self) -> int:
-        tokens = _BATCH_TOKENS[self.device.type]
-        return max(tokens // self.calibration.window, 1)
-
-    @property
-    def calibrating_batches(self) -> int:
-        """The number of batches that calibrate; the others judge."""
-        windows = self.calibration.windows.calibrating
-        return -(-windows // self._windows_of_batch())
+        calibrating = torch.split(ids[: windows.calibrating], step)
+        self.batches = (*calibrating, *torch.split(ids[windows.calibrating :], step))
+        self.calibrating_batches = len(calibrating)
 
     def embed(self, reader: WeightReader) -> tuple[HiddenStates, list[list[Call]]]:
         """Embeds all windows.
@@ -97,30 +87,26 @@ class Session:
         """
         flow = self.calibration.flow
         contents = self.outside(reader, flow.needed)
-        batches = list(self.batches())
-        hidden = HiddenStates(self.device, len(batches), self.budget, self.folder)
+        hidden = HiddenStates(self.device, len(self.batches), self.budget, self.folder)
         calls: list[list[Call]] = []
-        for ids in batches:
-            found = flow.calls(ids.to(self.device))
-            hidden.append(found.hidden)
-            calls.append(list(found.of_blocks))
+        for ids in self.batches:
+            embedded, of_blocks = flow.calls(ids.to(self.device))
+            hidden.append(embedded)
+            calls.append(of_blocks)
         contents.release()
         return hidden, calls
 
     def outside(self, reader: WeightReader, names: tuple[str, ...] | None = None) -> Contents:
-        """Fills parameters outside the blocks.
-
-        None fills all of them.
-        """
+        """Fills parameters outside the blocks: those of some names, or all."""
         model = self.calibration.flow.model
-        fillings = list(self.calibration.fillings.get(None, ()))
+        fillings = self.calibration.fillings.get(None, ())
         if names is not None:
-            wanted = set(names)
-            fillings = [
-                filling for filling in fillings if not wanted.isdisjoint(filling.parameters)
-            ]
+            fillings = [one for one in fillings if not set(names).isdisjoint(one.parameters)]
         contents = Contents(model, fillings, self._read_with(reader), self.device)
-        _move_buffers(model, self.device)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[name] = buffer.to(self.device)  # they are small
         return contents
 
     def fill_block(self, number: int, reader: WeightReader) -> Contents:
@@ -144,11 +130,3 @@ class Session:
             return reader.read(tensor)
 
         return read
-
-
-def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Moves the buffers of a model to a device; they are small."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)

@@ -45,14 +45,6 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Calls:
-    """The hidden states that enter the first block, and what each block is called with."""
-
-    hidden: torch.Tensor
-    of_blocks: Sequence[Call]
-
-
-@dataclass(frozen=True)
 class Flow:
     """Runs the part of a model before its blocks.
 
@@ -68,8 +60,12 @@ class Flow:
     is_tuple: bool
     needed: tuple[str, ...]
 
-    def calls(self, ids: torch.Tensor) -> Calls:
-        """Embeds windows of tokens, and notes what each block is called with."""
+    def calls(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[Call]]:
+        """Embeds windows of tokens, and notes what each block is called with.
+
+        Returns:
+            The hidden states that enter the first block, and the calls of all blocks.
+        """
         try:
             return _caught(self.model, self.blocks, ids, is_tuple=self.is_tuple).result()
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
@@ -133,9 +129,9 @@ class _Catcher:
         self._returned = torch.rand_like(hidden) if self._changes else hidden
         return (self._returned,) if self._is_tuple else self._returned
 
-    def result(self) -> Calls:
+    def result(self) -> tuple[torch.Tensor, list[Call]]:
         assert self._hidden is not None
-        return Calls(self._hidden, self._calls)
+        return self._hidden, self._calls
 
 
 @torch.no_grad()

@@ -129,65 +129,28 @@ def _swept(
 ) -> Draft:
     """Returns a draft whose scales and codes were improved, each with a view to all others."""
     apart = _apart(target.shape[1], target.device)
-    trial = _Sweeping(
-        draft.ordered(apart),
-        inputs,
-        storable.of(apart),
-        levels,
-        target.index_select(1, apart),
-        outputs,
-        apart,
-    )
+    storable = storable.of(apart)
+    draft = draft.ordered(apart)
+    errors = target.index_select(1, apart) - draft.values(levels)
+    gains = outputs.moments.index_select(0, apart).index_select(1, apart)
+    gains.diagonal().add_(outputs.damping * outputs.moments.diagonal().mean())
     for _ in range(sweeps):
         for block in _blocks(target.shape[1]):
-            trial.improve(block)
-    return trial.draft.ordered(apart.argsort())
-
-
-class _Sweeping:
-    """Improves a draft by blocks of outputs.
-
-    Attributes:
-        draft: what has been chosen.
-        errors: [in_features, out_features] float32, W - Q.
-        gains: [out_features, out_features] float32, the damped output moments.
-    """
-
-    def __init__(
-        self,
-        draft: Draft,
-        inputs: Factor,
-        storable: StorableScales,
-        levels: Levels,
-        target: torch.Tensor,
-        outputs: Factor,
-        order: torch.Tensor,
-    ) -> None:
-        self.draft = draft
-        self.inputs = inputs
-        self.storable = storable
-        self.levels = levels
-        self.errors = target - draft.values(levels)
-        self.gains = outputs.moments.index_select(0, order).index_select(1, order)
-        self.gains.diagonal().add_(outputs.damping * outputs.moments.diagonal().mean())
-
-    def improve(self, block: slice) -> None:
-        """Sweeps over a block of outputs; keeps the result if it lowers the two-sided cost."""
-        energy = self.gains.diagonal()[block]
-        # what the errors of all outputs ask of these: the target that makes the cost least
-        asked = (self.errors @ self.gains[:, block]) / energy
-        gradient = self.inputs.moments @ asked
-        before = gradient.clone()
-        trial = self.draft.of(block).copy()
-        values = trial.values(self.levels)
-        sweep(trial, gradient, self.inputs, self.storable.of(block), self.levels)
-        growth = values - trial.values(self.levels)  # of the errors
-        change = 2 * (before * growth * energy).sum(dtype=torch.float64)
-        curvature = growth.T @ (gradient - before)
-        change += (curvature * self.gains[block, block]).sum(dtype=torch.float64)
-        if float(change) < 0:
-            self.draft.of(block).put(trial)
-            self.errors[:, block] += growth
+            energy = gains.diagonal()[block]
+            # what the errors of all outputs ask of these: the target that makes the cost least
+            gradient = inputs.moments @ ((errors @ gains[:, block]) / energy)
+            before = gradient.clone()
+            trial = draft.of(block).copy()
+            values = trial.values(levels)
+            sweep(trial, gradient, inputs, storable.of(block), levels)
+            growth = values - trial.values(levels)  # of the errors
+            change = 2 * (before * growth * energy).sum(dtype=torch.float64)
+            curvature = growth.T @ (gradient - before)
+            change += (curvature * gains[block, block]).sum(dtype=torch.float64)
+            if float(change) < 0:  # of the two-sided cost
+                draft.of(block).put(trial)
+                errors[:, block] += growth
+    return draft.ordered(apart.argsort())
 
 
 def _blocks(outputs: int) -> Iterator[slice]:
