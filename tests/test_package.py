@@ -88,7 +88,7 @@ def files_below(folder: Path) -> set[str]:
 def test_the_wheel_holds_the_whole_package_and_nothing_else(built: Built):
     in_wheel = {name for name in built.wheel_files if ".dist-info/" not in name}
     assert in_wheel == {f"nf4conv/{path}" for path in files_below(ROOT / "nf4conv")}
-    assert {"nf4conv/py.typed", "nf4conv/report/page.html", "nf4conv/report/page.js"} <= in_wheel
+    assert {"nf4conv/py.typed", "nf4conv/report/page.html.jinja"} <= in_wheel
 
 
 def test_bitsandbytes_finds_the_loader_of_experts(built: Built):

@@ -1,81 +1,123 @@
-"""Writes a verification as one HTML page that needs no network.
+"""Writes a verification as one HTML page that needs no network, from page.html.jinja."""
 
-page.html is its template. page.js is the script in it, which draws the JSON of the report.
-"""
-
-import html
-import json
+import math
 import platform
-import re
 import shlex
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from importlib.resources import files
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import jinja2
+
+from nf4conv.format.units import size
 from nf4conv.output.writer import write_result
-from nf4conv.report.as_json import content_of
 from nf4conv.report.places import kind_name, place_of
 from nf4conv.report.results.checks import VerifyReport
+from nf4conv.report.rows.weights import WeightKind, WeightRow
+from nf4conv.report.text.tables import count_cell, error_cell, two_digits_cell
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.stored_weights import split_component
+
+_MOST_LINES: Final = 100  # of a group of findings
+_MOST_ROWS: Final = 2000  # of the table of weights
+_MOST_DOTS: Final = 500  # of a kind of module
+_WIDTH: Final = 1000  # of a picture, in its own units
 
 
 def write_page(report: VerifyReport, path: Path) -> None:
     """Writes a verification to a file, as a self-contained HTML page.
 
     Args:
-        report: what `verify_checkpoint` returned.
+        report: what `verify` returned.
         path: the file. An existing one is replaced.
 
     Raises:
         OutputError: the disk is full or failing.
 
     Example:
-        >>> report = nf4conv.verify_checkpoint("model-nf4", "model")
+        >>> report = nf4conv.verify("model-nf4", "model")
         >>> nf4conv.write_page(report, Path("report.html"))
     """
     write_result(path, page(report).encode())
 
 
 def page(report: VerifyReport, when: datetime | None = None) -> str:
-    """Returns a verification as HTML. It names folders of this machine, but not where they are.
+    """Returns a verification as HTML. It names folders of this machine, but not where they are."""
+    rows = sorted(report.weights, key=_badness, reverse=True)
+    errors = [row.relative_error for row in rows if row.relative_error is not None]
+    finite = [error for error in errors if error < 1]
+    limit = max((row.tolerance for row in rows), default=0.0)
+    scale = max([*finite, 1.1 * limit], default=1.0)
+    return _template().render(
+        report=report,
+        name=printable(folder_name(report.path)),
+        source=report.source and printable(folder_name(report.source)),
+        groups=_grouped(report),
+        kinds=list(_pictures(report, scale)),
+        scale=scale,
+        rows=rows[:_MOST_ROWS],
+        hidden=len(rows) > _MOST_ROWS,
+        most_lines=_MOST_LINES,
+        command=_command(report),
+        date=(when or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+        python=platform.python_version(),
+        kind_name=kind_name,
+    )
 
-    Args:
-        report: what `verify_checkpoint` returned.
-        when: the time that the page states. None for now.
-    """
-    name = folder_name(report.path)
-    content = content_of(report)
-    content["path"] = name
-    content["source"] = report.source and folder_name(report.source)
-    content["normal"] = report.normal
-    content["findings"] = _grouped(report, name)
-    content["command"] = _command(report)
-    content["date"] = (when or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC")
-    content["settings"]["lora"] = ", ".join(map(folder_name, report.settings.lora)) or "none"
-    content["settings"]["python"] = platform.python_version()
-    data = json.dumps(content, separators=(",", ":"), allow_nan=False)
-    verdict = html.escape(printable(report.verdict))
-    title = html.escape(printable(name))
-    values = {
-        "title": title,
-        "verdict": verdict,
-        "state": "passed" if report.passed else "failed",
-        "data": data.replace("<", "\\u003c"),  # no name can end the script
-        "script": _read("page.js").rstrip(),
+
+def _badness(row: WeightRow) -> float:
+    """Returns a relative error to sort by: NaN is the worst, none is the least."""
+    error = row.relative_error
+    if error is None:
+        return 0
+    return math.inf if math.isnan(error) else error
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {
+        "printable": printable,
+        "size": size,
+        "count": count_cell,
+        "error": error_cell,
+        "digits": two_digits_cell,
     }
-    names = "|".join(values)
-    return re.sub(f"@({names})@", lambda found: values[found[1]], _read("page.html"))
+    text = Path(__file__).with_name("page.html.jinja").read_text("utf-8")
+    return environment.from_string(text)
 
 
-def _grouped(report: VerifyReport, name: str) -> list[dict[str, Any]]:
-    """Returns the findings by check and kind of module, faults first.
+def _pictures(
+    report: VerifyReport, scale: float
+) -> Iterator[tuple[WeightKind, list[int], tuple[int, int] | None, int]]:
+    """Yields each kind of module with the places of its dots, of what is normal, and the limit."""
+    band = None
+    if report.normal:
+        low = min(low for _, low, _ in report.normal)
+        high = max(high for _, _, high in report.normal)
+        band = (_place(low, scale), _place(high, scale))
+    found: dict[tuple[str, str], list[WeightRow]] = {}
+    for row in report.weights:
+        if row.relative_error is not None:
+            found.setdefault((row.stack, row.kind), []).append(row)
+    for kind in report.kinds:
+        rows = found.get((kind.stack, kind.kind), [])
+        dots = sorted({_place(row.error, scale) for row in rows})[-_MOST_DOTS:]
+        limit = max((row.tolerance for row in rows), default=0.0)
+        yield kind, dots, band, _place(limit, scale)
 
-    Args:
-        report: what `verify_checkpoint` returned.
-        name: what to write for the path of the checkpoint.
-    """
+
+def _place(error: float, scale: float) -> int:
+    """Returns where an error stands in a picture; NaN and all beyond the scale at its end."""
+    share = error / scale
+    return round(_WIDTH * share) if share < 1 else _WIDTH - 4
+
+
+def _grouped(report: VerifyReport) -> list[dict[str, Any]]:
+    """Returns the findings by check and kind of module, faults first."""
+    name = folder_name(report.path)
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for finding in report.findings:
         weight, _ = split_component(finding.tensor)
@@ -100,10 +142,6 @@ def _command(report: VerifyReport) -> str:
     if report.settings.exact:
         words.append("--exact")
     return shlex.join(words)
-
-
-def _read(name: str) -> str:
-    return files("nf4conv.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def folder_name(place: str) -> str:
