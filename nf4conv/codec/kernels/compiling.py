@@ -7,10 +7,8 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_source
 
+from nf4conv.codec.kernels.internals import compile_ahead
 from nf4conv.system.cores import CAN_FORK, usable_cores
 from nf4conv.system.signals import end_when_stopped
 
@@ -68,11 +66,11 @@ def compile_kernels(
 
 def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:
     """Compiles a kernel of `_waiting`, given its number and the compute capability."""
-    number, (major, minor) = task
+    number, capability = task
     variant = _waiting[number]
     kernel = variant.kernel
     types = {}
-    constants = {}
+    constants: dict[tuple[int, ...], Any] = {}
     for place, parameter in enumerate(kernel.params):
         argument = variant.arguments[place]
         if parameter.is_constexpr:
@@ -82,11 +80,7 @@ def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:
             types[parameter.name] = _POINTERS[argument.dtype]
         else:
             types[parameter.name] = "i64"
-    found = compile_source(
-        ASTSource(kernel, types, constants, {}),
-        target=GPUTarget("cuda", 10 * major + minor, 32),
-        options={"num_warps": variant.num_warps, "enable_fp_fusion": False},
-    )
+    found = compile_ahead(kernel, types, constants, capability, variant.num_warps)
     return {
         "cubin": base64.b64encode(found.asm["cubin"]).decode(),
         "entry": found.metadata.name,

@@ -8,9 +8,10 @@ import torch
 from torch.nn import functional
 
 from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
+from nf4conv.codec.kernels.internals import CannotLaunchError, stream_of
 from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.product import dense, launches, shapes
-from nf4conv.inference.kernels.product.launches import Product, stream_of
+from nf4conv.inference.kernels.product.launches import Product
 from nf4conv.inference.kernels.product.panels.maps import TensorMapError
 from nf4conv.inference.kernels.product.panels.plans import is_faster
 from nf4conv.inference.kernels.product.panels.prepare import prepare_panel
@@ -134,10 +135,10 @@ def _with_bias(product: Product) -> Multiply:
 def _prepare_panel(
     x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrix: Matrix
 ) -> Multiply:
-    """Prepares to multiply by panels, or to decode if the driver makes no tensor map of x."""
+    """Prepares to multiply by panels, or to decode if neither driver nor Triton can."""
     try:
         return _with_bias(prepare_panel(x_shape, dtype, device, matrix.n, matrix.form))
-    except TensorMapError:
+    except (TensorMapError, CannotLaunchError):
         return _prepare_decoded(dtype, device, matrix)
 
 

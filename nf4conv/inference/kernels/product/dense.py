@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
+from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import Addresses, Form
@@ -22,7 +23,6 @@ from nf4conv.inference.kernels.product.launches import (
     Product,
     is_hopper,
     readable,
-    stream_of,
     types_of_weight,
 )
 from nf4conv.inference.kernels.product.sums import prepare_sum

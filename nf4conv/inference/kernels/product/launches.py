@@ -1,15 +1,14 @@
 """Prepares products with the kernels of kernel.py and held.py, and launches them.
 
-Other modules that launch products find here which GPU it is, its stream, and x as kernels read it.
+Other modules that launch products find here which GPU it is, and x as kernels read it.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import torch
-from triton.runtime import driver
 
+from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.product.balancing import plan_rows
@@ -140,8 +139,3 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     if x.data_ptr() % 16:
         x = x.clone()
     return x
-
-
-def stream_of(device: torch.device) -> Callable[[], int]:
-    """Returns a function that returns the device's current stream."""
-    return partial(driver.active.get_current_stream, device.index)

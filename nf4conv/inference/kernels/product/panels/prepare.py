@@ -6,13 +6,13 @@ from typing import Final
 import torch
 import triton.language as tl
 
+from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
 from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.product.launches import (
     Product,
     block_shift_of,
     readable,
-    stream_of,
     types_of_weight,
 )
 from nf4conv.inference.kernels.product.panels.kernels import launch_panel
