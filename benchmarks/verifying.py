@@ -1,13 +1,12 @@
 """Measures what proofs cost: `quantize --verify` and `verify --source --exact` beside `quantize`.
 
-Measures `compare`, too, of the source with the result and with a copy of itself. Beside them stand
-the same commands of another version of nf4conv, and reading both files.
+Measures it, too, of the source beside a copy of itself and beside other values, where nothing says
+how they were made; and reading both.
 
 Every run is a fresh process on the same files with a warm page cache. The contestants take turns,
 and medians are reported.
 
-Usage: python -m benchmarks.verifying [--shape 8b] [--folder DIR] [--runs 3] [--before TREE] [--out
-FILE.json]
+Usage: python -m benchmarks.verifying [--shape 8b] [--folder DIR] [--runs 3] [--out FILE.json]
 """
 
 import argparse
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.end_to_end import keep, program_of, run
 from benchmarks.synthetic import SHAPES, write_checkpoint
@@ -39,23 +39,27 @@ KEPT = (
 """Of what a command tells."""
 
 
-def measure(
-    source: Path, scratch: Path, runs: int, before: Path | None
-) -> dict[str, list[dict[str, Any]]]:
-    out, copy = scratch / "out", shutil.copytree(source, scratch / "copy")
+def measure(source: Path, scratch: Path, runs: int) -> dict[str, list[dict[str, Any]]]:
+    out, rounded, copy = (
+        scratch / "out",
+        scratch / "rounded",
+        shutil.copytree(source, scratch / "copy"),
+    )
+    shutil.copytree(source, rounded)
+    for file in rounded.glob("*.safetensors"):
+        save_file({name: values * 1.001 for name, values in load_file(file).items()}, file)
     told = ["--quiet", "--json"]
-    apart, alike = ["compare", source, out, "--tolerance", 1], ["compare", source, copy]
+    alike = ["verify", copy, "--source", source, "--exact"]
+    apart = ["verify", rounded, "--source", source, "--tolerance", 1]
     contestants = {
         "quantize": ["quantize", source, out, "--overwrite"],
         "verify": ["verify", out, "--source", source, "--exact"],
-        "compare": apart,
-        "compare, identical": alike,
-        **({"compare, before": apart, "compare, identical, before": alike} if before else {}),
+        "two in 16 bits": apart,
+        "two in 16 bits, identical": alike,
         "quantize --verify": ["quantize", source, out, "--overwrite", "--verify"],
     }
     commands = {
-        name: [*program_of(before if before and "before" in name else Path.cwd()), *words, *told]
-        for name, words in contestants.items()
+        name: [*program_of(Path.cwd()), *words, *told] for name, words in contestants.items()
     }
     threads = len(os.sched_getaffinity(0))
     commands["reading both"] = [sys.executable, "-m", "benchmarks.reading", threads, source, copy]
@@ -80,14 +84,11 @@ def main() -> None:
         "--folder", type=Path, help="where to put the checkpoints; default: a temporary folder"
     )
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument(
-        "--before", type=Path, help="the folder that holds the package nf4conv of another version"
-    )
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         size = write_checkpoint(SHAPES[chosen.shape], Path(scratch) / "source")
-        results = measure(Path(scratch) / "source", Path(scratch), chosen.runs, chosen.before)
+        results = measure(Path(scratch) / "source", Path(scratch), chosen.runs)
     walls = {
         name: statistics.median(one["wall_seconds"] for one in found)
         for name, found in results.items()

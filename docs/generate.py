@@ -27,7 +27,6 @@ RESULTS: Final = {
     nf4conv.DequantizeReport: "`dequantize`",
     nf4conv.FinishReport: "`finish`",
     nf4conv.VerifyReport: "`verify`",
-    nf4conv.ComparisonReport: "`compare`",
     nf4conv.Evaluation: "`evaluate`",
     nf4conv.Evaluations: "`evaluate` of several",
     nf4conv.Inspection: "`inspect`",
@@ -46,8 +45,8 @@ _JSON_INTRODUCTION: Final = f"""\
 
 *Made by docs/generate.py from the classes of the results.*
 
-Each result begins with `schema_version`, `nf4conv` (the version) and `command`. Results of `verify`
-and `compare` then have the `verdict` in one line. `schema_version` is {SCHEMA_VERSION}. It grows
+Each result begins with `schema_version`, `nf4conv` (the version) and `command`. The result of
+`verify` then has the `verdict` in one line. `schema_version` is {SCHEMA_VERSION}. It grows
 when a field is renamed, removed, or gets another meaning, not when a field is added. Sizes are in
 bytes, times in seconds; errors are ratios. Numbers that JSON cannot spell are the strings `"nan"`,
 `"inf"` and `"-inf"`. The functions of the Python API return the same results as dataclasses.

@@ -5,7 +5,6 @@ Streams the weights, writes the same bytes as bitsandbytes, and verifies them:
     report = nf4conv.quantize("./Llama-3.1-8B", "./Llama-3.1-8B-nf4", verify=True)
     nf4conv.inspect("./Llama-3.1-8B-nf4").totals          what it holds, by its headers
     nf4conv.verify("./Llama-3.1-8B-nf4").verdict          whether it is sound; with a source, right
-    nf4conv.compare("./ours", "./theirs").verdict         whether two hold the same
     nf4conv.dequantize("./Llama-3.1-8B-nf4", "./again")   back to 16 bits
 
 A checkpoint is a folder, a weight file, or "org/name" on the Hugging Face Hub. Options are
@@ -29,11 +28,6 @@ if TYPE_CHECKING:
     from nf4conv.codec.ops import dequantize_4bit as dequantize_4bit
     from nf4conv.codec.ops import quantize_4bit as quantize_4bit
     from nf4conv.codec.quant_state import QuantState as QuantState
-    from nf4conv.commands.compare import ComparisonPlan as ComparisonPlan
-    from nf4conv.commands.compare import compare as compare
-    from nf4conv.commands.compare import compare_checkpoints as compare_checkpoints
-    from nf4conv.commands.compare import execute_comparison as execute_comparison
-    from nf4conv.commands.compare import plan_comparison as plan_comparison
     from nf4conv.commands.dequantize import AnyDequantizationPlan as AnyDequantizationPlan
     from nf4conv.commands.dequantize import dequantize as dequantize
     from nf4conv.commands.dequantize import dequantize_checkpoint as dequantize_checkpoint
@@ -67,7 +61,6 @@ if TYPE_CHECKING:
     from nf4conv.inference.patching import decoded_linear_4bit as decoded_linear_4bit
     from nf4conv.inference.patching import patch_linear_4bit as patch_linear_4bit
     from nf4conv.inference.patching import unpatch_linear_4bit as unpatch_linear_4bit
-    from nf4conv.options import CompareOptions as CompareOptions
     from nf4conv.options import DequantizeOptions as DequantizeOptions
     from nf4conv.options import EvaluateOptions as EvaluateOptions
     from nf4conv.options import InspectOptions as InspectOptions
@@ -87,8 +80,6 @@ if TYPE_CHECKING:
     from nf4conv.plan.rows import QuantizationTotals as QuantizationTotals
     from nf4conv.report.as_json import to_json as to_json
     from nf4conv.report.page import write_page as write_page
-    from nf4conv.report.results.checks import ComparisonReport as ComparisonReport
-    from nf4conv.report.results.checks import ComparisonSettings as ComparisonSettings
     from nf4conv.report.results.checks import VerifyReport as VerifyReport
     from nf4conv.report.results.checks import VerifySettings as VerifySettings
     from nf4conv.report.results.contents import Environment as Environment
@@ -99,9 +90,6 @@ if TYPE_CHECKING:
     from nf4conv.report.results.runs import FinishReport as FinishReport
     from nf4conv.report.results.runs import PlanReport as PlanReport
     from nf4conv.report.results.runs import QuantizeReport as QuantizeReport
-    from nf4conv.report.rows.comparison import ComparedKind as ComparedKind
-    from nf4conv.report.rows.comparison import ComparedRow as ComparedRow
-    from nf4conv.report.rows.comparison import Status as Status
     from nf4conv.report.rows.inspection import InspectedKind as InspectedKind
     from nf4conv.report.rows.inspection import InspectedRow as InspectedRow
     from nf4conv.report.rows.inspection import InspectionTotals as InspectionTotals
@@ -120,9 +108,6 @@ _NAMES_IN: Final = {
     "nf4conv.codec.ops": "dequantize_4bit quantize_4bit",
     "nf4conv.inference.patching": "decoded_linear_4bit patch_linear_4bit unpatch_linear_4bit",
     "nf4conv.codec.quant_state": "QuantState",
-    "nf4conv.commands.compare": (
-        "ComparisonPlan compare compare_checkpoints execute_comparison plan_comparison"
-    ),
     "nf4conv.commands.dequantize": (
         "AnyDequantizationPlan dequantize dequantize_checkpoint execute_dequantization "
         "plan_dequantization"
@@ -143,7 +128,7 @@ _NAMES_IN: Final = {
         "CodecError Nf4convError OptionError OutputError PlanError SourceError VerificationError"
     ),
     "nf4conv.options": (
-        "CompareOptions DequantizeOptions EvaluateOptions InspectOptions MachineOptions "
+        "DequantizeOptions EvaluateOptions InspectOptions MachineOptions "
         "PushOptions QuantizeOptions RunOptions SourceOptions VerifyOptions"
     ),
     "nf4conv.plan.dequantization": "DequantizationPlan",
@@ -153,12 +138,9 @@ _NAMES_IN: Final = {
     "nf4conv.plan.rows": "DequantizationTotals PlanKind PlanRow QuantizationTotals",
     "nf4conv.report.as_json": "to_json",
     "nf4conv.report.page": "write_page",
-    "nf4conv.report.results.checks": (
-        "ComparisonReport ComparisonSettings VerifyReport VerifySettings"
-    ),
+    "nf4conv.report.results.checks": ("VerifyReport VerifySettings"),
     "nf4conv.report.results.contents": "Environment Evaluation Evaluations Inspection",
     "nf4conv.report.results.runs": "DequantizeReport FinishReport PlanReport QuantizeReport",
-    "nf4conv.report.rows.comparison": "ComparedKind ComparedRow Status",
     "nf4conv.report.rows.inspection": (
         "InspectedKind InspectedRow InspectionTotals StoredQuantization"
     ),

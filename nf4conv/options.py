@@ -395,29 +395,6 @@ class DequantizeOptions(SourceOptions, RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(SourceOptions, MachineOptions):
-    """Says which tensors `compare` looks at, and which differences it accepts."""
-
-    tolerance: Annotated[
-        float | None,
-        Option(
-            Group.CHECKS,
-            "Let no tensor have a larger relative error.",
-            unset="require equal bytes",
-            most=2,
-            expected=_RELATIVE_ERROR,
-        ),
-    ] = None
-    include: Annotated[
-        Names, Option(Group.WEIGHTS, "Compare only tensors whose names match.", metavar="GLOB")
-    ] = ()
-    exclude: Annotated[
-        Names, Option(Group.WEIGHTS, "Leave out tensors whose names match.", metavar="GLOB")
-    ] = ()
-    stream: bool = field(default=False, init=False)
-
-
-@dataclass(frozen=True, kw_only=True)
 class VerifyOptions(SourceOptions, MachineOptions):
     """Says what `verify` requires of a checkpoint, and what it compares it with."""
 
@@ -425,7 +402,7 @@ class VerifyOptions(SourceOptions, MachineOptions):
         str | Path | None,
         Option(
             Group.CHECKS,
-            "Compare every value with this checkpoint, from which PATH was made.",
+            "Compare every value with this checkpoint, such as the one that PATH was made from.",
             metavar="SRC",
         ),
     ] = None
@@ -433,9 +410,8 @@ class VerifyOptions(SourceOptions, MachineOptions):
         float | None,
         Option(
             Group.CHECKS,
-            "With --source, let no weight in 4 bits have a larger relative error; one that "
-            "dequantize "
-            "decoded must be equal.",
+            "With --source, let no weight in 4 bits have a larger relative error, nor any tensor "
+            "where nothing says how PATH was made. What dequantize decoded must be equal.",
             unset="0.112 for NF4 in blocks of 64",
             most=2,
             expected=_RELATIVE_ERROR,
@@ -445,7 +421,8 @@ class VerifyOptions(SourceOptions, MachineOptions):
         bool,
         Option(
             Group.CHECKS,
-            "With --source, require the bytes that quantizing SRC gives, in config and files too.",
+            "With --source, require the bytes that converting SRC gives, in config and files too; "
+            "of calibrated weights, those that were recorded.",
         ),
     ] = False
     lora: Annotated[

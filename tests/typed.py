@@ -24,8 +24,7 @@ def with_keywords() -> nf4conv.QuantizeReport:
     nf4conv.evaluate(["OUT", "OTHER"], source="SRC", text="ids.npy", progress=print)
     nf4conv.evaluate("OUT", text="ids.npy")  # type: ignore[call-arg]
     nf4conv.quantize(source="SRC", out="OUT")  # type: ignore[call-arg]
-    nf4conv.compare("A", "B", tolerance=0, exclude=("lm_head.*",))
-    nf4conv.compare("A", "B", tolerance="0")  # type: ignore[arg-type]
+    nf4conv.verify("OUT", source="SRC", tolerance="0")  # type: ignore[arg-type]
     nf4conv.inspect("org/name", revision="v2")
     nf4conv.inspect("org/name", device="cpu")  # type: ignore[call-arg]
     return nf4conv.quantize(Path("SRC"), Path("OUT"), moe="packed", token=None)
@@ -68,13 +67,6 @@ def largest(source: str) -> nf4conv.InspectedRow:
     totals: nf4conv.InspectionTotals = found.totals
     assert totals.bytes
     return found.tensors[0]
-
-
-def statuses(report: nf4conv.ComparisonReport) -> dict[nf4conv.Status, int]:
-    row: nf4conv.ComparedRow = report.tensors[0]
-    kind: nf4conv.ComparedKind = report.kinds[0]
-    print(row.status, kind.tensors)
-    return dict(report.counts)
 
 
 def names(error: nf4conv.SourceError) -> tuple[Path | None, str | None]:

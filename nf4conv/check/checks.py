@@ -23,6 +23,7 @@ CHECKS: Final[Mapping[str, str]] = {
         "with a source, it is that of the source"
     ),
     "finite": "no value of a tensor that is compared with nothing is NaN or infinite",
+    "source": "the source is the model that this was made from",
     "names": "the tensors are those of the source",
     "model config": "config.json describes the model of the source",
     "record": "nf4conv.json says what is stored",
@@ -32,34 +33,28 @@ CHECKS: Final[Mapping[str, str]] = {
     "bound": "every value is within the format's worst-case error",
     "calibrated": "the bytes of calibrated weights are those that nf4conv.json has the SHA-256 of",
     "tolerance": "the relative error of every weight is within the tolerance",
+    "values": "no value differs from the source's by more than --tolerance allows",
     "exact": "the bytes are those that quantizing the source gives, or that calibration recorded",
 }
 """What each check looks at, by its name, in the order in which reports list them."""
 
-ALWAYS: Final = (
-    "files",
-    "index",
-    "components",
+OF_FILES: Final = ("files", "index", "components", "config")
+"""The checks that every verification makes."""
+
+OF_WEIGHTS: Final = (
     "quant state",
     "layout",
     "one shard",
     "code maps",
     "uniform",
     "experts",
-    "config",
     "skip list",
     "scales",
 )
-"""The checks that every verification makes."""
+"""The checks of weights in 4 bits."""
 
-WITH_SOURCE: Final = ("names", "model config", "copies", "codes", "bound", "tolerance")
-"""The checks that a verification makes if there is a source to compare with."""
+WITH_SOURCE: Final = ("source", "names", "model config", "copied files", "copies")
+"""The checks that a verification makes if there is a source."""
 
-OF_DECODED: Final = ("files", "index", "components", "config")
-"""The checks that every verification of a decoded checkpoint makes."""
-
-OF_DECODED_WITH_SOURCE: Final = ("names", "model config", "copies")
-"""The checks that such a verification makes if there is a source to decode again."""
-
-OF_DECODED_ALONE: Final = ("finite",)
-"""The checks that such a verification makes if there is none."""
+OF_WEIGHTS_WITH_SOURCE: Final = ("codes", "bound", "tolerance")
+"""The checks of weights in 4 bits if there is a source."""

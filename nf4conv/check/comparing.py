@@ -1,68 +1,62 @@
-"""Matches the tensors of any two checkpoints, and says how they can be compared."""
+"""Matches the tensors of two checkpoints of one model, neither of which says how it was made from
+the other.
+"""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from nf4conv.check.pairing import AlikePair, Pairs, is_dispensable, note_foreign
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts.gathering import Experts
-from nf4conv.choose.wishes import is_wanted
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES
 from nf4conv.models.expert_layouts import find_stack, layouts_of
 from nf4conv.models.single_experts import single_expert
-from nf4conv.options import CompareOptions
 from nf4conv.plan.joining import join_experts
 from nf4conv.sources.encodings.types.arranged import StackedExperts, Strided
 from nf4conv.sources.encodings.types.kinds import is_quantized
 from nf4conv.sources.source import Source
+from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 
-@dataclass(frozen=True)
-class TensorPair:
-    """The tensors of one name in two checkpoints. At least one of them has it.
+def pair_alike(structure: Structure, out: Source, source: Source) -> Pairs:
+    """Matches all tensors by name, and notes those that cannot be compared.
 
-    Attributes:
-        a: the tensor in the first checkpoint. None if it lacks the tensor.
-        b: the tensor in the second checkpoint. None if it lacks the tensor.
+    Args:
+        structure: the checkpoint, which gets the findings.
+        out: the same, with its tensors as they decode.
+        source: what it is compared with.
     """
+    originals = _as_comparable(source, out)
+    tensors = _as_comparable(out, source)
+    pairs = []
+    for name, original in originals.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            is_fault = not is_dispensable(name, source.config or {})
+            text = "is in the source but not here"
+            structure.note("names", original.file, name, text, is_fault=is_fault)
+        elif tensor.shape != original.shape:
+            text = f"is {list(tensor.shape)}, but the source has {list(original.shape)}"
+            structure.note("names", tensor.file, name, text)
+        else:
+            decoded = _decoded_for(original, tensor), _decoded_for(tensor, original)
+            pairs.append(AlikePair(*decoded, _are_stored_alike(original, tensor)))
+    for name, tensor in tensors.items():
+        if name not in originals:
+            structure.note("names", tensor.file, name, "is not in the source")
+    if note_foreign(structure, source, len(pairs), len(tensors)):
+        return Pairs()
+    return Pairs(alike=tuple(pairs))
 
-    a: TensorInfo | None
-    b: TensorInfo | None
 
-    @property
-    def either(self) -> TensorInfo:
-        """The tensor in the first checkpoint that has it."""
-        found = self.a or self.b
-        assert found is not None
-        return found
-
-
-@dataclass(frozen=True)
-class ComparablePair:
-    """Two tensors of one name and one shape, which can be compared.
-
-    Attributes:
-        a: the tensor in the first checkpoint.
-        b: the tensor in the second checkpoint.
-    """
-
-    a: TensorInfo
-    b: TensorInfo
-
-    def as_decoded(self) -> tuple[TensorInfo, TensorInfo]:
-        """Returns both tensors with the dtypes that they are decoded to for the comparison."""
-        return _decoded_for(self.a, self.b), _decoded_for(self.b, self.a)
-
-    def are_stored_alike(self) -> bool:
-        """Tells whether equal bytes mean equal tensors."""
-        if self.a.dtype != self.b.dtype:
-            return False
-        if self.a.encoding is None or self.b.encoding is None:
-            return self.a.encoding is self.b.encoding
-        if not self.a.encoding.decodes_like(self.b.encoding):
-            return False
-        return _layout(self.a) == _layout(self.b)
+def _are_stored_alike(a: TensorInfo, b: TensorInfo) -> bool:
+    """Returns True if equal bytes mean equal tensors."""
+    if a.dtype != b.dtype:
+        return False
+    if a.encoding is None or b.encoding is None:
+        return a.encoding is b.encoding
+    return a.encoding.decodes_like(b.encoding) and _layout(a) == _layout(b)
 
 
 def _decoded_for(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
@@ -90,43 +84,14 @@ def _layout(tensor: TensorInfo) -> list[tuple[str, str, list[int]]]:
     return layout
 
 
-def pair_tensors(
-    a: Source | None, b: Source | None, options: CompareOptions
-) -> dict[str, TensorPair]:
-    """Matches the tensors of two checkpoints by name.
-
-    Args:
-        a: the first checkpoint. None if it lacks this submodel of a pipeline.
-        b: the second checkpoint. None if it lacks this submodel of a pipeline.
-        options: which tensors to look at.
-
-    Returns:
-        The pair of each name, those of the first checkpoint before those that only the second has.
-    """
-    wanted_a = _wanted(_alike(a, b), options)
-    wanted_b = _wanted(_alike(b, a), options)
-    pairs = {}
-    for name in [*wanted_a, *wanted_b]:
-        pairs[name] = TensorPair(wanted_a.get(name), wanted_b.get(name))
-    return pairs
-
-
-def _alike(source: Source | None, other: Source | None) -> dict[str, TensorInfo]:
+def _as_comparable(source: Source, other: Source) -> dict[str, TensorInfo]:
     """Returns tensors by name, as they can be compared with those of another checkpoint.
 
     Experts that are stacked in one tensor are taken apart where the other has them one by one, but
     for encoded stacks: of these, single experts are stacked too.
-
-    Args:
-        source: one checkpoint; None if it lacks this submodel of a pipeline.
-        other: the other.
     """
-    if source is None:
-        return {}
-    names = set()
-    if other is not None:
-        names = {tensor.name for tensor in other.tensors}
-    tensors = source.tensors if other is None else _stacked_like(source, other)
+    names = {tensor.name for tensor in other.tensors}
+    tensors = _stacked_like(source, other)
     experts = Experts.gather(tensors, source.config or {})
     found = {}
     for tensor in tensors:
@@ -179,20 +144,3 @@ def _view_of(tensor: TensorInfo, matrix: PackedMatrix) -> TensorInfo:
     stored = tensor._replace(shape=(length,), start=start, stop=start + length * itemsize)
     view = Strided(stored, strides=strides)
     return stored._replace(name=matrix.name, shape=matrix.shape, encoding=view)
-
-
-def _wanted(tensors: Mapping[str, TensorInfo], options: CompareOptions) -> dict[str, TensorInfo]:
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if is_wanted(name, options.include, options.exclude)
-    }
-
-
-def comparable(pairs: Mapping[str, TensorPair]) -> dict[str, ComparablePair]:
-    """Returns the tensors that both checkpoints have in one shape, by name."""
-    found = {}
-    for name, pair in pairs.items():
-        if pair.a is not None and pair.b is not None and pair.a.shape == pair.b.shape:
-            found[name] = ComparablePair(pair.a, pair.b)
-    return found

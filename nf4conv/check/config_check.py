@@ -1,6 +1,5 @@
 """Checks config.json against what is stored: the quantization that it names, and its dtypes."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -9,7 +8,7 @@ from nf4conv.check.skip_list_check import check_skip_list
 from nf4conv.choose.evidence import Evidence
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES, TAGS
-from nf4conv.models.config import LEFTOVERS, UNREAD, checkpoint_dtype, levels, quantized_config
+from nf4conv.models.config import LEFTOVERS, checkpoint_dtype, levels
 from nf4conv.sources.auxiliary import QUANTIZATION_LEFTOVERS
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.stored_weights import StoredWeight, Structure
@@ -24,26 +23,19 @@ _FLAGS: Final = (
 """Keys for which transformers raises a TypeError unless their value is true or false."""
 
 
-def check_config(structure: Structure) -> Mapping[str, Any]:
-    """Notes everything in which config.json and the stored tensors disagree.
-
-    Args:
-        structure: the checkpoint.
-
-    Returns:
-        The content of config.json; nothing if there is none, or none that can be read.
-    """
+def check_config(structure: Structure) -> None:
+    """Notes everything in which config.json and the stored tensors disagree."""
     config = _read_config(structure)
     if config is None:
         check_experts(structure, {})
-        return {}
+        return
     _check_leftovers(structure, config)
     check_experts(structure, config)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping):
         if structure.weights:
             _note(structure, "has no quantization_config, though weights are packed")
-        return config
+        return
     _check_keys(structure, quantization)
     _check_dtype(structure, quantization)
     _check_format(structure, quantization)
@@ -51,7 +43,6 @@ def check_config(structure: Structure) -> Mapping[str, Any]:
     _note_oddities(structure, quantization)
     _check_unpacked_dtypes(structure, config)
     check_skip_list(structure, config, quantization)
-    return config
 
 
 def check_plain_config(structure: Structure) -> None:
@@ -193,40 +184,6 @@ def _check_unpacked_dtypes(structure: Structure, config: Mapping[str, Any]) -> N
         text = f"is {DTYPE_NAMES[tensor.dtype]}, but config.json says {dtype}"
         structure.note("config", tensor.file, tensor.name, text, is_fault=False)
         return  # one says it: a checkpoint may have thousands
-
-
-def check_exact_config(structure: Structure, config: Mapping[str, Any]) -> None:
-    """Notes every key of quantization_config that is not what `quantize` writes.
-
-    The skip list is not compared. Keys that transformers writes and no loader reads may be there.
-
-    Args:
-        structure: the checkpoint.
-        config: the content of its config.json.
-    """
-    weight = _first_weight(structure)
-    found = config.get("quantization_config")
-    if weight is None or not isinstance(found, Mapping):
-        return
-    # the compute dtype is a choice, which another check looks at
-    compute_dtype = found.get("bnb_4bit_compute_dtype", "bfloat16")
-    written = quantized_config(
-        {}, weight.format, compute_dtype=compute_dtype, skip_modules=(), dtype=None
-    )
-    expected = written["quantization_config"]
-    for key, value in UNREAD.items():
-        if key in found:
-            expected[key] = value
-    for key in sorted({*expected, *found} - {"llm_int8_skip_modules"}):
-        found_value = _shown(found, key)
-        expected_value = _shown(expected, key)
-        if found_value != expected_value:
-            text = f"quantization_config: {key} is {found_value:.100}, not {expected_value}"
-            structure.note("exact", "config.json", "", text)
-
-
-def _shown(content: Mapping[str, Any], key: str) -> str:
-    return json.dumps(content[key]) if key in content else "missing"
 
 
 def _first_weight(structure: Structure) -> StoredWeight | None:

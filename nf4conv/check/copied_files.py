@@ -1,11 +1,10 @@
 """Compares the files beside the weights with those of the source: tokenizer, templates, code.
 
-nf4conv copies them byte for byte. Other tools write some of them anew from what they parsed; these
-are compared by what they mean as far as that is known, and otherwise only noted.
+nf4conv copies them byte for byte. Other tools write some of them anew: of theirs, only the
+vocabulary is compared.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -20,37 +19,18 @@ from nf4conv.system.names import FolderNames
 
 CHECK: Final = "copied files"
 
-_LARGEST_JSON: Final = 2**28  # bytes of a tokenizer
-
-_REWRITTEN: Final = frozenset(
-    (
-        "generation_config.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "preprocessor_config.json",
-        "processor_config.json",
-        "video_preprocessor_config.json",
-        "image_processor_config.json",
-        "chat_template.json",
-        "chat_template.jinja",
-        "tokenizer.json",
-        "merges.txt",
-        "vocab.txt",
-    )
-)
-"""Files that save_pretrained of models, tokenizers and processors writes anew."""
-
-_VERSIONS: Final = ("transformers_version", "_from_model_config", "tokenizers_version")
+_TOKENIZER: Final = "tokenizer.json"
+_LARGEST_TOKENIZER: Final = 2**28  # bytes
 
 
-def check_copied_files(structure: Structure, source: Source) -> None:
+def check_copied_files(structure: Structure, source: Source, *, is_ours: bool, exact: bool) -> None:
     """Notes every file beside the weights that is not the source's.
 
     Args:
         structure: the checkpoint, a folder.
         source: what it was made from.
+        is_ours: True if nf4conv wrote the folder.
+        exact: True if a difference is a fault, False if it is only worth a note.
 
     Raises:
         SourceError: a file of the source cannot be read.
@@ -58,21 +38,23 @@ def check_copied_files(structure: Structure, source: Source) -> None:
     names = source.auxiliary()
     if not names:
         return
-    is_ours = structure.record is not None
     with source.whole_folder() as folder:
-        check_files(structure, folder, names, is_ours=is_ours)
+        if is_ours:
+            check_files(structure, folder, names, exact=exact)
+        elif is_file(folder / _TOKENIZER) and is_file(structure.folder / _TOKENIZER):
+            _check_vocabulary(structure, folder / _TOKENIZER, structure.folder / _TOKENIZER)
 
 
 def check_files(
-    structure: Structure, source: Path, names: Iterable[PurePosixPath], *, is_ours: bool
+    structure: Structure, source: Path, names: Iterable[PurePosixPath], *, exact: bool
 ) -> None:
-    """Notes every file of a folder that is not the one that it should have been copied from.
+    """Notes every file of a folder that nf4conv wrote and that is not the one it was copied from.
 
     Args:
         structure: the folder, which gets the findings.
         source: the folder that files were copied from.
         names: their paths, relative to both.
-        is_ours: True if nf4conv wrote the folder.
+        exact: True if a difference is a fault, False if it is only worth a note.
 
     Raises:
         SourceError: a file of the source cannot be read.
@@ -81,82 +63,43 @@ def check_files(
     for name in names:
         if taken.take(str(name)) is not None:
             continue  # it could not be copied
-        original = source / name
         copy = structure.folder / name
         if not is_file(copy):
-            text = "is missing; the source has it"
-            structure.note(CHECK, str(name), "", text, is_fault=is_ours)
-        elif not _are_equal(structure, original, copy, str(name)):
-            _note_difference(structure, original, copy, str(name), is_ours=is_ours)
+            structure.note(CHECK, str(name), "", "is missing; the source has it", is_fault=exact)
+        elif not _are_equal(source / name, copy):
+            text = "is not the source's, byte for byte"
+            structure.note(CHECK, str(name), "", text, is_fault=exact)
 
 
-def _are_equal(structure: Structure, original: Path, copy: Path, name: str) -> bool:
-    """Returns True if two files have the same bytes; notes a copy that cannot be read."""
+def _are_equal(original: Path, copy: Path) -> bool:
     if original.stat().st_size != copy.stat().st_size:
         return False
     wanted = digest_of(original)
     try:
         return digest_of(copy) == wanted
-    except SourceError as error:
-        structure.note(CHECK, name, "", str(error).removeprefix(f"{copy}: "))
-        return True
+    except SourceError:  # the copy cannot be read
+        return False
 
 
-def _note_difference(
-    structure: Structure, original: Path, copy: Path, name: str, *, is_ours: bool
-) -> None:
-    if is_ours or name not in _REWRITTEN:
-        structure.note(CHECK, name, "", "is not the source's, byte for byte")
-        return
-    differing = list(_changed_keys(original, copy))
-    if name == "tokenizer.json" and {"model", "added_tokens"} & {*differing}:
-        structure.note(CHECK, name, "", "has another vocabulary than the source's")
-    elif differing:
-        text = (
-            f"was written by another tool, and differs from the source's in "
-            f"{', '.join(differing[:5])}"
-        )
-        structure.note(CHECK, name, "", text, is_fault=False)
-
-
-def _changed_keys(original: Path, copy: Path) -> Iterator[str]:
-    """Yields the keys of a JSON file that another tool has changed; "its bytes" of other files."""
+def _check_vocabulary(structure: Structure, original: Path, copy: Path) -> None:
+    """Notes a tokenizer that gives the tokens of the source other numbers; it may have more."""
+    wanted = _vocabulary(read_json(original, _LARGEST_TOKENIZER))
     try:
-        wanted = read_json(original, _LARGEST_JSON)
-        found = read_json(copy, _LARGEST_JSON)
-    except SourceError:
-        yield "its bytes"
+        found = _vocabulary(read_json(copy, _LARGEST_TOKENIZER))
+    except SourceError as error:
+        structure.note(CHECK, _TOKENIZER, "", str(error).removeprefix(f"{copy}: "))
         return
-    for key, value in wanted.items():
-        if key in _VERSIONS or (key not in found and value is None):
-            continue
-        if key not in found or not _mean_the_same(key, value, found[key]):
-            yield key
+    if any(found.get(token) != number for token, number in wanted.items()):
+        structure.note(CHECK, _TOKENIZER, "", "has another vocabulary than the source's")
 
 
-def _mean_the_same(key: str, wanted: object, value: object) -> bool:
-    """Compares two values of tokenizer.json, whatever release of tokenizers wrote them.
-
-    Tools may add tokens of their own, such as one for padding.
-    """
-    if key == "added_tokens" and isinstance(wanted, list) and isinstance(value, list):
-        tokens = [_token(token) for token in value]
-        return all(_token(token) in tokens for token in wanted)
-    return _meaning(key, wanted) == _meaning(key, value)
-
-
-def _meaning(key: str, value: object) -> str:
-    if key == "model" and isinstance(value, Mapping):
-        value = {"vocab": value.get("vocab"), "merges": _merges(value.get("merges"))}
-    return json.dumps(value, sort_keys=True)
-
-
-def _merges(merges: object) -> object:
-    """Returns merges as pairs; releases before 0.20 write them as texts with a space."""
-    if not isinstance(merges, list):
-        return merges
-    return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-
-
-def _token(token: Any) -> object:
-    return [token.get("id"), token.get("content")] if isinstance(token, Mapping) else token
+def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of tokens, as far as a tokenizer.json spells them out."""
+    model = tokenizer.get("model")
+    table = model.get("vocab") if isinstance(model, Mapping) else None
+    vocabulary = dict(table) if isinstance(table, Mapping) else {}
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, Mapping):
+            vocabulary[str(token.get("content"))] = token.get("id")
+    return vocabulary

@@ -1,36 +1,54 @@
-"""Compares config.json with that of the source: does it still describe the same model?
+"""Compares config.json with the one that converting the source gives: does it still describe the
+same model?
 
 nf4conv copies every key but those of the quantization and of dtypes, and adds those that only one
-release of transformers reads. Other tools rewrite more: they parse the source's config and write it
-again, with defaults added or left out and keys renamed. model_keys.py lists what that changes
-without changing the model.
+release of transformers reads. Other tools parse the source's config and write it again, with
+defaults added or left out and keys renamed: there, only keys are compared that decide shapes or
+arithmetic and have one name everywhere.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from nf4conv.check import model_keys
 from nf4conv.choose.formats import dominant_dtype
 from nf4conv.errors import SourceError
-from nf4conv.models.config import (
-    DTYPE_KEYS,
-    LEFTOVERS,
-    checkpoint_dtype,
-    plain_config,
-    without_quantization,
-)
-from nf4conv.models.releases import with_keys_of_both
+from nf4conv.models.config import checkpoint_dtype, quantized_config
 from nf4conv.sources.reader import read_json
+from nf4conv.sources.record import SCHEMA_VERSION
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
 
 CHECK: Final = "model config"
 
-_FIRST_SCHEMA: Final = 1
-"""Is the schema of nf4conv.json that release 0.1.0 wrote; it added no keys to config.json."""
+_REWRITTEN: Final = frozenset(
+    (
+        "transformers_version",
+        "_diffusers_version",
+        "_name_or_path",
+        "_commit_hash",
+        # of training, which switches it off, and of padding, for which tools choose a token
+        "use_cache",
+        "pad_token_id",
+    )
+)
+"""Keys that programs rewrite where they save a model. None of them changes a logit."""
+
+_OF_THE_MODEL: Final = frozenset(
+    (
+        "architectures", "model_type", "vocab_size", "tie_word_embeddings", "hidden_size",
+        "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps",
+        "layer_norm_epsilon", "norm_eps", "rope_theta", "partial_rotary_factor", "sliding_window",
+        "attention_bias", "mlp_bias", "num_experts", "num_local_experts", "n_routed_experts",
+        "num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank",
+        "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_embd", "n_head", "n_layer",
+        "d_model", "d_ff", "d_kv", "num_layers", "num_heads",
+    )
+)  # fmt: skip
+"""Keys that decide shapes or arithmetic, and are compared whatever tool wrote them."""
 
 _MISSING: Final = object()
 
@@ -40,7 +58,24 @@ class _Difference:
     """A key of config.json that is not what it should be."""
 
     path: str  # the keys that lead to it, with dots between them
-    text: str
+    wanted: object
+    found: object
+
+    @property
+    def is_rewritten(self) -> bool:
+        return self.path.rpartition(".")[2] in _REWRITTEN
+
+    def line(self) -> str:
+        found = _shown(self.found)
+        if self.wanted is _MISSING:
+            return f"{self.path} is {found:.100}; the source has no such key"
+        return f"{self.path} is {found:.100}; by the source it is {_shown(self.wanted):.100}"
+
+
+def is_ours(structure: Structure) -> bool:
+    """Returns True for a checkpoint that nf4conv wrote, and wrote as this release does."""
+    record = structure.record
+    return record is not None and record.get("schema_version") == SCHEMA_VERSION
 
 
 def check_model_config(structure: Structure, source: Source, *, exact: bool) -> None:
@@ -48,28 +83,15 @@ def check_model_config(structure: Structure, source: Source, *, exact: bool) -> 
 
     Args:
         structure: the checkpoint, a folder.
-        source: what it was made from.
-        exact: True to look at every key; False to look at those only that decide shapes and
-            arithmetic.
+        source: what it was quantized from.
+        exact: True if keys that programs rewrite count, too.
     """
     if source.config is None:
         return
-    try:
-        config = _read_config(structure)
-    except SourceError as error:
-        if not structure.weights:  # otherwise it is noted with what else is wrong with it
-            structure.note(CHECK, "config.json", "", str(error).partition(": ")[2])
-        return
+    config = _read_config(structure, exact=exact)
     if config is None:
-        if exact:
-            structure.note(CHECK, "config.json", "", "is missing; the source has one")
         return
-    record = structure.record
-    if record is None:
-        found = _differences_of_others(source.config, config, _dtypes_of(structure), "")
-    else:
-        found = _differences_of_ours(structure, source, config, record)
-    _note_differences(structure, found, exact=exact)
+    _check(structure, _planned(structure, source, config), config, exact=exact)
 
 
 def check_planned_config(
@@ -77,154 +99,120 @@ def check_planned_config(
 ) -> None:
     """Notes every key by which config.json is not the one that decoding the source gives.
 
-    A quantization that is left over is noted elsewhere, as is a file that cannot be read.
-
     Args:
         structure: the checkpoint, a folder.
         planned: the config that decoding gives. None for a source without one.
-        exact: True to look at every key; False to look at those only that decide shapes and
-            arithmetic.
+        exact: True if keys that programs rewrite count, too.
     """
     if planned is None:
         return
-    try:
-        config = _read_config(structure)
-    except SourceError:
-        return
+    config = _read_config(structure, exact=exact)
     if config is None:
-        structure.note(CHECK, "config.json", "", "is missing; decoding the source gives one")
         return
-    config = {key: value for key, value in config.items() if key in planned or key not in LEFTOVERS}
-    if structure.record is None:
-        found = _differences_of_others(planned, config, set(), "")
-    else:
-        found = _unequal(planned, config, "")
-    _note_differences(structure, found, exact=exact)
+    _check(structure, planned, config, exact=exact)
 
 
-def _note_differences(structure: Structure, found: Iterable[_Difference], *, exact: bool) -> None:
-    for difference in found:
-        name = difference.path.rpartition(".")[2]
-        if exact or name not in model_keys.NOT_ARITHMETIC:
-            structure.note(CHECK, "config.json", "", f"{difference.path} {difference.text}")
-
-
-def check_model_index(around: Structure, index: Path, *, exact: bool) -> None:
+def check_model_index(around: Structure, index: Path, *, is_ours: bool, exact: bool) -> None:
     """Notes every key by which model_index.json describes another pipeline than the source's.
 
     Args:
         around: the folder of the pipeline, which gets the findings.
         index: the model_index.json of the source.
-        exact: True to look at every key, those that the source lacks too.
+        is_ours: True if nf4conv wrote the pipeline.
+        exact: True if keys that programs rewrite count, too.
 
     Raises:
         SourceError: one of the two cannot be read.
     """
     wanted = read_json(index)
     found = read_json(around.folder / index.name)
-    for difference in _unequal(wanted, found, ""):
-        is_rewritten = difference.path in model_keys.REWRITTEN or difference.path not in wanted
-        if exact or not is_rewritten:
-            around.note(CHECK, index.name, "", f"{difference.path} {difference.text}")
+    for difference in _differences(wanted, found, ""):
+        if is_ours or difference.wanted is not _MISSING:  # other tools add keys
+            is_fault = exact or not difference.is_rewritten
+            around.note(CHECK, index.name, "", difference.line(), is_fault=is_fault)
 
 
-def _read_config(structure: Structure) -> Mapping[str, Any] | None:
+def _read_config(structure: Structure, *, exact: bool) -> Mapping[str, Any] | None:
+    """Returns the content of config.json; None if it is noted elsewhere that it cannot be read."""
     path = structure.folder / "config.json"
-    return read_json(path) if path.is_file() else None
+    if not path.is_file():
+        is_fault = exact or is_ours(structure)
+        text = "is missing; the source has one"
+        structure.note(CHECK, "config.json", "", text, is_fault=is_fault)
+        return None
+    try:
+        return read_json(path)
+    except SourceError:
+        return None
 
 
-def _dtypes_of(structure: Structure) -> set[str]:
-    """Returns the dtypes that weights had before they were packed."""
-    return {weight.format.dtype for weight in structure.weights.values()}
+def _check(
+    structure: Structure, planned: Mapping[str, Any], config: Mapping[str, Any], *, exact: bool
+) -> None:
+    ours = is_ours(structure)
+    for difference in _differences(planned, config, ""):
+        is_of_the_model = difference.path.rpartition(".")[2] in _OF_THE_MODEL
+        are_both = difference.wanted is not _MISSING and difference.found is not _MISSING
+        if ours:
+            is_fault = exact or not difference.is_rewritten
+        elif is_of_the_model and are_both and not _is_renamed(difference):
+            is_fault = True
+        else:
+            continue
+        structure.note(CHECK, "config.json", "", difference.line(), is_fault=is_fault)
 
 
-def _differences_of_ours(
-    structure: Structure, source: Source, config: Mapping[str, Any], record: Mapping[str, Any]
-) -> Iterator[_Difference]:
-    """Yields what nf4conv would have written otherwise; quantization_config is checked elsewhere.
+def _is_renamed(difference: _Difference) -> bool:
+    """Returns True for a part that transformers 5 names more exactly: qwen2_vl_vision."""
+    return difference.path.endswith(".model_type") and str(difference.found).startswith(
+        str(difference.wanted)
+    )
+
+
+def _planned(structure: Structure, source: Source, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config that quantizing a source gives, but for compute dtype and skip list,
+    which other checks look at.
 
     A submodel of a diffusers pipeline in which nothing is packed has the config of the source.
     """
     assert source.config is not None
-    if not structure.weights:
-        yield from _unequal(source.config, config, "")
-        return
-    found = {key: value for key, value in config.items() if key != "quantization_config"}
-    plain = without_quantization(source.config)
-    expected = with_keys_of_both(plain)
-    if "_class_name" not in source.config:  # diffusers does not know dtypes
-        dtype = _dtype_of(source, record)
-        plain = plain_config(plain, dtype)
-        expected = plain_config(expected, dtype)
-    is_first = record.get("schema_version", _FIRST_SCHEMA) == _FIRST_SCHEMA
-    if is_first and not any(_unequal(plain, found, "")):
-        return
-    yield from _unequal(expected, found, "")
+    weight = next(iter(structure.weights.values()), None)
+    found = config.get("quantization_config")
+    if weight is None or not isinstance(found, Mapping):
+        return {**source.config, "quantization_config": found} if found else source.config
+    listed = found.get("llm_int8_skip_modules")
+    planned = quantized_config(
+        source.config,
+        weight.format,
+        compute_dtype=found.get("bnb_4bit_compute_dtype", "bfloat16"),
+        skip_modules=(),
+        # diffusers does not know dtypes
+        dtype=None if "_class_name" in source.config else _dtype_of(structure, source),
+    )
+    planned["quantization_config"]["llm_int8_skip_modules"] = listed
+    return planned
 
 
-def _dtype_of(source: Source, record: Mapping[str, Any]) -> str:
+def _dtype_of(structure: Structure, source: Source) -> str:
     """Returns the dtype that nf4conv writes, as choose/formats.py chooses it."""
-    asked = record["options"].get("dtype")
+    asked = (structure.record or {}).get("options", {}).get("dtype")
     if isinstance(asked, str):
         return asked
     return checkpoint_dtype(source.config or {}) or dominant_dtype(source.tensors)
 
 
-def _unequal(
+def _differences(
     expected: Mapping[str, Any], found: Mapping[str, Any], path: str
 ) -> Iterator[_Difference]:
     """Yields every key of two configs whose values are not spelled alike."""
     for key in {**expected, **found}:
-        place = f"{path}{key}"
         wanted = expected.get(key, _MISSING)
         value = found.get(key, _MISSING)
         if isinstance(wanted, Mapping) and isinstance(value, Mapping):
-            yield from _unequal(wanted, value, f"{place}.")
+            yield from _differences(wanted, value, f"{path}{key}.")
         elif _shown(wanted) != _shown(value):
-            yield _difference(place, wanted, value)
-
-
-def _difference(path: str, wanted: object, value: object) -> _Difference:
-    if wanted is _MISSING:
-        return _Difference(path, f"is {_shown(value):.100}; the source has no such key")
-    return _Difference(path, f"is {_shown(value):.100}; by the source it is {_shown(wanted):.100}")
+            yield _Difference(f"{path}{key}", wanted, value)
 
 
 def _shown(value: object) -> str:
     return "missing" if value is _MISSING else json.dumps(value)
-
-
-def _differences_of_others(
-    source: Mapping[str, Any], config: Mapping[str, Any], dtypes: set[str], path: str
-) -> Iterator[_Difference]:
-    """Yields what changes the model in a config that another tool wrote.
-
-    Args:
-        source: a level of the source's config.
-        config: the same level of the config.
-        dtypes: those that the weights had before they were packed.
-        path: the keys that lead to this level, each with a dot after it.
-    """
-    named = [source[key] for key in DTYPE_KEYS if source.get(key) is not None]
-    for key in DTYPE_KEYS:
-        value = config.get(key)
-        if named and value is not None and not _is_dtype(value, named[0], dtypes):
-            yield _difference(f"{path}{key}", named[0], value)
-    for key, wanted in source.items():
-        place = f"{path}{key}"
-        value = config.get(key, _MISSING)
-        if key in (*LEFTOVERS, *DTYPE_KEYS, *model_keys.REWRITTEN) or wanted is None:
-            continue
-        if isinstance(wanted, Mapping) and isinstance(value, Mapping):
-            yield from _differences_of_others(wanted, value, dtypes, f"{place}.")
-        elif value is _MISSING:
-            if not model_keys.may_be_left_out(key, wanted, config):
-                yield _difference(place, wanted, value)
-        elif not model_keys.means_the_same(key, wanted, value, is_part=bool(path)):
-            yield _difference(place, wanted, value)
-
-
-def _is_dtype(value: object, wanted: object, dtypes: set[str]) -> bool:
-    """Returns True for the dtype of the source, or of the weights that were packed."""
-    name = str(value).removeprefix("torch.")
-    return name == str(wanted).removeprefix("torch.") or name in dtypes

@@ -12,7 +12,8 @@ from nf4conv.models.expert_layouts import layouts_of
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import HEADS, module_of
 from nf4conv.models.single_experts import ROUTER_OF_UNSLOTH, is_gpt_oss, single_expert
-from nf4conv.plan.jobs import FLOAT_TAGS, PackJob, footprint
+from nf4conv.plan.dequantization import DequantizationPlan
+from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, PackJob, footprint
 from nf4conv.plan.joining import join_experts
 from nf4conv.sources.encodings.cuts.rows import rows_of
 from nf4conv.sources.encodings.types.arranged import StackedExperts
@@ -40,6 +41,14 @@ class CopiedPair(NamedTuple):
     original: TensorInfo
 
 
+class AlikePair(NamedTuple):
+    """Matches the tensors of one name and one shape, with the dtypes that they are decoded to."""
+
+    original: TensorInfo
+    tensor: TensorInfo
+    are_stored_alike: bool  # equal bytes mean equal tensors
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Lists what is to be compared with what.
@@ -48,11 +57,13 @@ class Pairs:
         weights: packed weights, with what they are packed from.
         copies: tensors that are not packed, with those of the source.
         alone: tensors in floats for which there is no source. They are only to be finite.
+        alike: tensors of a checkpoint that does not say how it was made, with those of the source.
     """
 
     weights: Sequence[PackedPair] = ()
     copies: Sequence[CopiedPair] = ()
     alone: Sequence[TensorInfo] = ()
+    alike: Sequence[AlikePair] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,9 @@ def pair(structure: Structure, source: Source) -> Pairs:
         by_name[name] = alias.tensor
     weights = tuple(_pair_weights(structure, source, by_name))
     copies = tuple(_pair_copies(structure, by_name))
+    total = len(structure.weights) + len(structure.plain)
+    if note_foreign(structure, source, len(weights) + len(copies), total):
+        return Pairs()
     used = {*structure.weights, *structure.plain, *(found.job.source.name for found in weights)}
     for name in used & aliases.keys():
         used |= aliases[name].names
@@ -86,6 +100,66 @@ def pair(structure: Structure, source: Source) -> Pairs:
         text = "is in the source but not here"
         structure.note("names", tensor.file, tensor.name, text, is_fault=is_fault)
     return Pairs(weights, copies)
+
+
+def pair_decoded(structure: Structure, plan: DequantizationPlan) -> Pairs:
+    """Finds what each tensor of a decoded checkpoint is decoded or copied from, and notes those
+    that are not as planned.
+
+    Args:
+        structure: the checkpoint.
+        plan: of decoding its source in the same way.
+    """
+    copies = []
+    planned = set()
+    in_shape = 0
+    for job in plan.output.jobs:
+        assert isinstance(job, CopyJob)
+        planned.add(job.name)
+        found = structure.tensors.get(job.name)
+        shape = job.source.shape
+        if found is None:
+            structure.note("names", job.source.file, job.name, "is in the source but not here")
+            continue
+        in_shape += found.shape == shape
+        if (found.dtype, found.shape) != (job.dtype, shape):
+            text = (
+                f"is {found.dtype} {list(found.shape)}, "
+                f"but decoding the source gives {job.dtype} {list(shape)}"
+            )
+            structure.note("copies", found.file, job.name, text)
+        else:
+            copies.append(CopiedPair(found, job.source))
+    if note_foreign(structure, plan.source, in_shape, len(structure.tensors)):
+        return Pairs()
+    for name, tensor in structure.tensors.items():
+        if name not in planned:
+            structure.note("names", tensor.file, name, "is not in the source")
+    return Pairs(copies=tuple(copies))
+
+
+def note_foreign(structure: Structure, source: Source, paired: int, total: int) -> bool:
+    """Says in one line that a source is another model's, if most tensors have no counterpart in it.
+
+    Args:
+        structure: the checkpoint, whose findings about single tensors then go.
+        source: what it is compared with.
+        paired: the number of its tensors that have a counterpart.
+        total: the number of all its tensors.
+
+    Returns:
+        True if it is another model's.
+    """
+    if 2 * paired >= total:
+        return False
+    kept = [finding for finding in structure.findings if finding.check not in ("names", "copies")]
+    structure.findings[:] = kept
+    text = (
+        f"{source.folder} is not what this was made from: it lacks {total - paired:,} of the "
+        f"{total:,} tensors, or has them in other shapes"
+    )
+    structure.note("source", "", "", text)
+    return True
 
 
 def is_dispensable(name: str, config: Mapping[str, Any]) -> bool:

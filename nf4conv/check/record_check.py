@@ -26,28 +26,15 @@ _OF_FORMAT: Final = ("quant_type", "blocksize", "double_quant", "quant_storage",
 def check_record(structure: Structure) -> None:
     """Notes everything that nf4conv.json says of the stored tensors and that is not so.
 
-    Release 0.1.0 said nothing of them.
-
     Args:
         structure: the checkpoint, which gets the findings.
     """
     record = structure.record
-    groups = None if record is None else record.get("weights")
-    if record is None or not _claims_something(groups):
+    if record is None:
+        if (structure.folder / MAKING).is_file():
+            structure.note(CHECK, MAKING, "", "is no record that can be read")
         return
-    assert isinstance(groups, list)
-    for text in (*_wrong_groups(structure, groups), *_wrong_counts(structure, record)):
-        structure.note(CHECK, MAKING, "", text)
-
-
-def check_decoded_record(structure: Structure) -> None:
-    """Notes everything that nf4conv.json says of a decoded checkpoint and that is not so.
-
-    Args:
-        structure: the checkpoint, which gets the findings.
-    """
-    record = structure.record
-    if record is None or "not_packed" not in record:  # release 0.1.0 said nothing of tensors
+    if "not_packed" not in record:  # release 0.1.0 said nothing of tensors
         return
     groups = record.get("weights")
     listed = groups if isinstance(groups, list) else []
@@ -98,13 +85,6 @@ def check_card(structure: Structure) -> None:
 def _values_in(text: str) -> set[str]:
     """Returns the values that a row of the card names, with their numbers of weights or without."""
     return {_PART.sub("", part) for part in text.split(", ")}
-
-
-def _claims_something(groups: object) -> bool:
-    """Returns True if a record describes weights as nf4conv does; not if somebody else wrote it."""
-    if not isinstance(groups, list):
-        return False
-    return any(isinstance(group, Mapping) and "quant_type" in group for group in groups)
 
 
 def _wrong_groups(structure: Structure, listed: list[Any]) -> Iterator[str]:

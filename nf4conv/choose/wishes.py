@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.sources.source import Source
 
 NamedSources = Sequence[tuple[str, Source]]
@@ -31,9 +31,7 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
     return bool(globs) and any(fnmatchcase(name, glob) for glob in globs)
 
 
-def unmatched(
-    options: QuantizeOptions | DequantizeOptions | CompareOptions, sources: NamedSources
-) -> Iterator[str]:
+def unmatched(options: QuantizeOptions | DequantizeOptions, sources: NamedSources) -> Iterator[str]:
     """Yields a line for each pattern of the user that matches nothing, which is likely a typo.
 
     A pattern such as "transformer/*.attn.*" is about one submodel.

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # importing all of them would take a moment of every command
         | nf4conv.DequantizeReport
         | nf4conv.FinishReport
         | nf4conv.VerifyReport
-        | nf4conv.ComparisonReport
         | nf4conv.Evaluation
         | nf4conv.Evaluations
         | nf4conv.Inspection

@@ -6,7 +6,6 @@ import sys
 import click
 
 import nf4conv
-from nf4conv.cli.commands.compare import compare
 from nf4conv.cli.commands.dequantize import dequantize
 from nf4conv.cli.commands.env import env
 from nf4conv.cli.commands.evaluate import evaluate
@@ -26,7 +25,6 @@ from nf4conv.system.signals import handle_stop
         "inspect ./Llama-3.1-8B-nf4",
         "quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4",
         "verify ./Llama-3.1-8B-nf4",
-        "compare ./ours-nf4 ./theirs-nf4  # every byte",
         "dequantize ./Llama-3.1-8B-nf4 ./Llama-3.1-8B-again",
     ),
 )
@@ -48,7 +46,6 @@ for command in (
     inspect,
     quantize,
     verify,
-    compare,
     evaluate,
     dequantize,
     finish,

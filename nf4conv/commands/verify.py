@@ -1,11 +1,11 @@
-"""`nf4conv verify`: is a 4-bit checkpoint or diffusers pipeline sound, or a decoded one?
+"""`nf4conv verify`: is a checkpoint or diffusers pipeline sound, and is it what its source gives?
 
-With a source it also checks that the checkpoint holds what its source holds (decoded.py: what it
-decodes to).
+How the two are related, the checkpoint says (check/relation.py):
 
-check      headers, small tensors and config are held against the format
-run        with a source, every byte is compared; without one, every scale is looked at
-report     every check with its findings, and figures for every weight
+quantized  headers, small tensors and config are held against the format; with a source, every byte
+           is compared with what quantizing it gives, or with what calibration recorded
+decoded    the source is decoded again, and every bit compared
+nothing    every value is compared, and the user says which difference passes
 """
 
 import logging
@@ -13,30 +13,37 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from nf4conv.check.calibrated import check_calibrated
 from nf4conv.check.checksums import check_checksums
-from nf4conv.check.config_check import check_config, check_exact_config
+from nf4conv.check.comparing import pair_alike
+from nf4conv.check.config_check import check_config, check_plain_config
 from nf4conv.check.copied_files import check_copied_files, check_files
-from nf4conv.check.decoded.asking import is_decoded, is_plain
-from nf4conv.check.model_config import check_model_config, check_model_index
-from nf4conv.check.pairing import Pairs, pair
+from nf4conv.check.model_config import (
+    check_model_config,
+    check_model_index,
+    check_planned_config,
+    is_ours,
+)
+from nf4conv.check.pairing import Pairs, pair, pair_decoded
 from nf4conv.check.record_check import check_card, check_origin, check_record
+from nf4conv.check.relation import Relation, decoding_options, relation_of
 from nf4conv.check.structure import read_structure
-from nf4conv.commands.decoded import Decoding, match_checkpoint, match_submodel
+from nf4conv.commands import dequantize
 from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.units import size
 from nf4conv.options import MachineOptions, SourceOptions, VerifyOptions
+from nf4conv.plan.dequantization import DequantizationPlan
+from nf4conv.plan.jobs import FLOAT_TAGS
 from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.verifying import verify_values
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
-from nf4conv.sources.opening import open_stored
-from nf4conv.sources.record import MAKING
+from nf4conv.sources.opening import open_readable, open_source, open_stored
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
@@ -53,19 +60,17 @@ class VerificationPlan:
         path: the checkpoint, as it was given.
         options: what was asked for.
         structure: the checkpoint, with what is wrong with it so far.
-        config: the content of its config.json. Empty if it has none.
-        source: the checkpoint that it was made from. None if that was not given.
+        source: the checkpoint that it is compared with. None if that was not given.
         pairs: the tensors to compare with those of the source. Empty without a source.
-        is_decoded: True if no weight is packed: `dequantize` made the checkpoint, or another tool.
+        relation: how it says that it was made.
     """
 
     path: Path
     options: VerifyOptions
     structure: Structure
-    config: Mapping[str, Any]
     source: Source | None
     pairs: Pairs
-    is_decoded: bool = False
+    relation: Relation
 
     @property
     def bytes_to_read(self) -> int:
@@ -77,6 +82,8 @@ class VerificationPlan:
             count += weight.nbytes + job.source_bytes
         for stored, original in self.pairs.copies:
             count += stored.nbytes + original.nbytes
+        for original, tensor, _ in self.pairs.alike:
+            count += original.nbytes + tensor.nbytes
         count += sum(tensor.nbytes for tensor in self.pairs.alone)
         return count
 
@@ -225,27 +232,101 @@ def _plan_checkpoint(
     where: SourceOptions | None,
 ) -> VerificationPlan:
     """Plans the verification of one checkpoint; raises DiffusersFolderError for a pipeline."""
-    structure = read_structure(Path(path))
-    has_source = source is not None
-    if is_decoded(structure, has_source=has_source) or (not has_source and is_plain(structure)):
-        is_folder = Path(path).is_dir()
-        decoding = match_checkpoint(structure, source, options, where, is_folder=is_folder)
-        return _plan_decoded(Path(path), structure, decoding, options)
-    config = check_config(structure)
-    if not structure.weights and not structure.findings:
-        structure.note("components", "", "", f"{path}: has no weight in 4 bits")
-    opened = None
-    if source is not None:
-        opened = open_merged(source, where, options.lora)
-    return _plan_pairs(Path(path), structure, config, opened, options)
+    place = Path(path)
+    structure = _look_at(place, has_source=source is not None)
+    relation = relation_of(structure)
+    if source is None:
+        return _plan_alone(place, structure, relation, options)
+    if relation is Relation.DECODED:
+        plan = dequantize.plan_checkpoint(source, decoding_options(structure, options), where)
+        return _plan_decoded(place, structure, plan, options)
+    opened = open_merged(source, where, options.lora)
+    if relation is Relation.NONE:
+        return _plan_alike(place, structure, open_source(path), opened, options)
+    return _plan_quantized(place, structure, opened, options)
+
+
+def _look_at(place: Path, *, has_source: bool) -> Structure:
+    """Looks at headers; with a source, at those of safetensors alone, and any file may be compared.
+
+    Raises:
+        SourceError: there are no weights that can be verified.
+    """
+    if place.is_file() and place.suffix != ".safetensors" and has_source:
+        return Structure(place.parent)
+    has_safetensors = place.is_file() or any(place.glob("*.safetensors*"))
+    if place.is_dir() and has_source and not has_safetensors and any(place.glob("*.bin")):
+        return Structure(place)
+    return read_structure(place)
+
+
+def _plan_alone(
+    path: Path, structure: Structure, relation: Relation, options: VerifyOptions
+) -> VerificationPlan:
+    """Plans to look at a checkpoint without its source.
+
+    Raises:
+        PlanError: it does not say what could be verified.
+    """
+    if relation is Relation.NONE:
+        raise PlanError(
+            f"{path}: nothing to verify: it has no weight in 4 bits, and nothing says what it was "
+            f"made from; --source compares it with another checkpoint",
+            path=path,
+        )
+    check_record(structure)
+    if relation is Relation.QUANTIZED:
+        check_config(structure)
+        check_card(structure)
+        if not structure.weights and not any(found.is_fault for found in structure.findings):
+            structure.note("components", "", "", f"{path}: has no weight in 4 bits")
+        return VerificationPlan(path, options, structure, None, Pairs(), relation)
+    check_plain_config(structure)
+    text = "no value was compared; give --source to decode it again and to compare every bit"
+    structure.note("copies", "", "", text, is_fault=False)
+    floats = [tensor for tensor in structure.tensors.values() if tensor.dtype in FLOAT_TAGS]
+    return VerificationPlan(path, options, structure, None, Pairs(alone=tuple(floats)), relation)
+
+
+def _plan_quantized(
+    path: Path, structure: Structure, source: Source, options: VerifyOptions
+) -> VerificationPlan:
+    """Plans to compare a checkpoint with what quantizing its source gives."""
+    check_record(structure)
+    # a submodel without packed weights is copied as it is: its config says nothing about them
+    if structure.weights:
+        check_config(structure)
+    pairs = pair(structure, source)
+    if path.is_dir() and (pairs.weights or pairs.copies):
+        check_card(structure)
+        check_model_config(structure, source, exact=options.exact)
+        check_copied_files(
+            structure, source, is_ours=structure.record is not None, exact=options.exact
+        )
+    check_origin(structure, source)
+    return VerificationPlan(path, options, structure, source, pairs, Relation.QUANTIZED)
 
 
 def _plan_decoded(
-    path: Path, structure: Structure, decoding: Decoding, options: VerifyOptions
+    path: Path, structure: Structure, plan: DequantizationPlan, options: VerifyOptions
 ) -> VerificationPlan:
-    return VerificationPlan(
-        path, options, structure, {}, decoding.source, decoding.pairs, is_decoded=True
-    )
+    """Plans to compare a checkpoint with what decoding its source gives, as a plan says."""
+    check_record(structure)
+    check_plain_config(structure)
+    pairs = pair_decoded(structure, plan)
+    if path.is_dir() and pairs.copies:
+        check_planned_config(structure, plan.config, exact=options.exact)
+        check_copied_files(structure, plan.source, is_ours=True, exact=options.exact)
+    check_origin(structure, plan.source)
+    return VerificationPlan(path, options, structure, plan.source, pairs, Relation.DECODED)
+
+
+def _plan_alike(
+    path: Path, structure: Structure, out: Source, source: Source, options: VerifyOptions
+) -> VerificationPlan:
+    """Plans to compare the values of two checkpoints."""
+    pairs = pair_alike(structure, out, source)
+    return VerificationPlan(path, options, structure, source, pairs, Relation.NONE)
 
 
 def verify_result(
@@ -267,9 +348,7 @@ def verify_result(
     Raises:
         SourceError: the checkpoint or its source cannot be read.
     """
-    structure = read_structure(path)
-    config = check_config(structure) if structure.weights else {}
-    plan = _plan_pairs(path, structure, config, source, replace(options, exact=True))
+    plan = _plan_quantized(path, read_structure(path), source, replace(options, exact=True))
     return _verify_checkpoint(replace(plan, options=options), run, progress)
 
 
@@ -290,57 +369,48 @@ def _plan_pipeline(
         where: revision, token and the like of a source on the Hub.
     """
     origin = None if source is None else open_diffusers(source, where)
-    submodels = {}
-    for name in folder.submodels:
-        if origin is not None and name not in origin.submodels:
-            raise PlanError(f"{source}: has no submodel {name}, which {path} has")
-        structure = read_structure(folder.folder / name)
-        if is_decoded(structure, has_source=False):
-            decoding = match_submodel(structure, origin, name, options)
-            submodels[name] = _plan_decoded(structure.folder, structure, decoding, options)
-            continue
-        # a submodel without packed weights is copied as it is: its config says nothing about them
-        config = check_config(structure) if structure.weights else {}
-        opened = None
-        if origin is not None:
-            opened = _open_submodel(structure, origin, origin.submodels[name], options)
-        plan = _plan_pairs(folder.folder / name, structure, config, opened, options)
-        submodels[name] = plan
-    plans = submodels.values()
-    if not any(plan.structure.weights or plan.is_decoded for plan in plans):
+    structures = {name: read_structure(folder.folder / name) for name in folder.submodels}
+    relations = {name: relation_of(structure) for name, structure in structures.items()}
+    are_alike = all(relation is Relation.NONE for relation in relations.values())
+    if origin is None and are_alike:
         raise PlanError(
-            f"{path}: no submodel of this diffusers pipeline has a weight in 4 bits", path=path
+            f"{path}: nothing to verify: no submodel of this diffusers pipeline has a weight in 4 "
+            f"bits; --source compares it with another pipeline",
+            path=path,
         )
+    submodels = {}
+    for name, structure in structures.items():
+        place = folder.folder / name
+        if origin is None:
+            # a submodel in which nothing is quantized was copied as it is
+            relation = relations[name]
+            if relation is not Relation.DECODED and not structure.weights:
+                plan = VerificationPlan(
+                    place, options, structure, None, Pairs(), Relation.QUANTIZED
+                )
+            else:
+                plan = _plan_alone(place, structure, relation, options)
+        elif name not in origin.submodels:
+            raise PlanError(f"{source}: has no submodel {name}, which {path} has")
+        elif are_alike:
+            theirs = open_readable(origin.place, origin.submodels[name])
+            mine = open_readable(folder.place, folder.submodels[name])
+            plan = _plan_alike(place, structure, mine, theirs, options)
+        elif relations[name] is Relation.DECODED:
+            wanted = decoding_options(structure, options)
+            decoding = dequantize.plan_submodel(origin, name, wanted, origin.submodels[name])
+            plan = _plan_decoded(place, structure, decoding, options)
+        else:
+            opened = _open_submodel(structure, origin, origin.submodels[name], options)
+            plan = _plan_quantized(place, structure, opened, options)
+        submodels[name] = plan
     around = Structure(folder.folder)
-    if origin is not None:
-        is_ours = any((folder.folder / name / MAKING).is_file() for name in submodels)
-        check_model_index(around, origin.index, exact=options.exact and is_ours)
-        if options.exact:
-            check_files(around, origin.folder, origin.files, is_ours=is_ours)
+    if origin is not None and not are_alike:
+        ours = any(is_ours(structure) for structure in structures.values())
+        check_model_index(around, origin.index, is_ours=ours, exact=options.exact)
+        if ours:
+            check_files(around, origin.folder, origin.files, exact=options.exact)
     return DiffusersVerificationPlan(Path(path), source, submodels, around)
-
-
-def _plan_pairs(
-    path: Path,
-    structure: Structure,
-    config: Mapping[str, Any],
-    source: Source | None,
-    options: VerifyOptions,
-) -> VerificationPlan:
-    """Finds what to compare of one checkpoint with its opened source."""
-    if source is None:
-        return VerificationPlan(path, options, structure, config, None, Pairs())
-    pairs = pair(structure, source)
-    if path.is_dir():
-        check_model_config(structure, source, exact=options.exact)
-    if options.exact:
-        check_exact_config(structure, config)
-        check_record(structure)
-        if path.is_dir():
-            check_card(structure)
-            check_copied_files(structure, source)
-    check_origin(structure, source)
-    return VerificationPlan(path, options, structure, config, source, pairs)
 
 
 def _open_submodel(
@@ -414,7 +484,7 @@ def _verify_checkpoint(
         plan.options,
         plan.structure,
         measured,
-        is_decoded=plan.is_decoded,
+        relation=plan.relation,
         with_checksums=with_checksums,
         started=started,
     )

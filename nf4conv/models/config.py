@@ -2,7 +2,8 @@
 
 The config of a 4-bit checkpoint has the 11 keys of quantization_config that loaders read, and
 nothing that an earlier quantization left. The keys and their order are those that transformers
-4.57.6 and 5.23.0 write (BitsAndBytesConfig.to_dict), without the two of UNREAD.
+4.57.6 and 5.23.0 write (BitsAndBytesConfig.to_dict), without _load_in_4bit and _load_in_8bit, which
+no loader reads, and on which vllm-omni fails.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +14,6 @@ from nf4conv.models.releases import with_keys_of_both
 
 LEFTOVERS: Final = ("quantization_config", "compression_config")
 """Keys that make loaders believe in another quantization, wherever in config.json they stand."""
-
-UNREAD: Final = {"_load_in_4bit": True, "_load_in_8bit": False}
-"""Keys that transformers writes into quantization_config. No loader reads them, and vllm-omni fails
-on them.
-"""
 
 # transformers 4.56 and newer write the first, older releases the second
 DTYPE_KEYS: Final = ("dtype", "torch_dtype")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
 
-from nf4conv.options import CompareOptions, DequantizeOptions, QuantizeOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.rows import PlanRow, add_totals
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.diffusers.folder import DiffusersFolder
@@ -13,7 +13,7 @@ from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.reader import read_json
 
 PlanT = TypeVar("PlanT", bound=WritingPlan)
-OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions, CompareOptions)
+OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,7 @@ def applying(patterns: Sequence[str], submodel: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def is_included(
-    submodel: str, options: QuantizeOptions | DequantizeOptions | CompareOptions
-) -> bool:
+def is_included(submodel: str, options: QuantizeOptions | DequantizeOptions) -> bool:
     """Returns True if the options' include patterns may match something in a submodel."""
     if not options.include:
         return True

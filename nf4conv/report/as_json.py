@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 from nf4conv import __version__
-from nf4conv.report.results.checks import ComparisonReport, VerifyReport
+from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.results.contents import Environment, Evaluation, Evaluations, Inspection
 from nf4conv.report.results.runs import FinishReport, PlanReport, RunReport
 
@@ -19,7 +19,6 @@ Result: TypeAlias = (
     | RunReport
     | FinishReport
     | VerifyReport
-    | ComparisonReport
     | Evaluation
     | Evaluations
     | Inspection
@@ -50,7 +49,7 @@ def content_of(result: Result) -> dict[str, Any]:
         "nf4conv": __version__,
         "command": result.command,
     }
-    if isinstance(result, (VerifyReport, ComparisonReport)):
+    if isinstance(result, VerifyReport):
         content["verdict"] = result.verdict
     content.update(dataclasses.asdict(result))
     spelled: dict[str, Any] = _spelled(content)

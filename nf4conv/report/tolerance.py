@@ -52,14 +52,17 @@ def _read_errors() -> dict[tuple[str, str], Mapping[int, ExpectedErrors]]:
 RELATIVE_ERRORS: Final[Mapping[tuple[str, str], Mapping[int, ExpectedErrors]]] = _read_errors()
 """By (scales, of SCALES, and quant_type), and by blocksize."""
 
-_CALIBRATED_TOLERANCE: Final = 0.8
+FOREIGN_ERROR: Final = 0.8
+"""The relative error from which on a weight has nothing to do with its source: two weights that do
+not belong together are 1.4 apart. Calibrated weights pass below it.
+"""
 
 
 def expected_errors(scales: str, quant_type: str, blocksize: int) -> ExpectedErrors:
     """Returns the relative errors that a format gives; `scales` are of RECORDED_SCALES."""
     if scales == "calibrated":
         least = RELATIVE_ERRORS["search", quant_type][blocksize].normal
-        return ExpectedErrors(least, _CALIBRATED_TOLERANCE, _CALIBRATED_TOLERANCE)
+        return ExpectedErrors(least, FOREIGN_ERROR, FOREIGN_ERROR)
     return RELATIVE_ERRORS[scales, quant_type][blocksize]
 
 

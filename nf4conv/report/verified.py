@@ -1,5 +1,6 @@
 """Composes the report of a verification from what was measured."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,17 +8,19 @@ from importlib.metadata import version
 
 from nf4conv import __version__
 from nf4conv.check.checks import (
-    ALWAYS,
     CHECKS,
-    OF_DECODED,
-    OF_DECODED_ALONE,
-    OF_DECODED_WITH_SOURCE,
+    OF_FILES,
+    OF_WEIGHTS,
+    OF_WEIGHTS_WITH_SOURCE,
     WITH_SOURCE,
 )
+from nf4conv.check.relation import Relation
 from nf4conv.options import VerifyOptions
-from nf4conv.report.measured import CopyResult, WeightResult
+from nf4conv.report.measured import CopyResult, PieceDifference, TensorDifference, WeightResult
 from nf4conv.report.results.checks import VerifyReport, VerifySettings
+from nf4conv.report.rows.figures import distance, relative_error
 from nf4conv.report.rows.weights import CheckResult, ComparedTensors, WeightKind, WeightRow
+from nf4conv.report.tolerance import FOREIGN_ERROR
 from nf4conv.report.weights import weight_faults, weight_kinds, weight_row
 from nf4conv.sources.stored_weights import Finding, Structure
 
@@ -33,12 +36,14 @@ class Measured:
             source.
         not_finite: how many values of a tensor that is compared with nothing are NaN or infinite,
             by its name.
+        alike: how far each tensor is from that of a source from which nothing says how it was made.
     """
 
     device: str
     weights: Mapping[str, WeightResult]
     copies: Mapping[str, CopyResult]
     not_finite: Mapping[str, int] = field(default_factory=dict)
+    alike: Mapping[str, TensorDifference] = field(default_factory=dict)
 
 
 def verification_report(
@@ -48,7 +53,7 @@ def verification_report(
     structure: Structure,
     measured: Measured,
     *,
-    is_decoded: bool,
+    relation: Relation,
     with_checksums: bool,
     started: float,
 ) -> VerifyReport:
@@ -61,25 +66,30 @@ def verification_report(
         structure: the checkpoint, with what is wrong with its headers, small tensors and config.
             The faults of its values are added to its findings.
         measured: what was measured of its values.
-        is_decoded: True if it was decoded, so that no weight is packed.
+        relation: how it says that it was made.
         with_checksums: True if its checksums were checked.
         started: `time.perf_counter()` when the verification began.
     """
-    _note_faults(structure, measured, options)
+    tensors: ComparedTensors | None
+    if relation is Relation.NONE:
+        _note_differences(structure, measured.alike, 0.0 if options.exact else options.tolerance)
+        tensors = _sum_of_differences(measured.alike.values())
+    else:
+        _note_faults(structure, measured, options, source)
+        tensors = None if source is None else _tensors(measured.copies.values())
     findings = _in_order(structure.findings)
     rows = tuple(weight_row(result, options) for result in measured.weights.values())
     sizes = _sizes(structure)
     parameters = _parameters(structure)
-    tensors = None
     identical = None
-    if source is not None:
-        tensors = _tensors(measured.copies.values())
+    if relation is Relation.QUANTIZED and source is not None:
         identical = all(result.bytes_differing == 0 for result in measured.weights.values())
         identical &= not any(finding.check == "calibrated" for finding in findings)
-        if is_decoded:
-            identical = tensors.differing == 0
-    passed = not any(finding.is_fault for finding in findings)
-    ran = _ran(source, options, structure, is_decoded=is_decoded)
+    elif tensors is not None:
+        identical = tensors.differing == 0
+    is_judged = relation is not Relation.NONE or options.exact or options.tolerance is not None
+    passed = is_judged and not any(finding.is_fault for finding in findings)
+    ran = _ran(source, options, structure, relation)
     if with_checksums:
         ran.add("checksums")
     checks = _check_results(ran, findings)
@@ -94,7 +104,7 @@ def verification_report(
         weights=rows,
         kinds=tuple(weight_kinds(rows)),
         tensors=tensors,
-        is_decoded=is_decoded,
+        relation=str(relation),
         sizes=sizes,
         parameters=parameters,
         bits_per_parameter=_bits_per_parameter(sizes, parameters),
@@ -118,30 +128,85 @@ def _tensors(copies: Iterable[CopyResult]) -> ComparedTensors:
     return total
 
 
+def _sum_of_differences(found: Iterable[TensorDifference]) -> ComparedTensors:
+    """Sums up how far tensors are from those of a source from which they may not have been made."""
+    total = ComparedTensors(0, 0, 0, 0, 0.0, 0.0)
+    for result in found:
+        difference = result.difference
+        one = ComparedTensors(1, 0, result.a.elements, 0, 0.0, 0.0)
+        if difference is not None and difference.differing:
+            one = replace(
+                one,
+                differing=1,
+                values_differing=difference.differing,
+                largest_difference=difference.largest_difference,
+                largest_relative_error=_error_of(difference),
+            )
+        elif difference is None and result.is_identical is False:  # complex numbers
+            one = replace(one, differing=1, largest_relative_error=math.inf)
+        total += one
+    return total
+
+
+def _note_differences(
+    structure: Structure, found: Mapping[str, TensorDifference], tolerance: float | None
+) -> None:
+    """Notes every tensor that differs, the one with the largest error first."""
+    errors = {}
+    for name, result in found.items():
+        difference = result.difference
+        if difference is not None and difference.differing:
+            error = _error_of(difference)
+            text = (
+                f"{difference.differing:,} of {result.a.elements:,} values differ, relative error "
+                f"{error:.4g}, largest difference {difference.largest_difference:.4g}"
+            )
+            errors[name] = (error, text)
+        elif difference is None and result.is_identical is False:
+            errors[name] = (math.inf, "the bytes differ")
+    for name in sorted(errors, key=lambda name: -distance(errors[name][0])):
+        error, text = errors[name]
+        is_fault = tolerance is not None and not error <= tolerance
+        structure.note("values", found[name].b.file, name, text, is_fault=is_fault)
+
+
+def _error_of(difference: PieceDifference) -> float:
+    return relative_error(difference.squared_difference, difference.squared_values)
+
+
 def _ran(
-    source: str | None, options: VerifyOptions, structure: Structure, *, is_decoded: bool
+    source: str | None, options: VerifyOptions, structure: Structure, relation: Relation
 ) -> set[str]:
     """Returns the names of the checks that were made, but for that of checksums."""
-    if not is_decoded:
-        ran = set(ALWAYS)
-        if source is not None:
-            ran.update(WITH_SOURCE)
-            if any(weight.format.scales == "calibrated" for weight in structure.weights.values()):
-                ran.add("calibrated")
-        if options.exact:
-            ran.update(("record", "copied files", "exact"))
-        return ran
-    ran = set(OF_DECODED)
+    if relation is Relation.NONE:
+        return {"files", "index", "source", "names", "values"}
+    ran = set(OF_FILES)
     if structure.record is not None:
         ran.add("record")
-    ran.update(OF_DECODED_ALONE if source is None else OF_DECODED_WITH_SOURCE)
-    if options.exact:
-        ran.add("copied files")
+    if source is not None:
+        ran.update(WITH_SOURCE)
+    if relation is Relation.DECODED:
+        if source is None:
+            ran.add("finite")
+        return ran
+    ran.update(OF_WEIGHTS)
+    if source is not None:
+        ran.update(OF_WEIGHTS_WITH_SOURCE)
+        if any(weight.format.scales == "calibrated" for weight in structure.weights.values()):
+            ran.add("calibrated")
+        if options.exact:
+            ran.add("exact")
     return ran
 
 
-def _note_faults(structure: Structure, measured: Measured, options: VerifyOptions) -> None:
+def _note_faults(
+    structure: Structure, measured: Measured, options: VerifyOptions, source: str | None
+) -> None:
     """Adds what is wrong with values to the findings."""
+    foreign = _what_is_foreign(measured)
+    if foreign:
+        structure.note("source", "", "", f"{source} is not what this was made from: {foreign}")
+        return
     for result in measured.weights.values():
         for check, text in weight_faults(result, options):
             structure.note(check, result.weight.values.file, result.weight.name, text)
@@ -154,6 +219,21 @@ def _note_faults(structure: Structure, measured: Measured, options: VerifyOption
             tensor = structure.tensors[name]
             text = f"{count:,} of {tensor.elements:,} values are NaN or infinite"
             structure.note("finite", tensor.file, name, text)
+
+
+def _what_is_foreign(measured: Measured) -> str:
+    """Returns in a few words that most values have nothing to do with the source; or nothing."""
+    errors = [result.relative_error for result in measured.weights.values()]
+    compared = [error for error in errors if error is not None]
+    far = sum(not error <= FOREIGN_ERROR for error in compared)
+    if 2 * far > len(compared):
+        return f"{far:,} of {len(compared):,} weights are far from those in it"
+    copies = measured.copies.values()
+    differing = sum(copy.differing for copy in copies)
+    values = sum(copy.tensor.elements for copy in copies)
+    if not measured.weights and 2 * differing > values:
+        return f"{differing:,} of {values:,} values are others"
+    return ""
 
 
 def _in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -274,17 +354,22 @@ def join_reports(
     identical = None
     if source is not None:
         identical = all(report.identical for report in reports.values())
+    relations = [report.relation for report in reports.values()]
+    has_weights = any(report.weights for report in reports.values())
+    relation = first.relation
+    if has_weights or "decoded" in relations:
+        relation = "quantized" if has_weights else "decoded"
     return replace(
         first,
         path=path,
         source=source,
-        passed=all(check.passed for check in checks.values()),
+        passed=all(check.passed for check in checks.values()) and first.is_judged,
         checks=checks,
         findings=tuple(findings),
         weights=tuple(weights),
         kinds=tuple(kinds),
         tensors=tensors,
-        is_decoded=all(report.is_decoded for report in reports.values()),
+        relation=relation,
         sizes=sizes,
         parameters=parameters,
         bits_per_parameter=_bits_per_parameter(sizes, parameters),

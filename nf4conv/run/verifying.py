@@ -11,6 +11,7 @@ from nf4conv.check.pairing import Pairs
 from nf4conv.options import MachineOptions
 from nf4conv.report.measured import CopyResult, WeightResult
 from nf4conv.report.verified import Measured
+from nf4conv.run.comparing import compare
 from nf4conv.run.device.choice import open_devices
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline
@@ -46,6 +47,10 @@ def verify_values(
     """
     if pairs.alone:
         return _look_at_values(pairs.alone, run, progress)
+    if pairs.alike:
+        with open_reader(source) as reader:
+            device, alike = compare(pairs.alike, run, progress, reader)
+        return Measured(device, {}, {}, alike=alike)
     plan = plan_proof(pairs)
     devices = open_devices(lambda: plan.jobs, plan.format, run, is_measured=True)
     started = time.perf_counter()

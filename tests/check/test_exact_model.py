@@ -1,5 +1,5 @@
-"""`verify --source --exact` sees every key of config.json and every byte of copied files, and takes
-what other tools rewrite without changing the model.
+"""`verify --source` sees every key of our config.json, with `--exact` every byte of copied files;
+of what other tools write, it compares what decides the model.
 """
 
 import json
@@ -15,7 +15,7 @@ import transformers
 
 import nf4conv
 from nf4conv import QuantizeOptions, RunOptions, VerifyOptions
-from nf4conv.check.model_keys import NOT_ARITHMETIC
+from nf4conv.check.model_config import _REWRITTEN
 from nf4conv.sources.stored_weights import Finding
 
 pytestmark = pytest.mark.oracle
@@ -152,10 +152,6 @@ def test_a_sound_result_passes(ours):
     assert nf4conv.verify_checkpoint(ours / "out", ours / "source", None, CPU).passed
 
 
-# loaders read none of them, and transformers writes other defaults
-UNREAD = {"llm_int8_skip_modules"}
-
-
 def test_every_flip_of_every_key_is_found(ours):
     path = ours / "out/config.json"
     before = path.read_bytes()
@@ -163,11 +159,11 @@ def test_every_flip_of_every_key_is_found(ours):
     for name, config in flips(json.loads(before)):
         path.write_text(json.dumps(config))
         key = name.rpartition(".")[2]
-        if key not in UNREAD:
-            assert faults(ours), f"--exact does not see {name}"
-            count += 1
-        if "quantization_config" not in name and key not in NOT_ARITHMETIC:
-            assert faults(ours, None), f"verify --source does not see {name}"
+        if name == "quantization_config.llm_int8_skip_modules":
+            continue
+        assert faults(ours), f"--exact does not see {name}"
+        assert key in _REWRITTEN or faults(ours, None), f"verify --source does not see {name}"
+        count += 1
     path.write_bytes(before)
     assert count > 40
 
@@ -182,6 +178,7 @@ def test_every_flip_of_a_copied_file_is_found(ours):
         for content in (before[:-1] + bytes([before[-1] ^ 1]), before + b"\n", b""):
             path.write_bytes(content)
             assert [fault.file for fault in faults(ours)] == [path.name]
+            assert not faults(ours, None)
         path.unlink()
         assert [fault.file for fault in faults(ours)] == [path.name]
         path.write_bytes(before)
@@ -280,23 +277,14 @@ def test_what_another_tool_changes_in_the_model_is_found(theirs):
     path = theirs / "out/config.json"
     before = path.read_bytes()
     saved = json.loads(before)
-    source = json.loads((theirs / "source/config.json").read_text())
-    rewritten = {"_name_or_path", "transformers_version", "use_cache", "torch_dtype"}
-    found = 0
-    for key in saved.keys() & source.keys() - rewritten:
+    for key in (
+        "architectures", "model_type", "hidden_size", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "num_hidden_layers", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
+    ):  # fmt: skip
         for other in flipped(saved[key]):
             path.write_text(json.dumps({**saved, key: other}))
-            assert faults(theirs), key
-            found += 1
-    for key in saved["rope_parameters"]:
-        parameters = {**saved["rope_parameters"], key: 3}
-        path.write_text(json.dumps({**saved, "rope_parameters": parameters}))
-        assert any(fault.check == "model config" for fault in faults(theirs, None)), key
-        found += 1
-    path.write_text(json.dumps({**saved, "dtype": "float16"}))
-    assert any(fault.check == "model config" for fault in faults(theirs, None))
+            assert any(fault.check == "model config" for fault in faults(theirs, None)), key
     path.write_bytes(before)
-    assert found > 20
 
 
 @pytest.mark.parametrize("kind", OF_TRANSFORMERS_4)
@@ -319,11 +307,9 @@ def test_a_config_that_transformers_5_writes_again_describes_the_same_model(tmp_
     assert not faults(tmp_path, None)
 
 
-def test_files_that_save_pretrained_writes_anew_are_told(theirs):
+def test_of_other_tools_only_the_vocabulary_is_compared(theirs):
     plan = nf4conv.plan_verification(theirs / "out", theirs / "source", EXACT)
-    told = {finding.file: finding for finding in plan.structure.findings}
-    assert not told["LICENSE"].is_fault
-    assert "tokenizer.json" not in told or not told["tokenizer.json"].is_fault
+    assert not [finding for finding in plan.structure.findings if finding.check == "copied files"]
     path = theirs / "out/tokenizer.json"
     before = path.read_text()
     content = json.loads(before)
@@ -331,25 +317,3 @@ def test_files_that_save_pretrained_writes_anew_are_told(theirs):
     path.write_text(json.dumps(content))
     assert [fault.file for fault in faults(theirs)] == ["tokenizer.json"]
     path.write_text(before)
-
-
-def test_what_release_0_1_0_wrote_passes(tmp_path):
-    source = write_model(tmp_path / "source", "qwen3_moe")
-    options = QuantizeOptions(moe="portable")
-    nf4conv.quantize_checkpoint(source, tmp_path / "out", options, CPU)
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    written = config["quantization_config"]
-    for key in ("num_experts", "rope_theta"):
-        del config[key]
-    config["quantization_config"] = {"_load_in_4bit": True, "_load_in_8bit": False, **written}
-    (tmp_path / "out/config.json").write_text(json.dumps(config))
-    assert faults(tmp_path)
-    path = tmp_path / "out/nf4conv.json"
-    record = json.loads(path.read_text())
-    del record["weights"], record["not_packed"]
-    path.write_text(json.dumps({**record, "schema_version": 1, "version": "0.1.0"}))
-    assert not faults(tmp_path)
-    for name, flip in flips(config):
-        (tmp_path / "out/config.json").write_text(json.dumps(flip))
-        key = name.rpartition(".")[2]
-        assert faults(tmp_path) or key in UNREAD or key.startswith("_load_in"), name

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
+from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
@@ -590,10 +591,6 @@ def respaced(tensor: torch.Tensor) -> torch.Tensor:
         *(change(f"{UP}.quant_map", flipped(4 * index, 0)) for index in (0, 15)),
         change(BLOB, respaced),
         change(UP, lambda tensor: tensor.view(1, -1)),
-        config(lambda content: content["quantization_config"].update(llm_int8_threshold=5.0)),
-        config(lambda content: content["quantization_config"].pop("load_in_8bit")),
-        config(lambda content: content["quantization_config"].update(_load_in_4bit=False)),
-        config(lambda content: content["quantization_config"].update(more=1)),
     ],
     ids=[
         "map 0",
@@ -603,10 +600,6 @@ def respaced(tensor: torch.Tensor) -> torch.Tensor:
         "codes 15",
         "spaces",
         "shape",
-        "threshold",
-        "key less",
-        "unread key",
-        "key more",
     ],
 )
 def test_exact_is_every_byte_of_what_describes_a_weight(
@@ -873,8 +866,8 @@ def test_normal_weights_are_well_within_the_tolerance(quant_type: str, blocksize
     [
         ({"tolerance": -1}, "expected a relative error"),
         ({"tolerance": math.nan}, "expected a relative error"),
-        ({"tolerance": 0.1}, "give source"),
-        ({"exact": True}, "give source"),
+        ({"tolerance": 0.1}, "give --source"),
+        ({"exact": True}, "give --source"),
     ],
     ids=["negative", "NaN", "tolerance without source", "exact without source"],
 )
@@ -894,40 +887,105 @@ def test_what_is_no_checkpoint(tmp_path: Path):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_checkpoint_that_is_packed_otherwise_fails(source: Path, tmp_path: Path):
+def test_a_checkpoint_that_says_nothing_of_its_making_is_not_verified_alone(
+    source: Path, tmp_path: Path
+):
+    """In 16 bits or packed by another method."""
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
-    change(UP, lambda tensor: tensor.to(torch.int32))(copy)
-    report = verify_checkpoint(copy, None, None, CPU)
-    assert not report.passed
-    assert any("has no weight in 4 bits" in finding.text for finding in report.findings)
+    for _ in range(2):
+        done = CliRunner().invoke(main, ["verify", str(copy)])
+        assert done.exit_code == 2
+        assert done.stdout == ""
+        assert "nothing to verify" in done.stderr
+        assert done.stderr.count("\n") == 1
+        change(UP, lambda tensor: tensor.to(torch.int32))(copy)
 
 
-def test_a_checkpoint_in_16_bits_is_only_looked_at(source: Path, tmp_path: Path):
-    """Nothing says what it was made from: it is whole, and its values are finite."""
-    report = verify_checkpoint(source, None, None, CPU)
-    assert report.passed
-    assert set(report.checks) == {"files", "index", "components", "config", "finite"}
-    [note] = report.findings
-    assert note.text.startswith("has no weight in 4 bits, and nothing says what it was made from")
+def test_a_checkpoint_that_says_it_is_in_4_bits_and_is_not(source: Path, tmp_path: Path):
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
-    change(UP, filled(5, float("nan")))(copy)
-    change(UP, filled(77, float("-inf")))(copy)
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config(lambda content: content.update(quantization_config=quantization))(copy)
     code, found, _ = run_command(copy)
     assert code == 1
-    assert_found(found, "finite", UP)
-    assert any(finding["text"].startswith("2 of ") for finding in found)
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (copy / "config.json").write_text(json.dumps(config))
-    code, found, _ = run_command(copy)
+    assert any("has no weight in 4 bits" in finding["text"] for finding in found)
+
+
+@pytest.mark.parametrize("kind", ["another size", "other values", "decoded from others"])
+def test_another_model_as_the_source_is_told_in_one_line(
+    good: Path, source: Path, tmp_path: Path, kind: str
+):
+    out, other = Path(shutil.copytree(good, tmp_path / "out")), tmp_path / "other"
+    if kind == "another size":
+        write_source(other, layers=2)
+    else:
+        shutil.copytree(source, other)
+        random = torch.Generator().manual_seed(7)
+        for file in shards(other):
+            for name, tensor in load_file(file).items():
+                if tensor.dim() == 2:
+                    new = torch.randn(tensor.shape, generator=random).to(tensor.dtype)
+                    change(name, lambda _, new=new: new)(other)
+    if kind == "decoded from others":
+        quantize_checkpoint(other, tmp_path / "packed", None, CPU)
+        dequantize_checkpoint(good, tmp_path / "decoded", None, CPU)
+        out, other = tmp_path / "decoded", tmp_path / "packed"
+    code, found, output = run_command(out, "--source", str(other))
     assert code == 1
-    assert any("though no weight is quantized" in finding["text"] for finding in found)
+    [fault] = [finding for finding in found if finding["is_fault"]]
+    assert fault["check"] == "source"
+    assert "is not what this was made from" in fault["text"]
+    assert "FAILED: the source is not what this was made from" in output
 
 
-def test_another_model_as_the_source(good: Path, tmp_path: Path):
-    other = write_source(tmp_path / "other", layers=2)
-    code, found, _ = run_command(
-        Path(shutil.copytree(good, tmp_path / "copy")), "--source", str(other)
+# --- where nothing says how it was made -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "verdict"),
+    [
+        ((), 2, "compared, not judged: a checkpoint, 1 of 19 tensors differ"),
+        (("--tolerance", "0.1"), 0, "within the tolerance: a checkpoint, 1 of 19 tensors differ"),
+        (("--tolerance", "1e-6"), 1, "FAILED: 1 fault in a checkpoint, 1 of 19 tensors differ"),
+        (("--exact",), 1, "FAILED: 1 fault in a checkpoint"),
+    ],
+)
+def test_two_checkpoints_in_16_bits(
+    source: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, verdict: str
+):
+    other = Path(shutil.copytree(source, tmp_path / "other"))
+    change(UP, flipped(100, 3))(other)
+    found_code, found, output = run_command(other, "--source", str(source), *arguments)
+    assert found_code == code, output
+    assert verdict in output
+    assert "passed" not in output
+    [finding] = found
+    assert (finding["check"], finding["tensor"]) == ("values", UP)
+    assert finding["is_fault"] == (code == 1)
+    assert finding["text"].startswith("1 of ")
+    same, _, output = run_command(
+        Path(shutil.copytree(source, tmp_path / "same")), "--source", str(source), "--exact"
     )
-    assert code == 1
-    assert_found(found, "names", UP.replace("layers.1", "layers.5"))
+    assert same == 0
+    assert "all values of 19 tensors equal those of the source" in output
+
+
+def test_tensors_that_only_one_has_are_faults(source: Path, tmp_path: Path):
+    less = Path(shutil.copytree(source, tmp_path / "less"))
+    drop(UP)(less)
+    index(lambda table: table["weight_map"].pop(UP))(less)
+    for out, other in ((less, source), (source, less)):
+        report = verify_checkpoint(out, other, VerifyOptions(tolerance=2), CPU)
+        assert report.exit_code == 1
+        assert [found.tensor for found in report.findings if found.check == "names"] == [UP]
+
+
+def test_a_pickle_and_safetensors(source: Path, tmp_path: Path):
+    tensors: dict[str, torch.Tensor] = {}
+    for file in shards(source):
+        tensors |= load_file(file)
+    (tmp_path / "pickle").mkdir()
+    torch.save(tensors, tmp_path / "pickle/pytorch_model.bin")
+    shutil.copy(source / "config.json", tmp_path / "pickle")
+    report = verify_checkpoint(tmp_path / "pickle", source, VerifyOptions(exact=True), CPU)
+    assert report.exit_code == 0
+    assert report.relation == "none"

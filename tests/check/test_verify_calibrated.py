@@ -51,7 +51,7 @@ def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     ids = (np.random.default_rng(0).random(3000) ** 2 * 96).astype(np.int32)
     np.save(folder / "ids.npy", ids)
-    options = QuantizeOptions(calibrate=(str(folder / "ids.npy"),), calibration_tokens=1024)
+    options = QuantizeOptions(calibrate=str(folder / "ids.npy"), calibration_tokens=1024)
     run = RunOptions(device="cpu", verify=True)
     nf4conv.quantize_checkpoint(model, folder / "out", options, run)
     return folder / "out"

@@ -10,6 +10,7 @@ import integers
 import pytest
 import torch
 from checkpoints import write_source
+from comparing import compared
 from gguf_files import write_gguf
 from safetensors.torch import load_file
 from test_integer_uses import GPTQ, LLAMA_CONFIG, MAKERS_AND_HQQ, llama
@@ -36,18 +37,17 @@ from test_verify import (
 )
 
 from nf4conv import (
-    CompareOptions,
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
     VerifyOptions,
-    compare_checkpoints,
     dequantize_checkpoint,
     quantize_checkpoint,
     verify_checkpoint,
 )
-from nf4conv.errors import Nf4convError, PlanError
+from nf4conv.errors import Nf4convError
 from nf4conv.options import Dtype
+from nf4conv.report.as_json import to_json
 from nf4conv.report.page import page
 from nf4conv.report.results.checks import VerifyReport
 
@@ -83,7 +83,7 @@ KINDS = ("gguf", "bitsandbytes", "gptq, reordered", *MAKERS_AND_HQQ)
 def assert_right(report: VerifyReport) -> None:
     """Asserts that every tensor was compared, and all are equal."""
     assert report.passed, report.findings
-    assert report.is_decoded
+    assert report.relation == "decoded"
     assert report.identical
     assert report.tensors is not None
     assert report.tensors.values == report.parameters > 0
@@ -106,7 +106,7 @@ def test_what_dequantize_makes_is_right(tmp_path: Path, kind: str):
     assert alone.tensors is None
     assert {"config", "record", "checksums"} <= alone.checks.keys()
     assert not {"copies", "codes", "tolerance"} & alone.checks.keys()
-    assert any("give source to decode" in finding.text for finding in alone.findings)
+    assert any("give --source to decode" in finding.text for finding in alone.findings)
     change(Q, flipped(-1, 0))(out)
     [fault] = [
         found for found in verify_checkpoint(out, source, None, SMALL).findings if found.tensor
@@ -115,16 +115,20 @@ def test_what_dequantize_makes_is_right(tmp_path: Path, kind: str):
     assert fault.text.startswith("1 of ")
 
 
-@pytest.mark.parametrize("has_record", [True, False], ids=["with nf4conv.json", "without"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ["gguf", "gptq"])
-def test_the_dtype_that_was_asked_for(tmp_path: Path, kind: str, dtype: Dtype, has_record: bool):
+def test_the_dtype_that_was_asked_for(tmp_path: Path, kind: str, dtype: Dtype):
     source = write_one(tmp_path / "source", kind)
     out = tmp_path / "out"
     dequantize_checkpoint(source, out, DequantizeOptions(dtype=dtype), CPU)
-    if not has_record:
-        delete("nf4conv.json")(out)
     assert_right(verify_checkpoint(out, source, EXACT, CPU))
+    delete("nf4conv.json")(out)  # as another tool leaves it: nothing says what it is
+    # what stays of GPTQ in float16 is rounded in bfloat16
+    rounded = kind == "gptq" and dtype == "bfloat16"
+    options = VerifyOptions(tolerance=0.004) if rounded else EXACT
+    report = verify_checkpoint(out, source, options, CPU)
+    assert report.passed
+    assert report.relation == "none"
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +288,7 @@ def test_damage_that_shows_against_the_source(damaged: Path, source: Path, kind:
 
 
 def test_keys_and_files_beside_the_weights_count_with_exact(damaged: Path, source: Path):
-    config(lambda content: content.update(initializer_range=0.5))(damaged)
+    config(lambda content: content.update(use_cache=False))(damaged)
     assert verify_checkpoint(damaged, source, None, CPU).passed
     assert not verify_checkpoint(damaged, source, EXACT, CPU).passed
 
@@ -311,17 +315,16 @@ def test_checksums_tell_without_the_source(damaged: Path, good: Path):
 
 
 def test_json_and_page(good: Path, source: Path):
-    code, _, _ = run_command(good, "--source", str(source))
-    assert code == 0
-    found = json.loads((good.parent / "report.json").read_text())
+    found = json.loads(to_json(verify_checkpoint(good, source, None, CPU)))
     assert found["tensors"] == {
         "compared": 12,
         "differing": 0,
         "values": found["parameters"],
         "values_differing": 0,
         "largest_difference": 0.0,
+        "largest_relative_error": None,
     }
-    assert found["is_decoded"]
+    assert found["relation"] == "decoded"
     assert found["weights"] == []
     assert "bit for bit" in page(verify_checkpoint(good, source, None, CPU))
 
@@ -340,7 +343,7 @@ def test_a_part_stays_in_4_bits(tmp_path: Path):
     dequantize_checkpoint(source, tmp_path / "out", options, CPU)
     report = verify_checkpoint(tmp_path / "out", source, None, CPU)
     assert report.passed
-    assert not report.is_decoded
+    assert report.relation == "quantized"
     assert report.tensors is not None
     assert report.tensors.differing == 0
     change("model.layers.0.mlp.up_proj.weight", flipped(0, 0))(tmp_path / "out")
@@ -380,12 +383,6 @@ def test_merged_adapters_are_merged_again(tmp_path: Path):
 
 
 # --- bad input ------------------------------------------------------------------------------------
-
-
-def test_a_source_that_is_not_quantized(tmp_path: Path):
-    plain = write_source(tmp_path / "plain", layers=2)
-    with pytest.raises(PlanError, match="no tensor of this checkpoint is quantized"):
-        verify_checkpoint(plain, plain, None, CPU)
 
 
 ODD_RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -430,33 +427,12 @@ def test_sources_that_cannot_be_read(good: Path, tmp_path: Path):
             verify_checkpoint(good, tmp_path / name, None, CPU)
 
 
-def test_nothing_after_an_overflow_goes_unseen(tmp_path: Path):
-    """The source of a foreign checkpoint has a weight that float16 cannot hold, in many pieces."""
-    weight = integers.gptq(512, 512, dtype=torch.bfloat16, is_reordered=True)
-    weight.parts["scales"][:, :8] = 60_000
-    codes = llama(integers.gptq, torch.bfloat16)
-    codes[Q] = weight
-    source, _ = write_integers(tmp_path / "source", codes, LLAMA_CONFIG, GPTQ)
-    out = tmp_path / "out"
-    dequantize_checkpoint(source, out, DequantizeOptions(dtype="float32"), CPU)
-    delete("nf4conv.json")(out)
-    [file] = shards(out)
-    cast = {name: tensor.half() for name, tensor in load_file(file).items()}
-    assert cast[Q].isinf().any()
-    save(cast, file)
-    config(lambda content: content.update(dtype="float16", torch_dtype="float16"))(out)
-    assert verify_checkpoint(out, source, None, SMALL).passed
-    change(Q, flipped(-1, 0))(out)
-    report = verify_checkpoint(out, source, None, SMALL)
-    assert [finding.tensor for finding in report.findings if finding.is_fault] == [Q]
-
-
-# --- beside compare -------------------------------------------------------------------------------
+# --- experts -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_stacks_that_were_made_of_single_experts(tmp_path: Path, dtype: Dtype | None):
-    """`compare` decodes each expert to the dtype of its part of the stack, not to its own first."""
+    """Each expert is decoded to the dtype of its part of the stack, not to its own first."""
     tensors: dict[str, Any] = {"model.embed_tokens.weight": torch.ones(96, 64).half()}
     for expert in range(2):
         for name, shape in {"gate": (32, 64), "up": (32, 64), "down": (64, 32)}.items():
@@ -469,8 +445,7 @@ def test_stacks_that_were_made_of_single_experts(tmp_path: Path, dtype: Dtype | 
     assert "model.layers.0.mlp.experts.down_proj" in load_file(shards(out)[0])
     assert_right(verify_checkpoint(out, source, EXACT, CPU))
     for sides in ((source, out), (out, source)):
-        compared = compare_checkpoints(*sides, CompareOptions(tolerance=0), CPU)
-        assert compared.passed, compared.verdict
+        assert compared(*sides, CPU).within(0)
     change("model.layers.0.mlp.experts.down_proj", flipped(-1, 0))(out)
     assert not verify_checkpoint(out, source, None, CPU).passed
-    assert not compare_checkpoints(source, out, CompareOptions(tolerance=0), CPU).passed
+    assert not compared(source, out, CPU).within(0)

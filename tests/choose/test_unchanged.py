@@ -13,12 +13,12 @@ import torch
 from adapters import load, make_model
 from checkpoints import contents, tensors_of, write_source
 from click.testing import CliRunner
+from comparing import compared
 from four_bit import pack, write
 from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig
 
 from nf4conv.cli import main
-from nf4conv.commands.compare import compare_checkpoints
 from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.inspect import inspect_checkpoint
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
@@ -27,7 +27,6 @@ from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import COMPONENT_SUFFIXES
 from nf4conv.options import (
-    CompareOptions,
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
@@ -354,9 +353,7 @@ def test_the_same_bytes_are_stored_as_another_dtype(tmp_path, storage):
     assert {
         row.quantization.storage for row in inspect_checkpoint(stored).tensors if row.quantization
     } == {storage}
-    assert compare_checkpoints(
-        plain, stored, CompareOptions(tolerance=0), RunOptions(device="cpu")
-    ).passed
+    assert compared(plain, stored).within(0)
     for folder in (plain, stored):
         dequantize_checkpoint(folder, folder.with_name(f"{folder.name}-again"), run=CPU)
     again, expected = tensors_of(tmp_path / "stored-again"), tensors_of(tmp_path / "plain-again")

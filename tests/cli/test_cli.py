@@ -75,7 +75,7 @@ def test_commands_are_listed_in_the_order_of_use():
         CliRunner().invoke(main, ["--help"]).stdout.partition("Commands:")[2],
         re.MULTILINE,
     )
-    assert listed[:6] == ["inspect", "quantize", "verify", "compare", "evaluate", "dequantize"]
+    assert listed[:5] == ["inspect", "quantize", "verify", "evaluate", "dequantize"]
     assert set(listed) == set(main.commands)
 
 
@@ -246,14 +246,13 @@ def test_env_says_who_would_compute():
     ]
 
 
-@pytest.mark.parametrize("command", ["quantize", "verify", "compare", "inspect", "env"])
+@pytest.mark.parametrize("command", ["quantize", "verify", "inspect", "env"])
 def test_json_has_one_head_in_all_commands(tmp_path, command):
     source = write_source(tmp_path / "source")
     nf4conv.quantize_checkpoint(source, tmp_path / "packed", run=nf4conv.RunOptions(device="cpu"))
     arguments = {
         "quantize": [source, tmp_path / "out"],
         "verify": [tmp_path / "packed"],
-        "compare": [tmp_path / "packed", tmp_path / "packed"],
         "inspect": [source],
         "env": [],
     }[command]

@@ -26,7 +26,6 @@ from nf4conv.declaring import deciding, options_of, typed
 from nf4conv.errors import OptionError, PlanError
 from nf4conv.format import codebook
 from nf4conv.options import (
-    CompareOptions,
     DequantizeOptions,
     EvaluateOptions,
     InspectOptions,
@@ -40,7 +39,6 @@ COMMANDS: dict[str, tuple[type[Any], list[str]]] = {
     "inspect": (InspectOptions, ["PATH"]),
     "quantize": (QuantizeOptions, ["SRC", "OUT"]),
     "verify": (VerifyOptions, ["PATH"]),
-    "compare": (CompareOptions, ["A", "B"]),
     "evaluate": (EvaluateOptions, ["OUT", "--source", "SRC"]),
     "dequantize": (DequantizeOptions, ["SRC", "OUT"]),
 }
@@ -78,7 +76,7 @@ def test_the_function_shows_each_field_in_signature_and_help(name: str):
     places = [
         one.name for one in parameters.values() if one.kind is inspect.Parameter.POSITIONAL_ONLY
     ]
-    assert len(places) == (2 if name in ("quantize", "dequantize", "compare") else 1)
+    assert len(places) == (2 if name in ("quantize", "dequantize") else 1)
     assert [*parameters][len(places) :] == [field.name for field in options_of(kind)]
     text = pydoc.plain(pydoc.render_doc(function))
     lines = text.splitlines()[3:]  # below the signature
@@ -138,9 +136,8 @@ def test_an_unknown_keyword_is_refused(name: str):
 
 
 def test_what_a_command_lacks_is_no_keyword():
-    for name in ("dequantize", "compare"):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'verify'"):
-            getattr(nf4conv, name)("x", "y", verify=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'verify'"):
+        nf4conv.dequantize("x", "y", verify=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'stream'"):
         nf4conv.verify("x", stream=True)
 

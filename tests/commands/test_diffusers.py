@@ -15,14 +15,12 @@ from safetensors.torch import load_file, save_file
 
 import nf4conv
 from nf4conv.cli import main
-from nf4conv.commands.compare import execute_comparison, plan_comparison
 from nf4conv.commands.dequantize import execute_dequantization, plan_dequantization
 from nf4conv.commands.inspect import inspect_checkpoint
 from nf4conv.commands.quantize import execute_quantization, plan_quantization
 from nf4conv.commands.verify import execute_verification, plan_verification, verify_checkpoint
 from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.options import (
-    CompareOptions,
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
@@ -415,7 +413,7 @@ def test_verification_of_what_was_decoded(quantized, tmp_path):
     exact = VerifyOptions(exact=True)
     report = verify_checkpoint(out, quantized, exact, RUN)
     assert report.passed
-    assert report.is_decoded
+    assert report.relation == "decoded"
     assert report.identical
     assert report.tensors is not None
     assert report.tensors.values == report.parameters
@@ -437,7 +435,7 @@ def test_verification_of_a_part_that_was_decoded(quantized, tmp_path):
     execute_dequantization(plan_dequantization(quantized, part), out, RUN)
     report = verify_checkpoint(out, quantized, VerifyOptions(exact=True), RUN)
     assert report.passed
-    assert not report.is_decoded
+    assert report.relation == "quantized"
     assert [row.name for row in report.weights] == ["text_encoder/encoder.layers.0.mlp.fc1.weight"]
 
 
@@ -447,92 +445,30 @@ def quantized(pipeline, tmp_path) -> Path:
     return tmp_path / "out"
 
 
-def compared(a: Path, b: Path, options: CompareOptions | None = None):
-    return execute_comparison(plan_comparison(a, b, options), RUN)
-
-
-def test_comparison(pipeline, quantized):
-    assert compared(pipeline, pipeline).verdict == "identical: 7 tensors, every byte"
-    found = compared(pipeline, quantized)
-    assert {row.name for row in found.tensors if row.status == "different"} == PACKED
-    assert not found.passed
-    assert compared(pipeline, quantized, CompareOptions(tolerance=0.112)).passed
-    assert {row.stack for row in found.kinds if row.stack} == {
-        "transformer/transformer_blocks",
-        "transformer/single_transformer_blocks",
-        "text_encoder/encoder.layers",
-        "vae/decoder.mid_block.attentions",
-    }
-
-
-def test_a_comparison_names_the_component_of_a_changed_byte(quantized, tmp_path):
-    copy = Path(shutil.copytree(quantized, tmp_path / "copy"))
+def test_two_pipelines_in_16_bits(pipeline, tmp_path):
+    copy = Path(shutil.copytree(pipeline, tmp_path / "copy"))
+    same = verify_checkpoint(copy, pipeline, VerifyOptions(exact=True), RUN)
+    assert (same.exit_code, same.relation) == (0, "none")
+    assert same.tensors is not None
+    assert (same.tensors.compared, same.tensors.differing) == (7, 0)
+    with pytest.raises(PlanError, match="nothing to verify"):
+        verify_checkpoint(copy, run=RUN)
     file = copy / "vae/diffusion_pytorch_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
-    [changed] = [row for row in compared(quantized, copy).tensors if row.status != "identical"]
-    assert changed.name == "vae/decoder.mid_block.attentions.0.to_q.weight"
-    assert changed.differing == 1
+    for tolerance, code in ((None, 2), (1.0, 0), (1e-9, 1)):
+        found = verify_checkpoint(copy, pipeline, VerifyOptions(tolerance=tolerance), RUN)
+        assert found.exit_code == code
+        [finding] = found.findings
+        assert (finding.check, finding.file) == ("values", f"vae/{file.name}")
 
 
-@pytest.mark.parametrize(
-    ("options", "tensors"),
-    [
-        (CompareOptions(include=("vae/*",)), 1),
-        (CompareOptions(include=("*.attn.*",)), 2),
-        (CompareOptions(exclude=("transformer/*", "text_encoder/*.fc1.*")), 2),
-    ],
-    ids=["a component", "in all", "exclude"],
-)
-def test_comparison_of_a_part(pipeline, options, tensors):
-    assert len(compared(pipeline, pipeline, options).tensors) == tensors
-
-
-def test_comparison_with_a_pipeline_that_lacks_a_component(pipeline, tmp_path):
-    copy = Path(shutil.copytree(pipeline, tmp_path / "copy"))
-    (copy / "model_index.json").write_text(json.dumps(INDEX | {"vae": [None, None]}))
-    found = compared(pipeline, copy)
-    assert found.counts == {"only in A": 1, "identical": 6}
-    assert not found.passed
-    assert compared(copy, pipeline).counts == {"only in B": 1, "identical": 6}
-
-
-@pytest.mark.parametrize(
-    "other", ["text_encoder", "text_encoder/model.safetensors", "scheduler", "nowhere"]
-)
+@pytest.mark.parametrize("other", ["text_encoder", "scheduler", "nowhere"])
 def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
-    for sides in ((pipeline, pipeline / other), (pipeline / other, pipeline)):
-        result = CliRunner().invoke(main, ["compare", *map(str, sides), "--device", "cpu"])
+    for out, source in ((pipeline, pipeline / other), (pipeline / other, pipeline)):
+        words = ["verify", str(out), "--source", str(source), "--device", "cpu"]
+        result = CliRunner().invoke(main, words)
         assert result.exit_code == 2
         assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ("text_encoder", "can only be compared with a diffusers pipeline.*no model_index.json"),
-        (
-            "text_encoder/model.safetensors",
-            "can only be compared with a diffusers pipeline.*a file",
-        ),
-        ("nowhere/at/all", "nowhere/at/all: no such file or folder"),
-        ("broken", "there is no such folder; the download is incomplete"),
-    ],
-)
-def test_what_a_pipeline_cannot_be_compared_with(pipeline, other, message):
-    (pipeline / "broken").mkdir()
-    (pipeline / "broken" / "model_index.json").write_text(json.dumps(INDEX))
-    with pytest.raises((PlanError, SourceError), match=message):
-        plan_comparison(pipeline, pipeline / other)
-
-
-def test_a_tolerance_is_looked_at_before_anything_is_opened(tmp_path):
-    with pytest.raises(PlanError, match="--tolerance -1"):
-        plan_comparison(tmp_path / "nowhere", tmp_path / "nowhere", CompareOptions(tolerance=-1.0))
-
-
-def test_nothing_to_compare(pipeline):
-    with pytest.raises(PlanError, match="leave no tensor"):
-        plan_comparison(pipeline, pipeline, CompareOptions(include=("unet/*",)))
 
 
 def test_inspection(pipeline, tmp_path):

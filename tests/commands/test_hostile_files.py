@@ -83,15 +83,13 @@ WEIGHTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("name", ["quantize", "dequantize", "compare", "verify", "inspect"])
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "verify", "inspect"])
 def test_weights_that_do_not_hold_together(tmp_path: Path, kind: str, name: str):
     tensors, reason = WEIGHTS[kind]
     source = write_packed(tmp_path / "source", tensors)
-    places = {"compare": [source, source], "verify": [source], "inspect": [source]}
+    places = {"verify": [source], "inspect": [source]}
     done = command(name, *places.get(name, [source, tmp_path / "out"]))
-    if name in ("quantize", "compare") or (
-        name == "dequantize" and "SCB" not in kind and "scale" not in kind
-    ):
+    if name == "quantize" or (name == "dequantize" and "SCB" not in kind and "scale" not in kind):
         assert reason in refused(done)
     else:
         assert done.exit_code in (0, 1, 2), done.output
@@ -192,12 +190,12 @@ def test_a_linear_without_columns_is_kept_and_listed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("tolerance", ["nan", "inf", "-1", "-inf"])
-@pytest.mark.parametrize("name", ["quantize", "verify", "compare"])
+@pytest.mark.parametrize("name", ["quantize", "verify"])
 def test_a_tolerance_that_is_none_is_refused_before_the_work(
     tmp_path: Path, tolerance: str, name: str
 ):
     source = write_source(tmp_path / "source")
-    arguments = {"verify": [source, "--source", source], "compare": [source, source]}
+    arguments = {"verify": [source, "--source", source]}
     line = refused(
         command(
             name,
@@ -206,7 +204,8 @@ def test_a_tolerance_that_is_none_is_refused_before_the_work(
             tolerance,
         )
     )
-    assert line == f"--tolerance {float(tolerance)}: expected a relative error such as 0.1"
+    expected = f"--tolerance {float(tolerance)}: expected a relative error such as 0.1"
+    assert line.startswith(expected)
     assert not (tmp_path / "out").exists()
 
 

@@ -55,7 +55,7 @@ def test_a_link_that_leads_out_is_not_copied_and_said(tmp_path: Path, secret: Pa
         "hf_quant_config.json",
     ],
 )
-@pytest.mark.parametrize("command_name", ["quantize", "compare", "inspect"])
+@pytest.mark.parametrize("command_name", ["quantize", "inspect"])
 def test_a_config_or_weights_that_lead_out_are_refused_by_name(
     tmp_path: Path, name: str, command_name: str
 ):
@@ -67,11 +67,7 @@ def test_a_config_or_weights_that_lead_out_are_refused_by_name(
     else:
         shutil.move(source / name, tmp_path / name)
     (source / name).symlink_to(tmp_path / name)
-    arguments = (
-        [source]
-        if command_name == "inspect"
-        else [source, source if command_name == "compare" else tmp_path / "out"]
-    )
+    arguments = [source] if command_name == "inspect" else [source, tmp_path / "out"]
     line = refused(command(command_name, *arguments))
     assert (
         line

@@ -169,7 +169,7 @@ def _command(chosen: random.Random, path: Path, work: Path, whole: Path) -> Case
         ["dequantize", path, out, *more],
         ["dequantize", path, out, *more],
         ["inspect", path, *more],
-        ["compare", path, whole / "llama.gguf"],
+        ["verify", path, "--source", whole / "llama.gguf", "--tolerance", "0.5"],
     ]
     words = chosen.choice(commands)
     return Case(words, out, partial(passes_verify, words, out))

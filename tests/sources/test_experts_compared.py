@@ -1,4 +1,4 @@
-"""`compare` and `verify --source` between layouts of experts; parts, streams and small buffers."""
+"""`verify --source` between layouts of experts; parts, streams and small buffers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import contents, tensors_of
+from comparing import compared
 from hub_server import Repo
 from packed_experts import (
     EXPERTS,
@@ -18,13 +19,11 @@ from packed_experts import (
     save,
 )
 
-from nf4conv.commands.compare import compare_checkpoints
 from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.finish import finish_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.options import (
-    CompareOptions,
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
@@ -76,7 +75,7 @@ def test_a_layout_beside_its_source(mixtures, tmp_path, layout):
     source, packed = mixtures[family], tmp_path / "nf4"
     make(source, packed)
     for a, b in ((source, packed), (packed, source)):
-        assert compare_checkpoints(a, b, CompareOptions(tolerance=0.12), CPU).passed
+        assert compared(a, b, CPU).within(0.12)
     report = verify_checkpoint(packed, source, None, CPU)
     for name in (*ABOUT, *VALUES):
         faults = [finding.line() for finding in report.findings if finding.check == name]
@@ -90,21 +89,17 @@ def test_another_model_does_not_pass(mixtures, tmp_path, layout):
     make(make_mixture(family, tmp_path / "other", seed=1), tmp_path / "nf4")
     report = verify_checkpoint(tmp_path / "nf4", mixtures[family], None, CPU)
     assert report.checks["names"].passed
-    assert not report.checks["codes"].passed
-    assert not compare_checkpoints(
-        tmp_path / "nf4", mixtures[family], CompareOptions(tolerance=0.12), CPU
-    ).passed
+    assert not report.checks["source"].passed
+    assert not compared(tmp_path / "nf4", mixtures[family], CPU).within(0.12)
 
 
 def test_single_experts_beside_stacks_in_4_bits(mixtures, tmp_path):
     pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "one")
     pack_stacked(mixtures["gpt_oss"], tmp_path / "stacked")
-    options = CompareOptions(tolerance=0.2)
     for a, b in (("one", "stacked"), ("stacked", "one")):
-        report = compare_checkpoints(tmp_path / a, tmp_path / b, options, CPU)
-        assert report.passed, report.verdict
-        names = {row.name for row in report.tensors if row.status == "different"}
-        assert "model.layers.0.mlp.experts.gate_up_proj" in names
+        found = compared(tmp_path / a, tmp_path / b, CPU)
+        assert found.within(0.2)
+        assert found.statuses["model.layers.0.mlp.experts.gate_up_proj"] == "different"
 
 
 def test_a_stack_of_what_only_the_other_has_singly_is_reported(mixtures, tmp_path):
@@ -115,10 +110,7 @@ def test_a_stack_of_what_only_the_other_has_singly_is_reported(mixtures, tmp_pat
     for key in [key for key in found if ".layers.0.mlp.experts.1." in key]:
         del found[key]
     save(mixtures["gpt_oss"], tmp_path / "less", found)
-    report = compare_checkpoints(
-        tmp_path / "less", tmp_path / "stacked", CompareOptions(tolerance=0.2), CPU
-    )
-    assert not report.passed
+    assert not compared(tmp_path / "less", tmp_path / "stacked", CPU).within(0.2)
 
 
 def test_parts_make_the_bytes_of_the_whole(mixtures, tmp_path):

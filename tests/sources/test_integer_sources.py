@@ -20,7 +20,6 @@ from nf4conv import (
     plan_quantization,
     quantize_checkpoint,
 )
-from nf4conv.commands.compare import compare_checkpoints
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import Nf4convError, PlanError, SourceError
 
@@ -452,13 +451,6 @@ def test_in_parts_and_in_small_pieces(tmp_path: Path, method: str):
     quantize_checkpoint(plain, tmp_path / "expected", options, CPU)
     same_tensors(load_file(tmp_path / "nf4" / FILE), load_file(tmp_path / "expected" / FILE))
     assert verify_checkpoint(tmp_path / "nf4", source, run=CPU).passed
-
-
-def test_compare_finds_no_difference(tmp_path: Path):
-    source, _ = write(tmp_path / "source", gptq, GPTQ)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
-    report = compare_checkpoints(source, tmp_path / "out", run=CPU)
-    assert report.counts == {"identical": 7, "equal in value": 14}
 
 
 def test_what_is_lost_is_said(tmp_path: Path):

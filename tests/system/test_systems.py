@@ -83,7 +83,7 @@ def commands(folder: Path) -> list[list[str]]:
         ["quantize", at["source"], at["resumed"], *quantize],  # is complete
         ["verify", at["out"], "--source", at["source"], "--device", "cpu"],
         ["inspect", at["out"]],
-        ["compare", at["out"], at["parts"], "--device", "cpu"],
+        ["verify", at["parts"], "--source", at["source"], "--exact", "--device", "cpu"],
         ["dequantize", at["out"], at["again"], "--device", "cpu"],
         ["dequantize", at["parts"], at["again"], "--device", "cpu", "--overwrite"],
         ["env", "--json"],

@@ -58,4 +58,4 @@ def verify(path: str, report: Path | None, **values: Any) -> None:
     if report is not None:
         nf4conv.write_page(found, report)
     display.show(found, verification_lines(found, terminal_width(), every=display.verbose))
-    sys.exit(0 if found.passed else 1)
+    sys.exit(found.exit_code)

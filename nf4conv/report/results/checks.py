@@ -1,10 +1,9 @@
-"""The results of commands that verify a checkpoint or compare two."""
+"""The result of `verify`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nf4conv.report.rows.comparison import ComparedKind, ComparedRow, Status
 from nf4conv.report.rows.weights import CheckResult, ComparedTensors, WeightKind, WeightRow
 from nf4conv.report.tolerance import expected_errors
 from nf4conv.sources.stored_weights import Finding
@@ -15,7 +14,8 @@ class VerifySettings:
     """Describes how a checkpoint was verified.
 
     Attributes:
-        tolerance: the largest relative error that passes; "default" for that of the format.
+        tolerance: the largest relative error that passes; "default" for that of the format, or
+            for none where nothing says how the checkpoint was made.
         exact: True if every byte had to be the one that quantizing the source gives.
         scales: how the weights were scaled, by the record of the checkpoint: "absmax", "search",
             "calibrated", or several of them with commas.
@@ -41,7 +41,7 @@ class VerifyReport:
     Attributes:
         path: the checkpoint that was verified.
         source: the checkpoint that it was compared with. None if it was compared with nothing.
-        passed: True if no finding is a fault.
+        passed: True if no finding is a fault, and something says which differences are allowed.
         checks: the checks that ran, by name.
         findings: everything that is wrong or worth knowing. `is_fault` marks what is wrong.
         made: the record that the checkpoint's nf4conv.json holds: command, version, options,
@@ -50,8 +50,8 @@ class VerifyReport:
         kinds: the same rows, summed over the weights of one kind of module.
         tensors: the tensors that are not packed, as they compare with the source. None without a
             source.
-        is_decoded: True if `dequantize` made the checkpoint, or another tool that decodes, so that
-            no weight is packed.
+        relation: how the checkpoint says that it was made from the source: "quantized", "decoded",
+            or "none" if nothing says it.
         sizes: bytes by use: "codes", "scales", "tables" (code maps and quant states) and
             "not_packed".
         parameters: the number of elements of all tensors.
@@ -74,7 +74,7 @@ class VerifyReport:
     weights: tuple[WeightRow, ...]
     kinds: tuple[WeightKind, ...]
     tensors: ComparedTensors | None
-    is_decoded: bool
+    relation: str
     sizes: Mapping[str, int]
     parameters: int
     bits_per_parameter: float
@@ -102,19 +102,44 @@ class VerifyReport:
         return usual
 
     @property
-    def verdict(self) -> str:
-        """The result in one line."""
-        what, found = self._found()
+    def is_judged(self) -> bool:
+        """True if something says which differences are allowed: how it was made, or the user."""
+        settings = self.settings
+        return self.relation != "none" or settings.exact or settings.tolerance != "default"
+
+    @property
+    def exit_code(self) -> int:
+        """0 if it passed, 1 if something is wrong, 2 if nobody says which differences pass."""
         if self.passed:
-            return f"passed: {what}, {found}"
+            return 0
+        return 1 if any(finding.is_fault for finding in self.findings) else 2
+
+    @property
+    def verdict(self) -> str:
+        """The result in one line. Where nothing was compared, it is not called passed."""
+        if any(finding.check == "source" for finding in self.findings):
+            return "FAILED: the source is not what this was made from"
+        what, found = self._found()
         faults = sum(1 for finding in self.findings if finding.is_fault)
-        noun = "fault" if faults == 1 else "faults"
-        return f"FAILED: {faults:,} {noun} in {what}, {found}"
+        if faults:
+            noun = "fault" if faults == 1 else "faults"
+            return f"FAILED: {faults:,} {noun} in {what}, {found}"
+        if self.source is None:
+            return f"sound: {what}, not compared with a source"
+        if self.relation != "none":
+            return f"passed: {what}, {found}"
+        if self.is_judged:
+            return f"within the tolerance: {what}, {found}"
+        return (
+            f"compared, not judged: {what}, {found}; nothing says how it was made from the source: "
+            f"--tolerance says what you accept"
+        )
 
     def _found(self) -> tuple[str, str]:
         """Returns what was verified, and how it compares with the source."""
-        if self.is_decoded:
-            return "a decoded checkpoint", self._tensors_found()
+        if self.relation != "quantized":
+            what = "a decoded checkpoint" if self.relation == "decoded" else "a checkpoint"
+            return what, self._tensors_found()
         weights = f"{len(self.weights):,} packed weights"
         errors = [row.relative_error for row in self.weights if row.relative_error is not None]
         if not errors:
@@ -134,76 +159,15 @@ class VerifyReport:
         return weights, found
 
     def _tensors_found(self) -> str:
-        if self.tensors is None:
+        tensors = self.tensors
+        if tensors is None:
             return "not compared with a source"
-        compared = f"{self.tensors.compared:,} tensors"
-        if not self.tensors.differing:
-            return f"{compared} bit for bit what decoding the source gives"
-        largest = f"largest difference {self.tensors.largest_difference:.4g}"
-        return f"{self.tensors.differing:,} of {compared} differ, {largest}"
-
-
-@dataclass(frozen=True)
-class ComparisonSettings:
-    """Describes how two checkpoints were compared.
-
-    Attributes:
-        tolerance: the largest relative error that passes. None if only identical tensors pass.
-        include: only tensors that match one of these globs were compared. Empty for all.
-        exclude: tensors that match one of these globs were not compared.
-        device: the device that compared values.
-        nf4conv: the version of nf4conv.
-        torch: the version of torch.
-    """
-
-    tolerance: float | None
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    device: str
-    nf4conv: str
-    torch: str
-
-
-@dataclass(frozen=True)
-class ComparisonReport:
-    """Describes how two checkpoints differ.
-
-    Attributes:
-        a: the first checkpoint.
-        b: the second checkpoint.
-        passed: True if every tensor is identical, or within the tolerance that was given.
-        notes: lines that the user should read.
-        tensors: one row for each name of a tensor.
-        kinds: the same rows, summed over the tensors of one kind of module.
-        counts: the number of tensors of each status that occurs.
-        settings: the options, the device and the versions that the comparison used.
-        seconds: wall clock time of the comparison.
-    """
-
-    command: ClassVar[str] = "compare"
-
-    a: str
-    b: str
-    passed: bool
-    notes: tuple[str, ...]
-    tensors: tuple[ComparedRow, ...]
-    kinds: tuple[ComparedKind, ...]
-    counts: Mapping[Status, int]
-    settings: ComparisonSettings
-    seconds: float
-
-    @property
-    def verdict(self) -> str:
-        """The result in one line."""
-        total = len(self.tensors)
-        if self.counts.get(Status.IDENTICAL) == total:
-            return f"identical: {total:,} tensors, every byte"
-        outcome = "within tolerance" if self.passed else "DIFFERENT"
-        counted = ", ".join(f"{count:,} {status}" for status, count in self.counts.items())
-        line = f"{outcome}: {counted}"
-        errors = [row.relative_error for row in self.tensors if row.relative_error is not None]
-        if errors:
-            line += f"; largest relative error {max(errors):.4g}"
-        if not self.passed and self.counts.keys() <= {Status.EQUAL, Status.IDENTICAL}:
-            line += " (--tolerance 0 lets these pass)"
-        return line
+        compared = f"{tensors.compared:,} tensors"
+        if not tensors.differing:
+            if self.relation == "decoded":
+                return f"{compared} bit for bit what decoding the source gives"
+            return f"all values of {compared} equal those of the source"
+        found = f"{tensors.differing:,} of {compared} differ"
+        if tensors.largest_relative_error is not None:
+            found += f", largest relative error {tensors.largest_relative_error:.4g}"
+        return f"{found}, largest difference {tensors.largest_difference:.4g}"

@@ -121,6 +121,8 @@ class ComparedTensors:
         values_differing: the number of values that are not equal.
         largest_difference: the largest |difference| of a float. Infinite where one of the two is
             NaN or infinite, and the other is not.
+        largest_relative_error: the largest ‖A - B‖ / ‖A‖ of a tensor, where nothing says how the
+            checkpoint was made from the source; otherwise None.
     """
 
     compared: int
@@ -128,6 +130,7 @@ class ComparedTensors:
     values: int
     values_differing: int
     largest_difference: float
+    largest_relative_error: float | None = None
 
     def __add__(self, other: "ComparedTensors") -> "ComparedTensors":
         """Sums up two submodels."""
@@ -137,7 +140,15 @@ class ComparedTensors:
             values=self.values + other.values,
             values_differing=self.values_differing + other.values_differing,
             largest_difference=max(self.largest_difference, other.largest_difference),
+            largest_relative_error=_larger(
+                self.largest_relative_error, other.largest_relative_error
+            ),
         )
+
+
+def _larger(error: float | None, other: float | None) -> float | None:
+    known = [one for one in (error, other) if one is not None]
+    return max(known, default=None)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Shows what `verify` and `compare` found."""
+"""Shows what `verify` found."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -6,16 +6,9 @@ from typing import Any, Final
 
 from nf4conv.format.units import size
 from nf4conv.report.places import experts_together, kind_name
-from nf4conv.report.results.checks import ComparisonReport, VerifyReport
-from nf4conv.report.rows.comparison import ComparedKind, ComparedRow
+from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.rows.weights import WeightKind, WeightRow
-from nf4conv.report.text.tables import (
-    count_cell,
-    error_cell,
-    shape_cell,
-    table,
-    two_digits_cell,
-)
+from nf4conv.report.text.tables import count_cell, error_cell, table, two_digits_cell
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.record import recorded_blocks
 
@@ -143,73 +136,6 @@ def _weight_kind_cells(kind: WeightKind) -> tuple[str, ...]:
         count_cell(kind.weights),
         count_cell(kind.parameters),
         size(kind.bytes),
-        error_cell(kind.relative_error),
-        error_cell(kind.largest_relative_error),
-    )
-
-
-def comparison_lines(report: ComparisonReport, width: int | None) -> Iterator[str]:
-    """Yields tensors without a counterpart, the largest differences, the kinds and the verdict.
-
-    Args:
-        report: what `compare` found.
-        width: the longest line of a table, in characters. None for any.
-    """
-    unmeasured = [row for row in report.tensors if not row.passed and row.relative_error is None]
-    for row in unmeasured[:MOST_FINDINGS]:
-        shapes = [shape_cell(shape) for shape in (row.shape_a, row.shape_b) if shape is not None]
-        yield f"{row.status:14} {printable(row.name)}  {' → '.join(shapes)}"
-    yield from count_the_rest(unmeasured)
-    yield from _largest_differences(report.tensors, width)
-    yield from _compared_kinds(report.kinds, width)
-    yield ""
-    yield report.verdict
-
-
-def _largest_differences(rows: Sequence[ComparedRow], width: int | None) -> Iterator[str]:
-    differing = [row for row in rows if row.differing]
-    differing.sort(key=lambda row: -(row.relative_error or 0.0))
-    cells = [_difference_cells(row) for row in differing[:_MOST_WEIGHTS]]
-    head = ("largest differences", "A", "B", "relative", "SNR dB", "max |A-B|", "values")
-    yield from table(head, cells, width)
-
-
-def _difference_cells(row: ComparedRow) -> tuple[str, ...]:
-    """Returns the cells of a tensor that differs."""
-    return (
-        printable(row.name),
-        printable(row.format_a or ""),
-        printable(row.format_b or ""),
-        error_cell(row.relative_error),
-        two_digits_cell(row.snr_db),
-        error_cell(row.largest_difference),
-        count_cell(row.differing),
-    )
-
-
-def _compared_kinds(kinds: Sequence[ComparedKind], width: int | None) -> Iterator[str]:
-    """Yields the lines of a table of all kinds of modules that were compared."""
-    cells = [_compared_kind_cells(kind) for kind in kinds]
-    head = (
-        "kind of module",
-        "tensors",
-        "identical",
-        "parameters",
-        "differing",
-        "relative",
-        "worst",
-    )
-    yield from table(head, cells, width)
-
-
-def _compared_kind_cells(kind: ComparedKind) -> tuple[str, ...]:
-    """Returns the cells of one kind of module."""
-    return (
-        printable(kind_name(kind)),
-        count_cell(kind.tensors),
-        count_cell(kind.identical),
-        count_cell(kind.parameters),
-        count_cell(kind.differing),
         error_cell(kind.relative_error),
         error_cell(kind.largest_relative_error),
     )

@@ -29,12 +29,11 @@ def tell_notes(notes: Iterable[str]) -> None:
 _COLOURS: Final = {
     "ok ": "green",
     "passed: ": "green",
-    "identical: ": "green",
-    "within tolerance: ": "green",
+    "sound: ": "green",
+    "within the tolerance: ": "green",
     "note ": "yellow",
     "FAIL ": "red",
     "FAILED: ": "red",
-    "DIFFERENT: ": "red",
 }
 """The colour of each word that a line may begin with to say how something came out."""
 

@@ -1,1 +1,0 @@
-"""Checks a checkpoint that `dequantize` made, or another tool, by planning it again."""

@@ -1,0 +1,84 @@
+"""Finds out how a checkpoint was made from its source, by what it says of itself.
+
+nf4conv.json says it, or the config, or weights in 4 bits do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any, Final
+
+from nf4conv.errors import OptionError, PlanError, SourceError
+from nf4conv.options import DequantizeOptions, VerifyOptions
+from nf4conv.sources.reader import read_json
+from nf4conv.sources.record import MAKING
+from nf4conv.sources.stored_weights import Structure
+
+_PATTERNS: Final = ("include", "exclude")
+
+
+class Relation(StrEnum):
+    """Names how a checkpoint was made from its source."""
+
+    QUANTIZED = "quantized"
+    DECODED = "decoded"
+    NONE = "none"  # nothing says it
+
+
+def relation_of(structure: Structure) -> Relation:
+    """Returns what a checkpoint says of its making; QUANTIZED if it has weights in 4 bits."""
+    if structure.weights:
+        return Relation.QUANTIZED
+    command = (structure.record or {}).get("command")
+    if command == "dequantize":
+        return Relation.DECODED
+    has_lost_tensors = any(finding.check == "components" for finding in structure.findings)
+    if command == "quantize" or has_lost_tensors or _is_said_to_be_in_4_bits(structure):
+        return Relation.QUANTIZED
+    return Relation.NONE
+
+
+def _is_said_to_be_in_4_bits(structure: Structure) -> bool:
+    try:
+        quantization = read_json(structure.folder / "config.json").get("quantization_config")
+    except SourceError:
+        return False
+    return isinstance(quantization, Mapping) and quantization.get("load_in_4bit") is True
+
+
+def decoding_options(structure: Structure, options: VerifyOptions) -> DequantizeOptions:
+    """Returns the options by which nf4conv.json says that a checkpoint was decoded; notes those
+    that cannot be.
+
+    Raises:
+        PlanError: nf4conv.json says that adapters were merged, and none is named.
+    """
+    record = structure.record
+    assert record is not None
+    adapters = record["source"].get("adapters")
+    if isinstance(adapters, list) and adapters and not options.lora:
+        names = [str(adapter.get("id")) for adapter in adapters if isinstance(adapter, Mapping)]
+        raise PlanError(
+            f"{structure.folder}: adapters were merged into it ({', '.join(names):.200}); "
+            f"name them with --lora, in this order",
+            path=structure.folder,
+        )
+    asked = DequantizeOptions(lora=options.lora)
+    try:
+        return replace(asked, **_recorded(record["options"]))
+    except OptionError as error:
+        text = f"its options are none that dequantize takes: {error}"
+        structure.note("record", MAKING, "", text)
+        return asked
+
+
+def _recorded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a record that decide what is decoded, and to what."""
+    found: dict[str, Any] = {}
+    if options.get("dtype") is not None:
+        found["dtype"] = options["dtype"]
+    for name in _PATTERNS:
+        patterns = options.get(name)
+        if isinstance(patterns, list):
+            found[name] = tuple(patterns)
+    return found

@@ -1,0 +1,78 @@
+"""Compares all tensors of two checkpoints in any formats, value by value, whatever they say of
+their making: by the engine of `verify`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nf4conv.check.comparing import pair_alike
+from nf4conv.options import MachineOptions, SourceOptions
+from nf4conv.report.measured import PieceDifference, TensorDifference
+from nf4conv.report.rows.figures import relative_error
+from nf4conv.run.comparing import compare
+from nf4conv.run.reading import open_reader
+from nf4conv.sources.opening import open_source
+from nf4conv.sources.stored_weights import Structure
+
+CPU = MachineOptions(device="cpu", workers=2)
+
+
+@dataclass
+class Compared:
+    """Tells how the tensors of two checkpoints compare.
+
+    Attributes:
+        device: that compared values.
+        statuses: "identical" bytes, "equal in value" or "different", by name; "alone" for a tensor
+            that cannot be compared.
+        differences: between the values, by name, where values were compared.
+    """
+
+    device: str
+    statuses: dict[str, str] = field(default_factory=dict)
+    differences: dict[str, PieceDifference] = field(default_factory=dict)
+
+    @property
+    def unlike(self) -> dict[str, str]:
+        """The statuses of the tensors whose bytes are not identical."""
+        return {name: status for name, status in self.statuses.items() if status != "identical"}
+
+    def error(self, name: str) -> float:
+        found = self.differences[name]
+        return relative_error(found.squared_difference, found.squared_values)
+
+    def within(self, tolerance: float) -> bool:
+        if "alone" in self.statuses.values():
+            return False
+        return all(self.error(name) <= tolerance for name in self.differences)
+
+
+def compared(
+    a: str | Path,
+    b: str | Path,
+    run: MachineOptions = CPU,
+    where: SourceOptions | None = None,
+) -> Compared:
+    """Compares b with a."""
+    source, out = open_source(a, where), open_source(b, where)
+    structure = Structure(out.folder)
+    pairs = pair_alike(structure, out, source)
+    with open_reader(source) as reader:
+        device, results = compare(pairs.alike, run, lambda _: None, reader)
+    found = Compared(device)
+    for name, result in results.items():
+        found.statuses[name] = status_of(result)
+        if result.difference is not None:
+            found.differences[name] = result.difference
+    for finding in structure.findings:
+        found.statuses[finding.tensor] = "alone"
+    return found
+
+
+def status_of(result: TensorDifference) -> str:
+    if result.is_identical:
+        return "identical"
+    difference = result.difference
+    if difference is None:  # no value, or complex ones whose bytes differ
+        return "different" if result.a.elements else "equal in value"
+    return "different" if difference.differing else "equal in value"
