@@ -22,6 +22,7 @@ _GPU_SECONDS_OF_WEIGHT_AND_TOKEN: Final = 8e-14
 _CPU_OPERATIONS_OF_WEIGHT: Final = 130_000.0
 _CPU_OPERATIONS_OF_WEIGHT_AND_TOKEN: Final = 5.0
 _PROBE: Final = 1024  # rows and columns of the matrices by which the speed of a CPU is measured
+_PROBES: Final = 4  # products of them: on a busy CPU one alone may be lucky
 
 _OUTPUTS: Final = 1.6  # of the time without --calibrate-output
 
@@ -142,8 +143,9 @@ def _speed() -> float:
     matrix = torch.ones((_PROBE, _PROBE))
     torch.mm(matrix, matrix)
     started = time.perf_counter()
-    torch.mm(matrix, matrix)
-    return 2 * float(_PROBE) ** 3 / (time.perf_counter() - started)
+    for _ in range(_PROBES):
+        torch.mm(matrix, matrix)
+    return 2 * float(_PROBE) ** 3 * _PROBES / (time.perf_counter() - started)
 
 
 def _working_bytes(shapes: Shapes) -> int:
