@@ -9,8 +9,8 @@ from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts.gathering import Experts
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import DTYPE_NAMES
-from nf4conv.models.expert_layouts import find_stack, layouts_of
-from nf4conv.models.single_experts import single_expert
+from nf4conv.models.experts import find_stack, single_expert
+from nf4conv.models.families import layouts_of
 from nf4conv.plan.joining import join_experts
 from nf4conv.sources.encodings.types.arranged import StackedExperts, Strided
 from nf4conv.sources.encodings.types.kinds import is_quantized

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nf4conv.errors import SourceError
-from nf4conv.models.family import Family
+from nf4conv.models.family_table import Family
 from nf4conv.sources.encodings.description import Description
 from nf4conv.sources.tensors import TensorInfo
 
