@@ -128,9 +128,9 @@ class MachineOptions(Checked):
         int,
         Option(
             Group.MACHINE,
-            "Use this much memory for reading, all threads together.",
+            "Bytes of memory for reading, all threads together.",
             least=1,
-            is_size=True,
+            in_python=True,
         ),
     ] = 64 * 10**6
     progress: Annotated[

@@ -115,7 +115,7 @@ def _explained(error: Exception, command: str) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or command}: {error.strerror or error}"
     if isinstance(error, MemoryError):
-        return "out of memory; try fewer --workers, or a smaller --buffer-size"
+        return "out of memory; try fewer --workers"
     if isinstance(error, RuntimeError) and _NO_THREADS in str(error):
         return (
             "the system starts no more threads; try fewer --workers, or allow more of them "

@@ -34,7 +34,7 @@ def run(*arguments: object) -> Any:
     if words[0] not in ("inspect", "finish"):
         words += ["--device", "cpu"]
     if words[0] not in ("inspect", "finish", "evaluate"):
-        words += ["--workers", "1", "--buffer-size", "1MB"]
+        words += ["--workers", "1"]
     return CliRunner().invoke(command_line, words, catch_exceptions=False)
 
 

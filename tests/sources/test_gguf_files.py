@@ -24,6 +24,7 @@ from pace import time_limit
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import nf4conv
 from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.commands.dequantize import plan_dequantization
 from nf4conv.errors import SourceError
@@ -94,9 +95,8 @@ def test_every_command_takes_it(tmp_path: Path):
 
 def test_values_are_decoded_once_whatever_the_pieces(tmp_path: Path):
     path = write_gguf(tmp_path / "model.gguf", types=TYPES)
-    for name, size in (("small", "64KB"), ("large", "64MB")):
-        options = ("--buffer-size", size, "--device", "cpu", "--workers", "2")
-        done("quantize", path, tmp_path / name, *options)
+    for name, size in (("small", 64_000), ("large", 64_000_000)):
+        nf4conv.quantize(path, tmp_path / name, buffer_size=size, device="cpu", workers=2)
     assert (tmp_path / "small" / "model.safetensors").read_bytes() == (
         tmp_path / "large" / "model.safetensors"
     ).read_bytes()
@@ -331,9 +331,11 @@ def test_every_command_takes_tensors_that_are_put_together(tmp_path: Path, name:
     types = {"blk.0.ffn_up_exps.weight": "Q8_0", "blk.0.attn_k_b.weight": "Q8_0"}
     path = write_gguf(tmp_path / "model.gguf", metadata, types, shapes)
     for size in ("64KB", "64MB"):
-        common = ("--buffer-size", size, "--device", "cpu")
-        done("dequantize", path, tmp_path / size, *common)
-        done("quantize", path, tmp_path / f"nf4-{size}", "--verify", *common)
+        count = 64_000 if size == "64KB" else 64_000_000
+        nf4conv.dequantize(path, tmp_path / size, buffer_size=count, device="cpu")
+        nf4conv.quantize(
+            path, tmp_path / f"nf4-{size}", verify=True, buffer_size=count, device="cpu"
+        )
     small, large = (tmp_path / size / "model.safetensors" for size in ("64KB", "64MB"))
     assert small.read_bytes() == large.read_bytes()
     nf4 = tmp_path / "nf4-64KB"

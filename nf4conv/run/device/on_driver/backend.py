@@ -60,7 +60,7 @@ class DriverBackend:
                 device.close()
         except driver.CudaOutOfMemoryError as error:
             raise Nf4convError(
-                f"{self.name}: {error}; try a smaller --buffer-size, or --device cpu"
+                f"{self.name}: {error}; try fewer --workers, or --device cpu"
             ) from error
 
     def device_memory(self) -> int:
