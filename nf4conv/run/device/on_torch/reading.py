@@ -8,13 +8,12 @@ from typing import Final
 import torch
 
 from nf4conv.codec.decode.fp4 import decode_fp4
-from nf4conv.codec.decode.ggml import decode_ggml
+from nf4conv.codec.decode.ggml import decode_ggml, undo_change
 from nf4conv.codec.decode.halves import HalvesLayout, decode_halves
 from nf4conv.codec.decode.integers import IntegerLayout, decode_integers
 from nf4conv.codec.decode.packed import decode_packed
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.decode.ternary import TernaryLayout, decode_ternary
-from nf4conv.codec.decode.undoing import undo_change
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
 from nf4conv.format.gguf import NEGATIVE_EXP, PLAIN, PLUS_ONE
