@@ -25,7 +25,6 @@ RESULTS: Final = {
     nf4conv.PlanReport: "`quantize --dry-run`, `dequantize --dry-run`",
     nf4conv.QuantizeReport: "`quantize`",
     nf4conv.DequantizeReport: "`dequantize`",
-    nf4conv.FinishReport: "`finish`",
     nf4conv.VerifyReport: "`verify`",
     nf4conv.Evaluation: "`evaluate`",
     nf4conv.Evaluations: "`evaluate` of several",

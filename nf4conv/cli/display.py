@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # importing all of them would take a moment of every command
         nf4conv.PlanReport
         | nf4conv.QuantizeReport
         | nf4conv.DequantizeReport
-        | nf4conv.FinishReport
         | nf4conv.VerifyReport
         | nf4conv.Evaluation
         | nf4conv.Evaluations

@@ -9,7 +9,6 @@ import nf4conv
 from nf4conv.cli.commands.dequantize import dequantize
 from nf4conv.cli.commands.env import env
 from nf4conv.cli.commands.evaluate import evaluate
-from nf4conv.cli.commands.finish import finish
 from nf4conv.cli.commands.inspect import inspect
 from nf4conv.cli.commands.quantize import quantize
 from nf4conv.cli.commands.verify import verify
@@ -48,7 +47,6 @@ for command in (
     verify,
     evaluate,
     dequantize,
-    finish,
     env,
 ):
     main.add_command(command)

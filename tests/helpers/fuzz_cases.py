@@ -88,7 +88,6 @@ def finished_case(chosen: random.Random, whole: Path, work: Path) -> Case:
         again,
         [*again, "--verify"],
         [*again, "--overwrite"],
-        ["finish", out],
         ["verify", out],
         ["verify", out, "--source", source],
         ["inspect", out],
@@ -103,7 +102,7 @@ def finished_case(chosen: random.Random, whole: Path, work: Path) -> Case:
 
 def keeps_weights(words: list[object], out: Path, expected: Path, finished: Any) -> str | None:
     """Returns what is wrong with weights that a command called complete."""
-    if finished.exit_code or words[0] not in ("quantize", "finish"):
+    if finished.exit_code or words[0] != "quantize":
         return None
     manifest = out / "SHA256SUMS"
     if not is_same(manifest, expected / manifest.name):
@@ -146,8 +145,6 @@ def unfinished_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     quantize = ["quantize", source, out, *templates.PART_OPTIONS]
     part = f"{chosen.choice('12')}/2"
     commands: list[list[object]] = [
-        ["finish", out],
-        ["finish", out],
         quantize,
         [*quantize, "--part", part],
         [*quantize, "--overwrite"],

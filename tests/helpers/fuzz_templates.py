@@ -31,9 +31,9 @@ PART_OPTIONS = ("--max-shard-size", "60kB", "--checksum")
 def run(*arguments: object) -> Any:
     """Runs a command in this process; with few threads, if it takes such options."""
     words = [str(argument) for argument in arguments]
-    if words[0] not in ("inspect", "finish"):
+    if words[0] != "inspect":
         words += ["--device", "cpu"]
-    if words[0] not in ("inspect", "finish", "evaluate"):
+    if words[0] not in ("inspect", "evaluate"):
         words += ["--workers", "1"]
     return CliRunner().invoke(command_line, words, catch_exceptions=False)
 
@@ -221,14 +221,15 @@ def unfinished(folder: Path) -> None:
     """Writes a `source`, what two parts made of it, and a run that ended before its last files."""
     finished(folder)
     shutil.rmtree(folder / "out")
-    for part in ("1/2", "2/2"):
-        done("quantize", folder / "source", folder / "parts", *PART_OPTIONS, "--part", part)
+    parts = ("quantize", folder / "source", folder / "parts", *PART_OPTIONS, "--part")
+    done(*parts, "1/2")
     complete = OutputFolder.complete
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     OutputFolder.complete = stop  # type: ignore[method-assign,assignment]
+    run(*parts, "2/2")
     run("quantize", folder / "source", folder / "interrupted", *PART_OPTIONS)
     OutputFolder.complete = complete  # type: ignore[method-assign]
     assert (folder / "interrupted/.nf4conv/run.json").is_file()

@@ -89,7 +89,6 @@ def test_every_command_takes_it(tmp_path: Path):
     for part in ("1/2", "2/2"):
         small = ("--max-shard-size", "300KB", "--device", "cpu", "--part", part)
         done("quantize", path, tmp_path / "parts", *small)
-    done("finish", tmp_path / "parts")
     done("verify", tmp_path / "parts", "--source", path, "--exact", "--device", "cpu")
 
 

@@ -26,7 +26,6 @@ from nf4conv import (
     RunOptions,
     dequantize_checkpoint,
     describe_plan,
-    finish_checkpoint,
     inspect_checkpoint,
     plan_dequantization,
     quantize_checkpoint,
@@ -209,7 +208,6 @@ def test_parts_join_to_the_whole(tmp_path: Path, method: str):
     for part in ("1/2", "2/2"):
         run = replace(CPU, part=part)
         dequantize_checkpoint(source, tmp_path / "out", options, run)
-    finish_checkpoint(tmp_path / "out")
     same(tmp_path / "out", plain)
 
 

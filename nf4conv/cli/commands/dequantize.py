@@ -11,6 +11,7 @@ from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import writing_display_options
 from nf4conv.cli.parameters import Place, options_from
 from nf4conv.declaring import narrowed
+from nf4conv.errors import SourceError
 from nf4conv.options import RunOptions, SourceOptions
 from nf4conv.report.text.progress_bar import progress
 
@@ -36,6 +37,7 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     compressed-tensors, or in FP8 or FP4. OUT loads as any 16-bit model, and llama.cpp converts it
     to GGUF.
     """
+    from nf4conv.commands.dequantize import decoded_without_source  # as above
     from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
     from nf4conv.report.text.runs import dequantization_lines  # importing it holds up --help
 
@@ -45,7 +47,14 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     check_source_options(options, source)
     if display.quiet:
         silence_libraries()
-    whole = nf4conv.plan_dequantization(source, options, narrowed(options, SourceOptions))
+    try:
+        whole = nf4conv.plan_dequantization(source, options, narrowed(options, SourceOptions))
+    except SourceError:
+        finished = None if display.dry_run else decoded_without_source(out, options)
+        if finished is None:
+            raise
+        display.show(finished, dequantization_lines(finished))
+        return
     plan = nf4conv.plan_part(whole, run)
     if display.dry_run:
         described = nf4conv.describe_plan(plan)

@@ -11,6 +11,7 @@ from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import writing_display_options
 from nf4conv.cli.parameters import Place, options_from
 from nf4conv.declaring import narrowed
+from nf4conv.errors import SourceError
 from nf4conv.options import PushOptions, RunOptions, SourceOptions
 from nf4conv.report.text.progress_bar import progress
 
@@ -39,6 +40,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
     default their own, stay bit for bit. In a diffusers pipeline, nf4conv packs denoisers and text
     encoders; --include 'transformer/*' chooses submodels.
     """
+    from nf4conv.commands.quantize import quantized_without_source  # as above
     from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
     from nf4conv.report.text.runs import quantization_lines  # importing it holds up --help
 
@@ -50,7 +52,14 @@ def quantize(source: str, out: str, **values: Any) -> None:
     check_source_options(options, source)
     if display.quiet:
         silence_libraries()
-    whole = nf4conv.plan_quantization(source, options, where, push)
+    try:
+        whole = nf4conv.plan_quantization(source, options, where, push)
+    except SourceError:
+        finished = None if display.dry_run else quantized_without_source(out, options)
+        if finished is None:
+            raise
+        display.show(finished, quantization_lines(finished))
+        return
     plan = nf4conv.plan_part(whole, run)
     if display.dry_run:
         described = nf4conv.describe_plan(plan)
