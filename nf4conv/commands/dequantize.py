@@ -105,14 +105,14 @@ def dequantize_checkpoint(
     try:
         plan = plan_dequantization(source, options, where)
     except SourceError:
-        finished = decoded_without_source(out, options or DequantizeOptions())
+        finished = _decoded_without_source(out, options or DequantizeOptions())
         if finished is None:
             raise
         return finished
     return execute_dequantization(plan, out, run, progress)
 
 
-def decoded_without_source(out: str | Path, options: DequantizeOptions) -> DequantizeReport | None:
+def _decoded_without_source(out: str | Path, options: DequantizeOptions) -> DequantizeReport | None:
     """Makes a folder whole whose shards have all been made by parts, with the same options.
 
     Returns:

@@ -108,14 +108,14 @@ def quantize_checkpoint(
     try:
         plan = plan_quantization(source, options, where, push)
     except SourceError:
-        finished = quantized_without_source(out, options or QuantizeOptions())
+        finished = _quantized_without_source(out, options or QuantizeOptions())
         if finished is None:
             raise
         return finished
     return execute_quantization(plan, out, run, progress, push)
 
 
-def quantized_without_source(out: str | Path, options: QuantizeOptions) -> QuantizeReport | None:
+def _quantized_without_source(out: str | Path, options: QuantizeOptions) -> QuantizeReport | None:
     """Makes a folder whole whose shards have all been made by parts, with the same options.
 
     Returns:

@@ -162,7 +162,8 @@ def _prepare_folder(
 ) -> None:
     if isinstance(folder, SharedFolder):
         described = shared_fingerprint(plan, run, device, card(0, None))
-        folder.join(described, plan.source.folder, plan.output)
+        with plan.source.whole_folder() as originals:
+            folder.join(described, originals, plan.output)
     elif run.verify:
         folder.forget()  # shards of an earlier run, which nobody has looked at
 

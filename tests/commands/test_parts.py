@@ -385,8 +385,8 @@ CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         "source config, ",
     ),
     "version": (other_version, {}, "version, "),
-    "verify": (lambda _: None, {"verify": True}, "verify "),
-    "tolerance": (lambda _: None, {"verify": True, "tolerance": 0.2}, "verify, tolerance "),
+    "verify": (lambda _: None, {"verify": True}, "--verify "),
+    "tolerance": (lambda _: None, {"verify": True, "tolerance": 0.2}, "--verify, --tolerance "),
 }
 
 
@@ -413,11 +413,11 @@ REFUSED: dict[str, tuple[QuantizeOptions, dict[str, Any], str]] = {
     "overwrite": (
         OPTIONS,
         {"overwrite": True},
-        "overwrite=True, which would delete what other parts make",
+        "--overwrite, which would delete what other parts make",
     ),
-    "0/3": (OPTIONS, {"part": "0/3"}, "part='0/3': expected I/N with I from 1 to N"),
-    "4/3": (OPTIONS, {"part": "4/3"}, "part='4/3': expected I/N"),
-    "words": (OPTIONS, {"part": "two"}, "part='two': expected I/N"),
+    "0/3": (OPTIONS, {"part": "0/3"}, "--part 0/3: expected I/N with I from 1 to N"),
+    "4/3": (OPTIONS, {"part": "4/3"}, "--part 4/3: expected I/N"),
+    "words": (OPTIONS, {"part": "two"}, "--part two: expected I/N"),
 }
 
 
@@ -587,7 +587,7 @@ def test_no_file_system_needs_to_know_locks_or_links(
     monkeypatch.setattr(fcntl, "flock", unknown)
     monkeypatch.setattr(os, "link", unknown)
     part(source, tmp_path / "out", "2/3")
-    with pytest.raises(OutputError, match="differs in blocksize, "):
+    with pytest.raises(OutputError, match="differs in --blocksize, "):
         part(source, tmp_path / "out", "1/3", replace(OPTIONS, blocksize=128))
     for name in names_of(3):
         part(source, tmp_path / "out", name)
@@ -660,5 +660,5 @@ def test_parts_beyond_the_files_have_nothing_to_do_and_say_so(source: Path, tmp_
     assert not plan.output.shards
     assert plan.notes[-1] == (
         f"part {files + 1} of 500,000 has nothing to do: {files} files make at most {files} parts; "
-        f"max_shard_size makes more of them"
+        f"--max-shard-size makes more of them"
     )

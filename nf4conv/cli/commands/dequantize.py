@@ -37,23 +37,24 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     compressed-tensors, or in FP8 or FP4. OUT loads as any 16-bit model, and llama.cpp converts it
     to GGUF.
     """
-    from nf4conv.commands.dequantize import decoded_without_source  # as above
     from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
     from nf4conv.report.text.runs import dequantization_lines  # importing it holds up --help
 
     display = chosen(Display, values)
     options = chosen(nf4conv.DequantizeOptions, values)
     run = narrowed(options, RunOptions)
+    where = narrowed(options, SourceOptions)
     check_source_options(options, source)
     if display.quiet:
         silence_libraries()
     try:
-        whole = nf4conv.plan_dequantization(source, options, narrowed(options, SourceOptions))
+        whole = nf4conv.plan_dequantization(source, options, where)
     except SourceError:
-        finished = None if display.dry_run else decoded_without_source(out, options)
-        if finished is None:
+        if display.dry_run:
             raise
-        display.show(finished, dequantization_lines(finished))
+        # it is not needed if parts have made all files
+        report = nf4conv.dequantize_checkpoint(source, out, options, run, None, where)
+        display.show(report, dequantization_lines(report))
         return
     plan = nf4conv.plan_part(whole, run)
     if display.dry_run:

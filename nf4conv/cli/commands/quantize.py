@@ -40,7 +40,6 @@ def quantize(source: str, out: str, **values: Any) -> None:
     default their own, stay bit for bit. In a diffusers pipeline, nf4conv packs denoisers and text
     encoders; --include 'transformer/*' chooses submodels.
     """
-    from nf4conv.commands.quantize import quantized_without_source  # as above
     from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
     from nf4conv.report.text.runs import quantization_lines  # importing it holds up --help
 
@@ -55,10 +54,11 @@ def quantize(source: str, out: str, **values: Any) -> None:
     try:
         whole = nf4conv.plan_quantization(source, options, where, push)
     except SourceError:
-        finished = None if display.dry_run else quantized_without_source(out, options)
-        if finished is None:
+        if display.dry_run:
             raise
-        display.show(finished, quantization_lines(finished))
+        # it is not needed if parts have made all files
+        report = nf4conv.quantize_checkpoint(source, out, options, run, None, where, push)
+        display.show(report, quantization_lines(report))
         return
     plan = nf4conv.plan_part(whole, run)
     if display.dry_run:
