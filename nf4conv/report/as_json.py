@@ -15,13 +15,7 @@ SCHEMA_VERSION: Final = 1
 """Grows when a field is renamed, is removed or changes its meaning; not when a field is added."""
 
 Result: TypeAlias = (
-    PlanReport
-    | RunReport
-    | VerifyReport
-    | Evaluation
-    | Evaluations
-    | Inspection
-    | Environment
+    PlanReport | RunReport | VerifyReport | Evaluation | Evaluations | Inspection | Environment
 )
 
 
