@@ -70,6 +70,18 @@ def test_dequantize_writes_what_transformers_loads(tmp_path: Path):
     assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, rows)
 
 
+def test_the_logits_are_those_of_transformers_own_loading(tmp_path: Path):
+    types = {**TYPES, "blk.0.ffn_down.weight": "IQ4_XS"}
+    path = write_gguf(tmp_path / "model.gguf", {**LLAMA, "llama.vocab_size": 64}, types)
+    done("dequantize", path, tmp_path / "out", "--dtype", "fp32", "--device", "cpu")
+    logits = []
+    for folder, name in ((tmp_path, "model.gguf"), (tmp_path / "out", None)):
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+        with torch.no_grad():
+            logits.append(model(torch.arange(3, 40).view(1, -1)).logits)
+    assert torch.equal(*logits)
+
+
 def test_every_command_takes_it(tmp_path: Path):
     path = write_gguf(tmp_path / "model.gguf", types=TYPES)
     out = tmp_path / "out"
