@@ -12,7 +12,6 @@ from nf4conv.cli.help import Command, examples
 from nf4conv.cli.options import json_option, quiet_option, verbose_log_option
 from nf4conv.cli.parameters import Place, options_from
 from nf4conv.options import EvaluateOptions
-from nf4conv.report.text.progress_bar import Ticking
 
 
 @click.command(
@@ -54,7 +53,7 @@ def evaluate(outs: tuple[str, ...], **values: Any) -> None:
         leave=False,
         disable=hide_bar,
     )
-    with bar, Ticking(bar, "evaluating"):
+    with bar:
         found = nf4conv.evaluate(outs, **given, progress=bar.update)
     result = found.evaluations[0] if len(outs) == 1 else found
     display.show(result, evaluation_lines(found, terminal_width()))
