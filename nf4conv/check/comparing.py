@@ -8,7 +8,7 @@ from nf4conv.check.pairing import AlikePair, Pairs, is_dispensable, note_foreign
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts.gathering import Experts
 from nf4conv.errors import SourceError
-from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
 from nf4conv.models.experts import find_stack, single_expert
 from nf4conv.models.families import layouts_of
 from nf4conv.plan.joining import join_experts
@@ -16,7 +16,7 @@ from nf4conv.sources.encodings.types.arranged import StackedExperts, Strided
 from nf4conv.sources.encodings.types.kinds import is_quantized
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 
 def pair_alike(structure: Structure, out: Source, source: Source) -> Pairs:

@@ -8,11 +8,12 @@ from typing import Any, Final, NamedTuple
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts.gathering import Experts
+from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.models.experts import ROUTER_OF_UNSLOTH, single_expert
 from nf4conv.models.families import families_of, is_gpt_oss, is_transposed, layouts_of
 from nf4conv.models.module_names import HEADS, module_of
 from nf4conv.plan.dequantization import DequantizationPlan
-from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, PackJob, footprint
+from nf4conv.plan.jobs import CopyJob, PackJob, footprint
 from nf4conv.plan.joining import join_experts
 from nf4conv.sources.encodings.cuts.rows import rows_of
 from nf4conv.sources.encodings.types.arranged import StackedExperts

@@ -17,12 +17,13 @@ from nf4conv.choose.formats import dominant_dtype
 from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.choose.wishes import is_wanted
 from nf4conv.errors import PlanError
-from nf4conv.format.layout import TAGS, Format
+from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
+from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype, plain_config, without_quantization
 from nf4conv.models.module_names import ModuleNames
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
-from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, Job
+from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import DequantizationTotals, PlanRow
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged

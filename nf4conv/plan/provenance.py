@@ -11,14 +11,9 @@ from typing import Any, NamedTuple
 
 from nf4conv.choose.unchanged import stored_format
 from nf4conv.errors import CodecError
+from nf4conv.format.dtypes import DTYPE_NAMES, STORAGE_DTYPES
 from nf4conv.format.gguf import PLAIN
-from nf4conv.format.layout import (
-    DTYPE_NAMES,
-    QUANT_STATE_PREFIX,
-    STORAGE_DTYPES,
-    Format,
-    parse_quant_state,
-)
+from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, parse_quant_state
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, format_of
 from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit, is_in_4_bits
 from nf4conv.sources.encodings.types.gguf import GgufBlocks

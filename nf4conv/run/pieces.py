@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from nf4conv.choose.decisions import PackedMatrix
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.plan.jobs import PackJob
 from nf4conv.sources.encodings.cuts.pieces import Piece, encoded_pieces, packed_pieces, plain_pieces
 from nf4conv.sources.encodings.cuts.rows import (
@@ -14,7 +15,7 @@ from nf4conv.sources.encodings.cuts.rows import (
     transposed,
 )
 from nf4conv.sources.encodings.types.bitsandbytes import packed_in_order
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 ENOUGH: Final = 2**62  # more elements, or bytes, than there are
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from nf4conv.errors import SourceError
-from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.run.reading import open_reader

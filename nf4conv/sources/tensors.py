@@ -8,17 +8,7 @@ run/device/on_torch/reading.py and run/device/on_driver/batch/loading.py read an
 
 import math
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
-
-DTYPE_BITS: Final = {
-    "BOOL": 8, "U8": 8, "I8": 8,
-    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32,
-    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
-"""Bits of one element by dtype tag: every tag that safetensors 0.8 knows."""
+from typing import NamedTuple, TypeAlias
 
 FileRange: TypeAlias = tuple[Path, int, int]  # (file, start, stop) in bytes
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import device_of
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_decoded
@@ -20,7 +21,7 @@ from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
 from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
 from nf4conv.sources.reader import Reader
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 F8, F32, U8, I8, I32 = "F8_E4M3", "F32", "U8", "I8", "I32"
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from nf4conv.errors import SourceError
-from nf4conv.format.layout import DTYPE_NAMES, Format
+from nf4conv.format.dtypes import DTYPE_NAMES
+from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.report.measured import PieceDifference, PieceErrors
 from nf4conv.run.pieces import WeightPiece

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nf4conv.errors import CodecError, SourceError
-from nf4conv.format import layout
+from nf4conv.format import dtypes, layout
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
@@ -129,7 +129,7 @@ def _read_quant_state(blob: TensorInfo, siblings: SiblingTensors, is_nested: boo
     return _QuantState(
         quant_type=quant_type,
         shape=tuple(fields["shape"]),
-        dtype=layout.TAGS[fields["dtype"]],
+        dtype=dtypes.TAGS[fields["dtype"]],
         blocksize=fields["blocksize"],
         nested_offset=nested_offset,
         is_plain=fields.keys() <= {*layout.JSON_KEYS, *layout.NESTED_JSON_KEYS},

@@ -16,12 +16,13 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from nf4conv.errors import SourceError
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.encodings.description import Scheme
 from nf4conv.sources.encodings.siblings import SiblingTensors, misfit
 from nf4conv.sources.encodings.types.integers import WORD, PackedIntegers, words_of
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _BITS_OF_GPTQ: Final = (4, 8, 2, 3, 5, 6, 7)
 """Bits of a code that are decoded, the most usual first; AutoRound alone has those from 5 to 7."""

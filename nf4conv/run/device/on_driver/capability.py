@@ -2,7 +2,8 @@
 
 from typing import Final
 
-from nf4conv.format.layout import DTYPE_NAMES, TAGS, Format
+from nf4conv.format.dtypes import DTYPE_NAMES, TAGS
+from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.on_driver.batch.decoding import kernels_for_tensor

@@ -16,6 +16,7 @@ from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.decode.ternary import TernaryLayout, decode_ternary
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
+from nf4conv.format.dtypes import DTYPE_BITS, TORCH_NAMES
 from nf4conv.format.gguf import NEGATIVE_EXP, PLAIN, PLUS_ONE
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
@@ -41,17 +42,9 @@ from nf4conv.sources.encodings.types.merged import (
 )
 from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
 from nf4conv.sources.encodings.types.ternary import Ternary
-from nf4conv.sources.tensors import DTYPE_BITS, Encoding, FileRange, Parts, TensorInfo
+from nf4conv.sources.tensors import Encoding, FileRange, Parts, TensorInfo
 
-TORCH_DTYPES: Final = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    # of torch 2.7 and newer; bytes are decoded as well
-    "F8_E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8),
-    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
-    "BOOL": torch.bool,
-    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
-}  # fmt: skip
+TORCH_DTYPES: Final = {tag: getattr(torch, name) for tag, name in TORCH_NAMES.items()}
 """By safetensors' tag: what is computed with, compared, and what encoded tensors consist of."""
 
 

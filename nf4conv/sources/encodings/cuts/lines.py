@@ -1,6 +1,7 @@
 """Cuts tensors that are stored as they are."""
 
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.format.dtypes import DTYPE_BITS
+from nf4conv.sources.tensors import TensorInfo
 
 
 def cut_rows(part: TensorInfo, first: int, last: int) -> TensorInfo:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from nf4conv.sources.tensors import DTYPE_BITS, Encoding, FileRange, Parts, TensorInfo
+from nf4conv.format.dtypes import DTYPE_BITS
+from nf4conv.sources.tensors import Encoding, FileRange, Parts, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)

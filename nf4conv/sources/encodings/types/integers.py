@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from nf4conv.sources.tensors import DTYPE_BITS, Encoding, Parts, TensorInfo
+from nf4conv.format.dtypes import DTYPE_BITS
+from nf4conv.sources.tensors import Encoding, Parts, TensorInfo
 
 WORD: Final = 32  # bits
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.run.device.on_driver.batch.buffers import Launch
 from nf4conv.run.device.on_driver.batch.ggml import decode_ggml, ggml_purpose
 from nf4conv.run.device.on_driver.batch.input import BatchInput

@@ -11,12 +11,13 @@ from functools import lru_cache
 from typing import Literal
 
 from nf4conv.errors import CodecError
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.run.device.on_driver.batch.buffers import Launch
 from nf4conv.run.device.on_driver.batch.input import BatchInput
 from nf4conv.run.device.on_driver.kernels import Action, Kernels, Purpose
 from nf4conv.sources.encodings.types.arranged import Columns
 from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 
 def integers_purpose(encoding: PackedIntegers, tag: str) -> Purpose:
