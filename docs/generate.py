@@ -17,7 +17,7 @@ import click
 
 import nf4conv
 from nf4conv.cli import main
-from nf4conv.cli.help import grouped
+from nf4conv.cli.parameters import grouped
 from nf4conv.report.as_json import SCHEMA_VERSION
 
 HERE: Final = Path(__file__).parent
