@@ -61,6 +61,7 @@ class KeptFiles:
         """
         with named(self.folder, OutputError):
             self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove(name)  # whatever stands there, a folder even
         digest = hashlib.sha256()
         write_file(self.file(name), _digested(_chunks(tensors), digest))
         record = {"sha256": digest.hexdigest(), "made_by": self._made_by, "facts": facts}
