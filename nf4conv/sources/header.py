@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.errors import SourceError, named
-from nf4conv.format.dtypes import DTYPE_BITS
-from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
 
 LENGTH_BYTES: Final = 8
 LONGEST_HEADER: Final = 100_000_000  # safetensors' own limit
