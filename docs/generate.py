@@ -17,7 +17,7 @@ import click
 
 import nf4conv
 from nf4conv.cli import main
-from nf4conv.cli.help import grouped
+from nf4conv.cli.parameters import grouped
 from nf4conv.report.as_json import SCHEMA_VERSION
 
 HERE: Final = Path(__file__).parent
@@ -25,7 +25,6 @@ RESULTS: Final = {
     nf4conv.PlanReport: "`quantize --dry-run`, `dequantize --dry-run`",
     nf4conv.QuantizeReport: "`quantize`",
     nf4conv.DequantizeReport: "`dequantize`",
-    nf4conv.FinishReport: "`finish`",
     nf4conv.VerifyReport: "`verify`",
     nf4conv.Evaluation: "`evaluate`",
     nf4conv.Evaluations: "`evaluate` of several",

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from nf4conv.commands.describe import describe_plan as describe_plan
     from nf4conv.commands.environment import environment as environment
     from nf4conv.commands.evaluate import evaluate as evaluate
-    from nf4conv.commands.finish import finish_checkpoint as finish_checkpoint
     from nf4conv.commands.inspect import inspect as inspect
     from nf4conv.commands.inspect import inspect_checkpoint as inspect_checkpoint
     from nf4conv.commands.quantize import AnyQuantizationPlan as AnyQuantizationPlan
@@ -87,7 +86,6 @@ if TYPE_CHECKING:
     from nf4conv.report.results.contents import Evaluations as Evaluations
     from nf4conv.report.results.contents import Inspection as Inspection
     from nf4conv.report.results.runs import DequantizeReport as DequantizeReport
-    from nf4conv.report.results.runs import FinishReport as FinishReport
     from nf4conv.report.results.runs import PlanReport as PlanReport
     from nf4conv.report.results.runs import QuantizeReport as QuantizeReport
     from nf4conv.report.rows.inspection import InspectedKind as InspectedKind
@@ -115,7 +113,6 @@ _NAMES_IN: Final = {
     "nf4conv.commands.describe": "describe_plan",
     "nf4conv.commands.environment": "environment",
     "nf4conv.commands.evaluate": "evaluate",
-    "nf4conv.commands.finish": "finish_checkpoint",
     "nf4conv.commands.inspect": "inspect inspect_checkpoint",
     "nf4conv.commands.quantize": (
         "AnyQuantizationPlan execute_quantization plan_quantization quantize quantize_checkpoint"
@@ -140,7 +137,7 @@ _NAMES_IN: Final = {
     "nf4conv.report.page": "write_page",
     "nf4conv.report.results.checks": ("VerifyReport VerifySettings"),
     "nf4conv.report.results.contents": "Environment Evaluation Evaluations Inspection",
-    "nf4conv.report.results.runs": "DequantizeReport FinishReport PlanReport QuantizeReport",
+    "nf4conv.report.results.runs": "DequantizeReport PlanReport QuantizeReport",
     "nf4conv.report.rows.inspection": (
         "InspectedKind InspectedRow InspectionTotals StoredQuantization"
     ),

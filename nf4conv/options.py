@@ -39,7 +39,7 @@ def _is_device(name: str) -> bool:
 
 def _is_part(part: str) -> bool:
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
-    return part == "auto" or (match is not None and 1 <= int(match[1]) <= int(match[2]))
+    return match is not None and 1 <= int(match[1]) <= int(match[2])
 
 
 def _device(help: str) -> Option:
@@ -128,9 +128,9 @@ class MachineOptions(Checked):
         int,
         Option(
             Group.MACHINE,
-            "Use this much memory for reading, all threads together.",
+            "Bytes of memory for reading, all threads together.",
             least=1,
-            is_size=True,
+            in_python=True,
         ),
     ] = 64 * 10**6
     progress: Annotated[
@@ -166,11 +166,11 @@ class RunOptions(MachineOptions):
         str | None,
         Option(
             Group.MACHINE,
-            "Make only part I of N; auto takes I and N from SLURM, Kubernetes or torchrun. "
-            "`nf4conv finish OUT` puts the parts together.",
-            metavar="I/N|auto",
+            "Make only part I of N, in a folder that all processes see. The last part makes OUT "
+            "whole, and so does the same command without --part.",
+            metavar="I/N",
             check=_is_part,
-            expected="auto, or I/N with I from 1 to N, such as 2/3",
+            expected="I/N with I from 1 to N, such as 2/3",
         ),
     ] = None
     overwrite: Annotated[bool, Option(Group.MACHINE, "Delete what is in OUT, and start anew.")] = (

@@ -226,14 +226,13 @@ def test_dequantize(packed: Path, tmp_path: Path):
     assert torch.equal(decoded.view(-1), expected)
 
 
-def test_finish(source: Path, tmp_path: Path):
+def test_parts(source: Path, tmp_path: Path):
     out = tmp_path / "out"
-    sizes = ("--max-shard-size", "2KB", "--checksum", "--device", "cpu")
+    sizes = ("--max-shard-size", "2KB", "--device", "cpu")
     run("quantize", source, tmp_path / "single", *sizes)
     run("quantize", source, out, *sizes, "--part", "2/2")
-    run("finish", out, exit_code=2)
+    assert not (out / "config.json").exists()
     run("quantize", source, out, *sizes, "--part", "1/2")
-    run("finish", out)
     assert contents(out) == contents(tmp_path / "single")
 
 

@@ -19,6 +19,7 @@ import torch
 
 from nf4conv.calibrate.rounding import Rounded
 from nf4conv.errors import OutputError, SourceError, named
+from nf4conv.format.dtypes import STORAGE_DTYPES
 from nf4conv.format.layout import Format, components
 from nf4conv.output.writer import write_file
 from nf4conv.sources.header import LENGTH_BYTES, build_header, parse_header, read_header
@@ -26,12 +27,7 @@ from nf4conv.sources.reader import read_small
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.removal import is_link, remove
 
-_TAGS: Final = {
-    torch.uint8: "U8",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-}
+_TAGS: Final = {getattr(torch, name): tag for tag, name in STORAGE_DTYPES.items()}
 _DTYPES: Final = {tag: dtype for dtype, tag in _TAGS.items()}
 
 _DIGEST: Final = "sha256 of this record"
@@ -65,6 +61,7 @@ class KeptFiles:
         """
         with named(self.folder, OutputError):
             self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove(name)  # whatever stands there, a folder even
         digest = hashlib.sha256()
         write_file(self.file(name), _digested(_chunks(tensors), digest))
         record = {"sha256": digest.hexdigest(), "made_by": self._made_by, "facts": facts}

@@ -7,7 +7,7 @@ from nf4conv.check.experts_check import check_experts
 from nf4conv.check.skip_list_check import check_skip_list
 from nf4conv.choose.evidence import Evidence
 from nf4conv.errors import SourceError
-from nf4conv.format.layout import DTYPE_NAMES, TAGS
+from nf4conv.format.dtypes import DTYPE_NAMES, TAGS
 from nf4conv.models.config import LEFTOVERS, checkpoint_dtype, levels
 from nf4conv.sources.auxiliary import QUANTIZATION_LEFTOVERS
 from nf4conv.sources.reader import read_json

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
-from nf4conv.models.expert_layouts import UNEVEN, experts_in, find_stack, layouts_of
-from nf4conv.models.families import model_types
-from nf4conv.models.single_experts import single_expert
+from nf4conv.models.experts import find_stack, single_expert
+from nf4conv.models.families import experts_in, has_uneven_experts, layouts_of
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo
 
@@ -41,7 +40,7 @@ def check_experts(structure: Structure, config: Mapping[str, Any]) -> None:
         config: the content of its config.json; empty if there is none.
     """
     numbers = experts_in(config)
-    is_uneven = any(model_type in UNEVEN for model_type in model_types(config))
+    is_uneven = has_uneven_experts(config)
     for layer in _layers(structure):
         if not is_uneven:
             _check_whole(structure, layer, max(numbers) if len(numbers) == 1 else 0)

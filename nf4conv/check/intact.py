@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nf4conv.check.checksums import check_checksums
-from nf4conv.check.structure import read_structure
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.plan.jobs import Shard
 from nf4conv.sources.header import read_header
@@ -32,20 +31,6 @@ def require_planned(out: Path, shards: Iterable[Shard]) -> None:
         if fault is not None:
             file = out / shard.name
             raise OutputError(f"{file}: {fault}; {_HOW_TO_MEND}", path=file)
-
-
-def require_sound(out: Path) -> None:
-    """Checks a finished result by what it says of itself: headers, index, checksums.
-
-    Raises:
-        OutputError: something is missing or damaged; the error names it.
-    """
-    try:
-        structure = read_structure(out)
-    except SourceError as error:
-        raise OutputError(f"{error}; {_HOW_TO_MEND}", path=error.path or out) from error
-    check_checksums(structure, len(usable_cores()))
-    _raise_first(out, structure)
 
 
 def require_checksums(out: Path, shards: Iterable[Shard]) -> None:

@@ -8,14 +8,15 @@ from typing import Any, Final, NamedTuple
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts.gathering import Experts
-from nf4conv.models.expert_layouts import layouts_of
-from nf4conv.models.families import families_of, is_transposed
+from nf4conv.format.dtypes import FLOAT_TAGS
+from nf4conv.models.experts import ROUTER_OF_UNSLOTH, single_expert
+from nf4conv.models.families import families_of, is_gpt_oss, is_transposed, layouts_of
 from nf4conv.models.module_names import HEADS, module_of
-from nf4conv.models.single_experts import ROUTER_OF_UNSLOTH, is_gpt_oss, single_expert
 from nf4conv.plan.dequantization import DequantizationPlan
-from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, PackJob, footprint
+from nf4conv.plan.jobs import CopyJob, PackJob, footprint
 from nf4conv.plan.joining import join_experts
-from nf4conv.sources.arranged import StackedExperts
+from nf4conv.sources.encodings.cuts.rows import rows_of
+from nf4conv.sources.encodings.types.arranged import StackedExperts
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo
@@ -207,7 +208,7 @@ def _other_names(
         if single is not None and single.is_of_unsloth:
             stack = by_name.get(f"{single.experts}.{single.projection}_bias")
             if stack is not None and len(stack.shape) == 2 and single.expert < stack.shape[0]:
-                row = stack.rows(single.expert, single.expert + 1)
+                row = rows_of(stack, single.expert, single.expert + 1)
                 bias = row._replace(name=name, shape=stack.shape[1:])
                 yield name, _Alias(bias, frozenset({stack.name}))
         plain_name = name.replace(ROUTER_OF_UNSLOTH, ".router.")

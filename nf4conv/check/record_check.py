@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.sources.record import MAKING, group_finder, headers_digest
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight, Structure

@@ -10,7 +10,7 @@ from nf4conv.choose.evidence import Why
 from nf4conv.choose.loader_rules import LITERAL, RULES, Rule, is_name
 from nf4conv.choose.selection import select
 from nf4conv.errors import PlanError
-from nf4conv.format.layout import TAGS
+from nf4conv.format.dtypes import TAGS
 from nf4conv.models.config import architecture_of
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import HEADS, TIED_HEADS, ModuleNames, module_of

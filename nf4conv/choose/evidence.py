@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from nf4conv.models.config import levels
 from nf4conv.models.families import families_of, is_transposed
-from nf4conv.models.family import Family
-from nf4conv.models.family_table import READ_DIRECTLY
+from nf4conv.models.family_table import READ_DIRECTLY, Family
 from nf4conv.models.module_names import is_multimodal, module_of
 from nf4conv.models.name_patterns import (
     FLOAT32,
@@ -24,7 +23,7 @@ from nf4conv.models.name_patterns import (
     is_numbered,
     place_below,
 )
-from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
 # bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss
@@ -242,9 +241,9 @@ class Evidence:
 
     def _why_kept_by_family(self, module: str) -> str | None:
         for family in self.families:
-            for kept in family.keep:
-                if re.search(kept.pattern, module):
-                    return kept.reason
+            for pattern, reason in family.keep:
+                if re.search(pattern, module):
+                    return reason
         return None
 
     def _is_linear_by_family(self, module: str) -> bool:

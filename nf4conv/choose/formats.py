@@ -7,7 +7,8 @@ from nf4conv.choose.decisions import Keep, Pack, Selection
 from nf4conv.choose.selection import demote
 from nf4conv.choose.unchanged import common_format
 from nf4conv.errors import PlanError
-from nf4conv.format.layout import DTYPE_NAMES, ITEMSIZES, Format
+from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
+from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import DTYPES, QuantizeOptions
 from nf4conv.sources.source import Source
@@ -87,7 +88,7 @@ def without_odd_sizes(source: Source, selection: Selection, format: Format) -> S
     Raises:
         PlanError: a loader expects such a weight to be packed.
     """
-    size = ITEMSIZES[format.storage_tag]
+    size = DTYPE_BITS[format.storage_tag] // 8
     if size == 1:
         return selection
     odd = [name for name, decision in selection.decisions.items() if _is_odd(decision, size)]

@@ -18,11 +18,12 @@ from nf4conv.choose.experts.layers import alike_in_layers, check_layout
 from nf4conv.choose.experts.readers import readers_of
 from nf4conv.choose.wishes import why_unwanted
 from nf4conv.errors import PlanError
+from nf4conv.format.dtypes import FLOAT_DTYPES
 from nf4conv.format.units import size
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
 _HINTS: Final = {
@@ -39,9 +40,6 @@ _HINTS: Final = {
     Why.TOWER: "the vision and audio parts. --include packs those that it names",
 }
 """What to tell the user when many bytes are kept for a reason."""
-
-FLOAT_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-"""safetensors' dtype tags of tensors that can be packed."""
 
 
 def select(

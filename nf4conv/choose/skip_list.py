@@ -13,18 +13,13 @@ from typing import Final, NamedTuple
 from nf4conv.choose.loader_rules import is_name
 from nf4conv.choose.path_tree import Node, PathTree
 from nf4conv.errors import PlanError
+from nf4conv.models.family_table import GATE_UP, QKV
 from nf4conv.models.module_names import ADDED
 
 _DECODERS: Final = ("model", "transformer")
 """Names of the base in decoders, which have no pooler; encoders name it after the family."""
 
-_FUSED: Final = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+_FUSED: Final = {**dict.fromkeys(QKV, "qkv_proj"), **dict.fromkeys(GATE_UP, "gate_up_proj")}
 """The modules that vLLM and SGLang merge into one. They look for its name in the list."""
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nf4conv.choose.decisions import Keep, Pack
-from nf4conv.format import layout
+from nf4conv.format import dtypes, layout
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import Structure
@@ -56,8 +56,8 @@ def stored_format(tensor: TensorInfo) -> Format | None:
         encoding.quant_type,
         encoding.blocksize,
         encoding.double_quant,
-        layout.DTYPE_NAMES[tensor.dtype],
-        layout.STORAGE_DTYPES.get(encoding.values.dtype, "uint8"),
+        dtypes.DTYPE_NAMES[tensor.dtype],
+        dtypes.STORAGE_DTYPES.get(encoding.values.dtype, "uint8"),
     )
 
 

@@ -11,18 +11,19 @@ from typing import Final, TypeAlias
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.submodels import open_unchanged, write_submodels
 from nf4conv.declaring import after_two_places, narrowed
-from nf4conv.errors import DiffusersFolderError, PlanError
+from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
 from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan import dequantization
 from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.diffusers import DiffusersPlan, for_submodel, is_included
-from nf4conv.plan.parts import plan_part
+from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.report.loading import loading_of_plan
 from nf4conv.report.results.runs import DequantizeReport
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
+from nf4conv.run.parts import finish_without_source
 from nf4conv.run.scales import check_scales
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
@@ -101,7 +102,30 @@ def dequantize_checkpoint(
     Example:
         >>> nf4conv.dequantize_checkpoint("./Llama-3.1-8B-nf4", "./Llama-3.1-8B-again")
     """
-    return execute_dequantization(plan_dequantization(source, options, where), out, run, progress)
+    try:
+        plan = plan_dequantization(source, options, where)
+    except SourceError:
+        finished = _decoded_without_source(out, options or DequantizeOptions())
+        if finished is None:
+            raise
+        return finished
+    return execute_dequantization(plan, out, run, progress)
+
+
+def _decoded_without_source(out: str | Path, options: DequantizeOptions) -> DequantizeReport | None:
+    """Makes a folder whole whose shards have all been made by parts, with the same options.
+
+    Returns:
+        What is there; None if shards are missing, or parts make something else.
+
+    Raises:
+        OutputError: a shard is not what was written, or a file cannot be written.
+    """
+    found = finish_without_source(Path(out), "dequantize", options)
+    if found is None:
+        return None
+    run, totals = found
+    return DequantizeReport.of_run(run, decoded=totals["decoded"])
 
 
 def plan_dequantization(
@@ -253,6 +277,7 @@ def execute_dequantization(
     run = run or RunOptions()
     progress = progress or ignore
     out = Path(out)
+    run = in_parts(plan, run, out)
     plan = plan_part(plan, run)
     if run.is_spread:
         from nf4conv.commands.spread.carry_out import carry_out  # few runs need to import it

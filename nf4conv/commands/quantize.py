@@ -11,15 +11,17 @@ from typing import Final, TypeAlias
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.quantizing.checkpoint import execute_one, plan_checkpoint
 from nf4conv.declaring import after_two_places, narrowed
-from nf4conv.errors import DiffusersFolderError, PlanError
+from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
 from nf4conv.format.units import size
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan.diffusers import DiffusersPlan
-from nf4conv.plan.parts import plan_part
+from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.plan.quantization import QuantizationPlan, require_searched
 from nf4conv.report.advice import little_saved
+from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.run.checkpoint import ignore
+from nf4conv.run.parts import finish_without_source
 
 _log: Final = logging.getLogger(__name__)
 
@@ -103,8 +105,42 @@ def quantize_checkpoint(
         >>> report = nf4conv.quantize_checkpoint("./Llama-3.1-8B", "./Llama-3.1-8B-nf4")
         >>> print(report.bits_per_parameter)
     """
-    plan = plan_quantization(source, options, where, push)
+    try:
+        plan = plan_quantization(source, options, where, push)
+    except SourceError:
+        finished = _quantized_without_source(out, options or QuantizeOptions())
+        if finished is None:
+            raise
+        return finished
     return execute_quantization(plan, out, run, progress, push)
+
+
+def _quantized_without_source(out: str | Path, options: QuantizeOptions) -> QuantizeReport | None:
+    """Makes a folder whole whose shards have all been made by parts, with the same options.
+
+    Returns:
+        What is there; None if shards are missing, or parts make something else.
+
+    Raises:
+        OutputError: a shard is not what was written, or a file cannot be written.
+    """
+    found = finish_without_source(Path(out), "quantize", options)
+    if found is None:
+        return None
+    run, totals = found
+    return QuantizeReport.of_run(
+        run,
+        packed=totals["packed"],
+        stay=totals["stay"],
+        parameters=totals["parameters"],
+        bits_per_parameter=8 * run.bytes_after / max(totals["parameters"], 1),
+        gpu_bytes=gpu_bytes(run.bytes_after),
+        loading="",
+        install="",
+        push="",
+        advice="",
+        verification=None,
+    )
 
 
 def plan_quantization(
@@ -229,6 +265,7 @@ def execute_quantization(
     run = run or RunOptions()
     progress = progress or ignore
     out = Path(out)
+    run = in_parts(plan, run, out)
     is_pushed = push is not None and push.push_to_hub is not None
     if run.part is not None and is_pushed:
         raise PlanError(

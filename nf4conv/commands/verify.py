@@ -33,10 +33,10 @@ from nf4conv.check.structure import read_structure
 from nf4conv.commands import dequantize
 from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError
+from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.units import size
 from nf4conv.options import MachineOptions, SourceOptions, VerifyOptions
 from nf4conv.plan.dequantization import DequantizationPlan
-from nf4conv.plan.jobs import FLOAT_TAGS
 from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore

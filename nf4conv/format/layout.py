@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from nf4conv.errors import CodecError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES, STORAGE_DTYPES
 
 QUANT_STATE_PREFIX: Final = "quant_state.bitsandbytes__"
 
@@ -40,19 +41,6 @@ COMPONENT_SUFFIXES: Final = (
 
 _MOST_DIMENSIONS: Final = 64  # of a weight; torch has this limit too
 LARGEST_QUANT_STATE: Final = 2**16  # bytes of a JSON blob: some hundred are usual
-
-DTYPE_NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""By safetensors' dtype tag of a weight that can be quantized, its name in the JSON blob."""
-
-TAGS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""By the name in the JSON blob, safetensors' dtype tag."""
-
-STORAGE_DTYPES: Final = {"U8": "uint8", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""By safetensors' tag, the dtypes that packed codes may be stored as (quant_storage in
-config.json): FSDP shards only floats, all of one dtype.
-"""
-
-ITEMSIZES: Final = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes of an element of these
 
 JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
 NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
@@ -130,7 +118,7 @@ class Component:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * ITEMSIZES[self.dtype]
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
 def block_count(elements: int, blocksize: int) -> int:
@@ -173,7 +161,7 @@ def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
     elements = math.prod(shape)
     blocks = block_count(elements, format.blocksize)
     packed_bytes = -(-elements // 2)
-    packed_shape = (packed_bytes // ITEMSIZES[format.storage_tag], 1)
+    packed_shape = (8 * packed_bytes // DTYPE_BITS[format.storage_tag], 1)
     packed = Component("", format.storage_tag, packed_shape)
     quant_map = Component("quant_map", "F32", (len(CODEBOOKS[format.quant_type].values),))
     blob_suffix = f"{QUANT_STATE_PREFIX}{format.quant_type}"

@@ -4,19 +4,35 @@ The config of a 4-bit checkpoint has the 11 keys of quantization_config that loa
 nothing that an earlier quantization left. The keys and their order are those that transformers
 4.57.6 and 5.23.0 write (BitsAndBytesConfig.to_dict), without _load_in_4bit and _load_in_8bit, which
 no loader reads, and on which vllm-omni fails.
+
+Keys of which transformers 5 has another than transformers 4 are added for both: 5 reads both, and 4
+does not miss a key that it does not find. It takes a default, so that a model fails to load, or
+loads and computes something else.
+
+    transformers 5                    transformers 4               where
+    num_local_experts                 num_experts                  where counts_experts_twice
+    rope_parameters.rope_theta        rope_theta                   rotary positions
+    rope_parameters.partial_rotary…   partial_rotary_factor        rotary positions
+    rope_parameters                   rope_scaling                 rotary positions, scaled
+
+(Found by comparing every config class of transformers 4.57.6 with that of 5.23.0;
+tests/choose/test_expert_configs.py does it for mixtures of experts.)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.format.layout import Format
-from nf4conv.models.releases import with_keys_of_both
+from nf4conv.models.family_table import FAMILIES
 
 LEFTOVERS: Final = ("quantization_config", "compression_config")
 """Keys that make loaders believe in another quantization, wherever in config.json they stand."""
 
 # transformers 4.56 and newer write the first, older releases the second
 DTYPE_KEYS: Final = ("dtype", "torch_dtype")
+
+_MOVED: Final = ("rope_theta", "partial_rotary_factor")
+"""Keys of rope_parameters that stand beside it in transformers 4."""
 
 
 def levels(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -134,3 +150,36 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
             if isinstance(dtype, str):
                 return dtype.removeprefix("torch.")
     return None
+
+
+def with_keys_of_both(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a config to which keys of transformers 4 are added, at all levels.
+
+    No key that is there changes.
+    """
+    edited: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key not in ("rope_parameters", "rope_scaling"):
+            edited[key] = with_keys_of_both(value)
+        else:
+            edited[key] = value
+    family = FAMILIES.get(str(edited.get("model_type")))
+    if family is not None and family.counts_experts_twice and "num_local_experts" in edited:
+        edited.setdefault("num_experts", edited["num_local_experts"])
+    _add_rope(edited)
+    return edited
+
+
+def _add_rope(config: dict[str, Any]) -> None:
+    """Adds what transformers 4 reads about rotary positions to one level of a config."""
+    parameters = config.get("rope_parameters")
+    # parameters of several kinds of layers are nested, and have no rope_theta of their own
+    if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
+        return
+    for key in _MOVED:
+        if key in parameters:
+            config.setdefault(key, parameters[key])
+    is_scaled = parameters.get("rope_type", "default") != "default"
+    if (is_scaled or parameters.keys() - {"rope_type", *_MOVED}) and not config.get("rope_scaling"):
+        # whole, because transformers 5 takes it in the place of rope_parameters
+        config["rope_scaling"] = dict(parameters)

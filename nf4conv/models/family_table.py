@@ -1,20 +1,184 @@
-"""Lists the model families that deviate from the rules of choose/selection.py, by model_type.
+"""Lists the model families that deviate from the rules of choose/selection.py.
 
-A family is listed only where names and shapes cannot tell. The key is config.json's model_type;
-denoiser_table.py has the submodels of diffusers. Patterns are regular expressions, searched in the
-path of a module on disk, which is a tensor's name without ".weight".
-
-Each group of model types follows the families that some of them share, and MODEL_TYPES at the end
-joins the groups. tests/architectures converts and loads tiny models of these families.
+A family is listed only where names and shapes cannot tell. The key is config.json's model_type, or
+for submodels of diffusers the class that "_class_name" names. Patterns are regular expressions,
+searched in the path of a module on disk, which is a tensor's name without ".weight". An empty
+pattern matches nothing. tests/architectures and tests/diffusers convert and load tiny models of
+these families; how experts are stacked was read off transformers 5.23.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, TypeAlias
 
-from nf4conv.models.family import Family, KeptModules, Renaming
+Kept: TypeAlias = tuple[tuple[str, str], ...]
+"""Patterns of modules that must not be packed, each with the reason that users read."""
 
-# Reasons that users read.
+Renamed: TypeAlias = tuple[tuple[str, str], ...]
+"""Pattern in a path on disk and what stands there in memory, with the meaning of `re.sub`."""
+
+GATE_UP: Final = ("gate_proj", "up_proj")
+DOWN: Final = ("down_proj",)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """Describes one kind of tensor that holds the same projections of all experts of a layer.
+
+    Attributes:
+        pattern: matches the whole name of such a tensor.
+        experts: the path below which single experts are numbered, as the replacement of `re.sub`.
+        projections: the projections in the tensor, in order; two of them are fused.
+        is_transposed: True if each matrix is stored as [in, out].
+        is_interleaved: True if the outputs of fused projections alternate; False if those of the
+            first precede those of the second.
+        is_flat: True if the experts follow each other along the rows of a matrix, [experts · rows,
+            columns]; False for a tensor of three dimensions.
+    """
+
+    pattern: str
+    experts: str
+    projections: tuple[str, ...]
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    is_flat: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """Returns True if the projections lead back to the width of the model."""
+        return self.projections[0] in ("down_proj", "output_linear")
+
+
+class ExpertLayout(NamedTuple):
+    """Describes how a family stacks its experts.
+
+    Attributes:
+        stacks: the kinds of tensors.
+        fits_either_way: True if files of both orientations exist, and shapes tell which one it is.
+        has_loader: True if transformers 5 can load the experts in 4 bits when they are taken apart.
+    """
+
+    stacks: tuple[ExpertStack, ...]
+    fits_either_way: bool = False
+    has_loader: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Lists the deviations of one model family from the general rules.
+
+    Attributes:
+        transposed: matches modules that store their weight as [in, out], as transformers' Conv1D
+            does. They are packed as [out, in].
+        linear: matches modules that are packed although their names speak against it.
+        keep: the modules that must not be packed.
+        renamed: how names on disk become names in memory, where loaders rename modules that are
+            not packed.
+        heads: modules that exist in memory but not on disk, because they are tied to others or
+            merged from them. None of them is packed.
+        float32: matches modules whose weights loaders want in float32, if they are stored so.
+        splits_experts: True if experts that are stacked as [expert, in, out] are loaded as one
+            `nn.Linear` each when they are packed.
+        only_blocks: True if linear layers outside of the numbered blocks are kept.
+        renames_towers: True if loaders know vision and audio parts by other names than those on
+            disk. Nothing inside such a part could be told from the rest, so all of it is kept.
+        experts: the layouts in which experts are stacked. The first that matches a tensor's name
+            counts.
+        has_single_experts: True if authors store the experts one by one; only other tools stack.
+        stacks_alone: True if a model of its own stores its experts stacked and [out, in], as
+            transformers 5 computes; as a part of another model it has single or transposed ones.
+        has_uneven_experts: True if layers have experts of several kinds, or fewer than their
+            routers know.
+        counts_experts_twice: True if transformers 4 reads num_experts where 5 writes
+            num_local_experts.
+    """
+
+    transposed: str = ""
+    linear: str = ""
+    keep: Kept = ()
+    renamed: Renamed = ()
+    heads: tuple[str, ...] = ()
+    float32: str = ""
+    splits_experts: bool = False
+    only_blocks: bool = False
+    renames_towers: bool = False
+    experts: tuple[ExpertLayout, ...] = ()
+    has_single_experts: bool = False
+    stacks_alone: bool = False
+    has_uneven_experts: bool = False
+    counts_experts_twice: bool = False
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def _layout(
+    gate_up: str,
+    down: str,
+    experts: str = r"\1",
+    *,
+    is_transposed: bool = False,
+    is_interleaved: bool = False,
+    fits_either_way: bool = False,
+) -> ExpertLayout:
+    """Returns the layout of a family with a fused tensor and another for what follows."""
+    stacks = (
+        ExpertStack(gate_up, experts, GATE_UP, is_transposed, is_interleaved),
+        ExpertStack(down, experts, DOWN, is_transposed),
+    )
+    return ExpertLayout(stacks, fits_either_way)
+
+
+_FUSED: Final = (r"^(.*(?:^|\.)experts)\.gate_up_proj$", r"^(.*(?:^|\.)experts)\.down_proj$")
+
+STANDARD: Final = _layout(*_FUSED)
+"""The layout of most models in transformers 5: [experts, out, in], gate before up."""
+
+TRANSPOSED: Final = _layout(*_FUSED, is_transposed=True)
+GPT_OSS: Final = _layout(*_FUSED, is_transposed=True, is_interleaved=True)
+# repositories have [in, out], and what transformers 5 saves may have [out, in]
+QWEN3_VL: Final = _layout(*_FUSED, is_transposed=True, fits_either_way=True)
+GRANITE: Final = _layout(
+    r"^(.*\.block_sparse_moe)\.input_linear\.weight$",
+    r"^(.*\.block_sparse_moe)\.output_linear\.weight$",
+    r"\1.experts",
+)
+ARIA: Final = _layout(
+    r"^(.*\.experts)\.fc1\.weight$", r"^(.*\.experts)\.fc2\.weight$", is_transposed=True
+)
+# models that transformers saves without towers have the standard names instead
+INKLING: Final = ExpertLayout(
+    (
+        ExpertStack(r"^(.*\.experts)\.w13_weight$", r"\1", GATE_UP, is_interleaved=True),
+        ExpertStack(r"^(.*\.experts)\.w2_weight$", r"\1", DOWN),
+    )
+)
+STEP: Final = ExpertLayout(
+    tuple(
+        ExpertStack(rf"^(.*)\.moe\.{name}\.weight$", r"\1.mlp.experts", (name,))
+        for name in (*GATE_UP, *DOWN)
+    )
+)
+DBRX: Final = ExpertLayout(
+    (
+        ExpertStack(r"^(.*\.experts)\.mlp\.w1$", r"\1", ("gate_proj",), is_flat=True),
+        ExpertStack(r"^(.*\.experts)\.mlp\.v1$", r"\1", ("up_proj",), is_flat=True),
+        ExpertStack(r"^(.*\.experts)\.mlp\.w2$", r"\1", DOWN, is_transposed=True, is_flat=True),
+    ),
+    has_loader=False,
+)
+_ATTENTION_OF_JETMOE: Final = r"^(.*\.self_attention\.experts)"
+JETMOE: Final = ExpertLayout(
+    (
+        ExpertStack(r"^(.*\.mlp)\.input_linear\.weight$", r"\1.experts", GATE_UP),
+        ExpertStack(r"^(.*\.mlp)\.output_linear\.weight$", r"\1.experts", DOWN),
+        ExpertStack(rf"{_ATTENTION_OF_JETMOE}\.input_linear\.weight$", r"\1", ("input_linear",)),
+        ExpertStack(rf"{_ATTENTION_OF_JETMOE}\.output_linear\.weight$", r"\1", ("output_linear",)),
+    ),
+    has_loader=False,
+)
+
+# --- reasons that users read ----------------------------------------------------------------------
 
 READ_DIRECTLY: Final = (
     "transformers reads this weight outside of its module, which a packed one does not survive"
@@ -27,94 +191,11 @@ SHARED: Final = (
     "shared by layers and stored with any one of them, of which transformers 5 finds some only "
     "unpacked"
 )
-VISION: Final = "in the vision part"
+OLD_ATTENTION: Final = "diffusers renames this weight of an old checkpoint when it loads it"
 
-GPT2: Final = Family(
-    transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$"
-)
-
-_TRANSPOSED: Final[Mapping[str, Family]] = {
-    "gpt2": GPT2,
-    "openai-gpt": GPT2,
-    "imagegpt": GPT2,
-    "decision_transformer": GPT2,
-    "clvp_decoder": GPT2,
-}
-"""Conv1D stores [in, out]."""
-
-T5: Final = Family(keep=(KeptModules(r"(^|\.)wo$", NEVER_QUANTIZED),))
-SPARSE_INDEXER: Final = Family(keep=(KeptModules(r"indexer\.weights_proj$", NEVER_QUANTIZED),))
-
-_KEPT_BY_TRANSFORMERS: Final[Mapping[str, Family]] = {
-    "t5": T5,
-    "mt5": T5,
-    "umt5": T5,
-    "udop": T5,
-    "pop2piano": T5,
-    "deepseek_v32": SPARSE_INDEXER,
-    "glm_moe_dsa": SPARSE_INDEXER,
-    "mistral_large4_text": SPARSE_INDEXER,
-    "axk2": replace(
-        SPARSE_INDEXER,
-        renamed=(Renaming(r"W_down$", "mlp.fc1"), Renaming(r"W_up$", "mlp.fc2")),
-    ),
-    "mistral_large4": replace(SPARSE_INDEXER, renames_towers=True),
-    "deepseek_v4": Family(
-        keep=(
-            KeptModules(
-                r"compressor\.(wgate|wkv)$|indexer\.weights_proj$",
-                NEVER_QUANTIZED,
-            ),
-            KeptModules(r"\.wo_a$", SUBCLASS),
-        ),
-        renamed=(
-            Renaming(r".*\.wgate$", "compressor.gate_proj"),
-            Renaming(r".*\.wo_a$", "o_a_proj"),
-        ),
-    ),
-}
-"""transformers itself keeps these weights out of 4-bit."""
-
-# Like T5, these read the weight of `wo` outside of its module. transformers does not protect it.
-T5_UNPROTECTED: Final = Family(keep=(KeptModules(r"(^|\.)wo$", READ_DIRECTLY),))
-RETRIEVAL: Final = Family(
-    keep=(KeptModules(r"(^|\.)embedding_proj_layer$", READ_DIRECTLY),),
-    # as transformers 5.0 has them
-    heads=("vlm.model.vision_tower", "vlm.model.visual", "vlm.model.multi_modal_projector"),
-)
-FALCON: Final = Family(keep=(KeptModules(r"(self_attention|mlp)\.", SUBCLASS),))
-
-_READ_ELSEWHERE: Final[Mapping[str, Family]] = {
-    "longt5": T5_UNPROTECTED,
-    "switch_transformers": T5_UNPROTECTED,
-    "pix2struct": T5_UNPROTECTED,
-    "kosmos-2.5": T5_UNPROTECTED,
-    "colpali": RETRIEVAL,
-    "colqwen2": RETRIEVAL,
-    "colmodernvbert": RETRIEVAL,
-    "neomme": Family(
-        keep=(KeptModules(r"(^|\.)proj$", READ_DIRECTLY),),
-        heads=("unembedding_projection",),
-    ),
-    "wavlm": Family(keep=(KeptModules(r"(^|\.)attention\.(q|k|v|out)_proj$", READ_DIRECTLY),)),
-    "mobilebert": Family(keep=(KeptModules(r"^cls\.", READ_DIRECTLY),)),
-    "falcon": FALCON,
-    "RefinedWeb": FALCON,
-    "RefinedWebModel": FALCON,
-    "ibert": Family(
-        keep=(
-            KeptModules(
-                r"(^|\.)encoder\.",
-                "not an nn.Linear: I-BERT quantizes to integers itself",
-            ),
-        )
-    ),
-}
-"""Packed, these weights would be cast to another dtype or computed with as the bytes they are."""
-
+# --- what several families share ------------------------------------------------------------------
 
 QKV: Final = ("q_proj", "k_proj", "v_proj")
-GATE_UP: Final = ("gate_proj", "up_proj")
 
 
 def _converted(on_disk: str, in_memory: tuple[str, ...]) -> Family:
@@ -125,31 +206,93 @@ def _converted(on_disk: str, in_memory: tuple[str, ...]) -> Family:
         in_memory: names of the results, of which the last part of the path is enough.
     """
     pattern = rf"(^|\.)({on_disk})$"
+    renamed = tuple((f".*{pattern}", name) for name in in_memory)
+    return Family(keep=((pattern, CONVERTED),), renamed=renamed)
+
+
+def _in_float32(names: str) -> Family:
+    """Returns the family of a class that lists `names` as its _keep_in_fp32_modules.
+
+    diffusers skips linear layers below a module of such a name when it quantizes.
+    """
     return Family(
-        keep=(KeptModules(pattern, CONVERTED),),
-        renamed=tuple(Renaming(f".*{pattern}", name) for name in in_memory),
+        keep=((rf"({names})(\.|$)", "diffusers keeps this in float32"),),
+        float32=rf"(^|\.)({names})(\.|$)",
     )
 
 
-NOMIC: Final = _converted("Wqkv", QKV)
+SINGLE: Final = Family(experts=(STANDARD,), has_single_experts=True)
+"""Experts that transformers 5 computes with `use_experts_implementation` as it is by default."""
+
+STACKED: Final = Family(experts=(STANDARD,))
+RENAMED_TOWERS: Final = Family(renames_towers=True)
+BLOCK_SPARSE: Final = replace(SINGLE, renamed=((r"\.block_sparse_moe\.", ".mlp."),))
+SPARSE_INDEXER: Final = Family(keep=((r"indexer\.weights_proj$", NEVER_QUANTIZED),))
+NEMOTRON_H: Final = Family(
+    renamed=((r"(^|\.)backbone\.", r"\1model."), (r"^(backbone|model)\.", ""))
+)
 MOLMO2: Final = _converted("att_proj|ff_proj", QKV + GATE_UP)
 TIPS: Final = _converted("qkv|w12", QKV + GATE_UP)
+# object detectors share their box and class heads between the layers of the decoder
+DETECTOR: Final = Family(
+    keep=((r"(bbox|class)_embed(\.|$)", TIED),),
+    heads=("bbox_embed", "class_embed", "model.decoder.bbox_embed", "model.decoder.class_embed"),
+)
+LLAMA4: Final = Family(splits_experts=True, experts=(TRANSPOSED,))
 
-_SPLIT_OR_MERGED: Final[Mapping[str, Family]] = {
-    "nomic_bert": NOMIC,
-    "jina_embeddings_v3": NOMIC,
+_TABLE: Final[Mapping[str, Family]] = {
+    # Conv1D stores [in, out]
+    "gpt2 openai-gpt imagegpt decision_transformer clvp_decoder": Family(
+        transposed=r"(^|\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)$"
+    ),
+    # transformers itself keeps these weights out of 4-bit
+    "t5 mt5 umt5 udop pop2piano": Family(keep=((r"(^|\.)wo$", NEVER_QUANTIZED),)),
+    "deepseek_v32 glm_moe_dsa mistral_large4_text": replace(SINGLE, keep=SPARSE_INDEXER.keep),
+    "mistral_large4": replace(SPARSE_INDEXER, renames_towers=True),
+    "axk2": replace(
+        SINGLE,
+        keep=SPARSE_INDEXER.keep,
+        renamed=((r"W_down$", "mlp.fc1"), (r"W_up$", "mlp.fc2")),
+    ),
+    "deepseek_v4": replace(
+        SINGLE,
+        keep=(
+            (r"compressor\.(wgate|wkv)$|indexer\.weights_proj$", NEVER_QUANTIZED),
+            (r"\.wo_a$", SUBCLASS),
+        ),
+        renamed=((r".*\.wgate$", "compressor.gate_proj"), (r".*\.wo_a$", "o_a_proj")),
+    ),
+    "blip-2": Family(keep=((r"^qformer\.", NEVER_QUANTIZED),)),
+    # packed, these weights would be cast to another dtype or computed with as the bytes they are;
+    # like T5, the first four read the weight of `wo` outside of its module
+    "longt5 switch_transformers pix2struct kosmos-2.5": Family(
+        keep=((r"(^|\.)wo$", READ_DIRECTLY),)
+    ),
+    "colpali colqwen2 colmodernvbert": Family(
+        keep=((r"(^|\.)embedding_proj_layer$", READ_DIRECTLY),),
+        # as transformers 5.0 has them
+        heads=("vlm.model.vision_tower", "vlm.model.visual", "vlm.model.multi_modal_projector"),
+    ),
+    "neomme": Family(keep=((r"(^|\.)proj$", READ_DIRECTLY),), heads=("unembedding_projection",)),
+    "wavlm": Family(keep=((r"(^|\.)attention\.(q|k|v|out)_proj$", READ_DIRECTLY),)),
+    "mobilebert": Family(keep=((r"^cls\.", READ_DIRECTLY),)),
+    "falcon RefinedWeb RefinedWebModel": Family(keep=((r"(self_attention|mlp)\.", SUBCLASS),)),
+    "ibert": Family(
+        keep=((r"(^|\.)encoder\.", "not an nn.Linear: I-BERT quantizes to integers itself"),)
+    ),
+    # transformers 5 takes these weights apart or merges them when it loads them
+    "nomic_bert jina_embeddings_v3": _converted("Wqkv", QKV),
     "gte": _converted("qkv_proj|up_gate_proj", QKV + GATE_UP),
     "hrm_text": _converted("gqkv_proj|gate_up_proj", QKV + GATE_UP),
     "molmo2": replace(MOLMO2, renames_towers=True),
     "molmo2_text": MOLMO2,
-    "tipsv2": TIPS,
-    "tipsv2_vision_model": TIPS,
+    "tipsv2 tipsv2_vision_model": TIPS,
     "tipsv2_dpt": replace(
         TIPS,
         renamed=(
             *TIPS.renamed,
-            Renaming(r"^\w+_head\.reassemble\.", "neck.reassemble_stage."),
-            Renaming(r"^\w+_head\.\w+_head$", "decoder.head"),
+            (r"^\w+_head\.reassemble\.", "neck.reassemble_stage."),
+            (r"^\w+_head\.\w+_head$", "decoder.head"),
         ),
     ),
     "tipsv2_text_model": Family(heads=(*QKV, "self_attn.out_proj")),
@@ -158,153 +301,80 @@ _SPLIT_OR_MERGED: Final[Mapping[str, Family]] = {
     "gradium_phonon_tts": _converted("in_proj", QKV),
     "nemo_speechlm": _converted("w_qkv", QKV),
     "minimax_m3_vl": _converted(r"shared_experts\.(gate|up)_proj", ("gate_up_proj",)),
-}
-"""transformers 5 takes these weights apart or merges them when it loads them."""
-
-BLOCK_SPARSE: Final = Family(renamed=(Renaming(r"\.block_sparse_moe\.", ".mlp."),))
-NEMOTRON_H: Final = Family(
-    renamed=(
-        Renaming(r"(^|\.)backbone\.", r"\1model."),
-        Renaming(r"^(backbone|model)\.", ""),
-    )
-)
-
-_RENAMED: Final[Mapping[str, Family]] = {
-    "phimoe": BLOCK_SPARSE,
-    "mixtral": BLOCK_SPARSE,
-    "minimax": BLOCK_SPARSE,
-    "minimax_m2": BLOCK_SPARSE,
-    "bailing_hybrid": Family(
+    # transformers 5 renames these modules
+    "phimoe mixtral minimax minimax_m2": BLOCK_SPARSE,
+    "bailing_hybrid": replace(
+        SINGLE,
         renamed=(
-            Renaming(r"\.attention\.(f_proj)$", r".self_attn.forget_gate.\1"),
-            Renaming(r"\.attention\.", ".self_attn."),
-        )
+            (r"\.attention\.(f_proj)$", r".self_attn.forget_gate.\1"),
+            (r"\.attention\.", ".self_attn."),
+        ),
     ),
-    "lfm3": Family(renamed=(Renaming(r"\.self_attn\.gate_proj$", ".self_attn.g_proj"),)),
+    "lfm3": Family(renamed=((r"\.self_attn\.gate_proj$", ".self_attn.g_proj"),)),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_omni": replace(NEMOTRON_H, renames_towers=True),
     "qwen2_5_omni": Family(
-        renamed=(Renaming(r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),)
+        renamed=((r"^thinker\.(visual|audio_tower)(\.|$)", r"thinker.model.\1\2"),)
     ),
-    "pi0": Family(renamed=(Renaming(r"^paligemma_with_expert\.paligemma\.model\.", "model.vlm."),)),
-    "hyperclovax_vision_v2": Family(
-        renamed=(Renaming(r"^model\.vision_projector$", "model.projector"),)
-    ),
-}
-"""transformers 5 renames these modules."""
-
-SAM3: Final = Family(renamed=(Renaming(r"^tracker_model\.", ""),))
-
-_SAME_LAYERS: Final[Mapping[str, Family]] = {
+    "pi0": Family(renamed=((r"^paligemma_with_expert\.paligemma\.model\.", "model.vlm."),)),
+    "hyperclovax_vision_v2": Family(renamed=((r"^model\.vision_projector$", "model.projector"),)),
+    # the encoder has the decoder's layers, and they are not on disk as its own; skipping "encoder"
+    # as a whole would skip them
     "diffusion_gemma": Family(
-        renamed=(Renaming(r"(^|\.)decoder\.layers\.", r"\1encoder.language_model.layers."),)
+        renamed=((r"(^|\.)decoder\.layers\.", r"\1encoder.language_model.layers."),)
     ),
-    "sam3_tracker": SAM3,
-    "sam3_video": SAM3,
-}
-"""The encoder has the decoder's layers, and they are not on disk as its own. Skipping "encoder" as
-a whole would skip them.
-"""
-
-_SAVED_BY_TRANSFORMERS_4: Final[Mapping[str, Family]] = {
+    "sam3_tracker sam3_video": Family(renamed=((r"^tracker_model\.", ""),)),
+    # names as transformers 4 saves them
     "gemma3n_text": Family(
         renamed=(
-            Renaming(r"^model\.language_model\.", "model."),
-            Renaming(
-                r"^model\.language_model\.per_layer_model\.language_model_",
-                "model.per_layer_model_",
-            ),
+            (r"^model\.language_model\.", "model."),
+            (r"^model\.language_model\.per_layer_model\.language_model_", "model.per_layer_model_"),
         )
     ),
-    "gpt_neox": Family(renamed=(Renaming(r"^embed_out$", "lm_head"),)),
-}
-"""Names as transformers 4 saves them."""
-
-ENCODER_DECODER_HEAD: Final = Family(heads=("proj_out",))
-OUTPUT_PROJECTION: Final = Family(heads=("output_projection",))
-MODERNBERT: Final = Family(heads=("decoder", "head"))
-XLM: Final = Family(heads=("pred_layer", "sequence_summary"))
-ELECTRA: Final = Family(heads=("generator_lm_head",))
-ZAMBA: Final = Family(
-    keep=(KeptModules(r"\.shared_transf\.", SHARED),),
-    heads=(
-        "shared_transf",
-        "shared_transf.self_attn.q_proj",
-        "shared_transf.self_attn.k_proj",
-        "shared_transf.self_attn.v_proj",
-        "shared_transf.self_attn.o_proj",
-        "shared_transf.feed_forward.gate_proj",
-        "shared_transf.feed_forward.up_proj",
-        "shared_transf.feed_forward.down_proj",
-    ),
-)
-
-_NOT_ON_DISK: Final[Mapping[str, Family]] = {
+    "gpt_neox": Family(renamed=((r"^embed_out$", "lm_head"),)),
+    # modules that are not on disk under their own name
     "gpt_neox_japanese": Family(heads=("embed_out",)),
-    "biogpt": OUTPUT_PROJECTION,
-    "trocr": OUTPUT_PROJECTION,
-    "modernbert": MODERNBERT,
-    "modernbert-decoder": MODERNBERT,
+    "biogpt trocr": Family(heads=("output_projection",)),
+    "modernbert modernbert-decoder": Family(heads=("decoder", "head")),
     "distilbert": Family(heads=("vocab_projector",)),
-    "whisper": ENCODER_DECODER_HEAD,
-    "canary": ENCODER_DECODER_HEAD,
-    "cohere_asr": ENCODER_DECODER_HEAD,
-    "moonshine": ENCODER_DECODER_HEAD,
+    "whisper canary cohere_asr moonshine": Family(heads=("proj_out",)),
     "granite_speech5_ctc": Family(heads=("ctc_head",)),
     "bark": Family(heads=("fine_acoustics.lm_heads",)),
-    "xlm": XLM,
-    "flaubert": XLM,
+    "xlm flaubert": Family(heads=("pred_layer", "sequence_summary")),
     "xlnet": Family(heads=("lm_loss", "sequence_summary", "logits_proj")),
-    "qwen4_exp_text": Family(heads=("block_inject_weight",)),
+    "qwen4_exp_text": replace(SINGLE, heads=("block_inject_weight",)),
     "lfm3_vl_vision": Family(heads=("patch_embed",)),
     "ultravbert": Family(heads=("projection_head",)),
-    "zamba": ZAMBA,
-    "shieldgemma2": Family(heads=("model.model.vision_tower", "model.model.multi_modal_projector")),
-    "electra": ELECTRA,
-    "convbert": ELECTRA,
-    "luke": Family(heads=("entity_predictions",)),
-}
-"""Modules that are not on disk under their own name."""
-
-DETECTOR: Final = Family(
-    keep=(KeptModules(r"(bbox|class)_embed(\.|$)", TIED),),
-    heads=("bbox_embed", "class_embed", "model.decoder.bbox_embed", "model.decoder.class_embed"),
-)
-
-_DETECTORS: Final[Mapping[str, Family]] = {
-    "rf_detr": Family(
-        keep=DETECTOR.keep,
+    "zamba": Family(
+        keep=((r"\.shared_transf\.", SHARED),),
         heads=(
-            *DETECTOR.heads,
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-            "self_attn.v_proj",
-        ),
-        renamed=(
-            Renaming(r"^transformer\.", "model."),
-            Renaming(r"^(model|transformer|segmentation_head)\.", ""),
-            # with a segmentation head
-            Renaming(r"^(bbox_embed|class_embed)", r"model.\1"),
-            Renaming(r"^transformer\.", "model.model."),
+            "shared_transf",
+            *(f"shared_transf.self_attn.{name}" for name in (*QKV, "o_proj")),
+            *(f"shared_transf.feed_forward.{name}" for name in (*GATE_UP, *DOWN)),
         ),
     ),
-    "grounding-dino": DETECTOR,
-    "mm-grounding-dino": DETECTOR,
-    "deformable_detr": DETECTOR,
-    "d_fine": DETECTOR,
-    "deimv2": DETECTOR,
-    "rt_detr": DETECTOR,
-    "rt_detr_v2": DETECTOR,
-    "pp_doclayout_v3": DETECTOR,
-    "lw_detr": DETECTOR,
+    "shieldgemma2": Family(heads=("model.model.vision_tower", "model.model.multi_modal_projector")),
+    "electra convbert": Family(heads=("generator_lm_head",)),
+    "luke": Family(heads=("entity_predictions",)),
+    # the attention of RF-DETR is also taken apart when transformers 5 loads it
+    "rf_detr": replace(
+        DETECTOR,
+        heads=(*DETECTOR.heads, *(f"self_attn.{name}" for name in QKV)),
+        renamed=(
+            (r"^transformer\.", "model."),
+            (r"^(model|transformer|segmentation_head)\.", ""),
+            # with a segmentation head
+            (r"^(bbox_embed|class_embed)", r"model.\1"),
+            (r"^transformer\.", "model.model."),
+        ),
+    ),
+    "grounding-dino mm-grounding-dino deformable_detr d_fine deimv2 rt_detr rt_detr_v2": DETECTOR,
+    "pp_doclayout_v3 lw_detr": DETECTOR,
     "pp_doclayout_v4": replace(
         DETECTOR,
         keep=(
             *DETECTOR.keep,
-            KeptModules(
-                r"(^|\.)decoder_(roor_)?(global_pointer|order_head)(\.|$)",
-                "an output head",
-            ),
+            (r"(^|\.)decoder_(roor_)?(global_pointer|order_head)(\.|$)", "an output head"),
         ),
         heads=(
             *DETECTOR.heads,
@@ -314,71 +384,95 @@ _DETECTORS: Final[Mapping[str, Family]] = {
             "model.decoder.successor_order_head",
         ),
     ),
-    "dab-detr": Family(
-        keep=(KeptModules(r"^bbox_predictor\.", TIED),),
-        heads=("model.decoder.bbox_embed",),
-    ),
-}
-"""Object detectors share their box and class heads between the layers of the decoder. The attention
-of RF-DETR is also taken apart when transformers 5 loads it.
-"""
-
-RENAMED_TOWERS: Final = Family(renames_towers=True)
-
-_VISION: Final[Mapping[str, Family]] = {
-    "blip-2": Family(keep=(KeptModules(r"^qformer\.", NEVER_QUANTIZED),)),
-    "ernie4_5_vl_moe": RENAMED_TOWERS,
-    "hunyuan_vl": RENAMED_TOWERS,
-    "inkling2": RENAMED_TOWERS,
-    "kimi_k25": RENAMED_TOWERS,
-    "qianfan_ocr": RENAMED_TOWERS,
-    "step3p7": RENAMED_TOWERS,
-    "unlimited_ocr": RENAMED_TOWERS,
-    # A vision part without a name of its own.
+    "dab-detr": Family(keep=((r"^bbox_predictor\.", TIED),), heads=("model.decoder.bbox_embed",)),
+    # vision and audio parts that are renamed, or have no name of their own
+    "hunyuan_vl kimi_k25 qianfan_ocr unlimited_ocr": RENAMED_TOWERS,
+    "ernie4_5_vl_moe": replace(RENAMED_TOWERS, has_uneven_experts=True),
+    "inkling2": replace(RENAMED_TOWERS, experts=(INKLING, STANDARD)),
+    "step3p7": replace(RENAMED_TOWERS, experts=(STEP,)),
     "cosmos3_omni": Family(
-        keep=(KeptModules(r"^(blocks|merger|deepstack_merger_list|patch_embed)\.", VISION),)
+        keep=((r"^(blocks|merger|deepstack_merger_list|patch_embed)\.", "in the vision part"),)
     ),
     "deepseek_ocr2": Family(
-        keep=(KeptModules(r"(^|\.)(qwen2_model|sam_model|projector)\.", VISION),)
+        keep=((r"(^|\.)(qwen2_model|sam_model|projector)\.", "in the vision part"),)
+    ),
+    # these compute in float32 what they make sound of
+    "csm kyutai_speech_to_text moshi": Family(
+        keep=((r"^(codec_model|audio_encoder)\.", "an audio codec"),)
+    ),
+    # its head is called "output"; listed, that name would hit the output of every attention
+    "git": Family(linear=r"^output$"),
+    # experts that are stored one by one
+    "afmoe axk1 beam cohere2_moe deepseek_ocr2_text deepseek_v2 deepseek_v3 dots1": SINGLE,
+    "dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite": SINGLE,
+    "glm5_next_text hunyuan_v1_moe hy_v3 jamba kimi_linear kolibri1 laguna lfm2_moe": SINGLE,
+    "mellum mimo_v2_flash olmoe qwen2_moe qwen3_5_moe_text qwen3_next": SINGLE,
+    "qwen3_omni_moe_text solar_open unlimited_ocr_text": SINGLE,
+    "qwen3_moe qwen3_omni_moe_talker_text": replace(SINGLE, counts_experts_twice=True),
+    "glm4v_moe_text minimax_m3_vl_text": replace(SINGLE, stacks_alone=True),
+    "ernie4_5_vl_moe_text longcat_flash": Family(has_uneven_experts=True),
+    # experts that authors store as stacks
+    "diffusion_gemma_text gemma4_text granitemoe_swa mistral4 muse_spark_text zaya": STACKED,
+    "hy_v4": replace(STACKED, float32=r"(weights_proj|k_norm|^lm_head)$"),
+    "openai_privacy_filter": Family(experts=(TRANSPOSED,)),
+    # load packed in transformers 4 and 5 alike, once they are split
+    "llama4 llama4_text": LLAMA4,
+    "qwen3_vl_moe": Family(experts=(QWEN3_VL,)),
+    "qwen3_vl_moe_text": Family(experts=(QWEN3_VL,), stacks_alone=True, counts_experts_twice=True),
+    "granitemoe granitemoehybrid granitemoeshared": Family(experts=(GRANITE, STANDARD)),
+    "inkling_mm_model": Family(experts=(INKLING, STANDARD)),
+    "inkling_model": Family(float32=r"sconv"),
+    "inkling_text": Family(float32=r"sconv", experts=(INKLING, STANDARD)),
+    "inkling2_text": Family(float32=r"sconv|convolution", experts=(INKLING, STANDARD)),
+    "aria aria_text": Family(experts=(ARIA, TRANSPOSED)),
+    "step3p5": Family(experts=(STEP,)),
+    "gpt_oss": Family(experts=(GPT_OSS,)),
+    "dbrx": Family(experts=(DBRX,)),
+    "jetmoe": Family(experts=(JETMOE,)),
+    # Submodels of diffusers. Every one has the first key in its config, with its class as value;
+    # experts of theirs are one nn.Linear each, as in HiDream
+    "_class_name": Family(only_blocks=True, linear=r"\.experts\.\d+\."),
+    "AnyFlowTransformer3DModel AnyFlowFARTransformer3DModel ChronoEditTransformer3DModel "
+    "SkyReelsV2Transformer3DModel WanTransformer3DModel WanVACETransformer3DModel": _in_float32(
+        "rope|time_embedder|scale_shift_table|norm1|norm2|norm3"
+    ),
+    "Cosmos3OmniTransformer": _in_float32("time_embedder"),
+    "Flux3Transformer2DModel": _in_float32("norm_q|norm_k"),
+    "HeliosTransformer3DModel": _in_float32(
+        "time_embedder|scale_shift_table|norm1|norm2|norm3|history_key_scale"
+    ),
+    "JoyImageEditTransformer3DModel JoyImageEditPlusTransformer3DModel": _in_float32(
+        "time_embedder|norm1|norm2|norm_out"
+    ),
+    "Kandinsky5Transformer3DModel Kandinsky6Transformer3DModel Kandinsky6SRTransformer3DModel": (
+        _in_float32(r"time_embeddings|pooled_bias|\w*modulation")
+    ),
+    "Krea2Transformer2DModel": replace(
+        _in_float32("norm|norm1|norm2|norm_q|norm_k"),
+        linear=r"\.ff\.gate$",  # of a gated feed-forward network: no router
+    ),
+    "MiniMaxH3Transformer3DModel": _in_float32(
+        "proj_in|audio_proj_in|time_embedder|proj_out|audio_proj_out|rope"
+    ),
+    "RFD4ProteinaTransformer": _in_float32("cond_factory|norm|ln_out"),
+    "UNet2DModel": Family(
+        keep=((r"\.(query|key|value|proj_attn)$", OLD_ATTENTION),),
+        renamed=(
+            (r"\.query$", ".to_q"),
+            (r"\.key$", ".to_k"),
+            (r"\.value$", ".to_v"),
+            (r"\.proj_attn$", ".to_out.0"),
+        ),
+    ),
+    "WanAnimateTransformer3DModel": _in_float32(
+        "rope|time_embedder|scale_shift_table|norm1|norm2|norm3|motion_synthesis_weight"
+    ),
+    "WanAnimate2Transformer3DModel": _in_float32(
+        "time_embedding|time_projection|scale_shift_table|norm1|norm2|norm3|modulation"
     ),
 }
-"""Vision parts that are never packed, or that have no name of their own."""
 
-LLAMA4: Final = Family(splits_experts=True)
-INKLING: Final = Family(float32=r"sconv")
-AUDIO_CODEC: Final = Family(
-    keep=(KeptModules(r"^(codec_model|audio_encoder)\.", "an audio codec"),)
-)
-
-_OTHERS: Final[Mapping[str, Family]] = {
-    # Experts that load packed in transformers 4 and 5 alike, once they are split.
-    "llama4": LLAMA4,
-    "llama4_text": LLAMA4,
-    # Weights in float32.
-    "hy_v4": Family(float32=r"(weights_proj|k_norm|^lm_head)$"),
-    "inkling_text": INKLING,
-    "inkling_model": INKLING,
-    "inkling2_text": Family(float32=r"sconv|convolution"),
-    # These compute in float32 what they make sound of.
-    "csm": AUDIO_CODEC,
-    "kyutai_speech_to_text": AUDIO_CODEC,
-    "moshi": AUDIO_CODEC,
-    # Its head is called "output"; listed, that name would hit the output of every attention.
-    "git": Family(linear=r"^output$"),
+FAMILIES: Final[Mapping[str, Family]] = {
+    name: family for names, family in _TABLE.items() for name in names.split()
 }
-"""Families that deviate in a way of their own."""
-
-MODEL_TYPES: Final[Mapping[str, Family]] = {
-    **_TRANSPOSED,
-    **_KEPT_BY_TRANSFORMERS,
-    **_READ_ELSEWHERE,
-    **_SPLIT_OR_MERGED,
-    **_RENAMED,
-    **_SAME_LAYERS,
-    **_SAVED_BY_TRANSFORMERS_4,
-    **_NOT_ON_DISK,
-    **_DETECTORS,
-    **_VISION,
-    **_OTHERS,
-}
-"""The family of each model type."""
+"""The family of each model_type, and of each class of diffusers."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from nf4conv.models.families import families_of
-from nf4conv.models.family import Family
+from nf4conv.models.family_table import Family
 
 HEADS: Final = ("lm_head", "classifier", "score", "qa_outputs")
 """The most common names of heads."""

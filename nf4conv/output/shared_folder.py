@@ -1,6 +1,8 @@
 """Fills an output folder from several processes, each with its part of the shards.
 
-The processes may run on any hosts that share the folder.
+A part is a resume of some shards: it makes those that are not there, and records them. Whoever
+finds all shards there writes the last files. The processes may run on any hosts that share the
+folder.
 
     OUT/.nf4conv/run.json            what all parts make, written by the one that came first
     OUT/.nf4conv/auxiliary           what is copied beside the weights, so that nobody needs the
@@ -13,27 +15,31 @@ The processes may run on any hosts that share the folder.
 No lock, clock, inode number or time of change is used, for hosts do not share them. Two things are
 relied on: a rename is atomic, and a link is not made where a file is. Where there are no links, two
 first parts may both take theirs for the plan of all. Every record of a shard names its plan, so
-`finish` refuses what came of the other.
+nobody finds all shards of either.
+
+Two processes may write the last files at the same time. They write the same bytes, each file under
+a name that is its own until the file is whole.
 """
 
 import json
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from nf4conv.errors import OutputError, named
-from nf4conv.output.fingerprints import as_json, require_same_run, shortened
+from nf4conv.output.fingerprints import as_json, require_same_run
 from nf4conv.output.folder import OutputFolder
-from nf4conv.output.shared_plan import AUXILIARY, check_shared_plan
 from nf4conv.output.writer import write_file
 from nf4conv.plan.jobs import Plan
 from nf4conv.sources.reader import digest_of, read_chunks
 from nf4conv.sources.record import MAKING
-from nf4conv.sources.unfinished import PARTS, RECORD, SHARDS, WORK_FOLDER
+from nf4conv.sources.unfinished import LAST_FILES, RECORD, SHARDS, WORK_FOLDER
 from nf4conv.system.removal import remove
+
+_AUXILIARY: Final = "auxiliary"
 
 
 class SharedFolder(OutputFolder):
@@ -58,15 +64,15 @@ class SharedFolder(OutputFolder):
         """Takes part in a plan. Shards of this part that are finished and intact are kept.
 
         Args:
-            plan: the fingerprint of what all parts make, as JSON values. It holds the digests of
-                the files to copy, by name.
-            auxiliary: the folder that has these files.
+            plan: the fingerprint of what all parts make, as JSON values, see `shared_fingerprint`.
+            auxiliary: the folder that has the files to copy.
             part: what this process makes.
 
         Raises:
             OutputError: the folder holds something else, a run that is not in parts, or parts of
                 another plan.
         """
+        copies: Mapping[str, str] = plan[LAST_FILES]["auxiliary"]
         with named(self.out, OutputError, inside=True):
             self.check_occupied(overwrite=False)
             if not self.out.is_dir() or not any(self.out.iterdir()):
@@ -76,11 +82,11 @@ class SharedFolder(OutputFolder):
             advice = "all parts take the same command and source; choose another folder for others"
             require_same_run(self.out, self.read_plan(), as_json(plan), advice)
             (self._work / SHARDS).mkdir(exist_ok=True)
-            (self._work / AUXILIARY).mkdir(exist_ok=True)
-            for name in plan[AUXILIARY]:
+            (self._work / _AUXILIARY).mkdir(exist_ok=True)
+            for name in copies:
                 self.require_name(name)
-            for name, digest in plan[AUXILIARY].items():
-                self._stage(auxiliary / name, self._work / AUXILIARY / digest)
+            for name, digest in copies.items():
+                self._stage(auxiliary / name, digest)
         self.finished = self.intact(self.known(shard.name for shard in part.shards))
 
     def _publish(self, content: bytes) -> None:
@@ -107,73 +113,73 @@ class SharedFolder(OutputFolder):
             )
 
     def read_plan(self) -> dict[str, Any]:
-        """Reads the plan that all parts are held to, as JSON values.
+        """Reads what all parts make, as JSON values.
 
         Raises:
-            OutputError: the run in this folder is not one in parts, or its plan is damaged.
+            OutputError: the run in this folder is not one in parts, or run.json is damaged.
         """
         plan = self.read_run().fingerprint
-        if PARTS not in plan:
+        if LAST_FILES not in plan:
             raise OutputError(
                 f"{self.out}: holds an unfinished run that is not in parts; resume it as it was "
                 f"begun",
                 path=self.out,
             )
-        check_shared_plan(self.out, plan)
-        self._checksum = plan["--checksum"]
         return plan
 
-    def _stage(self, source: Path, copy: Path) -> None:
+    def _stage(self, source: Path, digest: str) -> None:
         """Copies a file to one that is named by its digest, unless another part has.
 
         Raises:
             OutputError: the source is not what it was when it was planned.
         """
-        if copy.is_file():
+        copy = self._work / _AUXILIARY / digest
+        if copy.is_file() and digest_of(copy) == digest:
             return
         write_file(copy, read_chunks(source), folder=self._private)
-        if digest_of(copy) != copy.name:
+        if digest_of(copy) != digest:
             raise OutputError(f"{source}: changed while it was read; run again", path=source)
 
-    def collect(self, plan: Mapping[str, Any], reread: bool) -> None:
-        """Takes over all shards of a plan, and copies what belongs beside them.
+    def take_all(self, names: Sequence[str], *, reread: bool) -> int:
+        """Takes over the shards that others have finished.
 
         Args:
-            plan: the plan, as `read_plan` gives it.
-            reread: whether to read every shard and compare its checksum.
+            names: all shards of the plan.
+            reread: whether to read those of others, and compare their checksums.
+
+        Returns:
+            How many shards are missing; nothing is taken over unless all are there.
 
         Raises:
-            OutputError: shards or other files are missing or damaged; it says which parts to run.
+            OutputError: a shard is not what was written.
         """
-        known = self.known(plan[SHARDS])
-        self._require(plan, known, "missing")
-        self.finished = self.intact(known) if reread else known
-        self._require(plan, self.finished, "not what was written")
-        with named(self.out, OutputError, inside=True):
-            self._private.mkdir()
-        for name, digest in plan[AUXILIARY].items():
-            staged = self._work / AUXILIARY / digest
-            self.require_name(name)
-            self.copy(name, staged)
-            if self._written[name] != digest:
-                remove(self.out, WORK_FOLDER, AUXILIARY, digest)
-                path = self.out / name
-                raise OutputError(
-                    f"{path}: not what was written; run any of the parts again", path=path
-                )
-
-    def _require(self, plan: Mapping[str, Any], found: Collection[str], how: str) -> None:
-        """Checks that all shards of a plan are among those that were found.
-
-        Raises:
-            OutputError: some are not; `how` says what is wrong with them.
-        """
-        lost = plan[SHARDS].keys() - found
-        if lost:
-            parts = shortened(sorted({plan[SHARDS][name] for name in lost}))
-            what = f"{len(lost):,} of {len(plan[SHARDS]):,} files are {how}, such as {min(lost)}"
+        known = self.known(names)
+        if len(known) < len(names):
+            return len(names) - len(known)
+        others = {name: file for name, file in known.items() if name not in self.finished}
+        damaged = others.keys() - self.intact(others) if reread else set()
+        if damaged:
             raise OutputError(
-                f"{self.out}: {what}; run these parts of {plan[PARTS]}, and then this again: "
-                f"{parts}",
+                f"{self.out}: {len(damaged):,} of {len(known):,} files are not what was written, "
+                f"such as {min(damaged)}; the same command without --part makes them again",
                 path=self.out,
             )
+        self.finished = known
+        return 0
+
+    def copy_staged(self, auxiliary: Mapping[str, str]) -> None:
+        """Copies what belongs beside the shards, given its digests by its names.
+
+        Raises:
+            OutputError: a copy is not what it was.
+        """
+        with named(self.out, OutputError, inside=True):
+            self._private.mkdir(exist_ok=True)
+        for name, digest in auxiliary.items():
+            self.require_name(name)
+            staged = self._work / _AUXILIARY / digest
+            if digest_of(staged) != digest:
+                raise OutputError(
+                    f"{staged}: is not what was written; run any of the parts again", path=staged
+                )
+            self.copy(name, staged)

@@ -32,8 +32,6 @@ from nf4conv.output.folder import LOCK, OutputFolder
 from nf4conv.output.writer import write_file
 from nf4conv.sources.unfinished import (
     CALIBRATED,
-    HOW_TO_FINISH,
-    PARTS,
     RECORD,
     SHARDS,
     WORK_FOLDER,
@@ -157,12 +155,6 @@ class Workspace(OutputFolder):
         """
         if is_unfinished(self.out):
             before = self.read_run()
-            if PARTS in before.fingerprint:
-                raise OutputError(
-                    f"{self.out}: is filled in parts; {HOW_TO_FINISH}, or --overwrite to start "
-                    f"anew",
-                    path=self.out,
-                )
             advice = "repeat that command to resume it, or --overwrite to start anew"
             require_same_run(self.out, before.fingerprint, self._fingerprint, advice)
             if before.stamps == self._stamps:

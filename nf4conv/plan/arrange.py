@@ -20,10 +20,10 @@ from typing import Final
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.choose.unchanged import Stored
 from nf4conv.errors import PlanError
-from nf4conv.format.layout import TAGS, Format
+from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
+from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import (
     ALIGNMENTS,
-    FLOAT_TAGS,
     CopyJob,
     Job,
     Kind,

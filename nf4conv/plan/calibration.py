@@ -71,6 +71,31 @@ class Calibration:
         which = "all weights" if self.outputs == "all" else "the first weights of each block"
         return f"activations, and how predictions depend on the outputs of {which}"
 
+    def describe(self, done: int) -> str:
+        """Says how many blocks and tokens are done, given the source bytes that were read."""
+        finished = self._finished(done)
+        run = finished * (self.tokens + self.judging_tokens)
+        of_pass = ""
+        if self.passes > 1:
+            number = min(finished // self.blocks + 1, self.passes)
+            of_pass = f"pass {number} of {self.passes}, "
+            finished -= (number - 1) * self.blocks
+        return f"{of_pass}{finished} of {self.blocks} blocks, {run:,} tokens"
+
+    def _finished(self, done: int) -> int:
+        """Returns how many blocks are finished, in all passes."""
+        passes, left = divmod(done, sum(self.block_bytes))
+        finished = passes * self.blocks
+        sizes = self.block_bytes
+        if passes == 1 and self.passes > 1:
+            sizes = sizes[::-1]  # the gradients come from behind
+        for nbytes in sizes:
+            left -= nbytes
+            if left < 0:
+                break
+            finished += 1
+        return finished
+
     def described(self) -> dict[str, Any]:
         """Returns the fields of nf4conv.json that are known before anything is computed."""
         return {

@@ -1,6 +1,6 @@
 """Plans the dequantization of one checkpoint, from its headers, quant states and config.
 
-The source presents quantized weights as the float tensors that they stand for: sources/foreign/.
+The source presents quantized weights as the float tensors that they stand for: sources/encodings/.
 So all that is left to do is to store them as such, and to take the quantization out of config.json.
 Weights of bitsandbytes that are to stay in 4 bits are copied as they are, all their tensors into
 one shard.
@@ -17,17 +17,19 @@ from nf4conv.choose.formats import dominant_dtype
 from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.choose.wishes import is_wanted
 from nf4conv.errors import PlanError
-from nf4conv.format.layout import TAGS, Format
+from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
+from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype, plain_config, without_quantization
 from nf4conv.models.module_names import ModuleNames
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
-from nf4conv.plan.jobs import FLOAT_TAGS, CopyJob, Job
+from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import DequantizationTotals, PlanRow
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
-from nf4conv.sources.arranged import StackedExperts
-from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.sources.encodings.types.arranged import StackedExperts
+from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
+from nf4conv.sources.encodings.types.kinds import is_quantized
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
@@ -99,7 +101,7 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     Raises:
         PlanError: the request cannot be met for this checkpoint.
     """
-    packed = {tensor.name for tensor in source.tensors if tensor.is_quantized}
+    packed = {tensor.name for tensor in source.tensors if is_quantized(tensor)}
     # a GGUF file becomes a folder of transformers even if nothing in it is decoded
     if not packed and not options.lora and not source.is_gguf:
         raise PlanError(f"{place}: no tensor of this checkpoint is quantized")
@@ -122,7 +124,7 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     if config is not None and not still_packed:
         config = _decoded_config(config, dtype)
     notes = notes_on_links(source)
-    is_of_others = any(tensor.is_quantized and not is_in_4_bits(tensor) for tensor in tensors)
+    is_of_others = any(is_quantized(tensor) and not is_in_4_bits(tensor) for tensor in tensors)
     if options.lora or is_of_others or source.is_gguf:
         notes = (*source.notes, *notes)
     return DequantizationPlan(options, source, output, config, notes)
@@ -172,7 +174,7 @@ def plan_unchanged_submodel(source: Source, options: DequantizeOptions) -> Dequa
 def has_wanted_weights(source: Source, options: DequantizeOptions) -> bool:
     """Returns True if the source has a quantized weight that the options ask to decode."""
     for tensor in source.tensors:
-        if tensor.is_quantized and is_wanted(tensor.name, options.include, options.exclude):
+        if is_quantized(tensor) and is_wanted(tensor.name, options.include, options.exclude):
             return True
     return False
 

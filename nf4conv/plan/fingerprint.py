@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Collection
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,14 @@ from typing import Any
 from nf4conv import __version__
 from nf4conv.declaring import deciding, typed
 from nf4conv.errors import SourceError
-from nf4conv.options import RunOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
 from nf4conv.plan.jobs import CopyJob, Job, Plan
-from nf4conv.plan.writing import Part, WritingPlan
+from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.reader import digest_of
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.source import Source, source_stamps
 from nf4conv.sources.stamps import changed_files
-from nf4conv.sources.unfinished import PARTS, SHARDS
+from nf4conv.sources.unfinished import LAST_FILES
 
 
 def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
@@ -26,8 +27,6 @@ def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
         plan: what is to be written.
         device: device that computes, such as "cuda:0"; only its kind counts.
     """
-    options = {typed(name): value for name, value in deciding(plan.options).items()}
-    options.pop("--calibrate", None)  # a path; the plan has the digest of the text
     return {
         "command": plan.command,
         "version": __version__,
@@ -37,51 +36,57 @@ def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
         "source headers": plan.record["source"]["headers_sha256"],
         "source config": plan.source.config,
         "adapters": [[str(adapter), adapter.config] for adapter in plan.source.adapters],
-        **options,
+        **named_options(plan.options),
         **plan.decided(),
         "plan": plan_fingerprint(plan.whole),
     }
 
 
+def named_options(options: QuantizeOptions | DequantizeOptions) -> dict[str, Any]:
+    """Returns the options that decide what is made, by their names on the command line."""
+    named = {typed(name): value for name, value in deciding(options).items()}
+    named.pop("--calibrate", None)  # a path; the plan has the digest of the text
+    return named
+
+
 def shared_fingerprint(
-    plan: WritingPlan, part: Part, run: RunOptions, device: str, card: str | None
+    plan: WritingPlan, run: RunOptions, device: str, card: str | None
 ) -> dict[str, Any]:
     """Returns what all parts of a run agree on, as JSON values.
 
-    It holds all that decides the bytes, and all that `nf4conv finish` must know, because the
-    source is not there any more when it runs.
+    It holds all that decides the bytes, and all that the last files are made of: the source may be
+    out of reach when they are written.
 
     Args:
         plan: the plan of one part.
-        part: the part that `plan` makes.
         run: how to use the machine.
         device: the device that computes.
         card: the model card of the result, without its figures; None for a result without one.
     """
     source = plan.source
-    sizes = {name: stamp[:1] for name, stamp in source_stamps(source).items()}
     with source.whole_folder() as folder:
         auxiliary = {str(name): digest_of(folder / name) for name in plan.auxiliary}
-    from_record = {f"source {name}": value for name, value in plan.record["source"].items()}
     config = plan.config_bytes
-    return {
-        **fingerprint(plan, device),
-        "--checksum": run.checksum,
-        "--verify": run.verify,
-        "--tolerance": run.tolerance,
-        **from_record,
-        "source files": sizes,  # their times differ between hosts
-        "adapters": None,  # they may be paths, which differ between hosts
-        "--lora": None,
-        PARTS: part.count,
-        SHARDS: part.shares,
+    last = {
+        "shards": [shard.name for shard in plan.whole.shards],
         "auxiliary": auxiliary,
         "stem": source.stem,
         "config.json": None if config is None else config.decode(),
         "model card": card,
-        "bytes": sum(tensor.nbytes for tensor in source.tensors),
-        "parameters": sum(job.elements for job in part.whole.jobs),
         MAKING: plan.record,
+        "bytes": sum(tensor.nbytes for tensor in source.tensors),
+        "totals": asdict(replace(plan, output=plan.whole, part=None).totals()),
+    }
+    return {
+        **fingerprint(plan, device),
+        "--verify": run.verify,
+        "--tolerance": run.tolerance,
+        # times differ between hosts, and paths of adapters may
+        "source files": {name: stamp[:1] for name, stamp in source_stamps(source).items()},
+        "adapters": None,
+        "--lora": None,
+        "source": plan.record["source"],
+        LAST_FILES: last,
     }
 
 

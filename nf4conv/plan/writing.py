@@ -37,15 +37,9 @@ NO_CONFIG: Final = (
 class Part:
     """One of the parts in which several processes make the shards of a plan."""
 
-    number: int  # counts from 1
-    count: int  # number of parts
-    shares: Mapping[str, int]  # number of the part that makes each shard, by the shard's name
+    name: str  # "2/3" is the second of three
     whole: Plan  # the shards of all parts
-
-    @property
-    def name(self) -> str:
-        """Names the part as --part does: "2/3" is the second of three."""
-        return f"{self.number}/{self.count}"
+    is_watched: bool = False  # True if a driver sees all parts succeed
 
 
 @dataclass(frozen=True)

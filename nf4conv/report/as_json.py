@@ -9,20 +9,13 @@ from typing import Any, Final, TypeAlias
 from nf4conv import __version__
 from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.results.contents import Environment, Evaluation, Evaluations, Inspection
-from nf4conv.report.results.runs import FinishReport, PlanReport, RunReport
+from nf4conv.report.results.runs import PlanReport, RunReport
 
 SCHEMA_VERSION: Final = 1
 """Grows when a field is renamed, is removed or changes its meaning; not when a field is added."""
 
 Result: TypeAlias = (
-    PlanReport
-    | RunReport
-    | FinishReport
-    | VerifyReport
-    | Evaluation
-    | Evaluations
-    | Inspection
-    | Environment
+    PlanReport | RunReport | VerifyReport | Evaluation | Evaluations | Inspection | Environment
 )
 
 

@@ -16,7 +16,7 @@ import jinja2
 import yaml
 
 from nf4conv import __version__
-from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.plan.provenance import Provenance, not_packed
 from nf4conv.plan.writing import WritingPlan

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nf4conv.format.layout import DTYPE_NAMES, QUANT_STATE_PREFIX, STORAGE_DTYPES
+from nf4conv.format.dtypes import DTYPE_NAMES, STORAGE_DTYPES
+from nf4conv.format.layout import QUANT_STATE_PREFIX
 from nf4conv.report.places import by_kind, place_of
 from nf4conv.report.rows.figures import format_name
 from nf4conv.report.rows.inspection import (

@@ -5,10 +5,10 @@ from typing import Any, Final
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts.readers import readers_of
-from nf4conv.models.expert_layouts import find_stack, layouts_of
+from nf4conv.models.experts import find_stack, single_expert
+from nf4conv.models.families import layouts_of
 from nf4conv.models.module_names import module_of
 from nf4conv.models.name_patterns import ROUTER
-from nf4conv.models.single_experts import single_expert
 from nf4conv.report.rows.inspection import InspectedRow
 
 _UNSLOTH_NAMES: Final = (

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple, Protocol, TypeVar
 
+from nf4conv.models.experts import single_expert
 from nf4conv.models.module_names import module_of
-from nf4conv.models.single_experts import single_expert
 
 _NUMBER: Final = re.compile(r"(^|\.)(\d+)(?=\.|$)")
 _FEWEST: Final = 3  # modules of one kind, of which one can be unlike the others

@@ -17,8 +17,9 @@ from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results.runs import RunReport
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.device.choice import Devices
-from nf4conv.run.filling import Card, Filling, verification_of
+from nf4conv.run.filling import Card, Filling
 from nf4conv.run.loop import MemoryUse, Pipeline, make_pipeline
+from nf4conv.run.parts import finish_if_whole, verification_of
 from nf4conv.run.writing import writing_devices
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.unfinished import finished_shards
@@ -83,13 +84,17 @@ def write_checkpoint(
         writing.write_shards()
         verification = verification_of(folder) if run.verify else None
         _log_times(pipeline, verification)
-        if isinstance(folder, Workspace):
-            begun = time.perf_counter()
-            writing.write_last_files(card, verification)
-            _log.info("finalized %s in %.1f s", out, time.perf_counter() - begun)
         size = sum(shard.size for shard in folder.finished.values())
+        begun = time.perf_counter()
+        missing = 0
+        if isinstance(folder, Workspace):
+            writing.write_last_files(card, verification)
+        elif plan.part is not None:
+            missing = finish_if_whole(folder, reread=not plan.part.is_watched)
+        if not missing:
+            _log.info("finalized %s in %.1f s", out, time.perf_counter() - begun)
         report = _report(plan, out, devices, pipeline, before, started, size, resumed)
-        report = replace(report, notes=(*report.notes, *folder.left_out))
+        report = replace(report, notes=(*report.notes, *folder.left_out), shards_missing=missing)
     return Written(report, verification)
 
 
@@ -156,9 +161,9 @@ def _prepare_folder(
     card: Card,
 ) -> None:
     if isinstance(folder, SharedFolder):
-        assert plan.part is not None
-        described = shared_fingerprint(plan, plan.part, run, device, card(0, None))
-        folder.join(described, plan.source.folder, plan.output)
+        described = shared_fingerprint(plan, run, device, card(0, None))
+        with plan.source.whole_folder() as originals:
+            folder.join(described, originals, plan.output)
     elif run.verify:
         folder.forget()  # shards of an earlier run, which nobody has looked at
 
@@ -195,4 +200,5 @@ def _report(
         device_peak_bytes=after.device,
         shards_resumed=resumed,
         notes=(*plan.notes, *devices.notes()),
+        shards_missing=0,
     )

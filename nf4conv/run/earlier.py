@@ -14,7 +14,7 @@ from nf4conv.output.folder import OWN_NAMES
 from nf4conv.output.manifest import CHECKSUMS
 from nf4conv.output.workspace import tidy
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.results.runs import RunReport
+from nf4conv.report.results.runs import RunReport, run_of_earlier
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.run.checkpoint import Written
 from nf4conv.sources.record import MAKING, read_record
@@ -98,23 +98,7 @@ def find_earlier(
 def _report(plan: WritingPlan, out: Path, bytes_after: int) -> RunReport:
     """Returns the report of a run that computed nothing."""
     totals = plan.totals()
-    return RunReport(
-        out=str(out),
-        already_complete=True,
-        part=None,
-        device="none",
-        copied=totals.copied,
-        bytes_before=totals.bytes_before,
-        bytes_after=bytes_after,
-        seconds=0,
-        pipeline_seconds=0,
-        seconds_by_activity={},
-        host_baseline_bytes=0,
-        host_peak_bytes=0,
-        device_peak_bytes=0,
-        shards_resumed=0,
-        notes=plan.notes,
-    )
+    return run_of_earlier(out, totals.copied, totals.bytes_before, bytes_after, plan.notes)
 
 
 def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
-from nf4conv.errors import OutputError, VerificationError
+from nf4conv.errors import VerificationError
 from nf4conv.format import units
 from nf4conv.options import RunOptions
 from nf4conv.output.finishing import LastFiles, finish, index_of
@@ -183,23 +183,6 @@ class Filling:
         more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
         message = f"{self.folder.out}: verification failed: {faults[0]}{more}"
         raise VerificationError(message, path=self.folder.out)
-
-
-def verification_of(folder: OutputFolder) -> VerificationSummary:
-    """Joins the summaries of the audits of all finished shards.
-
-    Raises:
-        OutputError: what was recorded of a shard is none.
-    """
-    found = [file.verified for file in folder.finished.values() if file.verified is not None]
-    try:
-        return VerificationSummary.joined(found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise OutputError(
-            f"{folder.out}: what verification noted of its files is damaged; run again with "
-            f"--overwrite, or all parts again in another folder",
-            path=folder.out,
-        ) from error
 
 
 def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.errors import SourceError, named
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.format.dtypes import DTYPE_BITS
+from nf4conv.sources.tensors import TensorInfo
 
 LENGTH_BYTES: Final = 8
 LONGEST_HEADER: Final = 100_000_000  # safetensors' own limit

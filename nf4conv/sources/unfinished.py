@@ -31,10 +31,8 @@ CALIBRATED: Final = "calibrated"
 _DIGEST: Final = "sha256 of this record"
 """The key in the record of a shard of a hash of the rest."""
 
-PARTS: Final = "number of parts"
-"""The key in the fingerprint of a folder that is filled in parts."""
-
-HOW_TO_FINISH: Final = "run the parts that are missing, and then `nf4conv finish`"
+LAST_FILES: Final = "last files"
+"""The key in the fingerprint of a folder that is filled in parts, with what its last files hold."""
 
 _MADE_LAST: Final = ("config.json", "model_index.json")
 """Files by which loaders recognise a model; a run writes them when everything else is there."""
@@ -123,13 +121,17 @@ def check_finished(folder: Path) -> None:
     """Raises a SourceError for a folder in which a run has not ended, and says how to go on."""
     if not is_unfinished(folder) or is_model(folder):
         return
-    fingerprint = read_small(folder / WORK_FOLDER / RECORD, LARGEST_RECORD)
-    if f'"{PARTS}": '.encode() in fingerprint:
-        how = HOW_TO_FINISH
-    else:
-        how = "the same command as before goes on with it, and --overwrite starts anew"
     finished = len(finished_shards(folder))
     raise SourceError(
-        f"{folder}: an unfinished run of nf4conv, in which {finished:,} files are finished; {how}",
+        f"{folder}: an unfinished run of nf4conv, in which {finished:,} files are finished; the "
+        f"same command as before goes on with it, and --overwrite starts anew",
         path=folder,
     )
+
+
+def is_filled_in_parts(out: Path) -> bool:
+    """Returns True if parts have begun to fill a folder, and nobody has made its last files."""
+    with suppress(SourceError, OSError):
+        run = read_small(out / WORK_FOLDER / RECORD, LARGEST_RECORD)
+        return f'"{LAST_FILES}": '.encode() in run
+    return False

@@ -14,8 +14,9 @@ import pytest
 from nf4conv.choose.decisions import Pack
 from nf4conv.choose.selection import select
 from nf4conv.errors import PlanError
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 MOE = (None, "packed", "portable")
 FILE = Path(__file__).with_name("decisions.json.xz")

@@ -3,14 +3,13 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 
-from nf4conv import QuantizeOptions, RunOptions, finish_checkpoint, quantize_checkpoint
+from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 
@@ -59,18 +58,15 @@ DAMAGES = [truncate, empty, flip_header, delete]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("how", ["again", "finish"])
 def test_a_damaged_shard_is_refused_by_name(
-    source: Path, tmp_path: Path, damage: Callable[[Path], None], how: str
+    source: Path, tmp_path: Path, damage: Callable[[Path], None]
 ):
     out = tmp_path / "out"
     quantize_checkpoint(source, out, OPTIONS, RUN)
     shard = largest(out)
     damage(shard)
     before = contents(out)
-    arguments = ["finish", str(out)]
-    if how == "again":
-        arguments = ["quantize", str(source), str(out), "--max-shard-size", "60kB"]
+    arguments = ["quantize", str(source), str(out), "--max-shard-size", "60kB"]
     done = CliRunner().invoke(main, arguments)
     assert isinstance(done.exception, SystemExit | Nf4convError)
     assert shard.name in done.stderr
@@ -78,16 +74,12 @@ def test_a_damaged_shard_is_refused_by_name(
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("how", ["again", "finish"])
-def test_a_flipped_bit_is_found_by_its_checksum(source: Path, tmp_path: Path, how: str):
+def test_a_flipped_bit_is_found_by_its_checksum(source: Path, tmp_path: Path):
     out = tmp_path / "out"
     quantize_checkpoint(source, out, OPTIONS, replace(RUN, checksum=True))
     flip_data(largest(out))
-    act = partial(finish_checkpoint, out)
-    if how == "again":
-        act = partial(quantize_checkpoint, source, out, OPTIONS, replace(RUN, checksum=True))
     with pytest.raises(OutputError, match=rf"{largest(out).name}.*is not the file that was listed"):
-        act()
+        quantize_checkpoint(source, out, OPTIONS, replace(RUN, checksum=True))
 
 
 def test_a_shard_that_is_not_listed_is_refused(source: Path, tmp_path: Path):
@@ -134,7 +126,6 @@ def test_parts_of_a_finished_result_look_at_their_own_files(source: Path, tmp_pa
     out = tmp_path / "out"
     for number in (1, 2):
         quantize_checkpoint(source, out, OPTIONS, replace(RUN, part=f"{number}/2"))
-    finish_checkpoint(out)
     truncate(max(out.glob("*.safetensors")))
     quantize_checkpoint(source, out, OPTIONS, replace(RUN, part="1/2"))
     with pytest.raises(OutputError, match=r"safetensors: is damaged"):

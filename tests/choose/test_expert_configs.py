@@ -13,8 +13,7 @@ from adapters import make_model
 
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
-from nf4conv.models.config import UNREAD, levels
-from nf4conv.models.releases import with_keys_of_both
+from nf4conv.models.config import UNREAD, levels, with_keys_of_both
 from nf4conv.options import QuantizeOptions, RunOptions, VerifyOptions
 
 CPU = RunOptions(device="cpu", workers=2)

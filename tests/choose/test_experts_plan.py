@@ -18,7 +18,6 @@ from nf4conv import (
     RunOptions,
     SourceOptions,
     describe_plan,
-    finish_checkpoint,
     plan_quantization,
     quantize_checkpoint,
     verify_checkpoint,
@@ -309,7 +308,6 @@ def test_parts_give_the_bytes_of_a_single_run(model_type, moe, expected, tmp_pat
         run = replace(CPU, part=name)
         options = replace(SMALL, moe=moe)
         quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, run)
-    finish_checkpoint(tmp_path / "out")
     assert contents(tmp_path / "out") == single
 
 

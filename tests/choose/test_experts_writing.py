@@ -13,7 +13,8 @@ from nf4conv import (
     QuantizeOptions,
     quantize_checkpoint,
 )
-from nf4conv.models.expert_layouts import find_stack, layouts_of, partner_names
+from nf4conv.models.experts import find_stack, partner_names
+from nf4conv.models.families import layouts_of
 
 LAYER = "model.layers.0"
 STACKS = {

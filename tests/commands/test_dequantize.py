@@ -107,7 +107,10 @@ def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_s
     quantize_checkpoint(source, tmp_path / "packed", None, CPU)
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "expected", None, CPU)
     dequantize_checkpoint(
-        tmp_path / "packed", tmp_path / "out", None, RunOptions("cpu", workers, buffer_size)
+        tmp_path / "packed",
+        tmp_path / "out",
+        None,
+        RunOptions(device="cpu", workers=workers, buffer_size=buffer_size),
     )
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 

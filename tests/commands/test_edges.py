@@ -137,7 +137,7 @@ def test_decoded_values_that_a_cast_would_make_infinite_are_refused(tmp_path, tr
     ) == pytest.approx(1e30, rel=0.01)
     with pytest.raises(SourceError) as caught:
         dequantize_checkpoint(
-            tmp_path / "packed", tmp_path / "half", DequantizeOptions("float16"), CPU
+            tmp_path / "packed", tmp_path / "half", DequantizeOptions(dtype="float16"), CPU
         )
     message = (
         rf"{name}: [\d,]+ of 12,288 values are too large for float16; dtype='bfloat16' holds them"

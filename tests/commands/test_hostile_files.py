@@ -240,7 +240,7 @@ def test_memory_that_runs_out_on_a_cpu_is_one_line(tmp_path: Path, monkeypatch: 
 
     module = sys.modules["nf4conv.codec.backends"].backend(torch.device("cpu"))
     monkeypatch.setattr(module, "quantize_blocks", failing)
-    assert "cpu: out of memory; try a smaller --buffer-size" in refused(
+    assert "cpu: out of memory; try fewer --workers" in refused(
         command("quantize", source, tmp_path / "out")
     )
 

@@ -1,4 +1,4 @@
-"""Memory follows --buffer-size, not the checkpoint. The real commands read checkpoints that are
+"""Memory follows buffer_size, not the checkpoint. The real functions read checkpoints that are
 larger than what they may hold.
 """
 
@@ -24,30 +24,31 @@ FACTORS = (("A", 4, 8192), ("B", 1024, 4))
 # repeats to within 2 MB. By default the allocator keeps some 50 MB, now more, now less.
 LIVE = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
 
-# runs each command of a JSON list in a fork, which has torch already, and prints the peaks
+# calls each function of a JSON list in a fork, which has torch already, and prints the peaks
 PROGRAM = """
 import json
 import os
 import sys
 import torch
-from nf4conv.cli import main
+import nf4conv
 from nf4conv.system.memory import peak_resident
 
 peaks = []
-for words in json.loads(sys.argv[1]):
+for name, places, options in json.loads(sys.argv[1]):
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
         status = 3
         try:
-            main(words)
-        except SystemExit as end:
-            status = end.code or 0
+            getattr(nf4conv, name)(*places, device="cpu", **options)
+            status = 0
+        except nf4conv.Nf4convError as error:
+            print(error)
         os.write(sending, str(peak_resident()).encode())
         os._exit(status)
     _, status = os.waitpid(child, 0)
     if status:
-        sys.exit(f"{words}: status {status}")
+        sys.exit(f"{name} {places} {options}: status {status}")
     peaks.append(int(os.read(receiving, 100)))
 print(json.dumps(peaks))
 """
@@ -87,7 +88,7 @@ def write_zeros(file: Path, shapes: dict[str, tuple[int, int]]) -> None:
         opened.truncate(8 + len(header) + stop)
 
 
-OPTIONS = ("--device", "cpu", "--workers", "2", "--quiet")
+OPTIONS = {"workers": 2, "buffer_size": 8 * 10**6}
 
 
 @dataclass(frozen=True)
@@ -125,22 +126,22 @@ def run_commands(folder: Path, weights: int) -> Made:
     source = write_source(folder / "source", weights)
     packed = folder / "packed"
     # one shard, until whose end all that its tasks hold is kept, and most scales for the weights
-    one_shard = ["--max-shard-size", "100GB"]
-    lora = ["--lora", write_adapter(folder / "adapter", weights), *one_shard]
+    one_shard = {"max_shard_size": 10**11}
+    lora = {"lora": [str(write_adapter(folder / "adapter", weights))], **one_shard}
     commands = {
-        "quantize": ["quantize", source, packed, "--blocksize", 32, *one_shard],
-        "verify": ["verify", packed, "--source", source],
-        "dequantize": ["dequantize", packed, folder / "plain", *one_shard],
-        "verify decoded": ["verify", folder / "plain", "--source", packed],
-        "merge": ["dequantize", source, folder / "merged", *lora],
-        "merge into 4 bits": ["dequantize", packed, folder / "from_4_bits", *lora],
+        "quantize": ("quantize", [source, packed], {"blocksize": 32, **one_shard}),
+        "verify": ("verify", [packed], {"source": str(source)}),
+        "dequantize": ("dequantize", [packed, folder / "plain"], one_shard),
+        "verify decoded": ("verify", [folder / "plain"], {"source": str(packed)}),
+        "merge": ("dequantize", [source, folder / "merged"], lora),
+        "merge into 4 bits": ("dequantize", [packed, folder / "from_4_bits"], lora),
     }
-    words = [
-        [str(word) for word in (*command, *OPTIONS, "--buffer-size", "8MB")]
-        for command in commands.values()
+    calls = [
+        (name, [str(place) for place in places], {**options, **OPTIONS})
+        for name, places, options in commands.values()
     ]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(words)],
+        [sys.executable, "-c", PROGRAM, json.dumps(calls)],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
@@ -177,15 +178,21 @@ def growth_of(made: list[Made], command: str) -> float:
 # 70, 170 and 22 MB
 @pytest.mark.parametrize(
     ("command", "buffer_size", "megabytes"),
-    [("quantize", "8MB", 150), ("quantize", "64MB", 250), ("dequantize", "8MB", 60)],
+    [("quantize", 8, 150), ("quantize", 64, 250), ("dequantize", 8, 60)],
 )
 def test_the_bound_is_the_option_s(made, tmp_path, command, buffer_size, megabytes):
     _, large = made
     source = large.packed if command == "dequantize" else large.source
-    words = [sys.executable, "-m", "nf4conv", command, source, tmp_path / "out", *OPTIONS]
-    words += ["--buffer-size", buffer_size, "--json"]
-    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+    program = (
+        "import nf4conv\n"
+        f"report = nf4conv.{command}({str(source)!r}, {str(tmp_path / 'out')!r}, device='cpu',\n"
+        f"    workers=2, buffer_size={buffer_size * 10**6})\n"
+        "print(nf4conv.to_json(report))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True
+    )
     report = json.loads(done.stdout)
     growth = (report["host_peak_bytes"] - report["host_baseline_bytes"]) / 1e6
-    print(f"{command}, {buffer_size}: {growth:.0f} MB")
+    print(f"{command}, {buffer_size} MB: {growth:.0f} MB")
     assert growth < megabytes

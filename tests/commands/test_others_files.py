@@ -1,22 +1,28 @@
 """Nothing outside OUT is written or removed, whatever links and records are in it."""
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import contents, write_source
 from click.testing import CliRunner
+from test_parts import part_killed_at_its_end
 
 from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
-from nf4conv.commands.finish import finish_checkpoint
-from nf4conv.errors import Nf4convError, OutputError
-from nf4conv.sources.unfinished import WORK_FOLDER
+from nf4conv.errors import Nf4convError, OutputError, SourceError
+from nf4conv.sources.unfinished import (
+    WORK_FOLDER,
+    describe_finished,
+    finished_shards,
+    record_name,
+)
 from nf4conv.system import removal
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
@@ -39,9 +45,19 @@ def victim(tmp_path: Path) -> Path:
     return folder
 
 
-def parts_of(source: Path, out: Path) -> None:
-    for number in (1, 2):
-        quantize_checkpoint(source, out, OPTIONS, replace(RUN, part=f"{number}/2"))
+@pytest.fixture
+def unfinished(source: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Returns what makes all shards of a folder in parts, and no last files."""
+
+    def make(out: Path) -> None:
+        quantize_checkpoint(source, out, OPTIONS, replace(RUN, part="1/2"))
+        part_killed_at_its_end(monkeypatch, source, out, "2/2", OPTIONS)
+
+    return make
+
+
+GONE = Path("/there/is/no/source")
+"""A run whose source this is finishes what parts have made, or nothing."""
 
 
 # --- removing -------------------------------------------------------------------------------------
@@ -130,12 +146,17 @@ def test_a_link_that_comes_in_meanwhile_leads_nowhere(
 
 
 @pytest.mark.parametrize("name", ["", "/shards", "/auxiliary"])
-@pytest.mark.parametrize("command", ["finish", "part", "quantize", "overwrite"])
+@pytest.mark.parametrize("command", ["gone", "part", "quantize", "overwrite"])
 def test_work_folders_that_are_links_are_refused(
-    source: Path, tmp_path: Path, victim: Path, name: str, command: str
+    source: Path,
+    tmp_path: Path,
+    victim: Path,
+    unfinished: Callable[[Path], None],
+    name: str,
+    command: str,
 ):
     out = tmp_path / "out"
-    parts_of(source, out)
+    unfinished(out)
     linked = Path(f"{out / WORK_FOLDER}{name}")
     shutil.copytree(linked, victim, dirs_exist_ok=True)
     shutil.rmtree(linked)
@@ -143,11 +164,9 @@ def test_work_folders_that_are_links_are_refused(
     before = contents(victim)
     run = replace(RUN, part="1/2") if command == "part" else RUN
     run = replace(run, overwrite=command == "overwrite")
-    act = partial(quantize_checkpoint, source, out, OPTIONS, run)
-    if command == "finish":
-        act = partial(finish_checkpoint, out)
+    place = GONE if command == "gone" else source
     with pytest.raises(OutputError, match=r"\.nf4conv.*: is a link, which no run of nf4conv"):
-        act()
+        quantize_checkpoint(place, out, OPTIONS, run)
     assert contents(victim) == before
 
 
@@ -155,8 +174,6 @@ def test_a_finished_folder_with_a_link_beside_it(source: Path, tmp_path: Path, v
     before = contents(victim)
     quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
     (tmp_path / "out" / WORK_FOLDER).symlink_to(victim)
-    with pytest.raises(OutputError, match="is a link"):
-        finish_checkpoint(tmp_path / "out")
     quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)  # it is complete
     assert contents(victim) == before
 
@@ -198,16 +215,18 @@ def test_a_link_that_leads_nowhere_is_refused_at_once(
 # --- records --------------------------------------------------------------------------------------
 
 
-def test_a_copy_is_named_by_its_digest_only(source: Path, tmp_path: Path, victim: Path):
+def test_a_copy_is_named_by_its_digest_only(
+    tmp_path: Path, victim: Path, unfinished: Callable[[Path], None]
+):
     out = tmp_path / "out"
-    parts_of(source, out)
+    unfinished(out)
     record = out / WORK_FOLDER / "run.json"
     run = json.loads(record.read_text())
-    name = next(iter(run["fingerprint"]["auxiliary"]))
-    run["fingerprint"]["auxiliary"][name] = "../../../victim/thesis.txt"
+    auxiliary = run["fingerprint"]["last files"]["auxiliary"]
+    auxiliary[next(iter(auxiliary))] = "../../../victim/thesis.txt"
     record.write_text(json.dumps(run))
-    with pytest.raises(OutputError, match=r"its run\.json is damaged at 'auxiliary'"):
-        finish_checkpoint(out)
+    with pytest.raises(OutputError, match=r"its run\.json names files outside it"):
+        quantize_checkpoint(GONE, out, OPTIONS, RUN)
     assert (victim / "thesis.txt").read_text() == "precious"
 
 
@@ -215,21 +234,24 @@ VALUES = (None, -1, 1.5, "", "../../victim", [], {}, {"a": None}, {"../x": 1}, T
 
 
 def test_tampered_plans_and_records_are_refused_in_one_line(
-    source: Path, tmp_path: Path, victim: Path
+    tmp_path: Path, victim: Path, unfinished: Callable[[Path], None]
 ):
-    """Every value of run.json, and of the record of a shard, is replaced by every odd one."""
-    parts_of(source, tmp_path / "whole")
+    """Every value of run.json, and of the record of a shard, is replaced by every odd one.
+
+    Records name the run.json by which they were made; here they are forged to name the other.
+    """
+    unfinished(tmp_path / "whole")
     before = contents(victim)
     run = json.loads((tmp_path / "whole" / WORK_FOLDER / "run.json").read_text())
     shard = next((tmp_path / "whole" / WORK_FOLDER / "shards").iterdir()).name
     noted = json.loads((tmp_path / "whole" / WORK_FOLDER / "shards" / shard).read_text())
     cases: list[tuple[str, dict[str, Any]]] = []
     for value in VALUES:
-        for key in ("number of parts", "shards", "auxiliary", "stem", "config.json", "model card",
-                    "bytes", "parameters", "--checksum", "--verify", "nf4conv.json"):  # fmt: skip
-            changed = {"fingerprint": {**run["fingerprint"], key: value}, "stamps": None}
-            cases.append(("run.json", changed))
-        cases.append(("run.json", {"fingerprint": value, "stamps": None}))
+        before_it = run["fingerprint"]
+        last = before_it["last files"]
+        changes: list[Any] = [{**before_it, "last files": {**last, key: value}} for key in last]
+        changes += [{**before_it, key: value} for key in ("last files", "--verify")] + [value]
+        cases += [("run.json", {"fingerprint": change, "stamps": None}) for change in changes]
         cases += [(f"shards/{shard}", {**noted, key: value}) for key in noted]
     out = tmp_path / "out"
     for name, changed in cases:
@@ -237,7 +259,13 @@ def test_tampered_plans_and_records_are_refused_in_one_line(
         shutil.copytree(tmp_path / "whole", out)
         shards = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
         (out / WORK_FOLDER / name).write_text(json.dumps(changed))
-        done = CliRunner().invoke(main, ["finish", str(out)])
+        if name == "run.json":
+            plan = hashlib.sha256((out / WORK_FOLDER / name).read_bytes()).hexdigest()
+            for one, file in finished_shards(out).items():
+                forged = describe_finished(one, file._replace(plan=plan))
+                (out / WORK_FOLDER / "shards" / record_name(one)).write_bytes(forged)
+        words = ["quantize", str(GONE), str(out), "--max-shard-size", "60kB"]
+        done = CliRunner().invoke(main, words)
         known = done.exception is None or isinstance(done.exception, SystemExit | Nf4convError)
         assert known, (name, changed, done.exception)
         assert contents(victim) == before
@@ -245,32 +273,32 @@ def test_tampered_plans_and_records_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("key", ["size", "crc32", "sha256", "source_bytes", "verified"])
-def test_a_record_that_was_changed_counts_for_nothing(source: Path, tmp_path: Path, key: str):
-    """Its shard is not finished then: `finish` names it, and the part makes it again."""
-    run = replace(RUN, checksum=True)
-    for number in (1, 2):
-        quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(run, part=f"{number}/2"))
+def test_a_record_that_was_changed_counts_for_nothing(
+    source: Path, tmp_path: Path, unfinished: Callable[[Path], None], key: str
+):
+    """Its shard is not finished then, and is made again."""
+    unfinished(tmp_path / "out")
     record = next((tmp_path / "out" / WORK_FOLDER / "shards").iterdir())
     fields = json.loads(record.read_text())
     fields[key] = {"verified": {"worst": 0}, "sha256": "0" * 64}.get(key, 1)
     record.write_text(json.dumps(fields))
-    with pytest.raises(OutputError, match=fields["name"]):
-        finish_checkpoint(tmp_path / "out")
+    with pytest.raises(SourceError):
+        quantize_checkpoint(GONE, tmp_path / "out", OPTIONS, RUN)
+    (tmp_path / "out" / fields["name"]).unlink()
     for number in (1, 2):
-        quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(run, part=f"{number}/2"))
-    finish_checkpoint(tmp_path / "out")
-    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, run)
+        quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, part=f"{number}/2"))
+    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "hole"])
 @pytest.mark.parametrize("name", ["run.json", "shards"])
 def test_records_that_are_no_files_of_their_size(
-    source: Path, tmp_path: Path, kind: str, name: str
+    tmp_path: Path, unfinished: Callable[[Path], None], kind: str, name: str
 ):
     """A pipe would never be read to its end, and a hole of gigabytes not into memory."""
     out = tmp_path / "out"
-    parts_of(source, out)
+    unfinished(out)
     place = out / WORK_FOLDER / name
     record = next(place.iterdir()) if place.is_dir() else place
     record.unlink()
@@ -281,5 +309,5 @@ def test_records_that_are_no_files_of_their_size(
         os.truncate(record, 2**34)
     before = contents(out, "*.safetensors")
     with pytest.raises(Nf4convError):
-        finish_checkpoint(out)
+        quantize_checkpoint(GONE, out, OPTIONS, RUN)
     assert contents(out, "*.safetensors") == before

@@ -1,16 +1,16 @@
-"""--part and finish: the bytes of a single run, however many parts, in whatever order; what does
-not fit is refused.
+"""--part: the bytes of a single run, however many parts, in whatever order, whoever finishes; what
+does not fit is refused.
 """
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,19 +32,18 @@ from nf4conv import (
     SourceOptions,
     dequantize_checkpoint,
     execute_quantization,
-    finish_checkpoint,
     plan_part,
     plan_quantization,
     quantize_checkpoint,
 )
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
-from nf4conv.plan.parts import number_of
+from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.sources.remote.contents import RemoteFile
-from nf4conv.sources.unfinished import finished_shards
+from nf4conv.sources.unfinished import describe_finished, finished_shards, record_name
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
+RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
 REPO = "some-org/source"
 POINTS = 4
 
@@ -81,19 +80,21 @@ def test_the_bytes_are_those_of_a_single_run(
 ):
     single = quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(RUN, verify=verify))
     before = 0
+    missing = 1
     for name in names_of(count):
         report = part(source, tmp_path / "out", name, verify=verify)
-        assert report.part == name
-        assert not (tmp_path / "out/config.json").exists()
-        before += report.bytes_before if report.shards_resumed == 0 else 0
-    finished = finished_shards(tmp_path / "out")
-    assert sum(shard.source_bytes for shard in finished.values()) == before == single.bytes_before
-    report = finish_checkpoint(tmp_path / "out")
+        assert report.already_complete is (missing == 0)
+        if missing:
+            assert report.part == name
+            missing = report.shards_missing
+        before += report.bytes_before if report.seconds_by_activity.get("read") else 0
+        assert (tmp_path / "out/config.json").exists() is (missing == 0)
+    assert missing == 0
+    assert before >= single.bytes_before
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    assert (report.shards, report.bytes_after) == (len(finished), single.bytes_after)
-    assert report.verification == single.verification
-    assert finish_checkpoint(tmp_path / "out").already_complete
-    assert part(source, tmp_path / "out", f"1/{count}", verify=verify).already_complete
+    again = quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, verify=verify))
+    assert again.already_complete
+    assert again.bytes_after == single.bytes_after
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -101,21 +102,109 @@ def test_all_parts_at_once_and_each_of_them_twice(source: Path, tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda name: part(source, tmp_path / "out", name), ["1/3", "2/3", "3/3"] * 2))
-        list(pool.map(lambda _: finish_checkpoint(tmp_path / "out"), range(3)))
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
+def test_the_last_part_twice_at_once(source: Path, tmp_path: Path):
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    part(source, tmp_path / "out", "1/2")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: part(source, tmp_path / "out", "2/2"), range(4)))
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+def test_parts_of_different_numbers_make_one_result(source: Path, tmp_path: Path):
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    for name in ("1/2", "3/3"):
+        assert part(source, tmp_path / "out", name).shards_missing > 0
+    assert part(source, tmp_path / "out", "2/2").shards_missing == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+def test_a_run_without_a_part_makes_what_is_missing(source: Path, tmp_path: Path):
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    missing = part(source, tmp_path / "out", "2/3").shards_missing
+    report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    assert (report.shards_missing, report.already_complete) == (0, False)
+    assert 0 < report.shards_resumed < missing
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+def part_killed_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    out: Path,
+    name: str,
+    options: QuantizeOptions = OPTIONS,
+    **others: Any,
+) -> None:
+    """Makes all shards of a part, which ends before it writes the last files."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SharedFolder, "copy_staged", stop)
+        with pytest.raises(KeyboardInterrupt):
+            part(source, out, name, options, **others)
+
+
+@pytest.mark.parametrize("name", [None, "1/2", "2/2"])
+def test_whoever_comes_next_finishes_what_a_killed_part_has_left(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None
+):
+    quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+    part(source, tmp_path / "out", "1/2")
+    part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "2/2")
+    assert not (tmp_path / "out/config.json").exists()
+    report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, part=name))
+    assert report.shards_missing == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["plain", "verified"])
+def test_the_source_is_gone(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
+):
+    """All shards are there. Whoever asks for something else gets the error of the source."""
+    single = quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(RUN, verify=verify))
+    part(source, tmp_path / "out", "1/2", verify=verify)
+    part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "2/2", verify=verify)
+    before = contents(tmp_path / "out")
+    source.rename(tmp_path / "elsewhere")
+    for other in (replace(OPTIONS, blocksize=128), replace(OPTIONS, include=("*q_proj*",))):
+        with pytest.raises(SourceError):
+            quantize_checkpoint(source, tmp_path / "out", other, RUN)
+    with pytest.raises(SourceError):
+        dequantize_checkpoint(source, tmp_path / "out", None, RUN)
+    assert contents(tmp_path / "out") == before
+    report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    assert contents(tmp_path / "out") == contents(tmp_path / "single")
+    assert (report.packed, report.copied) == (single.packed, single.copied)
+    assert (report.bytes_before, report.bytes_after) == (single.bytes_before, single.bytes_after)
+    with pytest.raises(SourceError):
+        quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+
+
+def test_the_source_is_gone_and_a_file_is_missing(source: Path, tmp_path: Path):
+    part(source, tmp_path / "out", "1/2")
+    before = contents(tmp_path / "out")
+    source.rename(tmp_path / "elsewhere")
+    words = ["quantize", str(source), str(tmp_path / "out"), "--max-shard-size", "60kB"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 2
+    assert str(source) in done.stderr
+    assert contents(tmp_path / "out") == before
+
+
 def test_what_others_have_finished_meanwhile_is_complete(source: Path, tmp_path: Path):
-    """Another process makes the same part, and finish takes away the folder in which this one is
-    writing.
-    """
+    """Another process makes the same part, and takes away the folder in which this one writes."""
     calls = []
 
     def interfere(count: int) -> None:
         calls.append(count)
         if len(calls) == 1:
             part(source, tmp_path / "out", "1/1")
-            finish_checkpoint(tmp_path / "out")
 
     report = quantize_checkpoint(
         source, tmp_path / "out", OPTIONS, replace(RUN, part="1/1", workers=1), interfere
@@ -133,13 +222,12 @@ def test_a_dequantization(source: Path, tmp_path: Path):
         dequantize_checkpoint(
             tmp_path / "packed", tmp_path / "out", options, replace(RUN, part=name)
         )
-    finish_checkpoint(tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
 @pytest.mark.parametrize("scenario", ["parts", "streamed-parts"])
 def test_killed_at_any_operation_and_repeated(tmp_path: Path, scenario: str):
-    """Three parts and finish, one after the other; at a few of all operations, which `make kills`
+    """Three parts, one after the other; at a few of all operations, which `make kills`
     tries one by one.
     """
     program = str(Path(__file__).parents[1] / "helpers/interruptions.py")
@@ -161,9 +249,7 @@ def test_killed_at_any_operation_and_repeated(tmp_path: Path, scenario: str):
 
 
 def test_parts_at_once_that_are_killed_at_random_and_begun_again(tmp_path: Path):
-    """1, 2, 3 and 7 of them, one twice, and finish, each in a process of its own; with and without
-    --stream.
-    """
+    """1, 2, 3 and 7 of them, one twice, each in a process of its own; with and without --stream."""
     program = str(Path(__file__).parents[1] / "helpers/interruptions.py")
     command = [sys.executable, program, "--at-once", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -196,7 +282,6 @@ def test_a_source_that_is_streamed(where: SourceOptions, tmp_path: Path, count: 
     )
     for name in names_of(count):
         part(REPO, tmp_path / "out", name, where=where, verify=verify)
-    finish_checkpoint(tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -211,7 +296,6 @@ def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
         calls.append(path)
         if len(calls) == 1:
             part(REPO, tmp_path / "out", "1/1", where=where)
-            finish_checkpoint(tmp_path / "out")
             assert not path.exists()
         return check(path, file)
 
@@ -254,7 +338,7 @@ def test_another_commit_is_another_plan(
 ):
     part(REPO, tmp_path / "out", "1/3", where=where)
     hub.repos[REPO].commit(contents(source) | {"NOTICE": b"new"})
-    with pytest.raises(OutputError, match=r"differs in source files, source id, "):
+    with pytest.raises(OutputError, match=r"differs in source files, source, "):
         part(REPO, tmp_path / "out", "2/3", where=where)
 
 
@@ -283,20 +367,26 @@ def other_version(source: Path) -> None:  # noqa: ARG001 - as the others
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
-    "weights": (other_weights, {}, "source samples_sha256, "),
+    "weights": (other_weights, {}, "source, last files "),
     "headers": (renamed_tensor, {}, "source headers"),
-    "tokenizer": (lambda source: (source / "tokenizer.json").write_text("[]"), {}, "auxiliary "),
-    "card": (lambda source: (source / "README.md").write_text("another"), {}, "model card "),
+    "tokenizer": (
+        lambda source: (source / "tokenizer.json").write_text("[]"),
+        {},
+        r"last files \(last files: auxiliary: ",
+    ),
+    "card": (
+        lambda source: (source / "README.md").write_text("another"),
+        {},
+        r"last files \(last files: model card ",
+    ),
     "config": (
         lambda source: (source / "config.json").write_text('{"model_type": "llama"}'),
         {},
         "source config, ",
     ),
     "version": (other_version, {}, "version, "),
-    "parts": (lambda _: None, {"part": "2/4"}, "number of parts"),
-    "checksum": (lambda _: None, {"checksum": False}, "checksum "),
-    "verify": (lambda _: None, {"verify": True}, "verify "),
-    "tolerance": (lambda _: None, {"verify": True, "tolerance": 0.2}, "verify, tolerance "),
+    "verify": (lambda _: None, {"verify": True}, "--verify "),
+    "tolerance": (lambda _: None, {"verify": True, "tolerance": 0.2}, "--verify, --tolerance "),
 }
 
 
@@ -323,11 +413,11 @@ REFUSED: dict[str, tuple[QuantizeOptions, dict[str, Any], str]] = {
     "overwrite": (
         OPTIONS,
         {"overwrite": True},
-        "overwrite=True, which would delete what other parts make",
+        "--overwrite, which would delete what other parts make",
     ),
-    "0/3": (OPTIONS, {"part": "0/3"}, "part='0/3': expected auto, or I/N with I from 1 to N"),
-    "4/3": (OPTIONS, {"part": "4/3"}, "part='4/3': expected auto"),
-    "words": (OPTIONS, {"part": "two"}, "part='two': expected auto"),
+    "0/3": (OPTIONS, {"part": "0/3"}, "--part 0/3: expected I/N with I from 1 to N"),
+    "4/3": (OPTIONS, {"part": "4/3"}, "--part 4/3: expected I/N"),
+    "words": (OPTIONS, {"part": "two"}, "--part two: expected I/N"),
 }
 
 
@@ -370,17 +460,11 @@ def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Pat
     quantize_checkpoint(pipeline, tmp_path / "single", OPTIONS, RUN, where=where)
     for name in ("1/2", "2/2"):
         part(pipeline, tmp_path / "out", name, where=where)
-    finish_checkpoint(tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
 def test_a_single_run_and_parts_keep_out_of_each_other_s_folder(source: Path, tmp_path: Path):
     part(source, tmp_path / "parts", "1/2")
-    with pytest.raises(
-        OutputError,
-        match="is filled in parts; run the parts that are missing, and then `nf4conv finish`",
-    ):
-        quantize_checkpoint(source, tmp_path / "parts", OPTIONS, RUN)
     quantize_checkpoint(source, tmp_path / "parts", OPTIONS, replace(RUN, overwrite=True))
     shard = source / "model-00002-of-00002.safetensors"
     content = shard.read_bytes()
@@ -391,8 +475,6 @@ def test_a_single_run_and_parts_keep_out_of_each_other_s_folder(source: Path, tm
         OutputError, match="holds an unfinished run that is not in parts; resume it as it was begun"
     ):
         part(source, tmp_path / "single", "1/2")
-    with pytest.raises(OutputError, match="not in parts"):
-        finish_checkpoint(tmp_path / "single")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/thesis.txt").write_text("precious")
     with pytest.raises(OutputError, match="exists and is not empty"):
@@ -405,72 +487,75 @@ def test_a_folder_of_parts_is_no_model_yet(source: Path, tmp_path: Path, command
     target = [str(tmp_path / "again")] if command == "quantize" else []
     done = CliRunner().invoke(main, [command, str(tmp_path / "out"), *target])
     assert done.exit_code == 2
-    assert "run the parts that are missing, and then `nf4conv finish`" in done.stderr
+    assert "the same command as before goes on with it" in done.stderr
 
 
-# --- finish ---------------------------------------------------------------------------------------
+# --- what is damaged ------------------------------------------------------------------------------
 
 
-def test_what_is_missing_or_damaged_is_named_and_made_again(source: Path, tmp_path: Path):
+def test_what_is_damaged_is_named_and_made_again(source: Path, tmp_path: Path):
     out = tmp_path / "out"
     quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
-    for name in ("1/4", "3/4"):
-        part(source, out, name)
-    early = CliRunner().invoke(main, ["finish", str(out)])
-    assert early.exit_code == 2
-    assert "files are missing, such as model-000" in early.stderr
-    assert "run these parts of 4, and then this again: [2, 4]" in early.stderr
-    for name in ("2/4", "4/4"):
-        part(source, out, name)
+    part(source, out, "2/2")
     shard = sorted(out.glob("*.safetensors"))[-1]
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(
         OutputError,
-        match=rf"1 of \d+ files are not what was written, such as {shard.name}; .*: \[4\]",
+        match=rf"1 of \d+ files are not what was written, such as {shard.name}; the same",
     ):
-        finish_checkpoint(out)
+        part(source, out, "1/2")
     assert not (out / "config.json").exists()
-    assert part(source, out, "4/4").shards_resumed == part(source, out, "4/4").shards_resumed - 1
-    done = CliRunner().invoke(main, ["finish", str(out), "--json"])
-    assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout)["already_complete"] is False
+    quantize_checkpoint(source, out, OPTIONS, RUN)
     assert contents(out) == contents(tmp_path / "single")
-    again = CliRunner().invoke(main, ["finish", str(out)])
-    assert "already complete, nothing was done" in again.stdout
 
 
 def test_a_damaged_copy_of_what_stands_beside_the_weights(source: Path, tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
-    part(source, tmp_path / "out", "1/1")
+    part(source, tmp_path / "out", "1/2")
     for staged in (tmp_path / "out/.nf4conv/auxiliary").iterdir():
         staged.write_bytes(b"other")
-    for _ in range(2):
-        with pytest.raises(OutputError, match="not what was written; run any of the parts again"):
-            finish_checkpoint(tmp_path / "out")
-        part(source, tmp_path / "out", "1/1")
-    finish_checkpoint(tmp_path / "out")
+    part(source, tmp_path / "out", "2/2")
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
 @pytest.mark.parametrize("name", ["../stolen", "/tmp/stolen"])
-def test_nothing_is_written_outside(source: Path, tmp_path: Path, name: str):
-    part(source, tmp_path / "out", "1/1")
+def test_nothing_is_written_outside(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """Whoever may write into the folder has changed run.json, and the records of shards to fit."""
+    part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "1/1")
+    work = tmp_path / "out/.nf4conv"
+    run = json.loads((work / "run.json").read_text())
+    auxiliary = run["fingerprint"]["last files"]["auxiliary"]
+    run["fingerprint"]["last files"]["auxiliary"] = {name: next(iter(auxiliary.values()))}
+    content = json.dumps(run).encode()
+    (work / "run.json").write_bytes(content)
+    for shard, file in finished_shards(tmp_path / "out").items():
+        forged = file._replace(plan=hashlib.sha256(content).hexdigest())
+        (work / "shards" / record_name(shard)).write_bytes(describe_finished(shard, forged))
+    source.rename(tmp_path / "elsewhere")
+    with pytest.raises(OutputError, match="names files outside it"):
+        quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    assert not (tmp_path / "stolen").exists()
+
+
+@pytest.mark.parametrize("key", ["shards", "auxiliary", "nf4conv.json", "totals"])
+@pytest.mark.parametrize("value", [None, 3, "x", [1], {"a": 1}], ids=str)
+def test_a_damaged_plan_is_one_clear_line(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object
+):
+    part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "1/1")
     record = tmp_path / "out/.nf4conv/run.json"
     run = json.loads(record.read_text())
-    run["fingerprint"]["auxiliary"] = {name: next(iter(run["fingerprint"]["auxiliary"].values()))}
+    run["fingerprint"]["last files"][key] = value
     record.write_text(json.dumps(run))
-    with pytest.raises(OutputError, match="names files outside it"):
-        finish_checkpoint(tmp_path / "out")
-
-
-@pytest.mark.parametrize("place", ["nothing", "empty", "file"])
-def test_there_must_be_something_to_finish(tmp_path: Path, place: str):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=rf"{place}: holds nothing that was made in parts"):
-        finish_checkpoint(tmp_path / place)
+    source.rename(tmp_path / "elsewhere")
+    words = ["quantize", str(source), str(tmp_path / "out"), "--max-shard-size", "60kB"]
+    done = CliRunner().invoke(main, words)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert not (tmp_path / "out/config.json").exists()
 
 
 def test_what_a_part_finds_wrong_is_not_finished(source: Path, tmp_path: Path):
@@ -501,11 +586,11 @@ def test_no_file_system_needs_to_know_locks_or_links(
 
     monkeypatch.setattr(fcntl, "flock", unknown)
     monkeypatch.setattr(os, "link", unknown)
+    part(source, tmp_path / "out", "2/3")
+    with pytest.raises(OutputError, match="differs in --blocksize, "):
+        part(source, tmp_path / "out", "1/3", replace(OPTIONS, blocksize=128))
     for name in names_of(3):
         part(source, tmp_path / "out", name)
-    with pytest.raises(OutputError, match="differs in blocksize, "):
-        part(source, tmp_path / "out", "1/3", replace(OPTIONS, blocksize=128))
-    finish_checkpoint(tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -565,57 +650,6 @@ def test_file_operations_are_those_of_a_part_s_own_shards_however_many_parts_the
         )
 
 
-# --- auto -----------------------------------------------------------------------------------------
-
-SLURM = {"SLURM_ARRAY_TASK_ID": "12", "SLURM_ARRAY_TASK_MIN": "10", "SLURM_ARRAY_TASK_COUNT": "4"}
-KUBERNETES = {"JOB_COMPLETION_INDEX": "0", "NF4CONV_PARTS": "8"}
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        (SLURM, (3, 4)),
-        (SLURM | {"NF4CONV_PARTS": "4"}, (3, 4)),
-        (
-            SLURM
-            | {"NF4CONV_PARTS": "64", "SLURM_ARRAY_TASK_MIN": "12", "SLURM_ARRAY_TASK_COUNT": "1"},
-            (13, 64),
-        ),
-        (SLURM | TORCHRUN, (3, 4)),
-        (KUBERNETES, (1, 8)),
-        (TORCHRUN, (4, 4)),
-        (TORCHRUN | {"NF4CONV_PARTS": "6"}, (4, 6)),
-        ({}, "none of SLURM_ARRAY_TASK_ID, JOB_COMPLETION_INDEX, RANK is set"),
-        ({"NF4CONV_PARTS": "8"}, "none of SLURM_ARRAY_TASK_ID"),
-        ({"JOB_COMPLETION_INDEX": "0"}, "NF4CONV_PARTS is not set"),
-        (
-            KUBERNETES | {"JOB_COMPLETION_INDEX": "8"},
-            "JOB_COMPLETION_INDEX is 8, which fits no 8 parts",
-        ),
-        (TORCHRUN | {"NF4CONV_PARTS": "3"}, "RANK is 3, which fits no 3 parts"),
-        (SLURM | {"SLURM_ARRAY_TASK_ID": "14"}, "SLURM_ARRAY_TASK_ID is 14, which fits no 4 parts"),
-        (SLURM | {"SLURM_ARRAY_TASK_ID": "9"}, "SLURM_ARRAY_TASK_ID is 9, which fits no 4 parts"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK is -1, which is no number"),
-        (TORCHRUN | {"WORLD_SIZE": ""}, "WORLD_SIZE is , which is no number"),
-        (KUBERNETES | {"NF4CONV_PARTS": "0"}, "fits no 0 parts"),
-    ],
-    ids=str,
-)
-def test_what_schedulers_say(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: tuple[int, int] | str
-):
-    for name in (*SLURM, *KUBERNETES, *TORCHRUN):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if isinstance(expected, str):
-        with pytest.raises(PlanError, match=f"--part auto: .*{expected}"):
-            number_of("auto")
-    else:
-        assert number_of("auto") == expected
-
-
 # --- more parts than there are files --------------------------------------------------------------
 
 
@@ -626,17 +660,5 @@ def test_parts_beyond_the_files_have_nothing_to_do_and_say_so(source: Path, tmp_
     assert not plan.output.shards
     assert plan.notes[-1] == (
         f"part {files + 1} of 500,000 has nothing to do: {files} files make at most {files} parts; "
-        f"max_shard_size makes more of them"
+        f"--max-shard-size makes more of them"
     )
-    shares = {plan.part.shares[name] for name in plan.part.shares} if plan.part else set()
-    assert max(shares) <= files
-
-
-def test_a_world_of_any_size_is_divided_in_no_time(source: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WORLD_SIZE", "999999999")
-    monkeypatch.setenv("RANK", "0")
-    plan = plan_quantization(source, OPTIONS)
-    started = time.process_time()
-    part = plan_part(plan, replace(RUN, part="auto"))
-    assert time.process_time() - started < 5
-    assert part.output.shards

@@ -58,7 +58,12 @@ def test_weights_are_what_the_codec_makes_of_them(tmp_path, quant_type, blocksiz
 def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_size):
     source = write_source(tmp_path / "source")
     quantize_checkpoint(source, tmp_path / "expected", None, CPU)
-    quantize_checkpoint(source, tmp_path / "out", None, RunOptions("cpu", workers, buffer_size))
+    quantize_checkpoint(
+        source,
+        tmp_path / "out",
+        None,
+        RunOptions(device="cpu", workers=workers, buffer_size=buffer_size),
+    )
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
@@ -207,7 +212,7 @@ def test_weights_in_many_pieces_are_cast_piece_by_piece(tmp_path, stored, dtype,
     options = QuantizeOptions(dtype=dtype)
     source = write_single(tmp_path / "source", tensors)
     quantize_checkpoint(
-        source, tmp_path / "out", options, RunOptions("cpu", workers, buffer_size=1)
+        source, tmp_path / "out", options, RunOptions(device="cpu", workers=workers, buffer_size=1)
     )
     assert_is(tmp_path / "out", UP, tensors[UP].to(getattr(torch, dtype)), options)
     kept = tensors_of(tmp_path / "out")["model.embed_tokens.weight"]

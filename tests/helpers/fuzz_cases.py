@@ -88,7 +88,6 @@ def finished_case(chosen: random.Random, whole: Path, work: Path) -> Case:
         again,
         [*again, "--verify"],
         [*again, "--overwrite"],
-        ["finish", out],
         ["verify", out],
         ["verify", out, "--source", source],
         ["inspect", out],
@@ -103,7 +102,7 @@ def finished_case(chosen: random.Random, whole: Path, work: Path) -> Case:
 
 def keeps_weights(words: list[object], out: Path, expected: Path, finished: Any) -> str | None:
     """Returns what is wrong with weights that a command called complete."""
-    if finished.exit_code or words[0] not in ("quantize", "finish"):
+    if finished.exit_code or words[0] != "quantize":
         return None
     manifest = out / "SHA256SUMS"
     if not is_same(manifest, expected / manifest.name):
@@ -146,8 +145,6 @@ def unfinished_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     quantize = ["quantize", source, out, *templates.PART_OPTIONS]
     part = f"{chosen.choice('12')}/2"
     commands: list[list[object]] = [
-        ["finish", out],
-        ["finish", out],
         quantize,
         [*quantize, "--part", part],
         [*quantize, "--overwrite"],
@@ -261,8 +258,22 @@ _INTEGERS: dict[str, Callable[[Path], None]] = {
         partial(integers.gptq, version=2),
         partial(integers.gptq, bits=5, version=2),
     ),
+    "hqq": templates.integers(
+        {"quant_method": "hqq"}, integers.hqq, partial(integers.hqq, bits=3, axis=0)
+    ),
     "torchao": templates.torchao,
+    "Quark INT4": templates.integers(
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}},
+            "layer_quant_config": {"x": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block"}}},
+            "algo_config": [{"name": "awq"}],
+            "export": {"pack_method": "reorder"},
+        },
+        partial(integers.quark, is_signed=True),
+    ),
     "Quark MXFP4": templates.quark_mxfp4,
+    "BitNet": templates.bitnet,
     "torchao INT4": templates.integers(
         {
             "quant_method": "torchao",

@@ -31,10 +31,10 @@ PART_OPTIONS = ("--max-shard-size", "60kB", "--checksum")
 def run(*arguments: object) -> Any:
     """Runs a command in this process; with few threads, if it takes such options."""
     words = [str(argument) for argument in arguments]
-    if words[0] not in ("inspect", "finish"):
+    if words[0] != "inspect":
         words += ["--device", "cpu"]
-    if words[0] not in ("inspect", "finish", "evaluate"):
-        words += ["--workers", "1", "--buffer-size", "1MB"]
+    if words[0] not in ("inspect", "evaluate"):
+        words += ["--workers", "1"]
     return CliRunner().invoke(command_line, words, catch_exceptions=False)
 
 
@@ -132,6 +132,14 @@ def quark_mxfp4(folder: Path) -> None:
     write_encoded(folder, PLAIN | stored, description)
 
 
+def bitnet(folder: Path) -> None:
+    stored = {
+        DOWN: torch.randint(0, 256, (16, 128)).byte(),
+        f"{DOWN}_scale": torch.ones(1).bfloat16(),
+    }
+    write_encoded(folder, PLAIN | stored, {"quant_method": "bitnet", "linear_class": "bitlinear"})
+
+
 def torchao(folder: Path) -> None:
     stored = {
         f"{DOWN.replace('.weight', '')}._weight_qdata": torch.randint(-128, 127, (64, 128)).char(),
@@ -213,14 +221,15 @@ def unfinished(folder: Path) -> None:
     """Writes a `source`, what two parts made of it, and a run that ended before its last files."""
     finished(folder)
     shutil.rmtree(folder / "out")
-    for part in ("1/2", "2/2"):
-        done("quantize", folder / "source", folder / "parts", *PART_OPTIONS, "--part", part)
+    parts = ("quantize", folder / "source", folder / "parts", *PART_OPTIONS, "--part")
+    done(*parts, "1/2")
     complete = OutputFolder.complete
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     OutputFolder.complete = stop  # type: ignore[method-assign,assignment]
+    run(*parts, "2/2")
     run("quantize", folder / "source", folder / "interrupted", *PART_OPTIONS)
     OutputFolder.complete = complete  # type: ignore[method-assign]
     assert (folder / "interrupted/.nf4conv/run.json").is_file()

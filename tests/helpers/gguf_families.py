@@ -18,7 +18,7 @@ CONVERTER = Path(os.environ.get("LLAMA_CPP", "")) / "convert_hf_to_gguf.py"
 NEEDS_CONVERTER = [
     pytest.mark.oracle,
     pytest.mark.skipif(
-        not CONVERTER.is_file(), reason="make test-gguf fetches llama.cpp's converter"
+        not CONVERTER.is_file(), reason="make test-others fetches llama.cpp's converter"
     ),
 ]
 """Marks files of tests that run llama.cpp's converter."""

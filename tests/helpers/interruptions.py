@@ -36,7 +36,6 @@ from checkpoints import contents, write_source
 from scenarios import OPTIONS, RUN, Scenario, scenario, start_server
 
 from nf4conv.__main__ import _leave
-from nf4conv.commands.finish import finish_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import OutputError
 from nf4conv.options import SourceOptions
@@ -206,9 +205,8 @@ def kill_at_random(
     running = {in_fork(kill_itself, is_loud=False): victim}
     while names or running:
         for name in chosen.sample(names, len(names)):
-            if name != "finish" or chosen.random() < 0.2:
-                names.remove(name)
-                running[in_fork(partial(make, name), is_loud=False)] = name
+            names.remove(name)
+            running[in_fork(partial(make, name), is_loud=False)] = name
         time.sleep(chosen.uniform(0, 0.1))
         if killed < most and running:
             os.kill(chosen.choice(list(running)), signal.SIGKILL)
@@ -227,7 +225,7 @@ def kill_at_random(
 
 
 def kill_parts_at_once(folder: Path) -> None:
-    """Makes 1, 2, 3 and 7 parts at once, one of them twice, and finish.
+    """Makes 1, 2, 3 and 7 parts at once, one of them twice.
 
     The source is a local folder, then a repository that is streamed.
     """
@@ -236,10 +234,7 @@ def kill_parts_at_once(folder: Path) -> None:
     chosen = random.Random(18)
 
     def make(place: str | Path, where: SourceOptions | None, out: Path, name: str) -> None:
-        if name == "finish":
-            finish_checkpoint(out)
-        else:
-            quantize_checkpoint(place, out, OPTIONS, replace(RUN, part=name or None), where=where)
+        quantize_checkpoint(place, out, OPTIONS, replace(RUN, part=name or None), where=where)
 
     streamed = SourceOptions(stream=True, cache_dir=folder / "cache")
     for place, where in ((source, None), ("org/name", streamed)):
@@ -249,14 +244,14 @@ def kill_parts_at_once(folder: Path) -> None:
         for count in (1, 2, 3, 7):
             out = folder / f"{count} {kind}"
             names = [f"{number}/{count}" for number in range(1, count + 1)]
-            names += [f"{count}/{count}", "finish"]
+            names.append(f"{count}/{count}")
             make_one = partial(make, place, where, out)
             killed, refused = kill_at_random(make_one, names, 3 + count, chosen)
             result = {
                 "parts": count,
                 "streamed": where is not None,
                 "killed": killed,
-                "finish too early": refused,
+                "refused": refused,
                 "differing": differing(contents(out), contents(single)),
             }
             print(json.dumps(result), flush=True)

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 # none of these imports the Hub's client, which must know the address of our server before
 from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.finish import finish_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import (
     DequantizeOptions,
@@ -30,7 +29,7 @@ from nf4conv.options import (
 )
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, checksum=True)
+RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
 
 # serves a checkpoint as org/name until its stdin ends, and prints its address; for each name of a
 # repository that it reads, it prints the hashes of the files in it
@@ -97,7 +96,6 @@ def scenario(name: str, folder: Path) -> Scenario:
         for number in (2, 3, 1):
             part = replace(RUN, part=f"{number}/3")
             quantize_checkpoint(place, out, OPTIONS, part, where=where)
-        finish_checkpoint(out)
 
     scenarios = {
         "quantize": quantize,

@@ -213,8 +213,6 @@ def slow_command(source: Path, out: Path) -> subprocess.Popen[str]:
         "60kB",
         "--workers",
         "2",
-        "--buffer-size",
-        "131072B",
     ]
     command = [sys.executable, "-c", program, "quantize", str(source), str(out), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -12,13 +12,14 @@ from pace import units_of
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
 from nf4conv.choose.selection import select
 from nf4conv.errors import PlanError
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.fingerprint import plan_fingerprint
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.sources.header import build_header, parse_header
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 FORMATS = [
     Format(quant_type, blocksize, double_quant, dtype)

@@ -107,7 +107,12 @@ def test_torch_is_not_imported_once_the_kernels_are_compiled(tmp_path):
 def test_the_smallest_buffers(tmp_path, blocksize):
     """256 blocks of 4096 are more than a piece: the buffers grow to what cannot be cut."""
     stored = packed_checkpoint(tmp_path / "source", torch.float32, blocksize=blocksize)
-    dequantize_checkpoint(tmp_path / "source", tmp_path / "out", None, RunOptions("cuda", 5, 1))
+    dequantize_checkpoint(
+        tmp_path / "source",
+        tmp_path / "out",
+        None,
+        RunOptions(device="cuda", workers=5, buffer_size=1),
+    )
     written = load_file(tmp_path / "out/model.safetensors")
     for name in SHAPES:
         expected = dequantize_4bit(stored[name], QuantState.from_components(parts_of(stored, name)))

@@ -20,7 +20,6 @@ from packed_experts import (
 )
 
 from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.finish import finish_checkpoint
 from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.options import (
@@ -122,7 +121,6 @@ def test_parts_make_the_bytes_of_the_whole(mixtures, tmp_path):
     for part in ("1/2", "2/2"):
         run = RunOptions(device="cpu", workers=1, buffer_size=65536, part=part)
         dequantize_checkpoint(tmp_path / "packed", tmp_path / "parts", back, run)
-    finish_checkpoint(tmp_path / "parts")
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 2
 

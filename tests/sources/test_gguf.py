@@ -1,5 +1,5 @@
 """4-bit → trained → merged → GGUF: llama.cpp's converter takes what `dequantize --lora` writes
-(`make test-gguf`).
+(`make test-others`).
 """
 
 import subprocess

@@ -2,7 +2,7 @@
 
 The converter writes several models of transformers as one architecture. Reading one of them as
 another would be wrong without a word. Each such class is listed here, with how it is kept apart; a
-class of a newer converter makes the test fail (`make test-gguf`).
+class of a newer converter makes the test fail (`make test-others`).
 """
 
 import json

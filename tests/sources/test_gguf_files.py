@@ -24,6 +24,7 @@ from pace import time_limit
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import nf4conv
 from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.commands.dequantize import plan_dequantization
 from nf4conv.errors import SourceError
@@ -69,6 +70,18 @@ def test_dequantize_writes_what_transformers_loads(tmp_path: Path):
     assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, rows)
 
 
+def test_the_logits_are_those_of_transformers_own_loading(tmp_path: Path):
+    types = {**TYPES, "blk.0.ffn_down.weight": "IQ4_XS"}
+    path = write_gguf(tmp_path / "model.gguf", {**LLAMA, "llama.vocab_size": 64}, types)
+    done("dequantize", path, tmp_path / "out", "--dtype", "fp32", "--device", "cpu")
+    logits = []
+    for folder, name in ((tmp_path, "model.gguf"), (tmp_path / "out", None)):
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+        with torch.no_grad():
+            logits.append(model(torch.arange(3, 40).view(1, -1)).logits)
+    assert torch.equal(*logits)
+
+
 def test_every_command_takes_it(tmp_path: Path):
     path = write_gguf(tmp_path / "model.gguf", types=TYPES)
     out = tmp_path / "out"
@@ -88,15 +101,13 @@ def test_every_command_takes_it(tmp_path: Path):
     for part in ("1/2", "2/2"):
         small = ("--max-shard-size", "300KB", "--device", "cpu", "--part", part)
         done("quantize", path, tmp_path / "parts", *small)
-    done("finish", tmp_path / "parts")
     done("verify", tmp_path / "parts", "--source", path, "--exact", "--device", "cpu")
 
 
 def test_values_are_decoded_once_whatever_the_pieces(tmp_path: Path):
     path = write_gguf(tmp_path / "model.gguf", types=TYPES)
-    for name, size in (("small", "64KB"), ("large", "64MB")):
-        options = ("--buffer-size", size, "--device", "cpu", "--workers", "2")
-        done("quantize", path, tmp_path / name, *options)
+    for name, size in (("small", 64_000), ("large", 64_000_000)):
+        nf4conv.quantize(path, tmp_path / name, buffer_size=size, device="cpu", workers=2)
     assert (tmp_path / "small" / "model.safetensors").read_bytes() == (
         tmp_path / "large" / "model.safetensors"
     ).read_bytes()
@@ -331,9 +342,11 @@ def test_every_command_takes_tensors_that_are_put_together(tmp_path: Path, name:
     types = {"blk.0.ffn_up_exps.weight": "Q8_0", "blk.0.attn_k_b.weight": "Q8_0"}
     path = write_gguf(tmp_path / "model.gguf", metadata, types, shapes)
     for size in ("64KB", "64MB"):
-        common = ("--buffer-size", size, "--device", "cpu")
-        done("dequantize", path, tmp_path / size, *common)
-        done("quantize", path, tmp_path / f"nf4-{size}", "--verify", *common)
+        count = 64_000 if size == "64KB" else 64_000_000
+        nf4conv.dequantize(path, tmp_path / size, buffer_size=count, device="cpu")
+        nf4conv.quantize(
+            path, tmp_path / f"nf4-{size}", verify=True, buffer_size=count, device="cpu"
+        )
     small, large = (tmp_path / size / "model.safetensors" for size in ("64KB", "64MB"))
     assert small.read_bytes() == large.read_bytes()
     nf4 = tmp_path / "nf4-64KB"

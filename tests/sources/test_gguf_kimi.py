@@ -1,6 +1,6 @@
 """Kimi K2 comes back from GGUF: DeepSeek-V3's layers, YaRN, and a tokenizer of tiktoken.
 
-Hugging Face → llama.cpp's converter → Hugging Face (`make test-gguf`).
+Hugging Face → llama.cpp's converter → Hugging Face (`make test-others`).
 """
 
 import json

@@ -1,6 +1,6 @@
 """GGUF files come back as the checkpoints that llama.cpp's converter made them from.
 
-Hugging Face → GGUF → Hugging Face, for every family (`make test-gguf`).
+Hugging Face → GGUF → Hugging Face, for every family (`make test-others`).
 """
 
 import json

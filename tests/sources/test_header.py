@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from nf4conv.errors import SourceError
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.sources.header import build_header, parse_header, read_header
-from nf4conv.sources.tensors import DTYPE_BITS
 
 
 def test_literal_bytes():

@@ -206,7 +206,6 @@ def test_a_system_that_starts_no_more_threads(
         ("verify", "SRC", "--source", "a\0b"),
         ("verify", "SRC", "--report", "a\0b"),
         ("evaluate", "SRC", "--source", "SRC", "--text", "a\0b.npy"),
-        ("finish", "a\0b"),
     ],
     ids=repr,
 )

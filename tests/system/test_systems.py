@@ -79,7 +79,6 @@ def commands(folder: Path) -> list[list[str]]:
         ["quantize", at["source"], at["resumed"], *quantize],
         ["quantize", at["source"], at["parts"], *quantize, "--part", "1/2"],
         ["quantize", at["source"], at["parts"], *quantize, "--part", "2/2"],
-        ["finish", at["parts"]],
         ["quantize", at["source"], at["resumed"], *quantize],  # is complete
         ["verify", at["out"], "--source", at["source"], "--device", "cpu"],
         ["inspect", at["out"]],

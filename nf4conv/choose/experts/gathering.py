@@ -1,6 +1,5 @@
 """Finds the experts of a checkpoint: single ones, and stacks of them."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -8,8 +7,9 @@ from typing import Any, Final
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts.stacks import cut_stack, sizes_of
 from nf4conv.errors import PlanError
-from nf4conv.models.expert_layouts import FoundStack, find_stack, layouts_of, partner_names
-from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.models.experts import SINGLE_WEIGHT, FoundStack, find_stack, partner_names
+from nf4conv.models.families import layouts_of
+from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
 PACKED_BY_DEFAULT: Final = True
@@ -19,9 +19,6 @@ nf4conv installed.
 
 _LARGE_SHARE: Final = 0.5
 """Experts that take a larger share of a checkpoint's bytes are packed by default."""
-
-SINGLE: Final = re.compile(r"^(.*(?:^|\.)experts)\.(\d+)\.(.+)\.weight$")
-"""Matches the name of a weight of a single expert: path of the experts, number, projection."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Experts:
             return found.experts
         if ".experts." not in name and not name.startswith("experts."):
             return None
-        match = SINGLE.match(name)
+        match = SINGLE_WEIGHT.match(name)
         return None if match is None else match[1]
 
     def packs_by_default(self) -> bool:

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from nf4conv.choose.decisions import Keep, Pack
-from nf4conv.choose.experts.gathering import SINGLE, Experts
+from nf4conv.choose.experts.gathering import Experts
 from nf4conv.errors import PlanError
-from nf4conv.models.expert_layouts import UNEVEN, experts_in
-from nf4conv.models.families import model_types
-from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.models.experts import SINGLE_WEIGHT
+from nf4conv.models.families import experts_in, has_uneven_experts
+from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
 _Layers: TypeAlias = Mapping[str, Mapping[str, Mapping[int, TensorInfo]]]
@@ -58,7 +58,7 @@ def _single_experts(tensors: Iterable[TensorInfo]) -> _Layers:
     """Returns those tensors that are weights of single experts, by layer."""
     layers: dict[str, dict[str, dict[int, TensorInfo]]] = {}
     for tensor in tensors:
-        match = SINGLE.match(tensor.name)
+        match = SINGLE_WEIGHT.match(tensor.name)
         if match is not None:
             projections = layers.setdefault(match[1], {})
             projections.setdefault(match[3], {})[int(match[2])] = tensor
@@ -67,7 +67,7 @@ def _single_experts(tensors: Iterable[TensorInfo]) -> _Layers:
 
 def _check_layers(layers: _Layers, config: Mapping[str, Any]) -> None:
     """Raises a PlanError unless all experts of each layer are there and have one shape."""
-    is_uneven = any(model_type in UNEVEN for model_type in model_types(config))
+    is_uneven = has_uneven_experts(config)
     if is_uneven or "model_type" not in config:
         return
     numbers = experts_in(config)

@@ -4,9 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from nf4conv.choose.decisions import Pack, PackedMatrix
-from nf4conv.choose.experts.gathering import SINGLE
-from nf4conv.models.expert_layouts import are_stacked, layouts_of
-from nf4conv.models.families import families_of
+from nf4conv.models.experts import SINGLE_WEIGHT
+from nf4conv.models.families import are_stacked, families_of, layouts_of
 
 
 class Readers(NamedTuple):
@@ -40,7 +39,7 @@ def readers_of(
         return None
     for matrix in matrices:
         is_stack = len(matrix.shape) == 3
-        if is_stack or SINGLE.match(matrix.name) is not None:
+        if is_stack or SINGLE_WEIGHT.match(matrix.name) is not None:
             break
     else:
         return None
@@ -72,4 +71,4 @@ def readers_of(
 def is_of_experts(decision: Pack) -> bool:
     """Returns True if a tensor becomes weights of single experts, or a packed stack of them."""
     first = decision.matrices[0]
-    return len(first.shape) == 3 or SINGLE.match(first.name) is not None
+    return len(first.shape) == 3 or SINGLE_WEIGHT.match(first.name) is not None

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.errors import PlanError
-from nf4conv.models.expert_layouts import FoundStack, experts_in
+from nf4conv.models.experts import FoundStack
+from nf4conv.models.families import experts_in
 from nf4conv.sources.tensors import TensorInfo
 
 

@@ -16,7 +16,7 @@ from nf4conv.codec import reference
 from nf4conv.codec.cpu.pairs import are_between, pair_table, value_pairs
 from nf4conv.codec.error_sums import SMALLEST_NORMAL, ErrorSums, half_gaps, merged
 from nf4conv.codec.quant_state import Decoding
-from nf4conv.codec.reference.dequantize import decoded_values
+from nf4conv.codec.reference.dequantize import decoded_values, unpacked
 from nf4conv.codec.reference.errors import scales_and_shifts
 
 _COMPARED: Final = 1 << 18  # elements at a time
@@ -109,8 +109,8 @@ def _count_outside(
     large_parts = _by_pairs(gaps, indices, scales.abs() + shifts, blocksize)
     beyond = torch.from_numpy(np.flatnonzero(errors.numpy() > large_parts.numpy()))
     errors_beyond = errors[beyond]
-    codes = (packed[beyond // 2] >> (4 - 4 * (beyond % 2))) & 15
-    values = decoded_values(decoding.quant_type, packed.device)[codes.int()]
+    codes = unpacked(packed[beyond // 2]).view(-1, 2).gather(1, beyond[:, None] % 2).view(-1)
+    values = decoded_values(decoding.quant_type, packed.device)[codes]
     allowed = large_parts[beyond] + values.abs() * shifts[beyond // blocksize] + SMALLEST_NORMAL
     return (errors_beyond > allowed).sum()
 

@@ -3,7 +3,8 @@
 A block holds 32 or 256 neighbouring values of a row: a scale in half precision, and codes of a few
 bits. The layouts are those of ggml-common.h and ggml-quants.c in llama.cpp; every function computes
 in float32, in the order of `gguf.quants`, so that no bit differs. Triton decodes on a GPU, torch
-elsewhere. The package itself decodes the types that few files have, on a CPU.
+elsewhere. The package itself decodes the types that few files have, on a CPU. What llama.cpp's
+converter did to weights (the classes in its folder conversion/) is undone here, too.
 """
 
 import math
@@ -15,7 +16,16 @@ import torch
 
 from nf4conv.codec.backends import has_kernels
 from nf4conv.errors import CodecError
-from nf4conv.format.gguf import BY_NAME, NUMBERS
+from nf4conv.format.gguf import (
+    BY_NAME,
+    FUSED,
+    NEGATIVE_EXP,
+    NUMBERS,
+    PLUS_ONE,
+    ROTARY,
+    TILED,
+    TRANSPOSED,
+)
 
 _VALUES_TOGETHER: Final = 2**18
 """Values that are decoded at a time: the steps in between take several times their memory. What
@@ -67,6 +77,50 @@ def _decode_by_package(number: int, blocks: torch.Tensor) -> torch.Tensor:
     kind = gguf.GGMLQuantizationType(number)
     with np.errstate(all="ignore"):  # scales of any bits
         return torch.from_numpy(gguf.quants.dequantize(blocks.cpu().numpy(), kind))
+
+
+# --- what the converter did -----------------------------------------------------------------------
+
+
+def undo_change(
+    values: torch.Tensor, change: str, heads: int, key_value_heads: int
+) -> torch.Tensor:
+    """Returns a weight, [rows] or [rows, columns], as it was before the converter changed it.
+
+    `heads` are those that rows are divided into; of fused rows, those of the queries; of tiled
+    columns, those of the keys. `key_value_heads` are those of fused keys and of fused values; of
+    tiled columns, the heads that share a key. The result is in float32 after arithmetic.
+    """
+    if change == ROTARY:
+        halves = values.view(heads, -1, 2, *values.shape[1:])
+        return halves.transpose(1, 2).reshape(values.shape)
+    if change == FUSED:
+        return _undo_fused(values, heads, key_value_heads)
+    if change == TILED:
+        by_number = values.view(values.shape[0], key_value_heads, heads, -1)
+        return by_number.transpose(1, 2).reshape(values.shape)
+    if change == TRANSPOSED:
+        return values.t().contiguous()
+    if change == PLUS_ONE:
+        return values.float() - 1
+    if change == NEGATIVE_EXP:
+        return torch.log(-values.float())
+    raise AssertionError(change)
+
+
+def _undo_fused(values: torch.Tensor, heads: int, key_value_heads: int) -> torch.Tensor:
+    """Returns rows in groups: the queries that share a key and a value, that key, that value."""
+    size = values.shape[0] // (heads + 2 * key_value_heads)
+    rest = values.shape[1:]
+    queries, keys, values_of_heads = torch.split(
+        values, [heads * size, key_value_heads * size, key_value_heads * size]
+    )
+    groups = [
+        queries.reshape(key_value_heads, -1, size, *rest),
+        keys.reshape(key_value_heads, 1, size, *rest),
+        values_of_heads.reshape(key_value_heads, 1, size, *rest),
+    ]
+    return torch.cat(groups, dim=1).reshape(values.shape)
 
 
 # --- decoders: [n, bytes of a block] uint8 → [n, values of a block] float32 -----------------------

@@ -186,6 +186,50 @@ def nearest_assembly() -> str:
 
 
 @triton.constexpr_function
+def look_up(element: int, word: str, value: str, target: str) -> list[str]:
+    """Sets `target` to the value of one of the eight codes of a word, by a shuffle.
+
+    Byte j of a word has elements 2 j, in the high nibble, and 2 j + 1. Bit 4 of the index may be
+    anything: lanes hold the table twice. i is a register; `value` is this lane's.
+    """
+    shift = 8 * (element // 2) + 4 * (1 - element % 2)
+    read = f"shfl.sync.idx.b32 {target}, {value}"
+    if shift == 0:
+        return [f"{read}, {word}, 31, -1;"]
+    return [f"shr.u32 i, {word}, {shift};", f"{read}, i, 31, -1;"]
+
+
+@triton.constexpr_function
+def values_assembly() -> str:
+    """Decodes a word to eight float32.
+
+    Operands: $0 … $7 the elements; $8 the packed codes; $9 this lane's value; $10 absmax.
+    """
+    lines = [".reg .f32 v;", ".reg .b32 i;"]
+    for element in range(8):
+        lines += look_up(element, "$8", "$9", "v")
+        lines += [f"mul.rn.ftz.f32 ${element}, v, $10;"]
+    return "\n".join(["{", *lines, "}"])
+
+
+@triton.constexpr_function
+def dot_assembly() -> str:
+    """Multiplies the values of a word's codes, without absmax, with x.
+
+    Operands: $0 the sum; $1 the packed codes; $2 this lane's value; $3 … $10 x.
+    """
+    lines = [".reg .f32 v, s;", ".reg .b32 i;"]
+    for element in range(8):
+        lines += look_up(element, "$1", "$2", "v")
+        if element == 0:
+            lines += ["mul.rn.f32 s, v, $3;"]
+        else:
+            lines += [f"fma.rn.f32 s, v, ${3 + element}, s;"]
+    lines += ["mov.f32 $0, s;"]
+    return "\n".join(["{", *lines, "}"])
+
+
+@triton.constexpr_function
 def decode_assembly(dtype: tl.dtype) -> str:
     """Dequantizes one slot.
 
@@ -194,16 +238,8 @@ def decode_assembly(dtype: tl.dtype) -> str:
     elements = 4 if dtype.name == "fp32" else 8
     lines = [".reg .f32 v<8>;", ".reg .b32 i;"]
     for element in range(elements):
-        # bit 4 of the index may be anything: the table is held twice
-        shift = 8 * (element // 2) + 4 * (1 - element % 2)
-        if shift:
-            lines += [f"shr.u32 i, $4, {shift};"]
-        else:
-            lines += ["mov.b32 i, $4;"]
-        lines += [
-            f"shfl.sync.idx.b32 v{element}, $6, i, 31, -1;",
-            f"mul.rn.ftz.f32 v{element}, v{element}, $5;",
-        ]
+        lines += look_up(element, "$4", "$6", f"v{element}")
+        lines += [f"mul.rn.ftz.f32 v{element}, v{element}, $5;"]
     for word in range(4):
         if dtype.name == "fp32":
             lines += [f"mov.b32 ${word}, v{word};"]

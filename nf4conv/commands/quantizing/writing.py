@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from nf4conv.errors import SourceError, VerificationError
-from nf4conv.format.layout import TAGS
+from nf4conv.format.dtypes import TAGS
 from nf4conv.options import RunOptions, VerifyOptions
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.jobs import PackJob

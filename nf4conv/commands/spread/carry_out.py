@@ -1,4 +1,4 @@
-"""Carries out a run in parts: workers make the parts, and the driver finishes the checkpoint.
+"""Carries out a run in parts: workers make them, and the last one makes the result whole.
 
 Each worker plans for itself. The driver watches which shards are finished. An error ends all
 workers. What Ray loses with a process or a host, Ray tries again.
@@ -7,23 +7,23 @@ workers. What Ray loses with a process or a host, Ray tries again.
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from nf4conv.commands.finish import finish_checkpoint
 from nf4conv.commands.spread.part import Crew, PartWork
 from nf4conv.commands.spread.places import find_places
 from nf4conv.commands.spread.processes import open_processes
 from nf4conv.commands.spread.ray_tasks import open_ray
-from nf4conv.errors import OutputError, PlanError
+from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions
-from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.parts import plan_part
 from nf4conv.report.results.runs import QuantizeReport, RunReport
-from nf4conv.sources.unfinished import PARTS, finished_shards
+from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.sources.record import read_record
+from nf4conv.sources.unfinished import finished_shards
 
 ReportT = TypeVar("ReportT", bound=RunReport)
 
@@ -77,12 +77,12 @@ def carry_out(
             _empty(out)
         reports = _make_parts(crew, plan, execute, out, shards, progress)
     elapsed = time.perf_counter() - started
-    finished = finish_checkpoint(out, reread=False)
     # a run into a finished folder computes nothing, and reports what is there; each part has
     # verified its own shards
     report = execute(plan, out, replace(alone, verify=False, tolerance=None))
     if run.verify and isinstance(report, QuantizeReport):
-        report = replace(report, verification=finished.verification)
+        verified = VerificationSummary.from_record((read_record(out) or {}).get("verified"))
+        report = replace(report, verification=verified)
     joined = _joined(report, reports, time.perf_counter() - started)
     return replace(joined, pipeline_seconds=elapsed) if run.ray else joined
 
@@ -103,8 +103,6 @@ def _make_parts(
 ) -> list[ReportT]:
     """Has the crew make all parts; raises the first error of a worker."""
     count = min(crew.parts, shards)
-    with suppress(OutputError):  # raised if nothing has begun there that could be resumed
-        count = SharedFolder(out).read_plan()[PARTS]
     pending = set()
     for number in range(1, count + 1):
         run = replace(crew.run, part=f"{number}/{count}", overwrite=False)
@@ -120,9 +118,14 @@ def _make_parts(
             if isinstance(report, Exception):
                 raise report
             reports.append(cast("ReportT", report))
-        read = _bytes_read(out, crew.run.verify)
+        # nothing is recorded any more once the last part has made the result whole
+        read = max(_bytes_read(out, crew.run.verify), told)
         progress(read - told)
         told = read
+    rest = plan.bytes_to_read - told
+    if crew.run.verify:
+        rest += plan.bytes_to_read + sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    progress(rest)
     return reports
 
 

@@ -4,13 +4,14 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from nf4conv import errors
 from nf4conv.options import RunOptions
+from nf4conv.plan.parts import plan_part
 from nf4conv.report.results.runs import RunReport
 
 
@@ -61,7 +62,9 @@ def make_part(work: PartWork) -> RunReport | Exception:
     with suppress(OSError):  # on another host the folder need not be there
         os.chdir(work.folder)
     try:
-        return work.execute(_planned(work.again, work.request), work.out, work.run)
+        plan = plan_part(_planned(work.again, work.request), work.run)
+        part = replace(plan.part, is_watched=True)
+        return work.execute(replace(plan, part=part), work.out, replace(work.run, part=None))
     except Exception as error:  # noqa: BLE001 - the driver raises it again
         return _travelling(error)
 

@@ -1,7 +1,8 @@
-"""The results of commands that plan, write or finish a checkpoint."""
+"""The results of commands that plan or write a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 from nf4conv.plan.rows import DequantizationTotals, PlanKind, PlanRow, QuantizationTotals
@@ -63,6 +64,7 @@ class RunReport:
         shards_resumed: the number of finished shards that were kept from an earlier, interrupted
             run.
         notes: lines that the user should read.
+        shards_missing: the number of files that other parts have not made yet. 0 if `out` is whole.
     """
 
     command: ClassVar[str]
@@ -82,6 +84,31 @@ class RunReport:
     device_peak_bytes: int
     shards_resumed: int
     notes: tuple[str, ...]
+    shards_missing: int
+
+
+def run_of_earlier(
+    out: Path, copied: int, before: int, after: int, notes: tuple[str, ...] = ()
+) -> RunReport:
+    """Returns the report of a run that computed nothing, as an earlier one had made everything."""
+    return RunReport(
+        out=str(out),
+        already_complete=True,
+        part=None,
+        device="none",
+        copied=copied,
+        bytes_before=before,
+        bytes_after=after,
+        seconds=0,
+        pipeline_seconds=0,
+        seconds_by_activity={},
+        host_baseline_bytes=0,
+        host_peak_bytes=0,
+        device_peak_bytes=0,
+        shards_resumed=0,
+        notes=notes,
+        shards_missing=0,
+    )
 
 
 def _fields_of(run: RunReport) -> dict[str, Any]:
@@ -176,26 +203,3 @@ class QuantizeReport(RunReport):
             advice=advice,
             verification=verification,
         )
-
-
-@dataclass(frozen=True)
-class FinishReport:
-    """Describes the checkpoint that `finish` made from its parts.
-
-    Attributes:
-        out: the output folder.
-        already_complete: True if the result was complete before, so that nothing was done.
-        shards: the number of weight files.
-        bytes_after: the size of the weight files.
-        verification: what the parts measured with `--verify`. None without it.
-        seconds: wall clock time of the command.
-    """
-
-    command: ClassVar[str] = "finish"
-
-    out: str
-    already_complete: bool
-    shards: int
-    bytes_after: int
-    verification: VerificationSummary | None
-    seconds: float

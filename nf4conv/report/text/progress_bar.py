@@ -1,92 +1,20 @@
-"""Shows how far a run is, on stderr."""
+"""Shows how far a run is, on stderr: by tqdm on a terminal, elsewhere by a line now and then."""
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
 from nf4conv.format.units import size
 from nf4conv.plan.calibration import Calibration
 from nf4conv.report.text.terminal import tell
-from nf4conv.system.background import Background, outlast
 
 _SECONDS_BETWEEN_LINES: Final = 30.0
-_SECONDS_BETWEEN_TICKS: Final = 0.5
-
-_SLOW_IMPORTS: Final = ("torch", "transformers")
-"""Libraries that take seconds to import, and longer from a busy disk."""
 
 _BLOCK_BAR: Final = "{desc}: {percentage:3.0f}%|{bar}| {postfix} [{elapsed}<{remaining}]"
-
-
-class _Phase(Protocol):
-    """A part of a run whose work is counted by itself."""
-
-    @property
-    def verb(self) -> str:
-        """Says what is being done."""
-
-    @property
-    def total(self) -> int:
-        """The bytes of the source that it takes."""
-
-    def describe(self, done: int, seconds: float) -> str:
-        """Says how much is done, and if it helps how fast."""
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """Bytes that are read."""
-
-    verb: str
-    total: int
-
-    def describe(self, done: int, seconds: float) -> str:
-        percent = 100 * done / self.total
-        return f"{size(done)} of {size(self.total)} ({percent:.0f} %), {size(done / seconds)}/s"
-
-
-@dataclass(frozen=True)
-class _Calibrating:
-    """Blocks that a text runs through."""
-
-    calibration: Calibration
-    verb: str = "calibrating"
-
-    @property
-    def total(self) -> int:
-        return self.calibration.bytes_to_read
-
-    def describe(self, done: int, seconds: float) -> str:  # noqa: ARG002
-        blocks = self.calibration.blocks
-        tokens = self.calibration.tokens + self.calibration.judging_tokens
-        finished = self._finished(done)
-        run = finished * tokens
-        of_pass = ""
-        if self.calibration.passes > 1:
-            number = min(finished // blocks + 1, self.calibration.passes)
-            of_pass = f"pass {number} of {self.calibration.passes}, "
-            finished -= (number - 1) * blocks
-        return f"{of_pass}{finished} of {blocks} blocks, {run:,} tokens"
-
-    def _finished(self, done: int) -> int:
-        """Returns how many blocks are finished, in all passes."""
-        of_pass = sum(self.calibration.block_bytes)
-        passes, left = divmod(done, of_pass)
-        finished = passes * self.calibration.blocks
-        sizes = self.calibration.block_bytes
-        if passes == 1 and self.calibration.passes > 1:
-            sizes = sizes[::-1]  # the gradients come from behind
-        for nbytes in sizes:
-            left -= nbytes
-            if left < 0:
-                break
-            finished += 1
-        return finished
 
 
 @contextmanager
@@ -98,7 +26,7 @@ def progress(
     last: str = "finishing",
     calibration: Calibration | None = None,
 ) -> Iterator[Callable[[int], None]]:
-    """Shows how far a run is: a bar on a terminal, and elsewhere a line now and then.
+    """Shows how many bytes of the source have been read.
 
     Args:
         verb: what is being done with the source, such as "quantizing".
@@ -111,170 +39,95 @@ def progress(
         A function to call with the number of bytes that have been read since the last call; from
         any thread. Those that a calibration reads come first.
     """
-    if hidden or _is_disabled():
-        yield _ignore
-        return
-    phases: list[_Phase] = [_Reading(verb, total)]
-    if calibration is not None:
-        phases = [_Calibrating(calibration), _Reading(verb, total - calibration.bytes_spared)]
-    shown = _Bars(last) if sys.stderr.isatty() else _Log()
-    counter = _Counter(phases, shown)
-    try:
-        yield counter.advance
-    finally:
-        shown.close()
-
-
-def _is_disabled() -> bool:
     wanted = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper()
-    return wanted in ("1", "ON", "YES", "TRUE")
+    if hidden or wanted in ("1", "ON", "YES", "TRUE"):
+        yield lambda _: None
+        return
+    phases = [_Phase(verb, total, last)]
+    if calibration is not None:
+        own = _Phase("calibrating", calibration.bytes_to_read, "calibrating", calibration)
+        phases = [own, _Phase(verb, total - calibration.bytes_spared, last)]
+    lock = threading.Lock()
+    phases[0].begin()
 
-
-def _ignore(count: int) -> None:
-    """Shows nothing."""
-
-
-class _Display(Protocol):
-    """Shows a phase after the other."""
-
-    def begin(self, phase: _Phase) -> None:
-        """Shows that a phase begins."""
-
-    def show(self, phase: _Phase, done: int) -> None:
-        """Shows how much of it is done."""
-
-    def close(self) -> None:
-        """Takes away what should not stay."""
-
-
-class _Counter:
-    """Counts what is done, phase by phase."""
-
-    def __init__(self, phases: Sequence[_Phase], display: _Display) -> None:
-        self._phases = list(phases)
-        self._display = display
-        self._lock = threading.Lock()
-        self._done = 0
-        display.begin(self._phases[0])
-
-    def advance(self, count: int) -> None:
-        with self._lock:
+    def advance(count: int) -> None:
+        with lock:
             while True:
-                phase = self._phases[0]
-                # a bar that overruns would vanish
-                part = min(count, phase.total - self._done)
-                self._done += part
-                count -= part
-                self._display.show(phase, self._done)
-                if self._done < phase.total or len(self._phases) == 1:
+                count = phases[0].advance(count)
+                if not phases[0].is_over or len(phases) == 1:
                     return
-                self._phases.pop(0)
-                self._done = 0
-                self._display.begin(self._phases[0])
-                if not count:
-                    return
+                phases.pop(0).close()
+                phases[0].begin()
+
+    try:
+        yield advance
+    finally:
+        phases[0].close()
 
 
-class _Bars:
-    """Shows a bar on a terminal.
+class _Phase:
+    """A part of a run whose bytes are counted by themselves."""
 
-    Args:
-        last: what is being done after all bytes have been read.
-    """
-
-    def __init__(self, last: str) -> None:
+    def __init__(
+        self, verb: str, total: int, last: str, calibration: Calibration | None = None
+    ) -> None:
+        self._verb = verb
+        self._total = total
         self._last = last
-        self._bar: Any = None
-        self._ticking: Ticking
-        self._shown = ExitStack()
-
-    def begin(self, phase: _Phase) -> None:
-        from tqdm import tqdm
-
-        self.close()
-        if isinstance(phase, _Calibrating):
-            self._bar = tqdm(total=phase.total, leave=False, desc=phase.verb, bar_format=_BLOCK_BAR)
-            self._bar.set_postfix_str(phase.describe(0, 1.0))
-        else:
-            self._bar = tqdm(
-                total=phase.total, unit="B", unit_scale=True, leave=False, desc=phase.verb
-            )
-        self._shown.enter_context(self._bar)
-        self._ticking = self._shown.enter_context(Ticking(self._bar, phase.verb))
-
-    def show(self, phase: _Phase, done: int) -> None:
-        if isinstance(phase, _Calibrating):
-            self._bar.set_postfix_str(phase.describe(done, 1.0), refresh=False)
-        self._bar.update(done - self._bar.n)
-        if done >= phase.total and not isinstance(phase, _Calibrating):
-            self._ticking.say(self._last)
-
-    def close(self) -> None:
-        self._shown.close()
-
-
-class Ticking:
-    """Lets the time of a bar go on while nothing is read, and says if a library is imported.
-
-    Args:
-        bar: a bar of tqdm.
-        verb: what is being done.
-    """
-
-    def __init__(self, bar: Any, verb: str) -> None:
-        self._bar = bar
-        self._verb = verb
-        self._stopped = threading.Event()
-        self._thread = Background(self._tick, "nf4conv-ticks")
-
-    def __enter__(self) -> "Ticking":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        outlast([self._thread], self._stopped.set)
-
-    def say(self, verb: str) -> None:
-        """Says what is being done from now on."""
-        self._verb = verb
-        self._show()
-
-    def _tick(self) -> None:
-        with suppress(Exception):  # a terminal that has gone takes nothing away from the run
-            while not self._stopped.wait(_SECONDS_BETWEEN_TICKS):
-                self._show()
-
-    def _show(self) -> None:
-        imported = [name for name in _SLOW_IMPORTS if _is_being_imported(name)]
-        doing = f"{self._verb} (importing {imported[-1]})" if imported else self._verb
-        self._bar.set_description(doing)
-
-
-def _is_being_imported(name: str) -> bool:
-    """Returns True while a module is being imported for the first time."""
-    spec = getattr(sys.modules.get(name), "__spec__", None)
-    return bool(getattr(spec, "_initializing", False))  # importlib's own mark
-
-
-class _Log:
-    """Writes lines for a log: how much is done, how fast, and how long the rest takes."""
-
-    def __init__(self) -> None:
+        self._calibration = calibration
+        self._done = 0
         self._started = 0.0
         self._last_line = 0.0
+        self._bar: Any = None
 
-    def begin(self, phase: _Phase) -> None:  # noqa: ARG002
-        self._started = time.monotonic()
-        self._last_line = self._started
+    @property
+    def is_over(self) -> bool:
+        return self._done >= self._total
 
-    def show(self, phase: _Phase, done: int) -> None:
+    def begin(self) -> None:
+        self._started = self._last_line = time.monotonic()
+        if not sys.stderr.isatty():
+            return
+        from tqdm import tqdm  # this import takes a moment
+
+        shape = {} if self._calibration is None else {"bar_format": _BLOCK_BAR}
+        self._bar = tqdm(
+            total=self._total, desc=self._verb, unit="B", unit_scale=True, leave=False, **shape
+        )
+        if self._calibration is not None:
+            self._bar.set_postfix_str(self._describe(1.0))
+
+    def advance(self, count: int) -> int:
+        """Counts bytes of this phase, and returns those that are left for the next one."""
+        part = min(count, self._total - self._done)  # a bar that overruns would vanish
+        self._done += part
+        if self._bar is None:
+            self._write_line()
+            return count - part
+        if self._calibration is not None:
+            self._bar.set_postfix_str(self._describe(1.0), refresh=False)
+        self._bar.update(part)
+        if self.is_over:
+            self._bar.set_description(self._last)
+        return count - part
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _write_line(self) -> None:
         now = time.monotonic()
-        if now - self._last_line < _SECONDS_BETWEEN_LINES or not done:
+        if now - self._last_line < _SECONDS_BETWEEN_LINES or not self._done:
             return
         self._last_line = now
         seconds = now - self._started
-        minutes_left = (phase.total - done) * seconds / done / 60
-        tell(f"{phase.verb}: {phase.describe(done, seconds)}, about {minutes_left:.0f} min left")
+        minutes_left = (self._total - self._done) * seconds / self._done / 60
+        tell(f"{self._verb}: {self._describe(seconds)}, about {minutes_left:.0f} min left")
 
-    def close(self) -> None:
-        """Leaves the lines where they are."""
+    def _describe(self, seconds: float) -> str:
+        """Says how much is done after a number of seconds."""
+        if self._calibration is not None:
+            return self._calibration.describe(self._done)
+        percent = 100 * self._done / self._total
+        speed = size(self._done / seconds)
+        return f"{size(self._done)} of {size(self._total)} ({percent:.0f} %), {speed}/s"

@@ -1,10 +1,10 @@
-"""Shows what `quantize`, `dequantize` and `finish` did."""
+"""Shows what `quantize` and `dequantize` did."""
 
 from collections.abc import Iterator
 
 from nf4conv.format.units import size
 from nf4conv.plan.writing import NO_CONFIG
-from nf4conv.report.results.runs import DequantizeReport, FinishReport, QuantizeReport
+from nf4conv.report.results.runs import DequantizeReport, QuantizeReport
 from nf4conv.report.rows.weights import VerificationSummary
 from nf4conv.report.text.terminal import printable
 
@@ -55,14 +55,6 @@ def dequantization_lines(report: DequantizeReport) -> Iterator[str]:
         yield _timing(report, report.bytes_after)
 
 
-def finish_lines(report: FinishReport) -> Iterator[str]:
-    """Yields what the folder holds now."""
-    done = "; already complete, nothing was done" if report.already_complete else ""
-    yield f"{report.out}: {report.shards:,} files, {size(report.bytes_after)}{done}"
-    if report.verification is not None:
-        yield _verification_line(report.verification)
-
-
 def _verification_line(verified: VerificationSummary) -> str:
     return (
         f"verified: {verified.packed:,} packed weights, largest relative error "
@@ -78,7 +70,11 @@ def _kept_from_before(report: QuantizeReport | DequantizeReport) -> str:
     if report.shards_resumed:
         text += f", {report.shards_resumed} shards of an earlier run kept"
     if report.part is not None:
-        text += f": part {report.part}; `nf4conv finish` joins the parts when all are made"
+        text += f": part {report.part}"
+        if report.shards_missing:
+            text += f"; {report.shards_missing:,} files of other parts are missing"
+        else:
+            text += "; all files are there, and the result is whole"
     return text
 
 

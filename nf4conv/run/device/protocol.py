@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from nf4conv.errors import SourceError
-from nf4conv.format.layout import DTYPE_NAMES, Format
+from nf4conv.format.dtypes import DTYPE_NAMES
+from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.report.measured import PieceDifference, PieceErrors
 from nf4conv.run.pieces import WeightPiece
-from nf4conv.sources.cutting import Piece
+from nf4conv.sources.encodings.cuts.pieces import Piece
 from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import TensorInfo
 

@@ -20,8 +20,9 @@ from nf4conv.codec.ops import compress_absmax
 from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
 from nf4conv.codec.reference.dequantize import decoded_absmax, decoded_values
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS
 from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count, quant_state_json
-from nf4conv.plan.jobs import FLOAT_TAGS, PackJob
+from nf4conv.plan.jobs import PackJob
 from nf4conv.report.measured import CopyResult, PieceErrors, ScaleErrors, WeightResult
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice, device_of
@@ -37,10 +38,11 @@ from nf4conv.run.device.protocol import Gathered
 from nf4conv.run.loop import Task
 from nf4conv.run.pieces import pieces_of, weight_pieces
 from nf4conv.run.worker import Activity, Worker
-from nf4conv.sources.cutting import Piece
-from nf4conv.sources.foreign.bitsandbytes import cut_parts, packed_spans
+from nf4conv.sources.encodings.cuts.lines import cut_elements
+from nf4conv.sources.encodings.cuts.packed_runs import cut_parts, packed_spans
+from nf4conv.sources.encodings.cuts.pieces import Piece
 from nf4conv.sources.stored_weights import StoredWeight
-from nf4conv.sources.tensors import DTYPE_BITS, FileRange, TensorInfo, cut_elements
+from nf4conv.sources.tensors import FileRange, TensorInfo
 
 _TIE: Final = 2.0**-18
 """Relative to absmax: how much nearer another code may be, for the rounding of the reciprocal and

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.format.layout import Format, block_count
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import PackJob
@@ -15,7 +16,7 @@ from nf4conv.run.pieces import pieces_of
 from nf4conv.run.reading import open_reader
 from nf4conv.run.worker import Worker
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _LARGEST_SUM: Final = 3e38
 """Of the scales of a weight, whose mean double quantization takes in float32."""

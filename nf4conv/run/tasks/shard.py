@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.format.layout import block_count
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.run.device.choice import Devices
@@ -17,8 +18,7 @@ from nf4conv.run.tasks.convert import convert, convert_pieces
 from nf4conv.run.tasks.copy import copy_as_it_is, copy_stored_weight
 from nf4conv.run.tasks.pack import pack_batch, pack_pieces
 from nf4conv.run.worker import Backend
-from nf4conv.sources.cutting import share_parts
-from nf4conv.sources.tensors import DTYPE_BITS
+from nf4conv.sources.encodings.cuts.pieces import share_parts
 
 
 def shard_tasks(

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from nf4conv.errors import SourceError
+from nf4conv.format.dtypes import FLOAT_DTYPES
 from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.patterns import values_by_path
 from nf4conv.sources.header import read_header
@@ -68,9 +69,6 @@ _OTHER_ARITHMETIC: Final = {
 
 _OTHER_BASES: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights for which PEFT changes the base when it makes the adapter."""
-
-FLOATS: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-"""Dtypes of tensors that something can be added to, or that can be added."""
 
 _DEFAULT: Final = 8  # of PEFT, both for the rank and for lora_alpha
 
@@ -277,7 +275,7 @@ def _sorted(adapter: Adapter, tensors: tuple[TensorInfo, ...]) -> Adapter:
         name = tensor.name.removeprefix("base_model.model.")
         found = _ROLE.fullmatch(name)
         if found is not None:
-            if tensor.dtype not in FLOATS:
+            if tensor.dtype not in FLOAT_DTYPES:
                 raise SourceError(
                     f"{adapter.file}: {tensor.name} is {tensor.dtype}, and LoRA adds floats"
                 )

@@ -20,17 +20,17 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from nf4conv.errors import SourceError
-from nf4conv.models.expert_layouts import DOWN, GATE_UP, GPT_OSS, layouts_of
-from nf4conv.models.single_experts import stack_name
+from nf4conv.models.experts import FUSED, USUAL_NAMES, stack_name
+from nf4conv.models.families import layouts_of
+from nf4conv.models.family_table import GPT_OSS
 from nf4conv.sources.adapters.adapter import Adapter, Targeted
 from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.modules import Change, factors_of
-from nf4conv.sources.merged import LowRankDelta
+from nf4conv.sources.encodings.types.merged import LowRankDelta
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.weight_files import ADAPTER_CONFIG
 
-_FUSED: Final = ("gate_up_proj", "down_proj")
-"""Parameters of fused experts in the order in which PEFT wraps them: the last is the outermost."""
+_OTHER_NAMES: Final = {usual: other for other, usual in USUAL_NAMES.items()}
 
 _ORDER: Final = "lora_B_layout"
 """The key of adapter_config.json in which newer releases of Unsloth write the order."""
@@ -39,20 +39,6 @@ _IS_EXPERT_MAJOR: Final = {"rank_major": False, "grouped_by_expert": True}
 """The orders as Unsloth calls them."""
 
 _LONGEST_CARD: Final = 2**20  # bytes of a README that are looked at
-
-_PROJECTIONS: Final = {"gate_up_proj": GATE_UP, "down_proj": DOWN}
-"""The projections that each fused parameter holds."""
-
-
-class _MatrixNames(NamedTuple):
-    """The names that the matrices of a single expert have on disk."""
-
-    gate: str
-    up: str
-    down: str
-
-
-_SINGLE: Final = (_MatrixNames("gate_proj", "up_proj", "down_proj"), _MatrixNames("w1", "w3", "w2"))
 
 
 class _Place(NamedTuple):
@@ -94,7 +80,7 @@ def changes_of_parameters(
 
 def _wrapping_order(leaf: str) -> tuple[int, str]:
     """Returns a sort key: parameters in the order in which PEFT wraps them."""
-    place = _FUSED.index(leaf) if leaf in _FUSED else len(_FUSED)
+    place = list(FUSED).index(leaf) if leaf in FUSED else len(FUSED)
     return place, leaf
 
 
@@ -106,23 +92,22 @@ def _places_of(base: Base, module: str, leaf: str) -> list[_Place]:
     renamed = _stack_of_another_name(base, module, leaf)
     if renamed is not None:
         return [renamed]
-    if leaf in _FUSED and base.find(f"{module}.{leaf}s.0.weight") is not None:  # Unsloth's gpt-oss
+    if leaf in FUSED and base.find(f"{module}.{leaf}s.0.weight") is not None:  # Unsloth's gpt-oss
         singles = _numbered(base, f"{module}.{leaf}s", "weight")
         return [_Place(single, expert) for expert, single in enumerate(singles)]
+    if leaf not in FUSED:
+        return []
     is_interleaved = _is_interleaved(base, leaf)
-    for names in _SINGLE:
-        if leaf == "gate_up_proj":
-            shares = [names.gate, names.up]
-        elif leaf == "down_proj":
-            shares = [names.down]
-        else:
-            return []
-        if base.find(f"{module}.0.{names.down}.weight") is None:
+    for names in ({}, _OTHER_NAMES):
+        down = names.get("down_proj", "down_proj")
+        if base.find(f"{module}.0.{down}.weight") is None:
             continue
         places = []
-        for share, name in enumerate(shares):
+        shares = len(FUSED[leaf])
+        for share, projection in enumerate(FUSED[leaf]):
+            name = names.get(projection, projection)
             for expert, single in enumerate(_numbered(base, module, f"{name}.weight")):
-                places.append(_Place(single, expert, share, len(shares), is_interleaved))
+                places.append(_Place(single, expert, share, shares, is_interleaved))
         return places
     return []
 
@@ -131,7 +116,7 @@ def _stack_of_another_name(base: Base, module: str, leaf: str) -> _Place | None:
     """Returns a stack that is not called on disk what it is in memory; None if there is none."""
     for layout in layouts_of(base.config):
         for stack in layout.stacks:
-            if stack.is_flat or stack.projections != _PROJECTIONS.get(leaf):
+            if stack.is_flat or stack.projections != FUSED.get(leaf):
                 continue
             name = stack_name(module, stack, layout)
             found = None if name is None else base.find(name)

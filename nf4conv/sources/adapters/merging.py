@@ -11,14 +11,15 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
+from nf4conv.format.dtypes import FLOAT_DTYPES
 from nf4conv.options import SourceOptions
-from nf4conv.sources.adapters.adapter import FLOATS, Adapter, Targeted, open_adapter
+from nf4conv.sources.adapters.adapter import Adapter, Targeted, open_adapter
 from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.experts import changes_of_parameters
 from nf4conv.sources.adapters.modules import Change, changes_of_module
 from nf4conv.sources.adapters.tied import separate_head
-from nf4conv.sources.arranged import Strided
-from nf4conv.sources.merged import Delta, Merged
+from nf4conv.sources.encodings.types.arranged import Strided
+from nf4conv.sources.encodings.types.merged import Delta, Merged
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.source import Source
 from nf4conv.sources.stamps import stamp_of
@@ -103,7 +104,7 @@ class _Merging:
         if found.shape != tensor.shape:
             why = "an adapter of a resized vocabulary needs a base that is resized alike"
             raise SourceError(f"{misfit(adapter, tensor, found)}; {why}")
-        if tensor.dtype != found.dtype and not {tensor.dtype, found.dtype} <= set(FLOATS):
+        if tensor.dtype != found.dtype and not {tensor.dtype, found.dtype} <= set(FLOAT_DTYPES):
             raise SourceError(
                 f"{adapter.file}: {tensor.name} is {tensor.dtype}, and is to replace {found.name}, "
                 f"which is {found.dtype}"

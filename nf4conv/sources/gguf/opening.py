@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import IO, Any, Final, TypeAlias
 
 from nf4conv.errors import SourceError, UndecodableError
+from nf4conv.format.dtypes import TAGS
 from nf4conv.format.gguf import PLAIN, RARE
-from nf4conv.format.layout import TAGS
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.gguf.families import GgufFamily, architectures, family_of
 from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header

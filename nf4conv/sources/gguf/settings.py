@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from nf4conv.format.layout import DTYPE_NAMES
+from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.sources.gguf.families import GgufFamily
 from nf4conv.sources.gguf.metadata import Texts, positive, shortest
 from nf4conv.sources.original_card import OriginalCard

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import IO, Any, Final, cast
 
 from nf4conv.errors import SourceError, named
-from nf4conv.sources.arranged import Strided
+from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS
+from nf4conv.sources.encodings.types.arranged import Strided
 from nf4conv.sources.header import check_name
 from nf4conv.sources.pickles.program import run_pickle
 from nf4conv.sources.pickles.values import PickleError, Storage, StoredTensor
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 _LARGEST_PICKLE: Final = 2**26
 _LARGEST_READ: Final = 2**26  # bytes: zipfile reads a directory of half a million storages at once
@@ -34,7 +35,6 @@ _LOCAL_HEADER: Final = 30
 _STRANGE_FLAGS: Final = 0x61  # encrypted, patched, strongly encrypted
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL: Final = 1001
-_STRIDED_DTYPES: Final = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _describe(
             f"{name}: {list(tensor.shape)} {tensor.dtype} of {length:,} values, more than the "
             f"file holds"
         )
-    if tensor.dtype not in _STRIDED_DTYPES:
+    if tensor.dtype not in FLOAT_TAGS:
         raise PickleError(f"{name}: {tensor.dtype} whose elements are not in order")
     stored = info._replace(shape=(length,))
     return info._replace(encoding=Strided(stored, tensor.stride))

@@ -5,6 +5,8 @@ torch/_utils.py and torch/_tensor.py (`_rebuild_*` and `__reduce_ex__`) show wha
 
 from typing import Final
 
+from nf4conv.format.dtypes import TORCH_NAMES
+
 STORAGE_DTYPES: Final = {
     "torch.FloatStorage": "F32",
     "torch.DoubleStorage": "F64",
@@ -21,25 +23,7 @@ STORAGE_DTYPES: Final = {
 }
 """safetensors' dtype tag of the elements of a storage, by the storage's class."""
 
-DTYPES: Final = {
-    "torch.float32": "F32",
-    "torch.float64": "F64",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.complex64": "C64",
-    "torch.int64": "I64",
-    "torch.int32": "I32",
-    "torch.int16": "I16",
-    "torch.int8": "I8",
-    "torch.bool": "BOOL",
-    "torch.uint64": "U64",
-    "torch.uint32": "U32",
-    "torch.uint16": "U16",
-    "torch.uint8": "U8",
-    "torch.float8_e4m3fn": "F8_E4M3",
-    "torch.float8_e5m2": "F8_E5M2",
-    "torch.float8_e8m0fnu": "F8_E8M0",
-}
+DTYPES: Final = {f"torch.{name}": tag for tag, name in TORCH_NAMES.items()}
 """safetensors' dtype tag by torch's dtype."""
 
 TENSOR_CLASSES: Final = frozenset(

@@ -5,9 +5,9 @@ Only names and numbers are hashed, compared or printed: a tuple may hold itself 
 
 from typing import Any, Final, NamedTuple
 
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.sources.header import LARGEST_SIZE, MOST_DIMENSIONS
 from nf4conv.sources.pickles import names
-from nf4conv.sources.tensors import DTYPE_BITS
 
 MOST_ARGUMENTS: Final = 16  # of a function; those that are known take up to nine
 

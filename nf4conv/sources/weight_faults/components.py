@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from nf4conv.format import layout
+from nf4conv.format import dtypes
 from nf4conv.format.codebook import DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count
 from nf4conv.sources.stored_weights import StoredWeight, Structure
@@ -57,7 +57,7 @@ def check_layout(structure: Structure, weight: StoredWeight) -> bool:
     values = weight.values
     faults = list(_component_faults(weight))
     packed_bytes = -(-weight.elements // 2)
-    if values.dtype not in layout.STORAGE_DTYPES:
+    if values.dtype not in dtypes.STORAGE_DTYPES:
         faults.append(Fault("", f"is {values.dtype}, expected U8 or, for FSDP, a float dtype"))
     elif values.nbytes != packed_bytes:
         expected = f"{packed_bytes:,} for {list(weight.shape)}"

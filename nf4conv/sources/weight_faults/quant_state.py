@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from nf4conv.format import layout
+from nf4conv.format import dtypes, layout
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, NESTED_BLOCKSIZE
 from nf4conv.format.layout import QUANT_STATE_PREFIX
 from nf4conv.sources.header import LARGEST_SIZE
@@ -17,7 +17,7 @@ _LARGEST_FLOAT32: Final = 3.4028235e38
 _ALLOWED: Final = {
     "quant_type": tuple(CODEBOOKS),
     "blocksize": BLOCKSIZES,
-    "dtype": tuple(layout.DTYPE_NAMES.values()),
+    "dtype": tuple(dtypes.DTYPE_NAMES.values()),
     "nested_blocksize": (NESTED_BLOCKSIZE,),
 }
 """The values that fields of a quant state may have."""

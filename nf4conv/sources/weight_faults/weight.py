@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nf4conv.format import layout
+from nf4conv.format import dtypes
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo
@@ -64,7 +64,7 @@ def _weight_of(
         blocksize=fields["blocksize"],
         double_quant="nested_absmax" in components,
         dtype=fields["dtype"],
-        quant_storage=layout.STORAGE_DTYPES.get(values.dtype, "uint8"),
+        quant_storage=dtypes.STORAGE_DTYPES.get(values.dtype, "uint8"),
         scales=scales,
     )
     offset = fields.get("nested_offset")

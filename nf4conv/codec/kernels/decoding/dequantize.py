@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
+from nf4conv.codec.kernels.arithmetic import lane_entry, lookup, multiply
 from nf4conv.codec.kernels.assembly import decode_assembly
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.slots import (
@@ -243,6 +243,6 @@ def plain_values(words, scale, table_ptr, SLOT: tl.constexpr, PTX: tl.constexpr)
     """
     shift = tl.arange(0, SLOT // 2)[None, :] * 8
     spread = tl.broadcast_to(scale[:, None], (words.shape[0], SLOT // 2))
-    even = tl.load(table_ptr + ((words[:, None] >> (shift + 4)) & 15)).to(tl.float32, bitcast=True)
-    odd = tl.load(table_ptr + ((words[:, None] >> shift) & 15)).to(tl.float32, bitcast=True)
+    even = lookup(table_ptr, words[:, None] >> (shift + 4), False).to(tl.float32, bitcast=True)
+    odd = lookup(table_ptr, words[:, None] >> shift, False).to(tl.float32, bitcast=True)
     return multiply(even, spread, PTX), multiply(odd, spread, PTX)

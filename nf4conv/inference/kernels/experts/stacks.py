@@ -17,45 +17,11 @@ meant in each matrix; a *layout* is a tuple of sizes that all stacks of a launch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import multiply
+from nf4conv.codec.kernels.arithmetic import lookup, multiply
+from nf4conv.codec.kernels.assembly import dot_assembly, values_assembly
 
-# 8 codes of a word with 8 values of x: one sum. $0 the sum; $1 the word; $2 this lane's value;
-# $3 … $10 x. Byte j of a word has elements 2j, in the high nibble, and 2j + 1.
-_SHIFTS = (4, 0, 12, 8, 20, 16, 28, 24)
-
-
-def _dot_text() -> str:
-    lines = [".reg .f32 v, s;", ".reg .b32 i;"]
-    for element, shift in enumerate(_SHIFTS):
-        index = "$1"
-        if shift:
-            lines += [f"shr.u32 i, $1, {shift};"]
-            index = "i"
-        lines += [f"shfl.sync.idx.b32 v, $2, {index}, 31, -1;"]
-        if element == 0:
-            lines += ["mul.rn.f32 s, v, $3;"]
-        else:
-            lines += [f"fma.rn.f32 s, v, ${3 + element}, s;"]
-    lines += ["mov.f32 $0, s;"]
-    return "\n".join(["{", *lines, "}"])
-
-
-def _values_text() -> str:
-    lines = [".reg .f32 v;", ".reg .b32 i;"]
-    for element, shift in enumerate(_SHIFTS):
-        index = "$8"
-        if shift:
-            lines += [f"shr.u32 i, $8, {shift};"]
-            index = "i"
-        lines += [
-            f"shfl.sync.idx.b32 v, $9, {index}, 31, -1;",
-            f"mul.rn.ftz.f32 ${element}, v, $10;",
-        ]
-    return "\n".join(["{", *lines, "}"])
-
-
-DOT = tl.constexpr(_dot_text())
-VALUES = tl.constexpr(_values_text())
+DOT = tl.constexpr(dot_assembly())
+VALUES = tl.constexpr(values_assembly())
 VALUES_OPERANDS = tl.constexpr("=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r,r,f")
 
 
@@ -111,12 +77,13 @@ def scales(loaded, nested_code_ptr, NESTED: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def decoded(words, scale, value, table_ptr, PTX: tl.constexpr):
-    """Decodes words, [ROWS, 8 · CHUNKS], with the scales of their chunks, [ROWS, CHUNKS]:
-    [ROWS, 64 · CHUNKS] float32.
+    """Decodes words, [ROWS, WORDS], with the scales of their chunks, [ROWS, CHUNKS]:
+    [ROWS, 8 · WORDS] float32.
 
     value: this lane's value, of the shape of the words; read with PTX.
     """
-    by_word = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], 8))
+    OF_CHUNK: tl.constexpr = words.shape[1] // scale.shape[1]
+    by_word = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], OF_CHUNK))
     spread = tl.reshape(by_word, words.shape)
     if PTX:
         v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
@@ -148,4 +115,4 @@ def decoded(words, scale, value, table_ptr, PTX: tl.constexpr):
 def value_of(table_ptr, words, ELEMENT: tl.constexpr):
     """Looks up the value of one of 8 codes of words, without shuffles."""
     SHIFT: tl.constexpr = ELEMENT // 2 * 8 + 4 - ELEMENT % 2 * 4
-    return tl.load(table_ptr + ((words >> SHIFT) & 15)).to(tl.float32, bitcast=True)
+    return lookup(table_ptr, words >> SHIFT, False).to(tl.float32, bitcast=True)

@@ -17,7 +17,7 @@ from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import Addresses, Form
-from nf4conv.inference.kernels.experts.stacks import value_of
+from nf4conv.inference.kernels.experts.stacks import decoded
 from nf4conv.inference.kernels.product.dividing import MOST_SPLITS
 from nf4conv.inference.kernels.product.launches import (
     Product,
@@ -153,7 +153,7 @@ def dense_kernel(
     chunks = k // 32
     first = part * steps * CHUNKS
     end = tl.minimum(first + steps * CHUNKS, chunks)
-    weight = (packed_ptr, absmax_ptr, nested_absmax_ptr, block_shift)
+    stored = (packed_ptr, absmax_ptr, nested_absmax_ptr, block_shift)
     inside = tl.minimum(row, n - 1) * chunks
     if PTX:
         value = lane_entry(tl.zeros((ROWS, CHUNKS * 4), tl.int64) + table_ptr.to(tl.int64), True)
@@ -163,10 +163,10 @@ def dense_kernel(
     x_bits_ptr = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int16)), 16)
     x_line = tl.minimum(column, m - 1) * chunks
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    ahead = _load(weight, inside, first, end, CHUNKS, NESTED, ALIGNED)
+    ahead = _load(stored, inside, first, end, CHUNKS, NESTED, ALIGNED)
     for chunk in tl.range(first, end, CHUNKS, num_stages=STAGES):
         words, absmax, nested_absmax = ahead
-        ahead = _load(weight, inside, chunk + CHUNKS, end, CHUNKS, NESTED, ALIGNED)
+        ahead = _load(stored, inside, chunk + CHUNKS, end, CHUNKS, NESTED, ALIGNED)
         place = tl.arange(0, CHUNKS * 32)
         # so written, the compiler sees that 16 bytes are there or not, and aligned
         there = (column < m)[:, None] & (chunk + place // 32 < end)[None, :]
@@ -177,8 +177,8 @@ def dense_kernel(
         if NESTED:
             found = tl.load(code_ptr + absmax.to(tl.int32))
             scale = multiply(found, nested_absmax, PTX) + offset
-        decoded = _decode(words, scale, value, table_ptr, x_ptr.dtype.element_ty, PTX)
-        total = tl.dot(decoded, tl.trans(x), total)
+        weight = decoded(words, scale, value, table_ptr, PTX).to(x.dtype)
+        total = tl.dot(weight, tl.trans(x), total)
     to = (part * m + column).to(tl.int64)[None, :] * n + row[:, None]
     mask = (column < m)[None, :] & (row < n)[:, None]
     tl.store(out_ptr + to, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -189,14 +189,14 @@ launch_dense = Launcher(dense_kernel)
 
 @triton.jit
 def _load(
-    weight, inside, chunk, end, CHUNKS: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr
+    stored, inside, chunk, end, CHUNKS: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """Loads CHUNKS chunks of rows as they are stored: words, absmax and nested absmax.
 
     inside: [ROWS], the first chunk of each row. Behind the end, the last chunk is read again: there
     x is 0.
     """
-    packed_ptr, absmax_ptr, nested_absmax_ptr, block_shift = weight
+    packed_ptr, absmax_ptr, nested_absmax_ptr, block_shift = stored
     word = tl.arange(0, CHUNKS * 4)
     word_ptr = packed_ptr.to(tl.pointer_type(tl.int32))
     if ALIGNED:
@@ -210,66 +210,3 @@ def _load(
     if NESTED:
         nested_absmax = tl.load(nested_absmax_ptr + (block >> 8))
     return words, absmax, nested_absmax
-
-
-@triton.jit
-def _decode(words, scale, value, table_ptr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Decodes words, [ROWS, 4 · CHUNKS], with the scales of their chunks, [ROWS, CHUNKS]:
-    [ROWS, 32 · CHUNKS] of DTYPE.
-    """
-    by_word = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], 4))
-    spread = tl.reshape(by_word, words.shape)
-    if PTX:
-        TYPES: tl.constexpr = _eight(DTYPE)
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _text(DTYPE),
-            "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r,f",
-            [words, value, spread],
-            dtype=TYPES,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        v0 = multiply(value_of(table_ptr, words, 0), spread, False).to(DTYPE)
-        v1 = multiply(value_of(table_ptr, words, 1), spread, False).to(DTYPE)
-        v2 = multiply(value_of(table_ptr, words, 2), spread, False).to(DTYPE)
-        v3 = multiply(value_of(table_ptr, words, 3), spread, False).to(DTYPE)
-        v4 = multiply(value_of(table_ptr, words, 4), spread, False).to(DTYPE)
-        v5 = multiply(value_of(table_ptr, words, 5), spread, False).to(DTYPE)
-        v6 = multiply(value_of(table_ptr, words, 6), spread, False).to(DTYPE)
-        v7 = multiply(value_of(table_ptr, words, 7), spread, False).to(DTYPE)
-    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
-    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
-    return tl.reshape(tl.join(even, odd), (words.shape[0], words.shape[1] * 8))
-
-
-@triton.constexpr_function
-def _eight(dtype: tl.dtype) -> tuple[tl.dtype, ...]:
-    """Returns the types of the results of `_text`."""
-    return (dtype,) * 8
-
-
-@triton.constexpr_function
-def _text(dtype: tl.dtype) -> str:
-    """Decodes a word. Operands: $0 … $7 the values; $8 the word; $9 this lane's value; $10 the
-    scale.
-    """
-    kind = "bf16x2" if dtype.name == "bf16" else "f16x2"
-    lines = ["{", ".reg .f32 v<8>;", ".reg .b32 i, p;"]
-    for element in range(8):
-        shift = 8 * (element // 2) + 4 * (1 - element % 2)
-        index = "$8"
-        if shift:
-            lines += [f"shr.u32 i, $8, {shift};"]
-            index = "i"
-        lines += [
-            f"shfl.sync.idx.b32 v{element}, $9, {index}, 31, -1;",
-            f"mul.rn.ftz.f32 v{element}, v{element}, $10;",
-        ]
-    for pair in range(4):
-        first = 2 * pair
-        lines += [
-            f"cvt.rn.{kind}.f32 p, v{first + 1}, v{first};",
-            f"mov.b32 {{${first}, ${first + 1}}}, p;",
-        ]
-    return "\n".join([*lines, "}"])

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from nf4conv.errors import Nf4convError
-from nf4conv.format.layout import TAGS, Format
+from nf4conv.format.dtypes import DTYPE_BITS, TAGS
+from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.batch.sizes import DECODED, bytes_of
@@ -16,7 +17,6 @@ from nf4conv.run.device.on_driver.gpu import Gpu
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
 from nf4conv.run.grouping import LARGEST_BATCH, aligned
 from nf4conv.run.worker import Worker
-from nf4conv.sources.tensors import DTYPE_BITS
 
 PAIR_SLACK: Final = 2**12
 """Bytes that two tensors, or pieces of them, take beside those that grow with them."""
@@ -60,7 +60,7 @@ class DriverBackend:
                 device.close()
         except driver.CudaOutOfMemoryError as error:
             raise Nf4convError(
-                f"{self.name}: {error}; try a smaller --buffer-size, or --device cpu"
+                f"{self.name}: {error}; try fewer --workers, or --device cpu"
             ) from error
 
     def device_memory(self) -> int:

@@ -94,7 +94,7 @@ def opened(device: torch.device, shared: SharedTensors, worker: Worker) -> Itera
     except (RuntimeError, MemoryError) as error:
         if type(error) is RuntimeError and not _says_out_of_memory(error):
             raise
-        message = f"{device}: out of memory; try a smaller --buffer-size, or --device cpu"
+        message = f"{device}: out of memory; try fewer --workers, or --device cpu"
         raise Nf4convError(message) from error
 
 

@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.run.device.on_driver.batch.buffers import FLAG, DriverBuffers, Launch
 from nf4conv.run.device.on_driver.batch.decoding import add_tensor, decode_launch
 from nf4conv.run.device.on_driver.batch.input import BatchInput
 from nf4conv.run.device.on_driver.batch.sizes import bytes_of, starts
-from nf4conv.run.device.on_driver.kernels import Purpose
+from nf4conv.run.device.on_driver.kernels import Action, Purpose
 from nf4conv.run.grouping import aligned
-from nf4conv.sources.tensors import DTYPE_BITS, TensorInfo
+from nf4conv.sources.tensors import TensorInfo
 
 
 @dataclass
@@ -103,7 +104,7 @@ def _cast_launch(
     buffers: DriverBuffers, step: tuple[str, str], source: int, result: int, elements: int
 ) -> Launch:
     """Returns the launch that casts values, and sets the flag if finite ones become infinite."""
-    kernels = buffers.gpu.kernels[Purpose("caster", step)]
+    kernels = buffers.gpu.kernels[Purpose(Action.CAST, step)]
     programs = -(-elements // kernels.numbers["tile"])
     arguments = (source, result, buffers.output.address + FLAG, elements)
     return Launch(kernels.functions["cast"], programs, arguments)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Final
 
-from nf4conv.sources.tensors import DTYPE_BITS
+from nf4conv.format.dtypes import DTYPE_BITS
 
 DECODED: Final = 2
 """Pieces of an encoded weight that are decoded at a time, as far as a piece holds them."""

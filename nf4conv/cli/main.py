@@ -1,0 +1,312 @@
+"""Defines the program `nf4conv`: each command calls one function and prints what it returned."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import nf4conv
+from nf4conv.cli.parameters import (
+    Command,
+    Place,
+    display_options,
+    examples,
+    option,
+    options_from,
+)
+from nf4conv.cli.running import (
+    CommandGroup,
+    Display,
+    check_source_options,
+    chosen,
+    given_to,
+    raise_terminated,
+    silence_libraries,
+    terminal_width,
+)
+from nf4conv.declaring import Group, narrowed
+from nf4conv.errors import SourceError
+from nf4conv.options import (
+    DequantizeOptions,
+    EvaluateOptions,
+    InspectOptions,
+    MachineOptions,
+    PushOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+    VerifyOptions,
+)
+from nf4conv.report.text.progress_bar import progress
+from nf4conv.system.signals import handle_stop
+
+_LOG = "Say what is done and how long it takes, on stderr."
+
+
+@click.group(
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=examples(
+        "inspect ./Llama-3.1-8B-nf4",
+        "quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4",
+        "verify ./Llama-3.1-8B-nf4 --source ./Llama-3.1-8B",
+        "dequantize ./Llama-3.1-8B-nf4 ./Llama-3.1-8B-again",
+    ),
+)
+@click.version_option(nf4conv.__version__, "-V", "--version", message="nf4conv %(version)s")
+def main() -> None:
+    """Turn Hugging Face checkpoints into 4-bit bitsandbytes checkpoints (NF4 or FP4), and back.
+
+    nf4conv streams the weights and needs little memory. On a GPU or a CPU, it writes the same bytes
+    as bitsandbytes' CUDA kernels.
+    """
+    # __main__.py has set a handler already; other programs that call this function have not.
+    handle_stop(raise_terminated)
+    # Where stdout takes only ASCII, an arrow is printed as \u2192 and does not fail the run.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@main.command(
+    cls=Command,
+    epilog=examples(
+        "inspect ./Llama-3.1-8B-nf4",
+        "inspect unsloth/Llama-3.2-1B-bnb-4bit  # reads headers only",
+    ),
+)
+@click.argument("path", metavar="PATH|REPO", type=Place("file"))
+@options_from(InspectOptions)
+@display_options(verbose=_LOG)
+def inspect(path: str, **values: Any) -> None:
+    """Show what a checkpoint holds, from its headers.
+
+    Lists formats, sizes, bits per parameter, and what is unusual. PATH is a folder or a weight
+    file. REPO is a model on the Hugging Face Hub; nf4conv does not download its weights.
+    """
+    from nf4conv.report.text.contents import inspection_lines  # importing it holds up --help
+
+    display = chosen(Display, values)
+    check_source_options(chosen(InspectOptions, values), path)
+    silence_libraries()  # what is downloaded here is too small for progress bars
+    found = nf4conv.inspect(path, **given_to(InspectOptions, values))
+    display.show(found, inspection_lines(found, terminal_width()))
+
+
+@main.command(
+    cls=Command,
+    epilog=examples(
+        "quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4",
+        "quantize ./model ./out --quant-type fp4 --dry-run",
+        "quantize ./my-model ./out --verify --push-to-hub me/my-model-nf4",
+        "quantize meta-llama/Llama-3.1-70B ./out --stream  # keeps no copy",
+        "quantize ./DeepSeek-V3 ./shared/out --part 2/8  # 1/8, … elsewhere",
+    ),
+)
+@click.argument("source", metavar="SRC", type=Place("file"))
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@options_from(QuantizeOptions)
+@display_options(quiet="Show no progress and no summary.", verbose=_LOG, dry_run=True)
+def quantize(source: str, out: str, **values: Any) -> None:
+    """Quantize the checkpoint SRC into the folder OUT.
+
+    SRC is a folder, a .safetensors or .gguf file, a torch pickle, or a model on the Hugging Face
+    Hub. If SRC is quantized by another method, nf4conv decodes it on the way: GGUF, GPTQ, AWQ,
+    AutoRound, torchao, compressed-tensors, FP8, FP4 and 8-bit weights. If SRC is in 4 bits of
+    bitsandbytes, nf4conv writes it anew for current loaders: weights in the format asked for, by
+    default their own, stay bit for bit. In a diffusers pipeline, nf4conv packs denoisers and text
+    encoders; --include 'transformer/*' chooses submodels.
+    """
+    from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
+    from nf4conv.report.text.runs import quantization_lines  # importing it holds up --help
+
+    display = chosen(Display, values)
+    options = chosen(QuantizeOptions, values)
+    run = narrowed(options, RunOptions)
+    push = narrowed(options, PushOptions)
+    check_source_options(options, source)
+    if display.quiet:
+        silence_libraries()
+    where = narrowed(options, SourceOptions)
+    try:
+        whole = nf4conv.plan_quantization(source, options, where, push)
+    except SourceError:
+        if display.dry_run:
+            raise
+        # it is not needed if parts have made all files
+        report = nf4conv.quantize_checkpoint(source, out, options, run, None, where, push)
+        display.show(report, quantization_lines(report))
+        return
+    plan = nf4conv.plan_part(whole, run)
+    if display.dry_run:
+        described = nf4conv.describe_plan(plan)
+        display.show(described, plan_lines(described, terminal_width()))
+        return
+    display.tell_notes(plan.notes)
+    totals = plan.totals()
+    work = totals.bytes_before
+    verb = "quantizing"
+    if run.verify:
+        work += totals.bytes_before + totals.bytes_after
+        verb = "quantizing and verifying"
+    last = "finishing"
+    if push.push_to_hub is not None:
+        last = f"uploading to {push.push_to_hub}"
+    calibration = whole.calibration
+    with progress(verb, work, hidden=display.quiet, last=last, calibration=calibration) as advance:
+        report = nf4conv.execute_quantization(plan, out, run, advance, push)
+    display.show(report, quantization_lines(report))
+
+
+@main.command(
+    cls=Command,
+    epilog=examples(
+        "verify ./Llama-3.1-8B-nf4",
+        "verify ./Llama-3.1-8B-nf4 --source ./Llama-3.1-8B --report out.html",
+        "verify ./Llama-3.1-8B-again --source ./Llama-3.1-8B-Q4_K_M.gguf",
+    ),
+)
+@click.argument("path", metavar="PATH", type=Place("file"))
+@options_from(VerifyOptions)
+@display_options(
+    quiet="Show no progress and no tables: the exit code tells the result.",
+    verbose="List every check, and say on stderr what is done and how long it takes.",
+)
+@option(
+    "--report",
+    group=Group.DISPLAY,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page to look at, in HTML, to this file.",
+)
+def verify(path: str, report: Path | None, **values: Any) -> None:
+    """Verify the checkpoint PATH, in 4 bits or decoded.
+
+    PATH is a folder or a .safetensors file, made by any tool. If it was decoded, SRC is decoded
+    again, and every bit must be the same. Exit codes: 0 everything is right, 1 something is wrong,
+    2 nf4conv could not verify it.
+    """
+    from nf4conv.report.text.checks import verification_lines  # importing it holds up --help
+
+    display = chosen(Display, values)
+    options = chosen(VerifyOptions, values)
+    check_source_options(options, *([] if options.source is None else [str(options.source)]))
+    if display.quiet:
+        silence_libraries()
+    where = narrowed(options, SourceOptions)
+    run = narrowed(options, MachineOptions)
+    plan = nf4conv.plan_verification(path, options.source, options, where)
+    with progress("verifying", plan.bytes_to_read, hidden=display.quiet) as advance:
+        found = nf4conv.execute_verification(plan, run, advance)
+    if report is not None:
+        nf4conv.write_page(found, report)
+    display.show(found, verification_lines(found, terminal_width(), every=display.verbose))
+    sys.exit(found.exit_code)
+
+
+@main.command(
+    cls=Command,
+    epilog=examples(
+        "evaluate ./my-model-nf4 --source ./my-model",
+        "evaluate ./model-nf4 ./searched --source ./model",
+    ),
+)
+@click.argument("outs", metavar="OUT...", type=Place("dir"), nargs=-1, required=True)
+@options_from(EvaluateOptions)
+@display_options(
+    quiet="Show no progress and no table: the exit code tells the result.", verbose=_LOG
+)
+def evaluate(outs: tuple[str, ...], **values: Any) -> None:
+    """Compare what the models OUT and SRC predict on the same text.
+
+    With several OUTs, nf4conv shows them side by side: how far each is from SRC, and its size.
+    All may be on the Hub; nf4conv takes OUT from its main branch. Needs pip install
+    'nf4conv[evaluate]'. Exit codes: 0 done, 1 past --max-kl, 2 nf4conv cannot use a model or the
+    tokens.
+    """
+    from tqdm import tqdm  # importing it holds up --help
+
+    from nf4conv.report.text.evaluations import evaluation_lines  # importing it holds up --help
+
+    display = chosen(Display, values)
+    check_source_options(chosen(EvaluateOptions, values), values["source"])
+    hide_bar = None  # tqdm then hides the bar if stderr is not a terminal
+    if display.quiet:
+        silence_libraries()
+        hide_bar = True
+    bar = tqdm(
+        desc="evaluating",
+        total=1,
+        bar_format="{l_bar}{bar}| {elapsed}<{remaining}",
+        leave=False,
+        disable=hide_bar,
+    )
+    with bar:
+        given = given_to(EvaluateOptions, values)
+        found = nf4conv.evaluate(outs, **given, progress=bar.update)
+    result = found.evaluations[0] if len(outs) == 1 else found
+    display.show(result, evaluation_lines(found, terminal_width()))
+    sys.exit(0 if found.passed else 1)
+
+
+@main.command(
+    cls=Command,
+    epilog=examples(
+        "dequantize ./Llama-3.1-8B-nf4 ./Llama-3.1-8B-again",
+        "dequantize ./model-4bit ./out --dtype fp16",
+        "dequantize ./my-model-nf4 ./merged --lora ./my-adapter --dtype fp16",
+        "dequantize ./model-4bit ./out --include '*.layers.0.*'  # only these",
+    ),
+)
+@click.argument("source", metavar="SRC", type=Place("file"))
+@click.argument("out", metavar="OUT", type=Place("dir"))
+@options_from(DequantizeOptions)
+@display_options(quiet="Show no progress and no summary.", verbose=_LOG, dry_run=True)
+def dequantize(source: str, out: str, **values: Any) -> None:
+    """Decode the quantized checkpoint SRC into the folder OUT.
+
+    SRC is a folder, a .safetensors or .gguf file, or a model on the Hugging Face Hub. It is
+    quantized by bitsandbytes, GGUF, GPTQ, AWQ, AutoRound, torchao or compressed-tensors, or in FP8
+    or FP4. OUT loads as any 16-bit model, and llama.cpp converts it to GGUF.
+    """
+    from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
+    from nf4conv.report.text.runs import dequantization_lines  # importing it holds up --help
+
+    display = chosen(Display, values)
+    options = chosen(DequantizeOptions, values)
+    run = narrowed(options, RunOptions)
+    check_source_options(options, source)
+    if display.quiet:
+        silence_libraries()
+    where = narrowed(options, SourceOptions)
+    try:
+        whole = nf4conv.plan_dequantization(source, options, where)
+    except SourceError:
+        if display.dry_run:
+            raise
+        # it is not needed if parts have made all files
+        report = nf4conv.dequantize_checkpoint(source, out, options, run, None, where)
+        display.show(report, dequantization_lines(report))
+        return
+    plan = nf4conv.plan_part(whole, run)
+    if display.dry_run:
+        described = nf4conv.describe_plan(plan)
+        display.show(described, plan_lines(described, terminal_width()))
+        return
+    display.tell_notes(plan.notes)
+    with progress("decoding", plan.totals().bytes_before, hidden=display.quiet) as advance:
+        report = nf4conv.execute_dequantization(plan, out, run, advance)
+    display.show(report, dequantization_lines(report))
+
+
+@main.command(cls=Command, epilog=examples("env", "env --json"))
+@display_options()
+def env(**values: Any) -> None:
+    """Show versions, and what nf4conv would compute with.
+
+    A bug report should contain this.
+    """
+    from nf4conv.report.text.contents import environment_lines  # importing it holds up --help
+
+    found = nf4conv.environment()
+    chosen(Display, values).show(found, environment_lines(found))

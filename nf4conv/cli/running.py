@@ -1,0 +1,303 @@
+"""Runs a command: what it was given, what it shows and logs, and how its errors end it.
+
+A command writes its result to stdout and everything else to stderr. Exit codes: 0 done,
+1 verification failed, 2 wrong usage or bad input.
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NoReturn, TypeVar
+
+import click
+
+import nf4conv
+from nf4conv.errors import Nf4convError, VerificationError
+from nf4conv.options import SourceOptions
+from nf4conv.report.text.terminal import coloured, printable, show, tell, tell_notes
+from nf4conv.system.signals import (
+    INTERRUPTED_EXIT,
+    STOPPED_EXIT,
+    UNREAD_EXIT,
+    discard_stdout,
+    is_unread,
+)
+
+OptionsT = TypeVar("OptionsT")
+
+_LIBRARY: Final = logging.getLogger("nf4conv")
+_NO_THREADS: Final = "can't start new thread"  # Python's words
+_PRINTS_JSON: Final = "nf4conv.prints_json"
+"""Is the key in click's meta under which stands whether the command is to print JSON."""
+
+
+# --- what a user chose ------------------------------------------------------------------------
+
+
+def chosen(kind: type[OptionsT], values: Mapping[str, Any]) -> OptionsT:
+    """Gathers the options of one kind.
+
+    Raises:
+        OptionError: an option has a value that it cannot have.
+    """
+    return kind(**given_to(kind, values))
+
+
+def given_to(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that are fields of a class of options."""
+    names = {field.name for field in fields(kind) if field.init}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def refuse_alone(useless: str, *, needed: str) -> NoReturn:
+    """Refuses an option that has no effect without another one."""
+    raise click.UsageError(f"{useless} means nothing without {needed}")
+
+
+def check_source_options(where: SourceOptions, *places: str) -> None:
+    """Refuses options about the Hub or about GGUF files if they have no effect on any place.
+
+    Args:
+        where: the options.
+        places: the checkpoints that the options are about. None, if --source was not given.
+    """
+    _check_hub_options(where, places)
+    has_gguf = where.gguf_file is not None or any(".gguf" in place for place in places)
+    if where.config_from is not None and not has_gguf:
+        refuse_alone("--config-from", needed="a GGUF file: name one, or give --gguf-file")
+
+
+def _check_hub_options(where: SourceOptions, places: Sequence[str]) -> None:
+    """Refuses options about the Hub if all places are on this disk."""
+    given = []
+    if where.revision:
+        given.append("--revision")
+    if where.stream:
+        given.append("--stream")
+    if where.local_files_only:
+        given.append("--local-files-only")
+    on_the_hub = [place for place in places if not Path(place).exists()]
+    if not given or on_the_hub:
+        return
+    if not places:
+        refuse_alone(given[0], needed="--source")
+    raise click.UsageError(
+        f"{given[0]} is about a model on the Hub, "
+        f"not about {' and '.join(places)}, which is on this disk"
+    )
+
+
+# --- what is shown ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Display:
+    """Shows what a command found, the way the user asked for.
+
+    Attributes:
+        as_json: True prints the result as JSON.
+        quiet: True prints no progress, no notes and no lines about the result.
+        verbose: True lists every check, and tells on stderr what is done.
+        dry_run: True shows the plan and does not carry it out.
+    """
+
+    as_json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        if self.quiet and self.verbose:
+            raise click.UsageError("--quiet and --verbose contradict each other")
+
+    def show(self, result: Any, lines: Iterable[str]) -> None:
+        """Prints a result as JSON or as `lines`."""
+        if self.as_json:
+            click.echo(nf4conv.to_json(result), nl=False)
+        elif not self.quiet:
+            text = "\n".join(coloured(_wrapped(line)) for line in lines)
+            if text:
+                show(text)
+
+    def tell_notes(self, notes: tuple[str, ...]) -> None:
+        """Prints notes on stderr."""
+        if not self.quiet:
+            tell_notes(notes)
+
+
+def silence_libraries() -> None:
+    """Turns off the progress bars of huggingface_hub and the warnings of nf4conv's log."""
+    # huggingface_hub reads this when it is imported
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    library = logging.getLogger("nf4conv")
+    if not library.isEnabledFor(logging.INFO):  # as it is with --verbose
+        library.setLevel(logging.ERROR)
+
+
+def terminal_width() -> int | None:
+    """Returns the columns of the terminal; None if stdout is a file or a pipe.
+
+    A file or a program gets names in full.
+    """
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def _wrapped(line: str) -> str:
+    """Breaks a sentence into lines of the terminal.
+
+    Lines that a user copies stay whole. Rows of tables fit already.
+    """
+    width = terminal_width()
+    if width is None or line.startswith(("install:", "load:", "push:")):
+        return line
+    return textwrap.fill(
+        line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+class _Lines(logging.Handler):
+    """Writes each record as a line, above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        seconds = record.relativeCreated / 1000
+        line = f"[{seconds:6.1f} s] {printable(record.getMessage())}"
+        bars = sys.modules.get("tqdm")
+        if bars is None:
+            tell(line)
+        else:
+            bars.tqdm.write(line, file=sys.stderr)
+
+
+def show_log(context: click.Context, _parameter: click.Parameter, wanted: bool) -> bool:
+    """Shows the log as long as a command runs; the callback of --verbose."""
+    if not wanted or context.resilient_parsing:
+        return wanted
+    handler = _Lines()
+    before = _LIBRARY.level
+
+    def end() -> None:
+        _LIBRARY.removeHandler(handler)
+        _LIBRARY.setLevel(before)
+
+    _LIBRARY.addHandler(handler)
+    _LIBRARY.setLevel(logging.INFO)
+    context.call_on_close(end)
+    return wanted
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+class _Terminated(BaseException):
+    """Ends a command that received SIGTERM."""
+
+
+def raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Handles SIGTERM: ends the command that runs."""
+    raise _Terminated
+
+
+class CommandGroup(click.Group):
+    """Runs a command and handles its errors, expected and unexpected ones."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Returns the names of the commands in the order in which they were added."""
+        return list(self.commands)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Reads the options, and notes whether the command is to print JSON."""
+        ctx.meta[_PRINTS_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command. An error ends the process with one line on stderr and an exit code.
+
+        With --json, an object on stdout says the same. The environment variable NF4CONV_DEBUG lets
+        unexpected errors through.
+        """
+        try:
+            return super().invoke(ctx)
+        except VerificationError as error:
+            _tell_json(ctx, error, 1)
+            _fail(str(error), 1)
+        except Nf4convError as error:
+            _tell_json(ctx, error, 2)
+            _fail(str(error), 2)
+        except click.UsageError as error:
+            _tell_json(ctx, error, 2)
+            raise
+        except _Terminated:
+            _fail("stopped; the same command resumes", STOPPED_EXIT)
+        except KeyboardInterrupt:
+            _fail("interrupted; the same command resumes", INTERRUPTED_EXIT)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and is_unread(error):
+                _leave_quietly()
+            if os.environ.get("NF4CONV_DEBUG"):
+                raise
+            _fail(_explained(error, ctx.command_path), 2)
+
+
+def _tell_json(ctx: click.Context, error: Exception, code: int) -> None:
+    """Prints an error as a JSON object on stdout, if the command was to print JSON."""
+    if not ctx.meta.get(_PRINTS_JSON):
+        return
+    found: dict[str, object] = {
+        "error": _message_of(error),
+        "kind": type(error).__name__,
+        "exit_code": code,
+    }
+    if isinstance(error, Nf4convError):
+        found["path"] = None if error.path is None else str(error.path)
+        found["tensor"] = error.tensor
+    click.echo(json.dumps(found, indent=2))
+
+
+def _message_of(error: Exception) -> str:
+    """Returns what an error says."""
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    return str(error)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    """Prints an error and ends the process."""
+    tell(f"{click.style('Error:', fg='red')} {printable(message)}")
+    sys.exit(code)
+
+
+def _leave_quietly() -> NoReturn:
+    """Ends the process after the program that reads our output has left."""
+    discard_stdout()
+    sys.exit(UNREAD_EXIT)
+
+
+def _explained(error: Exception, command: str) -> str:
+    """Returns the message for an error that nobody expected."""
+    if isinstance(error, OSError):
+        return f"{error.filename or command}: {error.strerror or error}"
+    if isinstance(error, MemoryError):
+        return "out of memory; try fewer --workers"
+    if isinstance(error, RuntimeError) and _NO_THREADS in str(error):
+        return (
+            "the system starts no more threads; try fewer --workers, or allow more of them "
+            "(ulimit -u)"
+        )
+    if isinstance(error, ValueError) and str(error).startswith("embedded null"):
+        return "a name holds a zero character, which no file's name can"
+    found = f"{type(error).__name__}: {error}"
+    return (
+        f"{found[:300]}: this is a bug in nf4conv, please report it; "
+        "NF4CONV_DEBUG=1 shows where it is"
+    )

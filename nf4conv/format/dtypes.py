@@ -1,0 +1,61 @@
+"""Lists the dtypes of tensors by safetensors' tags: every tag that safetensors 0.8 knows."""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+
+class Dtype(NamedTuple):
+    """Describes the elements of a tensor.
+
+    Attributes:
+        bits: of one element.
+        torch: torch's name for it; empty if nothing is computed in it.
+        is_float: True for floats that can be packed, and that something can be added to.
+    """
+
+    bits: int
+    torch: str = ""
+    is_float: bool = False
+
+
+DTYPES: Final[Mapping[str, Dtype]] = {
+    "F64": Dtype(64, "float64", is_float=True),
+    "F32": Dtype(32, "float32", is_float=True),
+    "F16": Dtype(16, "float16", is_float=True),
+    "BF16": Dtype(16, "bfloat16", is_float=True),
+    "F8_E4M3": Dtype(8, "float8_e4m3fn", is_float=True),
+    "F8_E5M2": Dtype(8, "float8_e5m2", is_float=True),
+    "F8_E8M0": Dtype(8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": Dtype(8),
+    "F8_E5M2FNUZ": Dtype(8),
+    "F6_E2M3": Dtype(6),
+    "F6_E3M2": Dtype(6),
+    "F4": Dtype(4),
+    "C64": Dtype(64, "complex64"),
+    "I64": Dtype(64, "int64"),
+    "I32": Dtype(32, "int32"),
+    "I16": Dtype(16, "int16"),
+    "I8": Dtype(8, "int8"),
+    "U64": Dtype(64, "uint64"),
+    "U32": Dtype(32, "uint32"),
+    "U16": Dtype(16, "uint16"),
+    "U8": Dtype(8, "uint8"),
+    "BOOL": Dtype(8, "bool"),
+}
+
+DTYPE_BITS: Final = {tag: dtype.bits for tag, dtype in DTYPES.items()}
+TORCH_NAMES: Final = {tag: dtype.torch for tag, dtype in DTYPES.items() if dtype.torch}
+
+FLOAT_DTYPES: Final = tuple(tag for tag, dtype in DTYPES.items() if dtype.is_float)
+FLOAT_TAGS: Final = tuple(tag for tag in FLOAT_DTYPES if DTYPE_BITS[tag] >= 16)
+"""Floats that a checkpoint without any quantization is stored in."""
+
+DTYPE_NAMES: Final = {tag: TORCH_NAMES[tag] for tag in ("F32", "F16", "BF16")}
+"""By the tag of a weight that can be quantized, its name in the JSON blob and in config.json."""
+
+TAGS: Final = {name: tag for tag, name in DTYPE_NAMES.items()}
+
+STORAGE_DTYPES: Final = {tag: TORCH_NAMES[tag] for tag in ("U8", "BF16", "F16", "F32")}
+"""By tag, the dtypes that packed codes may be stored as (quant_storage in config.json): FSDP shards
+only floats, all of one dtype.
+"""

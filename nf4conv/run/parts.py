@@ -1,0 +1,155 @@
+"""Makes a checkpoint of the shards that parts have made, from what the output folder holds.
+
+Whoever finds all shards there does it: the part that made the last one, or the same command without
+--part, which needs no source then.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from nf4conv.errors import Nf4convError, OutputError
+from nf4conv.options import DequantizeOptions, QuantizeOptions
+from nf4conv.output.fingerprints import as_json
+from nf4conv.output.finishing import LastFiles, finish, index_of
+from nf4conv.output.folder import OutputFolder
+from nf4conv.output.shared_folder import SharedFolder
+from nf4conv.plan.fingerprint import named_options
+from nf4conv.report.results.runs import RunReport, run_of_earlier
+from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.sources.header import read_header
+from nf4conv.sources.record import MAKING
+from nf4conv.sources.unfinished import LAST_FILES, RECORD, is_filled_in_parts
+
+
+def finish_if_whole(folder: SharedFolder, *, reread: bool) -> int:
+    """Writes the last files of a folder if all its shards are there.
+
+    Args:
+        folder: the folder.
+        reread: whether to read every shard that others made and compare its checksum.
+
+    Returns:
+        How many shards are missing; 0 if the folder is a checkpoint now.
+
+    Raises:
+        OutputError: a shard is not what was written, or a file cannot be written.
+    """
+    try:
+        return _finish(folder, folder.read_plan(), reread=reread)
+    except (Nf4convError, OSError):
+        if is_filled_in_parts(folder.out) or not (folder.out / MAKING).is_file():
+            raise
+        return 0  # another process has finished it meanwhile
+
+
+def _finish(folder: SharedFolder, plan: Mapping[str, Any], *, reread: bool) -> int:
+    last = plan[LAST_FILES]
+    missing = folder.take_all(last["shards"], reread=reread)
+    if missing:
+        return missing
+    folder.copy_staged(last["auxiliary"])
+    size = sum(shard.size for shard in folder.finished.values())
+    verification = verification_of(folder) if plan["--verify"] else None
+    config = last["config.json"]
+    files = LastFiles(
+        index=_index(folder, last["stem"]),
+        card=_card(last, size, verification),
+        record=last[MAKING],
+        config=None if config is None else config.encode(),
+        verified=None if verification is None else verification.to_record(),
+    )
+    finish(folder, files)
+    return 0
+
+
+def _index(folder: SharedFolder, stem: str) -> dict[str, bytes]:
+    """Returns the index of the shards by its name; nothing if there is only one shard."""
+    total = 0
+    files = {}
+    for name in folder.finished:
+        for tensor in read_header(folder.out / name):
+            total += tensor.nbytes
+            files[tensor.name] = name
+    return index_of(stem, total, files)
+
+
+def _card(last: Mapping[str, Any], size: int, verified: VerificationSummary | None) -> str | None:
+    """Puts the figures of all parts into the card that the first part has prepared."""
+    if last["model card"] is None:
+        return None
+    from nf4conv.report.card import Figures, measured_rows  # importing YAML takes a moment
+
+    parameters = last["totals"]["parameters"]
+    prepared = measured_rows(Figures(last["bytes"], 0), parameters)
+    measured = measured_rows(Figures(last["bytes"], size, verified), parameters)
+    return str(last["model card"]).replace(prepared, measured, 1)
+
+
+def verification_of(folder: OutputFolder) -> VerificationSummary:
+    """Joins the summaries of the audits of all finished shards.
+
+    Raises:
+        OutputError: what was recorded of a shard is none.
+    """
+    found = [file.verified for file in folder.finished.values() if file.verified is not None]
+    try:
+        return VerificationSummary.joined(found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise OutputError(
+            f"{folder.out}: what verification noted of its files is damaged; run again with "
+            f"--overwrite, or all parts again in another folder",
+            path=folder.out,
+        ) from error
+
+
+def finish_without_source(
+    out: Path, command: str, options: QuantizeOptions | DequantizeOptions
+) -> tuple[RunReport, Mapping[str, int]] | None:
+    """Writes the last files of a folder if parts have made all its shards, with these options.
+
+    Args:
+        out: the folder.
+        command: "quantize" or "dequantize".
+        options: what was asked for.
+
+    Returns:
+        run: the report.
+        totals: what all parts made, see `QuantizationTotals` and `DequantizationTotals`.
+        None if something is missing, or parts make something else.
+
+    Raises:
+        OutputError: a shard is not what was written, or a file cannot be written.
+    """
+    if not is_filled_in_parts(out):
+        return None
+    with SharedFolder(out) as folder:
+        folder.check_links()
+        plan = folder.read_plan()
+        asked = {**as_json(named_options(options)), "command": command, "--lora": None}
+        if any(plan.get(key) != value for key, value in asked.items()):
+            return None
+        try:
+            last = plan[LAST_FILES]
+            names = [*last["shards"], *last["auxiliary"], *last["auxiliary"].values()]
+            _require_inside(out, names)
+            if finish_if_whole(folder, reread=True):
+                return None
+            after = sum(shard.size for shard in folder.finished.values())
+            totals = dict(last["totals"])
+            return run_of_earlier(out, totals["copied"], totals["bytes_before"], after), totals
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise OutputError(
+                f"{out}: its {RECORD} is damaged; remove OUT and run the parts again", path=out
+            ) from error
+
+
+def _require_inside(out: Path, names: list[str]) -> None:
+    """Refuses names of files that lead out of the folder that they are relative to."""
+    for name in names:
+        for kind in (PurePosixPath, PureWindowsPath):
+            path = kind(name)
+            if path.is_absolute() or path.drive or ".." in path.parts:
+                raise OutputError(
+                    f"{out}: its {RECORD} names files outside it; that is none of ours", path=out
+                )

@@ -1,0 +1,156 @@
+"""Cuts tensors into pieces that are read, and decoded, one by one.
+
+A piece is a few rows of a matrix, a matrix of a stack, or some blocks of a 4-bit weight; a piece of
+an encoded tensor is encoded as well. Pieces decide how much memory a conversion takes. Tensors that
+cannot be cut (rows.py) are taken whole.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from nf4conv.sources.encodings.cuts.lines import cut_elements
+from nf4conv.sources.encodings.cuts.packed_runs import packed_part, packed_spans
+from nf4conv.sources.encodings.cuts.rows import (
+    can_cut_rows,
+    is_stack_of_matrices,
+    matrix_of,
+    rows_of,
+    rows_together,
+)
+from nf4conv.sources.encodings.types.arranged import Columns
+from nf4conv.sources.encodings.types.bitsandbytes import packed_in_order
+from nf4conv.sources.encodings.types.integers import PackedIntegers
+from nf4conv.sources.tensors import TensorInfo
+
+
+class Piece(NamedTuple):
+    """A run of a tensor's elements."""
+
+    tensor: TensorInfo  # that run, encoded if the tensor is
+    start: int  # elements of the whole tensor before it
+
+
+def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Piece]:
+    """Cuts an encoded tensor into pieces that can be decoded one by one.
+
+    Args:
+        tensor: an encoded tensor.
+        most: elements of a piece at most, unless a single row has more.
+        unit: every piece begins at a multiple of so many elements; only the last one may end
+            elsewhere.
+
+    Yields:
+        The pieces in order; the whole tensor if it cannot be cut.
+    """
+    matrix_size = math.prod(tensor.shape[1:])
+    if is_stack_of_matrices(tensor) and matrix_size % unit == 0:
+        for index in range(tensor.shape[0]):
+            for piece, start in encoded_pieces(matrix_of(tensor, index), most, unit):
+                yield Piece(piece, index * matrix_size + start)
+        return
+    for first, last in _row_spans(tensor, most, unit):
+        yield Piece(rows_of(tensor, first, last), first * matrix_size)
+
+
+def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
+    """Cuts a weight that bitsandbytes packed into pieces that can be decoded one by one.
+
+    Args:
+        tensor: a weight for which `packed_in_order` returns an encoding.
+        most: elements of a piece at most, but see `packed_spans`.
+        unit: every piece begins at a multiple of so many elements.
+
+    Returns:
+        The pieces in order, each of a flat shape; a weight without elements is one piece.
+    """
+    encoding = packed_in_order(tensor)
+    assert encoding is not None
+    spans = packed_spans(tensor.elements, encoding.blocksize, most, unit)
+    if not spans:
+        spans.append((0, 0))
+    pieces = []
+    for start, stop in spans:
+        pieces.append(Piece(packed_part(tensor, start, stop), start))
+    return pieces
+
+
+def plain_pieces(tensor: TensorInfo, most: int) -> list[Piece]:
+    """Cuts a tensor that is stored as it is into pieces of at most `most` elements.
+
+    Returns:
+        The pieces in order, each of a flat shape; a tensor without elements is one piece.
+    """
+    elements = tensor.elements
+    pieces = []
+    for start in range(0, max(elements, 1), most):
+        stop = min(start + most, elements)
+        pieces.append(Piece(cut_elements(tensor, start, stop), start))
+    return pieces
+
+
+def pieces_alike(
+    a: TensorInfo, b: TensorInfo, nbytes: int
+) -> Iterator[tuple[int, TensorInfo, TensorInfo]]:
+    """Cuts two tensors of one shape, encoded or not, at the same places.
+
+    Args:
+        a: a tensor.
+        b: another tensor of the same shape.
+        nbytes: about how many bytes two pieces have together, unless a single row has more.
+
+    Yields:
+        (first element, piece of A, piece of B). Both tensors come whole if they cannot be cut at
+        the same places.
+    """
+    most = nbytes * a.elements // (a.nbytes + b.nbytes)
+    if _is_cut_anywhere(a) and _is_cut_anywhere(b):
+        a = a._replace(shape=(a.elements, 1))
+        b = b._replace(shape=(b.elements, 1))
+    elif is_stack_of_matrices(a) and is_stack_of_matrices(b):
+        matrix_size = math.prod(a.shape[1:])
+        for index in range(a.shape[0]):
+            pairs = pieces_alike(matrix_of(a, index), matrix_of(b, index), nbytes)
+            for start, piece_of_a, piece_of_b in pairs:
+                yield index * matrix_size + start, piece_of_a, piece_of_b
+        return
+    if not (can_cut_rows(a, 0) and can_cut_rows(b, 0)):
+        yield 0, a, b
+        return
+    rows, columns = a.shape
+    together = math.lcm(rows_together(a), rows_together(b))
+    step = max(most // (columns * together), 1) * together
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield start * columns, rows_of(a, start, stop), rows_of(b, start, stop)
+
+
+def share_parts(tensor: TensorInfo) -> bool:
+    """Returns True if pieces of a weight, of which one is given, are decoded from the same bytes.
+
+    Then a single worker takes them all, so that these are read once.
+    """
+    encoding = tensor.unmerged.encoding
+    if not isinstance(encoding, PackedIntegers):
+        return False
+    is_by_columns = any(isinstance(part.encoding, Columns) for _, part in encoding.parts)
+    return is_by_columns or encoding.group_index is not None
+
+
+def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Yields (first row, last row + 1) of each piece; arguments as of `encoded_pieces`."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    if not can_cut_rows(tensor, 0):
+        yield 0, rows
+        return
+    columns = max(tensor.shape[1], 1)
+    rows_of_unit = unit // math.gcd(unit, columns)
+    together = math.lcm(rows_together(tensor), rows_of_unit)
+    step = max(most // (columns * together), 1) * together
+    for start in range(0, max(rows, 1), step):
+        yield start, min(start + step, rows)
+
+
+def _is_cut_anywhere(tensor: TensorInfo) -> bool:
+    """Returns True if cuts follow the flat order of a tensor's elements, whatever its shape."""
+    return tensor.encoding is None or packed_in_order(tensor) is not None

@@ -1,0 +1,211 @@
+"""Presents the tensors that another quantization encoded as the float tensors they stand for.
+
+Names and dtypes tell which tensors belong together and how they decode; their shapes are checked.
+The config only says who made them and, where shapes do not tell, how large the blocks are that
+share a scale.
+
+    stored                                                         by
+    W                 F8, I8   W_scale_inv, W_scale, P.scale …     transformers fp8, fbgemm_fp8,
+                                                                   DeepSeek, Mistral, ModelOpt,
+                                                                   compressed-tensors, MXFP8
+    W                 F8       nothing                             plain casts
+    P.weight_packed   U8       P.weight_scale [, _global_scale]    compressed-tensors NVFP4, MXFP4
+    W                 U8       W_scale, W_scale_2                  ModelOpt NVFP4
+    W                 U8       W_scale in U8                       Quark MXFP4
+    W                 I32      W_scale, W_zero_point               Quark INT4
+    W                 I8       P.scale in F8_E8M0, 32 a row        DeepSeek-V4's experts
+    X_blocks          U8       X_scales                            gpt-oss MXFP4, decoded to X
+    W_packed          I32      W_scale [, W_zero_point, …]         compressed-tensors INT4, INT8
+    W                 U8       W_scale, one value                  BitNet
+    P.W_q             U8       P.scale, P.zero, P.shape …          HQQ, decoded to P.weight
+    P.qweight         I32      P.scales, P.qzeros [, P.g_idx]      GPTQ and AWQ, decoded to P.weight
+    P._weight_qdata   I8, F8   P._weight_scale [, _zero_point]     torchao, decoded to P.weight;
+                                                                   I32, or 2 codes a byte: INT4
+    P.weight          I8       P.SCB                               bitsandbytes 8-bit
+    W                 U8       W.absmax, W.quant_state.…           bitsandbytes 4-bit
+
+W is P.weight, or any other name. Tensors that are left over and belong to activations are dropped.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+from nf4conv.errors import SourceError
+from nf4conv.models.families import families_of
+from nf4conv.sources.encodings import hqq
+from nf4conv.sources.encodings.description import describe
+from nf4conv.sources.encodings.rules import COMPONENT_ENDS, PLAIN_DTYPES, decoded
+from nf4conv.sources.encodings.siblings import SiblingTensors
+from nf4conv.sources.tensors import TensorInfo
+
+_UNREAD_DTYPES: Final[tuple[str, ...]] = (
+    "F8_E8M0",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "F4",
+    "F6_E2M3",
+    "F6_E3M2",
+    "U32",
+)
+"""Dtypes of tensors that nf4conv cannot read unless they are part of an encoding."""
+
+_INTEGER_DTYPES: Final = ("U8", "I8", "U16", "I16", "I32", "U64", "I64")
+
+_ENDS_OF_ACTIVATIONS: Final = (
+    ".input_scale", ".input_scale_ub", ".input_global_scale", ".input_zero_point",
+    ".activation_scale",
+    ".output_scale", ".qscale_act", ".k_scale", ".v_scale", ".q_scale", ".kv_scale",
+    ".k_zero_point", ".v_zero_point", ".q_zero_point", ".output_zero_point", ".k_global_scale",
+    ".v_global_scale", ".q_global_scale", ".prob_scale", ".attn_scale", ".weight_format",
+    "_act_quant_scale", "_act_quant_zero_point",
+)  # fmt: skip
+"""Ends of the names of tensors that a quantized model needs to run, and a decoded one does not."""
+
+_ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
+    "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed",
+    ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".qweight", ".qzeros", ".qscale_weight",
+    ".g_idx", ".W_q", ".SCB", ".pre_quant_scale", ".bitmask", ".w_bf16_to_fp8_scale", "_qdata",
+    "_act_pre_scale", "_scale_and_zero", "_per_tensor_scale", ".input_rotation", ".input_prescale",
+    ".scale_weight", "scaled_fp8", ".comfy_quant",  # of ComfyUI, whose files have no config
+    ".weight._scale",  # of quanto alone
+    ".svdquant_lora_a", ".svdquant_lora_b", ".weight_quantizer._scale",  # of ModelOpt
+    *COMPONENT_ENDS,
+)  # fmt: skip
+"""Ends of the names of parts of encoded weights.
+
+A part that no rule uses means that the encoding is not understood.
+"""
+
+
+def decoded_tensors(
+    tensors: Sequence[TensorInfo],
+    config: Mapping[str, Any],
+    exported: Mapping[str, Any],
+    dtype: str,
+    read: Callable[[TensorInfo], bytes],
+) -> tuple[tuple[TensorInfo, ...], tuple[str, ...]]:
+    """Replaces the encoded tensors of a checkpoint by the tensors that they decode to.
+
+    No data is read but small descriptions.
+
+    Args:
+        tensors: the tensors as they are stored.
+        config: the content of config.json.
+        exported: the content of hf_quant_config.json, which ModelOpt writes; empty if there is
+            none.
+        dtype: the tag to decode to where the source does not say: "BF16" or "F16".
+        read: reads a small tensor.
+
+    Returns:
+        tensors: in their order; those that are decoded have an `Encoding`.
+        notes: one line for the user if anything is decoded.
+
+    Raises:
+        SourceError: nf4conv does not decode the method, or tensors do not fit together; the
+            message names them.
+    """
+    description = describe(config, exported)
+    method = description.method
+    found: dict[str, TensorInfo] = {}
+    # every encoding has parts in a dtype that is not plain
+    if any(tensor.dtype not in PLAIN_DTYPES for tensor in tensors):
+        siblings = SiblingTensors(
+            by_name={tensor.name: tensor for tensor in tensors},
+            description=description,
+            dtype=dtype,
+            families=families_of(config),
+            read=read,
+        )
+        for tensor in tensors:
+            logical = decoded(tensor, siblings)
+            if logical is not None:
+                found[tensor.name] = logical
+    if not found and method is None:
+        _check_unused(tensors, method)
+        return tuple(tensors), ()
+    return _replaced(tensors, found, method), _notes(method, found)
+
+
+def _replaced(
+    tensors: Sequence[TensorInfo], found: Mapping[str, TensorInfo], method: str | None
+) -> tuple[TensorInfo, ...]:
+    """Puts decoded tensors in the place of their values, and drops their other parts.
+
+    Args:
+        tensors: the tensors as they are stored.
+        found: the decoded tensor by the name of its values.
+        method: quant_method of the config.
+    """
+    parts = set()
+    for logical in found.values():
+        assert logical.encoding is not None
+        for _, part in logical.encoding.parts:
+            parts.add(part.name)
+    decoded_names = {logical.name for logical in found.values()}
+    kept = []
+    rest = []
+    for tensor in tensors:
+        if tensor.name in found:
+            kept.append(found[tensor.name])
+        elif tensor.name in decoded_names:
+            raise SourceError.about(
+                tensor.file, tensor.name, "is there twice, as it is and quantized"
+            )
+        if tensor.name in parts or tensor.name.endswith(_ENDS_OF_ACTIVATIONS):
+            continue
+        if _only_describes(tensor, decoded_names):
+            continue
+        rest.append(tensor)
+        if tensor.name not in found:
+            kept.append(tensor)
+    _check_unused(rest, method)
+    return tuple(kept)
+
+
+def _only_describes(tensor: TensorInfo, decoded_names: Collection[str]) -> bool:
+    """Returns True if a tensor describes a decoded weight: W_shape, or what HQQ stores beside W."""
+    module, _, field = tensor.name.rpartition(".")
+    if field in hqq.FIELDS:
+        return f"{module}.weight" in decoded_names
+    return tensor.name.removesuffix("_shape") in decoded_names
+
+
+def _notes(method: str | None, found: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+    """Returns a line about what is decoded, if anything is."""
+    counts: Counter[str] = Counter()
+    for logical in found.values():
+        assert logical.encoding is not None
+        counts[logical.encoding.name] += 1
+    if not counts:
+        return ()
+    listed = ", ".join(f"{count:,} of {name}" for name, count in counts.items())
+    by = f" ({method})" if method else ""
+    return (f"the source is quantized{by}: {listed}",)
+
+
+def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
+    """Raises a SourceError if a tensor is part of a weight that no rule decodes."""
+    ends = _ENDS_OF_WEIGHTS
+    dtypes = _UNREAD_DTYPES
+    if method in ("gptq", "awq", "auto-round", "quark"):
+        # of activations that AWQ scales, which no plain model has; words in other layouts
+        ends += (".scales",)
+        dtypes += ("I32",)
+    for tensor in tensors:
+        is_unread = tensor.dtype in dtypes and tensor.encoding is None
+        if method is not None and _is_integer_matrix(tensor):
+            is_unread = True
+        if is_unread or tensor.name.endswith(ends):
+            raise SourceError.about(
+                tensor.file,
+                tensor.name,
+                "part of a weight that is already quantized in a "
+                "way that nf4conv does not decode; give the checkpoint that it was made from",
+            )
+
+
+def _is_integer_matrix(tensor: TensorInfo) -> bool:
+    """Returns True for a matrix of integers: no model has such a weight before it is quantized."""
+    is_matrix = tensor.name.endswith(".weight") and len(tensor.shape) > 1
+    return is_matrix and tensor.dtype in _INTEGER_DTYPES and tensor.encoding is None
