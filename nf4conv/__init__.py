@@ -21,7 +21,7 @@ For programs, the same in pieces: `quantize_checkpoint` and the others take opti
 import importlib
 from typing import TYPE_CHECKING, Final
 
-__version__ = "0.1.0"
+from nf4conv.version import __version__ as __version__
 
 if TYPE_CHECKING:
     # type checkers and editors read these imports; tests/test_layering.py holds the table to them

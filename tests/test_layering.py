@@ -17,6 +17,7 @@ PACKAGE = Path(nf4conv.__file__).parent
 
 # from the bottom to the top: a room may import those before it
 ORDER = (
+    "version",
     "errors",
     "declaring",
     "options",

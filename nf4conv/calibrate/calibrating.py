@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from nf4conv import __version__
 from nf4conv.calibrate.block import WeightGain, calibrate_block, restore_block
 from nf4conv.calibrate.gradients import OutputMoments
 from nf4conv.calibrate.hidden import HiddenStates
@@ -41,6 +40,7 @@ from nf4conv.run.filling import space_needed
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import CALIBRATED, WORK_FOLDER
+from nf4conv.version import __version__
 
 
 def calibrate(

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nf4conv import __version__
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import structure_of
 from nf4conv.declaring import deciding
@@ -33,6 +32,7 @@ from nf4conv.sources.stored_weights import split_component
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.files import space_taken
 from nf4conv.system.removal import remove
+from nf4conv.version import __version__
 
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
 

@@ -7,7 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nf4conv import __version__
 from nf4conv.declaring import deciding, typed
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
@@ -18,6 +17,7 @@ from nf4conv.sources.record import MAKING
 from nf4conv.sources.source import Source, source_stamps
 from nf4conv.sources.stamps import changed_files
 from nf4conv.sources.unfinished import LAST_FILES
+from nf4conv.version import __version__
 
 
 def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:

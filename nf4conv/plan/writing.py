@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Final
 
-from nf4conv import __version__
 from nf4conv.choose.experts.readers import Readers, readers_of
 from nf4conv.declaring import deciding
 from nf4conv.format.layout import Format
@@ -25,6 +24,7 @@ from nf4conv.plan.rows import DequantizationTotals, PlanRow, QuantizationTotals
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import record_of
 from nf4conv.sources.source import Source
+from nf4conv.version import __version__
 
 NO_CONFIG: Final = (
     "config.json is missing, so no library knows what to load; put the model's config.json beside "

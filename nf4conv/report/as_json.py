@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
-from nf4conv import __version__
 from nf4conv.report.results.checks import VerifyReport
 from nf4conv.report.results.contents import Environment, Evaluation, Evaluations, Inspection
 from nf4conv.report.results.runs import PlanReport, RunReport
+from nf4conv.version import __version__
 
 SCHEMA_VERSION: Final = 1
 """Grows when a field is renamed, is removed or changes its meaning; not when a field is added."""

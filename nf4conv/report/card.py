@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 import jinja2
 import yaml
 
-from nf4conv import __version__
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.plan.provenance import Provenance, not_packed
@@ -27,6 +26,7 @@ from nf4conv.sources.original_card import OWN_TAGS, OriginalCard, read_front_mat
 from nf4conv.sources.places import is_repo_id
 from nf4conv.sources.record import KEPT, PACKED, name_of
 from nf4conv.sources.source import AdapterFiles, Source
+from nf4conv.version import __version__
 
 if TYPE_CHECKING:
     from nf4conv.sources.remote.hub import Origin

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 
-from nf4conv import __version__
 from nf4conv.check.checks import (
     CHECKS,
     OF_FILES,
@@ -23,6 +22,7 @@ from nf4conv.report.rows.weights import CheckResult, ComparedTensors, WeightKind
 from nf4conv.report.tolerance import FOREIGN_ERROR
 from nf4conv.report.weights import weight_faults, weight_kinds, weight_row
 from nf4conv.sources.stored_weights import Finding, Structure
+from nf4conv.version import __version__
 
 
 @dataclass(frozen=True)

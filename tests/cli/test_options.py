@@ -180,7 +180,7 @@ def test_several_names_are_a_tuple_or_a_list_and_no_str(kind: Any, name: str):
         (RunOptions, "device", 0, "auto, cpu, cuda or cuda:N "),
         (RunOptions, "workers", True, "a whole number from 0 to 1024"),
         (RunOptions, "workers", 2000, "a whole number from 0 to 1024"),
-        (RunOptions, "part", "3/2", "auto, or I/N with I from 1 to N, such as 2/3"),
+        (RunOptions, "part", "3/2", "I/N with I from 1 to N, such as 2/3"),
     ],
 )
 def test_a_wrong_value_is_refused_as_it_is_typed(kind: Any, name: str, value: Any, expected: str):
@@ -232,7 +232,7 @@ def test_formats_are_those_of_the_codebook():
     [
         (["--blocksize", "100"], "--blocksize 100: expected one of 32, 64, "),
         (["--device", "gpu"], "--device gpu: expected auto, cpu, cuda or cuda:N (cuda is an"),
-        (["--part", "4/3"], "--part 4/3: expected auto, or I/N"),
+        (["--part", "4/3"], "--part 4/3: expected I/N"),
         (["--verify", "--tolerance", "-1"], "--tolerance -1.0: expected a relative error"),
         (["--tolerance", "0.1"], "--tolerance means nothing without --verify"),
     ],

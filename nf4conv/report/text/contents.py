@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from nf4conv import __version__
 from nf4conv.format.units import size
 from nf4conv.plan.rows import DequantizationTotals, PlanKind, QuantizationTotals
 from nf4conv.report.places import kind_name
@@ -15,6 +14,7 @@ from nf4conv.report.text.checks import MOST_FINDINGS, calibration_lines, count_t
 from nf4conv.report.text.tables import count_cell, table, two_digits_cell
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.record import recorded_weights
+from nf4conv.version import __version__
 
 _SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
 """Words for scales that are not absmax, as users read them."""
