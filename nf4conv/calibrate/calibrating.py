@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from nf4conv.calibrate.block import WeightGain, calibrate_block, restore_block
-from nf4conv.calibrate.gradients import OutputMoments
-from nf4conv.calibrate.hidden import HiddenStates
+from nf4conv.calibrate.gradients import find_output_moments, output_moments
+from nf4conv.calibrate.hidden import Budget, HiddenStates
 from nf4conv.calibrate.kept import (
     KeptFiles,
     Tensors,
@@ -25,10 +25,10 @@ from nf4conv.calibrate.kept import (
     digest_of_components,
 )
 from nf4conv.calibrate.model.flow import Call
-from nf4conv.calibrate.model.weights import WeightReader, open_reader
+from nf4conv.calibrate.model.weights import open_reader
 from nf4conv.calibrate.moments import BlockAtWork
 from nf4conv.calibrate.overlay import with_calibrated_weights
-from nf4conv.calibrate.session import Session
+from nf4conv.calibrate.session import PreparedCalibration, Session, dtype_on
 from nf4conv.errors import Nf4convError
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
@@ -53,14 +53,22 @@ def calibrate(
     device = TorchBackend(run.device).torch_device
     stamps = source_changes(plan.source)
     require_unchanged(plan.source, "since it was planned; run again")
-    session = Session(plan, device, out / WORK_FOLDER / CALIBRATED)
+    assert isinstance(plan.calibration, PreparedCalibration)
+    budget = Budget(plan.calibration.needs.memory_left(device))
+    made_by = _made_by(device, plan.calibration.transformers)
+    kept = KeptFiles(out / WORK_FOLDER / CALIBRATED, made_by)
     asked = fingerprint(plan, str(device))
-    with Workspace(out, asked, stamps, overwrite=run.overwrite, checksum=run.checksum) as folder:
-        work = _Work(session, progress)
-        folder.check_space(space_needed(plan, folder.finished) + work.space_needed())
+    dtype = dtype_on(device, plan.output.format)
+    with (
+        Workspace(out, asked, stamps, overwrite=run.overwrite, checksum=run.checksum) as folder,
+        open_reader(device, dtype) as reader,
+    ):
+        work = _Work(Session(plan, device, reader, kept, budget), progress)
+        folder.check_space(space_needed(plan, folder.finished) + work.space_needed(dtype))
         with _naming_memory(device), torch.no_grad():
             work.calibrate_all()
-        return replace(with_calibrated_weights(plan, work.components()), calibrated=work.result())
+        result = CalibrationResult(made_by, work.blocks())
+        return replace(with_calibrated_weights(plan, work.components()), calibrated=result)
 
 
 class _Work:
@@ -69,27 +77,24 @@ class _Work:
     def __init__(self, session: Session, progress: Callable[[int], None]) -> None:
         self._session = session
         self._calibration = session.calibration
+        self._kept = session.kept
         self._progress = progress
         self._told = 0
-        self._made_by = _made_by(session.device, self._calibration.transformers)
-        self._kept = KeptFiles(session.folder, self._made_by)
-        self._outputs = OutputMoments(session, self._kept)
         self._finished: dict[int, CalibratedBlock] = {}
 
-    def space_needed(self) -> int:
+    def space_needed(self, dtype: torch.dtype) -> int:
         """Returns the bytes that will be written to disk beside the result."""
         needs = self._calibration.needs
-        hidden = needs.hidden_elements * torch.empty(0, dtype=self._session.dtype).itemsize
+        hidden = needs.hidden_elements * dtype.itemsize
         there = 0
         for number in self._calibration.targets:
             file = self._kept.file(_name(number))
             there += file.stat().st_size if file.is_file() else 0
         return needs.disk_bytes - there + max(hidden - self._session.budget.left, 0)
 
-    def result(self) -> CalibrationResult:
+    def blocks(self) -> tuple[CalibratedBlock, ...]:
         """Returns what came of all blocks."""
-        blocks = [self._finished[number] for number in sorted(self._finished)]
-        return CalibrationResult(self._made_by, tuple(blocks))
+        return tuple(self._finished[number] for number in sorted(self._finished))
 
     def components(self) -> dict[str, TensorInfo]:
         """Returns where the components of all weights are, by their names."""
@@ -113,12 +118,11 @@ class _Work:
 
     def _calibrate(self, left: list[int]) -> None:
         """Calibrates some blocks; those before the last of them are run."""
-        with open_reader(self._session.device, self._session.dtype) as reader:
-            if self._calibration.outputs is not None:
-                self._outputs.find(left, reader, self._tell)
-            hidden, calls = self._session.embed(reader)
-            for number in range(max(left) + 1):
-                self._work_on(number, reader, hidden, calls)
+        if self._calibration.outputs is not None:
+            find_output_moments(self._session, left, self._tell)
+        hidden, calls = self._session.embed()
+        for number in range(max(left) + 1):
+            self._work_on(number, hidden, calls)
         hidden.remove()
 
     def _tell(self, count: int) -> None:
@@ -126,19 +130,12 @@ class _Work:
         self._told += count
         self._progress(count)
 
-    def _work_on(
-        self,
-        number: int,
-        reader: WeightReader,
-        hidden: HiddenStates,
-        calls: list[list[Call]],
-    ) -> None:
+    def _work_on(self, number: int, hidden: HiddenStates, calls: list[list[Call]]) -> None:
         """Calibrates a block, or fills it with what it was calibrated to, and runs it."""
-        blocks = self._calibration.flow.blocks
-        contents = self._session.fill_block(number, reader)
+        contents = self._session.fill_block(number)
         block = BlockAtWork(
-            path=f"{blocks.path}.{number}",
-            module=blocks.blocks[number],
+            path=f"{self._calibration.flow.blocks.path}.{number}",
+            module=self._session.blocks[number],
             contents=contents,
             targets=self._calibration.targets.get(number, ()),
             calls=[of_batch[number] for of_batch in calls],
@@ -150,7 +147,7 @@ class _Work:
         if kept is not None:
             restore_block(block, kept[0])
         elif block.targets:
-            weights, gains = calibrate_block(block, self._outputs.of_block(number))
+            weights, gains = calibrate_block(block, output_moments(self._session, number))
             tensors = components_of(weights, block.format)
             facts = {name: asdict(gain) for name, gain in gains.items()}
             self._kept.write(_name(number), tensors, facts)

@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nf4conv.calibrate.hidden import HiddenStates, give_back
-from nf4conv.calibrate.kept import KeptFiles, Tensors
+from nf4conv.calibrate.kept import Tensors
 from nf4conv.calibrate.model.flow import Call
-from nf4conv.calibrate.model.weights import WeightReader
 from nf4conv.calibrate.rounding import SecondMoments
 from nf4conv.calibrate.session import Session
 from nf4conv.calibrate.stages import Target, find_stages
@@ -24,142 +23,128 @@ from nf4conv.calibrate.windows import SEED
 from nf4conv.errors import OutputError, SourceError
 
 
-class OutputMoments:
-    """Finds the second moments of the gradients at outputs, and keeps them."""
+def output_moments(session: Session, number: int) -> Tensors:
+    """Returns the mean of g·gᵀ at the outputs of weights of a block, by the weight's name."""
+    if session.calibration.outputs is None:
+        return {}
+    found = session.kept.read(_name(number))
+    if found is None:
+        file = session.kept.file(_name(number))
+        raise OutputError(f"{file}: was changed while it was used; run again", path=file)
+    return {name: square.to(session.device) for name, square in found[0].items()}
 
-    def __init__(self, session: Session, kept: KeptFiles) -> None:
-        self._session = session
-        self._calibration = session.calibration
-        self._kept = kept
 
-    def of_block(self, number: int) -> Tensors:
-        """Returns the mean of g·gᵀ at the outputs of weights of a block, by the weight's name."""
-        if self._calibration.outputs is None:
-            return {}
-        found = self._kept.read(_name(number))
-        if found is None:
-            file = self._kept.file(_name(number))
-            raise OutputError(f"{file}: was changed while it was used; run again", path=file)
-        return {name: square.to(self._session.device) for name, square in found[0].items()}
+def find_output_moments(
+    session: Session, blocks: Iterable[int], progress: Callable[[int], None]
+) -> None:
+    """Makes the backward pass, unless it has been made for all of some blocks."""
+    calibration = session.calibration
+    if all(session.kept.read(_name(number)) is not None for number in blocks):
+        return
+    inputs, calls = _run_forward(session, progress)
+    give_back(session.device)
+    gradients = _gradients_behind(session, inputs[-1])
+    give_back(session.device)
+    inputs.pop().remove()
+    for number in reversed(range(calibration.blocks)):
+        _go_back(session, number, inputs.pop(), calls, gradients)
+        give_back(session.device)
+        progress(calibration.block_bytes[number])
+    gradients.remove()
 
-    def find(
-        self, blocks: Iterable[int], reader: WeightReader, progress: Callable[[int], None]
-    ) -> None:
-        """Makes the backward pass, unless it has been made for all of some blocks."""
-        if all(self._kept.read(_name(number)) is not None for number in blocks):
-            return
-        inputs, calls = self._run_forward(reader, progress)
-        give_back(self._session.device)
-        gradients = self._start(reader, inputs[-1])
-        give_back(self._session.device)
-        inputs.pop().remove()
-        for number in reversed(range(self._calibration.blocks)):
-            self._go_back(number, reader, inputs.pop(), calls, gradients)
-            give_back(self._session.device)
-            progress(self._calibration.block_bytes[number])
-        gradients.remove()
 
-    def _hidden_states(self) -> HiddenStates:
-        """Returns room for the hidden states of all windows, beside those before other blocks."""
-        session = self._session
-        return HiddenStates(session.device, 0, session.budget, session.folder)
+def _hidden_states(session: Session) -> HiddenStates:
+    """Returns room for the hidden states of all windows, beside those before other blocks."""
+    return HiddenStates(session.device, 0, session.budget, session.kept.folder)
 
-    def _run_forward(
-        self, reader: WeightReader, progress: Callable[[int], None]
-    ) -> tuple[list[HiddenStates], list[list[Call]]]:
-        """Returns the hidden states before each block and behind the last, and the calls."""
-        embedded, calls = self._session.embed(reader)
-        inputs = [embedded]
-        for number in range(self._calibration.blocks):
-            contents = self._session.fill_block(number, reader)
-            block = self._calibration.flow.blocks.blocks[number]
-            behind = self._hidden_states()
-            for batch, hidden in enumerate(inputs[-1].batches()):
-                behind.append(calls[batch][number].run(block, hidden))
-            inputs.append(behind)
-            contents.release()
-            progress(self._calibration.block_bytes[number])
-        return inputs, calls
 
-    def _start(self, reader: WeightReader, hidden: HiddenStates) -> HiddenStates:
-        """Returns the gradients behind the last block, for labels that the model would draw."""
-        flow = self._calibration.flow
-        contents = self._session.outside(reader)
-        flow.model.tie_weights()  # type: ignore[operator]
-        generator = torch.Generator(self._session.device)
-        generator.manual_seed(SEED)
-        gradients = self._hidden_states()
-        for ids, states in zip(self._session.batches, hidden.batches(), strict=True):
-            found = []
-            # one window at a time: the outputs of the head are the largest tensors
-            for window, behind in zip(torch.split(ids, 1), torch.split(states, 1), strict=True):
-                leaf = behind.detach().requires_grad_()
-                with torch.enable_grad():
-                    logits = flow.predictions(window.to(self._session.device), leaf).float()
-                    log_probabilities = logits.log_softmax(-1).flatten(0, -2)
-                    probabilities = log_probabilities.detach().exp()
-                    labels = torch.multinomial(probabilities, 1, generator=generator)
-                    log_likelihood = log_probabilities.gather(1, labels).sum()
-                    (gradient,) = torch.autograd.grad(log_likelihood, leaf)
-                found.append(gradient)
-            gradients.append(torch.cat(found))
+def _run_forward(
+    session: Session, progress: Callable[[int], None]
+) -> tuple[list[HiddenStates], list[list[Call]]]:
+    """Returns the hidden states before each block and behind the last, and the calls."""
+    embedded, calls = session.embed()
+    inputs = [embedded]
+    for number, block in enumerate(session.blocks):
+        contents = session.fill_block(number)
+        behind = _hidden_states(session)
+        for batch, hidden in enumerate(inputs[-1].batches()):
+            behind.append(calls[batch][number].run(block, hidden))
+        inputs.append(behind)
         contents.release()
-        flow.model.tie_weights()  # type: ignore[operator]  # a tied head would hold the embeddings
-        return gradients
+        progress(session.calibration.block_bytes[number])
+    return inputs, calls
 
-    def _go_back(
-        self,
-        number: int,
-        reader: WeightReader,
-        inputs: HiddenStates,
-        calls: Sequence[Sequence[Call]],
-        gradients: HiddenStates,
-    ) -> None:
-        """Adds up the gradients in a block, and replaces those behind it by those before it."""
-        device = self._session.device
-        contents = self._session.fill_block(number, reader)
-        block = self._calibration.flow.blocks.blocks[number]
-        first = next(inputs.batches())
-        targets = self._chosen(number, block, calls[0][number], first)
-        moments = {
-            target.job.name: SecondMoments.zeros(target.job.matrix.shape[0], device)
-            for target in targets
-        }
-        for batch, (hidden, behind) in enumerate(
-            zip(inputs.batches(), gradients.batches(), strict=True)
-        ):
-            leaf = hidden.detach().requires_grad_()
-            adds = batch < self._session.calibrating_batches
-            handles = [_watch(block, target, moments) for target in targets if adds]
-            # other ways to compute attention add gradients in an order that nobody knows
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                made = calls[batch][number].run(block, leaf)
-                (before,) = torch.autograd.grad(made, leaf, behind)
-            for handle in handles:
-                handle.remove()
-            gradients.replace(batch, before)
-        inputs.remove()
-        contents.release()
-        self._keep(number, moments)
 
-    def _chosen(
-        self, number: int, block: nn.Module, call: Call, hidden: torch.Tensor
-    ) -> list[Target]:
-        """Returns the weights of a block that are rounded with a view to their outputs."""
-        targets = [
-            target for target in self._calibration.targets.get(number, ()) if target.expert is None
-        ]
-        if self._calibration.outputs == "all" or not targets:
-            return targets
-        return list(find_stages(block, call, hidden, targets)[0].targets)
+def _gradients_behind(session: Session, hidden: HiddenStates) -> HiddenStates:
+    """Returns the gradients behind the last block, for labels that the model would draw."""
+    flow = session.calibration.flow
+    contents = session.outside()
+    flow.model.tie_weights()  # type: ignore[operator]
+    generator = torch.Generator(session.device)
+    generator.manual_seed(SEED)
+    gradients = _hidden_states(session)
+    for ids, states in zip(session.batches, hidden.batches(), strict=True):
+        found = []
+        # one window at a time: the outputs of the head are the largest tensors
+        for window, behind in zip(torch.split(ids, 1), torch.split(states, 1), strict=True):
+            leaf = behind.detach().requires_grad_()
+            with torch.enable_grad():
+                logits = flow.predictions(window.to(session.device), leaf).float()
+                log_probabilities = logits.log_softmax(-1).flatten(0, -2)
+                probabilities = log_probabilities.detach().exp()
+                labels = torch.multinomial(probabilities, 1, generator=generator)
+                log_likelihood = log_probabilities.gather(1, labels).sum()
+                (gradient,) = torch.autograd.grad(log_likelihood, leaf)
+            found.append(gradient)
+        gradients.append(torch.cat(found))
+    contents.release()
+    flow.model.tie_weights()  # type: ignore[operator]  # a tied head would hold the embeddings
+    return gradients
 
-    def _keep(self, number: int, moments: Mapping[str, SecondMoments]) -> None:
-        """Writes the mean moments of a block."""
-        for name, found in moments.items():
-            if not bool(found.sums.diagonal().sum().isfinite()):
-                raise SourceError(f"{name}: the gradients at its outputs hold NaN or infinity")
-        means = {name: found.mean() for name, found in moments.items()}
-        self._kept.write(_name(number), means, {})
+
+def _go_back(
+    session: Session,
+    number: int,
+    inputs: HiddenStates,
+    calls: Sequence[Sequence[Call]],
+    gradients: HiddenStates,
+) -> None:
+    """Adds up the gradients in a block, and replaces those behind it by those before it."""
+    contents = session.fill_block(number)
+    block = session.blocks[number]
+    targets = _chosen(session, number, calls[0][number], next(inputs.batches()))
+    moments = {}
+    for target in targets:
+        size = target.job.matrix.shape[0]
+        moments[target.job.name] = SecondMoments.zeros(size, session.device)
+    pairs = zip(inputs.batches(), gradients.batches(), strict=True)
+    for batch, (hidden, behind) in enumerate(pairs):
+        leaf = hidden.detach().requires_grad_()
+        adds = batch < session.calibrating_batches
+        handles = [_watch(block, target, moments) for target in targets if adds]
+        # other ways to compute attention add gradients in an order that nobody knows
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            made = calls[batch][number].run(block, leaf)
+            (before,) = torch.autograd.grad(made, leaf, behind)
+        for handle in handles:
+            handle.remove()
+        gradients.replace(batch, before)
+    inputs.remove()
+    contents.release()
+    for name, found in moments.items():
+        if not bool(found.sums.diagonal().sum().isfinite()):
+            raise SourceError(f"{name}: the gradients at its outputs hold NaN or infinity")
+    means = {name: found.mean() for name, found in moments.items()}
+    session.kept.write(_name(number), means, {})
+
+
+def _chosen(session: Session, number: int, call: Call, hidden: torch.Tensor) -> Sequence[Target]:
+    """Returns the weights of a block that are rounded with a view to their outputs."""
+    calibration = session.calibration
+    targets = [one for one in calibration.targets.get(number, ()) if one.expert is None]
+    if calibration.outputs == "all" or not targets:
+        return targets
+    return find_stages(session.blocks[number], call, hidden, targets)[0].targets
 
 
 def _name(number: int) -> str:
