@@ -9,7 +9,6 @@ import torch
 Tensors = dict[str, torch.Tensor]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GROUP: Final = 128
-HQQ_GROUP: Final = 64
 
 
 def words(*shape: int) -> torch.Tensor:
@@ -50,21 +49,6 @@ def awq(name: str, rows: int, columns: int) -> Tensors:
     }
 
 
-def hqq(name: str, rows: int, columns: int) -> Tensors:
-    module = name.removesuffix(".weight")
-    groups = rows * columns // HQQ_GROUP
-    packing = torch.tensor([ord(letter) for letter in "4bit_u8"], dtype=torch.uint8)
-    return {
-        f"{module}.W_q": words(groups // 2, HQQ_GROUP // 4).view(torch.uint8),
-        f"{module}.scale": scales(groups, 1),
-        f"{module}.zero": scales(groups, 1) * 500,
-        f"{module}.shape": torch.tensor([rows, columns]),
-        f"{module}.axis": torch.tensor(1, dtype=torch.int32),
-        f"{module}.group_size": torch.tensor(HQQ_GROUP, dtype=torch.int32),
-        f"{module}.packing": packing,
-    }
-
-
 INTEGERS: Final[dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, Any]]]] = {
     "int4 g32": (
         partial(int4, group_size=32),
@@ -83,5 +67,4 @@ INTEGERS: Final[dict[str, tuple[Callable[[str, int, int], Tensors], dict[str, An
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP}),
-    "hqq": (hqq, {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}),
 }

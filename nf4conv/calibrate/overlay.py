@@ -15,7 +15,7 @@ from nf4conv.format.dtypes import TAGS
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, nested_offset_of, parse_quant_state
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.quantization import QuantizationPlan
-from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import read_bytes
 from nf4conv.sources.tensors import TensorInfo
 

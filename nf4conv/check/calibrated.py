@@ -12,7 +12,7 @@ from typing import Final
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.errors import SourceError, named
-from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
+from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.record import MAKING, recorded_blocks
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo

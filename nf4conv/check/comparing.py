@@ -12,8 +12,7 @@ from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
 from nf4conv.models.experts import find_stack, single_expert
 from nf4conv.models.families import layouts_of
 from nf4conv.plan.joining import join_experts
-from nf4conv.sources.encodings.types.arranged import StackedExperts, Strided
-from nf4conv.sources.encodings.types.kinds import is_quantized
+from nf4conv.sources.arranged import StackedExperts, Strided
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
@@ -65,7 +64,7 @@ def _decoded_for(tensor: TensorInfo, other: TensorInfo) -> TensorInfo:
     A quantized weight is decoded to the dtype of the plain tensor that it is compared with. By way
     of its own dtype it would be rounded twice.
     """
-    is_packed = is_quantized(tensor) or isinstance(tensor.encoding, StackedExperts)
+    is_packed = tensor.is_quantized or isinstance(tensor.encoding, StackedExperts)
     # an expert's part of a stack of floats is as plain as the stack
     is_plain = other.encoding is None or isinstance(other.encoding, Strided)
     if is_packed and is_plain and other.dtype in DTYPE_NAMES:

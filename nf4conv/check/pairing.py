@@ -15,8 +15,7 @@ from nf4conv.models.module_names import HEADS, module_of
 from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.jobs import CopyJob, PackJob, footprint
 from nf4conv.plan.joining import join_experts
-from nf4conv.sources.encodings.cuts.rows import rows_of
-from nf4conv.sources.encodings.types.arranged import StackedExperts
+from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo
@@ -208,7 +207,7 @@ def _other_names(
         if single is not None and single.is_of_unsloth:
             stack = by_name.get(f"{single.experts}.{single.projection}_bias")
             if stack is not None and len(stack.shape) == 2 and single.expert < stack.shape[0]:
-                row = rows_of(stack, single.expert, single.expert + 1)
+                row = stack.rows(single.expert, single.expert + 1)
                 bias = row._replace(name=name, shape=stack.shape[1:])
                 yield name, _Alias(bias, frozenset({stack.name}))
         plain_name = name.replace(ROUTER_OF_UNSLOTH, ".router.")

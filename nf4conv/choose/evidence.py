@@ -23,7 +23,7 @@ from nf4conv.models.name_patterns import (
     is_numbered,
     place_below,
 )
-from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
+from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
 # bitsandbytes' CPU kernels take multiples of 32 rows, and fewer are not worth the loss

@@ -23,7 +23,7 @@ from nf4conv.format.units import size
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
+from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
 _HINTS: Final = {

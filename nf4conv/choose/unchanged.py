@@ -20,7 +20,7 @@ from nf4conv.format import dtypes, layout
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import Structure

@@ -33,7 +33,7 @@ from nf4conv.models.parsing import excess_of, parse_config
 from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.report.results.contents import Evaluation, Evaluations
 from nf4conv.run.device.on_torch.device import find_device
-from nf4conv.sources.encodings.description import describe
+from nf4conv.sources.foreign.config import describe
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.record import recorded_scales

@@ -8,7 +8,7 @@ sources ▸ check (quant states and config) ▸ report
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import look_at
@@ -23,18 +23,14 @@ from nf4conv.report.places import unusual
 from nf4conv.report.results.contents import Inspection
 from nf4conv.report.rows.inspection import InspectedKind, InspectedRow, InspectionTotals
 from nf4conv.sources.diffusers.folder import open_diffusers
-from nf4conv.sources.encodings.description import quantization_of
-from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
-from nf4conv.sources.encodings.types.scaled import Scaled
-from nf4conv.sources.encodings.types.ternary import Ternary
+from nf4conv.sources.foreign.config import quantization_of
+from nf4conv.sources.foreign.floats import Scaled
+from nf4conv.sources.foreign.integers import ENDS_OF_WORDS, PackedIntegers
 from nf4conv.sources.opening import open_stored, present_encoded
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import Finding, Structure, split_component
 from nf4conv.sources.tensors import TensorInfo
-
-_ENDS_OF_WORDS: Final = (".qweight", ".weight_packed", ".W_q", "_qdata")
-"""Ends of the names of tensors that hold packed integers."""
 
 
 @after_one_place(InspectOptions)
@@ -195,9 +191,7 @@ def _inspect_one(stored: Source) -> _Part:
 
 def _with_packed_integers(stored: Source) -> Source:
     """Presents packed integers, whose shapes say little, as the weights that they stand for."""
-    described = quantization_of(stored.config or {}) or {}
-    is_of_bitnet = described.get("quant_method") == "bitnet"  # whose words are bytes
-    if not is_of_bitnet and not any(_holds_words(tensor) for tensor in stored.tensors):
+    if not any(tensor.name.endswith(ENDS_OF_WORDS) for tensor in stored.tensors):
         return stored
     try:
         presented = present_encoded(stored)
@@ -217,13 +211,7 @@ def _is_shown_decoded(tensor: TensorInfo) -> bool:
     encoding = tensor.encoding
     if isinstance(encoding, Scaled):
         return encoding.values.name != tensor.name
-    return isinstance(encoding, PackedIntegers | HalfQuadratic | Ternary)
-
-
-def _holds_words(tensor: TensorInfo) -> bool:
-    """Returns True if a tensor is one of packed integers; the words of Quark are named `weight`."""
-    is_of_quark = tensor.dtype == "I32" and tensor.name.endswith(".weight_zero_point")
-    return is_of_quark or tensor.name.endswith(_ENDS_OF_WORDS)
+    return isinstance(encoding, PackedIntegers)
 
 
 def _describes_a_weight(tensor: TensorInfo) -> bool:

@@ -1,6 +1,6 @@
 """Plans the dequantization of one checkpoint, from its headers, quant states and config.
 
-The source presents quantized weights as the float tensors that they stand for: sources/encodings/.
+The source presents quantized weights as the float tensors that they stand for: sources/foreign/.
 So all that is left to do is to store them as such, and to take the quantization out of config.json.
 Weights of bitsandbytes that are to stay in 4 bits are copied as they are, all their tensors into
 one shard.
@@ -27,9 +27,8 @@ from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import DequantizationTotals, PlanRow
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
-from nf4conv.sources.encodings.types.arranged import StackedExperts
-from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
-from nf4conv.sources.encodings.types.kinds import is_quantized
+from nf4conv.sources.arranged import StackedExperts
+from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
@@ -101,7 +100,7 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     Raises:
         PlanError: the request cannot be met for this checkpoint.
     """
-    packed = {tensor.name for tensor in source.tensors if is_quantized(tensor)}
+    packed = {tensor.name for tensor in source.tensors if tensor.is_quantized}
     # a GGUF file becomes a folder of transformers even if nothing in it is decoded
     if not packed and not options.lora and not source.is_gguf:
         raise PlanError(f"{place}: no tensor of this checkpoint is quantized")
@@ -124,7 +123,7 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     if config is not None and not still_packed:
         config = _decoded_config(config, dtype)
     notes = notes_on_links(source)
-    is_of_others = any(is_quantized(tensor) and not is_in_4_bits(tensor) for tensor in tensors)
+    is_of_others = any(tensor.is_quantized and not is_in_4_bits(tensor) for tensor in tensors)
     if options.lora or is_of_others or source.is_gguf:
         notes = (*source.notes, *notes)
     return DequantizationPlan(options, source, output, config, notes)
@@ -174,7 +173,7 @@ def plan_unchanged_submodel(source: Source, options: DequantizeOptions) -> Dequa
 def has_wanted_weights(source: Source, options: DequantizeOptions) -> bool:
     """Returns True if the source has a quantized weight that the options ask to decode."""
     for tensor in source.tensors:
-        if is_quantized(tensor) and is_wanted(tensor.name, options.include, options.exclude):
+        if tensor.is_quantized and is_wanted(tensor.name, options.include, options.exclude):
             return True
     return False
 

@@ -15,8 +15,8 @@ from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.unchanged import Stored
 from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
 from nf4conv.format.layout import Component, Format, components
-from nf4conv.sources.encodings.types.arranged import StackedExperts
-from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.arranged import StackedExperts
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import TensorInfo
 
 ALIGNMENTS: Final = {dtype: max(bits // 8, 1) for dtype, bits in DTYPE_BITS.items()}

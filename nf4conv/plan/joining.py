@@ -12,7 +12,7 @@ from nf4conv.errors import SourceError
 from nf4conv.models.experts import ROUTER_OF_UNSLOTH, single_expert, stack_name
 from nf4conv.models.families import experts_in, is_gpt_oss, stacked_layouts
 from nf4conv.models.family_table import ExpertLayout
-from nf4conv.sources.encodings.types.arranged import StackedExperts
+from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.tensors import TensorInfo
 
 

@@ -9,18 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nf4conv.choose.unchanged import stored_format
 from nf4conv.errors import CodecError
 from nf4conv.format.dtypes import DTYPE_NAMES, STORAGE_DTYPES
-from nf4conv.format.gguf import PLAIN
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, parse_quant_state
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, format_of
-from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit, is_in_4_bits
-from nf4conv.sources.encodings.types.gguf import GgufBlocks
-from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
-from nf4conv.sources.encodings.types.merged import Merged
-from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
-from nf4conv.sources.encodings.types.ternary import Ternary
+from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.record import KEPT, PACKED, any_number, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.stored_weights import split_component
@@ -81,37 +74,14 @@ def _of_job(job: PackJob, format: Format) -> Provenance:
     if job.original is not None:
         calibrated = replace(format, scales="calibrated")
         is_from_4_bits = is_in_4_bits(job.original.source)
-        return Provenance(PACKED, _made_from(job.original.source), is_from_4_bits, calibrated)
+        return Provenance(PACKED, job.original.source.made_from, is_from_4_bits, calibrated)
     origin = PACKED if job.stored is None else KEPT
     return Provenance(
         origin=origin,
-        made_from=_made_from(job.source),
+        made_from=job.source.made_from,
         is_from_4_bits=is_in_4_bits(job.source),
         format=format_of(job, format),
     )
-
-
-def _made_from(tensor: TensorInfo) -> str:
-    """Returns what a tensor of the source is stored as, in the words of nf4conv.json."""
-    encoding = tensor.encoding
-    if encoding is None:
-        return DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
-    if isinstance(encoding, Bitsandbytes4bit):
-        return f"bitsandbytes {stored_format(tensor)}"
-    if isinstance(encoding, Merged):
-        return f"{_made_from(encoding.base)}, merged with adapters"
-    if isinstance(encoding, Bitsandbytes8bit):
-        return "bitsandbytes int8"
-    if isinstance(encoding, Fp4):
-        return "fp4 (e2m1)"
-    if isinstance(encoding, GgufBlocks) and encoding.block_type in PLAIN:
-        return _made_from(encoding.values)
-    if isinstance(encoding, PackedIntegers | HalfQuadratic | Ternary | GgufBlocks):
-        return encoding.name
-    _, values = encoding.parts[0]
-    if isinstance(encoding, Scaled) and values.dtype == "I8":
-        return encoding.name
-    return _made_from(values)
 
 
 def _copied(

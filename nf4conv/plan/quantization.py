@@ -20,8 +20,7 @@ from nf4conv.plan.calibration import Calibration, CalibrationResult
 from nf4conv.plan.jobs import Job, PackJob, Plan
 from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_links, plan_unchanged
-from nf4conv.sources.encodings.description import quantization_of
-from nf4conv.sources.encodings.types.kinds import is_of_few_bits
+from nf4conv.sources.foreign.config import quantization_of
 from nf4conv.sources.source import Source
 
 
@@ -198,7 +197,8 @@ def _notes_on_few_bits(output: Plan) -> Iterator[str]:
     """Says what packing costs that begins with integers of few bits."""
     count = 0
     for job in output.jobs:
-        if isinstance(job, PackJob) and is_of_few_bits(job.source):
+        encoding = job.source.unmerged.encoding
+        if isinstance(job, PackJob) and encoding is not None and encoding.has_few_bits:
             count += 1
     if count:
         yield (

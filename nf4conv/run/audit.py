@@ -20,7 +20,7 @@ from nf4conv.run.device.choice import Devices
 from nf4conv.run.shards import ShardProgress
 from nf4conv.run.tasks.prove import prove_copy, prove_written
 from nf4conv.run.worker import Worker
-from nf4conv.sources.encodings.cuts.pieces import Piece
+from nf4conv.sources.cutting import Piece
 from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import TensorInfo
 

@@ -6,15 +6,8 @@ from typing import Final, NamedTuple
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.plan.jobs import PackJob
-from nf4conv.sources.encodings.cuts.pieces import Piece, encoded_pieces, packed_pieces, plain_pieces
-from nf4conv.sources.encodings.cuts.rows import (
-    can_cut_rows,
-    is_stack_of_matrices,
-    matrix_of,
-    rows_of,
-    transposed,
-)
-from nf4conv.sources.encodings.types.bitsandbytes import packed_in_order
+from nf4conv.sources.cutting import Piece, encoded_pieces, packed_pieces, plain_pieces
+from nf4conv.sources.foreign.bitsandbytes import packed_in_order
 from nf4conv.sources.tensors import TensorInfo
 
 ENOUGH: Final = 2**62  # more elements, or bytes, than there are
@@ -66,9 +59,9 @@ def _matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
     if matrix.rows is None and packed_in_order(source) is not None:
         return packed_pieces(source, most, unit)
     if matrix.rows is not None:
-        if not can_cut_rows(source, matrix.rows[0]):
+        if not source.can_cut(matrix.rows[0]):
             return []
-        source = rows_of(source, *matrix.rows)
+        source = source.rows(*matrix.rows)
     return list(encoded_pieces(source, most, unit))
 
 
@@ -83,10 +76,10 @@ def located(job: PackJob) -> tuple[TensorInfo, PackedMatrix]:
     matrix = job.matrix
     if source.encoding is None:
         return source, matrix
-    if matrix.expert is not None and is_stack_of_matrices(source):
-        source = matrix_of(source, matrix.expert)
+    if matrix.expert is not None and source.is_stack:
+        source = source.matrix(matrix.expert)
         matrix = matrix._replace(expert=None)
-    flipped = transposed(source) if matrix.transpose else None
+    flipped = source.transposed() if matrix.transpose else None
     if flipped is not None:
         source = flipped
         matrix = matrix._replace(transpose=False, rows=matrix.columns, columns=matrix.rows)

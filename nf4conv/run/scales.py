@@ -17,8 +17,8 @@ from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.run.reading import open_reader
-from nf4conv.sources.encodings.types.arranged import StackedExperts
-from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.arranged import StackedExperts
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo

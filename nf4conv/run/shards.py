@@ -13,7 +13,7 @@ from nf4conv.plan.jobs import CopyJob, Entry, PackJob, Shard, component_name
 from nf4conv.report.measured import WeightResult
 from nf4conv.run.loop import Task
 from nf4conv.run.worker import Worker, Writable
-from nf4conv.sources.encodings.cuts.pieces import Piece
+from nf4conv.sources.cutting import Piece
 from nf4conv.sources.reader import Reader
 
 if TYPE_CHECKING:  # importing huggingface_hub takes a while

@@ -1,7 +1,7 @@
 """Opens a folder, a file or a repository of the Hub: reads its config and all tensors' headers.
 
 No tensor data is read. Weights are safetensors, or torch pickles where there are none. Tensors that
-another quantization encoded are presented as the float tensors they stand for (encodings/).
+another quantization encoded are presented as the float tensors they stand for (foreign/).
 """
 
 import logging
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from nf4conv.errors import AdapterError, SourceError, UndecodableError
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import SourceOptions
-from nf4conv.sources.encodings.encoded import decoded_tensors
-from nf4conv.sources.encodings.hqq import read_by_hqq
+from nf4conv.sources.foreign.presenting import decoded_tensors
 from nf4conv.sources.gguf.header import is_gguf
 from nf4conv.sources.gguf.opening import card_beside, open_gguf
 from nf4conv.sources.own_files import is_file, require_own
@@ -25,8 +24,7 @@ from nf4conv.sources.places import from_address, is_repo_id
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.sharded.headers import read_headers
 from nf4conv.sources.sharded.index import check_index, read_weight_map
-from nf4conv.sources.source import Source, read_tensor, read_together
-from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.source import Source, read_tensor
 from nf4conv.sources.unfinished import check_finished
 from nf4conv.sources.weight_files import (
     ADAPTER_CONFIG,
@@ -75,13 +73,7 @@ def present_encoded(opened: Source) -> Source:
     config = opened.config or {}
     exported = _exported(opened)
     dtype = "F16" if checkpoint_dtype(config) == "float16" else "BF16"
-    described = read_together(opened, list(read_by_hqq(opened.tensors)))
-
-    def read(tensor: TensorInfo) -> bytes:
-        if tensor.name in described:
-            return described[tensor.name]
-        return read_tensor(opened, tensor)
-
+    read = partial(read_tensor, opened)
     try:
         tensors, notes = decoded_tensors(opened.tensors, config, exported, dtype, read)
     except SourceError as error:

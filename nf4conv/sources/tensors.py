@@ -1,14 +1,19 @@
 """Describes the tensors of a checkpoint: where their bytes are, and how they are decoded.
 
 A tensor that is stored as it is has a dtype, a shape and a range of bytes. Any other tensor has an
-`Encoding` besides, which names the tensors that it is decoded from. encodings/types/ has the kinds
-of encodings, and encodings/rules.py finds out which one a tensor has.
+`Encoding` besides, which names the tensors that it is decoded from. foreign/ has those of other
+quantizations, gguf/blocks.py llama.cpp's, arranged.py and merged.py what nf4conv itself arranges.
 run/device/on_torch/reading.py and run/device/on_driver/batch/loading.py read and decode it.
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
 
 FileRange: TypeAlias = tuple[Path, int, int]  # (file, start, stop) in bytes
 
@@ -67,11 +72,89 @@ class TensorInfo(NamedTuple):
             return self.encoding.unmerged
         return self
 
+    @property
+    def is_quantized(self) -> bool:
+        """Returns True if a quantization encoded it, or what adapters are merged into."""
+        encoding = self.unmerged.encoding
+        return encoding is not None and encoding.is_quantization
+
+    @property
+    def made_from(self) -> str:
+        """Returns what it is stored as, in the words of nf4conv.json."""
+        if self.encoding is None:
+            return DTYPE_NAMES.get(self.dtype, self.dtype)
+        return self.encoding.made_from
+
+    @property
+    def rows_together(self) -> int | None:
+        """Returns how many rows of a matrix must stay together, such as those that share scales.
+
+        None if it cannot be cut into rows that are decoded alone.
+        """
+        if len(self.shape) != 2:
+            return None
+        return 1 if self.encoding is None else self.encoding.rows_together(self)
+
+    def can_cut(self, row: int) -> bool:
+        """Returns True if it can be cut before a row."""
+        together = self.rows_together
+        return together is not None and row % together == 0
+
+    def rows(self, start: int, stop: int) -> "TensorInfo":
+        """Returns rows start … stop: all rows, or some between two that `can_cut` allows."""
+        if (start, stop) == (0, self.shape[0] if self.shape else 1):
+            return self
+        if self.encoding is None:
+            return cut_rows(self, start, stop)
+        shape = (stop - start, *self.shape[1:])
+        return self._replace(shape=shape, encoding=self.encoding.rows(self, start, stop))
+
+    @property
+    def is_stack(self) -> bool:
+        """Returns True if `matrix` can take a matrix out of it."""
+        if len(self.shape) != 3:
+            return False
+        return self.encoding is None or self.encoding.is_stack(self)
+
+    def matrix(self, index: int) -> "TensorInfo":
+        """Returns one matrix of a stack."""
+        shape = self.shape[1:]
+        if self.encoding is None:
+            return cut_rows(self, index, index + 1)._replace(shape=shape)
+        return self._replace(shape=shape, encoding=self.encoding.matrix(self, index))
+
+    def transposed(self) -> "TensorInfo | None":
+        """Returns the transpose of a matrix, if that is how its parts lie; None otherwise."""
+        if self.encoding is None or len(self.shape) != 2:
+            return None
+        encoding = self.encoding.transposed()
+        if encoding is None:
+            return None
+        return self._replace(shape=self.shape[::-1], encoding=encoding)
+
+
+class Kernel(NamedTuple):
+    """Says what decodes a tensor on a GPU without torch (run/device/on_driver/)."""
+
+    maker: str  # the function of codec/kernels/ahead that makes the kernel
+    details: tuple[Any, ...]  # its arguments after the dtype of the result; dtypes as tags
+    # the parts and tables that it reads, in its order. What there is not is not read, but for
+    # scales: a 1.0 is in their place
+    pointers: tuple[str, ...] = ()
+    shape: tuple[int, int] = (0, 0)  # the rows and columns that it goes through
+    numbers: tuple[int, ...] = ()  # its arguments after these
+
 
 class Encoding:
-    """Tells how a tensor is decoded from others; encodings/types/ has the kinds."""
+    """Tells how a tensor is decoded from others.
+
+    Each kind is a frozen dataclass. Fields that hold tensors are its parts; what the other fields
+    hold says how these are decoded.
+    """
 
     __slots__ = ()
+
+    is_quantization: ClassVar[bool] = False  # True if the values lost precision when it was made
 
     @property
     def name(self) -> str:
@@ -79,17 +162,36 @@ class Encoding:
         raise NotImplementedError
 
     @property
+    def made_from(self) -> str:
+        """Returns what a weight was made from, in the words of nf4conv.json."""
+        return self.parts[0][1].made_from
+
+    @property
+    def has_few_bits(self) -> bool:
+        """Returns True if the values are integers of fewer than 8 bits."""
+        return False
+
+    @property
     def parts(self) -> Parts:
-        """Returns the tensors that are read to decode this one, with their roles."""
-        raise NotImplementedError
+        """Returns the tensors that are read to decode this one, with their roles.
+
+        A role is the name of the field, but the first one is "values". Tensors of one field are
+        numbered.
+        """
+        found: list[tuple[str, TensorInfo]] = []
+        for field in _names_of_fields(self.__class__):  # type: ignore[arg-type]
+            value = getattr(self, field)
+            if isinstance(value, TensorInfo):
+                found.append((field if found else "values", value))
+            elif type(value) is tuple:
+                for tensor in _tensors_in(value):
+                    found.append((str(len(found)) if found else "values", tensor))
+        return tuple(found)
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of all parts."""
-        total = 0
-        for _, part in self.parts:
-            total += part.nbytes
-        return total
+        return sum(part.nbytes for _, part in self.parts)
 
     @property
     def file_ranges(self) -> list[FileRange] | None:
@@ -103,4 +205,79 @@ class Encoding:
 
     def decodes_like(self, other: "Encoding") -> bool:
         """Returns True if parts of equal layout and equal bytes decode to equal tensors."""
-        raise NotImplementedError
+        if type(self) is not type(other) or self.settings != other.settings:
+            return False
+        return all(part.encoding is None for _, part in (*self.parts, *other.parts))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Returns the fields that say how parts are decoded."""
+        found = {}
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            holds_parts = isinstance(value, TensorInfo) or _holds_tensors(value)
+            if field.compare and not holds_parts:
+                found[field.name] = value
+        return found
+
+    def kernel(self, tensor: TensorInfo) -> Kernel | None:
+        """Returns what decodes a tensor on a GPU; None if only torch does."""
+        return None
+
+    def rows_together(self, tensor: TensorInfo) -> int | None:
+        """Returns how many rows of a matrix must stay together; None if it cannot be cut."""
+        return None
+
+    def rows(self, tensor: TensorInfo, start: int, stop: int) -> "Encoding":
+        """Returns the encoding of rows start … stop, multiples of `rows_together` or the end."""
+        raise AssertionError(f"{tensor.name}: {self.name} cannot be cut into rows")
+
+    def is_stack(self, tensor: TensorInfo) -> bool:
+        """Returns True if `matrix` can take matrices out of a tensor of three dimensions."""
+        return False
+
+    def matrix(self, tensor: TensorInfo, index: int) -> "Encoding":
+        """Returns the encoding of one matrix of a stack."""
+        raise AssertionError(f"{tensor.name}: {self.name} is no stack of matrices")
+
+    def transposed(self) -> "Encoding | None":
+        """Returns the encoding of the transpose, if that is how the parts lie; None otherwise."""
+        return None
+
+
+@cache
+def _names_of_fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def _tensors_in(value: tuple[Any, ...]) -> Iterator[TensorInfo]:
+    """Yields the tensors in nested tuples."""
+    for each in value:
+        if isinstance(each, TensorInfo):
+            yield each
+        elif type(each) is tuple:
+            yield from _tensors_in(each)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return type(value) is tuple and any(True for _ in _tensors_in(value))
+
+
+def cut_rows(part: TensorInfo, first: int, last: int) -> TensorInfo:
+    """Cuts along the first dimension of a tensor that is stored as it is."""
+    size = part.nbytes // part.shape[0]
+    return part._replace(
+        shape=(last - first, *part.shape[1:]),
+        start=part.start + first * size,
+        stop=part.start + last * size,
+    )
+
+
+def cut_elements(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
+    """Returns elements start … stop of a tensor that is stored as it is, in a flat shape."""
+    bits = DTYPE_BITS[tensor.dtype]
+    return tensor._replace(
+        shape=(stop - start,),
+        start=tensor.start + start * bits // 8,
+        stop=tensor.start + -(-stop * bits // 8),
+    )

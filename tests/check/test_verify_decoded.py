@@ -13,7 +13,7 @@ from checkpoints import write_source
 from comparing import compared
 from gguf_files import write_gguf
 from safetensors.torch import load_file
-from test_integer_uses import GPTQ, LLAMA_CONFIG, MAKERS_AND_HQQ, llama
+from test_integer_uses import GPTQ, LLAMA_CONFIG, MAKERS_AND_OTHERS, llama
 from test_integer_uses import write as write_integers
 from test_lora import write_adapter
 from test_verify import (
@@ -73,11 +73,11 @@ def write_one(folder: Path, kind: str) -> Path:
     if kind == "gptq, reordered":
         tensors = llama(lambda *shape, dtype: integers.gptq(*shape, dtype=dtype, is_reordered=True))
         return write_integers(folder, tensors, LLAMA_CONFIG, GPTQ)[0]
-    make, description = MAKERS_AND_HQQ[kind]
+    make, description = MAKERS_AND_OTHERS[kind]
     return write_integers(folder, llama(make), LLAMA_CONFIG, description)[0]
 
 
-KINDS = ("gguf", "bitsandbytes", "gptq, reordered", *MAKERS_AND_HQQ)
+KINDS = ("gguf", "bitsandbytes", "gptq, reordered", *MAKERS_AND_OTHERS)
 
 
 def assert_right(report: VerifyReport) -> None:

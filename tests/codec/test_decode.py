@@ -287,7 +287,7 @@ def test_4bit_is_dequantize_4bit(double_quant: bool):
         torch.randn(64, 96, dtype=torch.float16), double_quant=double_quant
     )
     parts = {"values": packed, **state.components()}
-    same_bits(decode_packed(parts, torch.float16), dequantize_4bit(packed, state))
+    same_bits(decode_packed(**parts, dtype=torch.float16), dequantize_4bit(packed, state))
 
 
 # --- shapes and refusals --------------------------------------------------------------------------

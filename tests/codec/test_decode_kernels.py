@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-from integers import Weight, awq, compressed, gptq, hqq, quark, torchao
+from integers import Weight, awq, compressed, gptq, torchao
 
 from nf4conv.codec.decode.fp4 import decode_fp4
-from nf4conv.codec.decode.halves import HalvesLayout, decode_halves
-from nf4conv.codec.decode.integers import IntegerLayout, decode_integers
+from nf4conv.codec.decode.integers import decode_integers
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
-from nf4conv.codec.kernels.decoding import fp4, halves, integers, scaled
+from nf4conv.codec.kernels.decoding import fp4, integers, scaled
+from nf4conv.format.integers import IntegerLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # the interpreter truncates where the GPU rounds to nearest
@@ -154,11 +154,10 @@ INTEGERS = {
     "rows with zero points in bytes": lambda dtype: compressed(
         40, 128, is_symmetric=False, has_packed_zeros=False, is_reordered=True, dtype=dtype
     ),
-    "Quark": lambda dtype: quark(72, 128, is_signed=True, dtype=dtype),
     "torchao": lambda dtype: torchao(37, 1088, dtype=dtype),
     "torchao in words": lambda dtype: torchao(40, 128, is_of_words=True, dtype=dtype),
 }
-SIGNED = ("torchao", "Quark")
+SIGNED = ("torchao",)
 NAMES = {
     "compressed-tensors": (
         "weight_packed",
@@ -235,42 +234,6 @@ def test_packed_integers_on_both_devices(case: str, dtype: torch.dtype):
             group_index=None if index is None else index.to(device),
         )
         same_bits(decoded, weight.decoded)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-def test_hqq(bits: int, axis: int, dtype: torch.dtype):
-    """The whole weight, a run within a part of it, and one that goes on in the next part."""
-    weight = hqq(60, 64, bits=bits, axis=axis, dtype=dtype)
-    words = weight.parts["W_q"].reshape(-1).to(DEVICE)
-    scale = weight.parts["scale"].reshape(-1).to(DEVICE)
-    zero = weight.parts["zero"].reshape(-1).to(DEVICE)
-    count = words.numel()
-    decoded = weight.decoded.view(-1)
-    for first, elements in ((0, 3840), (40, 301), (count - 50, 99)):
-        stop = min(first + elements, decoded.numel())
-        first_group = first // 32 if axis == 1 else 0
-        is_whole = stop - first > count
-        layout = HalvesLayout(
-            bits=bits,
-            axis=axis,
-            group_size=32,
-            groups=120,
-            words=count,
-            first=first,
-            elements=stop - first,
-            first_word=0 if is_whole else first,
-            first_group=first_group,
-        )
-        after = None
-        if stop > count and not is_whole:
-            after = words[: stop - count]
-        out = torch.empty(stop - first, dtype=dtype, device=DEVICE)
-        given = (words[layout.first_word :], scale[first_group:], zero[first_group:])
-        halves.decode_halves(*given, after, bits, axis, layout.numbers, out)
-        same_bits(out, decoded[first:stop])
-        same_bits(decode_halves(*given, layout, dtype, after), decoded[first:stop])
 
 
 @pytest.mark.gpu

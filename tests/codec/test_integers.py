@@ -7,11 +7,11 @@ import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from integers import Weight, awq, compressed, gptq, hqq, pack_stream
+from integers import Weight, awq, compressed, gptq, pack_stream
 
-from nf4conv.codec.decode.halves import HalvesLayout, decode_halves
-from nf4conv.codec.decode.integers import IntegerLayout, decode_integers, unpack
+from nf4conv.codec.decode.integers import decode_integers, unpack
 from nf4conv.errors import CodecError
+from nf4conv.format.integers import IntegerLayout
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 KIND = {2: torch.int16, 4: torch.int32}
@@ -116,27 +116,6 @@ def test_words_of_whole_codes_are_those_of_compressed_tensors_before_0_18(bits: 
     )
     decoded = decode(weight, "compressed-tensors", bits, 32, is_padded=True)
     same_bits(decoded, weight.decoded)
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
-def test_hqq_is_that_of_hqq(bits: int, axis: int, dtype: torch.dtype):
-    weight = hqq(96, 128, bits=bits, axis=axis, group_size=64, dtype=dtype)
-    parts = weight.parts
-    layout = HalvesLayout(
-        bits=bits,
-        axis=axis,
-        group_size=64,
-        groups=parts["scale"].numel(),
-        words=parts["W_q"].numel(),
-        first=0,
-        elements=96 * 128,
-        first_word=0,
-        first_group=0,
-    )
-    decoded = decode_halves(parts["W_q"], parts["scale"], parts["zero"], layout, dtype)
-    same_bits(decoded.view(96, 128), weight.decoded)
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False], ids=["symmetric", "zeros"])

@@ -258,22 +258,8 @@ _INTEGERS: dict[str, Callable[[Path], None]] = {
         partial(integers.gptq, version=2),
         partial(integers.gptq, bits=5, version=2),
     ),
-    "hqq": templates.integers(
-        {"quant_method": "hqq"}, integers.hqq, partial(integers.hqq, bits=3, axis=0)
-    ),
     "torchao": templates.torchao,
-    "Quark INT4": templates.integers(
-        {
-            "quant_method": "quark",
-            "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}},
-            "layer_quant_config": {"x": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block"}}},
-            "algo_config": [{"name": "awq"}],
-            "export": {"pack_method": "reorder"},
-        },
-        partial(integers.quark, is_signed=True),
-    ),
     "Quark MXFP4": templates.quark_mxfp4,
-    "BitNet": templates.bitnet,
     "torchao INT4": templates.integers(
         {
             "quant_method": "torchao",

@@ -132,14 +132,6 @@ def quark_mxfp4(folder: Path) -> None:
     write_encoded(folder, PLAIN | stored, description)
 
 
-def bitnet(folder: Path) -> None:
-    stored = {
-        DOWN: torch.randint(0, 256, (16, 128)).byte(),
-        f"{DOWN}_scale": torch.ones(1).bfloat16(),
-    }
-    write_encoded(folder, PLAIN | stored, {"quant_method": "bitnet", "linear_class": "bitlinear"})
-
-
 def torchao(folder: Path) -> None:
     stored = {
         f"{DOWN.replace('.weight', '')}._weight_qdata": torch.randint(-128, 127, (64, 128)).char(),

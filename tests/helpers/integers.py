@@ -1,7 +1,7 @@
 """Weights of packed integers, packed and decoded as the methods themselves do it.
 
-compressed-tensors is a package of the tests: its own functions pack and decode. GPTQModel, AutoAWQ
-and hqq are not, since they need the tools to build for a GPU. So what they do is restated here, an
+compressed-tensors is a package of the tests: its own functions pack and decode. GPTQModel and
+AutoAWQ are not, since they need the tools to build for a GPU. So what they do is restated here, an
 element at a time where that is clearer:
 
 GPTQ    GPTQModel 7.7.0: pack_original of gptqmodel/nn_modules/qlinear/__init__.py packs,
@@ -11,9 +11,6 @@ AWQ     AutoAWQ 0.2.9: WQLinear_GEMM.from_linear of awq/modules/linear/gemm.py p
         dequantize_gemm of awq/utils/packing_utils.py decodes
         AutoRound 0.16.1 packs 5 to 7 bits: auto_round_extension/torch/qlinear_torch.py and
         qlinear_torch_zp.py, auto_round/export/export_to_awq/utils.py
-HQQ     hqq 0.2.8: BitPack and Quantizer, as named below
-Quark   amd-quark 0.13: Pack_4_bits of quark/torch/utils/pack.py packs,
-        dequantize_int_per_group_affine of quark/torch/kernel/hw_emulation/ decodes
 torchao torchao 0.18: its classes and the names of their fields are in
         torchao/quantization/quantize_/workflows/int4/. Int4Tensor is packed by pack_int4 of
         mslk/quantize/shuffle.py; _bf16_activations_forward of Int4WeightFakeQuantizer in
@@ -146,29 +143,6 @@ def awq(
     return Weight(parts, decoded.t().contiguous())
 
 
-def quark(
-    rows: int,
-    columns: int,
-    *,
-    group_size: int = 32,
-    is_signed: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Weight:
-    groups = columns // group_size
-    least = -8 if is_signed else 0
-    codes = random_codes(columns, rows, bits=4) + least
-    zeros = random_codes(groups, rows, bits=4) + least
-    scales = random_scales(groups, rows, dtype=dtype)
-    parts = {
-        "weight": pack_awq(codes & 15),
-        "weight_scale": scales,
-        "weight_zero_point": pack_awq(zeros & 15),
-    }
-    difference = codes.float() - zeros.repeat_interleave(group_size, dim=0)
-    decoded = difference * scales.repeat_interleave(group_size, dim=0)
-    return Weight(parts, decoded.to(dtype).t().contiguous())
-
-
 # --- compressed-tensors ---------------------------------------------------------------------------
 
 
@@ -235,78 +209,6 @@ def pack_padded(codes: torch.Tensor, bits: int) -> torch.Tensor:
     for column in range(columns):
         words[:, column // in_word] |= codes[:, column].int() << (column % in_word * bits)
     return words
-
-
-# --- HQQ ------------------------------------------------------------------------------------------
-
-
-def hqq_scalar(value: object) -> torch.Tensor:
-    """What encode_safetensor_type of hqq/core/utils.py makes of a field."""
-    if isinstance(value, bool):
-        return torch.tensor(int(value), dtype=torch.uint8)
-    if isinstance(value, int):
-        return torch.tensor(value, dtype=torch.int32)
-    return torch.tensor([ord(letter) for letter in str(value)], dtype=torch.uint8)
-
-
-def pack_hqq(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[lines, codes] packed as BitPack of hqq/core/bitpack.py does: the first lines highest."""
-    if bits == 8:
-        return codes.to(torch.uint8)
-    in_word = 10 if bits == 3 else 8 // bits
-    lines = -(-len(codes) // in_word)
-    padded = torch.zeros((lines * in_word, codes.shape[1]), dtype=torch.int32)
-    padded[: len(codes)] = codes
-    words = torch.zeros((lines, codes.shape[1]), dtype=torch.int32)
-    for part in range(in_word):
-        words |= padded[part * lines : (part + 1) * lines] << bits * (in_word - 1 - part)
-    return words if bits == 3 else words.to(torch.uint8)
-
-
-def hqq(
-    rows: int,
-    columns: int,
-    *,
-    bits: int = 4,
-    group_size: int = 32,
-    axis: int = 1,
-    is_viewed: bool = False,
-    dtype: torch.dtype = torch.float16,
-) -> Weight:
-    groups = rows * columns // group_size
-    lines = (groups, group_size) if axis == 1 else (group_size, groups)
-    codes = random_codes(*lines, bits=bits)
-    scale = random_scales(groups, dtype=dtype).unsqueeze(axis)
-    zero = torch.rand(groups, generator=generator(groups)).mul(2**bits).to(dtype).unsqueeze(axis)
-    words = pack_hqq(codes, bits)
-    names = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
-    fields = {
-        "nbits": bits,
-        "group_size": group_size,
-        "axis": axis,
-        "packing": names[bits],
-        "unpack_view_dtype": "torch.uint8",
-        "view_as_float": is_viewed,
-        "quant_scale": False,
-        "quant_zero": False,
-        "compute_dtype": dtype,
-        "offload_meta": False,
-        "encoded_state_dict": True,
-        "stores_quant_config": True,
-        "channel_wise": True,
-        "optimize": True,
-        "round_zero": False,
-    }
-    parts = {
-        "W_q": words.view(dtype) if is_viewed else words,
-        "scale": scale,
-        "zero": zero,
-        "shape": torch.tensor([rows, columns]),
-    }
-    parts |= {name: hqq_scalar(value) for name, value in fields.items()}
-    # what Quantizer.dequantize of hqq/core/quantize.py does
-    decoded = ((codes.to(dtype) - zero) * scale).reshape(rows, columns)
-    return Weight(parts, decoded)
 
 
 # --- torchao --------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from nf4conv.run.device.on_driver import bundle
 from nf4conv.run.device.on_driver.bundle import load_bundles
 from nf4conv.run.device.on_driver.compiling import compile_kernels
 from nf4conv.run.device.on_driver.driver import CudaError
-from nf4conv.run.device.on_driver.kernels import Action, Purpose
+from nf4conv.run.device.on_driver.kernels import Purpose
 
 CONTENT = {"kernels": {}, "tables": {"a": "AAAA"}, "numbers": {"b": 1}}
-PURPOSE = Purpose(Action.PACK, ("bfloat16", "nf4", 64, "absmax"))
+PURPOSE = Purpose("encoder", ("bfloat16", "nf4", 64, "absmax"))
 
 
 class Gpu:

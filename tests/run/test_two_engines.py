@@ -244,15 +244,10 @@ def test_encoded_sources(tmp_path: Path, gpu: list[DriverBackend], kind: str):
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-QUARK = {
-    "quant_method": "quark",
-    "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}},
-}
 TORCHAO = {
     "quant_method": "torchao",
     "quant_type": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}},
 }
-HQQ = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}
 INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
     "GPTQ": (GPTQ, integers.gptq),
     "GPTQ in 3 bits": (
@@ -272,16 +267,13 @@ INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
     ),
     "torchao": (TORCHAO, integers.torchao),
     "torchao in words": (TORCHAO, partial(integers.torchao, is_of_words=True)),
-    "Quark": (QUARK, partial(integers.quark, is_signed=True)),
-    "HQQ": (HQQ, integers.hqq),
-    "HQQ in 3 bits along columns": (HQQ, partial(integers.hqq, bits=3, axis=0)),
 }
 
 
 def integer_source(folder: Path, kind: str) -> Path:
     description, make = INTEGERS[kind]
     tensors = {"model.norm.weight": torch.ones(64, dtype=torch.float16)}
-    several_pieces = (544, 128) if kind in ("GPTQ", "AWQ", "HQQ", "torchao") else (288, 128)
+    several_pieces = (544, 128) if kind in ("GPTQ", "AWQ", "torchao") else (288, 128)
     for name, shape in (
         ("mlp.up_proj", (160, 160)),
         ("mlp.down_proj", (96, 64)),
@@ -304,7 +296,7 @@ def test_packed_integers(
     assert len(gpu) == 1
 
 
-@pytest.mark.parametrize("kind", ["GPTQ", "rows", "HQQ"])
+@pytest.mark.parametrize("kind", ["GPTQ", "rows"])
 def test_verification_of_what_was_decoded(
     tmp_path: Path, gpu: list[DriverBackend], kind: str, monkeypatch: pytest.MonkeyPatch
 ):

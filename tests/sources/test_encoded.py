@@ -339,11 +339,6 @@ def awq_4bit() -> Encoded:
     return integer_weights(integers.awq, description)
 
 
-def hqq_4bit() -> Encoded:
-    description = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}
-    return integer_weights(integers.hqq, description, group_size=64)
-
-
 ENCODINGS = [
     fp8_blocks,
     fp8_blocks_of_powers_of_two,
@@ -363,7 +358,6 @@ ENCODINGS = [
     gptq_4bit,
     gptq_3bit_in_another_order,
     awq_4bit,
-    hqq_4bit,
     bitsandbytes_4bit,
     bitsandbytes_8bit,
 ]
@@ -515,7 +509,7 @@ def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        *((name, "packed integers in a layout of its own") for name in ("quanto", "sinq")),
+        *((name, "packed integers in a layout of its own") for name in ("quanto", "sinq", "hqq")),
         *((name, "a codebook of its own") for name in ("aqlm", "vptq", "spqr", "higgs")),
         *((name, "integers that lie as one kernel reads them") for name in ("marlin", "eetq")),
         ("fp_quant", "small floats in a layout of its own, or rotated"),

@@ -12,36 +12,27 @@ import torch
 
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.format.dtypes import DTYPE_BITS
+from nf4conv.format.integers import IntegerLayout
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import device_of
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_decoded
 from nf4conv.run.worker import Worker
-from nf4conv.sources.encodings.cuts.pieces import encoded_pieces, packed_pieces
-from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
-from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
-from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.sources.cutting import encoded_pieces, packed_pieces
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.foreign.floats import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.sources.foreign.integers import Awq, CompressedIntegers, Gptq, PackedIntegers
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import TensorInfo
 
 F8, F32, U8, I8, I32 = "F8_E4M3", "F32", "U8", "I8", "I32"
 
 
-def integers(packing: str, bits: int, **more: Any) -> Callable[..., PackedIntegers]:
-    return partial(
-        PackedIntegers,
-        group_index=None,
-        packing=packing,
-        bits=bits,
-        columns=64,
-        group_size=16,
-        **more,
-    )
+def integers(kind: type[PackedIntegers], bits: int, **more: Any) -> Callable[..., PackedIntegers]:
+    codes = IntegerLayout(PACKINGS[kind], bits, columns=64, group_size=16, **more)
+    return partial(kind, zeros=None, group_index=None, codes=codes)
 
 
-def halves(bits: int, axis: int, group_size: int = 16) -> Callable[..., HalfQuadratic]:
-    return partial(HalfQuadratic, bits=bits, axis=axis, group_size=group_size, elements=300 * 64)
-
-
+PACKINGS = {CompressedIntegers: "compressed-tensors", Gptq: "GPTQ", Awq: "AWQ"}
 CASES = {
     "one scale for all": (Scaled, (300, 64), {"values": (F8, (300, 64)), "scale": (F32, ())}),
     "a scale for each row": (
@@ -95,59 +86,34 @@ CASES = {
         {"values": (U8, (300, 32)), "scale": (F8, (300, 4)), "divisor": (F32, (1,))},
     ),
     "words of rows": (
-        integers("compressed-tensors", 4, zeros=None),
+        integers(CompressedIntegers, 4),
         (300, 64),
         {"values": (I32, (300, 8)), "scale": (F32, (300, 4))},
     ),
     "words of rows with zero points": (
-        integers("compressed-tensors", 8),
+        integers(CompressedIntegers, 8),
         (300, 64),
         {"values": (I32, (300, 16)), "scale": (F32, (300, 4)), "zeros": (I32, (75, 4))},
     ),
     "words of rows with zero points in bytes": (
-        integers("compressed-tensors", 4),
+        integers(CompressedIntegers, 4),
         (300, 64),
         {"values": (I32, (300, 8)), "scale": (F32, (300, 4)), "zeros": (I8, (300, 4))},
     ),
     "GPTQ": (
-        integers("GPTQ", 4, zeros_less_one=True),
+        integers(Gptq, 4, zeros_less_one=True),
         (300, 64),
         {"values": (I32, (8, 300)), "scale": (F32, (4, 300)), "zeros": (I32, (4, 38))},
     ),
     "GPTQ in 3 bits": (
-        integers("GPTQ", 3),
+        integers(Gptq, 3),
         (320, 64),
         {"values": (I32, (6, 320)), "scale": (F32, (4, 320)), "zeros": (I32, (4, 30))},
     ),
     "AWQ": (
-        integers("AWQ", 4),
+        integers(Awq, 4),
         (296, 64),
         {"values": (I32, (64, 37)), "scale": (F32, (4, 296)), "zeros": (I32, (4, 37))},
-    ),
-    "HQQ": (
-        halves(4, 1),
-        (300, 64),
-        {"words": (U8, (9600,)), "scales": (F32, (1200, 1)), "zeros": (F32, (1200, 1))},
-    ),
-    "HQQ in groups that rows cut": (
-        halves(2, 1, group_size=96),
-        (300, 64),
-        {"words": (U8, (4800,)), "scales": (F32, (200, 1)), "zeros": (F32, (200, 1))},
-    ),
-    "HQQ in 3 bits": (
-        halves(3, 1),
-        (300, 64),
-        {"words": (I32, (1920,)), "scales": (F32, (1200, 1)), "zeros": (F32, (1200, 1))},
-    ),
-    "HQQ in 8 bits along columns": (
-        halves(8, 0),
-        (300, 64),
-        {"words": (U8, (19200,)), "scales": (F32, (1, 1200)), "zeros": (F32, (1, 1200))},
-    ),
-    "HQQ in 3 bits along columns": (
-        halves(3, 0),
-        (300, 64),
-        {"words": (I32, (2400,)), "scales": (F32, (1, 1200)), "zeros": (F32, (1, 1200))},
     ),
     "experts of gpt-oss": (
         partial(Fp4, is_transposed=True),

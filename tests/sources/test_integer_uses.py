@@ -16,7 +16,7 @@ from adapters import load, train
 from calibrations import make_model, make_text
 from evaluated import evaluated
 from hub_server import Hub, Repo
-from integers import Weight, awq, compressed, gptq, hqq, quark, torchao
+from integers import Weight, awq, compressed, gptq, torchao
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,7 +48,6 @@ PACKED = {
     },
     "ignore": ["lm_head", "re:.*self_attn.*", "re:.*vision.*"],
 }
-HQQ = {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}
 MAKERS = {"gptq": (gptq, GPTQ), "awq": (awq, AWQ), "compressed": (compressed, PACKED)}
 AUTO_ROUND = {
     "quant_method": "auto-round",
@@ -56,19 +55,13 @@ AUTO_ROUND = {
     "bits": 4,
     "group_size": 32,
 }
-QUARK = {
-    "quant_method": "quark",
-    "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}},
-}
 TORCHAO = {
     "quant_method": "torchao",
     "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}}},
 }
-MAKERS_AND_HQQ = MAKERS | {
-    "hqq": (hqq, HQQ),
+MAKERS_AND_OTHERS = MAKERS | {
     "auto-round": (partial(gptq, version=2), AUTO_ROUND),
     "torchao": (torchao, TORCHAO),
-    "quark": (partial(quark, is_signed=True), QUARK),
 }
 
 
@@ -138,18 +131,16 @@ def same(one: Path, other: Path) -> None:
         assert same_bytes, name
 
 
-@pytest.mark.parametrize("method", MAKERS_AND_HQQ)
+@pytest.mark.parametrize("method", MAKERS_AND_OTHERS)
 def test_inspect_names_method_bits_and_groups(tmp_path: Path, method: str):
-    make, description = MAKERS_AND_HQQ[method]
+    make, description = MAKERS_AND_OTHERS[method]
     source, plain = write(tmp_path / "source", llama(make), LLAMA_CONFIG, description)
     found = inspect_checkpoint(source)
     packing = {
         "gptq": "GPTQ",
         "awq": "AWQ",
         "compressed": "compressed-tensors",
-        "hqq": "HQQ",
         "auto-round": "GPTQ",
-        "quark": "AWQ",
     }.get(method, method)
     [kind] = [kind for kind in found.kinds if kind.kind == "mlp.up_proj"]
     assert kind.formats == (f"{packing} 4-bit, groups of 32",)
@@ -186,9 +177,9 @@ def test_old_releases_describe_gptq_and_awq_in_a_file_of_its_own(tmp_path: Path)
         assert not (tmp_path / f"{method}-out" / name).exists()
 
 
-@pytest.mark.parametrize("method", MAKERS_AND_HQQ)
+@pytest.mark.parametrize("method", MAKERS_AND_OTHERS)
 def test_adapters_are_merged(tmp_path: Path, method: str):
-    make, description = MAKERS_AND_HQQ[method]
+    make, description = MAKERS_AND_OTHERS[method]
     source, plain = write(tmp_path / "source", llama(make), LLAMA_CONFIG, description)
     train(
         load(plain, dtype=torch.float32), tmp_path / "adapter", target_modules=["q_proj", "up_proj"]
@@ -211,9 +202,9 @@ def test_parts_join_to_the_whole(tmp_path: Path, method: str):
     same(tmp_path / "out", plain)
 
 
-@pytest.mark.parametrize("method", MAKERS_AND_HQQ)
+@pytest.mark.parametrize("method", MAKERS_AND_OTHERS)
 def test_streamed_from_the_hub(tmp_path: Path, hub: Hub, method: str):
-    make, description = MAKERS_AND_HQQ[method]
+    make, description = MAKERS_AND_OTHERS[method]
     source, plain = write(tmp_path / "source", llama(make), LLAMA_CONFIG, description)
     hub.repos["org/model"] = Repo()
     hub.repos["org/model"].commit({file.name: file.read_bytes() for file in source.iterdir()})

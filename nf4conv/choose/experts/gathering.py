@@ -9,7 +9,7 @@ from nf4conv.choose.experts.stacks import cut_stack, sizes_of
 from nf4conv.errors import PlanError
 from nf4conv.models.experts import SINGLE_WEIGHT, FoundStack, find_stack, partner_names
 from nf4conv.models.families import layouts_of
-from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
+from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
 PACKED_BY_DEFAULT: Final = True

@@ -8,7 +8,7 @@ from nf4conv.choose.experts.gathering import Experts
 from nf4conv.errors import PlanError
 from nf4conv.models.experts import SINGLE_WEIGHT
 from nf4conv.models.families import experts_in, has_uneven_experts
-from nf4conv.sources.encodings.types.bitsandbytes import is_in_4_bits
+from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
 _Layers: TypeAlias = Mapping[str, Mapping[str, Mapping[int, TensorInfo]]]

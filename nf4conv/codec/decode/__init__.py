@@ -1,4 +1,5 @@
 """Decodes tensors that another quantization encoded: by Triton on a GPU, by torch elsewhere.
 
-sources/encodings/types/ describes the encodings; run/device/on_torch/reading.py calls the decoders.
+sources/foreign/ describes the encodings and names the decoders, which
+run/device/on_torch/reading.py calls.
 """

@@ -21,7 +21,6 @@ torchao             [rows, words]: a stream for each row. Signed codes have zero
                     0.18. Unsigned ones have zero points in int8: Int4PlainInt32Tensor
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -29,40 +28,10 @@ import torch
 from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.decode.scaled import chunks
 from nf4conv.errors import CodecError
+from nf4conv.format.integers import WORD, IntegerLayout
 
 _PLACES_IN_AWQ: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in its word each of 8 neighbouring codes of AWQ is."""
-
-_WORD: Final = 32
-"""Bits of a word; as many rows share whole words, whatever the bits of a code."""
-
-
-@dataclass(frozen=True)
-class IntegerLayout:
-    """Tells how the codes of a weight lie.
-
-    Attributes:
-        packing: "compressed-tensors", "GPTQ", "AWQ" or "torchao".
-        bits: of a code: 1 to 8.
-        columns: of the weight.
-        group_size: columns that share a scale, unless a group index says which.
-        zeros_less_one: True if zero points are stored one too small.
-        is_padded: True if no code crosses the border of two words.
-        is_signed: True if codes, and packed zero points, are in two's complement.
-    """
-
-    packing: str
-    bits: int
-    columns: int
-    group_size: int
-    zeros_less_one: bool = False
-    is_padded: bool = False
-    is_signed: bool = False
-
-    @property
-    def has_kernel(self) -> bool:
-        """Returns True if the kernel decodes it; torch's operations decode the rest."""
-        return not self.is_padded and (self.packing != "AWQ" or self.bits == 4)
 
 
 def decode_integers(
@@ -118,7 +87,7 @@ def decode_integers(
     factors = scale.to(torch.float32).contiguous()
     zero_points = _zero_points(zeros, layout, rows)
     added = _added_zero_points(zeros)
-    for part in chunks(factors, layout.columns, _WORD):
+    for part in chunks(factors, layout.columns, WORD):
         decoded = _codes(values, part, layout).to(torch.float32)
         subtracted = zero_points if zero_points.dim() == 0 else zero_points[part]
         addends = None if added is None else added[part]
@@ -195,8 +164,8 @@ def _stored_codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> t
     if layout.packing == "GPTQ":
         words = values[:, part].t().contiguous()
         return unpack(words, layout.bits)[:, : layout.columns]
-    first = part.start * layout.bits // _WORD
-    last = -(-part.stop * layout.bits // _WORD)
+    first = part.start * layout.bits // WORD
+    last = -(-part.stop * layout.bits // WORD)
     rows = part.stop - part.start
     if layout.bits == 4:
         return _interleaved_rows(values[:, first:last])[:rows]
@@ -229,8 +198,6 @@ def _zero_points(zeros: torch.Tensor | None, layout: IntegerLayout, rows: int) -
         found = _in_order(unpack(zeros.contiguous(), bits))
     else:
         found = _gptq_zero_points(zeros, layout)
-    if layout.is_signed:
-        found = found ^ middle
     return found[:, :rows].t().to(torch.float32).contiguous()
 
 
@@ -246,9 +213,9 @@ def _gptq_zero_points(zeros: torch.Tensor, layout: IntegerLayout) -> torch.Tenso
     bits = layout.bits
     if not layout.zeros_less_one:
         return unpack(zeros.contiguous(), bits)
-    if _WORD % bits != 0:  # codes cross the borders of words, so loaders add to each
+    if WORD % bits != 0:  # codes cross the borders of words, so loaders add to each
         return (unpack(zeros.contiguous(), bits) + 1) & ((1 << bits) - 1)
-    ones = sum(1 << place for place in range(0, _WORD, bits))
+    ones = sum(1 << place for place in range(0, WORD, bits))
     return unpack(zeros.contiguous() + ones, bits)
 
 
@@ -257,10 +224,10 @@ def _stream(words: torch.Tensor, layout: IntegerLayout) -> torch.Tensor:
     bits = layout.bits
     if layout.is_padded:
         mask = 2**bits - 1
-        codes = [(words >> shift) & mask for shift in range(0, _WORD - bits + 1, bits)]
+        codes = [(words >> shift) & mask for shift in range(0, WORD - bits + 1, bits)]
         return torch.stack(codes, dim=-1).flatten(-2).to(torch.uint8)
     missing = -words.shape[1] % bits
-    if _WORD % bits != 0 and missing:  # the last words of a stream may be cut off
+    if WORD % bits != 0 and missing:  # the last words of a stream may be cut off
         nothing = words.new_zeros((words.shape[0], missing))
         words = torch.cat([words, nothing], dim=1)
     return unpack(words, bits)

@@ -15,7 +15,7 @@ from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.report.measured import PieceDifference, PieceErrors
 from nf4conv.run.pieces import WeightPiece
-from nf4conv.sources.encodings.cuts.pieces import Piece
+from nf4conv.sources.cutting import Piece
 from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import TensorInfo
 

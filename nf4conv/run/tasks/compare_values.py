@@ -9,7 +9,7 @@ from nf4conv.run.device.protocol import PairOfPieces
 from nf4conv.run.grouping import batches
 from nf4conv.run.loop import Task
 from nf4conv.run.worker import Backend, Worker
-from nf4conv.sources.encodings.cuts.pieces import pieces_alike, share_parts
+from nf4conv.sources.cutting import pieces_alike, share_parts
 
 _SLACK = 2**12  # bytes that two pieces take beside those that grow with them
 

@@ -38,11 +38,10 @@ from nf4conv.run.device.protocol import Gathered
 from nf4conv.run.loop import Task
 from nf4conv.run.pieces import pieces_of, weight_pieces
 from nf4conv.run.worker import Activity, Worker
-from nf4conv.sources.encodings.cuts.lines import cut_elements
-from nf4conv.sources.encodings.cuts.packed_runs import cut_parts, packed_spans
-from nf4conv.sources.encodings.cuts.pieces import Piece
+from nf4conv.sources.cutting import Piece
+from nf4conv.sources.foreign.bitsandbytes import cut_parts, packed_spans
 from nf4conv.sources.stored_weights import StoredWeight
-from nf4conv.sources.tensors import FileRange, TensorInfo
+from nf4conv.sources.tensors import FileRange, TensorInfo, cut_elements
 
 _TIE: Final = 2.0**-18
 """Relative to absmax: how much nearer another code may be, for the rounding of the reciprocal and

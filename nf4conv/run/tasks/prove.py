@@ -31,8 +31,8 @@ from nf4conv.run.tasks.compare_bytes import StoredBytes, byte_tasks, is_same, st
 from nf4conv.run.tasks.convert import write_converted
 from nf4conv.run.tasks.shard import shard_tasks
 from nf4conv.run.worker import Worker
-from nf4conv.sources.encodings.cuts.pieces import Piece
-from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.cutting import Piece
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import TensorInfo

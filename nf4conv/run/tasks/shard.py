@@ -18,7 +18,7 @@ from nf4conv.run.tasks.convert import convert, convert_pieces
 from nf4conv.run.tasks.copy import copy_as_it_is, copy_stored_weight
 from nf4conv.run.tasks.pack import pack_batch, pack_pieces
 from nf4conv.run.worker import Backend
-from nf4conv.sources.encodings.cuts.pieces import share_parts
+from nf4conv.sources.cutting import share_parts
 
 
 def shard_tasks(

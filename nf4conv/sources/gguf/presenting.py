@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.gguf import FUSED, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
-from nf4conv.sources.encodings.types.arranged import StackedExperts
-from nf4conv.sources.encodings.types.gguf import GgufBlocks
+from nf4conv.sources.arranged import StackedExperts
+from nf4conv.sources.gguf.blocks import GgufBlocks
 from nf4conv.sources.gguf.families import CHANNELS, FLAT, GgufFamily, Join
 from nf4conv.sources.gguf.header import GgufTensor
 from nf4conv.sources.gguf.joining import Piece, count_matrices, matrix_of

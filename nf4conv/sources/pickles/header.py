@@ -23,7 +23,7 @@ from typing import IO, Any, Final, cast
 
 from nf4conv.errors import SourceError, named
 from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS
-from nf4conv.sources.encodings.types.arranged import Strided
+from nf4conv.sources.arranged import Strided
 from nf4conv.sources.header import check_name
 from nf4conv.sources.pickles.program import run_pickle
 from nf4conv.sources.pickles.values import PickleError, Storage, StoredTensor

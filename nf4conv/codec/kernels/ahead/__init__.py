@@ -1,14 +1,13 @@
 """Says what kernels a program without torch and Triton takes for a purpose.
 
-Each function that returns a `Codec` is named by a value of the engine's Action. Its `device` is
-where the kernels will run; on a CPU they are for Triton's interpreter, without inline assembly.
-compiling.py compiles them.
+Each function returns a `Codec`. Its `device` is where the kernels will run; on a CPU they are for
+Triton's interpreter, without inline assembly. compiling.py compiles them. Encodings in sources/
+name the functions that decode them.
 """
 
 from nf4conv.codec.kernels.ahead.codec import Codec as Codec
 from nf4conv.codec.kernels.ahead.encoded import fp4_decoder as fp4_decoder
 from nf4conv.codec.kernels.ahead.encoded import ggml_decoder as ggml_decoder
-from nf4conv.codec.kernels.ahead.encoded import halves_decoder as halves_decoder
 from nf4conv.codec.kernels.ahead.encoded import integer_decoder as integer_decoder
 from nf4conv.codec.kernels.ahead.encoded import scaled_decoder as scaled_decoder
 from nf4conv.codec.kernels.ahead.vectors import caster as caster

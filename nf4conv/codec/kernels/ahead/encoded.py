@@ -4,7 +4,7 @@ import torch
 
 from nf4conv.codec.kernels.ahead.codec import INT32, UINT8, Codec
 from nf4conv.codec.kernels.compiling import Variant
-from nf4conv.codec.kernels.decoding import fp4, ggml, halves, integers, scaled
+from nf4conv.codec.kernels.decoding import fp4, ggml, integers, scaled
 from nf4conv.codec.kernels.decoding.scaled import kind_of, stored
 
 
@@ -208,33 +208,3 @@ def ggml_decoder(
     )
     numbers = {"rows": ggml.TILE_ROWS.value, "columns": ggml.TILE_COLUMNS.value}
     return Codec({"decode": kernel}, {}, numbers)
-
-
-def halves_decoder(
-    _device: torch.device, out: torch.dtype, scale: torch.dtype, bits: int, axis: int
-) -> Codec:
-    """Returns what decodes weights of HQQ, see halves.decode_halves.
-
-    Args:
-        _device: of the kernels, which are the same on all.
-        out: dtype of the result: float32, float16 or bfloat16.
-        scale: dtype of the scales.
-        bits: of a code.
-        axis: 1 if groups are runs of elements, 0 if their elements are at equal distances.
-
-    Returns:
-        kernels: "within", "across": for one run of words, and for two.
-        tables: none.
-        numbers: "tile", elements that a program decodes.
-    """
-    words = INT32 if bits == 3 else UINT8
-    example_scale = torch.empty(0, dtype=scale)
-    pointers = (words, words, example_scale, example_scale, torch.empty(0, dtype=out))
-    numbers = (1, 1, 1, 1, 1, 1)
-    kernels = {}
-    for name, goes_on in (("within", False), ("across", True)):
-        constants = (bits, axis, goes_on)
-        kernels[name] = Variant(
-            halves.halves_kernel, (*pointers, *numbers, *constants), halves.NUM_WARPS
-        )
-    return Codec(kernels, {}, {"tile": halves.TILE.value})

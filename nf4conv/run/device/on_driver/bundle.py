@@ -76,7 +76,7 @@ def _key(capability: tuple[int, int], purpose: Purpose) -> str:
     digest = hashlib.sha256(_sources())
     choice = (
         capability,
-        purpose.action.value,
+        purpose.maker,
         *purpose.details,
         version_of("torch"),
         version_of("triton"),

@@ -7,11 +7,11 @@ from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.on_driver.batch.decoding import kernels_for_tensor
-from nf4conv.run.device.on_driver.kernels import Action, Purpose
+from nf4conv.run.device.on_driver.kernels import Purpose
 from nf4conv.run.pieces import ENOUGH, located, pieces_of, whole_weight
-from nf4conv.sources.encodings.cuts.pieces import pieces_alike
-from nf4conv.sources.encodings.types.arranged import Excerpt, Joined, StackedExperts
-from nf4conv.sources.encodings.types.merged import Merged
+from nf4conv.sources.arranged import Excerpt, Joined, StackedExperts
+from nf4conv.sources.cutting import pieces_alike
+from nf4conv.sources.merged import Merged
 from nf4conv.sources.tensors import TensorInfo
 
 _NOTHING: Final = frozenset[Purpose]()
@@ -52,7 +52,7 @@ def kernels_for_pair(result: TensorDifference) -> frozenset[Purpose] | None:
     dtypes = (result.a.dtype, result.b.dtype)
     if dtypes[0] not in DTYPE_NAMES or dtypes[1] not in DTYPE_NAMES:
         return None
-    found = {Purpose(Action.SUBTRACT, dtypes)}
+    found = {Purpose("subtractor", dtypes)}
     _, *pieces = next(pieces_alike(result.a, result.b, ENOUGH))
     for piece in pieces:
         of_piece = kernels_for_tensor(piece, (piece.dtype,))
@@ -64,12 +64,12 @@ def kernels_for_pair(result: TensorDifference) -> frozenset[Purpose] | None:
 
 def packing_purpose(format: Format) -> Purpose:
     details = (format.dtype, format.quant_type, format.blocksize, format.scales)
-    return Purpose(Action.PACK, details)
+    return Purpose("encoder", details)
 
 
 def measuring_purpose(format: Format) -> Purpose:
     details = (format.dtype, format.quant_type, format.blocksize, format.scales)
-    return Purpose(Action.COMPARE, (*details, format.double_quant))
+    return Purpose("comparer", (*details, format.double_quant))
 
 
 def packing_steps(source: TensorInfo, format: Format) -> tuple[str, ...]:

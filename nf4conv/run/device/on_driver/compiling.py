@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from nf4conv.run.device.on_driver.driver import CudaError, Device, Function, Stream
-from nf4conv.run.device.on_driver.kernels import Action, Purpose, load_kernels
+from nf4conv.run.device.on_driver.kernels import Purpose, load_kernels
 
 
 def compile_kernels(
@@ -71,7 +71,7 @@ def _repeats_torch(device: Any, contents: Mapping[Purpose, dict[str, Any]]) -> b
     from nf4conv.codec.kernels.packing import mean  # importing torch takes seconds
 
     for purpose, content in contents.items():
-        if purpose.action is Action.PACK:
+        if purpose.maker == "encoder":
             stream = Stream(torch.cuda.current_stream().cuda_stream)
             functions = load_kernels(content).functions
             return bool(mean.repeats_torch(device, partial(_launch, functions, stream)))
@@ -117,5 +117,5 @@ def make_codec(device: Any, purpose: Purpose) -> Any:
     def of_torch(detail: Any) -> Any:
         return dtypes.get(detail, detail) if isinstance(detail, str) else detail
 
-    make = getattr(ahead, purpose.action.value)
+    make = getattr(ahead, purpose.maker)
     return make(device, *map(of_torch, purpose.details))

@@ -3,7 +3,6 @@
 import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from nf4conv.run.device.on_driver.driver import Function
@@ -11,26 +10,11 @@ from nf4conv.run.device.on_driver.driver import Function
 T = TypeVar("T")
 
 
-class Action(Enum):
-    """Names what kernels do; the value is the function of codec.kernels.ahead that makes them."""
-
-    PACK = "encoder"
-    UNPACK = "decoder"
-    COMPARE = "comparer"
-    SUBTRACT = "subtractor"
-    DECODE_SCALED = "scaled_decoder"
-    DECODE_FP4 = "fp4_decoder"
-    DECODE_INTEGERS = "integer_decoder"
-    DECODE_GGML = "ggml_decoder"
-    DECODE_HALVES = "halves_decoder"
-    CAST = "caster"
-
-
 class Purpose(NamedTuple):
     """Says what kernels are for."""
 
-    action: Action
-    # the arguments of that function. dtypes are tags, but those of packed weights are names
+    maker: str  # the function of codec.kernels.ahead that makes them
+    # its arguments. dtypes are tags, but those of packed weights are names
     details: tuple[Any, ...]
 
 

@@ -11,7 +11,7 @@ from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, exactly_decoded, read_values
 from nf4conv.run.device.protocol import CastError, Converted, CopyPart, MergeError
 from nf4conv.run.worker import Activity
-from nf4conv.sources.encodings.types.merged import Merged
+from nf4conv.sources.merged import Merged
 from nf4conv.sources.tensors import TensorInfo
 
 

@@ -15,7 +15,7 @@ from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_matrix, read_
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Packed, Scales
 from nf4conv.run.pieces import WeightPiece
 from nf4conv.run.worker import Activity
-from nf4conv.sources.encodings.cuts.packed_runs import cut_parts
+from nf4conv.sources.foreign.bitsandbytes import cut_parts
 from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import FileRange
 

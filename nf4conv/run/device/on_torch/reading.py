@@ -2,18 +2,14 @@
 are packed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pkgutil import resolve_name
 from typing import Final
 
 import torch
 
-from nf4conv.codec.decode.fp4 import decode_fp4
 from nf4conv.codec.decode.ggml import decode_ggml, undo_change
-from nf4conv.codec.decode.halves import HalvesLayout, decode_halves
-from nf4conv.codec.decode.integers import IntegerLayout, decode_integers
-from nf4conv.codec.decode.packed import decode_packed
-from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
-from nf4conv.codec.decode.ternary import TernaryLayout, decode_ternary
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
 from nf4conv.format.dtypes import DTYPE_BITS, TORCH_NAMES
@@ -23,25 +19,22 @@ from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.merge import AddedVector, Change, Factors, NewRows, merge_deltas
 from nf4conv.run.pieces import located
 from nf4conv.run.worker import Activity
-from nf4conv.sources.encodings.types.arranged import (
+from nf4conv.sources.arranged import (
     Columns,
     Excerpt,
     Joined,
     StackedExperts,
     Strided,
 )
-from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit
-from nf4conv.sources.encodings.types.gguf import GgufBlocks
-from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
-from nf4conv.sources.encodings.types.merged import (
+from nf4conv.sources.foreign.formats import Foreign
+from nf4conv.sources.gguf.blocks import GgufBlocks
+from nf4conv.sources.merged import (
     Delta,
     LowRankDelta,
     Merged,
     RowsDelta,
     VectorDelta,
 )
-from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
-from nf4conv.sources.encodings.types.ternary import Ternary
 from nf4conv.sources.tensors import Encoding, FileRange, Parts, TensorInfo
 
 TORCH_DTYPES: Final = {tag: getattr(torch, name) for tag, name in TORCH_NAMES.items()}
@@ -57,7 +50,7 @@ def read_values(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
 
 
 def read_decoded(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
-    """Reads and decodes an encoded tensor, or a piece of one (sources/encodings/cuts/pieces.py).
+    """Reads and decodes an encoded tensor, or a piece of one (sources/cutting.py).
 
     Returns:
         A contiguous tensor on the device, in the tensor's dtype and shape.
@@ -134,124 +127,25 @@ def _decode(
 ) -> torch.Tensor:
     """Decodes a tensor from its parts, by role; the result is contiguous, in the tensor's dtype."""
     dtype = TORCH_DTYPES[tensor.dtype]
-    values = parts["values"]
-    match encoding:
-        case Scaled():
-            return _decode_scaled(encoding, parts, dtype)
-        case Bitsandbytes8bit():
-            return _decode_int8_rows(encoding, parts, dtype)
-        case Fp4():
-            return _decode_fp4(encoding, parts, dtype)
-        case PackedIntegers():
-            return _decode_integers(encoding, parts, dtype)
-        case HalfQuadratic():
-            return _decode_halves(encoding, parts, dtype)
-        case Ternary():
-            return _decode_ternary(encoding, parts, dtype)
-        case GgufBlocks():
-            return _decode_gguf(encoding, values, dtype)
-        case Bitsandbytes4bit():
-            return decode_packed(parts, dtype, is_transposed=encoding.is_transposed)
-        case Strided():
-            return _decode_strided(tensor, encoding, values)
-    raise AssertionError(f"{tensor.name}: {encoding.name} has no decoder here")
+    if isinstance(encoding, Strided):
+        view = torch.as_strided(parts["values"], tensor.shape, encoding.strides)
+        return view.to(dtype).contiguous()
+    if isinstance(encoding, GgufBlocks):
+        return _decode_gguf(encoding, parts["values"], dtype)
+    if not isinstance(encoding, Foreign):
+        raise AssertionError(f"{tensor.name}: {encoding.name} has no decoder here")
+    arguments = encoding.arguments
+    decoded: torch.Tensor = _decoder(encoding.decoder)(**parts, **arguments, dtype=dtype)
+    if encoding.is_transposed and "is_transposed" not in arguments:
+        return decoded.t().contiguous()
+    return decoded
 
 
-def _decode_strided(tensor: TensorInfo, encoding: Strided, values: torch.Tensor) -> torch.Tensor:
-    view = torch.as_strided(values, tensor.shape, encoding.strides)
-    return view.to(TORCH_DTYPES[tensor.dtype]).contiguous()
-
-
-def _decode_scaled(
-    encoding: Scaled, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    return decode_scaled(
-        parts["values"],
-        parts.get("scale"),
-        encoding.block,
-        dtype,
-        zero=parts.get("zero"),
-    )
-
-
-def _decode_int8_rows(
-    encoding: Bitsandbytes8bit, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    decoded = decode_int8_rows(parts["values"], parts["scale"], dtype)
-    return decoded.t().contiguous() if encoding.is_transposed else decoded
-
-
-def _decode_fp4(
-    encoding: Fp4, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    return decode_fp4(
-        parts["values"],
-        parts["scale"],
-        dtype,
-        divisor=parts.get("divisor"),
-        multiplier=parts.get("multiplier"),
-        is_transposed=encoding.is_transposed,
-    )
-
-
-def _decode_integers(
-    encoding: PackedIntegers, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    layout = IntegerLayout(
-        packing=encoding.packing,
-        bits=encoding.bits,
-        columns=encoding.columns,
-        group_size=encoding.group_size,
-        zeros_less_one=encoding.zeros_less_one,
-        is_padded=encoding.is_padded,
-        is_signed=encoding.is_signed,
-    )
-    decoded = decode_integers(
-        parts["values"],
-        parts["scale"],
-        layout,
-        dtype,
-        zeros=parts.get("zeros"),
-        group_index=parts.get("group_index"),
-    )
-    return decoded.t().contiguous() if encoding.is_transposed else decoded
-
-
-def _decode_ternary(
-    encoding: Ternary, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    layout = TernaryLayout(
-        quarter=encoding.quarter,
-        first=encoding.first,
-        rows=encoding.rows,
-        first_line=encoding.first_line,
-        is_divided=encoding.is_divided,
-    )
-    return decode_ternary(parts["values"], parts["scale"], layout, dtype)
-
-
-def _decode_halves(
-    encoding: HalfQuadratic, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    layout = HalvesLayout(
-        bits=encoding.bits,
-        axis=encoding.axis,
-        group_size=encoding.group_size,
-        groups=encoding.scales.elements,
-        words=encoding.words.elements,
-        first=encoding.first,
-        elements=encoding.elements,
-        first_word=encoding.first_word,
-        first_group=encoding.first_group,
-    )
-    return decode_halves(
-        parts["values"],
-        parts["scale"],
-        parts["zero"],
-        layout,
-        dtype,
-        after=parts.get("after"),
-    )
+@cache
+def _decoder(name: str) -> Callable[..., torch.Tensor]:
+    """Returns a function by "module:name"."""
+    found: Callable[..., torch.Tensor] = resolve_name(name)
+    return found
 
 
 def _decode_gguf(encoding: GgufBlocks, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

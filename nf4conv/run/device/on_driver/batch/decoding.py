@@ -1,30 +1,26 @@
-"""Encoded tensors decoded on the GPU: the kernels that it takes, and their launches."""
+"""Encoded tensors decoded on the GPU: the kernels that it takes, and their launches.
 
+GPTQ and AWQ store a weight by its columns. A piece of it, some of its rows, is a run in each line
+of its tensors. So these are brought to the GPU as they are, and stay there until all pieces are
+taken.
+"""
+
+from array import array
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Literal, NamedTuple
 
-from nf4conv.format.dtypes import DTYPE_NAMES
+from nf4conv.errors import CodecError
+from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
 from nf4conv.run.device.on_driver.batch.buffers import Launch
-from nf4conv.run.device.on_driver.batch.ggml import decode_ggml, ggml_purpose
 from nf4conv.run.device.on_driver.batch.input import BatchInput
-from nf4conv.run.device.on_driver.batch.integers import (
-    check_group_index,
-    decode_halves,
-    decode_integers,
-    halves_purpose,
-    integers_purpose,
-    keep_matrices,
-)
-from nf4conv.run.device.on_driver.kernels import Action, Kernels, Purpose
-from nf4conv.sources.encodings.types.bitsandbytes import Bitsandbytes4bit, packed_in_order
-from nf4conv.sources.encodings.types.gguf import GgufBlocks
-from nf4conv.sources.encodings.types.integers import HalfQuadratic, PackedIntegers
-from nf4conv.sources.encodings.types.scaled import Bitsandbytes8bit, Fp4, Scaled
+from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
+from nf4conv.sources.arranged import Columns
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, packed_in_order
+from nf4conv.sources.foreign.integers import PackedIntegers
 from nf4conv.sources.tensors import TensorInfo
-
-_SCALE_TAGS: Final = ("F32", "F16", "BF16", "U8", "F8_E8M0")
 
 _Addresses = Mapping[str, int]
 """Where the parts of a tensor are on the GPU, by role."""
@@ -58,61 +54,19 @@ def kernels_for_tensor(tensor: TensorInfo, steps: Sequence[str]) -> frozenset[Pu
     for step in pairwise(steps):
         if step[0] not in DTYPE_NAMES or step[1] not in DTYPE_NAMES:
             return None
-        found.add(Purpose(Action.CAST, step))
+        found.add(Purpose("caster", step))
     return frozenset(found)
 
 
 def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
     """Tells which kernels decode a tensor to the dtype of a tag; None if there are none."""
-    encoding = tensor.encoding
-    if encoding is None or tag not in DTYPE_NAMES or tensor.elements == 0:
+    if tensor.encoding is None or tag not in DTYPE_NAMES or tensor.elements == 0:
         return None
-    match encoding:
-        case Scaled(zero=TensorInfo()) | Bitsandbytes8bit(is_transposed=True):
-            return None
-        case Scaled() | Bitsandbytes8bit():
-            return _scaled_purpose(encoding, tag)
-        case Fp4() if len(encoding.values.shape) == 2:
-            return _fp4_purpose(encoding, tag)
-        case PackedIntegers() if encoding.has_kernel and not encoding.is_transposed:
-            return integers_purpose(encoding, tag)
-        case HalfQuadratic() if encoding.words.elements < 2**31:
-            return halves_purpose(encoding, tag)
-        case GgufBlocks():
-            return ggml_purpose(encoding, tag)
-        case Bitsandbytes4bit() if encoding.has_plain_state and not encoding.is_transposed:
-            return _unpacking_purpose(encoding, tag)
-        case _:
-            return None
-
-
-def _unpacking_purpose(encoding: Bitsandbytes4bit, tag: str) -> Purpose:
-    details = (DTYPE_NAMES[tag], encoding.quant_type, encoding.blocksize)
-    return Purpose(Action.UNPACK, details)
-
-
-def _scaled_purpose(encoding: Scaled | Bitsandbytes8bit, tag: str) -> Purpose | None:
-    values = encoding.values
-    scale_tag = "F32" if encoding.scale is None else encoding.scale.dtype
-    if len(values.shape) != 2 or scale_tag not in _SCALE_TAGS:
+    kernel = tensor.encoding.kernel(tensor)
+    if kernel is None:
         return None
-    block = (1, 1)
-    if isinstance(encoding, Scaled) and encoding.block is not None:
-        block = encoding.block
-    by_127 = isinstance(encoding, Bitsandbytes8bit)
-    is_aligned = values.shape[1] % 16 == 0
-    details = (tag, values.dtype, scale_tag, block, by_127, is_aligned)
-    return Purpose(Action.DECODE_SCALED, details)
-
-
-def _fp4_purpose(encoding: Fp4, tag: str) -> Purpose:
-    pairs = encoding.values.shape[1]
-    group = pairs // encoding.scale.shape[1]
-    divisor = None if encoding.divisor is None else encoding.divisor.dtype
-    multiplier = None if encoding.multiplier is None else encoding.multiplier.dtype
-    layout = (pairs % 16 == 0, encoding.is_transposed)
-    details = (tag, encoding.scale.dtype, group, divisor, multiplier, *layout)
-    return Purpose(Action.DECODE_FP4, details)
+    of_4_bits = isinstance(tensor.encoding, Bitsandbytes4bit)
+    return Purpose(kernel.maker, (DTYPE_NAMES[tag] if of_4_bits else tag, *kernel.details))
 
 
 def add_tensor(batch: BatchInput, tensor: TensorInfo) -> Places:
@@ -124,7 +78,7 @@ def add_tensor(batch: BatchInput, tensor: TensorInfo) -> Places:
     packed = packed_in_order(tensor)
     if packed is not None:
         unread = ("quant_map", packed.quant_state_role)
-    places = Places({}, keep_matrices(batch, tensor))
+    places = Places({}, _keep_matrices(batch, tensor))
     for role, part in tensor.encoding.parts:
         if role not in unread and role not in places.kept:
             places.positions[role] = batch.add(part.file_range)
@@ -152,48 +106,21 @@ def decode_launch(
     positions = placed.positions
     places = {role: batch.address(position) for role, position in positions.items()}
     encoding = tensor.encoding
+    assert encoding is not None
     if isinstance(encoding, Bitsandbytes4bit):
         batch.put(positions["number"], encoding.nested_offset)
         return _unpack(tensor, places, kernels, target)
-    if isinstance(encoding, Fp4):
-        return _decode_fp4(encoding, places, kernels, target)
-    if isinstance(encoding, PackedIntegers):
-        if encoding.group_index is not None:
-            check_group_index(batch, tensor, encoding, positions["group_index"])
-        return decode_integers(tensor, encoding, {**places, **placed.kept}, kernels, target)
-    if isinstance(encoding, HalfQuadratic):
-        return decode_halves(encoding, places, kernels, target)
-    if isinstance(encoding, GgufBlocks):
-        return decode_ggml(encoding, places, kernels, target)
-    assert isinstance(encoding, Scaled | Bitsandbytes8bit)
     batch.put(positions["number"], 1.0)
-    return _decode_scaled(encoding, places, kernels, target)
-
-
-def _decode_scaled(
-    encoding: Scaled | Bitsandbytes8bit, places: _Addresses, kernels: Kernels[int], target: int
-) -> Launch:
-    scale = places.get("scale", places["number"])
-    addresses = (places["values"], scale, target)
-    return _decode(kernels, encoding.values, addresses, _steps_of_scales(encoding.scale))
-
-
-def _decode_fp4(encoding: Fp4, places: _Addresses, kernels: Kernels[int], target: int) -> Launch:
-    scale = places["scale"]
-    divisor = places.get("divisor", scale)  # without one, the kernel does not read it
-    multiplier = places.get("multiplier", scale)
-    addresses = (places["values"], scale, divisor, multiplier, target)
-    return _decode(kernels, encoding.values, addresses, (encoding.scale.shape[1],))
-
-
-def _decode(
-    kernels: Kernels[int], values: TensorInfo, addresses: Sequence[int], steps: Sequence[int]
-) -> Launch:
-    """Returns the launch that decodes a matrix of 8-bit values, or of pairs of 4-bit values."""
-    rows, columns = values.shape
+    if isinstance(encoding, PackedIntegers) and encoding.group_index is not None:
+        _check_group_index(batch, tensor, encoding, positions["group_index"])
+    kernel = encoding.kernel(tensor)
+    assert kernel is not None
+    places |= {**kernels.tables, **placed.kept}
+    addresses = [places.get(role, places["number"]) for role in kernel.pointers]
+    rows, columns = kernel.shape
     tiles_of_row = -(-columns // kernels.numbers["columns"])
     programs = -(-rows // kernels.numbers["rows"]) * tiles_of_row
-    arguments = (*addresses, rows, columns, tiles_of_row, *steps)
+    arguments = (*addresses, target, rows, columns, tiles_of_row, *kernel.numbers)
     return Launch(kernels.functions["decode"], programs, arguments)
 
 
@@ -217,14 +144,65 @@ def _unpack(tensor: TensorInfo, places: _Addresses, kernels: Kernels[int], targe
     return Launch(kernels.functions[f"{scales}_{alignment}"], programs, arguments)
 
 
-def _steps_of_scales(scale: TensorInfo | None) -> tuple[int, int]:
-    """Returns how far it is from the scale of one row, and one column, to the next.
+def _keep_matrices(batch: BatchInput, tensor: TensorInfo) -> dict[str, int]:
+    """Brings what a piece of a weight is cut out of to the GPU, unless it is there.
 
-    A step is 0 where one scale serves all. A single dimension of scales is that of rows.
+    Returns:
+        The address of each part that is columns of a matrix, by role.
     """
-    if scale is None or scale.elements == 1:
-        return 0, 0
-    height, width = scale.shape if len(scale.shape) == 2 else (scale.elements, 1)
-    row_step = 0 if height == 1 else width
-    column_step = 0 if width == 1 else 1
-    return row_step, column_step
+    found: dict[str, Columns] = {}
+    assert tensor.encoding is not None
+    for role, part in tensor.encoding.parts:
+        if isinstance(part.encoding, Columns):
+            found[role] = part.encoding
+    if not found:
+        return {}
+    addresses = batch.keep(tuple(columns.values.file_range for columns in found.values()))
+    places = {}
+    for (role, columns), address in zip(found.items(), addresses, strict=True):
+        places[role] = address + columns.first * DTYPE_BITS[columns.values.dtype] // 8
+    return places
+
+
+def _check_group_index(
+    batch: BatchInput, tensor: TensorInfo, encoding: PackedIntegers, position: int
+) -> None:
+    """Checks the group of each column in what has been read, and sets it where it never was.
+
+    Args:
+        batch: the input.
+        tensor: the weight, or a piece of it.
+        encoding: its encoding, which has a group index.
+        position: where the index is in the input.
+
+    Raises:
+        CodecError: it names a group that there is not.
+    """
+    part = encoding.group_index
+    assert part is not None
+    raw = batch.buffers.source.view[position:][: part.nbytes].cast("B")
+    letter: Literal["i", "q"] = "i" if part.dtype == "I32" else "q"
+    in_order = _groups_in_order(encoding.codes.columns, encoding.codes.group_size, letter)
+    if bytes(raw) == in_order or part.file_range == batch.buffers.checked:
+        return
+    groups = encoding.scale.shape[0]
+    if encoding.codes.packing == "compressed-tensors":
+        groups = encoding.scale.elements // tensor.shape[0]
+    index = raw.cast(letter)
+    least = min(index)
+    if encoding.codes.packing == "compressed-tensors" and least == -1:
+        raw[:] = in_order
+    elif least < 0 or max(index) >= groups:
+        raise CodecError.about(
+            tensor.file,
+            tensor.name,
+            f"its group index names a group that is none of its {groups}",
+        )
+    else:
+        batch.buffers.checked = part.file_range
+
+
+@lru_cache(maxsize=16)
+def _groups_in_order(columns: int, group_size: int, letter: Literal["i", "q"]) -> bytes:
+    """Returns the bytes of a group index that changes no order."""
+    return array(letter, (column // group_size for column in range(columns))).tobytes()

@@ -9,7 +9,7 @@ from nf4conv.run.device.on_driver.batch.buffers import FLAG, DriverBuffers, Laun
 from nf4conv.run.device.on_driver.batch.decoding import add_tensor, decode_launch
 from nf4conv.run.device.on_driver.batch.input import BatchInput
 from nf4conv.run.device.on_driver.batch.sizes import bytes_of, starts
-from nf4conv.run.device.on_driver.kernels import Action, Purpose
+from nf4conv.run.device.on_driver.kernels import Purpose
 from nf4conv.run.grouping import aligned
 from nf4conv.sources.tensors import TensorInfo
 
@@ -104,7 +104,7 @@ def _cast_launch(
     buffers: DriverBuffers, step: tuple[str, str], source: int, result: int, elements: int
 ) -> Launch:
     """Returns the launch that casts values, and sets the flag if finite ones become infinite."""
-    kernels = buffers.gpu.kernels[Purpose(Action.CAST, step)]
+    kernels = buffers.gpu.kernels[Purpose("caster", step)]
     programs = -(-elements // kernels.numbers["tile"])
     arguments = (source, result, buffers.output.address + FLAG, elements)
     return Launch(kernels.functions["cast"], programs, arguments)

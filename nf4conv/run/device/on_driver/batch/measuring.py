@@ -15,7 +15,7 @@ from nf4conv.run.device.on_driver.batch.input import BatchInput, Row
 from nf4conv.run.device.on_driver.batch.output import SUMS, OutputLayout
 from nf4conv.run.device.on_driver.capability import measuring_purpose
 from nf4conv.run.pieces import WeightPiece
-from nf4conv.sources.encodings.cuts.packed_runs import cut_parts
+from nf4conv.sources.foreign.bitsandbytes import cut_parts
 from nf4conv.sources.stored_weights import StoredWeight
 
 

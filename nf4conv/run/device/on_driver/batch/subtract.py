@@ -14,7 +14,7 @@ from nf4conv.run.device.on_driver.batch.buffers import HEAD, DriverBuffers, Laun
 from nf4conv.run.device.on_driver.batch.decoding import Places, add_tensor, decode_launch
 from nf4conv.run.device.on_driver.batch.input import BatchInput
 from nf4conv.run.device.on_driver.batch.sizes import bytes_of, starts
-from nf4conv.run.device.on_driver.kernels import Action, Purpose
+from nf4conv.run.device.on_driver.kernels import Purpose
 from nf4conv.run.device.protocol import PairOfPieces
 from nf4conv.run.grouping import aligned
 from nf4conv.run.worker import Activity
@@ -40,7 +40,7 @@ def subtract(buffers: DriverBuffers, pairs: Sequence[PairOfPieces]) -> list[Piec
         launches, addresses = _decode(batch, tensors, placed)
         first = pairs[0]
         dtypes = (first.a.dtype, first.b.dtype)
-        kernels = buffers.gpu.kernels[Purpose(Action.SUBTRACT, dtypes)]
+        kernels = buffers.gpu.kernels[Purpose("subtractor", dtypes)]
         programs = [-(-pair.a.elements // kernels.numbers["tile"]) for pair in pairs]
         places = [HEAD + _SUMS * place for place in starts(programs)]
         buffers.reserve(result=places[-1])

@@ -1,43 +1,51 @@
 """Presents the tensors that another quantization encoded as the float tensors they stand for.
 
 Names and dtypes tell which tensors belong together and how they decode; their shapes are checked.
-The config only says who made them and, where shapes do not tell, how large the blocks are that
-share a scale.
-
-    stored                                                         by
-    W                 F8, I8   W_scale_inv, W_scale, P.scale …     transformers fp8, fbgemm_fp8,
-                                                                   DeepSeek, Mistral, ModelOpt,
-                                                                   compressed-tensors, MXFP8
-    W                 F8       nothing                             plain casts
-    P.weight_packed   U8       P.weight_scale [, _global_scale]    compressed-tensors NVFP4, MXFP4
-    W                 U8       W_scale, W_scale_2                  ModelOpt NVFP4
-    W                 U8       W_scale in U8                       Quark MXFP4
-    W                 I32      W_scale, W_zero_point               Quark INT4
-    W                 I8       P.scale in F8_E8M0, 32 a row        DeepSeek-V4's experts
-    X_blocks          U8       X_scales                            gpt-oss MXFP4, decoded to X
-    W_packed          I32      W_scale [, W_zero_point, …]         compressed-tensors INT4, INT8
-    W                 U8       W_scale, one value                  BitNet
-    P.W_q             U8       P.scale, P.zero, P.shape …          HQQ, decoded to P.weight
-    P.qweight         I32      P.scales, P.qzeros [, P.g_idx]      GPTQ and AWQ, decoded to P.weight
-    P._weight_qdata   I8, F8   P._weight_scale [, _zero_point]     torchao, decoded to P.weight;
-                                                                   I32, or 2 codes a byte: INT4
-    P.weight          I8       P.SCB                               bitsandbytes 8-bit
-    W                 U8       W.absmax, W.quant_state.…           bitsandbytes 4-bit
-
-W is P.weight, or any other name. Tensors that are left over and belong to activations are dropped.
+The formats are classes: integers.py, floats.py and bitsandbytes.py. Tensors that are left over and
+belong to activations are dropped.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
+from nf4conv.format.layout import COMPONENT_SUFFIXES
 from nf4conv.models.families import families_of
-from nf4conv.sources.encodings import hqq
-from nf4conv.sources.encodings.description import describe
-from nf4conv.sources.encodings.rules import COMPONENT_ENDS, PLAIN_DTYPES, decoded
-from nf4conv.sources.encodings.siblings import SiblingTensors
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.foreign.config import describe
+from nf4conv.sources.foreign.floats import (
+    Bitsandbytes8bit,
+    CompressedFp4,
+    GptOss,
+    PlainFp4,
+    Scaled,
+    TorchaoBytes,
+)
+from nf4conv.sources.foreign.formats import Foreign, SiblingTensors
+from nf4conv.sources.foreign.integers import Awq, CompressedIntegers, Gptq, TorchaoInt4
 from nf4conv.sources.tensors import TensorInfo
+
+FORMATS: Final[list[type[Foreign]]] = [
+    GptOss,
+    CompressedIntegers,
+    Gptq,
+    Awq,
+    TorchaoInt4,
+    CompressedFp4,
+    PlainFp4,
+    Bitsandbytes4bit,
+    Bitsandbytes8bit,
+    TorchaoBytes,
+    Scaled,
+]
+"""The first format that recognises a tensor decides."""
+
+PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
+"""Dtypes of tensors that are stored as they are."""
+
+_COMPONENT_ENDS: Final = tuple(f".{suffix}" for suffix in COMPONENT_SUFFIXES)
+"""Ends of the names of what bitsandbytes stores beside the codes of a 4-bit weight."""
 
 _UNREAD_DTYPES: Final[tuple[str, ...]] = (
     "F8_E8M0",
@@ -69,8 +77,9 @@ _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     "_act_pre_scale", "_scale_and_zero", "_per_tensor_scale", ".input_rotation", ".input_prescale",
     ".scale_weight", "scaled_fp8", ".comfy_quant",  # of ComfyUI, whose files have no config
     ".weight._scale",  # of quanto alone
+    "_proj_blocks", "_proj_scales",  # of gpt-oss
     ".svdquant_lora_a", ".svdquant_lora_b", ".weight_quantizer._scale",  # of ModelOpt
-    *COMPONENT_ENDS,
+    *_COMPONENT_ENDS,
 )  # fmt: skip
 """Ends of the names of parts of encoded weights.
 
@@ -118,13 +127,24 @@ def decoded_tensors(
             read=read,
         )
         for tensor in tensors:
-            logical = decoded(tensor, siblings)
+            logical = _decoded(tensor, siblings)
             if logical is not None:
                 found[tensor.name] = logical
     if not found and method is None:
         _check_unused(tensors, method)
         return tuple(tensors), ()
     return _replaced(tensors, found, method), _notes(method, found)
+
+
+def _decoded(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
+    """Returns the tensor that values decode to; None if a tensor holds no encoded values."""
+    if tensor.name.endswith(_COMPONENT_ENDS) or siblings.is_scale(tensor):
+        return None
+    for kind in FORMATS:
+        found = kind.recognised(tensor, siblings)
+        if found is not None:
+            return found
+    return None
 
 
 def _replaced(
@@ -154,21 +174,13 @@ def _replaced(
             )
         if tensor.name in parts or tensor.name.endswith(_ENDS_OF_ACTIVATIONS):
             continue
-        if _only_describes(tensor, decoded_names):
+        if tensor.name.removesuffix("_shape") in decoded_names:
             continue
         rest.append(tensor)
         if tensor.name not in found:
             kept.append(tensor)
     _check_unused(rest, method)
     return tuple(kept)
-
-
-def _only_describes(tensor: TensorInfo, decoded_names: Collection[str]) -> bool:
-    """Returns True if a tensor describes a decoded weight: W_shape, or what HQQ stores beside W."""
-    module, _, field = tensor.name.rpartition(".")
-    if field in hqq.FIELDS:
-        return f"{module}.weight" in decoded_names
-    return tensor.name.removesuffix("_shape") in decoded_names
 
 
 def _notes(method: str | None, found: Mapping[str, TensorInfo]) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Describes tensors that adapters change, and the changes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias
 
-from nf4conv.sources.tensors import Encoding, Parts, TensorInfo
+from nf4conv.sources.tensors import Encoding, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +62,30 @@ class Merged(Encoding):
     first_row: int = 0  # how many rows of the whole tensor are before those of `base`
 
     @property
-    def parts(self) -> Parts:
-        return (("values", self.base),)
-
-    def decodes_like(self, other: "Encoding") -> bool:
-        return (
-            isinstance(other, Merged)
-            and self.deltas == other.deltas
-            and self.first_row == other.first_row
-        )
+    def made_from(self) -> str:
+        return f"{self.base.made_from}, merged with adapters"
 
     @property
     def unmerged(self) -> TensorInfo:
         return self.base
 
-    @property
-    def needs_all_rows(self) -> bool:
-        """Returns True if a row of the result depends on other rows of the base."""
+    def rows_together(self, tensor: TensorInfo) -> int | None:
         for delta in self.deltas:
             if isinstance(delta, LowRankDelta) and delta.needs_all_rows:
-                return True
-        return False
+                return None
+        return self.base.rows_together
+
+    def rows(self, tensor: TensorInfo, start: int, stop: int) -> Encoding:
+        base = self.base.rows(start, stop)
+        return replace(self, base=base, first_row=self.first_row + start)
+
+    def is_stack(self, tensor: TensorInfo) -> bool:
+        return self.base.is_stack
+
+    def matrix(self, tensor: TensorInfo, index: int) -> Encoding:
+        deltas = []
+        for delta in self.deltas:
+            if isinstance(delta, LowRankDelta):
+                delta = replace(delta, expert=index)
+            deltas.append(delta)
+        return replace(self, base=self.base.matrix(index), deltas=tuple(deltas))

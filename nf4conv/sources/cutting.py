@@ -2,26 +2,16 @@
 
 A piece is a few rows of a matrix, a matrix of a stack, or some blocks of a 4-bit weight; a piece of
 an encoded tensor is encoded as well. Pieces decide how much memory a conversion takes. Tensors that
-cannot be cut (rows.py) are taken whole.
+cannot be cut are taken whole.
 """
 
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nf4conv.sources.encodings.cuts.lines import cut_elements
-from nf4conv.sources.encodings.cuts.packed_runs import packed_part, packed_spans
-from nf4conv.sources.encodings.cuts.rows import (
-    can_cut_rows,
-    is_stack_of_matrices,
-    matrix_of,
-    rows_of,
-    rows_together,
-)
-from nf4conv.sources.encodings.types.arranged import Columns
-from nf4conv.sources.encodings.types.bitsandbytes import packed_in_order
-from nf4conv.sources.encodings.types.integers import PackedIntegers
-from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.arranged import Columns
+from nf4conv.sources.foreign.bitsandbytes import packed_in_order, packed_part, packed_spans
+from nf4conv.sources.tensors import TensorInfo, cut_elements
 
 
 class Piece(NamedTuple):
@@ -44,13 +34,13 @@ def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Pie
         The pieces in order; the whole tensor if it cannot be cut.
     """
     matrix_size = math.prod(tensor.shape[1:])
-    if is_stack_of_matrices(tensor) and matrix_size % unit == 0:
+    if tensor.is_stack and matrix_size % unit == 0:
         for index in range(tensor.shape[0]):
-            for piece, start in encoded_pieces(matrix_of(tensor, index), most, unit):
+            for piece, start in encoded_pieces(tensor.matrix(index), most, unit):
                 yield Piece(piece, index * matrix_size + start)
         return
     for first, last in _row_spans(tensor, most, unit):
-        yield Piece(rows_of(tensor, first, last), first * matrix_size)
+        yield Piece(tensor.rows(first, last), first * matrix_size)
 
 
 def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
@@ -107,22 +97,23 @@ def pieces_alike(
     if _is_cut_anywhere(a) and _is_cut_anywhere(b):
         a = a._replace(shape=(a.elements, 1))
         b = b._replace(shape=(b.elements, 1))
-    elif is_stack_of_matrices(a) and is_stack_of_matrices(b):
+    elif a.is_stack and b.is_stack:
         matrix_size = math.prod(a.shape[1:])
         for index in range(a.shape[0]):
-            pairs = pieces_alike(matrix_of(a, index), matrix_of(b, index), nbytes)
+            pairs = pieces_alike(a.matrix(index), b.matrix(index), nbytes)
             for start, piece_of_a, piece_of_b in pairs:
                 yield index * matrix_size + start, piece_of_a, piece_of_b
         return
-    if not (can_cut_rows(a, 0) and can_cut_rows(b, 0)):
+    together_in_a, together_in_b = a.rows_together, b.rows_together
+    if together_in_a is None or together_in_b is None:
         yield 0, a, b
         return
     rows, columns = a.shape
-    together = math.lcm(rows_together(a), rows_together(b))
+    together = math.lcm(together_in_a, together_in_b)
     step = max(most // (columns * together), 1) * together
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        yield start * columns, rows_of(a, start, stop), rows_of(b, start, stop)
+        yield start * columns, a.rows(start, stop), b.rows(start, stop)
 
 
 def share_parts(tensor: TensorInfo) -> bool:
@@ -131,21 +122,24 @@ def share_parts(tensor: TensorInfo) -> bool:
     Then a single worker takes them all, so that these are read once.
     """
     encoding = tensor.unmerged.encoding
-    if not isinstance(encoding, PackedIntegers):
+    if encoding is None or not encoding.is_quantization:
         return False
-    is_by_columns = any(isinstance(part.encoding, Columns) for _, part in encoding.parts)
-    return is_by_columns or encoding.group_index is not None
+    for role, part in encoding.parts:
+        if isinstance(part.encoding, Columns) or role == "group_index":
+            return True
+    return False
 
 
 def _row_spans(tensor: TensorInfo, most: int, unit: int) -> Iterator[tuple[int, int]]:
     """Yields (first row, last row + 1) of each piece; arguments as of `encoded_pieces`."""
     rows = tensor.shape[0] if tensor.shape else 1
-    if not can_cut_rows(tensor, 0):
+    together = tensor.rows_together
+    if together is None:
         yield 0, rows
         return
     columns = max(tensor.shape[1], 1)
     rows_of_unit = unit // math.gcd(unit, columns)
-    together = math.lcm(rows_together(tensor), rows_of_unit)
+    together = math.lcm(together, rows_of_unit)
     step = max(most // (columns * together), 1) * together
     for start in range(0, max(rows, 1), step):
         yield start, min(start + step, rows)

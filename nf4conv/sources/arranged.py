@@ -1,10 +1,10 @@
 """Describes tensors that are cut out of others or put together from several."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nf4conv.format.dtypes import DTYPE_BITS
-from nf4conv.sources.tensors import Encoding, FileRange, Parts, TensorInfo
+from nf4conv.sources.tensors import Encoding, FileRange, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +16,6 @@ class Columns(Encoding):
     values: TensorInfo  # the whole matrix
     first: int
     last: int  # the column after the last one
-
-    @property
-    def parts(self) -> Parts:
-        return (("values", self.values),)
 
     @property
     def file_ranges(self) -> list[FileRange]:
@@ -38,8 +34,17 @@ class Columns(Encoding):
         rows = self.values.shape[0]
         return rows * (self.last - self.first) * DTYPE_BITS[self.values.dtype] // 8
 
-    def decodes_like(self, other: "Encoding") -> bool:
-        return isinstance(other, Columns)
+
+def cut_columns(part: TensorInfo, first: int, last: int) -> TensorInfo:
+    """Cuts columns out of a matrix that is stored as it is, or of some of its columns."""
+    if (first, last) == (0, part.shape[1]):
+        return part
+    if isinstance(part.encoding, Columns):
+        before = part.encoding.first
+        cut = Columns(part.encoding.values, before + first, before + last)
+    else:
+        cut = Columns(part, first, last)
+    return part._replace(shape=(part.shape[0], last - first), encoding=cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +56,6 @@ class Strided(Encoding):
     values: TensorInfo  # [n]: everything from the tensor's first element to its last
     strides: tuple[int, ...]  # elements of `values` from one index of each dimension to the next
 
-    @property
-    def parts(self) -> Parts:
-        return (("values", self.values),)
-
-    def decodes_like(self, other: "Encoding") -> bool:
-        return isinstance(other, Strided) and self.strides == other.strides
-
 
 @dataclass(frozen=True, slots=True)
 class Joined(Encoding):
@@ -66,15 +64,6 @@ class Joined(Encoding):
     name: ClassVar[str] = "joined"
 
     tensors: tuple[TensorInfo, ...]
-
-    @property
-    def parts(self) -> Parts:
-        first, *others = self.tensors
-        numbered = ((str(number), tensor) for number, tensor in enumerate(others, start=1))
-        return ("values", first), *numbered
-
-    def decodes_like(self, other: "Encoding") -> bool:
-        return isinstance(other, Joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +74,6 @@ class Excerpt(Encoding):
 
     base: TensorInfo
     first: int  # how many elements of the base are before the run
-
-    @property
-    def parts(self) -> Parts:
-        return (("values", self.base),)
-
-    def decodes_like(self, other: "Encoding") -> bool:
-        return isinstance(other, Excerpt) and self.first == other.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +92,15 @@ class StackedExperts(Encoding):
     is_transposed: bool = False  # True if the stack has [in, out] of each expert
     is_interleaved: bool = False  # True if the outputs of fused projections alternate
 
-    @property
-    def parts(self) -> Parts:
-        matrices = [matrix for projections in self.experts for matrix in projections]
-        numbered = [(str(number), matrix) for number, matrix in enumerate(matrices)]
-        return ("values", matrices[0]), *numbered[1:]
+    def rows_together(self, tensor: TensorInfo) -> int:
+        return max(tensor.shape[0] // len(self.experts), 1)
 
-    def decodes_like(self, other: "Encoding") -> bool:
-        return isinstance(other, StackedExperts) and self == other
+    def rows(self, tensor: TensorInfo, start: int, stop: int) -> Encoding:
+        height = self.rows_together(tensor)
+        return replace(self, experts=self.experts[start // height : -(-stop // height)])
+
+    def is_stack(self, tensor: TensorInfo) -> bool:
+        return tensor.shape[0] == len(self.experts)  # else a convolution
+
+    def matrix(self, tensor: TensorInfo, index: int) -> Encoding:
+        return replace(self, experts=self.experts[index : index + 1])

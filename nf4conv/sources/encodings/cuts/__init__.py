@@ -1,1 +1,0 @@
-"""Cuts tensors, encoded or not, so that each piece can be read and decoded alone."""

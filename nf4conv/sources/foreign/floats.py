@@ -1,0 +1,444 @@
+"""Small floats, and 8-bit integers, with scales: FP8, MXFP8, INT8, MXFP4, NVFP4."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final
+
+from nf4conv.errors import SourceError
+from nf4conv.sources.foreign.config import Block
+from nf4conv.sources.foreign.formats import (
+    FLOATS,
+    Foreign,
+    Part,
+    SiblingTensors,
+    Sizes,
+    lacks,
+    misfit,
+    named,
+    part,
+)
+from nf4conv.sources.tensors import Encoding, Kernel, TensorInfo, cut_rows
+
+_FLOAT8: Final = {"F8_E4M3": "FP8 (E4M3)", "F8_E5M2": "FP8 (E5M2)"}
+
+_SCALE_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8")
+
+_FORMS_OF_SCALES: Final = ("F8_E4M3: out in/16", "U8 F8_E8M0: out in/32")
+"""NVFP4's, and the powers of two of MXFP4."""
+
+_SCALES: Final = "_scale_inv _scale ~.scale ~.qscale_weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4(Foreign):
+    """Pairs of E2M1 values times scales that groups of a row share: NVFP4 and MXFP4.
+
+    NVFP4 has scales in E4M3 for 16 values, and one more for all of them; MXFP4 has powers of two
+    for 32. Bytes for 16 are E5M3, as AutoRound writes them, and are not decoded.
+    """
+
+    layout: ClassVar[Mapping[str, Part]] = {
+        "values": part("", "U8 I8: out in/2"),
+        "scale": part(_SCALES, *_FORMS_OF_SCALES),
+    }
+    decoder: ClassVar[str] = "nf4conv.codec.decode.fp4:decode_fp4"
+    made_from: ClassVar[str] = "fp4 (e2m1)"
+
+    values: TensorInfo  # [rows, columns / 2], or a stack of such matrices
+    scale: TensorInfo  # [rows, groups], or a stack of such matrices
+    divisor: TensorInfo | None = None  # one value that all scales are divided by
+    multiplier: TensorInfo | None = None  # one value that all scales are multiplied with
+    # True if the matrices are stored as [out, in] and loaded as [in, out]: the experts of gpt-oss
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        return "fp4 transposed" if self.is_transposed else "fp4"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"is_transposed": self.is_transposed}
+
+    @classmethod
+    def made_of(
+        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
+    ) -> Foreign:
+        return Fp4(
+            parts["values"],
+            parts["scale"],
+            divisor=parts.get("divisor"),
+            multiplier=parts.get("multiplier"),
+        )
+
+    def kernel(self, tensor: TensorInfo) -> Kernel | None:
+        if len(self.values.shape) != 2:
+            return None
+        rows, pairs = self.values.shape
+        groups = self.scale.shape[1]
+        divisor = None if self.divisor is None else self.divisor.dtype
+        multiplier = None if self.multiplier is None else self.multiplier.dtype
+        layout = (pairs % 16 == 0, self.is_transposed)
+        return Kernel(
+            maker="fp4_decoder",
+            details=(self.scale.dtype, pairs // groups, divisor, multiplier, *layout),
+            pointers=("values", "scale", "divisor", "multiplier"),
+            shape=(rows, pairs),
+            numbers=(groups,),
+        )
+
+    def is_stack(self, tensor: TensorInfo) -> bool:
+        return self.is_transposed
+
+    def matrix(self, tensor: TensorInfo, index: int) -> Encoding:
+        values = _matrix_of(self.values, tensor, index)
+        return replace(self, values=values, scale=_matrix_of(self.scale, tensor, index))
+
+    def transposed(self) -> Encoding | None:
+        return replace(self, is_transposed=False) if self.is_transposed else None
+
+
+class GptOss(Fp4):
+    """The experts of gpt-oss, MXFP4: stacked, 16 bytes for each scale."""
+
+    __slots__ = ()
+
+    stored = "_blocks"
+    layout: ClassVar[Mapping[str, Part]] = {
+        "values": part("", "U8: experts out groups 16"),
+        "scale": part("_scales", "U8: experts out groups"),
+    }
+
+    @classmethod
+    def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
+        return tensor.dtype == "U8"
+
+    @classmethod
+    def shape_of(cls, sizes: Sizes) -> tuple[int, ...]:
+        return sizes["experts"], 32 * sizes["groups"], sizes["out"]
+
+    @classmethod
+    def made_of(
+        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
+    ) -> Foreign:
+        shape = (sizes["experts"], sizes["out"], 16 * sizes["groups"])
+        return Fp4(parts["values"]._replace(shape=shape), parts["scale"], is_transposed=True)
+
+
+class CompressedFp4(Fp4):
+    """NVFP4 and MXFP4 of compressed-tensors, whose values are bytes, where integers are words."""
+
+    __slots__ = ()
+
+    stored = "_packed"
+    layout: ClassVar[Mapping[str, Part]] = {
+        "values": part("", "U8: out in/2"),
+        "scale": part("_scale", *_FORMS_OF_SCALES),
+        "divisor": part("_global_scale", f"{FLOATS}:", f"{FLOATS}: 1", optional=True),
+    }
+
+    @classmethod
+    def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
+        return tensor.dtype != "I32"
+
+    @classmethod
+    def made_of(
+        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
+    ) -> Foreign:
+        if parts["scale"].dtype == "F8_E4M3" and "divisor" not in parts:
+            values = parts["values"]
+            raise lacks(values, f"{values.name.removesuffix(cls.stored)}_global_scale")
+        return super().made_of(parts, sizes, siblings)
+
+
+class PlainFp4(Fp4):
+    """FP4 under the name of the weight.
+
+    NVFP4 of ModelOpt has a W_scale_2, MXFP4 of Quark scales in bytes. The experts of DeepSeek-V4
+    are in signed bytes.
+    """
+
+    __slots__ = ()
+
+    layout: ClassVar[Mapping[str, Part]] = {
+        "values": part("", "U8 I8: out in/2"),
+        "scale": part(_SCALES, *_FORMS_OF_SCALES),
+        "multiplier": part("_scale_2", f"{FLOATS}:", f"{FLOATS}: 1", optional=True),
+    }
+
+    @classmethod
+    def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
+        scale = siblings.find(*named(tensor.name, _SCALES.split()))
+        if tensor.dtype not in ("U8", "I8") or scale is None or tensor.name.endswith("_packed"):
+            return False
+        kinds = (tensor.dtype, scale.dtype)
+        is_of_quark = siblings.description.method == "quark" and kinds == ("U8", "U8")
+        has_multiplier = tensor.dtype == "U8" and f"{tensor.name}_scale_2" in siblings.by_name
+        known = (("U8", "F8_E4M3"), ("I8", "F8_E8M0"))
+        return kinds in known or is_of_quark or has_multiplier
+
+    @classmethod
+    def made_of(
+        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
+    ) -> Foreign:
+        if parts["scale"].dtype == "F8_E4M3" and "multiplier" not in parts:
+            raise lacks(parts["values"], f"{parts['values'].name}_scale_2")
+        return super().made_of(parts, sizes, siblings)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(Foreign):
+    """8-bit values times scales that blocks of them share, or without any: FP8, MXFP8, INT8."""
+
+    decoder: ClassVar[str] = "nf4conv.codec.decode.scaled:decode_scaled"
+
+    values: TensorInfo  # [..., rows, columns]
+    # one for all, one for each row, one for each block, or any shape that broadcasts against the
+    # values'; None for values that were only cast
+    scale: TensorInfo | None = None
+    block: tuple[int, int] | None = None  # (rows, columns) that share a scale; None if shapes tell
+    zero: TensorInfo | None = None  # I8: what is subtracted before; as many as scales, or None
+    # fewer for integers that could be told apart in fewer, as torchao stores them
+    bits: int = field(default=8, compare=False)
+
+    @property
+    def name(self) -> str:
+        dtype = _FLOAT8.get(self.values.dtype, self.values.dtype)
+        if self.values.dtype == "I8":
+            dtype = f"INT{self.bits}"
+        return f"{dtype}, {self._sharing()}"
+
+    def _sharing(self) -> str:
+        """Returns in a few words which values share a scale."""
+        if self.scale is None:
+            return "without scales"
+        if self.block is not None:
+            rows, columns = self.block
+            return f"groups of {columns}" if rows == 1 else f"blocks of {rows}×{columns}"
+        if self.scale.elements == 1:
+            return "one scale"
+        is_by_row = len(self.scale.shape) == 1 or self.scale.shape[-1] == 1
+        return "by row" if is_by_row else "by column"
+
+    @property
+    def made_from(self) -> str:
+        return self.name if self.values.dtype == "I8" else self.values.made_from
+
+    @property
+    def has_few_bits(self) -> bool:
+        return self.bits < 8
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"block": self.block}
+        if self.scale is None:
+            found["scale"] = None
+        return found
+
+    def kernel(self, tensor: TensorInfo) -> Kernel | None:
+        if self.zero is not None:
+            return None
+        return _kernel(self.values, self.scale, self.block, by_127=False)
+
+    @classmethod
+    def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
+        if tensor.dtype not in (*_FLOAT8, "I8"):
+            return None
+        description = siblings.description
+        scale = siblings.find(*named(tensor.name, _SCALES.split()))
+        zero = siblings.find(f"{tensor.name}_zero_point")
+        if scale is not None and description.method == "fbgemm_fp8":
+            scale = _scale_of_columns(tensor, scale)
+        if scale is None and tensor.dtype == "I8":
+            return None
+        if scale is None and description.method is not None:
+            raise SourceError.about(
+                tensor.file,
+                tensor.name,
+                f"{tensor.dtype} without a scale; the checkpoint is incomplete",
+            )
+        return tensor._replace(
+            dtype=siblings.dtype, encoding=_scaled(tensor, scale, zero, description.blocks)
+        )
+
+    def rows_together(self, tensor: TensorInfo) -> int:
+        return 1 if self.block is None else self.block[0]
+
+    def rows(self, tensor: TensorInfo, start: int, stop: int) -> Encoding:
+        values = cut_rows(self.values, start, stop)
+        scale = self._rows_of(self.scale, tensor.shape[0], start, stop)
+        zero = self._rows_of(self.zero, tensor.shape[0], start, stop)
+        return replace(self, values=values, scale=scale, zero=zero)
+
+    def _rows_of(
+        self, scale: TensorInfo | None, rows: int, start: int, stop: int
+    ) -> TensorInfo | None:
+        """Cuts scales, or as many zero points; all rows may share them."""
+        if scale is None:
+            return None
+        if self.block is not None:
+            height = self.block[0]
+            return cut_rows(scale, start // height, -(-stop // height))
+        has_one_per_row = scale.elements > 1 and scale.shape[0] == rows
+        return cut_rows(scale, start, stop) if has_one_per_row else scale
+
+    def is_stack(self, tensor: TensorInfo) -> bool:
+        return True
+
+    def matrix(self, tensor: TensorInfo, index: int) -> Encoding:
+        scale = self.scale
+        if scale is not None:
+            scale = _matrix_of(scale, tensor, index)
+        return replace(self, values=_matrix_of(self.values, tensor, index), scale=scale)
+
+
+class TorchaoBytes(Scaled):
+    """Int8Tensor, IntxUnpackedToInt8Tensor and Float8Tensor of torchao 0.18.
+
+    Fields are named as in its prototype/safetensors/safetensors_support.py. Its other classes have
+    fields of the same names, so the config was asked before, and TorchaoInt4.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
+        stored = tensor.name.removesuffix("_qdata")
+        module, is_field, weight = stored.rpartition("._")
+        description = siblings.description
+        if description.method != "torchao" or stored == tensor.name or not is_field:
+            return None
+        scale = siblings.find(f"{stored}_scale")
+        is_matrix = len(tensor.shape) == 2 and tensor.dtype in (*_FLOAT8, "I8")
+        if scale is None or not is_matrix:
+            raise misfit(tensor, scale or tensor)
+        columns = tensor.shape[1]
+        groups = scale.shape[-1] if len(scale.shape) == 2 else 0
+        blocks = []
+        if groups > 0 and columns % groups == 0:
+            blocks.append((1, columns // groups))
+        zero = siblings.find(f"{stored}_zero_point")
+        encoding = replace(_scaled(tensor, scale, zero, blocks), bits=description.bits_in_bytes)
+        return tensor._replace(name=f"{module}.{weight}", dtype=siblings.dtype, encoding=encoding)
+
+
+def _scaled(
+    tensor: TensorInfo,
+    scale: TensorInfo | None,
+    zero: TensorInfo | None,
+    blocks: Sequence[Block],
+) -> Scaled:
+    """Returns the encoding of values, given blocks that may share a scale; checks all shapes."""
+    block = None if scale is None else _block_of(tensor, scale, blocks)
+    if zero is not None:
+        fits = tensor.dtype == zero.dtype == "I8" and len(tensor.shape) == 2
+        if not fits or scale is None or zero.shape != scale.shape:
+            raise misfit(tensor, zero)
+    return Scaled(tensor, scale, block, zero)
+
+
+def _block_of(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Block]) -> Block | None:
+    """Returns the (rows, columns) that share a scale; None where the shape of the scales tells.
+
+    Raises:
+        SourceError: the scales fit neither the values nor any of the blocks.
+    """
+    if scale.dtype not in _SCALE_DTYPES:
+        raise misfit(tensor, scale)
+    if scale.elements == 1 or scale.shape == tensor.shape[:1]:
+        return None
+    if len(scale.shape) != len(tensor.shape) or len(tensor.shape) < 2:
+        raise misfit(tensor, scale)
+    *stacked, rows, columns = tensor.shape
+    if scale.dtype in ("U8", "F8_E8M0"):
+        blocks = (*blocks, (1, 32))  # MXFP8
+    for height, width in blocks:
+        if scale.shape == (*stacked, -(-rows // height), -(-columns // width)):
+            return min(height, max(rows, 1)), min(width, max(columns, 1))
+    if all(size in (1, whole) for size, whole in zip(scale.shape, tensor.shape, strict=True)):
+        return None
+    raise misfit(tensor, scale)
+
+
+def _scale_of_columns(tensor: TensorInfo, scale: TensorInfo) -> TensorInfo:
+    """Returns the scales of stacked experts in the shape that says what they scale.
+
+    FbgemmFp8Quantize in integrations/fbgemm_fp8.py of transformers 5.23 scales the columns of
+    down_proj of Llama 4, [experts, in, out], and stores the scales as [experts, out, 1].
+    """
+    if len(tensor.shape) != 3:
+        return scale
+    experts, _, columns = tensor.shape
+    if scale.shape != (experts, columns, 1):
+        return scale
+    return scale._replace(shape=(experts, 1, columns))
+
+
+def _matrix_of(part: TensorInfo, stack: TensorInfo, index: int) -> TensorInfo:
+    """Cuts what belongs to one matrix out of a part of a stack; all matrices may share the part."""
+    if len(part.shape) > 1 and part.shape[0] == stack.shape[0]:
+        part = cut_rows(part, index, index + 1)
+    if len(part.shape) == 3:
+        part = part._replace(shape=part.shape[1:])
+    return part
+
+
+def _kernel(
+    values: TensorInfo, scale: TensorInfo | None, block: Block | None, *, by_127: bool
+) -> Kernel | None:
+    """Returns what decodes a matrix of bytes with scales; by_127 divides products by 127."""
+    tag = "F32" if scale is None else scale.dtype
+    if len(values.shape) != 2 or tag not in ("F32", "F16", "BF16", "U8", "F8_E8M0"):
+        return None
+    rows, columns = values.shape
+    # how far it is from the scale of one row, and of one column, to the next
+    row_step, column_step = 0, 0
+    if scale is not None and scale.elements > 1:
+        height, width = scale.shape if len(scale.shape) == 2 else (scale.elements, 1)
+        row_step = 0 if height == 1 else width
+        column_step = 0 if width == 1 else 1
+    return Kernel(
+        maker="scaled_decoder",
+        details=(values.dtype, tag, block or (1, 1), by_127, columns % 16 == 0),
+        pointers=("values", "scale"),
+        shape=(rows, columns),
+        numbers=(row_step, column_step),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bitsandbytes8bit(Foreign):
+    """A weight of bitsandbytes' LLM.int8(): each row was scaled to a largest magnitude of 127."""
+
+    stored: ClassVar[str] = "weight"
+    weight: ClassVar[str] = "weight"
+    layout: ClassVar[Mapping[str, Part]] = {
+        "values": part("", "I8: out in"),
+        "scale": part("SCB", f"{FLOATS}: out", f"{FLOATS}: out 1"),
+    }
+    decoder: ClassVar[str] = "nf4conv.codec.decode.scaled:decode_int8_rows"
+    may_be_transposed: ClassVar[bool] = True
+    made_from: ClassVar[str] = "bitsandbytes int8"
+
+    values: TensorInfo
+    scale: TensorInfo  # the largest magnitudes
+    is_transposed: bool = False  # True if the weight is [out, in] here and [in, out] in its family
+
+    @property
+    def name(self) -> str:
+        return "int8 rows transposed" if self.is_transposed else "int8 rows"
+
+    def kernel(self, tensor: TensorInfo) -> Kernel | None:
+        if self.is_transposed:
+            return None
+        return _kernel(self.values, self.scale, None, by_127=True)
+
+    @classmethod
+    def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
+        if tensor.dtype != "I8" or f"{stem}SCB" not in siblings.by_name:
+            return False
+        order = siblings.find(f"{stem}weight_format")
+        if order is not None and any(siblings.read(order)):
+            raise SourceError.about(
+                order.file, order.name, "a layout for one kind of GPU; only rows are decoded"
+            )
+        return True
