@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nf4conv.check.pairing import AlikePair, Pairs, is_dispensable, note_foreign
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.choose.experts.gathering import Experts
+from nf4conv.choose.experts import Experts
 from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
 from nf4conv.models.experts import find_stack, single_expert

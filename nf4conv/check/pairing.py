@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.choose.experts.gathering import Experts
+from nf4conv.choose.experts import Experts
 from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.models.experts import ROUTER_OF_UNSLOTH, single_expert
 from nf4conv.models.families import families_of, is_gpt_oss, is_transposed, layouts_of

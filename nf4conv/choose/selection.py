@@ -13,9 +13,7 @@ from typing import Any, Final
 from nf4conv.choose import skip_list
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
 from nf4conv.choose.evidence import FEWEST_ROWS, Evidence, Why
-from nf4conv.choose.experts.gathering import Experts
-from nf4conv.choose.experts.layers import alike_in_layers, check_layout
-from nf4conv.choose.experts.readers import readers_of
+from nf4conv.choose.experts import Experts, alike_in_layers, check_layout, readers_of
 from nf4conv.choose.wishes import why_unwanted
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import FLOAT_DTYPES

@@ -10,21 +10,19 @@ class Dtype(NamedTuple):
     Attributes:
         bits: of one element.
         torch: torch's name for it; empty if nothing is computed in it.
-        is_float: True for floats that can be packed, and that something can be added to.
     """
 
     bits: int
     torch: str = ""
-    is_float: bool = False
 
 
 DTYPES: Final[Mapping[str, Dtype]] = {
-    "F64": Dtype(64, "float64", is_float=True),
-    "F32": Dtype(32, "float32", is_float=True),
-    "F16": Dtype(16, "float16", is_float=True),
-    "BF16": Dtype(16, "bfloat16", is_float=True),
-    "F8_E4M3": Dtype(8, "float8_e4m3fn", is_float=True),
-    "F8_E5M2": Dtype(8, "float8_e5m2", is_float=True),
+    "F64": Dtype(64, "float64"),
+    "F32": Dtype(32, "float32"),
+    "F16": Dtype(16, "float16"),
+    "BF16": Dtype(16, "bfloat16"),
+    "F8_E4M3": Dtype(8, "float8_e4m3fn"),
+    "F8_E5M2": Dtype(8, "float8_e5m2"),
     "F8_E8M0": Dtype(8, "float8_e8m0fnu"),
     "F8_E4M3FNUZ": Dtype(8),
     "F8_E5M2FNUZ": Dtype(8),
@@ -46,9 +44,11 @@ DTYPES: Final[Mapping[str, Dtype]] = {
 DTYPE_BITS: Final = {tag: dtype.bits for tag, dtype in DTYPES.items()}
 TORCH_NAMES: Final = {tag: dtype.torch for tag, dtype in DTYPES.items() if dtype.torch}
 
-FLOAT_DTYPES: Final = tuple(tag for tag, dtype in DTYPES.items() if dtype.is_float)
-FLOAT_TAGS: Final = tuple(tag for tag in FLOAT_DTYPES if DTYPE_BITS[tag] >= 16)
+FLOAT_TAGS: Final = ("F64", "F32", "F16", "BF16")
 """Floats that a checkpoint without any quantization is stored in."""
+
+FLOAT_DTYPES: Final = (*FLOAT_TAGS, "F8_E4M3", "F8_E5M2")
+"""Floats that can be packed, and that something can be added to."""
 
 DTYPE_NAMES: Final = {tag: TORCH_NAMES[tag] for tag in ("F32", "F16", "BF16")}
 """By the tag of a weight that can be quantized, its name in the JSON blob and in config.json."""

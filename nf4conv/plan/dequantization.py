@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
 from nf4conv.choose.evidence import Evidence
-from nf4conv.choose.experts.layers import check_whole
+from nf4conv.choose.experts import check_whole
 from nf4conv.choose.formats import dominant_dtype
 from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.choose.wishes import is_wanted

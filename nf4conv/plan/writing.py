@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Final
 
-from nf4conv.choose.experts.readers import Readers, readers_of
+from nf4conv.choose.experts import Readers, readers_of
 from nf4conv.declaring import deciding
 from nf4conv.format.layout import Format
 from nf4conv.options import DequantizeOptions, QuantizeOptions

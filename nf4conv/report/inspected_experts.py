@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.choose.experts.readers import readers_of
+from nf4conv.choose.experts import readers_of
 from nf4conv.models.experts import find_stack, single_expert
 from nf4conv.models.families import layouts_of
 from nf4conv.models.module_names import module_of

@@ -31,9 +31,12 @@ from nf4conv.choose.evidence import Why
 from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.commands.quantize import plan_quantization, quantize_checkpoint
 from nf4conv.errors import PlanError
-from nf4conv.models.config import UNREAD, levels
+from nf4conv.models.config import levels
 from nf4conv.models.family_table import READ_DIRECTLY
 from nf4conv.options import QuantizeOptions
+
+UNREAD = {"_load_in_4bit": True, "_load_in_8bit": False}
+"""Keys that transformers writes into quantization_config, and no loader reads."""
 
 EVERY = [architecture for group in CASES.values() for architecture in group]
 ALL = [

@@ -9,13 +9,15 @@ import pytest
 
 from nf4conv.format.layout import Format
 from nf4conv.models.config import (
-    UNREAD,
     architecture_of,
     checkpoint_dtype,
     quantized_config,
     without_quantization,
 )
 from nf4conv.sources.tensors import TensorInfo
+
+UNREAD = {"_load_in_4bit": True, "_load_in_8bit": False}
+"""Keys that transformers writes into quantization_config, and no loader reads."""
 
 FORMAT = Format("nf4", 64, True, "bfloat16")
 SETTINGS = {"compute_dtype": "bfloat16", "skip_modules": ("lm_head",)}

@@ -112,7 +112,7 @@ def test_a_mixture_is_packed_and_says_who_reads_it(model_type, tmp_path):
     plan = plan_quantization(source)
     [note] = [note for note in describe_plan(plan).notes if "experts are packed" in note]
     assert "transformers 5 with nf4conv installed" in note
-    assert "moe='portable'" in note
+    assert "--moe portable" in note
     # only a family that has them one by one on disk is known so to other loaders
     assert ("4.57" in note) is (model_type == "qwen2_moe")
     report = quantize_checkpoint(source, tmp_path / "out", run=CPU)
@@ -147,7 +147,7 @@ def test_what_is_for_the_hub_stays_portable_unless_the_user_says_otherwise(tmp_p
     push = PushOptions(push_to_hub=REPO)
     plan = plan_quantization(source, push=push)
     assert plan.totals().packed == 2
-    assert any("moe='packed'" in note for note in plan.notes)
+    assert any("--moe packed" in note for note in plan.notes)
     assert plan_quantization(source, PACKED, push=push).totals().packed == 2 + 6 * NUMBER
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from nf4conv.choose.experts.gathering import Experts
+from nf4conv.choose.experts import Experts
 from nf4conv.commands.quantizing.publishing import open_push, pushed
 from nf4conv.commands.quantizing.writing import write_one
 from nf4conv.errors import PlanError

@@ -1,0 +1,415 @@
+"""Finds experts, cuts stacks of them apart, checks that they are whole, and says who reads them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
+from nf4conv.errors import PlanError
+from nf4conv.models.experts import SINGLE_WEIGHT, FoundStack, find_stack, partner_names
+from nf4conv.models.families import (
+    are_stacked,
+    experts_in,
+    families_of,
+    has_uneven_experts,
+    layouts_of,
+)
+from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.sources.tensors import TensorInfo
+
+_LARGE_SHARE: Final = 0.5
+"""Experts that take a larger share of a checkpoint's bytes are packed by default: transformers 5
+loads them with nf4conv installed.
+"""
+
+Config: TypeAlias = Mapping[str, Any]
+"""The content of config.json."""
+
+Decisions: TypeAlias = Mapping[str, Pack | Keep]
+"""What becomes of each tensor, by name."""
+
+
+class _Sizes(NamedTuple):
+    """The sizes that all stacks of a layer share. They are only compared with each other."""
+
+    experts: int
+    inner: int  # width between the projections
+    outer: int  # width of the model
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Knows the experts of a checkpoint.
+
+    Attributes:
+        tensors: all tensors of the checkpoint, by name.
+        config: the content of its config.json.
+        stacks: how experts are stacked in a tensor, by its name.
+        layers: the path of the experts that a tensor belongs to, by its name: of a stack, or of a
+            weight of a single expert.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    config: Config
+    stacks: Mapping[str, FoundStack]
+    layers: Mapping[str, str]
+
+    @classmethod
+    def gather(cls, tensors: Sequence[TensorInfo], config: Config) -> "Experts":
+        """Looks at the names and shapes of all tensors of a checkpoint."""
+        stacks = _stacks_of(tensors, config)
+        layers = {}
+        paths: dict[str, str] = {}  # each path once in memory
+        for tensor in tensors:
+            name = tensor.name
+            if name in stacks:
+                layers[name] = stacks[name].experts
+            elif ".experts." in name or name.startswith("experts."):
+                match = SINGLE_WEIGHT.match(name)
+                if match is not None:
+                    layers[name] = paths.setdefault(match[1], match[1])
+        return cls({tensor.name: tensor for tensor in tensors}, config, stacks, layers)
+
+    def packs_by_default(self) -> bool:
+        """Returns True if experts are packed although the user does not ask for it.
+
+        They are where they take most of the bytes, and where transformers 5 loads the result. A
+        source in 4 bits keeps its layout.
+        """
+        if "model_type" not in self.config:
+            return False
+        if not all(found.layout.has_loader for found in self.stacks.values()):
+            return False
+        total = 0
+        of_experts = 0
+        for name, tensor in self.tensors.items():
+            if tensor.encoding is not None and is_in_4_bits(tensor):
+                return False
+            total += tensor.nbytes
+            if name in self.layers:
+                of_experts += tensor.nbytes
+        return of_experts > _LARGE_SHARE * total
+
+    def matrices_of(self, tensor: TensorInfo) -> tuple[PackedMatrix, ...]:
+        """Returns the weights of single experts that a stack holds.
+
+        Raises:
+            PlanError: the stack does not divide, or does not fit the others of its layer.
+        """
+        found = self.stacks[tensor.name]
+        return _cut_stack(tensor, found, self._is_transposed(tensor, found), self.config)
+
+    def _is_transposed(self, tensor: TensorInfo, found: FoundStack) -> bool:
+        """Returns True if the matrices of a stack are [in, out]; checks the stacks beside it."""
+        usual = found.stack.is_transposed
+        either = (usual, not usual) if found.layout.fits_either_way else (usual,)
+        for is_transposed in either:
+            misfit = self._misfit(tensor, found, is_transposed)
+            if misfit is None:
+                return is_transposed
+        partner = self._misfit(tensor, found, usual)
+        assert partner is not None
+        raise PlanError.about(
+            tensor.file,
+            tensor.name,
+            f"a stack of experts {list(tensor.shape)} does not fit "
+            f"{partner.name} {list(partner.shape)} of the same layer; the checkpoint is damaged, "
+            f"or of another model than its config.json says",
+        )
+
+    def _misfit(
+        self, tensor: TensorInfo, found: FoundStack, is_transposed: bool
+    ) -> TensorInfo | None:
+        """Returns the stack of the same layer that a stack does not fit; None if it fits all."""
+        sizes = _sizes_of(tensor, found, is_transposed, self.config)
+        # a family of either orientation has both stacks of a layer in the same
+        is_flipped = is_transposed is not found.stack.is_transposed
+        for name in partner_names(tensor.name, found):
+            partner = self.tensors.get(name)
+            if partner is None:
+                raise PlanError.about(
+                    tensor.file,
+                    tensor.name,
+                    f"the checkpoint lacks {name}, which holds the "
+                    f"other projections of these experts",
+                )
+            other = self.stacks[name]
+            is_other_transposed = other.stack.is_transposed is not is_flipped
+            if sizes != _sizes_of(partner, other, is_other_transposed, self.config):
+                return partner
+        return None
+
+
+def _stacks_of(tensors: Sequence[TensorInfo], config: Config) -> dict[str, FoundStack]:
+    """Returns how experts are stacked in each tensor that stacks some, by its name."""
+    layouts = layouts_of(config)
+    if not layouts:
+        return {}
+    may_be_flat = any(stack.is_flat for layout in layouts for stack in layout.stacks)
+    stacks = {}
+    for tensor in tensors:
+        dimensions = len(tensor.shape)
+        if dimensions not in (2, 3) or (dimensions == 2 and not may_be_flat):
+            continue
+        found = find_stack(tensor.name, layouts)
+        if found is not None and found.stack.is_flat == (dimensions == 2):
+            stacks[tensor.name] = found
+    return stacks
+
+
+# --- stacks ---------------------------------------------------------------------------------------
+
+
+def _sizes_of(tensor: TensorInfo, found: FoundStack, is_transposed: bool, config: Config) -> _Sizes:
+    """Returns the sizes that a stack has if its matrices are stored in this orientation."""
+    experts, rows, columns = _shape_of(tensor, found, config)
+    outputs, inputs = (columns, rows) if is_transposed else (rows, columns)
+    if found.stack.is_last:
+        return _Sizes(experts, inner=inputs, outer=outputs)
+    return _Sizes(experts, inner=outputs // len(found.stack.projections), outer=inputs)
+
+
+def _shape_of(tensor: TensorInfo, found: FoundStack, config: Config) -> tuple[int, int, int]:
+    """Returns [experts, rows, columns] of a stack, as each matrix is stored.
+
+    Raises:
+        PlanError: the stack does not divide into experts, or into as many as the config says.
+    """
+    numbers = experts_in(config)
+    if not found.stack.is_flat:
+        experts, rows, columns = tensor.shape
+        if numbers and experts not in numbers:
+            raise PlanError.about(
+                tensor.file,
+                tensor.name,
+                f"a stack of {experts} experts, but config.json "
+                f"says {' or '.join(map(str, sorted(numbers)))}",
+            )
+        return experts, rows, columns
+    rows, columns = tensor.shape
+    experts = min(numbers, default=0)
+    if not experts or rows % experts:
+        raise PlanError.about(
+            tensor.file,
+            tensor.name,
+            f"{rows} rows do not divide into {experts} experts, which is the number in config.json",
+        )
+    return experts, rows // experts, columns
+
+
+def _cut_stack(
+    tensor: TensorInfo, found: FoundStack, is_transposed: bool, config: Config
+) -> tuple[PackedMatrix, ...]:
+    """Returns the weights of single experts that a stack holds, expert by expert.
+
+    Raises:
+        PlanError: its rows, or columns, do not divide into those of its projections.
+    """
+    stack = found.stack
+    experts, rows, columns = _shape_of(tensor, found, config)
+    outputs, inputs = (columns, rows) if is_transposed else (rows, columns)
+    parts = len(stack.projections)
+    if outputs % parts:
+        raise PlanError.about(
+            tensor.file,
+            tensor.name,
+            f"{outputs} outputs of an expert do not divide into "
+            f"those of {' and '.join(stack.projections)}",
+        )
+    size = outputs // parts
+    matrices = []
+    for expert in range(experts):
+        for place, projection in enumerate(stack.projections):
+            name = found.name_of(expert, projection)
+            matrix = PackedMatrix(name, (size, inputs), is_transposed)
+            if stack.is_flat:
+                first_row = expert * rows
+                matrices.append(matrix._replace(rows=(first_row, first_row + rows)))
+                continue
+            taken = (place * size, (place + 1) * size)
+            if stack.is_interleaved:
+                taken = (place, outputs)
+                matrix = matrix._replace(step=parts)
+            matrix = matrix._replace(expert=expert)
+            if is_transposed:
+                matrices.append(matrix._replace(columns=taken))
+            else:
+                matrices.append(matrix._replace(rows=taken))
+    return tuple(matrices)
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def check_layout(decisions: Decisions, experts: Experts, moe: str | None) -> None:
+    """Checks the experts that are stored one by one and are to be packed.
+
+    Args:
+        decisions: what becomes of each tensor, by name.
+        experts: the experts of the checkpoint.
+        moe: "packed" or "portable", as --moe has it; None for a source in 4 bits that keeps its
+            layout.
+
+    Raises:
+        PlanError: an expert is missing, or has another shape than the others of its layer. Loaders
+            put all experts of a layer into one tensor.
+    """
+    if moe is None:
+        check_whole(experts.tensors.values(), experts.config)
+        return
+    names = [name for name in experts.layers if isinstance(decisions[name], Pack)]
+    _check_layers([experts.tensors[name] for name in names], experts.config)
+
+
+def check_whole(tensors: Iterable[TensorInfo], config: Config) -> None:
+    """Checks the experts that are stored one by one, packed or not.
+
+    Nothing is checked if the config does not say how many experts there are.
+
+    Raises:
+        PlanError: an expert is missing, or has another shape than the others of its layer.
+    """
+    if experts_in(config):
+        _check_layers(tensors, config)
+
+
+def _check_layers(tensors: Iterable[TensorInfo], config: Config) -> None:
+    """Raises a PlanError unless all single experts of each layer are there and have one shape."""
+    if has_uneven_experts(config) or "model_type" not in config:
+        return
+    layers: dict[str, dict[str, dict[int, TensorInfo]]] = {}  # by projection and number
+    for tensor in tensors:
+        match = SINGLE_WEIGHT.match(tensor.name)
+        if match is not None:
+            projections = layers.setdefault(match[1], {})
+            projections.setdefault(match[3], {})[int(match[2])] = tensor
+    numbers = experts_in(config)
+    for layer, projections in layers.items():
+        count = 1 + max(max(weights) for weights in projections.values())
+        if numbers and count > max(numbers):
+            raise PlanError(
+                f"{layer}: {count} experts, but config.json says {max(numbers)}: the checkpoint "
+                f"is of another model than its config.json"
+            )
+        if numbers and count not in numbers:
+            count = min(number for number in numbers if number > count)  # the last are missing
+        for projection, weights in projections.items():
+            _check_projection(layer, projection, weights, count)
+
+
+def _check_projection(
+    layer: str, projection: str, weights: Mapping[int, TensorInfo], count: int
+) -> None:
+    """Raises a PlanError unless `count` experts have this projection, all in one shape."""
+    first = next(iter(weights.values()))
+    for expert in range(count):
+        weight = weights.get(expert)
+        if weight is None:
+            raise PlanError(
+                f"{first.file}: {layer}.{expert}.{projection}.weight is missing: "
+                f"of {count} experts of this layer {len(weights)} have it",
+                path=first.file,
+            )
+        if weight.shape != first.shape:
+            raise PlanError(
+                f"{weight.file}: {weight.name} is {list(weight.shape)}, but {first.name} of the "
+                f"same layer is {list(first.shape)}: loaders put all experts of a layer into one "
+                f"tensor",
+                path=weight.file,
+                tensor=weight.name,
+            )
+
+
+def alike_in_layers(decisions: Decisions, experts: Experts) -> dict[str, Pack | Keep]:
+    """Keeps all experts of a layer where some of them have to be kept.
+
+    transformers 5 and vLLM put the experts of a layer into one tensor, which is packed or not. What
+    the source itself has in 4 bits beside experts in 16 bits stays as it is.
+    """
+    alike = dict(decisions)
+    if "model_type" not in experts.config:
+        return alike
+    packed: dict[str, list[str]] = {}
+    kept: dict[str, list[str]] = {}
+    for name, layer in experts.layers.items():
+        group = kept if isinstance(decisions[name], Keep) else packed
+        group.setdefault(layer, []).append(name)
+    for layer, names in kept.items():
+        others = packed.get(layer, [])
+        if not others or _is_mixed_in_source(experts, names, others):
+            continue
+        first = decisions[names[0]]
+        assert isinstance(first, Keep)
+        for name in others:
+            why = f"loaders need the experts of a layer alike, and one is kept: {first.reason}"
+            alike[name] = Keep(why, is_linear=name not in experts.stacks)
+    return alike
+
+
+def _is_mixed_in_source(experts: Experts, kept: Sequence[str], packed: Sequence[str]) -> bool:
+    """Returns True if the packed experts of a layer are in 4 bits already, and the kept are not."""
+    kept_in_4_bits = any(is_in_4_bits(experts.tensors[name]) for name in kept)
+    return not kept_in_4_bits and all(is_in_4_bits(experts.tensors[name]) for name in packed)
+
+
+# --- who reads them -------------------------------------------------------------------------------
+
+
+class Readers(NamedTuple):
+    """Says who reads the experts of a checkpoint that has them in 4 bits.
+
+    Attributes:
+        text: how they are stored, and who reads them.
+        has_loader: True if transformers 5 does, with nf4conv installed.
+        in_transformers_4: True if transformers 4 does by itself, where it knows the model.
+    """
+
+    text: str
+    has_loader: bool
+    in_transformers_4: bool = False
+
+
+def readers_of(
+    matrices: Iterable[PackedMatrix], config: Mapping[str, Any], quant_type: str | None
+) -> Readers | None:
+    """Finds out who reads the experts of a checkpoint.
+
+    Args:
+        matrices: the weights in 4 bits; the first expert among them tells.
+        config: the content of config.json.
+        quant_type: the 4-bit data type, or None for the usual one.
+
+    Returns:
+        Who does; None if no expert is in 4 bits, or if the family's experts load everywhere.
+    """
+    if any(family.splits_experts for family in families_of(config)):
+        return None
+    for matrix in matrices:
+        is_stack = len(matrix.shape) == 3
+        if is_stack or SINGLE_WEIGHT.match(matrix.name) is not None:
+            break
+    else:
+        return None
+    if not is_stack and not all(layout.has_loader for layout in layouts_of(config)):
+        text = "experts are packed, which no loader reads for this family; nf4conv dequantize does"
+        return Readers(text, has_loader=False)
+    if is_stack:
+        text = (
+            "experts are packed as the stacks that they are, which transformers 5 with nf4conv "
+            "installed and Unsloth read"
+        )
+    elif are_stacked(config) or matrix.expert is not None:
+        text = (
+            "experts are packed one by one, which for this family transformers 5 with nf4conv "
+            "installed reads"
+        )
+    else:
+        others = "vLLM's bitsandbytes plugin and Unsloth"
+        if quant_type == "fp4":
+            others = "Unsloth"
+        text = (
+            f"experts are packed one by one, which transformers 5 with nf4conv installed reads; "
+            f"where it knows the model, transformers 4.57 does too, and by their code {others}"
+        )
+        return Readers(text, has_loader=True, in_transformers_4=True)
+    return Readers(text, has_loader=True)

@@ -1,1 +1,0 @@
-"""Finds experts, checks that they are whole, and cuts stacks of them apart."""
