@@ -203,7 +203,7 @@ def calibrate_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     shutil.copytree(whole / "source", source)
     mutate_checkpoint(chosen, source)
     words = ["quantize", source, out, "--calibrate", source / "ids.npy"]
-    words += ["--calibration-tokens", "64"]
+    words += ["--calibration-tokens", "512"]
     return Case(words, out, partial(passes_verify, words, out))
 
 

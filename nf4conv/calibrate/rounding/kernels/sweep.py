@@ -9,14 +9,16 @@ import triton.language as tl
 from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.kernels.columns import (
     PIECE,
+    dynamic_table,
     inverse_of,
     level_constants,
     load_piece,
     nearest_rank,
     nearest_value,
+    snap,
+    snapping_tensors,
     subtract_products,
 )
-from nf4conv.calibrate.rounding.kernels.snapping import dynamic_table, snap, snapping_tensors
 from nf4conv.calibrate.rounding.levels import Levels
 from nf4conv.calibrate.rounding.scales import StorableScales
 from nf4conv.codec.kernels.launch import Launcher, kernel
