@@ -3,19 +3,29 @@
 few rows of 16-bit x    a fused kernel (kernels/product/): decodes in registers
 anything else on a GPU  decodes, then calls the library's product, as bitsandbytes does
 no kernels here         decodes to float32, multiplies in float32, rounds once: the definition
+
+A graph of torch.compile needs the operators of linear_op.py. Without a graph, with gradients an
+autograd function calls prepared kernels itself: torch's dispatcher would take the host six times as
+long.
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.ops import check_decodable
-from nf4conv.codec.quant_state import DTYPE_NAMES, QuantState, decoding_of
+from nf4conv.codec.quant_state import DTYPE_NAMES, Addresses, QuantState, decoding_of
 from nf4conv.errors import CodecError
-from nf4conv.inference.linear_op import linear_op, multiply_packed, train_op
-from nf4conv.inference.linear_training import multiply_with_gradients
+from nf4conv.inference.linear_op import (
+    addresses_of,
+    gradient_of_bias,
+    linear_op,
+    multiply_packed,
+    train_op,
+)
 
 if TYPE_CHECKING:  # importing Triton takes a second
     from nf4conv.inference.kernels.product.choosing import Decode, Matrix, Multiply
@@ -260,3 +270,60 @@ def _weight_of(packed: torch.Tensor, state: QuantState) -> _Weight:
 
 
 _weights: dict[int, _Weight] = {}  # by id of the state
+
+
+def multiply_with_gradients(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    multiply: "Multiply",
+    decode: "Decode",
+    addresses: Addresses,
+    tensors: Sequence[torch.Tensor | None],
+) -> torch.Tensor:
+    """Computes x · Wᵀ + bias, with gradients of x and bias.
+
+    Args:
+        x: [..., K], checked.
+        bias: [N], checked, or None.
+        multiply: computes the result.
+        decode: decodes W in the dtype of x, for the gradient.
+        addresses: where the weight is now.
+        tensors: packed codes and `Decoding.tensors`; the graph of the gradients keeps them.
+    """
+    apply: Any = _Product.apply  # which has no types
+    result: torch.Tensor = apply(x, bias, multiply, decode, addresses, tensors)
+    return result
+
+
+class _Product(torch.autograd.Function):
+    """Multiplies, and decodes the weight again for the gradient of x.
+
+    The context keeps the weight's tensors itself. If autograd saved them, it would call the hooks
+    of checkpointing for each: five calls in Python for a layer, which recompute nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        multiply: "Multiply",
+        decode: "Decode",
+        addresses: Addresses,
+        tensors: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.decode = decode
+        ctx.tensors = tensors
+        return multiply(x, addresses, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_x = None
+        grad_bias = None
+        if ctx.needs_input_grad[0]:
+            # asked for again: FSDP frees a weight after the forward pass, and gathers it elsewhere
+            grad_x = grad @ ctx.decode(addresses_of(*ctx.tensors))
+        if ctx.needs_input_grad[1]:
+            grad_bias = gradient_of_bias(grad, ctx.bias_dtype)
+        return grad_x, grad_bias, None, None, None, None

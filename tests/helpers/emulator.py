@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
 from nf4conv.codec.quant_state import QuantState, decoding_of
-from nf4conv.inference.kernels.product import balancing, dividing, held, kernel, shapes
+from nf4conv.inference.kernels.product import balancing, held, kernel, shapes
 
 TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  # by Shape.early
 PROCESSORS = 3  # multiprocessors of the GPU that kernels are divided for
@@ -62,7 +62,7 @@ def multiply(
         form = decoding.form()
         shape, division = balancing.plan_rows(m, n, k, form, PROCESSORS, hopper)
     else:
-        division = dividing.divide(shape, n, k, shape.programs * PROCESSORS)
+        division = balancing.divide(shape, n, k, shape.programs * PROCESSORS)
     shift = division.split_shift
     out = torch.full((1 << shift, m, n), float("nan"), dtype=torch.float32 if shift else x.dtype)
     pairs = tables.pair_table(decoding.quant_type, x.dtype, torch.device("cpu"))

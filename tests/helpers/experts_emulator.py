@@ -1,5 +1,5 @@
 """Runs the PTX of inference/kernels/experts/wide.py without a GPU, launched as
-inference/experts/wide.py does.
+inference/experts/product.py does.
 
 This is a program of its own, as emulator.py is, because Triton cannot compile in a process whose
 kernels are interpreted.
@@ -15,7 +15,7 @@ from ptx_machine import GLOBAL, Machine
 from triton.compiler import ASTSource
 
 import nf4conv
-from nf4conv.inference.experts import PackedExperts, decode, split_stack, stack_experts, wide
+from nf4conv.inference.experts import PackedExperts, decode, product, split_stack, stack_experts
 from nf4conv.inference.experts.projection import Projection, project
 from nf4conv.inference.kernels.experts import wide as kernels
 
@@ -106,9 +106,9 @@ def check_up(
     spread = x.repeat_interleave(2, 0)
     of_gate, of_up = products(spread, ids, gate), products(spread, ids, up)
     by_turns = Projection(gate, up, rows, up_column=1, column_step=2)
-    found = wide.multiply_wide(x, ids, by_turns, None)
+    found = product.multiply_wide(x, ids, by_turns, None)
     assert error(found, torch.stack([of_gate, of_up], 2).flatten(1)) < most
-    found = wide.multiply_wide(x, ids, Projection(gate, up, rows, silu=True), None)
+    found = product.multiply_wide(x, ids, Projection(gate, up, rows, silu=True), None)
     assert error(found, torch.nn.functional.silu(of_gate) * of_up) < most
 
 
@@ -119,19 +119,19 @@ def check_down(rows: int, columns: int, top_k: int, layout: str, most: float) ->
     x = torch.randn(top_k, columns).bfloat16()
     weights = torch.rand(1, top_k)
     exact = (products(x, ids, down) * weights.view(-1, 1)).sum(0, keepdim=True)
-    assert error(wide.multiply_wide(x, ids, project(down), weights), exact) < most
+    assert error(product.multiply_wide(x, ids, project(down), weights), exact) < most
 
 
 if __name__ == "__main__":
     kernels.launch_wide = launch
     torch.manual_seed(0)
     # the result is rounded to bfloat16, or to float16, and so are the 16 values
-    wide._processors = lambda _: 4
+    product._processors = lambda _: 4
     check_up(40, 192, "packed", "nf4", torch.bfloat16, 3e-3)
     check_up(16, 2112, "stacked", "fp4", torch.float16, 5e-4)  # two stages
     check_down(32, 64, 3, "stacked", 3e-3)
-    wide._processors = lambda _: 1
+    product._processors = lambda _: 1
     check_down(24, 3136, 3, "packed", 3e-3)  # two stages of three steps
-    wide._processors = lambda _: 64
+    product._processors = lambda _: 64
     check_down(16, 768, 4, "not nested", 3e-3)  # one unit of one stage
     print("as in float64")

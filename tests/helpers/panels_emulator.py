@@ -18,9 +18,9 @@ from ptx_program import Words
 from ptx_values import Bits, cut
 
 from nf4conv.codec.quant_state import QuantState, decoding_of
-from nf4conv.inference.kernels.product.panels.inputs import TENSOR_MAP
 from nf4conv.inference.kernels.product.panels.plans import CLUSTERS, PANELS, Plan
 from nf4conv.inference.kernels.product.panels.prepare import TYPES, table_for
+from nf4conv.inference.kernels.product.panels.tiles import TENSOR_MAP
 
 POINTERS = 6
 """Tensors before the tensor map among the kernel's arguments."""

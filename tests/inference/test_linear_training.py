@@ -1,4 +1,4 @@
-"""linear_training: gradients without torch's dispatcher, here around products on a CPU."""
+"""Gradients without torch's dispatcher, here around products on a CPU."""
 
 import weakref
 
@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from nf4conv import dequantize_4bit
 from nf4conv.codec.quant_state import Addresses, decoding_of
 from nf4conv.inference import linear
-from nf4conv.inference.linear import linear_4bit
+from nf4conv.inference.linear import linear_4bit, multiply_with_gradients
 from nf4conv.inference.linear_op import addresses_of
-from nf4conv.inference.linear_training import multiply_with_gradients
 
 TENSORS = (torch.zeros(1), torch.zeros(1), None, None, None)
 WEIGHT = (addresses_of(*TENSORS), TENSORS)

@@ -11,7 +11,8 @@ from own_process import compiles, run_compiling
 
 from nf4conv.codec.quant_state import Form
 from nf4conv.inference.kernels.product import choosing
-from nf4conv.inference.kernels.product.panels import maps, plans
+from nf4conv.inference.kernels.product.panels import plans
+from nf4conv.inference.kernels.product.panels import prepare as preparing
 
 CPU = torch.device("cpu")
 MATRIX = choosing.Matrix(4096, 4096, Form("nf4", 64, True), 16)
@@ -108,21 +109,24 @@ class Driver:
     def cuTensorMapEncodeTiled(self, target: Any, *described: Any) -> int:  # noqa: N802
         kind, rank, address, *arrays = described
         assert target.value % 64 == 0
-        words = [7] * maps.MAP_WORDS
+        count = preparing.MAP_WORDS
+        words = [7] * count
         words[self.place] = address.value
-        ctypes.memmove(target, struct.pack(f"<{maps.MAP_WORDS}Q", *words), 8 * maps.MAP_WORDS)
+        ctypes.memmove(
+            target, struct.pack(f"<{preparing.MAP_WORDS}Q", *words), 8 * preparing.MAP_WORDS
+        )
         self.asked.append((kind.value, rank.value, *(list(one) for one in arrays[:3])))
         return self.status
 
 
 def driver_is(monkeypatch: pytest.MonkeyPatch, found: Callable[[], Any]) -> None:
-    monkeypatch.setattr(maps, "cuda_driver", found)
+    monkeypatch.setattr(preparing, "cuda_driver", found)
 
 
 def test_a_map_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     driver_is(monkeypatch, lambda: driver)
-    assert maps.map_of(40, 192, 48, torch.bfloat16) == (7,) * 15
+    assert preparing.map_of(40, 192, 48, torch.bfloat16) == (7,) * 15
     assert driver.asked[0] == (9, 3, [64, 40, 3], [384, 128], [64, 48, 2])
 
 
@@ -139,11 +143,11 @@ def test_without_tensor_maps_weights_are_decoded(
     monkeypatch: pytest.MonkeyPatch, found: Callable[[], Any]
 ) -> None:
     driver_is(monkeypatch, found)
-    with pytest.raises(maps.TensorMapError):
-        maps.map_of(40, 192, 48, torch.bfloat16)
+    with pytest.raises(preparing.TensorMapError):
+        preparing.map_of(40, 192, 48, torch.bfloat16)
 
     def prepare(x_shape: torch.Size, dtype: torch.dtype, *_: object) -> None:
-        maps.map_of(x_shape[0], x_shape[1], 48, dtype)
+        preparing.map_of(x_shape[0], x_shape[1], 48, dtype)
 
     monkeypatch.setattr(choosing, "prepare_panel", prepare)
     monkeypatch.setattr(choosing, "_prepare_decoded", lambda *given: given)

@@ -17,14 +17,18 @@ from torch.nn import functional
 
 from nf4conv.codec.backends import has_kernels
 from nf4conv.errors import CodecError
-from nf4conv.inference.experts.product import group_by_expert, multiply_groups, multiply_rows
+from nf4conv.inference.experts.product import (
+    group_by_expert,
+    multiply_groups,
+    multiply_rows,
+    suits_wide,
+)
 from nf4conv.inference.experts.projection import (
     Projection,
     project,
     suits_kernels,
     suits_together,
 )
-from nf4conv.inference.experts.wide import suits_wide
 from nf4conv.inference.moe.adapted import PackedLayer, packed_weights
 from nf4conv.inference.moe.tensor import Experts4bit
 from nf4conv.inference.moe.weight import ALTERNATING, SEPARATED, PackedWeight

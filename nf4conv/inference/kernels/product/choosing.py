@@ -12,9 +12,8 @@ from nf4conv.codec.kernels.internals import CannotLaunchError, stream_of
 from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.product import dense, launches, shapes
 from nf4conv.inference.kernels.product.launches import Product
-from nf4conv.inference.kernels.product.panels.maps import TensorMapError
 from nf4conv.inference.kernels.product.panels.plans import is_faster
-from nf4conv.inference.kernels.product.panels.prepare import prepare_panel
+from nf4conv.inference.kernels.product.panels.prepare import TensorMapError, prepare_panel
 
 Multiply = Callable[[torch.Tensor, Addresses, torch.Tensor | None], torch.Tensor]
 """x, a weight, a bias or None → x · Wᵀ + bias."""

@@ -18,7 +18,7 @@ from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.tables import value_table
 from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.experts.stacks import decoded
-from nf4conv.inference.kernels.product.dividing import MOST_SPLITS
+from nf4conv.inference.kernels.product.balancing import MOST_SPLITS
 from nf4conv.inference.kernels.product.launches import (
     Product,
     is_hopper,

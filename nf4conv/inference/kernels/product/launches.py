@@ -11,8 +11,7 @@ import torch
 from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
 from nf4conv.codec.quant_state import Addresses, Form
-from nf4conv.inference.kernels.product.balancing import plan_rows
-from nf4conv.inference.kernels.product.dividing import Division
+from nf4conv.inference.kernels.product.balancing import Division, plan_rows
 from nf4conv.inference.kernels.product.held import launch_held
 from nf4conv.inference.kernels.product.kernel import launch_product
 from nf4conv.inference.kernels.product.shapes import (

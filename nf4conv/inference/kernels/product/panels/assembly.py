@@ -7,7 +7,7 @@ half of a turn, 64 k of one block, for the 64 rows of a warpgroup.
 A warpgroup decodes a unit into registers and gives it to the tensor cores. Nothing keeps
 warpgroups together but tiles of x that are full or free. So some decode while others multiply.
 
-Inputs of a loop are those that inputs.py names: the thread; the addresses of packed codes, absmax,
+Inputs of a loop are those that tiles.py names: the thread; the addresses of packed codes, absmax,
 its code, nested absmax, the offset of the latter, and the table; the first row of x; the first row
 of W; rows of W, columns; the first turn and the number of turns, at least 1; log2 of the blocks
 that share a scale; what scales are multiplied with. $0 becomes the address of the sums in shared
@@ -20,21 +20,18 @@ import triton
 import triton.language as tl
 
 from nf4conv.inference.kernels.product.panels.decoding import (
+    declare_exchange,
+    exchange,
     fill_pairs,
     in_pairs,
     lane_scale,
     load_scale,
     load_words,
     look_scale_up,
-)
-from nf4conv.inference.kernels.product.panels.inputs import operand
-from nf4conv.inference.kernels.product.panels.tiles import copy_first, find_map, next_stage
-from nf4conv.inference.kernels.product.panels.transposing import (
-    declare_exchange,
-    exchange,
     prepare_exchange,
     register_of,
 )
+from nf4conv.inference.kernels.product.panels.tiles import copy_first, find_map, next_stage, operand
 
 
 @triton.constexpr_function

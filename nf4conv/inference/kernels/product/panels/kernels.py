@@ -11,9 +11,11 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.inference.kernels.product.assembly import constraints
-from nf4conv.inference.kernels.product.panels import inputs
-from nf4conv.inference.kernels.product.panels.scaled_sums import multiply_scaled_sums
-from nf4conv.inference.kernels.product.panels.scaled_weights import multiply_scaled_weights
+from nf4conv.inference.kernels.product.panels import tiles
+from nf4conv.inference.kernels.product.panels.loops import (
+    multiply_scaled_sums,
+    multiply_scaled_weights,
+)
 from nf4conv.inference.kernels.product.panels.sums import WAIT_FOR_CLUSTER, leave, store_tile
 
 
@@ -118,7 +120,7 @@ def panel_kernel(
         row, n, k, first, turns, block_shift, norm,
     )  # fmt: skip
     TEXT: tl.constexpr = loop_assembly(DTYPE, PANEL, CLUSTER)
-    LETTERS: tl.constexpr = inputs.LETTERS
+    LETTERS: tl.constexpr = tiles.LETTERS
     CONSTRAINTS: tl.constexpr = constraints("r", LETTERS)
     sums = tl.inline_asm_elementwise(
         TEXT, CONSTRAINTS, operands, dtype=tl.int32, is_pure=False, pack=1

@@ -1,14 +1,26 @@
 """PTX of assembly.py: copies tiles of x to shared memory, and says when they are free again.
 
-A tile has 128 k of the panel's rows of x. A tensor map (maps.py) says where they are; one thread
+A tile has 128 k of the panel's rows of x. A tensor map (prepare.py) says where they are; one thread
 asks for a tile, and the GPU copies it.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import triton
 
-from nf4conv.inference.kernels.product.panels.inputs import TENSOR_MAP, operand
+LETTERS: Final = "rllllllrrrrrrrf"
+"""Kinds of the inputs of a loop."""
+
+TENSOR_MAP: Final = "panel_kernel_param_6"
+"""What PTX calls the parameter of panel_kernel that the tensor map of x begins with."""
+
+
+@triton.constexpr_function
+def operand(name: str) -> str:
+    """Returns an input of a loop by its name."""
+    names = ["thread", "packed", "absmax", "code", "nested", "offset", "table", "column"]
+    names += ["row", "n", "k", "first", "turns", "shift", "norm"]
+    return f"${1 + names.index(name)}"
 
 
 @triton.constexpr_function

@@ -1,9 +1,12 @@
-"""PTX of kernels.py: the loop of a program over k that scales sums instead of weights.
+"""PTX of kernels.py: the loop of a program over k, that scales weights or sums of their products.
 
-The table has the 16 values in the dtype of x, as the wide kernel's: what is looked up goes to the
-tensor cores at once. The products of a unit, 64 k of one block, are sums of their own, which are
-multiplied with the block's scale and added to the totals. So a thread scales `columns` / 2 sums for
-64 k instead of 32 weights, which it would also have to convert and round. It rounds no weight.
+What scales sums: the table has the 16 values in the dtype of x, as the wide kernel's, so what is
+looked up goes to the tensor cores at once. The products of a unit, 64 k of one block, are sums of
+their own, which are multiplied with the block's scale and added to the totals. So a thread scales
+`columns` / 2 sums for 64 k instead of 32 weights, which it would also have to convert and round. It
+rounds no weight.
+
+What scales weights rounds them to the dtype of x, as decoded ones are.
 """
 
 from typing import Any
@@ -18,9 +21,13 @@ from nf4conv.inference.kernels.product.panels.assembly import (
     multiply_unit,
     wait_for_products,
 )
-from nf4conv.inference.kernels.product.panels.decoding import look_unit_up, take_scales
+from nf4conv.inference.kernels.product.panels.decoding import (
+    decode_unit,
+    exchange,
+    look_unit_up,
+    take_scales,
+)
 from nf4conv.inference.kernels.product.panels.tiles import refill, say_free, wait_until_full
-from nf4conv.inference.kernels.product.panels.transposing import exchange
 
 
 @triton.constexpr_function
@@ -29,7 +36,7 @@ def multiply_scaled_sums(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
     lines = [
         *begin(dtype, shape, _declare_sums(shape)),
         *_begin_sums(shape),
-        *all_turns(shape, _turn(dtype, shape)),
+        *all_turns(shape, _turn_of_sums(dtype, shape)),
         wait_for_products(0),
         *_add_scaled(shape),
         *end,
@@ -55,7 +62,7 @@ def _begin_sums(shape: Any) -> list[str]:
 
 
 @triton.constexpr_function
-def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
+def _turn_of_sums(dtype: tl.dtype, shape: Any) -> list[str]:
     """Multiplies a turn, while what the next two need is on its way."""
     lines = begin_turn(shape)
     for half in range(2):
@@ -78,3 +85,38 @@ def _turn(dtype: tl.dtype, shape: Any) -> list[str]:
 def _add_scaled(shape: Any) -> list[str]:
     """Adds the sums of the unit before, times its scales, to the totals."""
     return [f"fma.rn.f32 c{i}, d{i}, u{i // 2 % 2}, c{i};" for i in range(shape.totals)]
+
+
+@triton.constexpr_function
+def multiply_scaled_weights(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
+    """Multiplies all turns of a part; `end` stores the sums in shared memory, at `tiles`."""
+    lines = [
+        *begin(dtype, shape, []),
+        *all_turns(shape, _turn_of_weights(dtype, shape)),
+        wait_for_products(0),
+        *end,
+        "mov.b32 $0, tiles;",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+@triton.constexpr_function
+def _turn_of_weights(dtype: tl.dtype, shape: Any) -> list[str]:
+    """Multiplies a turn, while what the next two need is on its way."""
+    lines = begin_turn(shape)
+    for half in range(2):
+        # with one set of registers, the unit before must be done before the next is decoded
+        if shape.sets == 1:
+            lines += [wait_for_products(0)]
+            if half == 0:
+                lines += say_free(shape)
+        lines += [*take_scales("s", half), *decode_unit(dtype, shape, half)]
+        if half == 0:
+            lines += wait_until_full("$$Lfull")
+        lines += multiply_unit(dtype, shape, half, "c", ["one"] * 4)
+        if shape.sets == 2:
+            lines += [wait_for_products(1)]
+            if half == 0:
+                lines += say_free(shape)
+    return [*lines, *refill(shape), *exchange()]
