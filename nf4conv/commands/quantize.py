@@ -180,7 +180,7 @@ def plan_quantization(
     try:
         plan = plan_checkpoint(source, options, where, is_public=is_public)
     except DiffusersFolderError as error:
-        if options.calibrate:
+        if options.calibrate is not None:
             raise PlanError(
                 f"{source}: --calibrate is for models of transformers, one at a time: for a text "
                 f"encoder --subfolder text_encoder; --scales search needs no text"

@@ -73,7 +73,7 @@ def _require_divisible(plan: WritingPlan, run: RunOptions, asked_by: str) -> Non
         )
     if not isinstance(plan.options, QuantizeOptions):
         return
-    if plan.options.calibrate:
+    if plan.options.calibrate is not None:
         raise PlanError(
             f"{asked_by} does not go with --calibrate: what goes into a block comes from all "
             f"blocks before it, so one process on one device calibrates them all"

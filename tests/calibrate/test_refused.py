@@ -67,6 +67,7 @@ def content_of(value: Any) -> Callable[[Path], None]:
 
 EARLY: dict[str, tuple[str, Any, str]] = {
     "missing": ("nope.txt", None, "no such file"),
+    "a folder": ("../", None, "expected a file, and this is none"),
     "of the Hub": ("wikitext/wikitext-2", None, "a data set on the Hub is not fetched"),
     "a PDF": ("text.pdf", b"%PDF", "ends in .txt, .jsonl, .npy"),
     "empty": ("text.txt", b"", "holds no tokens"),
@@ -107,13 +108,15 @@ def test_what_can_be_known_early_is_refused_before_torch_is_imported(model: Path
             content_of(content)(text)
         place = name if "/" in name else str(text)
         asked.append(["quantize", str(model), str(tmp_path / "out"), "--calibrate", place])
+    asked.append([*asked[0][:-1], ""])
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, json.dumps(asked)],
         check=True,
         capture_output=True,
         text=True,
     )
-    found = json.loads(done.stdout)
+    *found, of_nothing = json.loads(done.stdout)
+    assert "expected a file" in of_nothing[1]
     for (kind, (_, _, error)), (code, said, seconds) in zip(EARLY.items(), found, strict=True):
         assert (code, error in said) == (2, True), (kind, said)
         assert said.count("\n") == 1, said

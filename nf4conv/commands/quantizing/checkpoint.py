@@ -55,7 +55,7 @@ def plan_checkpoint(
 
 def _planned(source: Source, options: QuantizeOptions) -> QuantizationPlan:
     """Plans an opened checkpoint; with --calibrate, its calibration too."""
-    if not options.calibrate:
+    if options.calibrate is None:
         return quantization.plan_source(source, options)
     from nf4conv.calibrate.request import plan_calibrated  # few runs need to import it
 
