@@ -1,11 +1,12 @@
-"""Chooses how weights are packed: the options that the user gave, and what the source says."""
+"""Chooses everything about the quantization of one checkpoint: what is packed, how, what stays."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from nf4conv.choose.decisions import Keep, Pack, Selection
-from nf4conv.choose.selection import demote
-from nf4conv.choose.unchanged import common_format
+from nf4conv.choose.selection import demote, select
+from nf4conv.choose.unchanged import Stored, common_format, weights_that_stay
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
 from nf4conv.format.layout import Format
@@ -13,6 +14,38 @@ from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import DTYPES, QuantizeOptions
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Holds what was chosen for one checkpoint."""
+
+    # what becomes of each tensor, and the modules that loaders must skip
+    selection: Selection
+    # how weights are packed
+    format: Format
+    # for weights that are in 4 bits already and are to be packed, by name: what their components
+    # are copied from, or a text that says why they are packed anew
+    unchanged: Mapping[str, Stored | str]
+
+
+def choose(source: Source, options: QuantizeOptions) -> Choice:
+    """Chooses what is packed, in which format, and what stays as it is.
+
+    Args:
+        source: the checkpoint.
+        options: what the user asked for.
+
+    Raises:
+        PlanError: the request cannot be met for this checkpoint.
+    """
+    config = source.config or {}
+    selection = select(source.tensors, config, options)
+    dtype = _choose_dtype(source, selection, options)
+    format = choose_format(source, dtype, options)
+    selection = _without_odd_sizes(source, selection, format)
+    unchanged = weights_that_stay(source, selection.decisions, format, options)
+    return Choice(selection, format, unchanged)
 
 
 def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -> Format:
@@ -46,7 +79,7 @@ def _searched_if_calibrated(scales: str) -> str:
     return "search" if scales == "calibrated" else scales
 
 
-def choose_dtype(source: Source, selection: Selection, options: QuantizeOptions) -> str:
+def _choose_dtype(source: Source, selection: Selection, options: QuantizeOptions) -> str:
     """Returns the dtype that weights are cast to before they are packed, and others are stored in.
 
     Raises:
@@ -82,7 +115,7 @@ def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:
     return DTYPE_NAMES[max(sizes, key=sizes.__getitem__)]
 
 
-def without_odd_sizes(source: Source, selection: Selection, format: Format) -> Selection:
+def _without_odd_sizes(source: Source, selection: Selection, format: Format) -> Selection:
     """Keeps the weights whose packed bytes do not divide into elements of the storage dtype.
 
     Raises:

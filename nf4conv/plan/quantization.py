@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from nf4conv.choose.choice import Choice, choose
-from nf4conv.choose.formats import choose_format
+from nf4conv.choose.formats import Choice, choose, choose_format
 from nf4conv.choose.unchanged import Stored
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import Format
