@@ -18,7 +18,7 @@ from nf4conv.codec import cpu, reference
 from nf4conv.codec.cpu.nested import nearest_dynamic
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table
 from nf4conv.codec.reduction import cuda_mean
-from nf4conv.codec.reference.nested import dynamic_cuts
+from nf4conv.codec.reference.quantize import dynamic_cuts
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 
 from nf4conv.codec.quant_state import QuantState, code_table
 from nf4conv.codec.reference.blocks import flushed
-from nf4conv.codec.reference.nested import dynamic_cuts
+from nf4conv.codec.reference.quantize import dynamic_cuts
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
 ROOM: Final = 1.15

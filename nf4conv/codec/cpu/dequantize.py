@@ -1,17 +1,35 @@
 """Packed codes → weight."""
 
+from functools import cache
 from typing import Final
 
 import torch
 
 from nf4conv.codec import reference
-from nf4conv.codec.cpu.pairs import are_between, value_pairs
 from nf4conv.codec.cpu.quantize import CHUNK as QUANTIZE_CHUNK
 from nf4conv.codec.cpu.threads import share
 from nf4conv.codec.quant_state import Decoding, NestedState
 from nf4conv.codec.reference.blocks import CHUNK
-from nf4conv.codec.reference.dequantize import decoded_absmax
+from nf4conv.codec.reference.dequantize import decoded_absmax, decoded_values
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
+
+
+def pair_table(values: torch.Tensor) -> torch.Tensor:
+    """Returns [256] int64 words: for each byte the values of its two codes, of [16] float32."""
+    return torch.cartesian_prod(values, values).view(torch.int64).view(-1)
+
+
+@cache
+def value_pairs(quant_type: str) -> torch.Tensor:
+    """Returns [256] int64 words: the two float32 values of each byte's codes, before absmax."""
+    return pair_table(decoded_values(quant_type, torch.device("cpu")))
+
+
+def are_between(scales: torch.Tensor, least: float, most: float) -> bool:
+    """Returns True if every magnitude is zero, or at least `least` and below `most`; NaN is not."""
+    magnitudes = scales.abs()
+    return bool(((magnitudes == 0) | (magnitudes >= least) & (magnitudes < most)).all())
+
 
 _CHUNK_ALONE: Final = 1 << 17
 """Elements decoded at a time where torch has one thread: 0.8 MB of temporaries."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nf4conv.codec import reference
-from nf4conv.codec.cpu.pairs import are_between, pair_table, value_pairs
+from nf4conv.codec.cpu.dequantize import are_between, pair_table, value_pairs
 from nf4conv.codec.error_sums import SMALLEST_NORMAL, ErrorSums, half_gaps, merged
 from nf4conv.codec.quant_state import Decoding
 from nf4conv.codec.reference.dequantize import decoded_values, unpacked

@@ -9,7 +9,7 @@ import torch
 from nf4conv.codec.cpu.cuts import Bytes
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.codec.reference.blocks import CHUNK, padded_blocks, scale_blocks
-from nf4conv.codec.reference.nested import dynamic_cuts
+from nf4conv.codec.reference.quantize import dynamic_cuts
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 
 

@@ -24,7 +24,7 @@ from nf4conv.codec.cpu.cuts import (
     pair_codes,
     without_signs,
 )
-from nf4conv.codec.cpu.pairs import value_pairs
+from nf4conv.codec.cpu.dequantize import value_pairs
 from nf4conv.codec.reciprocal import reciprocal
 from nf4conv.codec.search import ROUND, UNIT
 from nf4conv.format.codebook import Codebook

@@ -15,7 +15,7 @@ import triton.language as tl
 from nf4conv.calibrate.rounding.levels import INFINITY, ascending
 from nf4conv.calibrate.rounding.scales import StorableScales
 from nf4conv.codec.kernels.arithmetic import SMALLEST_NORMAL
-from nf4conv.codec.reference.nested import dynamic_cuts
+from nf4conv.codec.reference.quantize import dynamic_cuts
 from nf4conv.format.codebook import DYNAMIC_MAP
 
 PIECE = tl.constexpr(8)
