@@ -24,6 +24,7 @@ import torch
 
 import nf4conv
 from nf4conv.commands.evaluate import answers, load, make_question
+from nf4conv.options import EvaluateOptions
 from nf4conv.sources.opening import open_stored
 
 METHODS = [
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    options = nf4conv.EvaluateOptions(
+    options = EvaluateOptions(
         source=arguments.model,
         text=arguments.text,
         tokens=arguments.tokens,
@@ -70,7 +71,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"settings": about, "rows": rows}, indent=1) + "\n")
 
 
-def output_energies(model: Path, options: nf4conv.EvaluateOptions) -> dict[str, torch.Tensor]:
+def output_energies(model: Path, options: EvaluateOptions) -> dict[str, torch.Tensor]:
     """XᵀX of each linear layer, by the name of its weight."""
     question = make_question([open_stored(model)], options)
     few = question.ids[: max(1, 4096 // question.ids.shape[1])]
@@ -98,18 +99,23 @@ def measure(
     quant_type: str,
     blocksize: int,
     scales: str,
-    options: nf4conv.EvaluateOptions,
+    options: EvaluateOptions,
     device: str,
     grams: dict[str, torch.Tensor],
 ) -> dict[str, Any]:
-    chosen = nf4conv.QuantizeOptions(
-        quant_type=quant_type, blocksize=blocksize, scales=scales, compute_dtype="float32"
-    )
     with tempfile.TemporaryDirectory() as folder:
         out, again = Path(folder) / "out", Path(folder) / "again"
-        nf4conv.quantize_checkpoint(model, out, chosen, nf4conv.RunOptions(device=device))
-        found = nf4conv.verify_checkpoint(out, model, run=nf4conv.RunOptions(device=device))
-        nf4conv.dequantize_checkpoint(out, again, nf4conv.DequantizeOptions(dtype="float32"))
+        nf4conv.quantize(
+            model,
+            out,
+            quant_type=quant_type,
+            blocksize=blocksize,
+            scales=scales,
+            compute_dtype="float32",
+            device=device,
+        )
+        found = nf4conv.verify(out, source=model, device=device)
+        nf4conv.dequantize(out, again, dtype="float32")
         outputs = list(
             output_errors(
                 weights(model), weights(again), [row.name for row in found.weights], grams

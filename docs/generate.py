@@ -19,10 +19,11 @@ import nf4conv
 from nf4conv.cli import main
 from nf4conv.cli.parameters import grouped
 from nf4conv.report.as_json import SCHEMA_VERSION
+from nf4conv.report.results.runs import PlanReport
 
 HERE: Final = Path(__file__).parent
 RESULTS: Final = {
-    nf4conv.PlanReport: "`quantize --dry-run`, `dequantize --dry-run`",
+    PlanReport: "`quantize --dry-run`, `dequantize --dry-run`",
     nf4conv.QuantizeReport: "`quantize`",
     nf4conv.DequantizeReport: "`dequantize`",
     nf4conv.VerifyReport: "`verify`",

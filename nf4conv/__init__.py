@@ -11,9 +11,7 @@ A checkpoint is a folder, a weight file, or "org/name" on the Hugging Face Hub. 
 keywords, which `help(nf4conv.quantize)` explains. Results are dataclasses; `nf4conv.to_json` spells
 them. Whatever a user can mend is an `nf4conv.Nf4convError`, which knows its `path` and `tensor`.
 
-For programs, the same in pieces: `quantize_checkpoint` and the others take options in classes
-(`QuantizeOptions`, `RunOptions`, `SourceOptions`, `PushOptions`); `plan_quantization`,
-`describe_plan` and `execute_quantization` are its steps. For tensors: `quantize_4bit`,
+`plan_quantize` says what `quantize` would do, and does it later. For tensors: `quantize_4bit`,
 `dequantize_4bit`, `linear_4bit`. docs/python.md shows them in use. The functions say on the logger
 "nf4conv" what they do.
 """
@@ -28,27 +26,14 @@ if TYPE_CHECKING:
     from nf4conv.codec.ops import dequantize_4bit as dequantize_4bit
     from nf4conv.codec.ops import quantize_4bit as quantize_4bit
     from nf4conv.codec.quant_state import QuantState as QuantState
-    from nf4conv.commands.dequantize import AnyDequantizationPlan as AnyDequantizationPlan
     from nf4conv.commands.dequantize import dequantize as dequantize
-    from nf4conv.commands.dequantize import dequantize_checkpoint as dequantize_checkpoint
-    from nf4conv.commands.dequantize import execute_dequantization as execute_dequantization
-    from nf4conv.commands.dequantize import plan_dequantization as plan_dequantization
-    from nf4conv.commands.describe import describe_plan as describe_plan
     from nf4conv.commands.environment import environment as environment
     from nf4conv.commands.evaluate import evaluate as evaluate
     from nf4conv.commands.inspect import inspect as inspect
-    from nf4conv.commands.inspect import inspect_checkpoint as inspect_checkpoint
-    from nf4conv.commands.quantize import AnyQuantizationPlan as AnyQuantizationPlan
-    from nf4conv.commands.quantize import execute_quantization as execute_quantization
-    from nf4conv.commands.quantize import plan_quantization as plan_quantization
+    from nf4conv.commands.quantize import Plan as Plan
+    from nf4conv.commands.quantize import plan_quantize as plan_quantize
     from nf4conv.commands.quantize import quantize as quantize
-    from nf4conv.commands.quantize import quantize_checkpoint as quantize_checkpoint
-    from nf4conv.commands.verify import DiffusersVerificationPlan as DiffusersVerificationPlan
-    from nf4conv.commands.verify import VerificationPlan as VerificationPlan
-    from nf4conv.commands.verify import execute_verification as execute_verification
-    from nf4conv.commands.verify import plan_verification as plan_verification
     from nf4conv.commands.verify import verify as verify
-    from nf4conv.commands.verify import verify_checkpoint as verify_checkpoint
     from nf4conv.errors import CodecError as CodecError
     from nf4conv.errors import Nf4convError as Nf4convError
     from nf4conv.errors import OptionError as OptionError
@@ -60,90 +45,45 @@ if TYPE_CHECKING:
     from nf4conv.inference.patching import decoded_linear_4bit as decoded_linear_4bit
     from nf4conv.inference.patching import patch_linear_4bit as patch_linear_4bit
     from nf4conv.inference.patching import unpatch_linear_4bit as unpatch_linear_4bit
-    from nf4conv.options import DequantizeOptions as DequantizeOptions
-    from nf4conv.options import EvaluateOptions as EvaluateOptions
-    from nf4conv.options import InspectOptions as InspectOptions
-    from nf4conv.options import MachineOptions as MachineOptions
-    from nf4conv.options import PushOptions as PushOptions
-    from nf4conv.options import QuantizeOptions as QuantizeOptions
-    from nf4conv.options import RunOptions as RunOptions
-    from nf4conv.options import SourceOptions as SourceOptions
-    from nf4conv.options import VerifyOptions as VerifyOptions
-    from nf4conv.plan.dequantization import DequantizationPlan as DequantizationPlan
-    from nf4conv.plan.diffusers import DiffusersPlan as DiffusersPlan
-    from nf4conv.plan.parts import plan_part as plan_part
-    from nf4conv.plan.quantization import QuantizationPlan as QuantizationPlan
-    from nf4conv.plan.rows import DequantizationTotals as DequantizationTotals
-    from nf4conv.plan.rows import PlanKind as PlanKind
     from nf4conv.plan.rows import PlanRow as PlanRow
     from nf4conv.plan.rows import QuantizationTotals as QuantizationTotals
     from nf4conv.report.as_json import to_json as to_json
     from nf4conv.report.page import write_page as write_page
     from nf4conv.report.results.checks import VerifyReport as VerifyReport
-    from nf4conv.report.results.checks import VerifySettings as VerifySettings
     from nf4conv.report.results.contents import Environment as Environment
     from nf4conv.report.results.contents import Evaluation as Evaluation
     from nf4conv.report.results.contents import Evaluations as Evaluations
     from nf4conv.report.results.contents import Inspection as Inspection
     from nf4conv.report.results.runs import DequantizeReport as DequantizeReport
-    from nf4conv.report.results.runs import PlanReport as PlanReport
     from nf4conv.report.results.runs import QuantizeReport as QuantizeReport
-    from nf4conv.report.rows.inspection import InspectedKind as InspectedKind
     from nf4conv.report.rows.inspection import InspectedRow as InspectedRow
-    from nf4conv.report.rows.inspection import InspectionTotals as InspectionTotals
-    from nf4conv.report.rows.inspection import StoredQuantization as StoredQuantization
-    from nf4conv.report.rows.weights import CheckResult as CheckResult
-    from nf4conv.report.rows.weights import ComparedTensors as ComparedTensors
-    from nf4conv.report.rows.weights import VerificationSummary as VerificationSummary
-    from nf4conv.report.rows.weights import WeightKind as WeightKind
     from nf4conv.report.rows.weights import WeightRow as WeightRow
     from nf4conv.sources.stored_weights import Finding as Finding
 
 # The public names by their modules. A name is imported when it is first used, because
 # `nf4conv --help` and plans must not wait for torch, whose import takes seconds.
 _NAMES_IN: Final = {
-    "nf4conv.inference.linear": "linear_4bit",
     "nf4conv.codec.ops": "dequantize_4bit quantize_4bit",
-    "nf4conv.inference.patching": "decoded_linear_4bit patch_linear_4bit unpatch_linear_4bit",
     "nf4conv.codec.quant_state": "QuantState",
-    "nf4conv.commands.dequantize": (
-        "AnyDequantizationPlan dequantize dequantize_checkpoint execute_dequantization "
-        "plan_dequantization"
-    ),
-    "nf4conv.commands.describe": "describe_plan",
+    "nf4conv.commands.dequantize": "dequantize",
     "nf4conv.commands.environment": "environment",
     "nf4conv.commands.evaluate": "evaluate",
-    "nf4conv.commands.inspect": "inspect inspect_checkpoint",
-    "nf4conv.commands.quantize": (
-        "AnyQuantizationPlan execute_quantization plan_quantization quantize quantize_checkpoint"
-    ),
-    "nf4conv.commands.verify": (
-        "DiffusersVerificationPlan VerificationPlan execute_verification plan_verification "
-        "verify verify_checkpoint"
-    ),
+    "nf4conv.commands.inspect": "inspect",
+    "nf4conv.commands.quantize": "Plan plan_quantize quantize",
+    "nf4conv.commands.verify": "verify",
     "nf4conv.errors": (
         "CodecError Nf4convError OptionError OutputError PlanError SourceError VerificationError"
     ),
-    "nf4conv.options": (
-        "DequantizeOptions EvaluateOptions InspectOptions MachineOptions "
-        "PushOptions QuantizeOptions RunOptions SourceOptions VerifyOptions"
-    ),
-    "nf4conv.plan.dequantization": "DequantizationPlan",
-    "nf4conv.plan.diffusers": "DiffusersPlan",
-    "nf4conv.plan.parts": "plan_part",
-    "nf4conv.plan.quantization": "QuantizationPlan",
-    "nf4conv.plan.rows": "DequantizationTotals PlanKind PlanRow QuantizationTotals",
+    "nf4conv.inference.linear": "linear_4bit",
+    "nf4conv.inference.patching": "decoded_linear_4bit patch_linear_4bit unpatch_linear_4bit",
+    "nf4conv.plan.rows": "PlanRow QuantizationTotals",
     "nf4conv.report.as_json": "to_json",
     "nf4conv.report.page": "write_page",
-    "nf4conv.report.results.checks": ("VerifyReport VerifySettings"),
+    "nf4conv.report.results.checks": "VerifyReport",
     "nf4conv.report.results.contents": "Environment Evaluation Evaluations Inspection",
-    "nf4conv.report.results.runs": "DequantizeReport PlanReport QuantizeReport",
-    "nf4conv.report.rows.inspection": (
-        "InspectedKind InspectedRow InspectionTotals StoredQuantization"
-    ),
-    "nf4conv.report.rows.weights": (
-        "CheckResult ComparedTensors VerificationSummary WeightKind WeightRow"
-    ),
+    "nf4conv.report.results.runs": "DequantizeReport QuantizeReport",
+    "nf4conv.report.rows.inspection": "InspectedRow",
+    "nf4conv.report.rows.weights": "WeightRow",
     "nf4conv.sources.stored_weights": "Finding",
 }
 

@@ -70,15 +70,7 @@ def test_a_docstring_names_every_field(kind):
 
 def test_every_class_of_results_is_in_the_docs():
     in_docs = {*generate.RESULTS, *generate.row_classes()}
-    plans = {
-        nf4conv.QuantizationPlan,
-        nf4conv.DequantizationPlan,
-        nf4conv.DiffusersPlan,
-        nf4conv.VerificationPlan,
-        nf4conv.DiffusersVerificationPlan,
-        nf4conv.ComparisonPlan,
-    }
-    assert in_docs == PUBLIC_DATACLASSES - {nf4conv.QuantState} - plans
+    assert in_docs >= PUBLIC_DATACLASSES - {nf4conv.QuantState, nf4conv.Plan}
 
 
 @pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)

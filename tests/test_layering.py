@@ -44,7 +44,7 @@ ROOMS["commands"].add("codec")
 ROOMS["codec"] = {"errors", "format", "system"}
 ROOMS["inference"] = {"codec", "errors", "format", "system"}
 ROOMS["commands"].add("inference")
-ROOMS["cli"] = {"errors", "declaring", "options", "report.text", "system"}
+ROOMS["cli"] = {"errors", "declaring", "options", "plan", "report.text", "system", "commands"}
 ROOMS["__main__"] = {"cli", "system"}
 
 # what the converter imports of each wing, late

@@ -30,42 +30,24 @@ def with_keywords() -> nf4conv.QuantizeReport:
     return nf4conv.quantize(Path("SRC"), Path("OUT"), moe="packed", token=None)
 
 
-def with_classes() -> None:
-    nf4conv.QuantizeOptions(quant_type="nf4", blocksize=64, exclude=("lm_head.*",))
-    nf4conv.QuantizeOptions(quant_typ="nf4")  # type: ignore[call-arg]
-    nf4conv.QuantizeOptions(quant_type="nf5")  # type: ignore[arg-type]
-    nf4conv.QuantizeOptions(exclude="lm_head.*")  # type: ignore[arg-type]
-    nf4conv.DequantizeOptions(dtype="bf16")  # type: ignore[arg-type]
-    nf4conv.RunOptions(device=0)  # type: ignore[arg-type]
-
-
-def rows(report: nf4conv.PlanReport) -> list[nf4conv.PlanRow]:
-    kinds: tuple[nf4conv.PlanKind, ...] = report.kinds
-    totals: nf4conv.QuantizationTotals | nf4conv.DequantizationTotals = report.totals
-    print(kinds, totals)
-    return list(report.tensors)
+def planned(source: str) -> nf4conv.QuantizeReport:
+    plan: nf4conv.Plan = nf4conv.plan_quantize(source, blocksize=128)
+    nf4conv.plan_quantize(source, blocksize=100)  # type: ignore[arg-type]
+    row: nf4conv.PlanRow = plan.rows[0]
+    totals: nf4conv.QuantizationTotals = plan.totals
+    print(row.reason, totals.packed)
+    return plan.execute("OUT")
 
 
 def worst(report: nf4conv.VerifyReport) -> nf4conv.WeightRow:
-    checks: dict[str, nf4conv.CheckResult] = dict(report.checks)
     found: tuple[nf4conv.Finding, ...] = report.findings
-    settings: nf4conv.VerifySettings = report.settings
-    print(checks, found, settings)
+    print(found, report.settings)
     return report.weights[0]
-
-
-def plan(source: str) -> nf4conv.AnyQuantizationPlan:
-    made = nf4conv.plan_quantization(source)
-    if isinstance(made, nf4conv.QuantizationPlan):
-        summary: nf4conv.QuantizationTotals = made.totals()
-        assert summary.packed
-    return made
 
 
 def largest(source: str) -> nf4conv.InspectedRow:
     found = nf4conv.inspect(source)
-    totals: nf4conv.InspectionTotals = found.totals
-    assert totals.bytes
+    assert found.totals.bytes
     return found.tensors[0]
 
 

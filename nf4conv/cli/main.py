@@ -39,6 +39,7 @@ from nf4conv.options import (
     SourceOptions,
     VerifyOptions,
 )
+from nf4conv.plan.parts import plan_part
 from nf4conv.report.text.progress_bar import progress
 from nf4conv.system.signals import handle_stop
 
@@ -118,6 +119,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
     default their own, stay bit for bit. In a diffusers pipeline, nf4conv packs denoisers and text
     encoders; --include 'transformer/*' chooses submodels.
     """
+    from nf4conv.commands import describe, quantize  # importing them holds up --help
     from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
     from nf4conv.report.text.runs import quantization_lines  # importing it holds up --help
 
@@ -130,17 +132,17 @@ def quantize(source: str, out: str, **values: Any) -> None:
         silence_libraries()
     where = narrowed(options, SourceOptions)
     try:
-        whole = nf4conv.plan_quantization(source, options, where, push)
+        whole = quantize.plan_quantization(source, options, where, push)
     except SourceError:
         if display.dry_run:
             raise
         # it is not needed if parts have made all files
-        report = nf4conv.quantize_checkpoint(source, out, options, run, None, where, push)
+        report = nf4conv.quantize(source, out, **given_to(QuantizeOptions, values))
         display.show(report, quantization_lines(report))
         return
-    plan = nf4conv.plan_part(whole, run)
+    plan = plan_part(whole, run)
     if display.dry_run:
-        described = nf4conv.describe_plan(plan)
+        described = describe.describe_plan(plan)
         display.show(described, plan_lines(described, terminal_width()))
         return
     display.tell_notes(plan.notes)
@@ -155,7 +157,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
         last = f"uploading to {push.push_to_hub}"
     calibration = whole.calibration
     with progress(verb, work, hidden=display.quiet, last=last, calibration=calibration) as advance:
-        report = nf4conv.execute_quantization(plan, out, run, advance, push)
+        report = quantize.execute_quantization(plan, out, run, advance, push)
     display.show(report, quantization_lines(report))
 
 
@@ -186,6 +188,7 @@ def verify(path: str, report: Path | None, **values: Any) -> None:
     again, and every bit must be the same. Exit codes: 0 everything is right, 1 something is wrong,
     2 nf4conv could not verify it.
     """
+    from nf4conv.commands import verify  # importing it holds up --help
     from nf4conv.report.text.checks import verification_lines  # importing it holds up --help
 
     display = chosen(Display, values)
@@ -195,9 +198,9 @@ def verify(path: str, report: Path | None, **values: Any) -> None:
         silence_libraries()
     where = narrowed(options, SourceOptions)
     run = narrowed(options, MachineOptions)
-    plan = nf4conv.plan_verification(path, options.source, options, where)
+    plan = verify.plan_verification(path, options.source, options, where)
     with progress("verifying", plan.bytes_to_read, hidden=display.quiet) as advance:
-        found = nf4conv.execute_verification(plan, run, advance)
+        found = verify.execute_verification(plan, run, advance)
     if report is not None:
         nf4conv.write_page(found, report)
     display.show(found, verification_lines(found, terminal_width(), every=display.verbose))
@@ -269,6 +272,7 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     quantized by bitsandbytes, GGUF, GPTQ, AWQ, AutoRound, torchao or compressed-tensors, or in FP8
     or FP4. OUT loads as any 16-bit model, and llama.cpp converts it to GGUF.
     """
+    from nf4conv.commands import dequantize, describe  # importing them holds up --help
     from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
     from nf4conv.report.text.runs import dequantization_lines  # importing it holds up --help
 
@@ -280,22 +284,22 @@ def dequantize(source: str, out: str, **values: Any) -> None:
         silence_libraries()
     where = narrowed(options, SourceOptions)
     try:
-        whole = nf4conv.plan_dequantization(source, options, where)
+        whole = dequantize.plan_dequantization(source, options, where)
     except SourceError:
         if display.dry_run:
             raise
         # it is not needed if parts have made all files
-        report = nf4conv.dequantize_checkpoint(source, out, options, run, None, where)
+        report = nf4conv.dequantize(source, out, **given_to(DequantizeOptions, values))
         display.show(report, dequantization_lines(report))
         return
-    plan = nf4conv.plan_part(whole, run)
+    plan = plan_part(whole, run)
     if display.dry_run:
-        described = nf4conv.describe_plan(plan)
+        described = describe.describe_plan(plan)
         display.show(described, plan_lines(described, terminal_width()))
         return
     display.tell_notes(plan.notes)
     with progress("decoding", plan.totals().bytes_before, hidden=display.quiet) as advance:
-        report = nf4conv.execute_dequantization(plan, out, run, advance)
+        report = dequantize.execute_dequantization(plan, out, run, advance)
     display.show(report, dequantization_lines(report))
 
 

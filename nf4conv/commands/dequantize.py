@@ -58,58 +58,14 @@ def dequantize(source: str | Path, out: str | Path, options: DequantizeOptions) 
         OutputError: `out` cannot be written. After this and any other error, `out` does not look
             like a finished checkpoint.
     """
-    return dequantize_checkpoint(
-        source,
-        out,
-        options,
-        narrowed(options, RunOptions),
-        options.progress,
-        narrowed(options, SourceOptions),
-    )
-
-
-def dequantize_checkpoint(
-    source: str | Path,
-    out: str | Path,
-    options: DequantizeOptions | None = None,
-    run: RunOptions | None = None,
-    progress: Callable[[int], None] | None = None,
-    where: SourceOptions | None = None,
-) -> DequantizeReport:
-    """Decodes a 4-bit checkpoint or diffusers pipeline, exactly as bitsandbytes' CUDA library does.
-
-    A run that was interrupted goes on where it stopped: run it again with the same arguments. It
-    keeps the shards that are finished, and ends in the same bytes.
-
-    Args:
-        source: a folder, a .safetensors file, or "org/name" on the Hugging Face Hub.
-        out: the folder to write. It must be empty, or hold an interrupted run of the same plan.
-        options: what to make of the checkpoint; None for the defaults.
-        run: how to use the machine; None for the defaults.
-        progress: is called with the number of source bytes that have been read since the last
-            call, from any thread.
-        where: revision, subfolder and the like of the source; None for the defaults.
-
-    Returns:
-        What was decoded and kept, sizes, times and memory.
-
-    Raises:
-        SourceError: the source cannot be read.
-        PlanError: the request cannot be met for this source.
-        OutputError: `out` cannot be written. After this and any other error, `out` does not look
-            like a finished checkpoint.
-
-    Example:
-        >>> nf4conv.dequantize_checkpoint("./Llama-3.1-8B-nf4", "./Llama-3.1-8B-again")
-    """
     try:
-        plan = plan_dequantization(source, options, where)
+        plan = plan_dequantization(source, options, narrowed(options, SourceOptions))
     except SourceError:
-        finished = _decoded_without_source(out, options or DequantizeOptions())
+        finished = _decoded_without_source(out, options)
         if finished is None:
             raise
         return finished
-    return execute_dequantization(plan, out, run, progress)
+    return execute_dequantization(plan, out, narrowed(options, RunOptions), options.progress)
 
 
 def _decoded_without_source(out: str | Path, options: DequantizeOptions) -> DequantizeReport | None:
@@ -131,26 +87,9 @@ def _decoded_without_source(out: str | Path, options: DequantizeOptions) -> Dequ
 def plan_dequantization(
     source: str | Path, options: DequantizeOptions | None = None, where: SourceOptions | None = None
 ) -> AnyDequantizationPlan:
-    """Decides everything about a dequantization from headers, quant states and config.
+    """Plans a checkpoint, or each submodel of a diffusers pipeline, from headers and config alone.
 
-    No weight is read, and torch is not imported.
-
-    Args:
-        source: a folder, a .safetensors file, or "org/name" on the Hugging Face Hub.
-        options: what to make of the checkpoint; None for the defaults. For a diffusers pipeline,
-            globs may begin with the name of a submodel and a slash. Others apply to all submodels.
-        where: revision, subfolder and the like of the source; None for the defaults.
-
-    Returns:
-        A plan for `execute_dequantization`, `describe_plan` and `plan_part`.
-
-    Raises:
-        SourceError: the source cannot be read.
-        PlanError: nothing in the source is quantized, or the request cannot be met for it.
-
-    Example:
-        >>> plan = nf4conv.plan_dequantization("./Llama-3.1-8B-nf4")
-        >>> print(plan.totals().bytes_after)
+    In globs for a pipeline, the name of a submodel and a slash may stand first.
     """
     started = time.perf_counter()
     options = options or DequantizeOptions()
@@ -250,29 +189,7 @@ def execute_dequantization(
     run: RunOptions | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> DequantizeReport:
-    """Carries out a plan.
-
-    Args:
-        plan: plan of `plan_dequantization`.
-        out: the folder to write. It must be empty, or hold an interrupted run of the same plan.
-        run: how to use the machine; None for the defaults.
-        progress: is called with the number of source bytes that have been read since the last
-            call, from any thread.
-
-    Returns:
-        What was decoded and kept, sizes, times and memory.
-
-    Raises:
-        SourceError: the source cannot be read, or has changed since it was planned.
-        PlanError: the run cannot be carried out as asked.
-        OutputError: `out` cannot be written. After this and any other error, `out` does not look
-            like a finished checkpoint.
-
-    Example:
-        >>> plan = nf4conv.plan_dequantization("./Llama-3.1-8B-nf4")
-        >>> nf4conv.execute_dequantization(plan, "./Llama-3.1-8B-again").decoded
-        224
-    """
+    """Carries out a plan, in as many processes as `run` says."""
     started = time.perf_counter()
     run = run or RunOptions()
     progress = progress or ignore

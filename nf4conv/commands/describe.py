@@ -15,22 +15,7 @@ from nf4conv.report.results.runs import PlanReport
 
 
 def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanReport:
-    """Describes what carrying out a plan would do.
-
-    Args:
-        plan: what `plan_quantization` or `plan_dequantization` returned.
-
-    Returns:
-        What becomes of each tensor, sizes, and what is unusual.
-
-    Raises:
-        SourceError: a file of the source cannot be read.
-
-    Example:
-        >>> plan = nf4conv.plan_quantization("model")
-        >>> nf4conv.describe_plan(plan).totals.packed
-        196
-    """
+    """Describes what carrying out a plan would do."""
     rows = plan.rows()
     totals = plan.totals()
     warning = little_saved(rows) if isinstance(totals, QuantizationTotals) else ""

@@ -51,30 +51,7 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
     Raises:
         SourceError: the checkpoint cannot be read.
     """
-    return inspect_checkpoint(path, narrowed(options, SourceOptions))
-
-
-def inspect_checkpoint(path: str | Path, where: SourceOptions | None = None) -> Inspection:
-    """Describes a checkpoint, or a diffusers pipeline, without reading its weights.
-
-    Does not import torch.
-
-    Args:
-        path: a folder, a weight file, or "org/name" on the Hugging Face Hub.
-        where: revision, subfolder, token and the like of a model on the Hub.
-
-    Returns:
-        One result. For a diffusers pipeline, names begin with the submodel and a slash.
-
-    Raises:
-        SourceError: the checkpoint cannot be read.
-
-    Example:
-        >>> found = nf4conv.inspect_checkpoint("Qwen/Qwen3-0.6B")
-        >>> found.totals.bits_per_parameter
-        16.0
-    """
-    sources = _open(path, replace(where or SourceOptions(), stream=True))
+    sources = _open(path, replace(narrowed(options, SourceOptions), stream=True))
     files: list[str] = []
     tensors: list[InspectedRow] = []
     kinds: list[InspectedKind] = []

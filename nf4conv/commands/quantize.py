@@ -3,20 +3,21 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from nf4conv.choose.wishes import unmatched
 from nf4conv.commands.quantizing.checkpoint import execute_one, plan_checkpoint
-from nf4conv.declaring import after_two_places, narrowed
+from nf4conv.declaring import after_one_place, after_two_places, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
 from nf4conv.format.units import size
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.plan.quantization import QuantizationPlan, require_searched
+from nf4conv.plan.rows import PlanRow, QuantizationTotals
 from nf4conv.report.advice import little_saved
 from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.results.runs import QuantizeReport
@@ -55,64 +56,75 @@ def quantize(source: str | Path, out: str | Path, options: QuantizeOptions) -> Q
             like a finished checkpoint.
         VerificationError: with `verify`, what was written is not what it should be.
     """
-    return quantize_checkpoint(
-        source,
-        out,
-        options,
-        narrowed(options, RunOptions),
-        options.progress,
-        narrowed(options, SourceOptions),
-        narrowed(options, PushOptions),
-    )
+    where = narrowed(options, SourceOptions)
+    push = narrowed(options, PushOptions)
+    try:
+        plan = plan_quantization(source, options, where, push)
+    except SourceError:
+        finished = _quantized_without_source(out, options)
+        if finished is None:
+            raise
+        return finished
+    run = narrowed(options, RunOptions)
+    return execute_quantization(plan, out, run, options.progress, push)
 
 
-def quantize_checkpoint(
-    source: str | Path,
-    out: str | Path,
-    options: QuantizeOptions | None = None,
-    run: RunOptions | None = None,
-    progress: Callable[[int], None] | None = None,
-    where: SourceOptions | None = None,
-    push: PushOptions | None = None,
-) -> QuantizeReport:
-    """Quantizes a checkpoint to 4 bits; in a diffusers pipeline, each submodel by its own rules.
+@dataclass(frozen=True)
+class Plan:
+    """Says what quantizing a checkpoint would do, and does it.
 
-    A run that was interrupted goes on where it stopped: run it again with the same arguments. It
-    keeps the shards that are finished, and ends in the same bytes.
+    Attributes:
+        made: the plan of the checkpoint, or of each submodel of a diffusers pipeline.
+        options: those that `execute` goes by.
+    """
+
+    made: AnyQuantizationPlan
+    options: QuantizeOptions
+
+    @property
+    def rows(self) -> tuple[PlanRow, ...]:
+        """Says what becomes of each tensor, and why."""
+        return tuple(self.made.rows())
+
+    @property
+    def totals(self) -> QuantizationTotals:
+        """Counts tensors, parameters, bytes and files."""
+        return self.made.totals()
+
+    def execute(self, out: str | Path) -> QuantizeReport:
+        """Carries the plan out. Arguments, results and errors are those of `quantize`."""
+        run = narrowed(self.options, RunOptions)
+        push = narrowed(self.options, PushOptions)
+        return execute_quantization(self.made, out, run, self.options.progress, push)
+
+
+@after_one_place(QuantizeOptions)
+def plan_quantize(source: str | Path, options: QuantizeOptions) -> Plan:
+    """Decides everything about a quantization from headers and config alone.
+
+    No weight is read, and torch is not imported.
+
+    Example:
+        >>> plan = nf4conv.plan_quantize("./Llama-3.1-8B", blocksize=128)
+        >>> print(plan.totals.bits_per_parameter)
+        >>> plan.execute("./Llama-3.1-8B-nf4")
 
     Args:
         source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face
             Hub.
-        out: the folder to write. It must be empty, or hold an interrupted run of the same plan.
-        options: what to make of the checkpoint; None for the defaults.
-        run: how to use the machine; None for the defaults.
-        progress: is called with the number of source bytes that have been read since the last
-            call, from any thread.
-        where: revision, subfolder and the like of the source; None for the defaults.
-        push: a repository on the Hub to upload the result to; None to upload nothing.
 
     Returns:
-        What was packed and kept, sizes, times and memory.
+        What becomes of each tensor; `execute` writes it.
 
     Raises:
         SourceError: the source cannot be read.
+        OptionError: an option has a value that it cannot have.
         PlanError: the request cannot be met for this source.
-        OutputError: `out` cannot be written. After this and any other error, `out` does not look
-            like a finished checkpoint.
-        VerificationError: with `run.verify`, what was written is not what it should be.
-
-    Example:
-        >>> report = nf4conv.quantize_checkpoint("./Llama-3.1-8B", "./Llama-3.1-8B-nf4")
-        >>> print(report.bits_per_parameter)
     """
-    try:
-        plan = plan_quantization(source, options, where, push)
-    except SourceError:
-        finished = _quantized_without_source(out, options or QuantizeOptions())
-        if finished is None:
-            raise
-        return finished
-    return execute_quantization(plan, out, run, progress, push)
+    where = narrowed(options, SourceOptions)
+    push = narrowed(options, PushOptions)
+    made = plan_part(plan_quantization(source, options, where, push), narrowed(options, RunOptions))
+    return Plan(made, options)
 
 
 def _quantized_without_source(out: str | Path, options: QuantizeOptions) -> QuantizeReport | None:
@@ -149,30 +161,11 @@ def plan_quantization(
     where: SourceOptions | None = None,
     push: PushOptions | None = None,
 ) -> AnyQuantizationPlan:
-    """Decides everything about a quantization from headers and config alone.
+    """Plans a checkpoint, or each submodel of a diffusers pipeline, from headers and config alone.
 
-    No weight is read, and torch is not imported.
-
-    Args:
-        source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face
-            Hub.
-        options: what to make of the checkpoint; None for the defaults. For a diffusers pipeline,
-            globs and module names may begin with the name of a submodel and a slash, such as
-            "transformer/*.attn.*". Others apply to all submodels.
-        where: revision, subfolder and the like of the source; None for the defaults.
-        push: where the result will be uploaded to, if at all. Experts then stay in 16 bits unless
-            `options` says otherwise, so that everybody can load them.
-
-    Returns:
-        A plan for `execute_quantization`, `describe_plan` and `plan_part`.
-
-    Raises:
-        SourceError: the source cannot be read.
-        PlanError: the request cannot be met for this source.
-
-    Example:
-        >>> plan = nf4conv.plan_quantization("./Llama-3.1-8B")
-        >>> print(plan.totals().bits_per_parameter)
+    In globs for a pipeline, the name of a submodel and a slash may stand first. If the result is to
+    be pushed, experts stay in 16 bits unless `options` says otherwise, so that everybody can load
+    them.
     """
     started = time.perf_counter()
     options = options or QuantizeOptions()
@@ -236,31 +229,7 @@ def execute_quantization(
     progress: Callable[[int], None] | None = None,
     push: PushOptions | None = None,
 ) -> QuantizeReport:
-    """Carries out a plan.
-
-    Args:
-        plan: plan of `plan_quantization`.
-        out: the folder to write. It must be empty, or hold an interrupted run of the same plan.
-        run: how to use the machine; None for the defaults.
-        progress: is called with the number of source bytes that have been read since the last
-            call, from any thread.
-        push: a repository on the Hub to upload the result to; None to upload nothing.
-
-    Returns:
-        What was packed and kept, sizes, times and memory.
-
-    Raises:
-        SourceError: the source cannot be read, or has changed since it was planned.
-        PlanError: the run cannot be carried out as asked.
-        OutputError: `out` cannot be written. After this and any other error, `out` does not look
-            like a finished checkpoint.
-        VerificationError: with `run.verify`, what was written is not what it should be.
-
-    Example:
-        >>> plan = nf4conv.plan_quantization("./Llama-3.1-8B")
-        >>> nf4conv.execute_quantization(plan, "./Llama-3.1-8B-nf4").packed
-        224
-    """
+    """Carries out a plan, in as many processes as `run` says."""
     started = time.perf_counter()
     run = run or RunOptions()
     progress = progress or ignore

@@ -129,54 +129,8 @@ def verify(path: str | Path, options: VerifyOptions) -> VerifyReport:
         OptionError: an option has a value that it cannot have.
         PlanError: the options make no sense together.
     """
-    return verify_checkpoint(
-        path,
-        options.source,
-        options,
-        narrowed(options, MachineOptions),
-        options.progress,
-        narrowed(options, SourceOptions),
-    )
-
-
-def verify_checkpoint(
-    path: str | Path,
-    source: str | Path | None = None,
-    options: VerifyOptions | None = None,
-    run: MachineOptions | None = None,
-    progress: Callable[[int], None] | None = None,
-    where: SourceOptions | None = None,
-) -> VerifyReport:
-    """Verifies a 4-bit checkpoint, or a diffusers pipeline, that nf4conv or another tool made.
-
-    What `dequantize` made is verified, too: the source is decoded again, and every bit must be
-    equal.
-
-    Args:
-        path: a folder or a .safetensors file.
-        source: what it was made from: a folder, a file, or "org/name" on the Hugging Face Hub.
-            Without it, only what the checkpoint says about itself is verified.
-        options: what to require.
-        run: how to use the machine.
-        progress: called with the number of bytes that have been read since the last call; from any
-            thread.
-        where: revision, token and the like of a source on the Hub.
-
-    Returns:
-        One report. Faults of the checkpoint are its findings. For a diffusers pipeline, names begin
-        with the submodel and a slash.
-
-    Raises:
-        SourceError: there are no weights at `path`, or the source cannot be read.
-        PlanError: the options make no sense.
-
-    Example:
-        >>> report = nf4conv.verify_checkpoint("model-nf4", "model")
-        >>> report.passed
-        True
-    """
-    plan = plan_verification(path, source, options, where)
-    return execute_verification(plan, run, progress)
+    plan = plan_verification(path, options.source, options, narrowed(options, SourceOptions))
+    return execute_verification(plan, narrowed(options, MachineOptions), options.progress)
 
 
 def plan_verification(
@@ -185,27 +139,7 @@ def plan_verification(
     options: VerifyOptions | None = None,
     where: SourceOptions | None = None,
 ) -> VerificationPlan | DiffusersVerificationPlan:
-    """Looks at the headers of a checkpoint, and finds what to compare, without importing torch.
-
-    Args:
-        path: a folder or a .safetensors file.
-        source: what it was made from: a folder, a file, or "org/name" on the Hugging Face Hub.
-            None to verify only what the checkpoint says about itself.
-        options: what to require.
-        where: revision, token and the like of a source on the Hub.
-
-    Returns:
-        The plan, for `execute_verification`.
-
-    Raises:
-        SourceError: there are no weights at `path`, or the source cannot be read.
-        PlanError: the options make no sense.
-
-    Example:
-        >>> plan = nf4conv.plan_verification("model-nf4", "model")
-        >>> plan.bytes_to_read
-        3822410752
-    """
+    """Looks at the headers of a checkpoint, and finds what to compare, without importing torch."""
     started = time.perf_counter()
     options = options or VerifyOptions()
     _check_options(source, options)
@@ -438,23 +372,7 @@ def execute_verification(
 ) -> VerifyReport:
     """Verifies the values of a planned checkpoint, and reports everything that is wrong with it.
 
-    Args:
-        plan: what `plan_verification` returned. Use it once: the faults of values are added to it.
-        run: how to use the machine.
-        progress: called with the number of bytes that have been read since the last call; from any
-            thread.
-
-    Returns:
-        One report. For a diffusers pipeline, names begin with the submodel and a slash.
-
-    Raises:
-        SourceError: the checkpoint or its source cannot be read.
-        PlanError: the options make no sense on this machine.
-
-    Example:
-        >>> plan = nf4conv.plan_verification("model-nf4", "model")
-        >>> nf4conv.execute_verification(plan).verdict
-        'passed: 196 packed weights, largest relative error 0.0957, ...'
+    A plan is used once: the faults of values are added to it.
     """
     started = time.perf_counter()
     run = run or MachineOptions()

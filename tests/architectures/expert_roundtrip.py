@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from api import dequantize_checkpoint, quantize_checkpoint
 from tiny import save_tiny, tiny_inputs
 from transformers import PreTrainedModel
 
-from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")

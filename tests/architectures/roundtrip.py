@@ -8,6 +8,7 @@ from pathlib import Path
 import bitsandbytes
 import torch
 import transformers
+from api import quantize_checkpoint
 from skeleton import Skeleton, read_skeleton
 from tiny import save_tiny, tiny_config, tiny_inputs
 from transformers import BitsAndBytesConfig
@@ -21,7 +22,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from nf4conv.choose.decisions import Keep, Pack, Selection
 from nf4conv.choose.loader_rules import transformers_4, transformers_5, transformers_5_0
 from nf4conv.choose.selection import select
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions
 from nf4conv.sources.opening import open_source
 

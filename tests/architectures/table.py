@@ -14,6 +14,7 @@ from pathlib import Path
 import bitsandbytes
 import torch
 import transformers
+from api import quantize_checkpoint
 from cases import (
     CASES,
     FORWARD_UNKNOWN,
@@ -32,7 +33,6 @@ from roundtrip import (
 )
 from test_architectures import DELIBERATE, ONE_CLASS
 
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions
 
 INTRODUCTION = """# Architectures

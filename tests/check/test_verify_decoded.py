@@ -9,6 +9,15 @@ from typing import Any
 import integers
 import pytest
 import torch
+from api import (
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    VerifyOptions,
+    dequantize_checkpoint,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from checkpoints import write_source
 from comparing import compared
 from gguf_files import write_gguf
@@ -36,15 +45,6 @@ from test_verify import (
     write_text,
 )
 
-from nf4conv import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    VerifyOptions,
-    dequantize_checkpoint,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from nf4conv.errors import Nf4convError
 from nf4conv.options import Dtype
 from nf4conv.report.as_json import to_json

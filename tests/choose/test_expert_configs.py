@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import transformers
 from adapters import make_model
+from api import quantize_checkpoint
 
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.models.config import levels, with_keys_of_both
 from nf4conv.options import QuantizeOptions, RunOptions
 

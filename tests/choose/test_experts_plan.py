@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import contents, tensors_of
-from click.testing import CliRunner
-from hub_server import Hub, Repo
-from safetensors.torch import save_file
-
-from nf4conv import (
+from api import (
     PushOptions,
     QuantizeOptions,
     RunOptions,
@@ -22,6 +17,11 @@ from nf4conv import (
     quantize_checkpoint,
     verify_checkpoint,
 )
+from checkpoints import contents, tensors_of
+from click.testing import CliRunner
+from hub_server import Hub, Repo
+from safetensors.torch import save_file
+
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, PlanError
 

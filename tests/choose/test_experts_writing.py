@@ -6,13 +6,10 @@ import bitsandbytes.functional as bitsandbytes
 import pytest
 import torch
 import transformers
+from api import QuantizeOptions, quantize_checkpoint
 from safetensors.torch import load_file
 from stacked_experts import build, place_of, single_experts
 
-from nf4conv import (
-    QuantizeOptions,
-    quantize_checkpoint,
-)
 from nf4conv.models.experts import find_stack, partner_names
 from nf4conv.models.families import layouts_of
 

@@ -13,6 +13,7 @@ import sys
 import termios
 from importlib.metadata import version
 
+import api
 import click
 import pytest
 import torch
@@ -249,7 +250,7 @@ def test_env_says_who_would_compute():
 @pytest.mark.parametrize("command", ["quantize", "verify", "inspect", "env"])
 def test_json_has_one_head_in_all_commands(tmp_path, command):
     source = write_source(tmp_path / "source")
-    nf4conv.quantize_checkpoint(source, tmp_path / "packed", run=nf4conv.RunOptions(device="cpu"))
+    api.quantize_checkpoint(source, tmp_path / "packed", run=api.RunOptions(device="cpu"))
     arguments = {
         "quantize": [source, tmp_path / "out"],
         "verify": [tmp_path / "packed"],
@@ -264,8 +265,8 @@ def test_json_has_one_head_in_all_commands(tmp_path, command):
 
 def test_no_line_is_wider_than_the_terminal(tmp_path):
     source = write_source(tmp_path / "source")
-    plan = nf4conv.describe_plan(nf4conv.plan_quantization(source))
-    inspection = nf4conv.inspect_checkpoint(source)
+    plan = api.describe_plan(api.plan_quantization(source))
+    inspection = api.inspect_checkpoint(source)
     for lines in (plan_lines(plan, 60), inspection_lines(inspection, 60)):
         table = [line for line in lines if line.startswith("model")]
         assert len(table) > 2

@@ -7,19 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from api import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from checkpoints import write_source
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from nf4conv import (
-    Nf4convError,
-    OutputError,
-    QuantizeOptions,
-    RunOptions,
-    SourceError,
-    plan_quantization,
-    quantize_checkpoint,
-)
+from nf4conv import Nf4convError, OutputError, SourceError
 from nf4conv.cli import main
 from nf4conv.errors import named
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+import api
 import click
 import pytest
 from checkpoints import contents, write_source
@@ -272,7 +273,7 @@ def test_keywords_do_what_the_classes_do(tmp_path: Path):
     )
     chosen = QuantizeOptions(scales="search", exclude=("*.layers.0.*",))
     machine = RunOptions(device="cpu", workers=1, verify=True)
-    nf4conv.quantize_checkpoint(source, tmp_path / "same", chosen, machine)
+    api.quantize_checkpoint(source, tmp_path / "same", chosen, machine)
     assert contents(tmp_path / "out") == contents(tmp_path / "same")
     assert report.packed == 10
     checked = nf4conv.verify(tmp_path / "out", source=source, tolerance=0.2, device="cpu")

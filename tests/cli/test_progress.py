@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from api import QuantizeOptions, RunOptions, plan_quantization
 from checkpoints import contents, write_source
 
-from nf4conv import QuantizeOptions, RunOptions, plan_quantization
 from nf4conv.commands.quantize import execute_quantization
 from nf4conv.errors import OutputError
 from nf4conv.report.text.progress_bar import progress

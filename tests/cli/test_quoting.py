@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import write_source
 from click.testing import CliRunner
 
-from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.report.card import code

@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from api import SourceOptions, dequantize_checkpoint, quantize_checkpoint
 from gguf_files import LLAMA, SHAPES, blocks_of, write_gguf
 from test_decode_kernels import DEVICE, DTYPES, same_bits
 from test_two_engines import BARE, by_torch, same, without_torch
 from test_two_engines import gpu as gpu
 
-from nf4conv import (
-    SourceOptions,
-    dequantize_checkpoint,
-    quantize_checkpoint,
-)
 from nf4conv.codec.decode.ggml import DECODERS, decode_ggml
 from nf4conv.codec.kernels.decoding.ggml import decode_blocks
 from nf4conv.format.gguf import BY_NAME, NUMBERS, PLAIN, RARE

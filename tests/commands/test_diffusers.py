@@ -6,8 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
+import api
 import pytest
 import torch
+from api import inspect_checkpoint, verify_checkpoint
 from checkpoints import contents
 from click.testing import CliRunner
 from hub_server import Hub, Repo
@@ -16,9 +18,8 @@ from safetensors.torch import load_file, save_file
 import nf4conv
 from nf4conv.cli import main
 from nf4conv.commands.dequantize import execute_dequantization, plan_dequantization
-from nf4conv.commands.inspect import inspect_checkpoint
 from nf4conv.commands.quantize import execute_quantization, plan_quantization
-from nf4conv.commands.verify import execute_verification, plan_verification, verify_checkpoint
+from nf4conv.commands.verify import execute_verification, plan_verification
 from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.options import (
     DequantizeOptions,
@@ -480,9 +481,9 @@ def test_inspection(pipeline, tmp_path):
 
 
 def test_from_python(pipeline, tmp_path):
-    assert nf4conv.quantize_checkpoint(pipeline, tmp_path / "out", run=RUN).packed == 3
+    assert api.quantize_checkpoint(pipeline, tmp_path / "out", run=RUN).packed == 3
     assert verify_checkpoint(tmp_path / "out", pipeline, run=RUN).passed
-    assert nf4conv.dequantize_checkpoint(tmp_path / "out", tmp_path / "back", run=RUN).decoded == 3
+    assert api.dequantize_checkpoint(tmp_path / "out", tmp_path / "back", run=RUN).decoded == 3
 
 
 def test_commands(pipeline, tmp_path):

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from api import dequantize_checkpoint, quantize_checkpoint
 from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
 

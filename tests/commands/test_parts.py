@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import contents, write_source
-from click.testing import CliRunner
-from hub_server import Hub, Repo
-
-import nf4conv.plan.fingerprint as fingerprint_module
-import nf4conv.plan.writing as writing_module
-import nf4conv.sources.remote.stream as stream_module
-from nf4conv import (
+from api import (
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
@@ -36,6 +29,13 @@ from nf4conv import (
     plan_quantization,
     quantize_checkpoint,
 )
+from checkpoints import contents, write_source
+from click.testing import CliRunner
+from hub_server import Hub, Repo
+
+import nf4conv.plan.fingerprint as fingerprint_module
+import nf4conv.plan.writing as writing_module
+import nf4conv.sources.remote.stream as stream_module
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
 from nf4conv.output.shared_folder import SharedFolder
@@ -600,7 +600,7 @@ COUNTING = """
 import sys
 from collections import Counter
 from pathlib import Path
-from nf4conv import QuantizeOptions, RunOptions, execute_quantization, plan_quantization
+from api import QuantizeOptions, RunOptions, execute_quantization, plan_quantization
 source, folder = sys.argv[1:]
 options = QuantizeOptions(max_shard_size=40_000)
 NAMES = (

@@ -15,12 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents
-from click.testing import CliRunner
-from four_bit import CONFIG, pack, write
-from safetensors.torch import load_file, save_file
-
-from nf4conv import (
+from api import (
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
@@ -31,6 +26,11 @@ from nf4conv import (
     quantize_checkpoint,
     verify_checkpoint,
 )
+from checkpoints import contents
+from click.testing import CliRunner
+from four_bit import CONFIG, pack, write
+from safetensors.torch import load_file, save_file
+
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, PlanError
 from nf4conv.format.codebook import SCALES

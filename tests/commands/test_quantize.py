@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from api import quantize_checkpoint
 from checkpoints import contents, tensors_of, write_source
 from safetensors.torch import load_file, save_file
 
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions, RunOptions
 
 CPU = RunOptions(device="cpu")

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from api import QuantizeOptions, RunOptions, quantize_checkpoint, verify_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
-from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
-from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import VerificationError
 from nf4conv.options import SourceOptions
 from nf4conv.output.writer import ShardWriter
@@ -135,7 +134,7 @@ class Faulty:
 
 def offset_of(source: Path, name: str, suffix: str) -> int:
     """In the data of the single output shard."""
-    from nf4conv import plan_quantization
+    from nf4conv.commands.quantize import plan_quantization
 
     for job in plan_quantization(source).output.jobs:
         if job.name == name:

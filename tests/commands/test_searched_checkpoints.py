@@ -10,6 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import load
+from api import (
+    QuantizeOptions,
+    RunOptions,
+    VerifyOptions,
+    inspect_checkpoint,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from checkpoints import contents, tensors_of, write_source
 from four_bit import error_sums
 from safetensors.torch import load_file, save_file
@@ -27,15 +35,7 @@ from test_encoded import (
 from test_resume import stop_after_the_first_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nf4conv import (
-    QuantizeOptions,
-    RunOptions,
-    VerifyOptions,
-    inspect_checkpoint,
-    quantize_4bit,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
+from nf4conv import quantize_4bit
 from nf4conv.codec import cpu, reference
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import Decoding, QuantState

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import api
 import pytest
 import torch
 from checkpoints import contents, write_source
@@ -125,11 +126,11 @@ def looks_finished(out: Path) -> bool:
 
 @pytest.mark.parametrize("run", [TWO, replace(TWO, verify=True)], ids=["plain", "verified"])
 def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: RunOptions):
-    single = nf4conv.quantize_checkpoint(
+    single = api.quantize_checkpoint(
         source, tmp_path / "single", OPTIONS, replace(run, device="cpu")
     )
     read: list[int] = []
-    report = nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run, read.append)
+    report = api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run, read.append)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
     assert {k: v for k, v in asdict(report).items() if k not in OF_THE_RUN} == {
         k: v for k, v in asdict(single).items() if k not in OF_THE_RUN
@@ -142,16 +143,16 @@ def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: Ru
         assert report.verification is not None
         assert single.verification is not None
         assert report.verification.to_record() == single.verification.to_record()
-    once_more = nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run)
+    once_more = api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run)
     assert once_more.already_complete
     assert once_more.seconds_by_activity == {}
 
 
 def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
-    nf4conv.quantize_checkpoint(source, tmp_path / "packed", OPTIONS, ONE)
-    options = nf4conv.DequantizeOptions(max_shard_size=200_000)
-    single = nf4conv.dequantize_checkpoint(tmp_path / "packed", tmp_path / "single", options, ONE)
-    report = nf4conv.dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, TWO)
+    api.quantize_checkpoint(source, tmp_path / "packed", OPTIONS, ONE)
+    options = api.DequantizeOptions(max_shard_size=200_000)
+    single = api.dequantize_checkpoint(tmp_path / "packed", tmp_path / "single", options, ONE)
+    report = api.dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, TWO)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
     assert (report.decoded, report.copied, report.bytes_after) == (
         single.decoded,
@@ -162,9 +163,9 @@ def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
 
 def test_overwriting(tmp_path: Path, source: Path):
     other = QuantizeOptions(max_shard_size=60_000, quant_type="fp4")
-    nf4conv.quantize_checkpoint(source, tmp_path / "out", other, ONE)
-    nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
-    report = nf4conv.quantize_checkpoint(
+    api.quantize_checkpoint(source, tmp_path / "out", other, ONE)
+    api.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
+    report = api.quantize_checkpoint(
         source, tmp_path / "out", OPTIONS, replace(TWO, overwrite=True)
     )
     assert not report.already_complete
@@ -203,7 +204,7 @@ def assert_error_object(output: str, line: str) -> None:
 
 def test_however_a_run_ends_nobody_is_left_and_it_resumes(tmp_path: Path):
     source, out = write_source(tmp_path / "source", layers=24), tmp_path / "out"
-    nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
+    api.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
     finished = 0
     for end, code, line in ENDS:
         run = Run(source, out)
@@ -256,7 +257,7 @@ def test_an_error_of_one_worker_is_that_of_the_run(tmp_path: Path, source: Path)
     tensors["model.layers.4.mlp.up_proj.weight"][3, 3] = torch.nan
     save_file(tensors, file)
     with pytest.raises(SourceError, match=r"model\.layers\.4\.mlp\.up_proj\.weight"):
-        nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, TWO)
+        api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, TWO)
     assert not looks_finished(tmp_path / "out")
     code, output, errors = Run(source, tmp_path / "out").end()
     assert (code, errors.count("\n")) == (2, 1)
@@ -271,22 +272,20 @@ def test_devices_that_are_not_there(tmp_path: Path, source: Path, device: str):
     with pytest.raises(
         PlanError, match=f"^--device {device}: expected GPUs of this machine, each once: "
     ):
-        nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device=device))
+        api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device=device))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_part_is_for_one_process(tmp_path: Path, source: Path):
     with pytest.raises(PlanError, match=r"^--part 1/2 is for one process: "):
-        nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(TWO, part="1/2"))
+        api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(TWO, part="1/2"))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_all_gpus_of_a_machine_that_has_none(tmp_path: Path, source: Path):
     with pytest.raises(PlanError, match=r"--device cuda:all: .*it has none"):
-        nf4conv.quantize_checkpoint(
-            source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all")
-        )
+        api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all"))
 
 
 def test_places_share_all_cores():
@@ -299,10 +298,10 @@ def test_places_share_all_cores():
 @pytest.mark.gpu
 def test_all_gpus(tmp_path: Path, source: Path):
     """With one GPU it is a plain run."""
-    report = nf4conv.quantize_checkpoint(
+    report = api.quantize_checkpoint(
         source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all")
     )
-    nf4conv.quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(ONE, device="cuda:0"))
+    api.quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(ONE, device="cuda:0"))
     assert report.device == ", ".join(
         f"cuda:{number}" for number in range(torch.cuda.device_count())
     )
@@ -318,7 +317,7 @@ def test_without_ray(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         PlanError, match=r"^--ray needs one more package: pip install 'nf4conv\[ray\]'$"
     ):
-        nf4conv.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, ray=True))
+        api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, ray=True))
 
 
 class ForeignError(ValueError):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from api import RunOptions, dequantize_checkpoint, verify_checkpoint
 from bitsandbytes.functional import int8_vectorwise_dequant, quantize_4bit
 from integers import awq, gptq
 from safetensors.torch import load_file, save_file
@@ -13,8 +14,6 @@ from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 from transformers.integrations import fbgemm_fp8
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 
-from nf4conv import RunOptions, dequantize_checkpoint
-from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import SourceError
 
 BF16 = torch.bfloat16

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from adapters import INPUT, load, make_model
+from api import quantize_checkpoint
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.inference.moe.tensor import Experts4bit
 from nf4conv.options import QuantizeOptions, RunOptions
 

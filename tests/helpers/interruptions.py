@@ -32,11 +32,11 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # threads of OpenMP would not survive a fork
 
+from api import quantize_checkpoint
 from checkpoints import contents, write_source
 from scenarios import OPTIONS, RUN, Scenario, scenario, start_server
 
 from nf4conv.__main__ import _leave
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import OutputError
 from nf4conv.options import SourceOptions
 from nf4conv.system.signals import handle_end

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+
+# none of these imports the Hub's client, which must know the address of our server before
+from api import dequantize_checkpoint, quantize_checkpoint
 from checkpoints import contents, write_mixture, write_source
 from gguf_files import LLAMA, write_gguf
 from safetensors.torch import load_file, save_file
 
-# none of these imports the Hub's client, which must know the address of our server before
-from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import (
     DequantizeOptions,
     PushOptions,

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed
 from adapters import INPUT, load, make_model
+from api import quantize_checkpoint
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import QuantizeOptions, RunOptions
 
 pytestmark = pytest.mark.oracle

@@ -14,11 +14,11 @@ pytest.importorskip("transformers", minversion="5.8")
 pytestmark = pytest.mark.oracle
 
 import stacked_experts  # noqa: E402
+from api import QuantizeOptions, quantize_checkpoint  # noqa: E402
 from mixtures import Packing, build, pack, save  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import nf4conv.inference.moe  # noqa: E402, F401 - what is tested
-from nf4conv import QuantizeOptions, quantize_checkpoint  # noqa: E402
 from nf4conv.errors import CodecError  # noqa: E402
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from adapters import INPUT, load
+from api import dequantize_checkpoint
 from expert_training import (
     IMPLEMENTATIONS,
     KINDS,
@@ -21,7 +22,6 @@ from peft.tuners.lora.layer import ParamWrapper
 from transformers import Trainer, TrainingArguments
 
 import nf4conv.inference.moe  # noqa: F401
-from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.errors import Nf4convError
 from nf4conv.options import DequantizeOptions
 

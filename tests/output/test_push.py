@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 
 import nf4conv.sources.remote.asking as asking_module
-from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import PushOptions

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from api import QuantizeOptions, RunOptions, plan_part, plan_quantization
 from pace import units_of
-
-from nf4conv import QuantizeOptions, RunOptions, plan_part, plan_quantization
 
 LAYERS, EXPERTS = 80, 416
 

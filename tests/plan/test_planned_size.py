@@ -7,6 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from api import (
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    execute_dequantization,
+    execute_quantization,
+    plan_dequantization,
+    plan_quantization,
+)
 from checkpoints import write_source
 from gguf_files import write_gguf
 from safetensors import safe_open
@@ -21,15 +30,6 @@ from test_encoded import (
     write,
 )
 
-from nf4conv import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    execute_dequantization,
-    execute_quantization,
-    plan_dequantization,
-    plan_quantization,
-)
 from nf4conv.format.layout import QUANT_STATE_PREFIX
 
 LONGEST = len("-1.1754943508222875e-38")  # digits that are reserved for a nested offset

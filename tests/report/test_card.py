@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from hub_server import Hub, Repo
 
-from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.options import SourceOptions
 from nf4conv.report.loading import loading_of
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from api import RunOptions, quantize_checkpoint
 from checkpoints import contents
 from click.testing import CliRunner
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
-from nf4conv import RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import OutputError
 from nf4conv.options import PushOptions, QuantizeOptions, SourceOptions

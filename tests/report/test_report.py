@@ -15,11 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from api import RunOptions, quantize_checkpoint, verify_checkpoint
 from checkpoints import write_source
 from safetensors.torch import load_file, save_file
 
-from nf4conv import RunOptions, quantize_checkpoint
-from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.report.as_json import to_json
 from nf4conv.report.page import page, write_page
 from nf4conv.report.results.checks import VerifyReport

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from api import dequantize_checkpoint, quantize_checkpoint
 from checkpoints import contents
 from comparing import compared
 from four_bit import pack, write
 from hub_server import Repo
 from safetensors.torch import load_file, save_file
 
-from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 

@@ -21,13 +21,7 @@ import host_driver
 import integers
 import pytest
 import torch
-from checkpoints import contents
-from comparing import compared
-from safetensors.torch import load_file, save_file
-from test_lora import write_adapter
-from test_quantize_verify import Faulty
-
-from nf4conv import (
+from api import (
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
@@ -37,6 +31,12 @@ from nf4conv import (
     quantize_checkpoint,
     verify_checkpoint,
 )
+from checkpoints import contents
+from comparing import compared
+from safetensors.torch import load_file, save_file
+from test_lora import write_adapter
+from test_quantize_verify import Faulty
+
 from nf4conv.errors import CodecError, SourceError, VerificationError
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.report.as_json import content_of

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from api import RunOptions, dequantize_checkpoint
 from safetensors.torch import load_file
 from test_encoded import (
     BF16,
@@ -23,7 +24,6 @@ from test_encoded import (
     write,
 )
 
-from nf4conv import RunOptions, dequantize_checkpoint
 from nf4conv.errors import SourceError
 
 AUTO_ROUND = {"quant_method": "auto-round", "autoround_version": "0.16.1", "sym": True}

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from comparing import compared
-from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from integers import random_codes, random_scales, torchao
-from safetensors.torch import load_file, save_file
-
-from nf4conv import (
+from api import (
     QuantizeOptions,
     RunOptions,
     dequantize_checkpoint,
@@ -21,6 +14,13 @@ from nf4conv import (
     plan_quantization,
     quantize_checkpoint,
 )
+from click.testing import CliRunner
+from comparing import compared
+from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from integers import random_codes, random_scales, torchao
+from safetensors.torch import load_file, save_file
+
 from nf4conv.cli import main
 from nf4conv.errors import SourceError
 

@@ -8,18 +8,17 @@ from typing import Any, NamedTuple
 import integers
 import pytest
 import torch
+from api import (
+    QuantizeOptions,
+    RunOptions,
+    plan_quantization,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nf4conv import (
-    QuantizeOptions,
-    RunOptions,
-    dequantize_4bit,
-    plan_quantization,
-    quantize_4bit,
-    quantize_checkpoint,
-)
-from nf4conv.commands.verify import verify_checkpoint
+from nf4conv import dequantize_4bit, quantize_4bit
 from nf4conv.errors import SourceError
 from nf4conv.options import VerifyOptions
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from api import dequantize_checkpoint, quantize_checkpoint, verify_checkpoint
 from checkpoints import contents, tensors_of
 from comparing import compared
 from hub_server import Repo
@@ -19,9 +20,6 @@ from packed_experts import (
     save,
 )
 
-from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.quantize import quantize_checkpoint
-from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.options import (
     DequantizeOptions,
     QuantizeOptions,

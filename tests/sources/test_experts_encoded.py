@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from api import QuantizeOptions, quantize_checkpoint
 from checkpoints import tensors_of
 from test_two_engines import (
     BARE,
@@ -19,8 +20,6 @@ from test_two_engines import (
     write,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-from nf4conv import QuantizeOptions, quantize_checkpoint
 
 EXPERTS = "model.layers.0.mlp.experts"
 PACKED = QuantizeOptions(moe="packed")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from api import dequantize_checkpoint, inspect_checkpoint, quantize_checkpoint, verify_checkpoint
 from checkpoints import tensors_of
 from packed_experts import (
     CLASSES,
@@ -24,10 +25,6 @@ from packed_experts import (
 )
 from safetensors.torch import save_file
 
-from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.inspect import inspect_checkpoint
-from nf4conv.commands.quantize import quantize_checkpoint
-from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
 from nf4conv.report.as_json import to_json

@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import api
 import numpy as np
 import pytest
 import transformers
+from api import QuantizeOptions, RunOptions
 from evaluated import evaluated
 
 import nf4conv
-from nf4conv import QuantizeOptions, RunOptions
 from nf4conv.errors import PlanError
 from nf4conv.models.parsing import without_fetched_code
 
@@ -97,7 +98,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "source")
     options = QuantizeOptions(moe="portable", compute_dtype="float32")
-    nf4conv.quantize_checkpoint(folder / "source", folder / "out", options, CPU)
+    api.quantize_checkpoint(folder / "source", folder / "out", options, CPU)
     np.save(folder / "ids.npy", np.arange(64) % 96)
     return folder
 

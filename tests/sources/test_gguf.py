@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 from adapters import LINEAR, load, make_model, merged_by_peft, train
+from api import dequantize_checkpoint, quantize_checkpoint
 from gguf_families import CONVERTER, NEEDS_CONVERTER
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.options import DequantizeOptions, RunOptions
 
 pytestmark = NEEDS_CONVERTER

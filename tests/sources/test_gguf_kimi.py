@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from api import dequantize_checkpoint
 from gguf_families import CONVERTER, FAMILIES, NEEDS_CONVERTER, write_model
 from safetensors.torch import load_file
 from tokenizers import Regex, pre_tokenizers
 
-from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.options import RunOptions, SourceOptions
 
 pytestmark = NEEDS_CONVERTER

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from api import dequantize_checkpoint
 from gguf_families import (
     FAMILIES,
     MIXTURE,
@@ -25,7 +26,6 @@ from gguf_families import (
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 
-from nf4conv.commands.dequantize import dequantize_checkpoint
 from nf4conv.errors import UndecodableError
 from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
 

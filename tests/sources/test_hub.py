@@ -10,11 +10,11 @@ import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import torch
+from api import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from checkpoints import contents, write_source
 from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
-from nf4conv import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.opening import open_source
@@ -447,7 +447,7 @@ def test_importing_and_planning_locally_does_without_huggingface_hub(tmp_path: P
     source = write_source(tmp_path / "source")
     code = (
         "import sys, nf4conv\n"
-        "nf4conv.plan_quantization(sys.argv[1])\n"
+        "nf4conv.plan_quantize(sys.argv[1])\n"
         "assert 'huggingface_hub' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(source)], check=True)

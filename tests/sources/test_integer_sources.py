@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integers import Weight, awq, compressed, gptq, torchao
-from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from nf4conv import (
+from api import (
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
@@ -19,8 +15,12 @@ from nf4conv import (
     plan_dequantization,
     plan_quantization,
     quantize_checkpoint,
+    verify_checkpoint,
 )
-from nf4conv.commands.verify import verify_checkpoint
+from integers import Weight, awq, compressed, gptq, torchao
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from nf4conv.errors import Nf4convError, PlanError, SourceError
 
 CPU = RunOptions(device="cpu", workers=2, buffer_size=1)

@@ -13,14 +13,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import load, train
-from calibrations import make_model, make_text
-from evaluated import evaluated
-from hub_server import Hub, Repo
-from integers import Weight, awq, compressed, gptq, torchao
-from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from nf4conv import (
+from api import (
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
@@ -30,6 +23,13 @@ from nf4conv import (
     plan_dequantization,
     quantize_checkpoint,
 )
+from calibrations import make_model, make_text
+from evaluated import evaluated
+from hub_server import Hub, Repo
+from integers import Weight, awq, compressed, gptq, torchao
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 

@@ -6,12 +6,10 @@ import pytest
 import torch
 import transformers
 from adapters import load, merged_by_peft
+from api import dequantize_checkpoint, quantize_checkpoint, verify_checkpoint
 from packed_experts import make_mixture, pack_as_unsloth_does_gpt_oss, pack_one_by_one, pack_stacked
 from peft import LoraConfig, get_peft_model
 
-from nf4conv.commands.dequantize import dequantize_checkpoint
-from nf4conv.commands.quantize import quantize_checkpoint
-from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]

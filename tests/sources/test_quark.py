@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from api import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
 from comparing import compared
 from integers import random_codes, random_scales
 from safetensors.torch import load_file, save_file
 
-from nf4conv import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
 from nf4conv.errors import SourceError
 
 CPU = RunOptions(device="cpu", workers=1)

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from api import quantize_checkpoint
 from checkpoints import contents, write_source
 from test_resume import OPTIONS, RUN
 
-from nf4conv.commands.quantize import quantize_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.output.writer import write_file
 from nf4conv.sources.reader import Reader

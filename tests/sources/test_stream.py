@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from api import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from checkpoints import contents
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
 import nf4conv.sources.remote.asking as asking_module
-from nf4conv import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.options import SourceOptions

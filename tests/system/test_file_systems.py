@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner, Result
 
-from nf4conv import QuantizeOptions, RunOptions, quantize_checkpoint
 from nf4conv.cli import main
 from nf4conv.errors import OutputError
 

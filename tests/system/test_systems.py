@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 
+import api
 import pytest
 import torch
 from checkpoints import contents
@@ -339,10 +340,10 @@ def left_out(source: Path, *names: str) -> list[str]:
     for name in names:
         (source / name).write_text(name)
     out = source.parent / "out"
-    report = nf4conv.quantize_checkpoint(source, out, run=nf4conv.RunOptions(device="cpu"))
+    report = api.quantize_checkpoint(source, out, run=api.RunOptions(device="cpu"))
     lost = [line for line in report.notes if line.endswith("; it is not copied")]
     assert {path.name for path in out.iterdir()} & {*names} == {*names[: -len(lost)]}
-    again = nf4conv.quantize_checkpoint(source, out, run=nf4conv.RunOptions(device="cpu"))
+    again = api.quantize_checkpoint(source, out, run=api.RunOptions(device="cpu"))
     assert again.already_complete
     return lost
 
@@ -367,9 +368,9 @@ def test_a_file_with_a_reserved_name_is_left_out(source: Path):
 @pytest.mark.usefixtures("on_windows")
 def test_parts_refuse_such_a_file_before_they_begin(tmp_path: Path, source: Path):
     (source / "aux.json").write_text("{}")
-    run = nf4conv.RunOptions(device="cpu", part="1/2")
+    run = api.RunOptions(device="cpu", part="1/2")
     with pytest.raises(OutputError, match=r"aux\.json: cannot be written here: Windows reserves"):
-        nf4conv.quantize_checkpoint(source, tmp_path / "out", run=run)
+        api.quantize_checkpoint(source, tmp_path / "out", run=run)
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 

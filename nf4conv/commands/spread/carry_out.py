@@ -122,9 +122,11 @@ def _make_parts(
         read = max(_bytes_read(out, crew.run.verify), told)
         progress(read - told)
         told = read
-    rest = plan.bytes_to_read - told
+    rest = plan.output.bytes_to_read - told
     if crew.run.verify:
-        rest += plan.bytes_to_read + sum(path.stat().st_size for path in out.glob("*.safetensors"))
+        rest += plan.output.bytes_to_read + sum(
+            path.stat().st_size for path in out.glob("*.safetensors")
+        )
     progress(rest)
     return reports
 
