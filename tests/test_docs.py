@@ -161,8 +161,9 @@ def test_paths_named_in_documents_exist(page: Path):
     """A path begins at the top, in the package or in tests/. It ends in a suffix or a slash."""
     tops = [ROOT, ROOT / "nf4conv", ROOT / "tests"]
     ours = {path.name for top in tops for path in top.iterdir()}
+    text = re.sub(r"^```python$.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for found in re.finditer(
-        r"(?<![\w./:~*-])(?:[\w-]+/)+(?:[\w-]+\.\w+)?|(?<![\w./])\w+\.py\b", page.read_text()
+        r"(?<![\w./:~*-])(?:[\w-]+/)+(?:[\w-]+\.\w+)?|(?<![\w./])\w+\.py\b", text
     ):
         path = found[0]
         is_ours = path.partition("/")[0] in ours or page.name == "CONTRIBUTING.md"

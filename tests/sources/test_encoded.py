@@ -595,6 +595,34 @@ INT4 = torch.zeros(64, 16, dtype=torch.int32)
         ),
         ({f"{Q}.weight.absmax": torch.ones(2)}, None, f"{Q}.weight.absmax: part of a weight"),
         (
+            {"experts.down_proj_blocks": random_bytes(2, 4, 3, 16)},
+            {"quant_method": "mxfp4"},
+            "experts.down_proj_blocks: lacks its down_proj_scales",
+        ),
+        (
+            {"experts.down_proj_scales": random_bytes(2, 4, 3)},
+            {"quant_method": "mxfp4"},
+            "experts.down_proj_scales: part of a weight",
+        ),
+        (
+            {f"{Q}.weight_packed": random_bytes(64, 64)}
+            | {f"{Q}.weight_scale": torch.ones(64, 8).to(torch.float8_e4m3fn)},
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            f"{Q}.weight_packed: lacks its weight_global_scale",
+        ),
+        (
+            {f"{Q}.weight": random_bytes(64, 64)}
+            | {f"{Q}.weight_scale": torch.ones(64, 8).to(torch.float8_e4m3fn)},
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            f"{Q}.weight: lacks its weight_scale_2",
+        ),
+        (
+            {f"{Q}.weight_packed": INT4, f"{Q}.weight_scale": torch.ones(64, 0)}
+            | {f"{Q}.weight_shape": torch.tensor([64, 128])},
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            rf"{Q}.weight_packed: I32 .* does not go with .*weight_scale, F32 \[64, 0\]",
+        ),
+        (
             {
                 "experts.down_proj_blocks": random_bytes(2, 4, 3, 16),
                 "experts.down_proj_scales": random_bytes(2, 4, 2),
@@ -602,17 +630,6 @@ INT4 = torch.zeros(64, 16, dtype=torch.int32)
             {"quant_method": "mxfp4"},
             "experts.down_proj_blocks: U8 .* does not go with",
         ),
-    ],
-    ids=[
-        *(
-            "gptq-without-config",
-            "pack-quantized",
-            "modelopt-awq",
-            "fp8-no-scale",
-            "fp8-grid",
-            "zero-point",
-        ),
-        *("nvfp4-groups", "gpu-layout", "no-quant-state", "lone-absmax", "mxfp4-scales"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(

@@ -13,10 +13,10 @@ from typing import Any, Final
 from nf4conv.errors import UndecodableError
 from nf4conv.models.config import LEFTOVERS, levels
 
-_METHODS: Final = (
+METHODS: Final = [
     "fp8", "fbgemm_fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes",
     "gptq", "awq", "auto-round", "torchao", "quark",
-)  # fmt: skip
+]  # fmt: skip
 """Values of quant_method whose tensors are decoded."""
 
 _WITH_VARIANTS: Final = ("modelopt", "bitsandbytes", "fp8", "mxfp4", "mxfp8")
@@ -155,7 +155,7 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
         return Description(None, tuple(_blocks({})))
     method = str(found.get("quant_method") or "compressed-tensors").lower()
     method = _ALIASES.get(method, method)
-    if method not in _METHODS and not method.startswith(_WITH_VARIANTS):
+    if method not in METHODS and not method.startswith(_WITH_VARIANTS):
         reason = _REFUSED.get(method, "a format that nf4conv does not decode")
         raise _undecodable(" ".join(method.split())[:60], "", reason)
     for what, why in _refusals(method, found):

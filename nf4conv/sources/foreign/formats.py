@@ -131,6 +131,10 @@ class Foreign(Encoding):
     is_transposed: bool = False
 
     @property
+    def made_from(self) -> str:
+        return self.name
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """Returns what the decoder takes beside the parts and a dtype."""
         found = self.settings

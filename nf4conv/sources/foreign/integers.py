@@ -55,10 +55,6 @@ class PackedIntegers(Foreign):
         return f"{codes.packing} {codes.bits}-bit, {groups}"
 
     @property
-    def made_from(self) -> str:
-        return self.name
-
-    @property
     def has_few_bits(self) -> bool:
         return self.codes.bits < 8
 
