@@ -176,9 +176,6 @@ class RunOptions(MachineOptions):
     overwrite: Annotated[bool, Option(Group.MACHINE, "Delete what is in OUT, and start anew.")] = (
         False
     )
-    checksum: Annotated[
-        bool, Option(Group.MACHINE, "Write SHA256SUMS, which `sha256sum -c` checks.")
-    ] = False
     verify: Annotated[
         bool, Option(Group.CHECKS, "Read back what was written, and compare it with SRC.")
     ] = False

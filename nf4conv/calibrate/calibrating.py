@@ -60,7 +60,7 @@ def calibrate(
     asked = fingerprint(plan, str(device))
     dtype = dtype_on(device, plan.output.format)
     with (
-        Workspace(out, asked, stamps, overwrite=run.overwrite, checksum=run.checksum) as folder,
+        Workspace(out, asked, stamps, overwrite=run.overwrite) as folder,
         open_reader(device, dtype) as reader,
     ):
         work = _Work(Session(plan, device, reader, kept, budget), progress)

@@ -7,7 +7,6 @@ CHECKS: Final[Mapping[str, str]] = {
     # what verify finds in the headers and small tensors of the checkpoint itself
     "files": "every weight file is a whole safetensors file, and no other lies beside them",
     "index": "the index and the headers name the same tensors in the same files",
-    "checksums": "the files are those that SHA256SUMS lists",
     "components": "every packed weight has all its tensors, and none is left over",
     "quant state": "every quant state is what bitsandbytes reads",
     "layout": "dtypes and shapes of the tensors of a weight agree",

@@ -1,17 +1,13 @@
-"""Looks whether the files of a finished result still are what was written.
-
-Headers and sizes are always looked at, and every byte where SHA256SUMS has its checksum.
+"""Looks whether the weight files of a finished result still are what was planned, by headers and
+sizes.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from nf4conv.check.checksums import check_checksums
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.plan.jobs import Shard
 from nf4conv.sources.header import read_header
-from nf4conv.sources.stored_weights import Structure
-from nf4conv.system.cores import usable_cores
 
 _HOW_TO_MEND = "--overwrite makes the result anew"
 
@@ -31,29 +27,6 @@ def require_planned(out: Path, shards: Iterable[Shard]) -> None:
         if fault is not None:
             file = out / shard.name
             raise OutputError(f"{file}: {fault}; {_HOW_TO_MEND}", path=file)
-
-
-def require_checksums(out: Path, shards: Iterable[Shard]) -> None:
-    """Checks every file that SHA256SUMS lists, if a result has one.
-
-    Args:
-        out: the folder of the result.
-        shards: the files that a plan makes, which must be listed.
-
-    Raises:
-        OutputError: a file is not the one that was listed, or a shard is not listed; the error
-            names it.
-    """
-    structure = Structure(out)
-    weights = [out / shard.name for shard in shards]
-    check_checksums(structure, len(usable_cores()), weights)
-    _raise_first(out, structure)
-
-
-def _raise_first(out: Path, structure: Structure) -> None:
-    for finding in structure.findings:
-        if finding.is_fault:
-            raise OutputError(f"{out}: {finding.line()}; {_HOW_TO_MEND}", path=out)
 
 
 def _fault_of(path: Path, shard: Shard) -> str | None:

@@ -17,7 +17,6 @@ from nf4conv.check.structure import structure_of
 from nf4conv.declaring import deciding
 from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions, SourceOptions
-from nf4conv.output.manifest import CHECKSUMS
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.writing import WritingPlan
@@ -92,9 +91,7 @@ def write_submodels(
         tidy(out)
         return join(_joined(plan, out, reports, 0), reports)
     stamps = {name: source_changes(part.source) for name, part in plan.submodels.items()}
-    opened = Workspace(
-        out, _fingerprint(plan, run), stamps, overwrite=run.overwrite, checksum=False
-    )
+    opened = Workspace(out, _fingerprint(plan, run), stamps, overwrite=run.overwrite)
     with opened as workspace:
         if run.verify:
             workspace.forget()  # submodels of an earlier run, which nobody may have looked at
@@ -129,7 +126,7 @@ def _write_missing(
     out = workspace.out
     finished = set()
     for name, part in plan.submodels.items():
-        if _is_finished(workspace, name, part, run):
+        if _is_finished(workspace, name, part):
             finished.add(name)
     needed = 0
     for name, part in plan.submodels.items():
@@ -168,11 +165,9 @@ def _files(name: str, plan: WritingPlan) -> set[str]:
     return {f"{name}/{shard.name}" for shard in plan.output.shards}
 
 
-def _is_finished(workspace: Workspace, name: str, plan: WritingPlan, run: RunOptions) -> bool:
-    """Returns True if an earlier run has finished a submodel, with checksums or without as now."""
-    has_checksums = (workspace.out / name / CHECKSUMS).is_file()
-    is_noted = _files(name, plan) <= workspace.finished.keys()
-    return is_noted and has_checksums == run.checksum
+def _is_finished(workspace: Workspace, name: str, plan: WritingPlan) -> bool:
+    """Returns True if an earlier run has finished a submodel."""
+    return _files(name, plan) <= workspace.finished.keys()
 
 
 def _space_needed(folder: Path, plan: WritingPlan) -> int:

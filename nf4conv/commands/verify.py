@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 from nf4conv.check.calibrated import check_calibrated
-from nf4conv.check.checksums import check_checksums
 from nf4conv.check.comparing import pair_alike
 from nf4conv.check.config_check import check_config, check_plain_config
 from nf4conv.check.copied_files import check_copied_files, check_files
@@ -394,7 +393,6 @@ def _verify_checkpoint(
     measured = verify_values(plan.structure.weights, plan.pairs, run, progress, plan.source)
     workers = run.workers or len(usable_cores())
     check_calibrated(plan.structure, plan.pairs, workers)
-    with_checksums = check_checksums(plan.structure, workers)
     source = None if plan.source is None else str(plan.source.folder)
     return verification_report(
         str(plan.path),
@@ -403,6 +401,5 @@ def _verify_checkpoint(
         plan.structure,
         measured,
         relation=plan.relation,
-        with_checksums=with_checksums,
         started=started,
     )

@@ -8,9 +8,8 @@ OUT/config.json                 last of all: without it no loader takes the fold
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,9 +19,8 @@ from typing import Any, Final
 
 from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.output.crc32 import crc32_of_file
-from nf4conv.output.manifest import CHECKSUMS, manifest_of
 from nf4conv.output.writer import ShardWriter, write_file
-from nf4conv.sources.reader import digest_of, read_chunks, read_small
+from nf4conv.sources.reader import read_chunks, read_small
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.unfinished import (
     LARGEST_RECORD,
@@ -40,7 +38,7 @@ from nf4conv.system.locking import remove_lock
 from nf4conv.system.names import FolderNames
 from nf4conv.system.removal import is_link, remove
 
-OWN_NAMES: Final = ("config.json", "README.md", MAKING, CHECKSUMS)
+OWN_NAMES: Final = ("config.json", "README.md", MAKING)
 """Names of files that are written anew, and so no file of the source gets."""
 
 LOCK: Final = "lock"
@@ -66,7 +64,6 @@ class OutputFolder:
     Args:
         out: the folder.
         private: the folder in its work folder in which only this process writes.
-        checksum: whether to write SHA256SUMS.
 
     Attributes:
         out: the folder.
@@ -75,16 +72,13 @@ class OutputFolder:
         downloads: a folder for source files that are fetched while the run needs them.
     """
 
-    def __init__(self, out: Path, private: Path, *, checksum: bool) -> None:
+    def __init__(self, out: Path, private: Path) -> None:
         self.out = out
         self.finished: dict[str, FinishedFile] = {}
         self.left_out: list[str] = []
         self.downloads = private / "source"
         self._private = private
-        self._checksum = checksum
         self._work = out / WORK_FOLDER
-        # SHA-256 of every file but the shards that has been written, by name
-        self._written: dict[str, str] = {}
         # SHA-256 of run.json
         self._plan = ""
 
@@ -246,9 +240,8 @@ class OutputFolder:
         with named(path, OutputError, inside=True):
             if crc32 is None:
                 crc32 = crc32_of_file(path)
-            sha256 = digest_of(path) if self._checksum else None
             sync_folder(path.parent)  # no record may outlive its shard
-        file = FinishedFile(size, crc32, sha256, source_bytes, verified)
+        file = FinishedFile(size, crc32, source_bytes, verified)
         content = describe_finished(name, file._replace(plan=self._plan))
         record = self._work / SHARDS / record_name(name)
         write_file(record, [content], folder=self._private)
@@ -308,12 +301,10 @@ class OutputFolder:
 
     def _write(self, name: str, chunks: Iterable[bytes]) -> None:
         path = self.out / name
-        digest = hashlib.sha256()
         self._require_no_link_to_a_folder(name)
         with named(path, OutputError, inside=True):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, _digested(chunks, digest), folder=self._private)
-        self._written[name] = digest.hexdigest()
+        write_file(path, chunks, folder=self._private)
 
     def _require_no_link_to_a_folder(self, name: str) -> None:
         """Refuses a path in the folder that leads through a link to another folder."""
@@ -332,24 +323,12 @@ class OutputFolder:
         Raises:
             OutputError: they cannot be written.
         """
-        if self._checksum:
-            self.write(CHECKSUMS, self._manifest(last))
         with named(self.out, OutputError, inside=True):
             sync_folder(self.out)  # before a loader could take the folder for complete
             for name, content in last.items():
                 self.write(name, content)
             sync_folder(self.out)
             self.remove_work_folder()
-
-    def _manifest(self, last: Mapping[str, bytes]) -> bytes:
-        """Returns the content of SHA256SUMS."""
-        sums = {}
-        for name, file in self.finished.items():
-            sums[name] = file.sha256 or digest_of(self.out / name)
-        sums |= self._written
-        for name, content in last.items():
-            sums[name] = hashlib.sha256(content).hexdigest()
-        return os.fsencode(manifest_of(sums))
 
     def remove_work_folder(self) -> None:
         """Removes everything but the result."""
@@ -387,13 +366,6 @@ def require_no_dead_link(out: Path) -> None:
     """
     if is_link(out) and not out.exists():
         raise OutputError(f"{out}: is a link that leads nowhere; remove it", path=out)
-
-
-def _digested(chunks: Iterable[bytes], digest: "hashlib._Hash") -> Iterator[bytes]:
-    """Yields chunks of bytes as they are, and feeds them to a digest."""
-    for chunk in chunks:
-        digest.update(chunk)
-        yield chunk
 
 
 def _looks_like_checkpoint(folder: Path) -> bool:

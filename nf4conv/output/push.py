@@ -21,7 +21,6 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from nf4conv.errors import Nf4convError, OutputError
-from nf4conv.output.manifest import CHECKSUMS
 from nf4conv.sources.remote.asking import is_unreachable, one_line, patiently
 from nf4conv.sources.remote.repository import LIBRARY, PATIENCE, abort_transfers
 from nf4conv.system.background import Background, outlast
@@ -31,7 +30,7 @@ _log: Final = logging.getLogger(__name__)
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 """Endings of files that hold weights or list them."""
 
-_MISLEADING: Final = (CHECKSUMS, "model_index.json")
+_MISLEADING: Final = ("SHA256SUMS", "model_index.json")
 """Files that are wrong beside other weights than those that they were written for."""
 
 _LOGIN: Final = "; log in with `hf auth login`, or set HF_TOKEN to a token that may write"

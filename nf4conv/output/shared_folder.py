@@ -51,7 +51,7 @@ class SharedFolder(OutputFolder):
 
     def __init__(self, out: Path) -> None:
         name = f"{socket.gethostname()[:60]}.{os.getpid()}.{os.urandom(8).hex()}"
-        super().__init__(out, out / WORK_FOLDER / name, checksum=False)
+        super().__init__(out, out / WORK_FOLDER / name)
 
     def __enter__(self) -> "SharedFolder":
         return self

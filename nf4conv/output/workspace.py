@@ -58,7 +58,6 @@ class Workspace(OutputFolder):
         stamps: what else must be as it was for finished shards to be kept, as a JSON value; None
             for nothing.
         overwrite: whether to delete what is there.
-        checksum: whether to write SHA256SUMS.
 
     Raises:
         OutputError: the folder holds something else, another run, or a run with another
@@ -72,9 +71,8 @@ class Workspace(OutputFolder):
         stamps: Any = None,
         *,
         overwrite: bool,
-        checksum: bool,
     ) -> None:
-        super().__init__(out, out / WORK_FOLDER, checksum=checksum)
+        super().__init__(out, out / WORK_FOLDER)
         self._fingerprint = as_json(fingerprint)
         self._stamps = as_json(stamps)
         with named(out, OutputError, inside=True):
@@ -223,4 +221,4 @@ def tidy(out: Path) -> None:
         # opening it removes the work folder of a run that was complete, and then refuses a folder
         # that is not empty; nothing is removed if another run is at work there
         with suppress(OutputError):
-            Workspace(out, {}, overwrite=False, checksum=False)
+            Workspace(out, {}, overwrite=False)

@@ -54,7 +54,6 @@ def verification_report(
     measured: Measured,
     *,
     relation: Relation,
-    with_checksums: bool,
     started: float,
 ) -> VerifyReport:
     """Composes the report of one checkpoint.
@@ -67,7 +66,6 @@ def verification_report(
             The faults of its values are added to its findings.
         measured: what was measured of its values.
         relation: how it says that it was made.
-        with_checksums: True if its checksums were checked.
         started: `time.perf_counter()` when the verification began.
     """
     tensors: ComparedTensors | None
@@ -90,8 +88,6 @@ def verification_report(
     is_judged = relation is not Relation.NONE or options.exact or options.tolerance is not None
     passed = is_judged and not any(finding.is_fault for finding in findings)
     ran = _ran(source, options, structure, relation)
-    if with_checksums:
-        ran.add("checksums")
     checks = _check_results(ran, findings)
     settings = _settings(options, structure, measured.device)
     return VerifyReport(
@@ -177,7 +173,7 @@ def _error_of(difference: PieceDifference) -> float:
 def _ran(
     source: str | None, options: VerifyOptions, structure: Structure, relation: Relation
 ) -> set[str]:
-    """Returns the names of the checks that were made, but for that of checksums."""
+    """Returns the names of the checks that were made."""
     if relation is Relation.NONE:
         return {"files", "index", "source", "names", "values"}
     ran = set(OF_FILES)

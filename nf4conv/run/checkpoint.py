@@ -149,7 +149,6 @@ def _open_folder(
         fingerprint(plan, device),
         source_changes(plan.source),
         overwrite=run.overwrite,
-        checksum=run.checksum,
     )
 
 

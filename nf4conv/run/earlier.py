@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from nf4conv.check.intact import require_checksums, require_planned
+from nf4conv.check.intact import require_planned
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
 from nf4conv.output.folder import OWN_NAMES
-from nf4conv.output.manifest import CHECKSUMS
 from nf4conv.output.workspace import tidy
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results.runs import RunReport, run_of_earlier
@@ -86,8 +85,6 @@ def find_earlier(
         return None
     require_planned(out, plan.output.shards)
     _require_enough(run, verification, out)
-    if plan.part is None:
-        require_checksums(out, plan.output.shards)
     tidy(out)
     progress(plan.output.bytes_to_read)
     size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
@@ -172,11 +169,6 @@ def _is_whole(plan: WritingPlan, out: Path) -> bool:
 
 def _require_enough(run: RunOptions, verified: VerificationSummary | None, out: Path) -> None:
     """Refuses a run that asks for what the earlier one has not done beside the weights."""
-    if run.checksum and not (out / CHECKSUMS).is_file():
-        raise OutputError(
-            f"{out}: is complete, but has no {CHECKSUMS}; --overwrite makes it anew, with one",
-            path=out,
-        )
     if run.verify and verified is None:
         raise OutputError(
             f"{out}: is complete, but was not verified when it was made: "

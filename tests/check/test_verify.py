@@ -48,11 +48,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def good(source: Path) -> Path:
-    """Two shards, double quantization, a manifest."""
+    """Two shards, double quantization."""
     out = source.parent / "good"
-    run = RunOptions(device="cpu", checksum=True)
+    run = RunOptions(device="cpu")
     quantize_checkpoint(source, out, QuantizeOptions(max_shard_size=150_000), run)
-    (out / "SHA256SUMS").rename(source.parent / "SHA256SUMS")
     return out
 
 
@@ -464,21 +463,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "config.json",
     ),
     "skip list: not an expression": (with_skip("(lm_head"), "skip list", "config.json"),
-    "manifest: another file": (
-        write_text("SHA256SUMS", f"{'0' * 64}  config.json\n"),
-        "checksums",
-        "config.json",
-    ),
-    "manifest: file missing": (
-        write_text("SHA256SUMS", f"{'0' * 64}  gone.json\n"),
-        "checksums",
-        "gone.json",
-    ),
-    "manifest: outside": (
-        write_text("SHA256SUMS", f"{'0' * 64}  ../x\n"),
-        "checksums",
-        "SHA256SUMS",
-    ),
 }
 
 DAMAGE_SEEN_BY_THE_SOURCE: dict[str, tuple[Callable[[Path], None], str, str]] = {
@@ -745,14 +729,6 @@ def test_a_head_that_is_not_tied_need_not_be_named(good: Path, tmp_path: Path):
         without_skip("lm_head")(folder)
         config(lambda content, change=change: content.update(change))(folder)
         passes(verify_checkpoint(folder, None, None, CPU))
-
-
-def test_a_manifest_that_holds(good: Path, tmp_path: Path):
-    folder = Path(shutil.copytree(good, tmp_path / "with"))
-    shutil.copy(good.parent / "SHA256SUMS", folder)
-    report = verify_checkpoint(folder, None, None, CPU)
-    passes(report)
-    assert "checksums" in report.checks
 
 
 def test_codes_stored_as_floats_pass_with_a_note(tmp_path: Path):

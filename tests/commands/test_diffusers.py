@@ -495,7 +495,7 @@ def test_commands(pipeline, tmp_path):
     assert json.loads(dry.stdout)["totals"]["packed"] == 3
     assert not Path(out).exists()
     for command in (
-        ["quantize", str(pipeline), out, "--device", "cpu", "--checksum"],
+        ["quantize", str(pipeline), out, "--device", "cpu"],
         [
             "verify",
             out,
@@ -509,7 +509,6 @@ def test_commands(pipeline, tmp_path):
         ["dequantize", out, str(tmp_path / "back"), "--device", "cpu"],
     ):
         assert runner.invoke(main, command, catch_exceptions=False).exit_code == 0, command
-    assert (tmp_path / "out/transformer/SHA256SUMS").is_file()
 
 
 def test_a_missing_component(pipeline):

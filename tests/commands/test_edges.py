@@ -174,7 +174,6 @@ def test_bytes_do_not_depend_on_the_order_of_sets(tmp_path):
     options = [
         "--device",
         "cpu",
-        "--checksum",
         "--exclude",
         "*.3.*",
         "--exclude",

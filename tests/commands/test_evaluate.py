@@ -83,9 +83,7 @@ def made(folder: Path, kind: str, *tokenizer: str, card: str = "") -> tuple[Path
         shutil.copy(MINILM / name, folder / "source" / name)
     (folder / "source/README.md").write_text(card)
     options = QuantizeOptions(scales="search", compute_dtype="float32")
-    api.quantize_checkpoint(
-        folder / "source", folder / "out", options, RunOptions(device="cpu", checksum=True)
-    )
+    api.quantize_checkpoint(folder / "source", folder / "out", options, RunOptions(device="cpu"))
     return folder / "source", folder / "out"
 
 
@@ -262,7 +260,7 @@ def two_forms(folder: Path) -> tuple[Path, list[Path]]:
     options = QuantizeOptions(
         blocksize=128, exclude=("*layers.0.mlp.down_proj*",), compute_dtype="float32"
     )
-    api.quantize_checkpoint(source, other, options, RunOptions(device="cpu", checksum=True))
+    api.quantize_checkpoint(source, other, options, RunOptions(device="cpu"))
     return source, [out, other]
 
 

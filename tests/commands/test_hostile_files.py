@@ -3,7 +3,6 @@ traceback.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -207,29 +206,6 @@ def test_a_tolerance_that_is_none_is_refused_before_the_work(
     expected = f"--tolerance {float(tolerance)}: expected a relative error such as 0.1"
     assert line.startswith(expected)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        (b"", "model.safetensors: is not in SHA256SUMS"),
-        (b"0" * 64 + b"  tokenizer.json\n", "model.safetensors: is not in SHA256SUMS"),
-        (b"0" * 64 + b"  model.safeten\0sors\n", "is not a checksum and a name in this folder"),
-        (b"0" * 64 + b"  fifo\n", "fifo: is no file"),
-        (b"0" * 64 + b"  zero\n", "zero: is no file"),
-        (b"0" * 64 + b"  not\xff\n", "No such file or directory"),
-    ],
-    ids=["empty", "no weights", "NUL", "a pipe", "a link to a device", "no text"],
-)
-def test_manifests_that_prove_nothing(tmp_path: Path, content: bytes, found: str):
-    out = write_packed(tmp_path / "out", packed())
-    os.mkfifo(out / "fifo")
-    (out / "zero").symlink_to("/dev/zero")
-    (out / "SHA256SUMS").write_bytes(content)
-    done = command("verify", out)
-    assert done.exit_code == 1
-    assert "FAIL  checksums" in done.stdout
-    assert found in done.stdout
 
 
 def test_memory_that_runs_out_on_a_cpu_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

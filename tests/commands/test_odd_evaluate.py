@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=64,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "source")
-    run = RunOptions(device="cpu", checksum=True)
+    run = RunOptions(device="cpu")
     quantize_checkpoint(folder / "source", folder / "out", QuantizeOptions(), run)
     np.save(folder / "ids.npy", np.arange(128) * 37 % 300)
     return folder

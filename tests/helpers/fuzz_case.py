@@ -51,8 +51,7 @@ def passes_verify(words: list[object], out: Path, finished: Any) -> str | None:
     if words[0] == "quantize":
         checked = run("verify", out)
     elif words[0] == "dequantize":
-        options = [word for word in words[3:] if word != "--checksum"]
-        checked = run("verify", out, "--source", words[1], "--exact", *options)
+        checked = run("verify", out, "--source", words[1], "--exact", *words[3:])
     else:
         return None
     return f"verify: {checked.output}" if checked.exit_code else None

@@ -22,7 +22,6 @@ from nf4conv.sources.unfinished import is_model
 
 OPTIONS = [
     "--no-double-quant",
-    "--checksum",
     "--dtype=float16",
     "--verify",
     "--dry-run",
@@ -38,7 +37,7 @@ def source_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     mutate_checkpoint(chosen, source)
     writing = [option for option in OPTIONS if chosen.random() < 0.15]
     quantize = ["quantize", source, out, *writing]
-    decoding = [option for option in writing if option in ("--checksum", "--dry-run")]
+    decoding = [option for option in writing if option == "--dry-run"]
     commands: list[list[object]] = [
         # three times as often as the others
         quantize,
@@ -61,7 +60,7 @@ def adapter_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     mutate_checkpoint(chosen, adapter)
     base = whole / "base"
     writing = [option for option in OPTIONS if chosen.random() < 0.15]
-    more = [option for option in writing if option in ("--checksum", "--dry-run")]
+    more = [option for option in writing if option == "--dry-run"]
     commands: list[list[object]] = [
         ["quantize", base, out, "--lora", adapter, *writing],
         ["dequantize", base, out, "--lora", adapter, *more],
@@ -96,28 +95,13 @@ def finished_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     words = chosen.choice(commands)
     if words[0] == "dequantize":
         return Case(words, work / "new", partial(passes_verify, words, work / "new"))
-    judge = partial(keeps_weights, words, out, whole / "expected")
-    return Case(words, out, judge, may_be_whole=True)
-
-
-def keeps_weights(words: list[object], out: Path, expected: Path, finished: Any) -> str | None:
-    """Returns what is wrong with weights that a command called complete."""
-    if finished.exit_code or words[0] != "quantize":
-        return None
-    manifest = out / "SHA256SUMS"
-    if not is_same(manifest, expected / manifest.name):
-        return passes_verify(words, out, finished)  # nothing else tells what the files were
-    for path in expected.glob("*.safetensors"):
-        if not is_same(path, out / path.name):
-            return f"{path.name} is damaged, and exit code 0"
-    return passes_verify(words, out, finished)
+    return Case(words, out, partial(passes_verify, words, out), may_be_whole=True)
 
 
 def exact_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     """Changes a byte of a weight or of a copied file, or a value of the config."""
     out = work / "out"
     shutil.copytree(whole / "out", out)
-    (out / "SHA256SUMS").unlink()
     names = [path.name for path in out.glob("*.safetensors")]
     name = chosen.choice([*names, "tokenizer.json", "config.json", "config.json"])
     path = out / name

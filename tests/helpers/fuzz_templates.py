@@ -25,7 +25,7 @@ from nf4conv.output.folder import OutputFolder
 UP = "model.layers.0.mlp.up_proj.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 CARD = "---\nlicense: mit\nlanguage:\n- en\ntags: [a, b]\n---\n# A model\n"
-PART_OPTIONS = ("--max-shard-size", "60kB", "--checksum")
+PART_OPTIONS = ("--max-shard-size", "60kB")
 
 
 def run(*arguments: object) -> Any:
@@ -73,10 +73,10 @@ def four_bit(folder: Path, **options: Any) -> None:
 
 
 def own(folder: Path) -> None:
-    """Writes a result with checksums, and its source as the sub-folder `original`."""
+    """Writes a result, and its source as the sub-folder `original`."""
     source = folder.with_name("own source")
     plain(source)
-    done("quantize", source, folder, "--checksum")
+    done("quantize", source, folder)
     source.rename(folder / "original")
 
 
@@ -195,7 +195,7 @@ def _write_adapter(
 
 
 def finished(folder: Path) -> None:
-    """Writes a `source`, and as `out` what was made of it, with checksums."""
+    """Writes a `source`, and as `out` what was made of it."""
     folder.mkdir()
     plain(folder / "source")
     done("quantize", folder / "source", folder / "out", *PART_OPTIONS)
@@ -246,4 +246,4 @@ def runnable(folder: Path) -> None:
     model = transformers.LlamaForCausalLM(settings).bfloat16()
     model.save_pretrained(folder / "source")
     np.save(folder / "source/ids.npy", np.arange(256, dtype=np.int32) * 37 % 96)
-    done("quantize", folder / "source", folder / "out", "--checksum")
+    done("quantize", folder / "source", folder / "out")

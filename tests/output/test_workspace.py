@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 from checkpoints import contents
 
 from nf4conv.errors import OutputError, SourceError
-from nf4conv.output.manifest import lines_in, listed_in, manifest_of
 from nf4conv.output.workspace import Workspace
 from nf4conv.sources.header import read_header
 from nf4conv.sources.unfinished import WORK_FOLDER
@@ -31,10 +29,8 @@ RUN = {
 OCCUPIED = "exists and is not empty; choose another folder, or --overwrite"
 
 
-def workspace(
-    out: Path, run: dict[str, object] = RUN, *, overwrite: bool = False, checksum: bool = False
-) -> Workspace:
-    return Workspace(out, run, overwrite=overwrite, checksum=checksum)
+def workspace(out: Path, run: dict[str, object] = RUN, *, overwrite: bool = False) -> Workspace:
+    return Workspace(out, run, overwrite=overwrite)
 
 
 def write_shard(space: Workspace, name: str, value: int = 7) -> None:
@@ -43,8 +39,8 @@ def write_shard(space: Workspace, name: str, value: int = 7) -> None:
     space.record(name, writer.finish([("w", "U8", (4,), 0, 4)], b""))
 
 
-def interrupted(out: Path, *names: str, checksum: bool = False) -> None:
-    with workspace(out, checksum=checksum) as space:
+def interrupted(out: Path, *names: str) -> None:
+    with workspace(out) as space:
         for name in names:
             write_shard(space, name)
 
@@ -248,25 +244,6 @@ def test_everything_is_durable_before_the_folder_can_pass_for_a_checkpoint(tmp_p
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_the_manifest_names_every_file(tmp_path, resumed):
-    out = tmp_path / "out"
-    (tmp_path / "tokenizer.json").write_bytes(b"t" * 5_000_000)
-    if resumed:
-        interrupted(out, "a.safetensors")  # without checksums: they are made up for
-    with workspace(out, checksum=True) as space:
-        for name in {"a.safetensors", "b.safetensors"} - set(space.finished):
-            write_shard(space, name)
-        space.copy("tokenizer.json", tmp_path / "tokenizer.json")
-        space.write("model.safetensors.index.json", b"{}")
-        space.complete({"config.json": b"{}"})
-    files = contents(out)
-    manifest = files.pop("SHA256SUMS").decode()
-    assert manifest == "".join(
-        f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files)
-    )
-
-
 def test_a_file_that_vanished_is_a_fault_of_the_source(tmp_path):
     with (
         workspace(tmp_path / "out") as space,
@@ -303,13 +280,13 @@ def test_room_is_asked_for_what_is_still_to_be_written(tmp_path):
 
 
 def test_the_records_are_readable_by_people(tmp_path):
-    interrupted(tmp_path / "out", "a.safetensors", checksum=True)
+    interrupted(tmp_path / "out", "a.safetensors")
     work = tmp_path / "out" / WORK_FOLDER
     run, shard = ((work / name).read_bytes() for name in ("run.json", "shards/a.safetensors.json"))
     raw = (tmp_path / "out/a.safetensors").read_bytes()
     assert json.loads(run) == {"fingerprint": json.loads(json.dumps(RUN)), "stamps": None}
     beside = {"source_bytes": 0, "verified": None, "plan": hashlib.sha256(run).hexdigest()}
-    known = {"size": len(raw), "crc32": zlib.crc32(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    known = {"size": len(raw), "crc32": zlib.crc32(raw)}
     described = json.loads(shard)
     assert re.fullmatch(r"[0-9a-f]{64}", described.pop("sha256 of this record"))
     assert described == {"name": "a.safetensors", **known, **beside}
@@ -371,11 +348,11 @@ def test_a_bit_that_has_flipped_in_a_finished_shard_is_seen(tmp_path, place):
 
 
 def test_shards_of_a_source_that_may_have_changed_are_made_again(tmp_path):
-    with Workspace(tmp_path / "out", RUN, {"a": 1}, overwrite=False, checksum=False) as space:
+    with Workspace(tmp_path / "out", RUN, {"a": 1}, overwrite=False) as space:
         write_shard(space, "a.safetensors")
-    with Workspace(tmp_path / "out", RUN, {"a": 1}, overwrite=False, checksum=False) as space:
+    with Workspace(tmp_path / "out", RUN, {"a": 1}, overwrite=False) as space:
         assert set(space.finished) == {"a.safetensors"}
-    with Workspace(tmp_path / "out", RUN, {"a": 2}, overwrite=False, checksum=False) as space:
+    with Workspace(tmp_path / "out", RUN, {"a": 2}, overwrite=False) as space:
         assert not space.finished
 
 
@@ -402,31 +379,6 @@ def test_a_work_folder_that_is_a_link_is_left_alone(tmp_path, overwrite):
     with pytest.raises(OutputError, match=r"out/\.nf4conv: is a link"):
         workspace(tmp_path / "out", overwrite=overwrite)
     assert contents(tmp_path / "elsewhere") == {"thesis.txt": b"precious"}
-
-
-def test_the_manifest_lists_any_name_as_sha256sum_does(tmp_path: Path):
-    """Line breaks and backslashes are escaped; U+2028 and the like break no line."""
-    names = ["a\nb", "a\rb", "a\\b", "a\\nb", "\\", "a\u2028b", "a\x85b", "\x0c", " a", "*a", "-a"]
-    for name in names:
-        (tmp_path / name).write_bytes(b"x")
-    content = manifest_of(dict.fromkeys(names, hashlib.sha256(b"x").hexdigest()))
-    expected = subprocess.run(
-        ["sha256sum", "--", *sorted(names)], cwd=tmp_path, capture_output=True, check=True
-    )
-    assert content.encode() == expected.stdout
-    assert [listed_in(line).name for line in lines_in(content)] == sorted(names)
-
-
-def test_a_name_that_is_no_text_is_in_the_manifest_as_it_is(tmp_path):
-    name = os.fsdecode(b"not\xff.txt")
-    (tmp_path / name).write_bytes(b"x")
-    with workspace(tmp_path / "out", checksum=True) as space:
-        space.copy(name, tmp_path / name)
-        space.complete({"config.json": b"{}"})
-    assert b"  not\xff.txt\n" in (tmp_path / "out/SHA256SUMS").read_bytes()
-    subprocess.run(
-        ["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "out", check=True
-    )
 
 
 def race(

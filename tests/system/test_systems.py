@@ -76,7 +76,7 @@ def commands(folder: Path) -> list[list[str]]:
     return [
         ["--help"],
         ["quantize", "--help"],
-        ["quantize", at["source"], at["out"], *quantize, "--checksum", "--verify"],
+        ["quantize", at["source"], at["out"], *quantize, "--verify"],
         ["quantize", at["source"], at["resumed"], *quantize],
         ["quantize", at["source"], at["parts"], *quantize, "--part", "1/2"],
         ["quantize", at["source"], at["parts"], *quantize, "--part", "2/2"],
@@ -376,7 +376,7 @@ def test_parts_refuse_such_a_file_before_they_begin(tmp_path: Path, source: Path
 
 @pytest.mark.usefixtures("on_windows")
 def test_a_submodel_with_a_reserved_name_is_refused(tmp_path: Path):
-    with Workspace(tmp_path / "out", {}, overwrite=False, checksum=False) as space:
+    with Workspace(tmp_path / "out", {}, overwrite=False) as space:
         space.require_name("unet")
         with pytest.raises(OutputError, match="aux: cannot be written here: Windows reserves"):
             space.require_name("aux")

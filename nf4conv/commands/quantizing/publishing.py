@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nf4conv.check.checksums import renew_checksum
 from nf4conv.options import PushOptions, RunOptions
 from nf4conv.output.writer import write_file
 from nf4conv.plan.quantization import QuantizationPlan
@@ -69,4 +68,3 @@ def _name_repository(out: Path, loading: Loading, repo: str) -> None:
     after = with_repository(before, loading, repo)
     if after != before:
         write_file(card, [after.encode()])
-        renew_checksum(out, card.name)

@@ -89,7 +89,7 @@ def carry_out(
 
 def _empty(out: Path) -> None:
     """Deletes what is in the output folder."""
-    with Workspace(out, {}, overwrite=True, checksum=False) as emptied:
+    with Workspace(out, {}, overwrite=True) as emptied:
         emptied.complete({})
 
 
