@@ -23,16 +23,17 @@ _PART: Final = re.compile(r" \([\d,]+ weights\)$")
 _OF_FORMAT: Final = ("quant_type", "blocksize", "double_quant", "quant_storage", "dtype")
 
 
-def check_record(structure: Structure) -> None:
+def check_record(structure: Structure, *, exact: bool) -> None:
     """Notes everything that nf4conv.json says of the stored tensors and that is not so.
 
     Args:
         structure: the checkpoint, which gets the findings.
+        exact: True if a record that cannot be read is a fault.
     """
     record = structure.record
     if record is None:
         if (structure.folder / MAKING).is_file():
-            structure.note(CHECK, MAKING, "", "is no record that can be read")
+            structure.note(CHECK, MAKING, "", "is no record that can be read", is_fault=exact)
         return
     if "not_packed" not in record:  # release 0.1.0 said nothing of tensors
         return

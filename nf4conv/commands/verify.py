@@ -207,7 +207,7 @@ def _plan_alone(
             f"made from; --source compares it with another checkpoint",
             path=path,
         )
-    check_record(structure)
+    check_record(structure, exact=options.exact)
     if relation is Relation.QUANTIZED:
         check_config(structure)
         check_card(structure)
@@ -225,7 +225,7 @@ def _plan_quantized(
     path: Path, structure: Structure, source: Source, options: VerifyOptions
 ) -> VerificationPlan:
     """Plans to compare a checkpoint with what quantizing its source gives."""
-    check_record(structure)
+    check_record(structure, exact=options.exact)
     # a submodel without packed weights is copied as it is: its config says nothing about them
     if structure.weights:
         check_config(structure)
@@ -244,7 +244,7 @@ def _plan_decoded(
     path: Path, structure: Structure, plan: DequantizationPlan, options: VerifyOptions
 ) -> VerificationPlan:
     """Plans to compare a checkpoint with what decoding its source gives, as a plan says."""
-    check_record(structure)
+    check_record(structure, exact=options.exact)
     check_plain_config(structure)
     pairs = pair_decoded(structure, plan)
     if path.is_dir() and pairs.copies:

@@ -218,6 +218,8 @@ def test_what_nf4conv_json_claims_is_compared_with_what_is_stored(ours):
             assert {fault.check for fault in faults(ours)} == {"record"}, field
     path.write_text(json.dumps({**record, "not_packed": {"bfloat16": 1000}}))
     assert {fault.check for fault in faults(ours)} == {"record"}
+    path.write_text("[")
+    assert {fault.check for fault in faults(ours)} == {"record"}
     path.write_bytes(before)
     assert not faults(ours)
 

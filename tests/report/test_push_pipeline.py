@@ -165,7 +165,7 @@ def test_what_would_mislead_beside_the_new_weights_is_deleted(
     hub: Hub, pipeline: Path, tmp_path: Path
 ):
     convert(pipeline, tmp_path / "out")
-    hub.repos["me/model"].commit({**pushed_files(hub), "vae/SHA256SUMS": b"of other weights"})
+    hub.repos[REPO].commit({**pushed_files(hub), "vae/SHA256SUMS": b"of other weights"})
     convert(pipeline, tmp_path / "out", overwrite=True)
     assert pushed_files(hub) == contents(tmp_path / "out")
 
