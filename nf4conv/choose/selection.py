@@ -259,13 +259,14 @@ def _decide_stack(
 
 def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:
     """Yields a line for each reason that an option could change, if bytes are kept for it."""
-    total = 0
     kept: Counter[Why | str] = Counter()
     for tensor in tensors:
-        total += tensor.nbytes
         decision = decisions[tensor.name]
-        if isinstance(decision, Keep):
+        if isinstance(decision, Keep) and decision.why in _HINTS:
             kept[decision.why] += tensor.nbytes
+    if not kept:
+        return
+    total = sum(tensor.nbytes for tensor in tensors)
     for why, hint in _HINTS.items():
         if kept[why]:
             yield f"{size(kept[why])} of {size(total)} stay in 16 bits: {hint}"
