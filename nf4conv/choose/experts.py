@@ -133,7 +133,9 @@ class Experts:
                     f"the checkpoint lacks {name}, which holds the "
                     f"other projections of these experts",
                 )
-            other = self.stacks[name]
+            other = self.stacks.get(name)
+            if other is None:  # of other dimensions than any stack
+                return partner
             is_other_transposed = other.stack.is_transposed is not is_flipped
             if sizes != _sizes_of(partner, other, is_other_transposed, self.config):
                 return partner

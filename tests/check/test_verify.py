@@ -969,3 +969,24 @@ def test_a_pickle_and_safetensors(source: Path, tmp_path: Path):
     report = verify_checkpoint(tmp_path / "pickle", source, VerifyOptions(exact=True), CPU)
     assert report.exit_code == 0
     assert report.relation == "none"
+
+
+@pytest.mark.parametrize("projection", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4_text", "qwen3_vl_moe_text"])
+def test_a_stack_of_four_dimensions_is_told_in_words(
+    tmp_path: Path, projection: str, model_type: str
+):
+    experts = "model.layers.0.mlp.experts."
+    stored = pack(f"{experts}gate_up_proj", torch.randn(4, 64, 128).bfloat16())
+    stored |= pack(f"{experts}down_proj", torch.randn(4, 64, 64).bfloat16())
+    [state] = [name for name in stored if name.startswith(f"{experts}{projection}.quant_state")]
+    fields = json.loads(bytes(stored[state].tolist()))
+    fields["shape"] = [1, *fields["shape"]]
+    stored[state] = torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+    out = write(tmp_path / "out", stored)
+    config(lambda content: content.update(model_type=model_type, num_experts=4))(out)
+    for command in ("verify", "inspect"):
+        done = CliRunner().invoke(main, [command, str(out)])
+        assert done.exit_code in (0, 1, 2)
+        assert "bug" not in done.output
+        assert "does not fit" in done.output
