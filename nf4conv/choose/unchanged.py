@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nf4conv.choose.decisions import Keep, Pack
-from nf4conv.format import dtypes, layout
+from nf4conv.format import layout
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
@@ -47,20 +47,6 @@ class Stored(NamedTuple):
     scales: str
 
 
-def stored_format(tensor: TensorInfo) -> Format | None:
-    """Returns how a weight of a 4-bit source is packed; None for any other tensor."""
-    encoding = tensor.encoding
-    if not isinstance(encoding, Bitsandbytes4bit):
-        return None
-    return Format(
-        encoding.quant_type,
-        encoding.blocksize,
-        encoding.double_quant,
-        dtypes.DTYPE_NAMES[tensor.dtype],
-        dtypes.STORAGE_DTYPES.get(encoding.values.dtype, "uint8"),
-    )
-
-
 def common_format(tensors: Iterable[TensorInfo], place: Path) -> Format | None:
     """Returns the format in which most elements are packed; None where nothing is in 4 bits.
 
@@ -74,10 +60,10 @@ def common_format(tensors: Iterable[TensorInfo], place: Path) -> Format | None:
     elements_by_scales: Counter[str] = Counter()
     scales_of = recorded_scales(place)
     for tensor in tensors:
-        format = stored_format(tensor.unmerged)
-        if format is not None:
-            elements[format] += tensor.elements
-            elements_by_scales[_scales_of(tensor.unmerged, scales_of)] += tensor.elements
+        encoding = tensor.unmerged.encoding
+        if isinstance(encoding, Bitsandbytes4bit):
+            elements[encoding.format] += tensor.elements
+            elements_by_scales[scales_of(encoding.values.name)] += tensor.elements
     if not elements:
         return None
     format, _ = elements.most_common(1)[0]
@@ -85,21 +71,11 @@ def common_format(tensors: Iterable[TensorInfo], place: Path) -> Format | None:
     return replace(format, scales=scales)
 
 
-def _scales_of(tensor: TensorInfo, scales_of: Callable[[str], str]) -> str:
-    """Returns how a weight in 4 bits was scaled, by its name on disk."""
-    assert isinstance(tensor.encoding, Bitsandbytes4bit)
-    return scales_of(tensor.encoding.values.name)
-
-
-def _small_parts(tensor: TensorInfo) -> Iterator[TensorInfo]:
+def _small_parts(encoding: Bitsandbytes4bit) -> Iterator[TensorInfo]:
     """Yields the tensors that describe a packed weight: its maps and its quant state."""
-    encoding = tensor.encoding
-    if isinstance(encoding, Bitsandbytes4bit):
-        if encoding.quant_map is not None:
-            yield encoding.quant_map
-        if encoding.nested_quant_map is not None:
-            yield encoding.nested_quant_map
-        yield encoding.quant_state
+    for part in (encoding.quant_map, encoding.nested_quant_map, encoding.quant_state):
+        if part is not None:
+            yield part
 
 
 @dataclass(frozen=True)
@@ -124,9 +100,8 @@ def _copied_from(
         read: reads one of the `_small_parts` of the weight.
     """
     encoding = tensor.encoding
-    stored = stored_format(tensor)
-    if stored is None or not isinstance(encoding, Bitsandbytes4bit):
-        return "not in 4 bits"
+    assert isinstance(encoding, Bitsandbytes4bit)
+    stored = encoding.format
     if not stored.decodes_like(format):
         return f"stored as {stored}"
     try:
@@ -224,25 +199,26 @@ def weights_that_stay(
         For each weight in 4 bits that is to be packed, by name: what its components are copied
         from, or a text that says why it has to be packed anew.
     """
-    packed: list[tuple[TensorInfo, Format]] = []
+    packed: list[tuple[TensorInfo, Bitsandbytes4bit]] = []
     for tensor in source.tensors:
-        stored = stored_format(tensor)
-        if stored is not None and isinstance(decisions[tensor.name], Pack):
-            packed.append((tensor, stored))
+        encoding = tensor.encoding
+        if isinstance(encoding, Bitsandbytes4bit) and isinstance(decisions[tensor.name], Pack):
+            packed.append((tensor, encoding))
     parts: list[TensorInfo] = []
-    for tensor, stored in packed:
-        if stored.decodes_like(format):
-            parts += _small_parts(tensor)
+    for _, encoding in packed:
+        if encoding.format.decodes_like(format):
+            parts += _small_parts(encoding)
     small = read_together(source, parts)
     scales_of = recorded_scales(source.recorded_in)
     found: dict[str, Stored | str] = {}
-    for tensor, stored in packed:
-        scales = _scales_of(tensor, scales_of)
+    for tensor, encoding in packed:
+        scales = scales_of(encoding.values.name)
         decision = decisions[tensor.name]
+        dtype = encoding.format.dtype
         if isinstance(decision, Pack) and len(decision.matrices) > 1:
             found[tensor.name] = "taken out of a stack"
-        elif options.dtype not in (None, stored.dtype):
-            found[tensor.name] = f"stored as {stored.dtype}"
+        elif options.dtype not in (None, dtype):
+            found[tensor.name] = f"stored as {dtype}"
         elif scales == "search" and options.scales == "absmax":
             found[tensor.name] = "stored with searched scales"
         else:

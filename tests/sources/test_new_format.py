@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from api import (
+    QuantizeOptions,
+    RunOptions,
+    dequantize_checkpoint,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 
-from nf4conv import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
-from nf4conv.commands.verify import verify_checkpoint
 from nf4conv.errors import SourceError
 from nf4conv.sources.foreign import config, presenting
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from nf4conv.check.pairing import PackedPair, Pairs
-from nf4conv.choose.unchanged import stored_format
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
@@ -205,8 +204,10 @@ def plan_proof(pairs: Pairs) -> ProofPlan:
 
 def is_kept(weight: StoredWeight, job: PackJob) -> bool:
     """Returns True if the source has a weight in the format that it is stored in."""
-    source = stored_format(job.source)
-    return source is not None and source.decodes_like(weight.format)
+    encoding = job.source.encoding
+    if not isinstance(encoding, Bitsandbytes4bit):
+        return False
+    return encoding.format.decodes_like(weight.format)
 
 
 def _is_laid_out_alike(weight: StoredWeight, job: PackJob) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 
 from nf4conv.errors import CodecError, SourceError
 from nf4conv.format import layout
-from nf4conv.format.codebook import NESTED_BLOCKSIZE
+from nf4conv.format.codebook import CODEBOOKS, NESTED_BLOCKSIZE
 from nf4conv.format.dtypes import DTYPE_NAMES, STORAGE_DTYPES, TAGS
 from nf4conv.format.layout import (
     QUANT_STATE_PREFIX,
@@ -19,6 +19,8 @@ from nf4conv.models.module_names import module_of
 from nf4conv.sources.arranged import Excerpt
 from nf4conv.sources.foreign.formats import Foreign, SiblingTensors, lacks, misfit
 from nf4conv.sources.tensors import Encoding, Kernel, Parts, TensorInfo, cut_elements
+
+_NESTED: Final = ("nested_absmax", "nested_quant_map")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,40 @@ class Bitsandbytes4bit(Foreign):
 
     @classmethod
     def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-        return _recognised(tensor, siblings)
+        """Recognises W, W.absmax, W.quant_state.bitsandbytes__nf4 and the like."""
+        blobs = [f"{tensor.name}.{QUANT_STATE_PREFIX}{kind}" for kind in CODEBOOKS]
+        found = [siblings.by_name[name] for name in blobs if name in siblings.by_name]
+        if not found:
+            return None
+        parts: dict[str, TensorInfo | None] = {}
+        for role in ("absmax", "quant_map", "nested_absmax", "nested_quant_map"):
+            parts[role] = siblings.find(f"{tensor.name}.{role}")
+        nested = (parts["nested_absmax"], parts["nested_quant_map"])
+        for role in ("absmax",) if nested == (None, None) else ("absmax", *_NESTED):
+            if parts[role] is None:
+                raise lacks(tensor, role)
+        if len(found) > 1:
+            raise misfit(tensor, found[-1])
+        fields = _read_fields(found[0], siblings)
+        shape = tuple(fields["shape"])
+        must_transpose = len(shape) == 2 and is_transposed(
+            module_of(tensor.name), siblings.families
+        )
+        encoding = cls(
+            values=tensor,
+            **parts,  # type: ignore[arg-type]
+            quant_state=found[0],
+            quant_type=fields["quant_type"],
+            blocksize=fields["blocksize"],
+            dtype=TAGS[fields["dtype"]],
+            nested_offset=0.0 if nested == (None, None) else float(fields["nested_offset"]),
+            has_plain_state=fields.keys() <= {*layout.JSON_KEYS, *layout.NESTED_JSON_KEYS},
+            is_transposed=must_transpose,
+        )
+        _check_fit(encoding, shape)
+        if must_transpose:
+            shape = shape[::-1]
+        return tensor._replace(shape=shape, dtype=encoding.dtype, encoding=encoding)
 
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
         if self.is_transposed or not self.has_plain_state:
@@ -201,120 +236,42 @@ def cut_parts(
     return found
 
 
-_STORAGE_DTYPES: Final = ("U8", "I8", "BF16", "F16", "F32")
-"""Dtypes that packed codes may be stored in (quant_storage)."""
-
-
-@dataclass(frozen=True)
-class _QuantState:
-    """The fields of a quant state that decoding needs."""
-
-    quant_type: str  # "nf4" or "fp4"
-    shape: tuple[int, ...]  # of the weight before it was packed
-    dtype: str  # tag of the weight before it was packed
-    blocksize: int  # elements that share one absmax
-    nested_offset: float  # 0 without double quantization
-    is_plain: bool  # False if there are fields that bitsandbytes does not write today
-
-
-def _recognised(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-    """Recognises a weight in 4 bits: W, W.absmax, W.quant_state.bitsandbytes__nf4 and the like."""
-    components: dict[str, TensorInfo] = {}
-    for suffix in layout.COMPONENT_SUFFIXES:
-        part = siblings.find(f"{tensor.name}.{suffix}")
-        if part is not None:
-            components[suffix] = part
-    blobs = []
-    for suffix, part in components.items():
-        if suffix.startswith(layout.QUANT_STATE_PREFIX):
-            blobs.append(part)
-    if not blobs:
-        return None
-    blob = blobs[-1]
-    is_nested = "nested_absmax" in components or "nested_quant_map" in components
-    _check_complete(tensor, components, is_nested)
-    if len(blobs) > 1 or tensor.dtype not in _STORAGE_DTYPES:
-        raise misfit(tensor, blob)
-    state = _read_quant_state(blob, siblings, is_nested)
-    weight = tensor._replace(shape=state.shape, dtype=state.dtype)
-    if -(-weight.elements // 2) != tensor.nbytes:
-        raise misfit(tensor, components["absmax"])
-    _check_components(tensor, components, state, is_nested)
-    must_transpose = len(state.shape) == 2 and is_transposed(
-        module_of(tensor.name), siblings.families
-    )
-    encoding = Bitsandbytes4bit(
-        values=tensor,
-        absmax=components["absmax"],
-        quant_map=components.get("quant_map"),
-        nested_absmax=components.get("nested_absmax"),
-        nested_quant_map=components.get("nested_quant_map"),
-        quant_state=blob,
-        quant_type=state.quant_type,
-        blocksize=state.blocksize,
-        dtype=state.dtype,
-        nested_offset=state.nested_offset,
-        has_plain_state=state.is_plain,
-        is_transposed=must_transpose,
-    )
-    shape = state.shape
-    if must_transpose:
-        shape = shape[::-1]
-    return weight._replace(shape=shape, encoding=encoding)
-
-
-def _check_complete(
-    tensor: TensorInfo, components: Mapping[str, TensorInfo], is_nested: bool
-) -> None:
-    """Raises a SourceError if a weight lacks a component that decoding takes."""
-    needed = ["absmax"]
-    if is_nested:
-        needed += ["nested_absmax", "nested_quant_map"]
-    for suffix in needed:
-        if suffix not in components:
-            raise lacks(tensor, suffix)
-
-
-def _check_components(
-    tensor: TensorInfo,
-    components: Mapping[str, TensorInfo],
-    state: _QuantState,
-    is_nested: bool,
-) -> None:
-    """Raises a SourceError if a component has not the dtype and shape that the weight requires."""
-    # neither the quant type nor the dtype changes what is compared
-    format = layout.Format("nf4", state.blocksize, is_nested, "float32")
-    for expected in layout.components(format, state.shape):
-        if expected.suffix not in ("absmax", "nested_absmax", "nested_quant_map"):
-            continue
-        part = components[expected.suffix]
-        if part.dtype != expected.dtype or part.shape != expected.shape:
-            raise misfit(tensor, part)
-    quant_map = components.get("quant_map")
-    if quant_map is not None and quant_map.elements != 16:  # it is read, but not needed
-        raise misfit(tensor, quant_map)
-
-
-def _read_quant_state(blob: TensorInfo, siblings: SiblingTensors, is_nested: bool) -> _QuantState:
-    """Reads the JSON blob of a weight; raises a SourceError if bitsandbytes could not read it."""
+def _read_fields(blob: TensorInfo, siblings: SiblingTensors) -> dict[str, Any]:
+    """Reads the JSON of a quant state; raises a SourceError if bitsandbytes could not read it."""
     where = f"{blob.file}: {blob.name}"
     if blob.dtype != "U8" or blob.nbytes > layout.LARGEST_QUANT_STATE:
         raise SourceError(f"{where}: {blob.nbytes:,} bytes of {blob.dtype} are no quant state")
-    nested_offset = 0.0
     try:
         fields = layout.parse_quant_state(siblings.read(blob), may_say_more=True)
-        if is_nested:
-            nested_offset = layout.nested_offset_of(fields)
+        if f"{_owner(blob)}.nested_absmax" in siblings.by_name:
+            layout.nested_offset_of(fields)
     except CodecError as error:
         raise SourceError(f"{where}: not a quant state of bitsandbytes: {error}") from error
-    quant_type = fields["quant_type"]
-    if not blob.name.endswith(f".{layout.QUANT_STATE_PREFIX}{quant_type}"):
-        raise SourceError(f"{where}: its quant_type is {quant_type!r}")
-    return _QuantState(
-        quant_type=quant_type,
-        shape=tuple(fields["shape"]),
-        dtype=TAGS[fields["dtype"]],
-        blocksize=fields["blocksize"],
-        nested_offset=nested_offset,
-        is_plain=fields.keys() <= {*layout.JSON_KEYS, *layout.NESTED_JSON_KEYS},
-    )
+    if not blob.name.endswith(f".{QUANT_STATE_PREFIX}{fields['quant_type']}"):
+        raise SourceError(f"{where}: its quant_type is {fields['quant_type']!r}")
+    return fields
+
+
+def _owner(component: TensorInfo) -> str:
+    return component.name.partition(f".{QUANT_STATE_PREFIX}")[0]
+
+
+def _check_fit(encoding: Bitsandbytes4bit, shape: tuple[int, ...]) -> None:
+    """Raises a SourceError unless all parts have the dtypes and shapes that decoding takes."""
+    values = encoding.values
+    if values.dtype not in (*STORAGE_DTYPES, "I8"):
+        raise misfit(values, encoding.quant_state)
+    if -(-math.prod(shape) // 2) != values.nbytes:
+        raise misfit(values, encoding.absmax)
+    parts = dict(encoding.parts)
+    # neither the quant type nor the dtype changes what is compared
+    format = Format("nf4", encoding.blocksize, encoding.double_quant, "float32")
+    for expected in layout.components(format, shape):
+        if expected.suffix not in ("absmax", "nested_absmax", "nested_quant_map"):
+            continue
+        part = parts[expected.suffix]
+        if part.dtype != expected.dtype or part.shape != expected.shape:
+            raise misfit(values, part)
+    quant_map = encoding.quant_map
+    if quant_map is not None and quant_map.elements != 16:  # it is read, but not needed
+        raise misfit(values, quant_map)

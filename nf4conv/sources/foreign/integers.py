@@ -6,8 +6,9 @@ a weight are columns of its tensors.
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Final
 
 from nf4conv.errors import SourceError
@@ -259,20 +260,20 @@ class CompressedIntegers(PackedIntegers):
         schemes = [scheme for scheme in siblings.description.schemes if 1 <= scheme[0] <= 8]
         if not siblings.description.schemes:
             schemes = [(4, None), (8, None), (2, None)]
-        fitting = _fitting_any(words, groups, schemes)
+        fitting = _fitting_any(words, groups, tuple(schemes))
         shape = siblings.find(f"{stem}_shape")
         if len(fitting) == 1 and (groups > 1 or shape is None):
-            return fitting
+            return [*fitting]
         if shape is None:
             return []
         columns = _stored_columns(values, shape, siblings)
         if columns % groups != 0:
             return []
-        fitting = []
+        found: list[Sizes] = []
         for bits in sorted({bits for bits, _ in schemes}):
-            fitting += _fitting(words, columns, bits, groups)
+            found += _fitting(words, columns, bits, groups)
         # words of whole codes of 7 bits are as many as those of 8 bits
-        return fitting[:1] if len({sizes["bits"] for sizes in fitting}) == 1 else []
+        return found[:1] if len({sizes["bits"] for sizes in found}) == 1 else []
 
     @classmethod
     def codes_of(
@@ -290,7 +291,8 @@ class CompressedIntegers(PackedIntegers):
         )
 
 
-def _fitting_any(words: int, groups: int, schemes: Iterable[Scheme]) -> list[Sizes]:
+@lru_cache(maxsize=4096)  # models have few shapes and many weights
+def _fitting_any(words: int, groups: int, schemes: tuple[Scheme, ...]) -> tuple[Sizes, ...]:
     """Returns how words may be packed by what the config describes, if groups tell the columns."""
     fitting: list[Sizes] = []
     for bits, size in schemes:
@@ -298,7 +300,7 @@ def _fitting_any(words: int, groups: int, schemes: Iterable[Scheme]) -> list[Siz
             fitting += _fitting(words, groups * size, bits, groups)
         elif groups == 1 and WORD % bits == 0:
             fitting += _fitting(words, words * WORD // bits, bits, groups)
-    return [sizes for place, sizes in enumerate(fitting) if sizes not in fitting[:place]]
+    return tuple(sizes for place, sizes in enumerate(fitting) if sizes not in fitting[:place])
 
 
 def _fitting(words: int, columns: int, bits: int, groups: int) -> Iterator[Sizes]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
+from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.layout import COMPONENT_SUFFIXES
 from nf4conv.models.families import families_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
@@ -140,7 +141,9 @@ def _decoded(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
     """Returns the tensor that values decode to; None if a tensor holds no encoded values."""
     if tensor.name.endswith(_COMPONENT_ENDS) or siblings.is_scale(tensor):
         return None
-    for kind in FORMATS:
+    # floats hold codes only for FSDP; a checkpoint has many, such as scales
+    may_be = [Bitsandbytes4bit] if tensor.dtype in FLOAT_TAGS else FORMATS
+    for kind in may_be:
         found = kind.recognised(tensor, siblings)
         if found is not None:
             return found

@@ -1,4 +1,8 @@
-"""Says what kernels decode the weights that other quantizations encoded."""
+"""Says what kernels decode the weights that other quantizations encoded.
+
+Each function returns one kernel, "decode", and the "rows" and "columns" of a program. It takes the
+dtype of the result (float32, float16 or bfloat16), then what `Encoding.kernel` says.
+"""
 
 import torch
 
@@ -19,19 +23,7 @@ def scaled_decoder(
 ) -> Codec:
     """Returns what decodes 8-bit values with scales, see scaled.decode_scaled.
 
-    Args:
-        _device: of the kernels, which are the same on all.
-        out: dtype of the result: float32, float16 or bfloat16.
-        values: dtype of the values.
-        scale: dtype of the scales.
-        block: (rows, columns) that share a scale.
-        by_127: True to multiply each product by 1 / 127 too.
-        aligned: True if rows are multiples of 16 values.
-
-    Returns:
-        kernels: "decode".
-        tables: none.
-        numbers: "rows", "columns" of a program.
+    Rows are aligned if they are multiples of 16 values.
     """
     height, width = block
     example_values = torch.empty(0, dtype=values)
@@ -72,20 +64,7 @@ def fp4_decoder(
 ) -> Codec:
     """Returns what decodes MXFP4 and NVFP4, see fp4.decode_fp4.
 
-    Args:
-        _device: of the kernels, which are the same on all.
-        out: dtype of the result: float32, float16 or bfloat16.
-        scale: dtype of the scales.
-        group_pairs: pairs of values that share a scale.
-        divisor: dtype of the number that scales are divided by; None if they are not.
-        multiplier: dtype of the number that scales are multiplied with; None if they are not.
-        aligned: True if rows are multiples of 16 pairs.
-        transposed: True to write the result as [columns, rows].
-
-    Returns:
-        kernels: "decode".
-        tables: none.
-        numbers: "rows", "columns" of a program, in pairs.
+    Columns are counted in pairs of values. Rows are aligned if they are multiples of 16 pairs.
     """
     example_scale = torch.empty(0, dtype=scale)
     example_divisor = example_scale if divisor is None else torch.empty(0, dtype=divisor)
@@ -129,21 +108,7 @@ def integer_decoder(
 ) -> Codec:
     """Returns what decodes packed integers, see integers.decode_integers.
 
-    Args:
-        _device: of the kernels, which are the same on all.
-        out: dtype of the result: float32, float16 or bfloat16.
-        scale: dtype of the scales.
-        packing: "compressed-tensors", "GPTQ", "AWQ" or "torchao".
-        bits: of a code.
-        zeros: dtype of the zero points; None if there are none.
-        zeros_less_one: True if they are stored one too small.
-        index: dtype of the group of each column; None if groups are in order.
-        is_signed: True if codes are in two's complement.
-
-    Returns:
-        kernels: "decode".
-        tables: none.
-        numbers: "rows", "columns" of a program.
+    Without zero points, or with groups in order, their dtype is None.
     """
     kind = integers.PACKINGS[packing]
     tile = integers.tile_of(kind)
