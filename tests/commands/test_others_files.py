@@ -63,12 +63,6 @@ GONE = Path("/there/is/no/source")
 # --- removing -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[True, False], ids=["handles", "paths"])
-def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removal, "_HAS_HANDLES", request.param)
-
-
-@pytest.mark.usefixtures("_both_ways")
 def test_a_folder_is_removed_with_all_that_is_in_it(tmp_path: Path):
     (tmp_path / "a/b/c").mkdir(parents=True)
     (tmp_path / "a/b/file").write_text("")
@@ -83,7 +77,11 @@ def test_a_folder_is_removed_with_all_that_is_in_it(tmp_path: Path):
     assert not list((tmp_path / "a").iterdir())
 
 
-@pytest.mark.usefixtures("_both_ways")
+def place_of(folder: Any) -> Path:
+    """Returns the path of a folder, of which a handle may be given."""
+    return Path(f"/proc/self/fd/{folder}").readlink() if isinstance(folder, int) else Path(folder)
+
+
 def test_folders_that_another_process_removes_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -91,20 +89,19 @@ def test_folders_that_another_process_removes_meanwhile(
     for name in "1234":
         (tmp_path / "a" / name / "inner").mkdir(parents=True)
         (tmp_path / "a" / name / "z").write_text("")
-    list_folder = os.listdir
+    scan = os.scandir
 
-    def removed_meanwhile(folder: int | Path) -> list[str]:
-        path = Path(f"/proc/self/fd/{folder}").readlink() if isinstance(folder, int) else folder
+    def removed_meanwhile(folder: Any) -> Any:
+        path = place_of(folder)
         if path.name == "inner":
             path.rmdir()
-        return list_folder(folder)
+        return scan(folder)
 
-    monkeypatch.setattr(os, "listdir", removed_meanwhile)
+    monkeypatch.setattr(os, "scandir", removed_meanwhile)
     removal.remove(tmp_path, "a")
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.usefixtures("_both_ways")
 def test_links_are_removed_and_not_followed(tmp_path: Path, victim: Path):
     before = contents(victim)
     (tmp_path / "out/inner").mkdir(parents=True)
@@ -127,16 +124,16 @@ def test_a_link_that_comes_in_meanwhile_leads_nowhere(
     inner = tmp_path / "out/inner"
     inner.mkdir(parents=True)
     (inner / "thesis.txt").write_text("ours")
-    listed = os.listdir
+    scan = os.scandir
 
-    def swapped(place: Any) -> list[str]:
-        names = listed(place)
-        if names == ["thesis.txt"]:
+    def swapped(place: Any) -> Any:
+        found = scan(place)
+        if place_of(place) == inner and not inner.is_symlink():
             inner.rename(tmp_path / "out/aside")
             inner.symlink_to(victim)
-        return names
+        return found
 
-    monkeypatch.setattr(os, "listdir", swapped)
+    monkeypatch.setattr(os, "scandir", swapped)
     with pytest.raises(OSError, match="directory"):  # a link is no folder to remove
         removal.remove(tmp_path / "out", "inner")
     assert (victim / "thesis.txt").read_text() == "precious"
