@@ -358,7 +358,8 @@ def test_a_symbolic_link_to_the_source_is_seen_through(tmp_path):
         ),
         (
             ["--device", "gpu"],
-            "--device gpu: expected auto, cpu, cuda or cuda:N; an NVIDIA GPU is cuda",
+            "--device gpu: expected auto, cpu, cuda or cuda:N (cuda is an NVIDIA GPU; "
+            "anywhere else, cpu is the one)",
         ),
         (
             ["--include", "*norm*"],
@@ -398,7 +399,7 @@ def test_more_threads_than_any_machine_runs_are_refused(tmp_path):
     result = quantize(tmp_path, tmp_path / "out", "--workers", 10**8)
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith(
-        "Error: Invalid value for '--workers': 100000000 is not in the range"
+        "Error: --workers 100000000: expected a whole number from 0 to 1024"
     )
 
 

@@ -48,7 +48,7 @@ def test_values_that_a_cast_would_make_infinite_are_refused(tmp_path):
     assert str(caught.value) == (
         f"{source / 'model.safetensors'}: {FIRST}: has values too large for float16, to which it "
         f"would be cast; "
-        "give another dtype"
+        "give another --dtype"
     )
     quantize_checkpoint(
         source, tmp_path / "other", dataclasses.replace(options, dtype="bfloat16"), CPU
@@ -63,7 +63,7 @@ def refusal(source: Path, name: str, dtype: str) -> str:
     return (
         f"{source / 'model.safetensors'}: {name}: has values too large for {dtype}, to which it "
         f"would be cast; "
-        "give another dtype"
+        "give another --dtype"
     )
 
 
@@ -138,9 +138,7 @@ def test_decoded_values_that_a_cast_would_make_infinite_are_refused(tmp_path, tr
         dequantize_checkpoint(
             tmp_path / "packed", tmp_path / "half", DequantizeOptions(dtype="float16"), CPU
         )
-    message = (
-        rf"{name}: [\d,]+ of 12,288 values are too large for float16; dtype='bfloat16' holds them"
-    )
+    message = rf"{name}: [\d,]+ of 12,288 values are too large for float16; --dtype bf16 holds them"
     assert re.search(message, str(caught.value))
 
 

@@ -98,7 +98,7 @@ def test_a_gguf_file_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("device", "hint"), [("mps", "on a Mac, cpu is the one"), ("gpu", "an NVIDIA GPU is cuda")]
+    ("device", "hint"), [("mps", "anywhere else, cpu is the one"), ("gpu", "cuda is an NVIDIA GPU")]
 )
 def test_other_devices(tmp_path: Path, device: str, hint: str):
     source = write_source(tmp_path / "source")
