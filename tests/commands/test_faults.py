@@ -224,7 +224,7 @@ def test_memory_that_runs_out_is_one_clear_line(tmp_path, monkeypatch):
     module = sys.modules["nf4conv.codec.backends"].backend(torch.device("cpu"))
     with monkeypatch.context() as patched:
         patched.setattr(module, "quantize_blocks", failing)
-        with pytest.raises(Nf4convError, match="cpu: out of memory; try a smaller buffer_size"):
+        with pytest.raises(Nf4convError, match="cpu: out of memory; try fewer --workers"):
             quantize_checkpoint(source, out, OPTIONS, RUN)
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 

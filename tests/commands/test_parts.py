@@ -600,7 +600,8 @@ COUNTING = """
 import sys
 from collections import Counter
 from pathlib import Path
-from api import QuantizeOptions, RunOptions, execute_quantization, plan_quantization
+from nf4conv.commands.quantize import execute_quantization, plan_quantization
+from nf4conv.options import QuantizeOptions, RunOptions
 source, folder = sys.argv[1:]
 options = QuantizeOptions(max_shard_size=40_000)
 NAMES = (

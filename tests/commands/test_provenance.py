@@ -32,6 +32,7 @@ from four_bit import CONFIG, pack, write
 from safetensors.torch import load_file, save_file
 
 from nf4conv.cli import main
+from nf4conv.declaring import deciding
 from nf4conv.errors import OutputError, PlanError
 from nf4conv.format.codebook import SCALES
 from nf4conv.format.layout import Format
@@ -324,7 +325,8 @@ class Expected:
         record = record_of(out)
         assert record["not_packed"] == {self.dtype: 2}
         left_out = {"lora", "calibrate"}  # these are paths
-        asked = {key: value for key, value in vars(self.options).items() if key not in left_out}
+        decided = deciding(self.options)
+        asked = {key: value for key, value in decided.items() if key not in left_out}
         assert record["options"] == json.loads(json.dumps(asked))
 
     def check_card(self, out: Path) -> None:
