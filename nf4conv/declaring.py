@@ -42,6 +42,7 @@ _COLUMNS: Final = 100
 class Group(Enum):
     """Names the groups of options, in the order in which --help shows them."""
 
+    USUAL = "Usual"
     RESULT = "What is made"
     WEIGHTS = "Which weights"
     CHECKS = "Checks"

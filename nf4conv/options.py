@@ -26,10 +26,8 @@ DTYPES: Final = get_args(Dtype)
 
 _RELATIVE_ERROR: Final = "a relative error such as 0.1, and at most 2"
 _ADAPTER: Final = "a folder, or a model on the Hub, with or without @revision"
-_SHARD_SIZE: Final = (
-    "Make no file larger than this. Several files are written at a time, which is faster than one."
-)
-_ONE_DEVICE: Final = "Compute on this device: auto, cpu, cuda or cuda:N."
+_SHARD_SIZE: Final = "Make no file larger. Several are written at a time."
+_ONE_DEVICE: Final = "Compute on auto, cpu, cuda or cuda:N."
 
 
 def _is_device(name: str) -> bool:
@@ -42,9 +40,9 @@ def _is_part(part: str) -> bool:
     return match is not None and 1 <= int(match[1]) <= int(match[2])
 
 
-def _device(help: str) -> Option:
+def _device(help: str, group: Group = Group.MACHINE) -> Option:
     return Option(
-        Group.MACHINE,
+        group,
         help,
         check=_is_device,
         expected="auto, cpu, cuda or cuda:N (cuda is an NVIDIA GPU; anywhere else, cpu is the one)",
@@ -60,23 +58,21 @@ class SourceOptions(Checked):
 
     revision: Annotated[
         str | None,
-        Option(
-            Group.SOURCE, "Take this branch, tag or commit of a model on the Hub.", unset="main"
-        ),
+        Option(Group.SOURCE, "Take this branch, tag or commit on the Hub.", unset="main"),
     ] = None
     subfolder: Annotated[
         str | None,
-        Option(Group.SOURCE, "Take the checkpoint in this subfolder, such as transformer."),
+        Option(Group.SOURCE, "Take the checkpoint in this subfolder."),
     ] = None
     variant: Annotated[
         str | None,
-        Option(Group.SOURCE, "Take the weight files with this word in their names, such as fp16."),
+        Option(Group.SOURCE, "Take weight files with this word, such as fp16."),
     ] = None
     gguf_file: Annotated[
         str | None,
         Option(
             Group.SOURCE,
-            "Take the GGUF file with this name, of several in a folder.",
+            "Take the GGUF file with this name in a folder.",
             metavar="NAME",
         ),
     ] = None
@@ -84,13 +80,13 @@ class SourceOptions(Checked):
         str | None,
         Option(
             Group.SOURCE,
-            "For a GGUF file: take config.json and the tokenizer from this model.",
+            "Take config and tokenizer for a GGUF file here.",
             metavar="MODEL",
         ),
     ] = None
     stream: Annotated[
         bool,
-        Option(Group.SOURCE, "Fetch weights from the Hub when they are needed, and keep no copy."),
+        Option(Group.SOURCE, "Fetch weights as they are needed; keep no copy."),
     ] = False
     cache_dir: Annotated[
         str | Path | None,
@@ -102,11 +98,11 @@ class SourceOptions(Checked):
         ),
     ] = None
     local_files_only: Annotated[
-        bool, Option(Group.SOURCE, "Take what was downloaded before, and do not ask the Hub.")
+        bool, Option(Group.SOURCE, "Take what was downloaded, and ask no Hub.")
     ] = False
     token: Annotated[
         str | None,
-        Option(Group.SOURCE, "Use this access token for the Hub.", unset="that of hf auth login"),
+        Option(Group.SOURCE, "Use this token for the Hub.", unset="that of hf auth login"),
     ] = field(default=None, repr=False)
 
 
@@ -119,7 +115,7 @@ class MachineOptions(Checked):
         int,
         Option(
             Group.MACHINE,
-            "Read, compute and write with this many threads; 0 lets nf4conv choose.",
+            "Use so many threads; 0 lets nf4conv choose.",
             metavar="N",
             most=1024,
         ),
@@ -150,34 +146,30 @@ class RunOptions(MachineOptions):
 
     device: Annotated[
         str,
-        _device(
-            "Compute on this device: auto, cpu, cuda or cuda:N; or on several GPUs: cuda:all or "
-            "cuda:0,cuda:1."
-        ),
+        _device("Compute on auto, cpu, cuda, cuda:N, cuda:all or cuda:0,cuda:1.", Group.USUAL),
     ] = "auto"
     ray: Annotated[
         bool,
         Option(
             Group.MACHINE,
-            "Spread the work over a Ray cluster: that of RAY_ADDRESS, or a local one.",
+            "Spread the work over the Ray cluster of RAY_ADDRESS, or a local one.",
         ),
     ] = False
     part: Annotated[
         str | None,
         Option(
             Group.MACHINE,
-            "Make only part I of N, in a folder that all processes see. The last part makes OUT "
-            "whole, and so does the same command without --part.",
+            "Make part I of N in a folder that all processes see; the last one makes OUT whole.",
             metavar="I/N",
             check=_is_part,
             expected="I/N with I from 1 to N, such as 2/3",
         ),
     ] = None
-    overwrite: Annotated[bool, Option(Group.MACHINE, "Delete what is in OUT, and start anew.")] = (
+    overwrite: Annotated[bool, Option(Group.USUAL, "Delete what is in OUT, and start anew.")] = (
         False
     )
     verify: Annotated[
-        bool, Option(Group.CHECKS, "Read back what was written, and compare it with SRC.")
+        bool, Option(Group.USUAL, "Read the result back and compare it with SRC.")
     ] = False
     tolerance: Annotated[
         float | None,
@@ -205,7 +197,7 @@ class PushOptions(Checked):
         str | None,
         Option(
             Group.PUBLISHING,
-            "Upload the result to this model repository, shard by shard.",
+            "Upload shards to this model repository as they are made.",
             metavar="REPO",
         ),
     ] = None
@@ -232,13 +224,13 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
 
     quant_type: Annotated[
         QuantType | None,
-        Option(Group.RESULT, "Pack weights to this data type.", unset="nf4, or SRC's own"),
+        Option(Group.RESULT, "Pack weights to this type.", unset="nf4, or SRC's own"),
     ] = None
     blocksize: Annotated[
         Blocksize | None,
         Option(
             Group.RESULT,
-            "Let this many weights share one scale: 32, 64, … 4096.",
+            "Let 32, 64, … or 4096 weights share a scale.",
             metavar="N",
             unset="64, or SRC's own",
         ),
@@ -247,8 +239,8 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
         bool | None,
         Option(
             Group.RESULT,
-            "Quantize the scales too: 4.13 instead of 4.5 bits per weight.",
-            unset="do, or as in SRC",
+            "Quantize scales too: 4.13 instead of 4.5 bits a weight.",
+            unset="as in SRC, or do",
         ),
     ] = None
     compute_dtype: Annotated[
@@ -256,14 +248,16 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
         Option(
             Group.RESULT,
             "Let loaders compute in this dtype.",
-            unset="that of --dtype, but bfloat16 for float32",
+            metavar="DTYPE",
+            unset="--dtype, or bfloat16 for float32",
         ),
     ] = None
     dtype: Annotated[
         Dtype | None,
         Option(
             Group.RESULT,
-            "Store what is not packed in this dtype; bf16, fp16 and fp32 are short names.",
+            "Store the rest in bf16, fp16 or fp32.",
+            metavar="DTYPE",
             unset="that of config.json",
         ),
     ] = None
@@ -271,8 +265,7 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
         Names,
         Option(
             Group.WEIGHTS,
-            "Pack only tensors whose names match, such as '*.layers.0.*', vision and audio towers "
-            "too.",
+            "Pack only tensors whose names match this pattern, also in vision and audio parts.",
             metavar="GLOB",
         ),
     ] = ()
@@ -283,20 +276,18 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
         Moe | None,
         Option(
             Group.WEIGHTS,
-            "Pack experts one by one, which transformers 5 loads with nf4conv installed; or keep "
-            "them "
-            "in 16 bits, which loads everywhere.",
-            unset="packed if experts are most of the model, portable with --push-to-hub",
+            "Pack experts, which transformers 5 loads with nf4conv, or keep them in 16 bits, "
+            "which loads everywhere.",
+            unset="packed if they are most of the model and nothing is pushed",
         ),
     ] = None
     max_shard_size: Annotated[int, Option(Group.RESULT, _SHARD_SIZE, least=1, is_size=True)] = 10**9
     lora: Annotated[
         Names,
         Option(
-            Group.RESULT,
-            f"First merge this PEFT adapter: {_ADAPTER}. SRC should be the 16-bit model, or a "
-            "4-bit "
-            "one if the adapter was trained on that.",
+            Group.USUAL,
+            "First merge this PEFT adapter, a folder or model on the Hub, into the 16-bit SRC (or "
+            "the 4-bit one that it was trained on).",
             metavar="ADAPTER",
         ),
     ] = ()
@@ -304,7 +295,8 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
         QuantStorage | None,
         Option(
             Group.RESULT,
-            "Store packed bytes in this dtype; FSDP needs a float dtype.",
+            "Store codes as uint8, or for FSDP in a float dtype.",
+            metavar="DTYPE",
             unset="uint8, or SRC's own",
         ),
     ] = None
@@ -314,26 +306,23 @@ class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
             Group.PUBLISHING,
             "Name this original in the model card.",
             metavar="REPO",
-            unset="where SRC is from, or what its config.json says",
+            unset="by SRC",
         ),
     ] = None
     scales: Annotated[
         Scales | None,
         Option(
-            Group.RESULT,
-            "Scale each block by its largest value, as bitsandbytes does, or search for a scale "
-            "with "
-            "a smaller error.",
+            Group.USUAL,
+            "Scale blocks as bitsandbytes does, or search for scales with smaller errors.",
             unset="absmax, or SRC's own",
         ),
     ] = None
     calibrate: Annotated[
         str | None,
         Option(
-            Group.RESULT,
-            "Let the model read this text (.txt, .jsonl, .npy) while it is quantized, and lose "
-            "less. "
-            "'default' takes what nf4conv ships.",
+            Group.USUAL,
+            "Lose less: let the model read this text (.txt, .jsonl, .npy; 'default' for what "
+            "nf4conv ships) meanwhile.",
             metavar="TEXT",
         ),
     ] = None
@@ -382,7 +371,7 @@ class DequantizeOptions(SourceOptions, RunOptions):
     lora: Annotated[
         Names,
         Option(
-            Group.RESULT,
+            Group.USUAL,
             f"Merge this PEFT adapter into the decoded weights: {_ADAPTER}.",
             metavar="ADAPTER",
         ),

@@ -101,7 +101,6 @@ def inspect(path: str, **values: Any) -> None:
         "quantize ./Llama-3.1-8B ./Llama-3.1-8B-nf4",
         "quantize ./model ./out --quant-type fp4 --dry-run",
         "quantize ./my-model ./out --verify --push-to-hub me/my-model-nf4",
-        "quantize meta-llama/Llama-3.1-70B ./out --stream  # keeps no copy",
         "quantize ./DeepSeek-V3 ./shared/out --part 2/8  # 1/8, … elsewhere",
     ),
 )
@@ -113,11 +112,9 @@ def quantize(source: str, out: str, **values: Any) -> None:
     """Quantize the checkpoint SRC into the folder OUT.
 
     SRC is a folder, a .safetensors or .gguf file, a torch pickle, or a model on the Hugging Face
-    Hub. If SRC is quantized by another method, nf4conv decodes it on the way: GGUF, GPTQ, AWQ,
-    AutoRound, torchao, compressed-tensors, FP8, FP4 and 8-bit weights. If SRC is in 4 bits of
-    bitsandbytes, nf4conv writes it anew for current loaders: weights in the format asked for, by
-    default their own, stay bit for bit. In a diffusers pipeline, nf4conv packs denoisers and text
-    encoders; --include 'transformer/*' chooses submodels.
+    Hub. nf4conv decodes what is quantized by another method (docs/sources.md), and writes what is
+    in 4 bits of bitsandbytes anew: weights in the format asked for, by default their own, stay bit
+    for bit. In a diffusers pipeline, --include 'transformer/*' chooses submodels.
     """
     from nf4conv.commands import describe, quantize  # importing them holds up --help
     from nf4conv.report.text.contents import plan_lines  # importing it holds up --help

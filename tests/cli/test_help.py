@@ -80,3 +80,10 @@ def test_an_option_speaks_of_its_own_command_only(name: str):
         assert set(re.findall(r"(?<![\w-])--[a-z-]+", words)) <= spelled, option.name
         placeholders = set(re.findall(r"\b(?:SRC|OUT|PATH|REPO|TEXT|ADAPTER|A|B)\b", words))
         assert placeholders <= arguments, option.name
+
+
+def test_the_help_of_quantize_fits_on_two_screens_with_the_usual_options_first():
+    lines = help_of("quantize").splitlines()
+    assert len(lines) <= 100
+    usual = "\n".join(lines).partition("Usual:\n")[2].partition("\n\n")[0]
+    assert len(re.findall(r"^  --", usual, re.MULTILINE)) == 6
