@@ -130,7 +130,9 @@ def require_apart(source: Path, out: Path) -> None:
     """
     require_no_dead_link(out)
     source, out = source.resolve(), out.resolve()
-    if out == source or source in out.parents:
+    if out == source:
+        raise OutputError(f"{out}: is the source folder; choose another output folder", path=out)
+    if source in out.parents:
         raise OutputError(
             f"{out}: is inside the source folder; choose another output folder", path=out
         )

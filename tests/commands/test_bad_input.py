@@ -336,6 +336,7 @@ def test_an_output_folder_that_meets_the_source_is_refused(tmp_path, place, over
     line = refused(quantize(source, source / place, *overwrite))
     assert line.endswith(
         (
+            "is the source folder; choose another output folder",
             "is inside the source folder; choose another output folder",
             "holds the source folder; choose another output folder",
         )

@@ -117,6 +117,9 @@ def test_other_devices(tmp_path: Path, device: str, hint: str):
         ("-o", "OUT is the second argument"),
         ("--outtype", "--quant-type nf4 or fp4 is the data type"),
         ("--load-in-4bit", "packing to 4 bits is what this does"),
+        ("--load-in-8bit", "weights are packed to 4 bits; --quant-type"),
+        ("--bits", "weights are packed to 4 bits; --quant-type nf4 or fp4"),
+        ("--gpu", "--device cuda"),
         ("--trust-remote-code", "code of a repository is never run"),
     ],
 )
