@@ -50,7 +50,7 @@ ROOMS["__main__"] = {"cli", "system"}
 # what the converter imports of each wing, late
 DOORS = {
     "inference": ("commands.environment", "nf4conv.inference.moe.entry.status"),
-    "calibrate": ("commands.quantizing.checkpoint", "nf4conv.calibrate.request.plan_calibrated"),
+    "calibrate": ("commands.quantize_checkpoint", "nf4conv.calibrate.request.plan_calibrated"),
 }
 
 # libraries that only the named modules may import
@@ -240,7 +240,7 @@ def test_the_converter_reaches_calibration_by_one_function():
     for name, file in MODULES.items():
         if not is_in(name, "calibrate"):
             found += [(name, other) for other in own(file) if is_in(other, "calibrate")]
-    assert found == [("commands.quantizing.checkpoint", "calibrate.request")]
+    assert found == [("commands.quantize_checkpoint", "calibrate.request")]
 
 
 def test_that_room_would_be_noticed():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from nf4conv.choose.wishes import unmatched
-from nf4conv.commands.submodels import open_unchanged, write_submodels
+from nf4conv.commands.pipelines import open_unchanged, write_submodels
 from nf4conv.declaring import after_two_places, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
 from nf4conv.format.units import size

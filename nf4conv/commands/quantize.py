@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from nf4conv.choose.wishes import unmatched
-from nf4conv.commands.quantizing.checkpoint import execute_one, plan_checkpoint
+from nf4conv.commands.quantize_checkpoint import execute_one, plan_checkpoint
 from nf4conv.declaring import after_one_place, after_two_places, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
 from nf4conv.format.units import size
@@ -23,6 +23,9 @@ from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.results.runs import QuantizeReport
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.parts import finish_without_source
+
+if TYPE_CHECKING:
+    pass
 
 _log: Final = logging.getLogger(__name__)
 
@@ -178,11 +181,11 @@ def plan_quantization(
                 f"{source}: --calibrate is for models of transformers, one at a time: for a text "
                 f"encoder --subfolder text_encoder; --scales search needs no text"
             ) from error
-        from nf4conv.commands.quantizing import pipeline  # few runs need to import it
+        from nf4conv.commands import quantize_pipeline  # few runs need to import it
         from nf4conv.sources.diffusers.folder import open_diffusers  # few runs need to import it
 
         folder = open_diffusers(source, where)
-        whole = pipeline.plan_pipeline(folder, options, is_public=is_public)
+        whole = quantize_pipeline.plan_pipeline(folder, options, is_public=is_public)
         _log_plan(whole, started)
         return replace(whole, complaints=(*whole.complaints, *_little_saved(whole)))
     require_searched(source, [plan])
@@ -249,7 +252,7 @@ def execute_quantization(
     if isinstance(plan, QuantizationPlan):
         report = execute_one(plan, out, run, progress, push)
     else:
-        from nf4conv.commands.quantizing import pipeline  # few runs need to import it
+        from nf4conv.commands import quantize_pipeline  # few runs need to import it
 
-        report = pipeline.execute_pipeline(plan, out, run, progress, push)
+        report = quantize_pipeline.execute_pipeline(plan, out, run, progress, push)
     return replace(report, seconds=time.perf_counter() - started)

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nf4conv.choose.wishes import unmatched
-from nf4conv.commands.quantizing.checkpoint import plan_checkpoint, read_card
-from nf4conv.commands.quantizing.publishing import open_push, pushed
-from nf4conv.commands.quantizing.writing import report_of_run, write_one
-from nf4conv.commands.submodels import bytes_on_disk, open_unchanged, write_submodels
+from nf4conv.commands.pipelines import bytes_on_disk, open_unchanged, write_submodels
+from nf4conv.commands.quantize_checkpoint import (
+    open_push,
+    plan_checkpoint,
+    pushed,
+    read_card,
+    report_of_run,
+    write_one,
+)
 from nf4conv.errors import PlanError
 from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.plan import diffusers, quantization

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import structure_of
@@ -33,6 +33,8 @@ from nf4conv.system.files import space_taken
 from nf4conv.system.removal import remove
 from nf4conv.version import __version__
 
+if TYPE_CHECKING:
+    pass
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
 
 

@@ -1,1 +1,0 @@
-"""Quantizes one checkpoint, or each submodel of a diffusers pipeline."""
