@@ -56,6 +56,8 @@ TESTED_ELSEWHERE = {
     "nf4conv.inference.patching": "test_patching.py",
     "nf4conv.calibrate.rounding": "test_rounding.py",
     "nf4conv.inference.moe": "test_moe_loader.py",
+    "nf4conv.codec.decode": "test_decode.py",
+    "nf4conv.run.tasks.diagnose": "test_verify.py",
 }
 
 

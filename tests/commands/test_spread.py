@@ -325,11 +325,11 @@ class ForeignError(ValueError):
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "line"),
+    ("error", "kind"),
     [
-        (OptionError("dtype", "int4", "float16"), OptionError, "--dtype int4: expected float16"),
-        (SourceError("a.bin: torn", path="a.bin"), SourceError, "a.bin: torn"),
-        (ForeignError("torn"), ValueError, None),
+        (OptionError("dtype", "int4", "float16"), OptionError),
+        (SourceError("a.bin: torn", path="a.bin"), SourceError),
+        (ForeignError("torn"), ValueError),
     ],
 )
 def test_errors_of_parts_travel(
@@ -337,7 +337,6 @@ def test_errors_of_parts_travel(
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
     kind: type[Exception],
-    line: str | None,
 ):
     """The driver of several processes gets them pickled."""
     monkeypatch.chdir(tmp_path)
@@ -350,5 +349,4 @@ def test_errors_of_parts_travel(
     travelled = pickle.loads(pickle.dumps(make_part(work)))  # noqa: S301
     assert type(travelled) is kind
     assert str(travelled) == str(error)
-    assert getattr(travelled, "line", None) == line
     assert getattr(travelled, "path", None) == getattr(error, "path", None)

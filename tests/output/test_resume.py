@@ -167,7 +167,7 @@ def test_another_job_is_refused(tmp_path, monkeypatch, change):
     if change == "option":
         options, message = (
             dataclasses.replace(OPTIONS, blocksize=128),
-            r"blocksize \(blocksize was not given, is 128\)",
+            r"--blocksize was not given, is 128",
         )
     elif change == "touched source":
         os.utime(shard, ns=(0, 0))

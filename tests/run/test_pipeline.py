@@ -248,7 +248,7 @@ def test_room_in_a_buffer(nbytes, room):
 
 @pytest.mark.parametrize("run", [{"workers": -1}, {"buffer_size": 0}, {"buffer_size": -5}])
 def test_numbers_that_make_no_sense(run):
-    with pytest.raises(PlanError, match=r"expected a whole number from [01] on"):
+    with pytest.raises(PlanError, match="expected a whole number from"):
         make_pipeline([PlainBackend()], RunOptions(**run), lambda _: None)
 
 
