@@ -167,7 +167,10 @@ def test_paths_named_in_documents_exist(page: Path):
     ):
         path = found[0]
         is_ours = path.partition("/")[0] in ours or page.name == "CONTRIBUTING.md"
-        is_module = "/" not in path and [*ROOT.glob(f"tests/**/{path}"), *ROOT.glob(f"nf4conv/**/{path}")]
+        is_module = "/" not in path and [
+            *ROOT.glob(f"tests/**/{path}"),
+            *ROOT.glob(f"nf4conv/**/{path}"),
+        ]
         assert not is_ours or is_module or any((top / path).exists() for top in tops), path
 
 

@@ -17,7 +17,7 @@ import pytest
 import transformers
 from checkpoints import contents, write_source
 from click.testing import CliRunner
-from hub_server import Hub, Repo
+from hub_server import Hub
 from load_lines import KINDS, TOKEN, allows, jobs_of, loads, quantize, run_all, write_reference
 
 from nf4conv.cli import main
@@ -108,16 +108,6 @@ def test_a_card_that_was_made_before_it_was_pushed_names_the_repository(tmp_path
     card = hub.repos["me/later"].files["README.md"]
     assert b'from_pretrained("me/later", ' in card
     assert b'"."' not in card
-
-
-def test_of_a_pull_request_the_folder_is_loaded(tmp_path: Path, hub: Hub):
-    """The repository has the result only when somebody takes the request."""
-    hub.repos["org/model"] = Repo(token=TOKEN, private=True)
-    hub.repos["org/model"].commit({})
-    kind = replace(KINDS["plain"], arguments=("--push-to-hub", "org/model", "--create-pr"))
-    output = quantize(kind, tmp_path / "kind")
-    assert 'from_pretrained("out", ' in output.lines["load"]
-    assert 'from_pretrained("org/model", ' in output.card
 
 
 # --- without config.json --------------------------------------------------------------------------
