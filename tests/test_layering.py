@@ -146,6 +146,18 @@ def test_a_room_knows_only_what_is_below_it():
     assert not wrong
 
 
+def test_only_the_command_line_imports_the_package_above_the_rooms():
+    """Rooms import from each other: `from nf4conv import __version__` would be an arrow upwards."""
+    found = set()
+    for name, file in MODULES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "nf4conv":
+                found |= {(name, each.name) for each in node.names if each.name not in ROOMS}
+            if isinstance(node, ast.Import) and not name.startswith("cli."):
+                found |= {(name, each.name) for each in node.names if each.name == "nf4conv"}
+    assert not found
+
+
 def test_each_wing_has_one_door():
     """`nf4conv.__init__` only names the modules of public functions."""
     found = {wing: set() for wing in DOORS}
