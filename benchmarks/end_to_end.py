@@ -48,7 +48,8 @@ def run(command: list[str]) -> dict[str, Any]:
     if process.returncode:
         raise RuntimeError(f"{command}: exit {process.returncode}\n{errors[-2000:]}")
     lines = output[output.index("{") :]
-    return {"wall_seconds": wall, **json.loads(lines)}
+    report = json.loads(lines)
+    return {"wall_seconds": wall, **report, **report.get("run", {})}
 
 
 def program_of(tree: Path) -> list[str]:

@@ -125,7 +125,7 @@ def measure(
             out, source=model, text=options.text, tokens=options.tokens, device=device
         ).evaluations[0]
     nested = 8 / blocksize + 32 / (256 * blocksize)
-    errors = [row.relative_error for row in found.weights]
+    errors = [row.error for row in found.weights]
     row = {
         "quant_type": quant_type,
         "blocksize": blocksize,

@@ -1,6 +1,6 @@
-"""Writes docs/options.md and docs/json.md from the command line and from the docstrings of classes.
+"""Writes docs/options.md from the command line and from the docstrings of the classes of results.
 
-tests/test_docs.py fails if a page is not what this writes.
+tests/test_docs.py fails if the page is not what this writes.
 
 Usage: python docs/generate.py
 """
@@ -18,8 +18,10 @@ import click
 import nf4conv
 from nf4conv.cli import main
 from nf4conv.cli.parameters import grouped
+from nf4conv.declaring import Checked
+from nf4conv.options import VerifyOptions
 from nf4conv.report.as_json import SCHEMA_VERSION
-from nf4conv.report.results.runs import PlanReport
+from nf4conv.report.results import PlanReport
 
 HERE: Final = Path(__file__).parent
 RESULTS: Final = {
@@ -41,9 +43,7 @@ same options as keywords: `--max-shard-size 5GB` is `max_shard_size=5 * 10**9`.
 """
 
 _JSON_INTRODUCTION: Final = f"""\
-# What --json prints
-
-*Made by docs/generate.py from the classes of the results.*
+## What --json prints
 
 Each result begins with `schema_version`, `nf4conv` (the version) and `command`. The result of
 `verify` then has the `verdict` in one line. `schema_version` is {SCHEMA_VERSION}. It grows
@@ -57,14 +57,14 @@ An error is an object too: `error` is the line that stderr shows, `kind` the nam
 
 
 def options_page() -> str:
-    """Returns docs/options.md: the options of every command."""
+    """Returns docs/options.md: the options of every command, and the fields of --json."""
     lines = [_OPTIONS_INTRODUCTION]
     context = click.Context(main, info_name="nf4conv", **main.context_settings)
     for name in main.list_commands(context):
         command = main.commands[name]
         with click.Context(command, parent=context, info_name=name) as inner:
             lines += _command(name, command, inner)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_results()])
 
 
 def _command(name: str, command: click.Command, context: click.Context) -> Iterator[str]:
@@ -93,14 +93,13 @@ def _option(option: click.Option, context: click.Context) -> str:
     return f"| `{_escaped(spelled)}` | {_escaped(default)} | {_escaped(meaning)} |"
 
 
-def json_page() -> str:
-    """Returns docs/json.md: every field of every result, then of every row inside results."""
-    lines = [_JSON_INTRODUCTION]
+def _results() -> Iterator[str]:
+    """Yields every field of every result, then of every row inside results."""
+    yield _JSON_INTRODUCTION
     for kind, commands in RESULTS.items():
-        lines += [f"## {kind.__name__}: {commands}", "", *_class(kind)]
+        yield from (f"### {kind.__name__}: {commands}", "", *_class(kind))
     for kind in sorted(row_classes(), key=lambda kind: kind.__name__):
-        lines += [f"### {kind.__name__}", "", *_class(kind)]
-    return "\n".join(lines)
+        yield from (f"### {kind.__name__}", "", *_class(kind))
 
 
 def row_classes() -> list[type[Any]]:
@@ -110,8 +109,8 @@ def row_classes() -> list[type[Any]]:
     while ahead:
         for hint in get_type_hints(ahead.pop()).values():
             for part in _parts(hint):
-                if is_dataclass(part) and part not in found:
-                    assert isinstance(part, type)
+                is_result = isinstance(part, type) and not issubclass(part, Checked)
+                if is_result and is_dataclass(part) and part not in found:
                     found.append(part)
                     ahead.append(part)
     return found
@@ -168,6 +167,8 @@ def _json_type(hint: Any) -> str:
     """Returns a type in words of JSON, with links to the tables of classes."""
     links: list[str] = []
     for part in _parts(hint):
+        if part is VerifyOptions:
+            return "object: the options of the command"
         if is_dataclass(part):
             assert isinstance(part, type)
             links.append(f"[{part.__name__}](#{part.__name__.lower()})")
@@ -189,11 +190,5 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def pages() -> dict[str, str]:
-    """Returns the generated pages by the names of their files."""
-    return {"options.md": options_page(), "json.md": json_page()}
-
-
 if __name__ == "__main__":
-    for name, text in pages().items():
-        (HERE / name).write_text(text, encoding="utf-8")
+    (HERE / "options.md").write_text(options_page(), encoding="utf-8")

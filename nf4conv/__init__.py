@@ -45,19 +45,17 @@ if TYPE_CHECKING:
     from nf4conv.inference.patching import decoded_linear_4bit as decoded_linear_4bit
     from nf4conv.inference.patching import patch_linear_4bit as patch_linear_4bit
     from nf4conv.inference.patching import unpatch_linear_4bit as unpatch_linear_4bit
-    from nf4conv.plan.rows import PlanRow as PlanRow
-    from nf4conv.plan.rows import QuantizationTotals as QuantizationTotals
+    from nf4conv.plan.rows import PlanTotals as PlanTotals
+    from nf4conv.plan.rows import TensorRow as TensorRow
     from nf4conv.report.as_json import to_json as to_json
     from nf4conv.report.page import write_page as write_page
-    from nf4conv.report.results.checks import VerifyReport as VerifyReport
-    from nf4conv.report.results.contents import Environment as Environment
-    from nf4conv.report.results.contents import Evaluation as Evaluation
-    from nf4conv.report.results.contents import Evaluations as Evaluations
-    from nf4conv.report.results.contents import Inspection as Inspection
-    from nf4conv.report.results.runs import DequantizeReport as DequantizeReport
-    from nf4conv.report.results.runs import QuantizeReport as QuantizeReport
-    from nf4conv.report.rows.inspection import InspectedRow as InspectedRow
-    from nf4conv.report.rows.weights import WeightRow as WeightRow
+    from nf4conv.report.results import DequantizeReport as DequantizeReport
+    from nf4conv.report.results import Environment as Environment
+    from nf4conv.report.results import Evaluation as Evaluation
+    from nf4conv.report.results import Evaluations as Evaluations
+    from nf4conv.report.results import Inspection as Inspection
+    from nf4conv.report.results import QuantizeReport as QuantizeReport
+    from nf4conv.report.results import VerifyReport as VerifyReport
     from nf4conv.sources.stored_weights import Finding as Finding
 
 # The public names by their modules. A name is imported when it is first used, because
@@ -76,14 +74,12 @@ _NAMES_IN: Final = {
     ),
     "nf4conv.inference.linear": "linear_4bit",
     "nf4conv.inference.patching": "decoded_linear_4bit patch_linear_4bit unpatch_linear_4bit",
-    "nf4conv.plan.rows": "PlanRow QuantizationTotals",
+    "nf4conv.plan.rows": "PlanTotals TensorRow",
     "nf4conv.report.as_json": "to_json",
     "nf4conv.report.page": "write_page",
-    "nf4conv.report.results.checks": "VerifyReport",
-    "nf4conv.report.results.contents": "Environment Evaluation Evaluations Inspection",
-    "nf4conv.report.results.runs": "DequantizeReport QuantizeReport",
-    "nf4conv.report.rows.inspection": "InspectedRow",
-    "nf4conv.report.rows.weights": "WeightRow",
+    "nf4conv.report.results": (
+        "DequantizeReport Environment Evaluation Evaluations Inspection QuantizeReport VerifyReport"
+    ),
     "nf4conv.sources.stored_weights": "Finding",
 }
 

@@ -26,9 +26,9 @@ sys.path.append(str(DOCS))
 import generate  # noqa: E402 - from docs/
 
 
-@pytest.mark.parametrize("name", ["options.md", "json.md"])
-def test_what_is_generated_is_up_to_date(name):
-    assert (DOCS / name).read_text(encoding="utf-8") == generate.pages()[name], "run: make docs"
+def test_what_is_generated_is_up_to_date():
+    page = (DOCS / "options.md").read_text(encoding="utf-8")
+    assert page == generate.options_page(), "run: make docs"
 
 
 def test_every_option_is_documented():

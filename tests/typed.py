@@ -33,19 +33,19 @@ def with_keywords() -> nf4conv.QuantizeReport:
 def planned(source: str) -> nf4conv.QuantizeReport:
     plan: nf4conv.Plan = nf4conv.plan_quantize(source, blocksize=128)
     nf4conv.plan_quantize(source, blocksize=100)  # type: ignore[arg-type]
-    row: nf4conv.PlanRow = plan.rows[0]
-    totals: nf4conv.QuantizationTotals = plan.totals
+    row: nf4conv.TensorRow = plan.rows[0]
+    totals: nf4conv.PlanTotals = plan.totals
     print(row.reason, totals.packed)
     return plan.execute("OUT")
 
 
-def worst(report: nf4conv.VerifyReport) -> nf4conv.WeightRow:
+def worst(report: nf4conv.VerifyReport) -> nf4conv.TensorRow:
     found: tuple[nf4conv.Finding, ...] = report.findings
-    print(found, report.settings)
+    print(found, report.options.tolerance)
     return report.weights[0]
 
 
-def largest(source: str) -> nf4conv.InspectedRow:
+def largest(source: str) -> nf4conv.TensorRow:
     found = nf4conv.inspect(source)
     assert found.totals.bytes
     return found.tensors[0]

@@ -86,7 +86,7 @@ def inspect(path: str, **values: Any) -> None:
     Lists formats, sizes, bits per parameter, and what is unusual. PATH is a folder or a weight
     file. REPO is a model on the Hugging Face Hub; nf4conv does not download its weights.
     """
-    from nf4conv.report.text.contents import inspection_lines  # importing it holds up --help
+    from nf4conv.report.text.lines import inspection_lines  # importing it holds up --help
 
     display = chosen(Display, values)
     check_source_options(chosen(InspectOptions, values), path)
@@ -117,8 +117,9 @@ def quantize(source: str, out: str, **values: Any) -> None:
     for bit. In a diffusers pipeline, --include 'transformer/*' chooses submodels.
     """
     from nf4conv.commands import describe, quantize  # importing them holds up --help
-    from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
-    from nf4conv.report.text.runs import quantization_lines  # importing it holds up --help
+
+    # importing it holds up --help
+    from nf4conv.report.text.lines import plan_lines, quantization_lines
 
     display = chosen(Display, values)
     options = chosen(QuantizeOptions, values)
@@ -186,7 +187,7 @@ def verify(path: str, report: Path | None, **values: Any) -> None:
     2 nf4conv could not verify it.
     """
     from nf4conv.commands import verify  # importing it holds up --help
-    from nf4conv.report.text.checks import verification_lines  # importing it holds up --help
+    from nf4conv.report.text.lines import verification_lines  # importing it holds up --help
 
     display = chosen(Display, values)
     options = chosen(VerifyOptions, values)
@@ -226,7 +227,7 @@ def evaluate(outs: tuple[str, ...], **values: Any) -> None:
     """
     from tqdm import tqdm  # importing it holds up --help
 
-    from nf4conv.report.text.evaluations import evaluation_lines  # importing it holds up --help
+    from nf4conv.report.text.lines import evaluation_lines  # importing it holds up --help
 
     display = chosen(Display, values)
     check_source_options(chosen(EvaluateOptions, values), values["source"])
@@ -270,8 +271,9 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     or FP4. OUT loads as any 16-bit model, and llama.cpp converts it to GGUF.
     """
     from nf4conv.commands import dequantize, describe  # importing them holds up --help
-    from nf4conv.report.text.contents import plan_lines  # importing it holds up --help
-    from nf4conv.report.text.runs import dequantization_lines  # importing it holds up --help
+
+    # importing it holds up --help
+    from nf4conv.report.text.lines import dequantization_lines, plan_lines
 
     display = chosen(Display, values)
     options = chosen(DequantizeOptions, values)
@@ -307,7 +309,7 @@ def env(**values: Any) -> None:
 
     A bug report should contain this.
     """
-    from nf4conv.report.text.contents import environment_lines  # importing it holds up --help
+    from nf4conv.report.text.lines import environment_lines  # importing it holds up --help
 
     found = nf4conv.environment()
     chosen(Display, values).show(found, environment_lines(found))

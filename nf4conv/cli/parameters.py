@@ -194,7 +194,7 @@ def display_options(*, quiet: str = "", verbose: str = "", dry_run: bool = False
             "as_json",
             group=Group.DISPLAY,
             is_flag=True,
-            help="Print the result as JSON (docs/json.md).",
+            help="Print the result as JSON (docs/options.md).",
         )
     ]
     if dry_run:

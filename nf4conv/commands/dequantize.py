@@ -19,8 +19,7 @@ from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.diffusers import DiffusersPlan, for_submodel, is_included
 from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.report.loading import loading_of_plan
-from nf4conv.report.results.runs import DequantizeReport
-from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.report.results import DequantizeReport, VerificationSummary
 from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
 from nf4conv.run.parts import finish_without_source
@@ -81,7 +80,7 @@ def _decoded_without_source(out: str | Path, options: DequantizeOptions) -> Dequ
     if found is None:
         return None
     run, totals = found
-    return DequantizeReport.of_run(run, decoded=totals["decoded"])
+    return DequantizeReport(run, totals["decoded"])
 
 
 def plan_dequantization(
@@ -207,7 +206,7 @@ def execute_dequantization(
         report = write_submodels(
             plan, out, run, progress, write=_write_one, join=partial(_joined, plan), card=_no_card
         )
-    return replace(report, seconds=time.perf_counter() - started)
+    return replace(report, run=replace(report.run, seconds=time.perf_counter() - started))
 
 
 def _write_one(
@@ -216,7 +215,7 @@ def _write_one(
     """Carries out the plan of one checkpoint."""
     write = partial(_decode, plan, out, run, progress)
     written = found_or_written(plan, out, run, progress, write)
-    return DequantizeReport.of_run(written.report, decoded=plan.totals().decoded)
+    return DequantizeReport(written.report, plan.totals().decoded)
 
 
 def _decode(

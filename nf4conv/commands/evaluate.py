@@ -31,7 +31,7 @@ from nf4conv.errors import PlanError, SourceError, first_line
 from nf4conv.models.config import architecture_of, without_quantization
 from nf4conv.models.parsing import excess_of, parse_config
 from nf4conv.options import EvaluateOptions, SourceOptions
-from nf4conv.report.results.contents import Evaluation, Evaluations
+from nf4conv.report.results import Evaluation, Evaluations
 from nf4conv.run.device.on_torch.device import find_device
 from nf4conv.sources.foreign.config import describe
 from nf4conv.sources.opening import open_stored

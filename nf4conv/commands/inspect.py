@@ -16,12 +16,11 @@ from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import DiffusersFolderError, SourceError
 from nf4conv.format.layout import LARGEST_QUANT_STATE, QUANT_STATE_PREFIX
 from nf4conv.options import InspectOptions, SourceOptions
-from nf4conv.report.inspected import inspected_kinds, inspected_rows
-from nf4conv.report.inspected_experts import layout_of_experts
+from nf4conv.plan.rows import TensorRow, summed, total_of
+from nf4conv.report.advice import unusual
+from nf4conv.report.inspected import inspected_rows, layout_of_experts
 from nf4conv.report.loading import gpu_bytes
-from nf4conv.report.places import unusual
-from nf4conv.report.results.contents import Inspection
-from nf4conv.report.rows.inspection import InspectedKind, InspectedRow, InspectionTotals
+from nf4conv.report.results import Inspection
 from nf4conv.sources.diffusers.folder import open_diffusers
 from nf4conv.sources.foreign.config import quantization_of
 from nf4conv.sources.foreign.floats import Scaled
@@ -53,8 +52,7 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
     """
     sources = _open(path, replace(narrowed(options, SourceOptions), stream=True))
     files: list[str] = []
-    tensors: list[InspectedRow] = []
-    kinds: list[InspectedKind] = []
+    tensors: list[TensorRow] = []
     notes: list[str] = []
     findings: list[Finding] = []
     for submodel, source in sources.items():
@@ -63,12 +61,11 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
             part = part.inside(submodel)
         files.extend(part.files)
         tensors.extend(part.tensors)
-        kinds.extend(part.kinds)
         notes.extend(part.notes)
         findings.extend(part.findings)
     config = _first_quantization(sources.values())
     made = _first_record(sources.values())
-    totals = InspectionTotals.of(tensors)
+    totals = total_of(tensors)
     return Inspection(
         path=str(path),
         files=tuple(files),
@@ -78,7 +75,7 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
         notes=tuple(notes),
         gpu_bytes=gpu_bytes(totals.bytes),
         tensors=tuple(tensors),
-        kinds=tuple(kinds),
+        kinds=summed(tensors),
         totals=totals,
         findings=tuple(findings),
         experts=_experts(sources, tensors),
@@ -112,7 +109,7 @@ def _model_type(sources: Mapping[str, Source]) -> str | None:
     return (sources[""].config or {}).get("model_type")
 
 
-def _experts(sources: Mapping[str, Source], tensors: Sequence[InspectedRow]) -> str:
+def _experts(sources: Mapping[str, Source], tensors: Sequence[TensorRow]) -> str:
     """Returns how experts are stored; those of a pipeline are left out."""
     if "" not in sources:
         return ""
@@ -132,8 +129,7 @@ class _Part:
     """Holds what is found in one checkpoint, or in one submodel of a pipeline."""
 
     files: Sequence[str]
-    tensors: Sequence[InspectedRow]
-    kinds: Sequence[InspectedKind]
+    tensors: Sequence[TensorRow]
     notes: Sequence[str]
     findings: Sequence[Finding]
 
@@ -141,12 +137,11 @@ class _Part:
         """Puts the name of a submodel before all names."""
         files = [f"{submodel}/{file}" for file in self.files]
         tensors = [row.inside(submodel) for row in self.tensors]
-        kinds = [kind.inside(submodel) for kind in self.kinds]
         notes = [f"{submodel}/{note}" for note in self.notes]
         findings = [
             replace(finding, file=f"{submodel}/{finding.file}") for finding in self.findings
         ]
-        return _Part(files, tensors, kinds, notes, findings)
+        return _Part(files, tensors, notes, findings)
 
 
 def _inspect_one(stored: Source) -> _Part:
@@ -154,13 +149,13 @@ def _inspect_one(stored: Source) -> _Part:
     source = _with_packed_integers(stored)
     small = [tensor for tensor in source.tensors if _describes_a_weight(tensor)]
     contents = read_together(source, small)
-    rows = list(inspected_rows(source.tensors, contents))
-    notes = unusual((row.name, row.format) for row in rows)
+    scales = recorded_scales(source.recorded_in)
+    rows = list(inspected_rows(source.tensors, contents, scales))
+    notes = unusual((row.name, row.stored) for row in rows)
     names = [file.name for file in source.files]
     return _Part(
         files=names,
         tensors=rows,
-        kinds=list(inspected_kinds(rows)),
         notes=notes,
         findings=_findings(source, contents) if contents else (),
     )

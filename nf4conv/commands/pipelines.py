@@ -20,7 +20,7 @@ from nf4conv.options import RunOptions, SourceOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.results.runs import DequantizeReport, QuantizeReport
+from nf4conv.report.results import DequantizeReport, QuantizeReport
 from nf4conv.run.filling import space_needed
 from nf4conv.sources.diffusers.folder import DiffusersFolder
 from nf4conv.sources.opening import open_stored
@@ -218,32 +218,30 @@ def _joined(
         kept: the number of shards of the others, which an earlier run has finished.
         left_out: lines about files that are not copied.
     """
-    first = reports[0]
+    runs = [report.run for report in reports]
     totals = plan.totals()
     seconds_by_activity = {}
-    for activity in first.seconds_by_activity:
-        spent = [report.seconds_by_activity.get(activity, 0.0) for report in reports]
+    for activity in runs[0].seconds_by_activity:
+        spent = [run.seconds_by_activity.get(activity, 0.0) for run in runs]
         seconds_by_activity[activity] = math.fsum(spent)
     bytes_after = 0
     for name, part in plan.submodels.items():
         bytes_after += bytes_on_disk(out, name, part)
     joined = replace(
-        first,
+        runs[0],
         out=str(out),
-        already_complete=all(report.already_complete for report in reports),
+        already_complete=all(run.already_complete for run in runs),
         copied=totals.copied,
         bytes_before=totals.bytes_before,
         bytes_after=bytes_after,
-        shards_resumed=kept + sum(report.shards_resumed for report in reports),
+        pipeline_seconds=sum(run.pipeline_seconds for run in runs),
+        seconds_by_activity=seconds_by_activity,
+        host_peak_bytes=max(run.host_peak_bytes for run in runs),
+        device_peak_bytes=max(run.device_peak_bytes for run in runs),
+        shards_resumed=kept + sum(run.shards_resumed for run in runs),
         notes=(*plan.notes, *left_out),
     )
-    return replace(
-        joined,
-        pipeline_seconds=sum(report.pipeline_seconds for report in reports),
-        seconds_by_activity=seconds_by_activity,
-        host_peak_bytes=max(report.host_peak_bytes for report in reports),
-        device_peak_bytes=max(report.device_peak_bytes for report in reports),
-    )
+    return replace(reports[0], run=joined)
 
 
 def bytes_on_disk(out: Path, submodel: str, plan: WritingPlan) -> int:

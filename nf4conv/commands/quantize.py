@@ -17,10 +17,10 @@ from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOpti
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.plan.quantization import QuantizationPlan, require_searched
-from nf4conv.plan.rows import PlanRow, QuantizationTotals
-from nf4conv.report.advice import little_saved
+from nf4conv.plan.rows import PlanTotals, TensorRow
+from nf4conv.report.advice import advice
 from nf4conv.report.loading import gpu_bytes
-from nf4conv.report.results.runs import QuantizeReport
+from nf4conv.report.results import QuantizeReport
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.parts import finish_without_source
 
@@ -85,12 +85,12 @@ class Plan:
     options: QuantizeOptions
 
     @property
-    def rows(self) -> tuple[PlanRow, ...]:
+    def rows(self) -> tuple[TensorRow, ...]:
         """Says what becomes of each tensor, and why."""
         return tuple(self.made.rows())
 
     @property
-    def totals(self) -> QuantizationTotals:
+    def totals(self) -> PlanTotals:
         """Counts tensors, parameters, bytes and files."""
         return self.made.totals()
 
@@ -143,8 +143,8 @@ def _quantized_without_source(out: str | Path, options: QuantizeOptions) -> Quan
     if found is None:
         return None
     run, totals = found
-    return QuantizeReport.of_run(
-        run,
+    return QuantizeReport(
+        run=run,
         packed=totals["packed"],
         stay=totals["stay"],
         parameters=totals["parameters"],
@@ -154,7 +154,6 @@ def _quantized_without_source(out: str | Path, options: QuantizeOptions) -> Quan
         install="",
         push="",
         advice="",
-        verification=None,
     )
 
 
@@ -220,7 +219,7 @@ def _little_saved(plan: AnyQuantizationPlan) -> Iterator[str]:
     totals = plan.totals()
     if 3 * totals.bytes_after <= 2 * totals.bytes_before:
         return  # so most plans make no rows before the run
-    line = little_saved(plan.rows())
+    line = advice(plan.rows())
     if line:
         yield line
 
@@ -255,4 +254,4 @@ def execute_quantization(
         from nf4conv.commands import quantize_pipeline  # few runs need to import it
 
         report = quantize_pipeline.execute_pipeline(plan, out, run, progress, push)
-    return replace(report, seconds=time.perf_counter() - started)
+    return replace(report, run=replace(report.run, seconds=time.perf_counter() - started))

@@ -18,8 +18,7 @@ from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.report.advice import advice
 from nf4conv.report.loading import Loading, gpu_bytes, loading_of_plan, push_command
-from nf4conv.report.results.runs import QuantizeReport, RunReport
-from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.report.results import QuantizeReport, RunReport, VerificationSummary
 from nf4conv.run.checkpoint import Written, require_apart, write_checkpoint
 from nf4conv.run.device.protocol import CastError, NonFiniteError
 from nf4conv.run.earlier import found_or_written
@@ -196,8 +195,8 @@ def report_of_run(
         verification: what was measured. None without `--verify`.
     """
     totals = plan.totals()
-    return QuantizeReport.of_run(
-        run,
+    return QuantizeReport(
+        run=run,
         packed=totals.packed,
         stay=totals.stay,
         parameters=totals.parameters,
@@ -286,7 +285,7 @@ def pushed(
         plan: the plan, or that of a submodel.
         loading: how the result is loaded. None if nothing says how.
     """
-    if loading is not None and report.already_complete:
+    if loading is not None and report.run.already_complete:
         _name_repository(out, loading, repository.repo)
     message = f"Quantize to {plan.output.format.quant_type} with nf4conv"
     report = replace(report, pushed=repository.commit(out, message), push="")

@@ -21,9 +21,9 @@ from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOpti
 from nf4conv.plan import diffusers, quantization
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.plan.rows import TensorRow
 from nf4conv.report.loading import loading_of_pipeline
-from nf4conv.report.results.runs import QuantizeReport
-from nf4conv.report.rows.weights import VerificationSummary, WeightRow
+from nf4conv.report.results import QuantizeReport, VerificationSummary
 from nf4conv.run.checkpoint import require_apart
 from nf4conv.sources.diffusers.folder import DiffusersFolder, is_packed_by_default
 
@@ -134,7 +134,7 @@ def _joined(
     reports: Sequence[QuantizeReport],
 ) -> QuantizeReport:
     """Adds what only a quantization reports to the joined report of all submodels."""
-    return report_of_run(plan, report, loading_of_pipeline(plan), _verification(plan, reports))
+    return report_of_run(plan, report.run, loading_of_pipeline(plan), _verification(plan, reports))
 
 
 def _verification(
@@ -149,7 +149,7 @@ def _verification(
         if report.verification is None:
             return None
         found.append(report.verification)
-    rows: list[WeightRow] = []
+    rows: list[TensorRow] = []
     for name, part in zip(plan.submodels, found, strict=True):
         rows += [row.inside(name) for row in part.weights]
     if rows:
@@ -176,7 +176,7 @@ def _pipeline_card(
 
     figures = {}
     for name, part in plan.submodels.items():
-        after = bytes_on_disk(Path(report.out), name, part)
+        after = bytes_on_disk(Path(report.run.out), name, part)
         figures[name] = Figures(part.totals().bytes_before, after)
     first = next(iter(plan.submodels.values()))
     return diffusers_card(

@@ -36,7 +36,7 @@ from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.units import size
 from nf4conv.options import MachineOptions, SourceOptions, VerifyOptions
 from nf4conv.plan.dequantization import DequantizationPlan
-from nf4conv.report.results.checks import VerifyReport
+from nf4conv.report.results import VerifyReport
 from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.verifying import verify_values

@@ -17,7 +17,7 @@ from nf4conv.choose.formats import dominant_dtype
 from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.choose.wishes import is_wanted
 from nf4conv.errors import PlanError
-from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
+from nf4conv.format.dtypes import DTYPE_NAMES, FLOAT_TAGS, TAGS
 from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype, plain_config, without_quantization
 from nf4conv.models.module_names import ModuleNames
@@ -25,7 +25,7 @@ from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.plan.joining import join_experts
-from nf4conv.plan.rows import DequantizationTotals, PlanRow
+from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
@@ -51,27 +51,27 @@ class DequantizationPlan(WritingPlan):
 
     options: DequantizeOptions
 
-    def row(self, job: Job, file: str) -> PlanRow:
+    def row(self, job: Job, file: str) -> TensorRow:
         """Describes a weight that is decoded or a tensor that is kept; dtypes are the output's."""
         assert isinstance(job, CopyJob)
-        return PlanRow(
+        return TensorRow(
             name=job.name,
             action=_action(job),
             reason=job.reason,
-            dtype=job.dtype,
+            dtype=DTYPE_NAMES.get(job.dtype, job.dtype),
             shape=job.source.shape,
             parameters=job.elements,
             bytes_before=job.source_bytes,
-            bytes_after=job.nbytes,
+            bytes=job.nbytes,
             file=file,
         )
 
-    def totals(self) -> DequantizationTotals:
+    def totals(self) -> PlanTotals:
         """Adds up the rows."""
         shards = self.output.shards
         jobs = sum(len(shard.jobs) for shard in shards)
         decoded = sum(1 for job in self.output.jobs if job.source.encoding is not None)
-        return DequantizationTotals(
+        return PlanTotals(
             decoded=decoded,
             copied=jobs - decoded,
             shards=len(shards),

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
 
 from nf4conv.options import DequantizeOptions, QuantizeOptions
-from nf4conv.plan.rows import PlanRow, add_totals
+from nf4conv.plan.rows import PlanTotals, TensorRow, add_totals
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.diffusers.folder import DiffusersFolder
 from nf4conv.sources.original_card import OriginalCard
@@ -32,17 +32,16 @@ class DiffusersPlan(Generic[PlanT]):
     front: OriginalCard = field(default_factory=OriginalCard)
     complaints: tuple[str, ...] = ()
 
-    def rows(self) -> list[PlanRow]:
+    def rows(self) -> list[TensorRow]:
         """Returns the rows of all submodels, with the submodel before names and files."""
-        rows: list[PlanRow] = []
+        rows: list[TensorRow] = []
         for name, plan in self.submodels.items():
-            rows += [_inside(name, row) for row in plan.rows()]
+            rows += [row.inside(name) for row in plan.rows()]
         return rows
 
-    def totals(self) -> Any:
-        """Adds up the totals of all submodels; returns what the plan of a submodel does."""
-        totals: list[Any] = [plan.totals() for plan in self.submodels.values()]
-        return add_totals(totals)
+    def totals(self) -> PlanTotals:
+        """Adds up the totals of all submodels."""
+        return add_totals([plan.totals() for plan in self.submodels.values()])
 
     @property
     def calibration(self) -> None:
@@ -72,10 +71,6 @@ class DiffusersPlan(Generic[PlanT]):
         if isinstance(found, str) and found.isidentifier():
             return found
         return "DiffusionPipeline"
-
-
-def _inside(submodel: str, row: PlanRow) -> PlanRow:
-    return replace(row, name=f"{submodel}/{row.name}", file=f"{submodel}/{row.file}")
 
 
 def for_submodel(name: str, options: OptionsT) -> OptionsT:

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 from nf4conv.choose.formats import Choice, choose, choose_format
 from nf4conv.choose.unchanged import Stored
 from nf4conv.errors import PlanError
+from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
 from nf4conv.options import DTYPES, QuantizeOptions
 from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.calibration import Calibration, CalibrationResult
 from nf4conv.plan.jobs import Job, PackJob, Plan
-from nf4conv.plan.rows import PlanRow, QuantizationTotals
+from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.foreign.config import quantization_of
 from nf4conv.sources.source import Source
@@ -76,29 +77,29 @@ class QuantizationPlan(WritingPlan):
             record["calibrated"] = self.calibrated.described()
         return record
 
-    def row(self, job: Job, file: str) -> PlanRow:
+    def row(self, job: Job, file: str) -> TensorRow:
         """Describes a weight that is packed or a tensor that is kept; dtypes are the source's."""
         shape = job.matrix.shape if isinstance(job, PackJob) else job.source.shape
-        return PlanRow(
+        return TensorRow(
             name=job.name,
             action=_action(job),
             reason=job.reason,
-            dtype=job.source.dtype,
+            dtype=DTYPE_NAMES.get(job.source.dtype, job.source.dtype),
             shape=shape,
             parameters=job.elements,
             bytes_before=job.source_bytes,
-            bytes_after=job.nbytes,
+            bytes=job.nbytes,
             file=file,
         )
 
-    def totals(self) -> QuantizationTotals:
+    def totals(self) -> PlanTotals:
         """Adds up the rows."""
         weights = [job for job in self.output.jobs if isinstance(job, PackJob)]
         packed = len(weights)
         stay = sum(1 for job in weights if job.stored is not None)
         shards = self.output.shards
         jobs = sum(len(shard.jobs) for shard in shards)
-        return QuantizationTotals(
+        return PlanTotals(
             packed=packed,
             stay=stay,
             copied=jobs - packed,

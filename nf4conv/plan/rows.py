@@ -1,11 +1,19 @@
-"""Describes what becomes of each tensor: the rows of --dry-run, and what they add up to.
+"""Describes tensors one by one, by kind of module and all together: the rows of every report.
 
 Field names are the keys of --json, in their order.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final, TypeVar
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
+
+from nf4conv.format.layout import Format
+from nf4conv.models.module_names import module_of
+
+_NUMBER: Final = re.compile(r"(^|\.)(\d+)(?=\.|$)")
 
 _FATES: Final = {
     "pack": "packed",
@@ -18,112 +26,253 @@ _FATES: Final = {
 """Each action in the words that a user reads."""
 
 
-@dataclass(frozen=True)
-class PlanRow:
-    """Describes what becomes of one tensor, which is packed, decoded or kept.
+def relative_error(squared_error: float, squared_weight: float) -> float:
+    """Returns ‖W - Ŵ‖ / ‖W‖, given the sums of the squared errors and of the squared elements.
 
-    Attributes:
-        name: the name of the tensor.
-        action: "pack", "decode", "copy", "cast", "stay" (a weight that is in 4 bits already) or
-            "merge" (a weight that an adapter is merged into).
-        reason: why this becomes of it.
-        dtype: the dtype as safetensors spells it: of the source when packing, of the output when
-            decoding.
-        shape: the shape of the tensor.
-        parameters: the number of elements.
-        bytes_before: the size in the source.
-        bytes_after: the size in the output.
-        file: the name of the output file that holds it.
+    It is 0 if both sums are 0, and infinite if only the elements' is.
     """
-
-    name: str
-    action: str
-    reason: str
-    dtype: str
-    shape: tuple[int, ...]
-    parameters: int
-    bytes_before: int
-    bytes_after: int
-    file: str
-
-    @property
-    def fate(self) -> str:
-        """Says in a few words what becomes of it."""
-        return _fate(self.action, self.reason)
+    if squared_weight == 0:
+        return 0.0 if squared_error == 0 else math.inf
+    return math.sqrt(squared_error / squared_weight)
 
 
 @dataclass(frozen=True)
-class PlanKind:
-    """Sums up the tensors of one kind in one stack of layers of which the same becomes.
+class Errors:
+    """Describes how far values are from those of a source: of a piece, or of a whole tensor.
+
+    Sums are in float64. The last three figures are those of packed weights, see
+    codec/error_sums.py.
 
     Attributes:
-        stack: the path of the stack of layers, such as "model.layers". Empty outside of a stack.
-        kind: the path of the module inside a layer, such as "mlp.down_proj".
-        action: what becomes of the tensors, as in PlanRow.
-        reason: why this becomes of them.
-        tensors: the number of tensors.
-        parameters: the number of elements of all of them.
-        bytes_before: their size in the source.
-        bytes_after: their size in the output.
+        squared_error: the sum of the squared errors.
+        squared_weight: the sum of the squared elements of the source, as far as they are finite.
+        largest: the largest |error|. Infinite where one of two values is NaN or infinite and the
+            other is not.
+        differing: the number of bytes, of all components of a packed weight, that differ from
+            those that quantizing the source gives. Of two tensors that are not packed, the number
+            of values that are not equal; NaN equals NaN.
+        largest_of_absmax: the largest |error| of an element / absmax of its block.
+        outside: the number of elements whose error exceeds the format's worst case.
+        not_nearest: the number of codes for which another code is nearer to the element.
+        relative_error: ‖W - Ŵ‖ / ‖W‖; computed from the other fields.
     """
 
-    stack: str
-    kind: str
-    action: str
-    reason: str
-    tensors: int
-    parameters: int
-    bytes_before: int
-    bytes_after: int
+    squared_error: float
+    squared_weight: float
+    largest: float
+    differing: int
+    largest_of_absmax: float = 0.0
+    outside: int = 0
+    not_nearest: int = 0
+    relative_error: float = field(init=False)
 
-    @property
-    def fate(self) -> str:
-        """Says in a few words what becomes of them."""
-        return _fate(self.action, self.reason)
+    def __post_init__(self) -> None:
+        error = relative_error(self.squared_error, self.squared_weight)
+        object.__setattr__(self, "relative_error", error)
 
-
-def _fate(action: str, reason: str) -> str:
-    return f"{_FATES[action]}: {reason}"
-
-
-@dataclass(frozen=True)
-class DequantizationTotals:
-    """Sums up the rows of a dequantization.
-
-    Attributes:
-        decoded: the number of weights that are decoded.
-        copied: the number of tensors that are kept.
-        shards: the number of output files.
-        parameters: the number of elements of all tensors.
-        bytes_before: the size of all tensors of the source.
-        bytes_after: the exact size of the output files.
-    """
-
-    decoded: int
-    copied: int
-    shards: int
-    parameters: int
-    bytes_before: int
-    bytes_after: int
-
-    def __add__(self, other: "DequantizationTotals") -> "DequantizationTotals":
-        return DequantizationTotals(
-            decoded=self.decoded + other.decoded,
-            copied=self.copied + other.copied,
-            shards=self.shards + other.shards,
-            parameters=self.parameters + other.parameters,
-            bytes_before=self.bytes_before + other.bytes_before,
-            bytes_after=self.bytes_after + other.bytes_after,
+    @classmethod
+    def sum_up(cls, pieces: Sequence["Errors"]) -> "Errors":
+        """Returns the errors of the whole, which has at least one piece."""
+        return cls(
+            squared_error=_add_floats([piece.squared_error for piece in pieces]),
+            squared_weight=_add_floats([piece.squared_weight for piece in pieces]),
+            largest=max(piece.largest for piece in pieces),
+            differing=sum(piece.differing for piece in pieces),
+            largest_of_absmax=max(piece.largest_of_absmax for piece in pieces),
+            outside=sum(piece.outside for piece in pieces),
+            not_nearest=sum(piece.not_nearest for piece in pieces),
         )
 
 
-@dataclass(frozen=True)
-class QuantizationTotals:
-    """Sums up the rows of a quantization.
+def _add_floats(values: Sequence[float]) -> float:
+    """Adds floats up to ten digits: the last of sixteen depend on how a device adds."""
+    return float(f"{math.fsum(values):.10g}")
+
+
+def distance(error: float | None) -> float:
+    """Returns a number by which relative errors sort: NaN is the farthest, None the nearest."""
+    if error is None:
+        return -1.0
+    return math.inf if math.isnan(error) else error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRow:
+    """Describes one tensor, or one weight with all its components.
 
     Attributes:
-        packed: the number of weights in 4 bits of the output.
+        name: the name of the tensor.
+        file: the name of the file that holds it; of a plan, of the output's.
+        dtype: the dtype of the tensor, or the one that a packed weight decodes to. In the plan of
+            a quantization it is the source's.
+        shape: the shape of the tensor, or the one that a packed weight decodes to.
+        parameters: the number of elements.
+        bytes: the size of the tensor, or of all components; of a plan, in the output.
+        encoding: how a tensor is stored that is neither in bitsandbytes' 4 bits nor in `dtype`.
+            Empty for all others, and in plans.
+        format: how a packed weight is stored. None for other tensors, and in plans.
+        nested_offset: the number that is added to the decoded absmax, as the quant state spells
+            it. None without double quantization.
+        components: dtype and shape of each tensor of a packed weight, by its suffix; the packed
+            codes have none. Only `inspect` tells.
+        action: what a plan makes of it: "pack", "decode", "copy", "cast", "stay" (a weight that is
+            in 4 bits already) or "merge" (a weight that an adapter is merged into). Otherwise
+            empty.
+        reason: why this becomes of it. Empty if nothing does.
+        bytes_before: the size in the source of a plan. Otherwise None.
+        tolerance: the largest relative error that passes. None if it was not verified.
+        errors: how far it is from its source. None if it was not compared with one.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    parameters: int
+    bytes: int
+    encoding: str = ""
+    format: Format | None = None
+    nested_offset: Any = None
+    components: Mapping[str, str] = field(default_factory=dict)
+    action: str = ""
+    reason: str = ""
+    bytes_before: int | None = None
+    tolerance: float | None = None
+    errors: Errors | None = None
+
+    @property
+    def stored(self) -> str:
+        """How it is stored, in one word: "nf4/64", an encoding, or a dtype."""
+        return str(self.format) if self.format is not None else self.encoding or self.dtype
+
+    @property
+    def is_calibrated(self) -> bool:
+        """True if its scales were calibrated."""
+        return self.format is not None and self.format.scales == "calibrated"
+
+    @property
+    def error(self) -> float | None:
+        """Its relative error; None if it was not compared with a source."""
+        return None if self.errors is None else self.errors.relative_error
+
+    def inside(self, submodel: str) -> "TensorRow":
+        """Puts the submodel of a diffusers pipeline before the names of tensor and file."""
+        return replace(self, name=f"{submodel}/{self.name}", file=f"{submodel}/{self.file}")
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "TensorRow":
+        """Reads what `asdict` makes of a packed weight that was verified, after JSON."""
+        errors = {**content["errors"]}
+        del errors["relative_error"]
+        parts = {
+            "shape": tuple(content["shape"]),
+            "format": Format(**content["format"]),
+            "errors": Errors(**errors),
+        }
+        return cls(**{**content, **parts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindRow:
+    """Sums up the tensors of one kind of module of which the same becomes, or all tensors.
+
+    Attributes:
+        kind: the name of the modules, with a star in place of the layer's number and without the
+            numbers of experts, such as "model.layers.*.mlp.down_proj". Empty for all tensors.
+        tensors: the number of tensors; the components of a packed weight count as one.
+        packed: how many of them are in bitsandbytes' 4 bits; 0 in plans.
+        formats: how they are stored; every format that occurs.
+        parameters: the number of elements of all of them.
+        bytes: the size of all of them.
+        bits_per_parameter: bits per element.
+        action: what becomes of them, as in TensorRow.
+        reason: why this becomes of them.
+        bytes_before: their size in the source of a plan. Otherwise None.
+        relative_error: ‖W - Ŵ‖ / ‖W‖ of all of them taken together. None without a source.
+        largest_relative_error: the largest relative error of one of them. None without a source.
+    """
+
+    kind: str
+    tensors: int
+    packed: int
+    formats: tuple[str, ...]
+    parameters: int
+    bytes: int
+    bits_per_parameter: float
+    action: str
+    reason: str
+    bytes_before: int | None
+    relative_error: float | None
+    largest_relative_error: float | None
+
+    @property
+    def fate(self) -> str:
+        """What becomes of them, in a few words."""
+        return f"{_FATES[self.action]}: {self.reason}"
+
+
+def kind_of(name: str) -> str:
+    """Returns the kind of module that a tensor is of, such as "model.layers.*.mlp.down_proj".
+
+    The star stands for the number of the layer; further numbers, of experts, are left out.
+    """
+    module = module_of(name.removesuffix(".bias"))
+    number = _NUMBER.search(module)
+    if number is None:
+        return module
+    stack = module[: number.start()]
+    inside = _NUMBER.sub("", module[number.end() :]).strip(".") or stack
+    return f"{stack}.*.{inside}" if stack else inside
+
+
+def layer_of(name: str) -> int | None:
+    """Returns the number of the layer that a tensor is in; None if its name has no number."""
+    number = _NUMBER.search(name)
+    return None if number is None else int(number[2])
+
+
+def summed(rows: Iterable[TensorRow]) -> tuple[KindRow, ...]:
+    """Sums up the rows of each kind of module of which the same becomes."""
+    groups: defaultdict[tuple[str, str, str], list[TensorRow]] = defaultdict(list)
+    for row in rows:
+        groups[kind_of(row.name), row.action, row.reason].append(row)
+    return tuple(total_of(members, kind=kind) for (kind, _, _), members in groups.items())
+
+
+def total_of(rows: Sequence[TensorRow], *, kind: str = "") -> KindRow:
+    """Sums up rows of which the same becomes, or those of a checkpoint that is there."""
+    parameters = sum(row.parameters for row in rows)
+    size = sum(row.bytes for row in rows)
+    errors = [row.errors for row in rows if row.errors is not None]
+    squared_weight = math.fsum(one.squared_weight for one in errors)
+    error = None
+    if squared_weight:
+        error = relative_error(math.fsum(one.squared_error for one in errors), squared_weight)
+    before = [row.bytes_before for row in rows if row.bytes_before is not None]
+    return KindRow(
+        kind=kind,
+        tensors=len(rows),
+        packed=sum(row.format is not None for row in rows),
+        formats=tuple(sorted({row.stored for row in rows})),
+        parameters=parameters,
+        bytes=size,
+        bits_per_parameter=8 * size / max(parameters, 1),
+        action=rows[0].action if rows else "",
+        reason=rows[0].reason if rows else "",
+        bytes_before=sum(before) if before else None,
+        relative_error=error,
+        largest_relative_error=max((one.relative_error for one in errors), default=None),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTotals:
+    """Sums up a plan.
+
+    Attributes:
+        packed: the number of weights in 4 bits that a quantization gives; 0 for others.
         stay: how many of them were in 4 bits already, and stay bit for bit.
+        decoded: the number of weights that a dequantization decodes; 0 for others.
         copied: the number of tensors that are kept.
         shards: the number of output files.
         parameters: the number of elements of all tensors.
@@ -134,8 +283,9 @@ class QuantizationTotals:
         bits_per_parameter: bits per parameter of the output; computed from the other fields.
     """
 
-    packed: int
-    stay: int
+    packed: int = 0
+    stay: int = 0
+    decoded: int = 0
     copied: int
     shards: int
     parameters: int
@@ -150,24 +300,8 @@ class QuantizationTotals:
         object.__setattr__(self, "compression", compression)
         object.__setattr__(self, "bits_per_parameter", bits_per_parameter)
 
-    def __add__(self, other: "QuantizationTotals") -> "QuantizationTotals":
-        return QuantizationTotals(
-            packed=self.packed + other.packed,
-            stay=self.stay + other.stay,
-            copied=self.copied + other.copied,
-            shards=self.shards + other.shards,
-            parameters=self.parameters + other.parameters,
-            bytes_before=self.bytes_before + other.bytes_before,
-            bytes_after=self.bytes_after + other.bytes_after,
-        )
 
-
-TotalsT = TypeVar("TotalsT", QuantizationTotals, DequantizationTotals)
-
-
-def add_totals(parts: Sequence[TotalsT]) -> TotalsT:
-    """Adds up the totals of several plans of one kind. There is at least one."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+def add_totals(parts: Sequence[PlanTotals]) -> PlanTotals:
+    """Adds up the totals of several plans."""
+    names = [one.name for one in fields(PlanTotals) if one.init]
+    return PlanTotals(**{name: sum(getattr(part, name) for part in parts) for name in names})

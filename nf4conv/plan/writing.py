@@ -20,7 +20,7 @@ from nf4conv.plan.provenance import (
     not_packed,
     provenance_of,
 )
-from nf4conv.plan.rows import DequantizationTotals, PlanRow, QuantizationTotals
+from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import record_of
 from nf4conv.sources.source import Source
@@ -74,15 +74,15 @@ class WritingPlan:
         """Lists the files that are copied beside the weights, relative to the source's folder."""
         return self.source.auxiliary()
 
-    def rows(self) -> list[PlanRow]:
+    def rows(self) -> list[TensorRow]:
         """Returns a row for each weight that is packed or decoded and each tensor that is kept."""
         return [self.row(job, shard.name) for shard in self.output.shards for job in shard.jobs]
 
-    def row(self, job: Job, file: str) -> PlanRow:
+    def row(self, job: Job, file: str) -> TensorRow:
         """Describes one job, whose result is in this output file."""
         raise NotImplementedError
 
-    def totals(self) -> QuantizationTotals | DequantizationTotals:
+    def totals(self) -> PlanTotals:
         """Adds up the rows."""
         raise NotImplementedError
 

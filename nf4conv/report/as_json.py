@@ -1,21 +1,37 @@
-"""Writes results as JSON, in one form for all commands. docs/json.md describes it."""
+"""Writes results as JSON, in one form for all commands. docs/options.md describes it."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from nf4conv.report.results.checks import VerifyReport
-from nf4conv.report.results.contents import Environment, Evaluation, Evaluations, Inspection
-from nf4conv.report.results.runs import PlanReport, RunReport
+from nf4conv.declaring import Checked, options_of
+from nf4conv.report.results import (
+    DequantizeReport,
+    Environment,
+    Evaluation,
+    Evaluations,
+    Inspection,
+    PlanReport,
+    QuantizeReport,
+    VerifyReport,
+)
 from nf4conv.version import __version__
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 """Grows when a field is renamed, is removed or changes its meaning; not when a field is added."""
 
 Result: TypeAlias = (
-    PlanReport | RunReport | VerifyReport | Evaluation | Evaluations | Inspection | Environment
+    PlanReport
+    | QuantizeReport
+    | DequantizeReport
+    | VerifyReport
+    | Evaluation
+    | Evaluations
+    | Inspection
+    | Environment
 )
 
 
@@ -44,17 +60,22 @@ def content_of(result: Result) -> dict[str, Any]:
     }
     if isinstance(result, VerifyReport):
         content["verdict"] = result.verdict
-    content.update(dataclasses.asdict(result))
-    spelled: dict[str, Any] = _spelled(content)
-    return spelled
+    return {**content, **_spelled(result)}
 
 
 def _spelled(value: Any) -> Any:
-    """Returns a value with strings in place of the numbers that JSON cannot spell."""
+    """Returns a value of JSON: dataclasses as objects, numbers that JSON lacks as strings."""
+    if isinstance(value, Checked):
+        options = [one.name for one in options_of(type(value)) if not one.said.in_python]
+        return {name: _spelled(getattr(value, name)) for name in options}
+    if is_dataclass(value):
+        return {field.name: _spelled(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {key: _spelled(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_spelled(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

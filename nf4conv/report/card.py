@@ -20,7 +20,7 @@ from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.plan.provenance import Provenance, not_packed
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.loading import Loading
-from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.report.results import VerificationSummary
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OWN_TAGS, OriginalCard, read_front_matter
 from nf4conv.sources.places import is_repo_id

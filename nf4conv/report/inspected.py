@@ -1,35 +1,35 @@
-"""Describes the tensors of a checkpoint: a row for each, and sums by kind."""
+"""Describes the tensors of a checkpoint by its headers, and how its experts are stored."""
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from nf4conv.choose.decisions import PackedMatrix
+from nf4conv.choose.experts import readers_of
 from nf4conv.format.dtypes import DTYPE_NAMES, STORAGE_DTYPES
-from nf4conv.format.layout import QUANT_STATE_PREFIX
-from nf4conv.report.places import by_kind, place_of
-from nf4conv.report.rows.figures import format_name
-from nf4conv.report.rows.inspection import (
-    InspectedKind,
-    InspectedRow,
-    InspectionTotals,
-    StoredQuantization,
-)
+from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
+from nf4conv.models.experts import find_stack, single_expert
+from nf4conv.models.families import layouts_of
+from nf4conv.models.module_names import module_of
+from nf4conv.models.name_patterns import ROUTER
+from nf4conv.plan.rows import TensorRow
 from nf4conv.sources.header import LARGEST_SIZE
 from nf4conv.sources.stored_weights import split_component
 from nf4conv.sources.tensors import TensorInfo
 
 
 def inspected_rows(
-    tensors: Sequence[TensorInfo], contents: Mapping[str, bytes]
-) -> Iterator[InspectedRow]:
+    tensors: Sequence[TensorInfo], contents: Mapping[str, bytes], scales: Callable[[str], str]
+) -> Iterator[TensorRow]:
     """Yields a row for each tensor; all components of a packed weight share one.
 
     Args:
         tensors: all tensors of a checkpoint.
         contents: the bytes of quant states and code maps, by name.
+        scales: tells how a weight was scaled according to the record, given its name.
     """
     names = {tensor.name for tensor in tensors}
     components: defaultdict[str, dict[str, TensorInfo]] = defaultdict(dict)
@@ -41,111 +41,125 @@ def inspected_rows(
         else:
             alone.append(tensor)
     for tensor in alone:
-        yield _row(tensor, components.get(tensor.name, {}), contents)
+        yield _row(tensor, components.get(tensor.name, {}), contents, scales)
 
 
 def _row(
-    tensor: TensorInfo, components: Mapping[str, TensorInfo], contents: Mapping[str, bytes]
-) -> InspectedRow:
+    tensor: TensorInfo,
+    components: Mapping[str, TensorInfo],
+    contents: Mapping[str, bytes],
+    scales: Callable[[str], str],
+) -> TensorRow:
     """Describes one tensor, or one packed weight with its components by suffix."""
-    size = tensor.nbytes + sum(part.nbytes for part in components.values())
-    shape = tensor.shape
+    parts = {"": tensor, **components}
     dtype = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
-    format = dtype if tensor.encoding is None else tensor.encoding.name
-    quantization = None
-    state = _state_of(components, contents)
-    if state is not None:
-        shape = state.shape
-        dtype = state.dtype
-        quantization = _quantization(state, tensor, components)
-        format = format_name(state.quant_type, quantization.double_quant, state.blocksize)
-    parameters = math.prod(shape)
-    bits_per_parameter = 8 * size / max(parameters, 1)
-    return InspectedRow(
+    row = TensorRow(
         name=tensor.name,
         file=tensor.file.name,
         dtype=dtype,
-        shape=shape,
-        parameters=parameters,
-        bytes=size,
-        bits_per_parameter=bits_per_parameter,
-        format=format,
-        quantization=quantization,
+        shape=tensor.shape,
+        parameters=tensor.elements,
+        bytes=sum(part.nbytes for part in parts.values()),
+        encoding="" if tensor.encoding is None else tensor.encoding.name,
     )
-
-
-@dataclass(frozen=True)
-class _QuantState:
-    """The fields of a quant state, as far as they can be told."""
-
-    quant_type: str
-    blocksize: int
-    dtype: str  # of the weight
-    shape: tuple[int, ...]  # of the weight
-    nested_offset: Any  # whatever the file says; None if it says nothing
-
-
-def _quantization(
-    state: _QuantState, values: TensorInfo, components: Mapping[str, TensorInfo]
-) -> StoredQuantization:
-    """Describes how a packed weight is stored, by its quant state and its tensors."""
-    tensors = {"": _dtype_and_shape(values)}
-    for suffix, part in components.items():
-        tensors[suffix] = _dtype_and_shape(part)
-    storage = STORAGE_DTYPES.get(values.dtype, values.dtype)
-    return StoredQuantization(
-        quant_type=state.quant_type,
-        blocksize=state.blocksize,
-        double_quant="nested_absmax" in components,
-        nested_offset=state.nested_offset,
-        storage=storage,
-        tensors=tensors,
-    )
-
-
-def _dtype_and_shape(tensor: TensorInfo) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _state_of(
-    components: Mapping[str, TensorInfo], contents: Mapping[str, bytes]
-) -> _QuantState | None:
-    """Reads the quant state of a weight; None if it has none, or one that says too little."""
     for suffix, part in components.items():
         if suffix.startswith(QUANT_STATE_PREFIX):
-            return _read_state(contents.get(part.name, b""))
-    return None
+            return _as_packed(row, parts, contents.get(part.name, b""), scales(tensor.name))
+    return row
 
 
-def _read_state(blob: bytes) -> _QuantState | None:
-    """Reads a quant state; None if it is none. `verify` says what is wrong with it."""
+def _as_packed(
+    row: TensorRow, parts: Mapping[str, TensorInfo], blob: bytes, scales: str
+) -> TensorRow:
+    """Adds what a quant state says; nothing if it says too little. `verify` says what is wrong."""
+    values = parts[""]
     try:
         fields = json.loads(blob)
         shape = tuple(int(size) for size in fields["shape"])
         if min(shape, default=0) < 0 or math.prod(shape) >= LARGEST_SIZE:
-            return None
-        return _QuantState(
+            return row
+        format = Format(
             quant_type=str(fields["quant_type"]),
             blocksize=int(fields["blocksize"]),
+            double_quant="nested_absmax" in parts,
             dtype=str(fields["dtype"]),
-            shape=shape,
-            nested_offset=fields.get("nested_offset"),
+            quant_storage=STORAGE_DTYPES.get(values.dtype, values.dtype),
+            scales=scales,
         )
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return None
+        nested_offset = fields.get("nested_offset")
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
+        return row
+    described = {suffix: f"{part.dtype} {list(part.shape)}" for suffix, part in parts.items()}
+    return replace(
+        row,
+        dtype=format.dtype,
+        shape=shape,
+        parameters=math.prod(shape),
+        encoding="",
+        format=format,
+        nested_offset=nested_offset,
+        components=described,
+    )
 
 
-def inspected_kinds(rows: Sequence[InspectedRow]) -> Iterator[InspectedKind]:
-    """Sums up the rows of each kind of module in each stack of layers."""
-    for stack, kind, members in by_kind(rows, lambda row: place_of(row.name.removesuffix(".bias"))):
-        totals = InspectionTotals.of(members)
-        formats = sorted({row.format for row in members})
-        yield InspectedKind(
-            stack=stack,
-            kind=kind,
-            tensors=totals.tensors,
-            formats=tuple(formats),
-            parameters=totals.parameters,
-            bytes=totals.bytes,
-            bits_per_parameter=totals.bits_per_parameter,
+def layout_of_experts(rows: Sequence[TensorRow], config: Mapping[str, Any]) -> str:
+    """Returns a line that says how the experts of a checkpoint are stored, and what loads them.
+
+    Args:
+        rows: its tensors.
+        config: the content of its config.json; empty if there is none.
+
+    Returns:
+        The line; empty if the checkpoint has no experts, or nothing in 4 bits.
+    """
+    experts = [row for row in rows if _is_expert(row, config)]
+    packed = [row for row in experts if row.format is not None]
+    if not experts or not any(row.format is not None for row in rows):
+        return ""
+    if not packed:
+        return "experts are in 16 bits, which loads everywhere"
+    text = _readers(rows, packed, config)
+    kept = len(experts) - len(packed)
+    if kept:
+        text += f'; {kept:,} of {len(experts):,} weights of experts are in 16 bits ("dynamic")'
+    return text
+
+
+def _is_expert(row: TensorRow, config: Mapping[str, Any]) -> bool:
+    """Returns True for a weight of experts: of one, or of all that are stacked in a tensor."""
+    single = single_expert(row.name)
+    if single is not None:
+        return single.leaf == "weight"
+    if len(row.shape) not in (2, 3):
+        return False
+    found = find_stack(row.name, layouts_of(config))
+    return found is not None and found.stack.is_flat == (len(row.shape) == 2)
+
+
+def _readers(
+    rows: Sequence[TensorRow], packed: Sequence[TensorRow], config: Mapping[str, Any]
+) -> str:
+    """Returns what loads packed experts."""
+    singles = [single_expert(row.name) for row in packed]
+    if any(single is not None and single.is_of_unsloth for single in singles):
+        return (
+            "experts are packed under the names that Unsloth gives gpt-oss (gate_up_projs.N), "
+            "which Unsloth and transformers 5 with nf4conv installed read"
         )
+    quantization = config.get("quantization_config")
+    has_no_skip_list = isinstance(quantization, Mapping) and not quantization.get(
+        "llm_int8_skip_modules"
+    )
+    has_stacks = any(len(row.shape) == 3 for row in packed)
+    routers = [row for row in rows if row.format and ROUTER.search(module_of(row.name))]
+    if has_no_skip_list and routers and not has_stacks:
+        return (
+            "experts are packed one by one as transformers 4 saves them, which transformers 4 and "
+            "transformers 5 with nf4conv installed read"
+        )
+    assert packed[0].format is not None
+    matrices = [PackedMatrix(row.name, row.shape) for row in packed]
+    readers = readers_of(matrices, config, packed[0].format.quant_type)
+    if readers is None:
+        return "experts are packed one by one, which transformers 4 and 5 read for this family"
+    return readers.text

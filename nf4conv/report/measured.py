@@ -1,74 +1,20 @@
-"""Gathers what verification and comparison measure of a tensor.
+"""Gathers what verification measures of a tensor, and judges it.
 
 Several workers look at the pieces of one tensor, in any order. What each piece adds is kept by the
 place where the piece starts, and summed up in that order, so that results do not depend on who was
 first.
 """
 
-import math
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from nf4conv.report.rows.figures import relative_error
+from nf4conv.options import VerifyOptions
+from nf4conv.plan.rows import Errors, TensorRow
+from nf4conv.report.tolerance import tolerance_of
 from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import TensorInfo
-
-PieceT = TypeVar("PieceT")
-
-
-class PieceErrors(NamedTuple):
-    """The errors of one piece of a packed weight, or of the whole weight.
-
-    Sums are in float64, see codec/error_sums.py.
-
-    Attributes:
-        squared_error: the sum of the squared errors.
-        squared_weight: the sum of the squared elements of the source.
-        max_error: the largest |error|.
-        max_relative_error: the largest |error| / absmax of its block.
-        outside: the number of elements whose error exceeds the format's worst case.
-        differing: the number of bytes of codes that differ from those that quantizing the source
-            gives.
-        not_nearest: the number of codes for which another code is nearer to the element.
-    """
-
-    squared_error: float
-    squared_weight: float
-    max_error: float
-    max_relative_error: float
-    outside: int
-    differing: int
-    not_nearest: int
-
-    @classmethod
-    def sum_up(cls, pieces: Sequence["PieceErrors"]) -> "PieceErrors":
-        """Returns the errors of the whole weight, which has at least one piece."""
-        squared_errors = []
-        squared_weights = []
-        max_error = pieces[0].max_error
-        max_relative_error = pieces[0].max_relative_error
-        outside = 0
-        differing = 0
-        not_nearest = 0
-        for piece in pieces:
-            squared_errors.append(piece.squared_error)
-            squared_weights.append(piece.squared_weight)
-            max_error = max(max_error, piece.max_error)
-            max_relative_error = max(max_relative_error, piece.max_relative_error)
-            outside += piece.outside
-            differing += piece.differing
-            not_nearest += piece.not_nearest
-        return cls(
-            squared_error=_add_floats(squared_errors),
-            squared_weight=_add_floats(squared_weights),
-            max_error=max_error,
-            max_relative_error=max_relative_error,
-            outside=outside,
-            differing=differing,
-            not_nearest=not_nearest,
-        )
 
 
 class ScaleErrors(NamedTuple):
@@ -107,7 +53,7 @@ class WeightResult:
     improper: int = 0
     scales: ScaleErrors | None = None
     is_damaged: bool = False
-    _pieces: dict[int, PieceErrors] = field(default_factory=dict)
+    _pieces: dict[int, Errors] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_improper(self, count: int) -> None:
@@ -115,35 +61,93 @@ class WeightResult:
         with self._lock:
             self.improper += count
 
-    def add_piece(self, start: int, errors: PieceErrors) -> None:
+    def add_piece(self, start: int, errors: Errors) -> None:
         """Keeps the errors of the piece that starts at element `start`; from any thread."""
         self._pieces[start] = errors
 
     @property
-    def errors(self) -> PieceErrors | None:
-        """The errors of the whole weight; None if it was not compared with a source."""
-        if not self._pieces:
-            return None
-        return PieceErrors.sum_up(_in_order(self._pieces))
+    def errors(self) -> Errors | None:
+        """The errors of the whole weight; of its bytes, those of the codes alone count.
 
-    @property
-    def relative_error(self) -> float | None:
-        """‖W - Ŵ‖ / ‖W‖; None if the weight was not compared with a source."""
-        errors = self.errors
-        if errors is None:
-            return None
-        return relative_error(errors.squared_error, errors.squared_weight)
-
-    @property
-    def bytes_differing(self) -> int | None:
-        """The number of bytes, of all components, that quantizing the source would make otherwise.
-
-        None if the weight was not compared with a source.
+        None if it was not compared with a source.
         """
+        return _whole(self._pieces)
+
+    def row(self, options: VerifyOptions) -> TensorRow:
+        """Returns the row of a report that describes the weight."""
+        weight = self.weight
+        errors = None
+        codes = self.errors
+        if codes is not None and self.scales is not None:
+            differing = codes.differing + self.scales.differing + self.scales.described
+            errors = replace(codes, differing=differing)
+        return TensorRow(
+            name=weight.name,
+            file=weight.values.file.name,
+            dtype=weight.format.dtype,
+            shape=weight.shape,
+            parameters=weight.elements,
+            bytes=weight.nbytes,
+            format=weight.format,
+            nested_offset=weight.nested_offset,
+            tolerance=tolerance_of(weight.format, options.tolerance),
+            errors=errors,
+        )
+
+    def faults(self, options: VerifyOptions) -> Iterator[tuple[str, str]]:
+        """Yields the check that each fault of the values fails, and a text for the user."""
+        if self.improper:
+            yield (
+                "scales",
+                f"{self.improper:,} scales are infinite or NaN, or negative without being searched",
+            )
+        if self.is_damaged:
+            yield "codes", "is not what calibration made of it"
         errors = self.errors
         if errors is None or self.scales is None:
-            return None
-        return errors.differing + self.scales.differing + self.scales.described
+            return
+        yield from _scale_faults(self.scales)
+        weight = self.weight
+        if errors.not_nearest:
+            text = f"{errors.not_nearest:,} of {weight.elements:,} codes are not the nearest"
+            yield "codes", text
+        if errors.outside:
+            worst = f"the worst case of {weight.format.quant_type}"
+            yield "bound", f"{errors.outside:,} values are beyond {worst}"
+        tolerance = tolerance_of(weight.format, options.tolerance)
+        error = errors.relative_error
+        if not error <= tolerance:  # NaN is no error that passes
+            yield "tolerance", f"relative error {error:.4f}, more than {tolerance:g}"
+        if options.exact:
+            yield from self._exact_faults(errors.differing, self.scales)
+
+    def _exact_faults(self, codes: int, scales: ScaleErrors) -> Iterator[tuple[str, str]]:
+        """Yields in which bytes the weight is not what quantizing its source gives."""
+        if codes or scales.differing or scales.described:
+            yield (
+                "exact",
+                f"{codes:,} bytes of codes, {scales.differing:,} of scales and "
+                f"{scales.described:,} of code maps and quant state differ",
+            )
+        values = self.weight.values
+        expected = (values.elements, 1)
+        if values.shape != expected:
+            yield "exact", f"the codes are {list(values.shape)}, expected {list(expected)}"
+
+
+def _scale_faults(scales: ScaleErrors) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with the scales of a weight, compared with its source."""
+    if scales.wrong:
+        yield (
+            "scales",
+            f"{scales.wrong:,} scales do not follow from the source; "
+            f"the first is of block {scales.first:,}",
+        )
+    if scales.wrong_nested:
+        text = (
+            f"{scales.wrong_nested:,} nested scales, or the offset, do not follow from the source"
+        )
+        yield "scales", text
 
 
 @dataclass
@@ -168,44 +172,6 @@ class CopyResult:
             self.largest_difference = max(self.largest_difference, largest_difference)
 
 
-class PieceDifference(NamedTuple):
-    """The difference between a piece of a tensor, or the whole tensor, and another tensor.
-
-    Sums are in float64.
-
-    Attributes:
-        squared_difference: the sum of (a - b)².
-        squared_values: the sum of a², over the values that are finite.
-        largest_difference: the largest |a - b|. Infinite where one of the two is NaN or infinite
-            and the other is not.
-        differing: the number of values that are not equal; NaN equals NaN.
-    """
-
-    squared_difference: float
-    squared_values: float
-    largest_difference: float
-    differing: int
-
-    @classmethod
-    def sum_up(cls, pieces: Sequence["PieceDifference"]) -> "PieceDifference":
-        """Returns the difference of the whole tensor, which has at least one piece."""
-        squared_differences = []
-        squared_values = []
-        largest_difference = pieces[0].largest_difference
-        differing = 0
-        for piece in pieces:
-            squared_differences.append(piece.squared_difference)
-            squared_values.append(piece.squared_values)
-            largest_difference = max(largest_difference, piece.largest_difference)
-            differing += piece.differing
-        return cls(
-            squared_difference=_add_floats(squared_differences),
-            squared_values=_add_floats(squared_values),
-            largest_difference=largest_difference,
-            differing=differing,
-        )
-
-
 @dataclass
 class TensorDifference:
     """Gathers the differences between the tensors of one name in two checkpoints.
@@ -220,24 +186,19 @@ class TensorDifference:
     a: TensorInfo
     b: TensorInfo
     is_identical: bool | None = None
-    _pieces: dict[int, PieceDifference] = field(default_factory=dict)
+    _pieces: dict[int, Errors] = field(default_factory=dict)
 
-    def add_piece(self, start: int, difference: PieceDifference) -> None:
+    def add_piece(self, start: int, errors: Errors) -> None:
         """Keeps the difference of the piece that starts at element `start`; from any thread."""
-        self._pieces[start] = difference
+        self._pieces[start] = errors
 
     @property
-    def difference(self) -> PieceDifference | None:
+    def errors(self) -> Errors | None:
         """The difference between the values of both; None if no values were compared."""
-        if not self._pieces:
-            return None
-        return PieceDifference.sum_up(_in_order(self._pieces))
+        return _whole(self._pieces)
 
 
-def _in_order(pieces: Mapping[int, PieceT]) -> list[PieceT]:
-    return [pieces[start] for start in sorted(pieces)]
-
-
-def _add_floats(values: Sequence[float]) -> float:
-    """Adds floats up to ten digits: the last of sixteen depend on how a device adds."""
-    return float(f"{math.fsum(values):.10g}")
+def _whole(pieces: Mapping[int, Errors]) -> Errors | None:
+    if not pieces:
+        return None
+    return Errors.sum_up([pieces[start] for start in sorted(pieces)])

@@ -1,24 +1,24 @@
 """Writes a verification as one HTML page that needs no network, from page.html.jinja."""
 
-import math
-import platform
 import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from typing import Any, Final
 
 import jinja2
 
 from nf4conv.format.units import size
 from nf4conv.output.writer import write_result
-from nf4conv.report.places import kind_name, place_of
-from nf4conv.report.results.checks import VerifyReport
-from nf4conv.report.rows.weights import WeightKind, WeightRow
-from nf4conv.report.text.tables import count_cell, error_cell, two_digits_cell
+from nf4conv.plan.rows import KindRow, distance, kind_of
+from nf4conv.report.results import VerifyReport
+from nf4conv.report.text.tables import count_cell, error_cell
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.stored_weights import split_component
+from nf4conv.version import __version__
 
 _MOST_LINES: Final = 100  # of a group of findings
 _MOST_ROWS: Final = 2000  # of the table of weights
@@ -45,10 +45,9 @@ def write_page(report: VerifyReport, path: Path) -> None:
 
 def page(report: VerifyReport, when: datetime | None = None) -> str:
     """Returns a verification as HTML. It names folders of this machine, but not where they are."""
-    rows = sorted(report.weights, key=_badness, reverse=True)
-    errors = [row.relative_error for row in rows if row.relative_error is not None]
-    finite = [error for error in errors if error < 1]
-    limit = max((row.tolerance for row in rows), default=0.0)
+    rows = sorted(report.weights, key=lambda row: -distance(row.error))
+    finite = [row.error for row in rows if row.error is not None and row.error < 1]
+    limit = max((row.tolerance or 0.0 for row in rows), default=0.0)
     scale = max([*finite, 1.1 * limit], default=1.0)
     return _template().render(
         report=report,
@@ -62,17 +61,8 @@ def page(report: VerifyReport, when: datetime | None = None) -> str:
         most_lines=_MOST_LINES,
         command=_command(report),
         date=(when or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-        python=platform.python_version(),
-        kind_name=kind_name,
+        versions=f"nf4conv {__version__}, torch {version('torch')} and Python {python_version()}",
     )
-
-
-def _badness(row: WeightRow) -> float:
-    """Returns a relative error to sort by: NaN is the worst, none is the least."""
-    error = row.relative_error
-    if error is None:
-        return 0
-    return math.inf if math.isnan(error) else error
 
 
 @cache
@@ -83,7 +73,6 @@ def _template() -> jinja2.Template:
         "size": size,
         "count": count_cell,
         "error": error_cell,
-        "digits": two_digits_cell,
     }
     text = Path(__file__).with_name("page.html.jinja").read_text("utf-8")
     return environment.from_string(text)
@@ -91,22 +80,23 @@ def _template() -> jinja2.Template:
 
 def _pictures(
     report: VerifyReport, scale: float
-) -> Iterator[tuple[WeightKind, list[int], tuple[int, int] | None, int]]:
+) -> Iterator[tuple[KindRow, list[int], tuple[int, int] | None, int]]:
     """Yields each kind of module with the places of its dots, of what is normal, and the limit."""
     band = None
     if report.normal:
         low = min(low for _, low, _ in report.normal)
         high = max(high for _, _, high in report.normal)
         band = (_place(low, scale), _place(high, scale))
-    found: dict[tuple[str, str], list[WeightRow]] = {}
+    dots: dict[str, set[int]] = {}
+    limits: dict[str, float] = {}
     for row in report.weights:
-        if row.relative_error is not None:
-            found.setdefault((row.stack, row.kind), []).append(row)
+        name = kind_of(row.name)
+        if row.error is not None:
+            dots.setdefault(name, set()).add(_place(row.error, scale))
+            limits[name] = max(limits.get(name, 0.0), row.tolerance or 0.0)
     for kind in report.kinds:
-        rows = found.get((kind.stack, kind.kind), [])
-        dots = sorted({_place(row.error, scale) for row in rows})[-_MOST_DOTS:]
-        limit = max((row.tolerance for row in rows), default=0.0)
-        yield kind, dots, band, _place(limit, scale)
+        found = sorted(dots.get(kind.kind, ()))[-_MOST_DOTS:]
+        yield kind, found, band, _place(limits.get(kind.kind, 0.0), scale)
 
 
 def _place(error: float, scale: float) -> int:
@@ -121,7 +111,7 @@ def _grouped(report: VerifyReport) -> list[dict[str, Any]]:
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for finding in report.findings:
         weight, _ = split_component(finding.tensor)
-        kind = kind_name(place_of(weight)) if weight else ""
+        kind = kind_of(weight) if weight else ""
         line = finding.line().replace(report.path, name)
         groups.setdefault((finding.is_fault, finding.check, kind), []).append(line)
     found = []
@@ -135,11 +125,11 @@ def _command(report: VerifyReport) -> str:
     words = ["nf4conv", "verify", folder_name(report.path)]
     if report.source is not None:
         words += ["--source", folder_name(report.source)]
-    for adapter in report.settings.lora:
+    for adapter in report.options.lora:
         words += ["--lora", folder_name(adapter)]
-    if report.settings.tolerance != "default":
-        words += ["--tolerance", f"{report.settings.tolerance:g}"]
-    if report.settings.exact:
+    if report.options.tolerance is not None:
+        words += ["--tolerance", f"{report.options.tolerance:g}"]
+    if report.options.exact:
         words.append("--exact")
     return shlex.join(words)
 

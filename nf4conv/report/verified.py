@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 
 from nf4conv.check.checks import (
     CHECKS,
@@ -15,14 +14,11 @@ from nf4conv.check.checks import (
 )
 from nf4conv.check.relation import Relation
 from nf4conv.options import VerifyOptions
-from nf4conv.report.measured import CopyResult, PieceDifference, TensorDifference, WeightResult
-from nf4conv.report.results.checks import VerifyReport, VerifySettings
-from nf4conv.report.rows.figures import distance, relative_error
-from nf4conv.report.rows.weights import CheckResult, ComparedTensors, WeightKind, WeightRow
+from nf4conv.plan.rows import TensorRow, distance, summed
+from nf4conv.report.measured import CopyResult, TensorDifference, WeightResult
+from nf4conv.report.results import CheckResult, ComparedTensors, VerifyReport
 from nf4conv.report.tolerance import FOREIGN_ERROR
-from nf4conv.report.weights import weight_faults, weight_kinds, weight_row
 from nf4conv.sources.stored_weights import Finding, Structure
-from nf4conv.version import __version__
 
 
 @dataclass(frozen=True)
@@ -76,12 +72,12 @@ def verification_report(
         _note_faults(structure, measured, options, source)
         tensors = None if source is None else _tensors(measured.copies.values())
     findings = _in_order(structure.findings)
-    rows = tuple(weight_row(result, options) for result in measured.weights.values())
+    rows = tuple(result.row(options) for result in measured.weights.values())
     sizes = _sizes(structure)
     parameters = _parameters(structure)
     identical = None
     if relation is Relation.QUANTIZED and source is not None:
-        identical = all(result.bytes_differing == 0 for result in measured.weights.values())
+        identical = all(row.errors is not None and row.errors.differing == 0 for row in rows)
         identical &= not any(finding.check == "calibrated" for finding in findings)
     elif tensors is not None:
         identical = tensors.differing == 0
@@ -89,7 +85,6 @@ def verification_report(
     passed = is_judged and not any(finding.is_fault for finding in findings)
     ran = _ran(source, options, structure, relation)
     checks = _check_results(ran, findings)
-    settings = _settings(options, structure, measured.device)
     return VerifyReport(
         path=path,
         source=source,
@@ -98,14 +93,15 @@ def verification_report(
         findings=findings,
         made=structure.record,
         weights=rows,
-        kinds=tuple(weight_kinds(rows)),
+        kinds=summed(rows),
         tensors=tensors,
         relation=str(relation),
         sizes=sizes,
         parameters=parameters,
         bits_per_parameter=_bits_per_parameter(sizes, parameters),
         identical=identical,
-        settings=settings,
+        options=replace(options, token=None, progress=None),
+        device=measured.device,
         seconds=time.perf_counter() - started,
     )
 
@@ -128,17 +124,17 @@ def _sum_of_differences(found: Iterable[TensorDifference]) -> ComparedTensors:
     """Sums up how far tensors are from those of a source from which they may not have been made."""
     total = ComparedTensors(0, 0, 0, 0, 0.0, 0.0)
     for result in found:
-        difference = result.difference
+        errors = result.errors
         one = ComparedTensors(1, 0, result.a.elements, 0, 0.0, 0.0)
-        if difference is not None and difference.differing:
+        if errors is not None and errors.differing:
             one = replace(
                 one,
                 differing=1,
-                values_differing=difference.differing,
-                largest_difference=difference.largest_difference,
-                largest_relative_error=_error_of(difference),
+                values_differing=errors.differing,
+                largest_difference=errors.largest,
+                largest_relative_error=errors.relative_error,
             )
-        elif difference is None and result.is_identical is False:  # complex numbers
+        elif errors is None and result.is_identical is False:  # complex numbers
             one = replace(one, differing=1, largest_relative_error=math.inf)
         total += one
     return total
@@ -148,26 +144,22 @@ def _note_differences(
     structure: Structure, found: Mapping[str, TensorDifference], tolerance: float | None
 ) -> None:
     """Notes every tensor that differs, the one with the largest error first."""
-    errors = {}
+    differences = {}
     for name, result in found.items():
-        difference = result.difference
-        if difference is not None and difference.differing:
-            error = _error_of(difference)
+        errors = result.errors
+        if errors is not None and errors.differing:
+            error = errors.relative_error
             text = (
-                f"{difference.differing:,} of {result.a.elements:,} values differ, relative error "
-                f"{error:.4g}, largest difference {difference.largest_difference:.4g}"
+                f"{errors.differing:,} of {result.a.elements:,} values differ, relative error "
+                f"{error:.4g}, largest difference {errors.largest:.4g}"
             )
-            errors[name] = (error, text)
-        elif difference is None and result.is_identical is False:
-            errors[name] = (math.inf, "the bytes differ")
-    for name in sorted(errors, key=lambda name: -distance(errors[name][0])):
-        error, text = errors[name]
+            differences[name] = (error, text)
+        elif errors is None and result.is_identical is False:
+            differences[name] = (math.inf, "the bytes differ")
+    for name in sorted(differences, key=lambda name: -distance(differences[name][0])):
+        error, text = differences[name]
         is_fault = tolerance is not None and not error <= tolerance
         structure.note("values", found[name].b.file, name, text, is_fault=is_fault)
-
-
-def _error_of(difference: PieceDifference) -> float:
-    return relative_error(difference.squared_difference, difference.squared_values)
 
 
 def _ran(
@@ -204,7 +196,7 @@ def _note_faults(
         structure.note("source", "", "", f"{source} is not what this was made from: {foreign}")
         return
     for result in measured.weights.values():
-        for check, text in weight_faults(result, options):
+        for check, text in result.faults(options):
             structure.note(check, result.weight.values.file, result.weight.name, text)
     for copy in measured.copies.values():
         if copy.differing:
@@ -219,8 +211,8 @@ def _note_faults(
 
 def _what_is_foreign(measured: Measured) -> str:
     """Returns in a few words that most values have nothing to do with the source; or nothing."""
-    errors = [result.relative_error for result in measured.weights.values()]
-    compared = [error for error in errors if error is not None]
+    errors = [result.errors for result in measured.weights.values()]
+    compared = [found.relative_error for found in errors if found is not None]
     far = sum(not error <= FOREIGN_ERROR for error in compared)
     if 2 * far > len(compared):
         return f"{far:,} of {len(compared):,} weights are far from those in it"
@@ -273,26 +265,6 @@ def _bits_per_parameter(sizes: Mapping[str, int], parameters: int) -> float:
     return 8 * sum(sizes.values()) / max(parameters, 1)
 
 
-def _scales_of(structure: Structure) -> str:
-    """Returns how the weights were scaled; "absmax, search" where some were searched."""
-    found = {weight.format.scales for weight in structure.weights.values()}
-    return ", ".join(sorted(found)) or "absmax"
-
-
-def _settings(options: VerifyOptions, structure: Structure, device: str) -> VerifySettings:
-    """Returns the settings of a verification, as the report tells them."""
-    tolerance = "default" if options.tolerance is None else options.tolerance
-    return VerifySettings(
-        tolerance=tolerance,
-        exact=options.exact,
-        scales=_scales_of(structure),
-        device=device,
-        nf4conv=__version__,
-        torch=version("torch"),
-        lora=tuple(options.lora),
-    )
-
-
 def _join_checks(
     reports: Iterable[VerifyReport], around: Iterable[Finding]
 ) -> dict[str, CheckResult]:
@@ -326,13 +298,12 @@ def join_reports(
 
     Returns:
         One report, whose names begin with the submodel and a slash. What was made how, and with
-        which settings, is told for the first submodel.
+        which options, is told for the first submodel.
     """
     first = next(iter(reports.values()))
     sizes = dict.fromkeys(first.sizes, 0)
     findings: list[Finding] = [*around]
-    weights: list[WeightRow] = []
-    kinds: list[WeightKind] = []
+    weights: list[TensorRow] = []
     parameters = 0
     tensors: ComparedTensors | None = None
     for submodel, report in reports.items():
@@ -342,7 +313,6 @@ def join_reports(
             replace(finding, file=f"{submodel}/{finding.file}") for finding in report.findings
         )
         weights.extend(row.inside(submodel) for row in report.weights)
-        kinds.extend(kind.inside(submodel) for kind in report.kinds)
         parameters += report.parameters
         if report.tensors is not None:
             tensors = report.tensors if tensors is None else tensors + report.tensors
@@ -363,7 +333,7 @@ def join_reports(
         checks=checks,
         findings=tuple(findings),
         weights=tuple(weights),
-        kinds=tuple(kinds),
+        kinds=summed(weights),
         tensors=tensors,
         relation=relation,
         sizes=sizes,

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from nf4conv.options import VerifyOptions
 from nf4conv.plan.jobs import CopyJob, PackJob, component_name, format_of
+from nf4conv.plan.rows import distance
 from nf4conv.report.measured import CopyResult, WeightResult
-from nf4conv.report.rows.figures import distance
-from nf4conv.report.rows.weights import VerificationSummary
-from nf4conv.report.weights import weight_faults, weight_row
+from nf4conv.report.results import VerificationSummary
 from nf4conv.run.device.choice import Devices
 from nf4conv.run.shards import ShardProgress
 from nf4conv.run.tasks.prove import prove_copy, prove_written
@@ -92,11 +91,8 @@ class AuditOfWritten:
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong: with weights, the largest error first; with other tensors."""
-        results = sorted(
-            self._weights.values(), key=lambda result: -distance(result.relative_error)
-        )
-        for result in results:
-            for _, text in weight_faults(result, self._options):
+        for result in sorted(self._weights.values(), key=_by_error):
+            for _, text in result.faults(self._options):
                 yield f"{result.weight.name}: {text}"
         for copy in self._copies.values():
             if copy.differing:
@@ -105,8 +101,13 @@ class AuditOfWritten:
                 yield f"{name}: {copy.differing:,} of {elements:,} values are not the source's"
 
     def summary(self) -> VerificationSummary:
-        rows = [weight_row(self._weights[name], self._options) for name in sorted(self._weights)]
+        rows = [self._weights[name].row(self._options) for name in sorted(self._weights)]
         return VerificationSummary.of(rows, len(self._copies))
+
+
+def _by_error(result: WeightResult) -> float:
+    errors = result.errors
+    return -distance(None if errors is None else errors.relative_error)
 
 
 def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> StoredWeight:

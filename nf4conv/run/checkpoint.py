@@ -14,8 +14,7 @@ from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.results.runs import RunReport
-from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.report.results import RunReport, VerificationSummary
 from nf4conv.run.device.choice import Devices
 from nf4conv.run.filling import Card, Filling
 from nf4conv.run.loop import MemoryUse, Pipeline, make_pipeline

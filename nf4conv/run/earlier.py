@@ -13,8 +13,7 @@ from nf4conv.options import RunOptions
 from nf4conv.output.folder import OWN_NAMES
 from nf4conv.output.workspace import tidy
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.results.runs import RunReport, run_of_earlier
-from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.report.results import RunReport, VerificationSummary, run_of_earlier
 from nf4conv.run.checkpoint import Written
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished

@@ -25,7 +25,7 @@ from nf4conv.output.writer import ShardWriter
 from nf4conv.plan.fingerprint import require_unchanged
 from nf4conv.plan.jobs import Shard, source_files
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.report.results import VerificationSummary
 from nf4conv.run.device.choice import Devices
 from nf4conv.run.grouping import interleave
 from nf4conv.run.loop import Pipeline, Task

@@ -15,8 +15,7 @@ from nf4conv.output.finishing import LastFiles, finish, index_of
 from nf4conv.output.folder import OutputFolder
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.plan.fingerprint import named_options
-from nf4conv.report.results.runs import RunReport, run_of_earlier
-from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.report.results import RunReport, VerificationSummary, run_of_earlier
 from nf4conv.sources.header import read_header
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.unfinished import LAST_FILES, RECORD, is_filled_in_parts
@@ -115,7 +114,7 @@ def finish_without_source(
 
     Returns:
         run: the report.
-        totals: what all parts made, see `QuantizationTotals` and `DequantizationTotals`.
+        totals: what all parts made, see `PlanTotals`.
         None if something is missing, or parts make something else.
 
     Raises:

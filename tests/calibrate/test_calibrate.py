@@ -153,7 +153,7 @@ def test_the_record_says_by_what(text, made):
 def test_verify_accepts_it_and_notices_what_is_wrong(model, made, tmp_path):
     report = api.verify_checkpoint(made, model)
     assert report.passed
-    assert report.settings.scales == "calibrated"
+    assert {row.format.scales for row in report.weights} == {"calibrated"}
     other = make_model(tmp_path / "other", initializer_range=0.5)
     assert not api.verify_checkpoint(made, other).passed
 
@@ -197,7 +197,7 @@ def test_other_commands_take_it(made, tmp_path):
 
 def test_a_rerun_finds_the_result(model, text, made):
     report = api.quantize_checkpoint(model, made, options_for(text), CPU)
-    assert report.already_complete
+    assert report.run.already_complete
     options = options_for(text, calibration_tokens=512)
     with pytest.raises(OutputError, match="calibration"):
         api.quantize_checkpoint(model, made, options, CPU)

@@ -78,7 +78,7 @@ def test_verify_looks_again(source: Path, tmp_path: Path):
     run = replace(RUN, verify=True)
     first = quantize_checkpoint(source, out, OPTIONS, run)
     again = quantize_checkpoint(source, out, OPTIONS, run)
-    assert again.already_complete
+    assert again.run.already_complete
     assert again.verification is not None
     assert first.verification is not None
     assert again.verification.to_record() == first.verification.to_record()

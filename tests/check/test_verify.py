@@ -29,7 +29,7 @@ from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
 from nf4conv.options import VerifyOptions
-from nf4conv.report.results.checks import VerifyReport
+from nf4conv.report.results import VerifyReport
 from nf4conv.report.tolerance import RELATIVE_ERRORS
 
 CPU = RunOptions(device="cpu", workers=2)
@@ -562,7 +562,7 @@ def test_every_byte_of_the_codes_counts(damaged: Path, source: Path):
     report = verify_checkpoint(damaged, source, VerifyOptions(exact=True, tolerance=1.0), CPU)
     assert {finding.check for finding in report.findings if finding.is_fault} >= {"exact"}
     [row] = [row for row in report.weights if row.name == UP]
-    assert row.bytes_differing == 1
+    assert row.errors.differing == 1
     assert not report.identical
 
 
@@ -620,26 +620,28 @@ def test_our_own_passes_and_is_identical(good: Path, source: Path, run: RunOptio
         for layer in range(6)
         for name in ("mlp.up_proj", "self_attn.q_proj")
     }
-    assert all(0.08 < row.relative_error < 0.10 for row in report.weights)
-    assert all(row.outside == row.not_nearest == row.bytes_differing == 0 for row in report.weights)
+    assert all(0.08 < row.error < 0.10 for row in report.weights)
+    for row in report.weights:
+        assert row.errors.outside == row.errors.not_nearest == row.errors.differing == 0
 
 
 def test_figures_depend_on_neither_workers_nor_buffers(good: Path, source: Path):
     first, second = (verify_checkpoint(good, source, None, run) for run in (CPU, SMALL))
     for left, right in zip(first.weights, second.weights, strict=True):
-        row, other = dataclasses.asdict(left), dataclasses.asdict(right)
+        row, other = dataclasses.asdict(left.errors), dataclasses.asdict(right.errors)
         assert row.pop("squared_error") == pytest.approx(other.pop("squared_error"), rel=1e-6)
         assert row.pop("squared_weight") == pytest.approx(other.pop("squared_weight"), rel=1e-6)
-        for key in ("relative_error", "snr_db"):
-            assert row.pop(key) == pytest.approx(other.pop(key), rel=1e-6)
+        error = row.pop("relative_error")
+        assert error == pytest.approx(other.pop("relative_error"), rel=1e-6)
         assert row == other
+        assert dataclasses.replace(left, errors=None) == dataclasses.replace(right, errors=None)
 
 
 def test_without_a_source_nothing_is_compared(good: Path):
     report = verify_checkpoint(good, None, None, CPU)
     passes(report)
     assert report.identical is None
-    assert {row.relative_error for row in report.weights} == {None}
+    assert {row.error for row in report.weights} == {None}
     assert "codes" not in report.checks
     assert "not compared with a source" in report.verdict
 

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from nf4conv.check.calibrated import _digest
 from nf4conv.check.structure import read_structure
-from nf4conv.report.text.checks import verification_lines
-from nf4conv.report.text.contents import inspection_lines
+from nf4conv.report.text.lines import inspection_lines, verification_lines
 from nf4conv.sources.record import recorded_blocks
 
 FIRST, SECOND = (f"gpt_neox.layers.{layer}.mlp.dense_4h_to_h.weight" for layer in (0, 1))

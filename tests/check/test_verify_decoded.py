@@ -49,7 +49,7 @@ from nf4conv.errors import Nf4convError
 from nf4conv.options import Dtype
 from nf4conv.report.as_json import to_json
 from nf4conv.report.page import page
-from nf4conv.report.results.checks import VerifyReport
+from nf4conv.report.results import VerifyReport
 
 CPU = RunOptions(device="cpu", workers=2)
 SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)

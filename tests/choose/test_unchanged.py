@@ -78,7 +78,8 @@ def test_options_that_are_left_out_are_those_of_the_source(tmp_path, format):
         name: raw(part) for name, part in before.items()
     }
     assert any(
-        "of 2 weights in 4 bits 2 stay as they are, bit for bit" in note for note in report.notes
+        "of 2 weights in 4 bits 2 stay as they are, bit for bit" in note
+        for note in report.run.notes
     )
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["bnb_4bit_quant_type"] == format["quant_type"]
@@ -255,7 +256,7 @@ def test_a_bad_save_is_named_by_inspect_and_repaired_without_a_bit_of_codes_and_
     assert (f"nf4conv quantize {source} OUT" in shown.output) is repairable
     run = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, verify=verify)
     report = quantize_checkpoint(source, tmp_path / "out", run=run)
-    assert any("of 2 weights in 4 bits 2 stay" in note for note in report.notes)
+    assert any("of 2 weights in 4 bits 2 stay" in note for note in report.run.notes)
     after = tensors_of(tmp_path / "out")
     assert {name: raw(part) for name, part in after.items() if name not in kept()} == {
         name: raw(part) for name, part in good.items()
@@ -316,7 +317,7 @@ def test_an_interrupted_copy_resumes(tmp_path, monkeypatch):
         patched.setattr("nf4conv.output.workspace.Workspace.write", stop)
         with pytest.raises(PlanError, match="stopped"):
             quantize_checkpoint(source, tmp_path / "out", options, CPU)
-    assert quantize_checkpoint(source, tmp_path / "out", options, CPU).shards_resumed
+    assert quantize_checkpoint(source, tmp_path / "out", options, CPU).run.shards_resumed
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -349,7 +350,7 @@ def test_the_same_bytes_are_stored_as_another_dtype(tmp_path, storage):
     report = verify_checkpoint(stored, source, VerifyOptions(exact=True), RunOptions(device="cpu"))
     assert report.passed, [finding.line() for finding in report.findings]
     assert {
-        row.quantization.storage for row in inspect_checkpoint(stored).tensors if row.quantization
+        row.format.quant_storage for row in inspect_checkpoint(stored).tensors if row.format
     } == {storage}
     assert compared(plain, stored).within(0)
     for folder in (plain, stored):

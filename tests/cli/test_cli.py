@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 import nf4conv
 from nf4conv.cli import main
 from nf4conv.cli.parameters import Size
-from nf4conv.report.text.contents import inspection_lines, plan_lines
+from nf4conv.report.text.lines import inspection_lines, plan_lines
 from nf4conv.report.text.progress_bar import progress
 
 
@@ -85,13 +85,13 @@ def test_json_is_all_that_stdout_gets(tmp_path):
     done = run("quantize", source, tmp_path / "out", "--json", "--device", "cpu")
     assert done.returncode == 0
     report = json.loads(done.stdout)
-    assert (report["packed"], report["copied"], report["device"]) == (12, 7, "cpu")
+    assert (report["packed"], report["run"]["copied"], report["run"]["device"]) == (12, 7, "cpu")
     files = contents(tmp_path / "out")
-    assert report["bytes_after"] == sum(
+    assert report["run"]["bytes_after"] == sum(
         len(raw) for name, raw in files.items() if name.endswith(".safetensors")
     )
     assert report["bits_per_parameter"] == pytest.approx(
-        8 * report["bytes_after"] / report["parameters"]
+        8 * report["run"]["bytes_after"] / report["parameters"]
     )
 
 
@@ -158,7 +158,7 @@ def test_the_plan_s_size_is_the_result_s_but_for_a_few_digits(tmp_path):
     dry = CliRunner().invoke(main, [*command, "--dry-run"])
     planned = json.loads(dry.stdout)["totals"]["bytes_after"]
     done = CliRunner().invoke(main, [*command, "--device", "cpu"])
-    written = json.loads(done.stdout)["bytes_after"]
+    written = json.loads(done.stdout)["run"]["bytes_after"]
     assert planned - 12 * 8 <= written <= planned
 
 
@@ -259,7 +259,7 @@ def test_json_has_one_head_in_all_commands(tmp_path, command):
     }[command]
     done = CliRunner().invoke(main, [command, *map(str, arguments), "--json"])
     content = json.loads(done.stdout)
-    head = {"schema_version": 1, "nf4conv": nf4conv.__version__, "command": command}
+    head = {"schema_version": 2, "nf4conv": nf4conv.__version__, "command": command}
     assert dict(list(content.items())[:3]) == head
 
 

@@ -102,7 +102,7 @@ def test_progress_is_a_keyword_but_no_option_and_in_no_record(tmp_path: Path):
     assert "--progress" not in run("quantize", "--help").output
     # a run with another function for progress finds the result of the first
     again = nf4conv.quantize(source, tmp_path / "out", device="cpu", progress=lambda _: None)
-    assert again.already_complete
+    assert again.run.already_complete
 
 
 def test_a_record_holds_what_the_command_itself_decides():
@@ -278,7 +278,7 @@ def test_keywords_do_what_the_classes_do(tmp_path: Path):
     assert report.packed == 10
     checked = nf4conv.verify(tmp_path / "out", source=source, tolerance=0.2, device="cpu")
     assert checked.passed
-    assert checked.settings.tolerance == 0.2
+    assert checked.options.tolerance == 0.2
     assert not nf4conv.verify(tmp_path / "out", source=source, tolerance=0.01, device="cpu").passed
     found = nf4conv.inspect(tmp_path / "out")
     assert found.totals.packed == 10

@@ -325,7 +325,7 @@ def test_interrupted_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch):
         dequantize_checkpoint(
             tmp_path / "packed", out, dataclasses.replace(options, dtype="float32"), SMALL
         )
-    assert dequantize_checkpoint(tmp_path / "packed", out, options, SMALL).shards_resumed > 0
+    assert dequantize_checkpoint(tmp_path / "packed", out, options, SMALL).run.shards_resumed > 0
     dequantize_checkpoint(tmp_path / "packed", tmp_path / "whole", options, CPU)
     assert contents(out) == contents(tmp_path / "whole")
 
@@ -334,9 +334,11 @@ def test_a_plan_tells_everything_beforehand(tmp_path):
     quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
     plan = plan_dequantization(tmp_path / "packed")
     report = dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
-    assert plan.totals().bytes_after == report.bytes_after
+    assert plan.totals().bytes_after == report.run.bytes_after
     assert (
-        (plan.totals().decoded, plan.totals().copied) == (report.decoded, report.copied) == (12, 7)
+        (plan.totals().decoded, plan.totals().copied)
+        == (report.decoded, report.run.copied)
+        == (12, 7)
     )
     assert {row.name for row in plan.rows()} == tensors_of(tmp_path / "out").keys()
 

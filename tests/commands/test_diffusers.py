@@ -124,8 +124,8 @@ def test_layout_and_contents(pipeline, tmp_path):
         *("scheduler/scheduler_config.json", "tokenizer/vocab.json"),
     }
     assert found["model_index.json"] == (pipeline / "model_index.json").read_bytes()
-    assert (report.packed, report.copied, report.out) == (3, 4, str(out))
-    assert report.bytes_after == sum(path.stat().st_size for path in out.rglob("*.safetensors"))
+    assert (report.packed, report.run.copied, report.run.out) == (3, 4, str(out))
+    assert report.run.bytes_after == sum(path.stat().st_size for path in out.rglob("*.safetensors"))
     before = load_file(pipeline / "vae/diffusion_pytorch_model.safetensors")
     after = load_file(out / "vae/diffusion_pytorch_model.safetensors")
     assert {name: tensor.tolist() for name, tensor in before.items()} == {
@@ -167,7 +167,7 @@ def test_a_search_is_of_the_components_in_16_bits(pipeline, tmp_path):
     search = QuantizeOptions(scales="search")
     report = execute_quantization(plan_quantization(mixed, search), out, RUN)
     assert report.stay == 1
-    assert any("text_encoder: 1 weights keep scales" in note for note in report.notes)
+    assert any("text_encoder: 1 weights keep scales" in note for note in report.run.notes)
     assert recorded(out, "text_encoder") == [("kept as found", "absmax", 1)]
     assert recorded(out, "transformer") == [("packed", "search", 2)]
     assert recorded(out, "vae") == []
@@ -351,7 +351,7 @@ def test_resuming_keeps_finished_components(pipeline, tmp_path, after):
     assert (
         out / "transformer" / "diffusion_pytorch_model.safetensors"
     ).stat().st_mtime_ns == before.st_mtime_ns
-    assert report.shards_resumed == ["text_encoder", "vae"].index(after) + 1
+    assert report.run.shards_resumed == ["text_encoder", "vae"].index(after) + 1
     assert (report.packed, sum(seen)) == (3, plan.totals().bytes_before)
     assert contents(out) == contents(tmp_path / "whole")
 
@@ -362,7 +362,7 @@ def test_another_pipeline_is_not_overwritten_unasked(pipeline, tmp_path):
     whole = contents(out)
     (out / ".nf4conv").mkdir()  # as a run leaves it that is killed before its last removal
     (out / ".nf4conv/lock").touch()
-    assert execute_quantization(plan_quantization(pipeline), out, RUN).already_complete
+    assert execute_quantization(plan_quantization(pipeline), out, RUN).run.already_complete
     assert contents(out) == whole
     other = plan_quantization(pipeline, QuantizeOptions(blocksize=128))
     with pytest.raises(OutputError, match="blocksize was 64 and is 128 now"):
@@ -475,7 +475,7 @@ def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
 def test_inspection(pipeline, tmp_path):
     execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
     found = inspect_checkpoint(tmp_path / "out")
-    assert {row.name for row in found.tensors if row.quantization} == PACKED
+    assert {row.name for row in found.tensors if row.format} == PACKED
     assert found.totals.packed == 3
     assert "vae/diffusion_pytorch_model.safetensors" in found.files
 

@@ -277,9 +277,7 @@ def test_several_forms_side_by_side(tmp_path, ids):
     # codes, and scales that are nested
     searched, mixed = found["evaluations"]
     assert searched["bits_per_weight"] == pytest.approx(4 + 8 / 64 + 32 / 64 / 256, abs=0.01)
-    elements = sum(
-        row.parameters for row in api.inspect_checkpoint(outs[0]).tensors if row.quantization
-    )
+    elements = sum(row.parameters for row in api.inspect_checkpoint(outs[0]).tensors if row.format)
     kept = 64 * 128  # elements of down_proj, in float32
     bits = (4 + 8 / 128 + 32 / 128 / 256) * (elements - kept) + 32 * kept
     assert mixed["bits_per_weight"] == pytest.approx(bits / elements, abs=0.01)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from nf4conv.output.writer import write_result
 from nf4conv.report.as_json import to_json
-from nf4conv.report.results.contents import Environment
+from nf4conv.report.results import Environment
 
 # --- memory ---------------------------------------------------------------------------------------
 

@@ -79,7 +79,9 @@ def test_a_rerun_of_a_finished_job_does_nothing(source: Path, tmp_path: Path, co
     assert again.exit_code == 0
     assert "; already complete, nothing was done" in again.stdout
     assert (
-        json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)["already_complete"]
+        json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)["run"][
+            "already_complete"
+        ]
         is True
     )
     assert stamps(tmp_path / "out") == before
@@ -116,7 +118,7 @@ def test_a_rerun_that_asks_for_more(source: Path, tmp_path: Path):
     again = quantize_checkpoint(source, tmp_path / "out", run=RunOptions(device="cpu", verify=True))
     assert first.verification is not None
     assert again.verification is not None
-    assert again.already_complete
+    assert again.run.already_complete
     assert again.verification.to_record() == first.verification.to_record()
     with pytest.raises(VerificationError, match=r"largest relative error 0.09\d\d, more than 0.01"):
         quantize_checkpoint(
@@ -130,7 +132,7 @@ def test_a_run_killed_at_its_very_end_is_tidied_up(source: Path, tmp_path: Path)
     before = contents(tmp_path / "out")
     (tmp_path / "out/.nf4conv").mkdir()
     (tmp_path / "out/.nf4conv/lock").touch()
-    assert quantize_checkpoint(source, tmp_path / "out", run=CPU).already_complete
+    assert quantize_checkpoint(source, tmp_path / "out", run=CPU).run.already_complete
     assert contents(tmp_path / "out") == before
     assert not (tmp_path / "out/.nf4conv").exists()
 

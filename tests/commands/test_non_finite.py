@@ -151,4 +151,4 @@ def test_an_adapter_with_large_finite_values_is_merged(tmp_path: Path, model: Pa
     adapter = adapter_with(tmp_path / "adapter", model, 1e6)
     options = DequantizeOptions(lora=(str(adapter),))
     report = dequantize_checkpoint(model, tmp_path / "out", options, RUN)
-    assert report.copied + report.decoded > 0
+    assert report.run.copied + report.decoded > 0

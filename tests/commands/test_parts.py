@@ -83,18 +83,18 @@ def test_the_bytes_are_those_of_a_single_run(
     missing = 1
     for name in names_of(count):
         report = part(source, tmp_path / "out", name, verify=verify)
-        assert report.already_complete is (missing == 0)
+        assert report.run.already_complete is (missing == 0)
         if missing:
-            assert report.part == name
-            missing = report.shards_missing
-        before += report.bytes_before if report.seconds_by_activity.get("read") else 0
+            assert report.run.part == name
+            missing = report.run.shards_missing
+        before += report.run.bytes_before if report.run.seconds_by_activity.get("read") else 0
         assert (tmp_path / "out/config.json").exists() is (missing == 0)
     assert missing == 0
-    assert before >= single.bytes_before
+    assert before >= single.run.bytes_before
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
     again = quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, verify=verify))
-    assert again.already_complete
-    assert again.bytes_after == single.bytes_after
+    assert again.run.already_complete
+    assert again.run.bytes_after == single.run.bytes_after
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -116,17 +116,17 @@ def test_the_last_part_twice_at_once(source: Path, tmp_path: Path):
 def test_parts_of_different_numbers_make_one_result(source: Path, tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
     for name in ("1/2", "3/3"):
-        assert part(source, tmp_path / "out", name).shards_missing > 0
-    assert part(source, tmp_path / "out", "2/2").shards_missing == 0
+        assert part(source, tmp_path / "out", name).run.shards_missing > 0
+    assert part(source, tmp_path / "out", "2/2").run.shards_missing == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
 def test_a_run_without_a_part_makes_what_is_missing(source: Path, tmp_path: Path):
     quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
-    missing = part(source, tmp_path / "out", "2/3").shards_missing
+    missing = part(source, tmp_path / "out", "2/3").run.shards_missing
     report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
-    assert (report.shards_missing, report.already_complete) == (0, False)
-    assert 0 < report.shards_resumed < missing
+    assert (report.run.shards_missing, report.run.already_complete) == (0, False)
+    assert 0 < report.run.shards_resumed < missing
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -158,7 +158,7 @@ def test_whoever_comes_next_finishes_what_a_killed_part_has_left(
     part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "2/2")
     assert not (tmp_path / "out/config.json").exists()
     report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, part=name))
-    assert report.shards_missing == 0
+    assert report.run.shards_missing == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -180,8 +180,11 @@ def test_the_source_is_gone(
     assert contents(tmp_path / "out") == before
     report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    assert (report.packed, report.copied) == (single.packed, single.copied)
-    assert (report.bytes_before, report.bytes_after) == (single.bytes_before, single.bytes_after)
+    assert (report.packed, report.run.copied) == (single.packed, single.run.copied)
+    assert (report.run.bytes_before, report.run.bytes_after) == (
+        single.run.bytes_before,
+        single.run.bytes_after,
+    )
     with pytest.raises(SourceError):
         quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
 
@@ -209,7 +212,7 @@ def test_what_others_have_finished_meanwhile_is_complete(source: Path, tmp_path:
     report = quantize_checkpoint(
         source, tmp_path / "out", OPTIONS, replace(RUN, part="1/1", workers=1), interfere
     )
-    assert report.already_complete
+    assert report.run.already_complete
     quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
@@ -301,7 +304,7 @@ def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
 
     monkeypatch.setattr(stream_module, "check_content", interfere)
     report = part(REPO, tmp_path / "out", "1/1", where=where)
-    assert report.already_complete
+    assert report.run.already_complete
     quantize_checkpoint(REPO, tmp_path / "single", OPTIONS, RUN, where=where)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 

@@ -279,10 +279,8 @@ class Expected:
         self.made_from = {}
         for row in inspect_checkpoint(source).tensors:
             start = row.dtype
-            if row.quantization is not None:
+            if row.format is not None:
                 start = f"bitsandbytes {row.format}"
-                if row.quantization.storage != "uint8":
-                    start += f" in {row.quantization.storage}"
             if options.lora and row.name in Q_PROJS:
                 start += ", merged with adapters"
             self.made_from[row.name] = start
@@ -294,8 +292,8 @@ class Expected:
 
     def make(self, out: Path) -> None:
         report = quantize_checkpoint(self.source, out, self.options, replace(CPU, verify=True))
-        assert (report.packed, report.stay, report.copied) == (len(NAMES), self.stay, 2)
-        note = any("a search needs the 16-bit model" in note for note in report.notes)
+        assert (report.packed, report.stay, report.run.copied) == (len(NAMES), self.stay, 2)
+        note = any("a search needs the 16-bit model" in note for note in report.run.notes)
         unsearched = {self.scales[name] for name in NAMES if name not in self.anew} - {"search"}
         assert note is (self.options.scales == "search" and bool(unsearched))
         before, after = tensors_of(self.source), tensors_of(out)
@@ -308,7 +306,7 @@ class Expected:
         stored = {row.name: row for row in inspect_checkpoint(out).tensors}
         for name, group in recorded_of_each(out).items():
             row = stored[name]
-            found = row.quantization
+            found = row.format
             assert found is not None
             assert group.pop("count")
             group.pop("names", None)
@@ -318,7 +316,7 @@ class Expected:
                 "quant_type": found.quant_type,
                 "blocksize": found.blocksize,
                 "double_quant": found.double_quant,
-                "quant_storage": found.storage,
+                "quant_storage": found.quant_storage,
                 "scales": self.scales[name],
                 "dtype": row.dtype,
             }, name
@@ -374,13 +372,12 @@ class Expected:
         assert faults(out) == []
         assert faults(out, self.source, exact=True, lora=self.options.lora) == []
         verified = verify_checkpoint(out, run=CPU)
-        assert {row.name: row.scales for row in verified.weights} == self.scales
-        assert verified.settings.scales == ", ".join(sorted(set(self.scales.values())))
+        assert {row.name: row.format.scales for row in verified.weights} == self.scales
 
     def check_rerun(self, out: Path) -> None:
         before = contents(out)
         again = quantize_checkpoint(self.source, out, self.options, replace(CPU, verify=True))
-        assert again.already_complete
+        assert again.run.already_complete
         assert contents(out) == before
 
     def check(self, out: Path) -> None:
@@ -458,7 +455,7 @@ def test_what_is_asked_for_and_what_is_left_open_make_the_same_job(world: World,
     spelled = QuantizeOptions(
         quant_type="nf4", blocksize=64, double_quant=True, dtype="bfloat16", scales="absmax"
     )
-    assert quantize_checkpoint(world.plain, tmp_path / "out", spelled, CPU).already_complete
+    assert quantize_checkpoint(world.plain, tmp_path / "out", spelled, CPU).run.already_complete
     for options, message in (
         (SEARCH, 'scales was "absmax" and is "search" now'),
         (QuantizeOptions(quant_type="fp4"), 'quant-type was "nf4" and is "fp4" now'),

@@ -3,6 +3,7 @@ found by name.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,9 @@ def agrees(out: Path, source: Path, summary: Any) -> None:
     assert len(summary.weights) == len(report.weights) == summary.packed
     by_name = {row.name: row for row in report.weights}
     for row in summary.weights:
-        for key in (
-            "relative_error",
-            "largest_error",
-            "largest_error_of_absmax",
-            "outside",
-            "not_nearest",
-            "bytes_differing",
-        ):
-            assert getattr(row, key) == pytest.approx(getattr(by_name[row.name], key), rel=1e-6), (
-                key
-            )
-    assert summary.largest_relative_error == max(row.relative_error for row in summary.weights)
+        found = asdict(row.errors)
+        assert found == pytest.approx(asdict(by_name[row.name].errors), rel=1e-6), row.name
+    assert summary.largest_relative_error == max(row.error for row in summary.weights)
     assert summary.bytes_differing == 0
 
 

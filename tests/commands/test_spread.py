@@ -33,6 +33,7 @@ OF_THE_RUN = {
     "out",
     "loading",
     "push",
+    "run",
     "seconds",
     "pipeline_seconds",
     "seconds_by_activity",
@@ -132,20 +133,21 @@ def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: Ru
     read: list[int] = []
     report = api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run, read.append)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    assert {k: v for k, v in asdict(report).items() if k not in OF_THE_RUN} == {
-        k: v for k, v in asdict(single).items() if k not in OF_THE_RUN
-    }
-    assert report.seconds_by_activity.keys() == single.seconds_by_activity.keys()
-    assert report.seconds >= report.pipeline_seconds > 0
-    again = report.bytes_before + report.bytes_after if run.verify else 0
-    assert sum(read) == report.bytes_before + again
+    for found, expected in ((report, single), (report.run, single.run)):
+        assert {k: v for k, v in asdict(found).items() if k not in OF_THE_RUN} == {
+            k: v for k, v in asdict(expected).items() if k not in OF_THE_RUN
+        }
+    assert report.run.seconds_by_activity.keys() == single.run.seconds_by_activity.keys()
+    assert report.run.seconds >= report.run.pipeline_seconds > 0
+    again = report.run.bytes_before + report.run.bytes_after if run.verify else 0
+    assert sum(read) == report.run.bytes_before + again
     if run.verify:
         assert report.verification is not None
         assert single.verification is not None
         assert report.verification.to_record() == single.verification.to_record()
     once_more = api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run)
-    assert once_more.already_complete
-    assert once_more.seconds_by_activity == {}
+    assert once_more.run.already_complete
+    assert once_more.run.seconds_by_activity == {}
 
 
 def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
@@ -154,10 +156,10 @@ def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
     single = api.dequantize_checkpoint(tmp_path / "packed", tmp_path / "single", options, ONE)
     report = api.dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, TWO)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    assert (report.decoded, report.copied, report.bytes_after) == (
+    assert (report.decoded, report.run.copied, report.run.bytes_after) == (
         single.decoded,
-        single.copied,
-        single.bytes_after,
+        single.run.copied,
+        single.run.bytes_after,
     )
 
 
@@ -168,7 +170,7 @@ def test_overwriting(tmp_path: Path, source: Path):
     report = api.quantize_checkpoint(
         source, tmp_path / "out", OPTIONS, replace(TWO, overwrite=True)
     )
-    assert not report.already_complete
+    assert not report.run.already_complete
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -218,7 +220,7 @@ def test_however_a_run_ends_nobody_is_left_and_it_resumes(tmp_path: Path):
         finished = len([*out.glob(".nf4conv/shards/*")])
     code, output, errors = Run(source, out).end()
     assert (code, errors) == (0, "")
-    assert json.loads(output)["shards_resumed"] == finished >= 6
+    assert json.loads(output)["run"]["shards_resumed"] == finished >= 6
     assert contents(out) == contents(tmp_path / "single")
 
 
@@ -302,7 +304,7 @@ def test_all_gpus(tmp_path: Path, source: Path):
         source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all")
     )
     api.quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(ONE, device="cuda:0"))
-    assert report.device == ", ".join(
+    assert report.run.device == ", ".join(
         f"cuda:{number}" for number in range(torch.cuda.device_count())
     )
     assert contents(tmp_path / "out") == contents(tmp_path / "single")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from nf4conv.check.comparing import pair_alike
 from nf4conv.options import MachineOptions, SourceOptions
-from nf4conv.report.measured import PieceDifference, TensorDifference
-from nf4conv.report.rows.figures import relative_error
+from nf4conv.plan.rows import Errors
+from nf4conv.report.measured import TensorDifference
 from nf4conv.run.comparing import compare
 from nf4conv.run.reading import open_reader
 from nf4conv.sources.opening import open_source
@@ -30,7 +30,7 @@ class Compared:
 
     device: str
     statuses: dict[str, str] = field(default_factory=dict)
-    differences: dict[str, PieceDifference] = field(default_factory=dict)
+    differences: dict[str, Errors] = field(default_factory=dict)
 
     @property
     def unlike(self) -> dict[str, str]:
@@ -38,8 +38,7 @@ class Compared:
         return {name: status for name, status in self.statuses.items() if status != "identical"}
 
     def error(self, name: str) -> float:
-        found = self.differences[name]
-        return relative_error(found.squared_difference, found.squared_values)
+        return self.differences[name].relative_error
 
     def within(self, tolerance: float) -> bool:
         if "alone" in self.statuses.values():
@@ -62,8 +61,8 @@ def compared(
     found = Compared(device)
     for name, result in results.items():
         found.statuses[name] = status_of(result)
-        if result.difference is not None:
-            found.differences[name] = result.difference
+        if result.errors is not None:
+            found.differences[name] = result.errors
     for finding in structure.findings:
         found.statuses[finding.tensor] = "alone"
     return found
@@ -72,7 +71,7 @@ def compared(
 def status_of(result: TensorDifference) -> str:
     if result.is_identical:
         return "identical"
-    difference = result.difference
-    if difference is None:  # no value, or complex ones whose bytes differ
+    errors = result.errors
+    if errors is None:  # no value, or complex ones whose bytes differ
         return "different" if result.a.elements else "equal in value"
-    return "different" if difference.differing else "equal in value"
+    return "different" if errors.differing else "equal in value"

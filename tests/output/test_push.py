@@ -21,7 +21,7 @@ import nf4conv.sources.remote.asking as asking_module
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import PushOptions
-from nf4conv.report.results.runs import QuantizeReport
+from nf4conv.report.results import QuantizeReport
 
 REPO = "me/model-nf4"
 TOKEN = "hf_writer"

@@ -101,7 +101,7 @@ def test_finished_shards_are_not_made_again(tmp_path, monkeypatch, storage):
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch, options)
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
     report = quantize_checkpoint(source, out, options, RUN)
-    assert report.shards_resumed == len(before) > 0
+    assert report.run.shards_resumed == len(before) > 0
     assert all((out / name).stat().st_mtime_ns == stamp for name, stamp in before.items())
     quantize_checkpoint(source, tmp_path / "whole", options, RUN)
     assert contents(out) == contents(tmp_path / "whole")
@@ -111,7 +111,7 @@ def test_a_damaged_finished_shard_is_made_again(tmp_path, monkeypatch):
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
     for path in out.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
-    assert quantize_checkpoint(source, out, OPTIONS, RUN).shards_resumed == 0
+    assert quantize_checkpoint(source, out, OPTIONS, RUN).run.shards_resumed == 0
     quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
     assert contents(out) == contents(tmp_path / "whole")
 
@@ -130,7 +130,7 @@ def replaced_unseen(shard: Path) -> None:
 def test_a_source_that_was_replaced_unseen_gives_no_mixed_result(tmp_path, monkeypatch, shard):
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
     replaced_unseen(source / shard)
-    assert quantize_checkpoint(source, out, OPTIONS, RUN).shards_resumed == 0
+    assert quantize_checkpoint(source, out, OPTIONS, RUN).run.shards_resumed == 0
     quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
     assert contents(out) == contents(tmp_path / "whole")
 
@@ -153,7 +153,7 @@ def test_a_bit_that_flipped_in_a_finished_shard_is_not_kept(tmp_path, monkeypatc
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert quantize_checkpoint(source, out, OPTIONS, RUN).shards_resumed == 0
+    assert quantize_checkpoint(source, out, OPTIONS, RUN).run.shards_resumed == 0
     quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
     assert contents(out) == contents(tmp_path / "whole")
 

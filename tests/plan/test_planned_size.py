@@ -93,7 +93,7 @@ def test_quantize(tmp_path: Path, kind: str, double_quant: bool, shard_size: int
     written = size_of(tmp_path / "out")
     spare = spare_digits(tmp_path / "out")
     assert report.packed > 0
-    assert report.bytes_after == written
+    assert report.run.bytes_after == written
     assert plan.totals().bytes_after == written + spare
     assert (spare > 0) == double_quant
 

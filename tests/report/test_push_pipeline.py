@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from nf4conv.cli import main
 from nf4conv.errors import OutputError
 from nf4conv.options import PushOptions, QuantizeOptions, SourceOptions
-from nf4conv.report.results.runs import QuantizeReport
+from nf4conv.report.results import QuantizeReport
 
 REPO = "me/flux-nf4"
 PUSH = PushOptions(push_to_hub=REPO, token="hf_writer")
@@ -100,7 +100,7 @@ def test_the_card(hub: Hub, pipeline: Path, tmp_path: Path):
     assert "| what is not packed | bfloat16 |" in body
     assert "| vae | 0 | 0.03 MB → 0.03 MB |" in body
     assert "| packed | 2 weights, 66.7 % of 49,152 parameters |" in body
-    assert f"{8 * report.bytes_after / 49152:.2f} bits a parameter" in body
+    assert f"{8 * report.run.bytes_after / 49152:.2f} bits a parameter" in body
     assert report.verification is not None
     assert [row.name for row in report.verification.weights] == [
         "text_encoder/encoder.layers.0.fc1.weight",
@@ -133,7 +133,7 @@ def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(
     report = quantize_checkpoint(
         pipeline, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu"), push=PUSH
     )
-    assert report.shards_resumed
+    assert report.run.shards_resumed
     assert pushed_files(hub) == contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from nf4conv.report.as_json import to_json
 from nf4conv.report.page import page, write_page
-from nf4conv.report.results.checks import VerifyReport
+from nf4conv.report.results import VerifyReport
 from nf4conv.sources.stored_weights import Finding
 
 CPU = RunOptions(device="cpu")
@@ -130,9 +130,13 @@ def test_it_says_when_and_by_which_command_and_versions(reports: dict[str, Verif
     assert "Made 2026-11-22 22:41 UTC by nf4conv verify out --source source with" in text
     assert f"torch {version('torch')} and Python {platform.python_version()}" in text
     strict = dataclasses.replace(
-        reports["passed"].settings, exact=True, tolerance=0.1, lora=("/home/me/my adapter",)
+        reports["passed"].options,
+        source="source",
+        exact=True,
+        tolerance=0.1,
+        lora=("/home/me/my adapter",),
     )
-    content = page(dataclasses.replace(reports["passed"], settings=strict))
+    content = page(dataclasses.replace(reports["passed"], options=strict))
     command = "nf4conv verify out --source source --lora 'my adapter' --tolerance 0.1 --exact"
     assert command in parsed(content).text
     assert "/home/me" not in content
@@ -140,7 +144,7 @@ def test_it_says_when_and_by_which_command_and_versions(reports: dict[str, Verif
 
 def test_names_cannot_break_the_page(reports: dict[str, VerifyReport]):
     evil = "model.layers.0.</script><script>alert(1)</script>{{ 7 * 7 }}&\"'\x1b[31m.weight"
-    row = dataclasses.replace(reports["passed"].weights[0], name=evil, kind=evil)
+    row = dataclasses.replace(reports["passed"].weights[0], name=evil)
     report = dataclasses.replace(
         reports["passed"], weights=(row, *reports["passed"].weights[1:]), path=evil
     )
@@ -153,14 +157,17 @@ def test_names_cannot_break_the_page(reports: dict[str, VerifyReport]):
 @pytest.mark.parametrize("error", [math.inf, math.nan])
 def test_figures_that_are_no_numbers(reports: dict[str, VerifyReport], error: float):
     """A destroyed weight has an infinite error: page and JSON say so."""
-    row = dataclasses.replace(reports["passed"].weights[-1], relative_error=error, snr_db=-math.inf)
+    last = reports["passed"].weights[-1]
+    assert last.errors is not None
+    errors = dataclasses.replace(last.errors, squared_error=error)
+    row = dataclasses.replace(last, errors=errors)
     report = dataclasses.replace(reports["passed"], weights=(*reports["passed"].weights[:-1], row))
     content = page(report)
     first = content.partition('<table class="sortable">')[2].partition("<tbody>")[2]
     assert first.index(row.name) < 100
     assert f'class="bad">{error}</td>' in first
     stored = json.loads(to_json(report))
-    assert stored["weights"][-1]["relative_error"] == str(error)
+    assert stored["weights"][-1]["errors"]["relative_error"] == str(error)
 
 
 def test_the_json_holds_everything(reports: dict[str, VerifyReport]):

@@ -165,7 +165,7 @@ def test_more_elements_than_an_int32_counts(tmp_path):
     report = quantize_checkpoint(
         tmp_path / "source", tmp_path / "out", None, RunOptions(device="cuda")
     )
-    assert report.device_peak_bytes < 1.5e9
+    assert report.run.device_peak_bytes < 1.5e9
     written = load_file(tmp_path / "out/model.safetensors")
     packed, state = quantize_4bit(weight)
     expected = {"": packed} | {f".{suffix}": part for suffix, part in state.components().items()}

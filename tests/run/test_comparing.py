@@ -68,7 +68,7 @@ def test_one_value(tmp_path, run, position):
     assert found.unlike == {UP: "different"}
     difference = found.differences[UP]
     step = float(changed[UP].view(-1)[position]) - float(tensors()[UP].view(-1)[position])
-    assert (difference.differing, difference.largest_difference) == (1, abs(step))
+    assert (difference.differing, difference.largest) == (1, abs(step))
     assert found.error(UP) == pytest.approx(abs(step) / float(tensors()[UP].double().norm()))
 
 
@@ -91,7 +91,7 @@ def test_a_cast_that_rounds(tmp_path):
     found = compared(plain(tmp_path / "a", exact), plain(tmp_path / "b", rounded), TINY)
     error = (exact[UP] - rounded[UP].float()).double()
     assert found.differences[UP].differing == int((error != 0).sum())
-    assert found.differences[UP].largest_difference == float(error.abs().max())
+    assert found.differences[UP].largest == float(error.abs().max())
     assert found.error(UP) == pytest.approx(
         float(error.norm() / exact[UP].double().norm()), rel=TEN_DIGITS
     )
@@ -109,10 +109,10 @@ def test_nan_equals_nan_and_infinity_itself(tmp_path):
     assert compared(paths[0], paths[1]).statuses == {"x": "identical"}
     assert compared(paths[0], paths[2]).statuses == {"x": "equal in value"}
     difference = compared(paths[0], paths[3]).differences["x"]
-    assert (difference.differing, difference.largest_difference) == (1, math.inf)
+    assert (difference.differing, difference.largest) == (1, math.inf)
     difference = compared(paths[0], paths[4]).differences["x"]
     assert difference.differing == 2  # minus zero equals zero
-    assert difference.squared_values == 1.0  # infinities do not drown the error
+    assert difference.squared_weight == 1.0  # infinities do not drown the error
     assert not compared(paths[0], paths[4]).within(2)
 
 
@@ -211,7 +211,7 @@ def test_a_packed_weight_and_its_source(packed, run):
     weight = load_file(packed["source"] / "model.safetensors")[UP].double()
     error = weight - load_file(packed["bfloat16"] / "model.safetensors")[UP].double()
     assert found.error(UP) == pytest.approx(float(error.norm() / weight.norm()), rel=TEN_DIGITS)
-    assert found.differences[UP].largest_difference == float(error.abs().max())
+    assert found.differences[UP].largest == float(error.abs().max())
     assert found.unlike == {UP: "different"}
 
 
@@ -220,7 +220,7 @@ def test_a_packed_weight_and_its_source(packed, run):
     "run", [CPU, TINY, UNEVEN], ids=["large-buffer", "tiny-buffer", "uneven-buffer"]
 )
 def test_two_formats(packed, tmp_path, other, run):
-    decoded = dequantize_checkpoint(packed[other], tmp_path / "decoded", None, CPU).out
+    decoded = dequantize_checkpoint(packed[other], tmp_path / "decoded", None, CPU).run.out
     a, b = (
         load_file(Path(folder) / "model.safetensors")[UP].double()
         for folder in (packed["bfloat16"], decoded)

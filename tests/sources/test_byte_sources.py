@@ -149,7 +149,7 @@ def test_bytes_that_were_rounded_to_fewer_bits(tmp_path: Path, dtype: str):
     source = write(tmp_path / "source", TORCHAO | {"quant_type": intx}, parts)
     [row] = inspect_checkpoint(source).tensors
     assert (row.name, row.shape) == (f"{Q}.weight", (128, 256))
-    assert row.format == f"{dtype.upper()}, groups of 32"
+    assert row.stored == f"{dtype.upper()}, groups of 32"
     shown = CliRunner().invoke(main, ["inspect", str(source)]).stdout
     assert shown.startswith("1 tensors, 1 of them in fewer than 16 bits, in ")
     notes = "".join(plan_quantization(source).notes)

@@ -77,7 +77,7 @@ def test_a_layout_beside_its_source(mixtures, tmp_path, layout):
     for name in (*ABOUT, *VALUES):
         faults = [finding.line() for finding in report.findings if finding.check == name]
         assert report.checks[name].passed, faults
-    assert {row.relative_error is not None for row in report.weights} == {True}
+    assert {row.error is not None for row in report.weights} == {True}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

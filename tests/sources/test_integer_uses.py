@@ -142,7 +142,7 @@ def test_inspect_names_method_bits_and_groups(tmp_path: Path, method: str):
         "compressed": "compressed-tensors",
         "auto-round": "GPTQ",
     }.get(method, method)
-    [kind] = [kind for kind in found.kinds if kind.kind == "mlp.up_proj"]
+    [kind] = [kind for kind in found.kinds if kind.kind.endswith("mlp.up_proj")]
     assert kind.formats == (f"{packing} 4-bit, groups of 32",)
     assert 4 < kind.bits_per_parameter < 6
     assert found.totals.parameters == inspect_checkpoint(plain).totals.parameters
@@ -153,7 +153,7 @@ def test_inspect_shows_what_cannot_be_decoded(tmp_path: Path):
     source, _ = write(
         tmp_path / "source", tensors, LLAMA_CONFIG, GPTQ | {"checkpoint_format": "marlin"}
     )
-    formats = {row.format for row in inspect_checkpoint(source).tensors}
+    formats = {row.stored for row in inspect_checkpoint(source).tensors}
     assert formats == {"float16", "I32"}
 
 
@@ -161,7 +161,7 @@ def test_a_dry_run_knows_the_size(tmp_path: Path):
     source, _ = write(tmp_path / "source", llama(gptq), LLAMA_CONFIG, GPTQ)
     plan = plan_dequantization(source)
     report = dequantize_checkpoint(source, tmp_path / "out", None, CPU)
-    assert plan.totals().bytes_after == report.bytes_after
+    assert plan.totals().bytes_after == report.run.bytes_after
     assert describe_plan(plan).notes[0].startswith("the source is quantized (gptq): 14 of GPTQ")
 
 

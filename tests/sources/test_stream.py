@@ -470,7 +470,7 @@ def test_verify_looks_again_at_what_was_streamed(hub, tmp_path, where, kind):
     run = RunOptions(device="cpu", workers=2, verify=True)
     first = quantize_checkpoint(REPO, out, OPTIONS, run, where=where)
     again = quantize_checkpoint(REPO, out, OPTIONS, run, where=where)
-    assert again.already_complete
+    assert again.run.already_complete
     assert again.verification is not None
     assert first.verification is not None
     assert again.verification.to_record() == first.verification.to_record()

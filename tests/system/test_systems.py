@@ -341,10 +341,10 @@ def left_out(source: Path, *names: str) -> list[str]:
         (source / name).write_text(name)
     out = source.parent / "out"
     report = api.quantize_checkpoint(source, out, run=api.RunOptions(device="cpu"))
-    lost = [line for line in report.notes if line.endswith("; it is not copied")]
+    lost = [line for line in report.run.notes if line.endswith("; it is not copied")]
     assert {path.name for path in out.iterdir()} & {*names} == {*names[: -len(lost)]}
     again = api.quantize_checkpoint(source, out, run=api.RunOptions(device="cpu"))
-    assert again.already_complete
+    assert again.run.already_complete
     return lost
 
 

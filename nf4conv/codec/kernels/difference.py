@@ -19,7 +19,7 @@ def difference_kernel(a_ptr, b_ptr, sums_ptr, n: tl.int64, programs: tl.int64):
 
     Pointers to tensors:
         a_ptr, b_ptr: [n] float32, float16 or bfloat16, each of its own dtype.
-        sums_ptr: [4, programs] float64, written: the fields of report.measured.PieceDifference, in
+        sums_ptr: [4, programs] float64, written: the fields of plan.rows.Errors, in
             their order.
     """
     infinity = float("inf")

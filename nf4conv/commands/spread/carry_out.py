@@ -20,12 +20,11 @@ from nf4conv.errors import PlanError
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.parts import plan_part
-from nf4conv.report.results.runs import QuantizeReport, RunReport
-from nf4conv.report.rows.weights import VerificationSummary
+from nf4conv.report.results import DequantizeReport, QuantizeReport, VerificationSummary
 from nf4conv.sources.record import read_record
 from nf4conv.sources.unfinished import finished_shards
 
-ReportT = TypeVar("ReportT", bound=RunReport)
+ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
 
 
 def carry_out(
@@ -80,11 +79,13 @@ def carry_out(
     # a run into a finished folder computes nothing, and reports what is there; each part has
     # verified its own shards
     report = execute(plan, out, replace(alone, verify=False, tolerance=None))
-    if run.verify and isinstance(report, QuantizeReport):
+    if run.verify and type(report) is QuantizeReport:
         verified = VerificationSummary.from_record((read_record(out) or {}).get("verified"))
         report = replace(report, verification=verified)
     joined = _joined(report, reports, time.perf_counter() - started)
-    return replace(joined, pipeline_seconds=elapsed) if run.ray else joined
+    if run.ray:
+        return replace(joined, run=replace(joined.run, pipeline_seconds=elapsed))
+    return joined
 
 
 def _empty(out: Path) -> None:
@@ -143,23 +144,22 @@ def _bytes_read(out: Path, is_verified: bool) -> int:
 
 def _joined(report: ReportT, parts: list[ReportT], seconds: float) -> ReportT:
     """Puts the times and the memory of all parts into the report of the whole."""
+    runs = [part.run for part in parts]
     seconds_by_activity: dict[str, float] = {}
-    for part in parts:
-        for name, spent in part.seconds_by_activity.items():
+    for run in runs:
+        for name, spent in run.seconds_by_activity.items():
             seconds_by_activity[name] = seconds_by_activity.get(name, 0) + spent
     joined = replace(
-        report,
-        already_complete=all(part.already_complete for part in parts),
-        device=", ".join(sorted({part.device for part in parts})),
+        report.run,
+        already_complete=all(run.already_complete for run in runs),
+        device=", ".join(sorted({run.device for run in runs})),
         seconds=seconds,
         seconds_by_activity=seconds_by_activity,
-        shards_resumed=sum(part.shards_resumed for part in parts),
-    )
-    return replace(
-        joined,
+        shards_resumed=sum(run.shards_resumed for run in runs),
         # parts run side by side, so one process stands for all
-        pipeline_seconds=max(part.pipeline_seconds for part in parts),
-        host_baseline_bytes=max(part.host_baseline_bytes for part in parts),
-        host_peak_bytes=max(part.host_peak_bytes for part in parts),
-        device_peak_bytes=max(part.device_peak_bytes for part in parts),
+        pipeline_seconds=max(run.pipeline_seconds for run in runs),
+        host_baseline_bytes=max(run.host_baseline_bytes for run in runs),
+        host_peak_bytes=max(run.host_peak_bytes for run in runs),
+        device_peak_bytes=max(run.device_peak_bytes for run in runs),
     )
+    return replace(report, run=joined)

@@ -7,12 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from nf4conv import errors
 from nf4conv.options import RunOptions
 from nf4conv.plan.parts import plan_part
-from nf4conv.report.results.runs import RunReport
+from nf4conv.report.results import DequantizeReport, QuantizeReport
+
+Made: TypeAlias = QuantizeReport | DequantizeReport | Exception
+"""The report of a part, or the error that ended it."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class PartWork:
     again: "Callable[..., Any]"
     request: tuple[Any, ...]
     # carries out the plan
-    execute: Callable[..., RunReport]
+    execute: Callable[..., QuantizeReport | DequantizeReport]
     # output folder
     out: Path
     # how to run, and which part to make
@@ -43,7 +46,7 @@ class Crew(Protocol):
     def run(self) -> RunOptions:
         """The options that each part is run with."""
 
-    def submit(self, work: PartWork) -> "Future[RunReport | Exception]":
+    def submit(self, work: PartWork) -> "Future[Made]":
         """Has a worker make a part."""
 
 
@@ -52,7 +55,7 @@ def _planned(again: "Callable[..., Any]", request: tuple[Any, ...]) -> Any:
     return again(*request)
 
 
-def make_part(work: PartWork) -> RunReport | Exception:
+def make_part(work: PartWork) -> Made:
     """Makes a part.
 
     Returns:

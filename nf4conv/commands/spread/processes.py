@@ -11,11 +11,10 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
-from nf4conv.commands.spread.part import PartWork, make_part
+from nf4conv.commands.spread.part import Made, PartWork, make_part
 from nf4conv.commands.spread.places import Place
 from nf4conv.errors import Nf4convError
 from nf4conv.options import RunOptions
-from nf4conv.report.results.runs import RunReport
 from nf4conv.system.cores import keep_to
 from nf4conv.system.signals import hold_interrupts_back, ignore_interrupts
 
@@ -33,11 +32,11 @@ class ProcessCrew:
         self._processes: list[SpawnProcess] = []
         self._is_over = False
 
-    def submit(self, work: PartWork) -> "Future[RunReport | Exception]":
+    def submit(self, work: PartWork) -> "Future[Made]":
         """Has a process make a part once a place is free."""
         return self._threads.submit(self._call, work)
 
-    def _call(self, work: PartWork) -> RunReport | Exception:
+    def _call(self, work: PartWork) -> Made:
         """Starts a process at the next place, and waits for its report or its error."""
         place = next(self._places)
         answer, theirs = self._context.Pipe()
@@ -53,7 +52,7 @@ class ProcessCrew:
             self._processes.append(process)
         theirs.close()
         try:
-            answered: RunReport | Exception = answer.recv()
+            answered: Made = answer.recv()
         except (EOFError, OSError):
             return Nf4convError(
                 "a worker process was killed, perhaps for want of memory; the same command resumes"

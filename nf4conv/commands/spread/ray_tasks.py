@@ -7,10 +7,9 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from nf4conv.commands.spread.part import PartWork, make_part
+from nf4conv.commands.spread.part import Made, PartWork, make_part
 from nf4conv.errors import Nf4convError, PlanError
 from nf4conv.options import RunOptions
-from nf4conv.report.results.runs import RunReport
 from nf4conv.system.signals import restore_stop_handler, stop_handler
 
 _MOST_CORES: Final = 8  # of a task: more gain nothing
@@ -25,9 +24,9 @@ class RayCrew:
     run: RunOptions
     task: Any  # remote function of Ray's
 
-    def submit(self, work: PartWork) -> "Future[RunReport | Exception]":
+    def submit(self, work: PartWork) -> "Future[Made]":
         """Has a task make a part."""
-        future: Future[RunReport | Exception] = self.task.remote(work).future()
+        future: Future[Made] = self.task.remote(work).future()
         return future
 
 

@@ -13,7 +13,7 @@ from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import CopyJob, PackJob
-from nf4conv.report.measured import PieceDifference, PieceErrors
+from nf4conv.plan.rows import Errors
 from nf4conv.run.pieces import WeightPiece
 from nf4conv.sources.cutting import Piece
 from nf4conv.sources.stored_weights import StoredWeight
@@ -116,7 +116,7 @@ class Packed:
 
     codes: memoryview  # the bytes of one weight after those of the other
     scales: Scales | None  # None for a piece whose absmax is gathered
-    errors: Sequence[PieceErrors]  # of each weight; empty if none were to be measured
+    errors: Sequence[Errors]  # of each weight; empty if none were to be measured
 
 
 class Converted(NamedTuple):
@@ -184,7 +184,7 @@ class Device(Protocol):
             CastError: finite values become infinite; raised once all values have been given.
         """
 
-    def subtract(self, pairs: Sequence[PairOfPieces]) -> list[PieceDifference]:
+    def subtract(self, pairs: Sequence[PairOfPieces]) -> list[Errors]:
         """Returns how far the values of each pair are apart.
 
         All first tensors of the pairs are of one dtype, and so are all second ones.

@@ -9,6 +9,7 @@ import math
 import operator
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -23,7 +24,8 @@ from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS
 from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count, quant_state_json
 from nf4conv.plan.jobs import PackJob
-from nf4conv.report.measured import CopyResult, PieceErrors, ScaleErrors, WeightResult
+from nf4conv.plan.rows import Errors
+from nf4conv.report.measured import CopyResult, ScaleErrors, WeightResult
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice, device_of
 from nf4conv.run.device.on_torch.packing import part_of, piece_errors
@@ -184,9 +186,7 @@ def _stored_piece(
     return packed_piece({**parts, suffix: described}, [*raws, blob])
 
 
-def _compare_calibrated(
-    weight: torch.Tensor, packed: torch.Tensor, state: QuantState
-) -> PieceErrors:
+def _compare_calibrated(weight: torch.Tensor, packed: torch.Tensor, state: QuantState) -> Errors:
     """Compares a piece with what it was calibrated from.
 
     Calibration moves codes away from their own weights, to make up for the errors of others: none
@@ -194,12 +194,12 @@ def _compare_calibrated(
     """
     decoding = decoding_of(state)._replace(scales="search")
     sums = backend(weight.device).error_sums(weight, packed, decoding)
-    return piece_errors(sums, 0, 0)._replace(outside=0)
+    return replace(piece_errors(sums), outside=0)
 
 
 def _compare_piece(
     weight: torch.Tensor, packed: torch.Tensor, state: QuantState, absmax: torch.Tensor, scales: str
-) -> PieceErrors:
+) -> Errors:
     """Compares a piece with what it was made from; writes the absmax, or searched scales, that it
     should have.
     """
@@ -361,7 +361,5 @@ def compare_copy(
         largest = 0.0
         if differing and stored.dtype in FLOAT_TAGS:
             dtype = TORCH_DTYPES[stored.dtype]
-            largest = difference(
-                found.view(dtype), expected.flatten().view(dtype)
-            ).largest_difference
+            largest = difference(found.view(dtype), expected.flatten().view(dtype)).largest
         result.add(differing, largest)

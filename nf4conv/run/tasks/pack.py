@@ -14,7 +14,7 @@ from typing import Final
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 from nf4conv.format.layout import Format, quant_state_json
 from nf4conv.plan.jobs import PackJob
-from nf4conv.report.measured import PieceErrors
+from nf4conv.plan.rows import Errors
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Scales
 from nf4conv.run.pieces import WeightPiece, whole_weight
 from nf4conv.run.shards import Destination
@@ -92,7 +92,7 @@ def _stored(destination: Destination, jobs: Sequence[PackJob]) -> list[StoredWei
 
 
 def _keep_errors(
-    destination: Destination, pieces: Sequence[WeightPiece], errors: Sequence[PieceErrors]
+    destination: Destination, pieces: Sequence[WeightPiece], errors: Sequence[Errors]
 ) -> None:
     measured = destination.measured
     if measured is None:

@@ -17,8 +17,8 @@ from nf4conv.check.pairing import PackedPair, Pairs
 from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
+from nf4conv.plan.rows import Errors
 from nf4conv.report.measured import (
-    PieceErrors,
     ScaleErrors,
     TensorDifference,
     WeightResult,
@@ -36,7 +36,7 @@ from nf4conv.sources.reader import Reader
 from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import TensorInfo
 
-_NO_ERRORS: Final = PieceErrors(0.0, 0.0, 0.0, 0.0, 0, 0, 0)
+_NO_ERRORS: Final = Errors(0.0, 0.0, 0.0, 0)
 
 _ANY_FORMAT: Final = Format("nf4", 64, double_quant=True, dtype="bfloat16")
 """Stands where nothing is packed."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from nf4conv.format.layout import Format
-from nf4conv.report.measured import PieceDifference
+from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_driver.batch.buffers import DriverBuffers
 from nf4conv.run.device.on_driver.batch.convert import convert
 from nf4conv.run.device.on_driver.batch.packing import compress, pack
@@ -38,5 +38,5 @@ class DriverDevice(DriverBuffers):
     def convert(self, parts: Sequence[CopyPart]) -> Iterator[Converted]:
         return convert(self, parts)
 
-    def subtract(self, pairs: Sequence[PairOfPieces]) -> list[PieceDifference]:
+    def subtract(self, pairs: Sequence[PairOfPieces]) -> list[Errors]:
         return subtract(self, pairs)

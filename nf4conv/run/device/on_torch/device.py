@@ -8,7 +8,7 @@ import torch
 
 from nf4conv.errors import Nf4convError, PlanError
 from nf4conv.format.layout import Format
-from nf4conv.report.measured import PieceDifference
+from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.convert import convert
 from nf4conv.run.device.on_torch.packing import compress, pack
@@ -50,7 +50,7 @@ class TorchDevice(TorchBuffers):
     def convert(self, parts: Sequence[CopyPart]) -> Iterator[Converted]:
         return convert(self, parts)
 
-    def subtract(self, pairs: Sequence[PairOfPieces]) -> list[PieceDifference]:
+    def subtract(self, pairs: Sequence[PairOfPieces]) -> list[Errors]:
         differences = []
         for pair in pairs:
             a = read_values(self, pair.a).clone()  # the next read reuses the buffer

@@ -9,7 +9,7 @@ from nf4conv.codec.error_sums import ErrorSums
 from nf4conv.codec.ops import compress_absmax
 from nf4conv.codec.quant_state import DTYPES, Decoding, NestedState, code_table
 from nf4conv.format.layout import Format, block_count
-from nf4conv.report.measured import PieceErrors
+from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_matrix, read_values
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Packed, Scales
@@ -187,7 +187,7 @@ def _measure(
     format: Format,
     stored: StoredWeight,
     scales: StoredScales,
-) -> PieceErrors:
+) -> Errors:
     """Measures the errors of codes, decoded with stored scales; the codes count as right."""
     absmax = scales["absmax"]
     nested = None
@@ -205,7 +205,7 @@ def _measure(
     return piece_errors(sums)
 
 
-def piece_errors(sums: ErrorSums, differing: int = 0, not_nearest: int = 0) -> PieceErrors:
+def piece_errors(sums: ErrorSums, differing: int = 0, not_nearest: int = 0) -> Errors:
     """Brings the sums of a piece to the host; waits for the device once."""
     figures = [
         sums.squared_error.double(),
@@ -215,6 +215,6 @@ def piece_errors(sums: ErrorSums, differing: int = 0, not_nearest: int = 0) -> P
         sums.outside.double(),
     ]
     squared_error, squared_weight, largest, relative, outside = torch.stack(figures).tolist()
-    return PieceErrors(
-        squared_error, squared_weight, largest, relative, int(outside), differing, not_nearest
+    return Errors(
+        squared_error, squared_weight, largest, differing, relative, int(outside), not_nearest
     )

@@ -4,7 +4,7 @@ from typing import Final
 
 import torch
 
-from nf4conv.report.measured import PieceDifference
+from nf4conv.plan.rows import Errors
 
 _CHUNK: Final = 2**18
 """Values that are compared at a time. In float64 they take a few times their memory in a file."""
@@ -13,7 +13,7 @@ _WIDE: Final = (torch.int64, torch.uint64)
 """Integers, not all of which float64 holds."""
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> PieceDifference:
+def difference(a: torch.Tensor, b: torch.Tensor) -> Errors:
     """Compares the values of two flat tensors of one length and any dtypes."""
     device = a.device
     are_wide = a.dtype == b.dtype and a.dtype in _WIDE
@@ -41,9 +41,9 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> PieceDifference:
         farthest = distance.amax()
         largest = torch.maximum(largest, farthest)
     found = sums.tolist()
-    return PieceDifference(
-        squared_difference=found[0],
-        squared_values=found[1],
-        largest_difference=float(largest),
+    return Errors(
+        squared_error=found[0],
+        squared_weight=found[1],
+        largest=float(largest),
         differing=int(found[2]),
     )

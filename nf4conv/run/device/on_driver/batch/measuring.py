@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from nf4conv.format.layout import Format
-from nf4conv.report.measured import PieceErrors
+from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_driver.batch.buffers import Launch
 from nf4conv.run.device.on_driver.batch.input import BatchInput, Row
 from nf4conv.run.device.on_driver.batch.output import SUMS, OutputLayout
@@ -88,7 +88,7 @@ class Measurement:
         )
         return Launch(self._kernels.functions["compare"], programs, arguments)
 
-    def errors(self, view: memoryview, out: OutputLayout) -> list[PieceErrors]:
+    def errors(self, view: memoryview, out: OutputLayout) -> list[Errors]:
         """Returns what has been measured of each weight."""
         found = []
         for start, stop in pairwise(out.sums_starts):
@@ -107,17 +107,17 @@ def _add_scales(batch: BatchInput, weight: StoredWeight, piece: WeightPiece) -> 
     return _Scales(absmax, nested_absmax, batch.take(4), weight.nested_offset or 0.0)
 
 
-def _added_up(sums: memoryview) -> PieceErrors:
+def _added_up(sums: memoryview) -> Errors:
     """Adds up the sums of all programs; each kind of sum has a value for each program."""
     programs = len(sums) // SUMS
     peaks = sums[: 8 * programs].cast("f").tolist()
     squares = sums[8 * programs : 24 * programs].cast("d").tolist()
     outside = sums[24 * programs :].cast("q").tolist()
-    return PieceErrors(
+    return Errors(
         squared_error=math.fsum(squares[:programs]),
         squared_weight=math.fsum(squares[programs:]),
-        max_error=max(peaks[:programs], default=0.0),
-        max_relative_error=max(peaks[programs:], default=0.0),
+        largest=max(peaks[:programs], default=0.0),
+        largest_of_absmax=max(peaks[programs:], default=0.0),
         outside=sum(outside),
         differing=0,
         not_nearest=0,

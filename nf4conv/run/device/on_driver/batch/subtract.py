@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import fsum
 from typing import Final
 
-from nf4conv.report.measured import PieceDifference
+from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_driver.batch.buffers import HEAD, DriverBuffers, Launch
 from nf4conv.run.device.on_driver.batch.decoding import Places, add_tensor, decode_launch
 from nf4conv.run.device.on_driver.batch.input import BatchInput
@@ -24,7 +24,7 @@ _SUMS: Final = 32
 """Bytes of a program's sums, see kernels/difference.py: four float64."""
 
 
-def subtract(buffers: DriverBuffers, pairs: Sequence[PairOfPieces]) -> list[PieceDifference]:
+def subtract(buffers: DriverBuffers, pairs: Sequence[PairOfPieces]) -> list[Errors]:
     """Returns how far the values of each pair are apart.
 
     Args:
@@ -86,7 +86,7 @@ def _room(tensor: TensorInfo) -> int:
     return aligned(bytes_of(tensor.dtype, tensor.elements))
 
 
-def _added_up(view: memoryview) -> PieceDifference:
+def _added_up(view: memoryview) -> Errors:
     """Adds up the sums of all programs: four rows, with a column for each program."""
     sums = view.cast("d").tolist()
     programs = len(sums) // 4
@@ -94,9 +94,9 @@ def _added_up(view: memoryview) -> PieceDifference:
     values = sums[programs : 2 * programs]
     largest = sums[2 * programs : 3 * programs]
     differing = sums[3 * programs :]
-    return PieceDifference(
-        squared_difference=fsum(squares),
-        squared_values=fsum(values),
-        largest_difference=max(largest),
+    return Errors(
+        squared_error=fsum(squares),
+        squared_weight=fsum(values),
+        largest=max(largest),
         differing=round(sum(differing)),
     )

@@ -1,0 +1,570 @@
+"""The results of all commands. docs/generate.py describes them by the `Attributes` below."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nf4conv.options import VerifyOptions
+from nf4conv.plan.rows import KindRow, PlanTotals, TensorRow
+from nf4conv.report.tolerance import expected_errors
+from nf4conv.sources.stored_weights import Finding
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Describes what `quantize` or `dequantize` would do: the result of --dry-run.
+
+    Attributes:
+        command: "quantize" or "dequantize".
+        source: the checkpoint that would be read, as a path or a name on the Hub.
+        totals: the sums over all tensors of the plan.
+        kinds: one row for each kind of module and what becomes of its tensors.
+        tensors: one row for each tensor and what becomes of it.
+        config: the content of the output's config.json; for a diffusers pipeline, that of each
+            submodel, by its name. None if the source has no config.json.
+        gpu_bytes: an estimate of the GPU memory, in bytes, that loading the result takes. None for
+            a result in 16 or 32 bits.
+        advice: why the result has many bits per parameter, and what would change that. Empty if it
+            does not.
+        notes: lines that the user should read.
+    """
+
+    command: str
+    source: str
+    totals: PlanTotals
+    kinds: tuple[KindRow, ...]
+    tensors: tuple[TensorRow, ...]
+    config: Mapping[str, Any] | None
+    gpu_bytes: int | None
+    advice: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Describes a run that wrote a checkpoint: what every such command reports.
+
+    Attributes:
+        out: the output folder.
+        already_complete: True if the result was there before, so that nothing was computed.
+        part: the part that this run made, as "2/3"; all sizes and counts are then those of the
+            part. None for a run that made the whole checkpoint.
+        device: where the run computed: "cpu", or a GPU as "cuda:0".
+        copied: the number of tensors that were kept. Includes the components of weights that stay
+            in 4 bits.
+        bytes_before: the size of all tensors of the source.
+        bytes_after: the size of the output's weight files.
+        seconds: wall clock time of the whole run, without planning.
+        pipeline_seconds: wall clock time from the first read to the last write; a share of
+            `seconds`.
+        seconds_by_activity: seconds spent in "read", "compute" and "write", summed over the
+            workers.
+        host_baseline_bytes: peak resident memory of the process before the first byte is read.
+        host_peak_bytes: peak resident memory of the process at the end.
+        device_peak_bytes: the most memory that was held on the GPU; 0 on a CPU.
+        shards_resumed: the number of finished shards that were kept from an earlier, interrupted
+            run.
+        notes: lines that the user should read.
+        shards_missing: the number of files that other parts have not made yet. 0 if `out` is whole.
+    """
+
+    out: str
+    already_complete: bool
+    part: str | None
+    device: str
+    copied: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    pipeline_seconds: float
+    seconds_by_activity: Mapping[str, float]
+    host_baseline_bytes: int
+    host_peak_bytes: int
+    device_peak_bytes: int
+    shards_resumed: int
+    notes: tuple[str, ...]
+    shards_missing: int
+
+
+def run_of_earlier(
+    out: Path, copied: int, before: int, after: int, notes: tuple[str, ...] = ()
+) -> RunReport:
+    """Returns the report of a run that computed nothing, as an earlier one had made everything."""
+    return RunReport(
+        out=str(out),
+        already_complete=True,
+        part=None,
+        device="none",
+        copied=copied,
+        bytes_before=before,
+        bytes_after=after,
+        seconds=0,
+        pipeline_seconds=0,
+        seconds_by_activity={},
+        host_baseline_bytes=0,
+        host_peak_bytes=0,
+        device_peak_bytes=0,
+        shards_resumed=0,
+        notes=notes,
+        shards_missing=0,
+    )
+
+
+@dataclass(frozen=True)
+class VerificationSummary:
+    """Sums up what `quantize --verify` measured.
+
+    Attributes:
+        packed: the number of weights that are packed.
+        copied: the number of tensors that are kept.
+        largest_relative_error: the largest relative error of a weight.
+        median_relative_error: the median of the weights' relative errors.
+        bytes_differing: the number of bytes that differ from those that quantizing the source
+            gives.
+        weights: one row for each packed weight. Empty in a result that was complete before, because
+            its nf4conv.json keeps only the sums.
+    """
+
+    packed: int
+    copied: int
+    largest_relative_error: float
+    median_relative_error: float
+    bytes_differing: int
+    weights: tuple[TensorRow, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[TensorRow], copies: int) -> "VerificationSummary":
+        """Sums up the rows of packed weights, beside which `copies` tensors were kept."""
+        import statistics  # it takes half as long as --help
+
+        found = [row.errors for row in rows if row.errors is not None]
+        errors = [one.relative_error for one in found]
+        median = statistics.median(errors) if errors else 0.0
+        return cls(
+            packed=len(rows),
+            copied=copies,
+            largest_relative_error=max(errors, default=0.0),
+            median_relative_error=median,
+            bytes_differing=sum(one.differing for one in found),
+            weights=tuple(rows),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Mapping[str, Any]]) -> "VerificationSummary":
+        """Sums up the summaries of several shards, given the `asdict` of each, read from JSON."""
+        rows = [TensorRow.from_json(row) for part in parts for row in part["weights"]]
+        rows.sort(key=lambda row: row.name)
+        return cls.of(rows, sum(part["copied"] for part in parts))
+
+    def to_record(self) -> dict[str, int | float]:
+        """Returns the figures as nf4conv.json keeps them.
+
+        They are rounded to the digits that do not depend on how the work was divided.
+        """
+        return {
+            "packed": self.packed,
+            "copied": self.copied,
+            "largest_relative_error": round(self.largest_relative_error, 6),
+            "median_relative_error": round(self.median_relative_error, 6),
+            "bytes_differing": self.bytes_differing,
+        }
+
+    @classmethod
+    def from_record(cls, record: Any) -> "VerificationSummary | None":
+        """Reads what `to_record` gave to nf4conv.json; None if the file holds something else."""
+        if not isinstance(record, dict):
+            return None
+        if record.keys() != {field.name for field in fields(cls)} - {"weights"}:
+            return None
+        for figure in record.values():
+            if type(figure) not in (int, float):  # a bool is an int, but no figure
+                return None
+        return cls(**record)
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """Describes what a quantization did.
+
+    Attributes:
+        run: what came of the run: files, sizes, times and memory.
+        packed: the number of weights in 4 bits of the output.
+        stay: how many of them were in 4 bits already, and stay bit for bit.
+        parameters: the number of elements of all tensors.
+        bits_per_parameter: bits per parameter of the output's weight files.
+        gpu_bytes: an estimate of the GPU memory, in bytes, that loading the result takes.
+        loading: Python code that loads the result. Empty if nothing says how it is loaded.
+        install: the command that installs what that code needs. Empty if there is no code.
+        push: the command that pushes the result. Empty if it was pushed, and if it has no
+            config.json.
+        advice: why the result has many bits per parameter, and what would change that. Empty if it
+            does not.
+        verification: what `--verify` measured. None without it.
+        pushed: the address of the commit or pull request on the Hub. None if the result was not
+            pushed.
+    """
+
+    command: ClassVar[str] = "quantize"
+
+    run: RunReport
+    packed: int
+    stay: int
+    parameters: int
+    bits_per_parameter: float
+    gpu_bytes: int
+    loading: str
+    install: str
+    push: str
+    advice: str
+    verification: VerificationSummary | None = None
+    pushed: str | None = None
+
+
+@dataclass(frozen=True)
+class DequantizeReport:
+    """Describes what a dequantization did.
+
+    Attributes:
+        run: what came of the run: files, sizes, times and memory.
+        decoded: the number of weights that were decoded.
+    """
+
+    command: ClassVar[str] = "dequantize"
+
+    run: RunReport
+    decoded: int
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Describes a check that ran.
+
+    Attributes:
+        meaning: what the check holds the checkpoint to.
+        passed: True if the check found no fault.
+    """
+
+    meaning: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class ComparedTensors:
+    """Sums up the tensors that are not packed, compared bit for bit with those of the source.
+
+    Those of a decoded checkpoint are compared with what the source decodes to.
+
+    Attributes:
+        compared: the number of tensors.
+        differing: the number of those that are not equal.
+        values: the number of values in all of them.
+        values_differing: the number of values that are not equal.
+        largest_difference: the largest |difference| of a float. Infinite where one of the two is
+            NaN or infinite, and the other is not.
+        largest_relative_error: the largest ‖A - B‖ / ‖A‖ of a tensor, where nothing says how the
+            checkpoint was made from the source; otherwise None.
+    """
+
+    compared: int
+    differing: int
+    values: int
+    values_differing: int
+    largest_difference: float
+    largest_relative_error: float | None = None
+
+    def __add__(self, other: "ComparedTensors") -> "ComparedTensors":
+        """Sums up two submodels."""
+        return ComparedTensors(
+            compared=self.compared + other.compared,
+            differing=self.differing + other.differing,
+            values=self.values + other.values,
+            values_differing=self.values_differing + other.values_differing,
+            largest_difference=max(self.largest_difference, other.largest_difference),
+            largest_relative_error=_larger(
+                self.largest_relative_error, other.largest_relative_error
+            ),
+        )
+
+
+def _larger(error: float | None, other: float | None) -> float | None:
+    known = [one for one in (error, other) if one is not None]
+    return max(known, default=None)
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Describes what verification found.
+
+    Attributes:
+        path: the checkpoint that was verified.
+        source: the checkpoint that it was compared with. None if it was compared with nothing.
+        passed: True if no finding is a fault, and something says which differences are allowed.
+        checks: the checks that ran, by name.
+        findings: everything that is wrong or worth knowing. `is_fault` marks what is wrong.
+        made: the record that the checkpoint's nf4conv.json holds: command, version, options,
+            weights and source. None if it has no such file.
+        weights: one row for each packed weight.
+        kinds: the same rows, summed over the weights of one kind of module.
+        tensors: the tensors that are not packed, as they compare with the source. None without a
+            source.
+        relation: how the checkpoint says that it was made from the source: "quantized", "decoded",
+            or "none" if nothing says it.
+        sizes: bytes by use: "codes", "scales", "tables" (code maps and quant states) and
+            "not_packed".
+        parameters: the number of elements of all tensors.
+        bits_per_parameter: bits per parameter of the whole checkpoint.
+        identical: True if every compared byte of packed weights is the one that quantizing the
+            source gives or, of calibrated weights, the one that calibration recorded; or if every
+            value is the one that decoding the source gives. None without a source.
+        options: what was asked for.
+        device: the device that measured the values.
+        seconds: wall clock time of the verification.
+    """
+
+    command: ClassVar[str] = "verify"
+
+    path: str
+    source: str | None
+    passed: bool
+    checks: Mapping[str, CheckResult]
+    findings: tuple[Finding, ...]
+    made: Mapping[str, Any] | None
+    weights: tuple[TensorRow, ...]
+    kinds: tuple[KindRow, ...]
+    tensors: ComparedTensors | None
+    relation: str
+    sizes: Mapping[str, int]
+    parameters: int
+    bits_per_parameter: float
+    identical: bool | None
+    options: VerifyOptions
+    device: str
+    seconds: float
+
+    @property
+    def normal(self) -> list[tuple[str, float, float]]:
+        """The relative errors that trained weights usually have, for each format compared.
+
+        Each entry is the format, such as "nf4/64", and the smallest and largest usual error.
+        """
+        scales_found: dict[tuple[str, int], set[str]] = {}
+        for row in self.weights:
+            if row.errors is not None and row.format is not None:
+                form = (row.format.quant_type, row.format.blocksize)
+                scales_found.setdefault(form, set()).add(row.format.scales)
+        usual = []
+        for quant_type, blocksize in sorted(scales_found):
+            found = scales_found[quant_type, blocksize]
+            errors = [expected_errors(scales, quant_type, blocksize) for scales in found]
+            smallest = min(error.normal for error in errors)
+            largest = max(error.heavy for error in errors)
+            usual.append((f"{quant_type}/{blocksize}", smallest, largest))
+        return usual
+
+    @property
+    def is_judged(self) -> bool:
+        """True if something says which differences are allowed: how it was made, or the user."""
+        options = self.options
+        return self.relation != "none" or options.exact or options.tolerance is not None
+
+    @property
+    def exit_code(self) -> int:
+        """0 if it passed, 1 if something is wrong, 2 if nobody says which differences pass."""
+        if self.passed:
+            return 0
+        return 1 if any(finding.is_fault for finding in self.findings) else 2
+
+    @property
+    def verdict(self) -> str:
+        """The result in one line. Where nothing was compared, it is not called passed."""
+        if any(finding.check == "source" for finding in self.findings):
+            return "FAILED: the source is not what this was made from"
+        what, found = self._found()
+        faults = sum(1 for finding in self.findings if finding.is_fault)
+        if faults:
+            noun = "fault" if faults == 1 else "faults"
+            return f"FAILED: {faults:,} {noun} in {what}, {found}"
+        if self.source is None:
+            return f"sound: {what}, not compared with a source"
+        if self.relation != "none":
+            return f"passed: {what}, {found}"
+        if self.is_judged:
+            return f"within the tolerance: {what}, {found}"
+        return (
+            f"compared, not judged: {what}, {found}; nothing says how it was made from the source: "
+            f"--tolerance says what you accept"
+        )
+
+    def _found(self) -> tuple[str, str]:
+        """Returns what was verified, and how it compares with the source."""
+        if self.relation != "quantized":
+            what = "a decoded checkpoint" if self.relation == "decoded" else "a checkpoint"
+            return what, self._tensors_found()
+        weights = f"{len(self.weights):,} packed weights"
+        errors = [row.error for row in self.weights if row.error is not None]
+        if not errors:
+            return weights, "not compared with a source"
+        found = f"largest relative error {max(errors):.4f}"
+        if self.passed and self.identical:
+            calibrated = sum(row.is_calibrated and (row.error or 0) > 0 for row in self.weights)
+            if not calibrated:
+                found += ", byte for byte what quantizing the source gives"
+            elif calibrated == len(self.weights):
+                found += ", byte for byte what calibration recorded"
+            else:
+                found += (
+                    f", byte for byte what calibration recorded of {calibrated:,} weights and what "
+                    f"quantizing the source gives of the others"
+                )
+        return weights, found
+
+    def _tensors_found(self) -> str:
+        tensors = self.tensors
+        if tensors is None:
+            return "not compared with a source"
+        compared = f"{tensors.compared:,} tensors"
+        if not tensors.differing:
+            if self.relation == "decoded":
+                return f"{compared} bit for bit what decoding the source gives"
+            return f"all values of {compared} equal those of the source"
+        found = f"{tensors.differing:,} of {compared} differ"
+        if tensors.largest_relative_error is not None:
+            found += f", largest relative error {tensors.largest_relative_error:.4g}"
+        return f"{found}, largest difference {tensors.largest_difference:.4g}"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Describes what a checkpoint holds, as its headers tell.
+
+    Attributes:
+        path: the checkpoint, as it was given.
+        files: the names of the weight files.
+        config: what config.json says about a quantization. None if it says nothing.
+        model_type: `model_type` of the config. None if there is none.
+        made: the record that the checkpoint's nf4conv.json holds: command, version, options,
+            weights and source. None if it has no such file.
+        notes: a line for each kind of module whose tensors are not all stored alike.
+        gpu_bytes: an estimate of the GPU memory, in bytes, that loading the checkpoint takes.
+        tensors: one row for each tensor. All components of a packed weight share one row.
+        kinds: the same rows, summed over the tensors of one kind of module.
+        totals: the sums over the whole checkpoint.
+        findings: what is wrong with a 4-bit checkpoint, as far as headers, quant states and config
+            tell.
+        experts: how the experts of a 4-bit checkpoint are stored, and what loads them. Empty if it
+            has none, or if nothing is in 4 bits.
+    """
+
+    command: ClassVar[str] = "inspect"
+
+    path: str
+    files: tuple[str, ...]
+    config: Mapping[str, Any] | None
+    model_type: str | None
+    made: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+    gpu_bytes: int
+    tensors: tuple[TensorRow, ...]
+    kinds: tuple[KindRow, ...]
+    totals: KindRow
+    findings: tuple[Finding, ...] = ()
+    experts: str = ""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Describes how far the answers of a model in 4 bits are from those of its source.
+
+    Attributes:
+        out: the model in 4 bits.
+        source: the model that it was made from.
+        passed: True if `kl` is at most --max-kl, or if no --max-kl was given.
+        kind: the kind of model: "causal", "seq2seq", "masked" or "encoder".
+        text: where the tokens come from.
+        tokens: the number of tokens that both models read.
+        device: the device that both models ran on.
+        arithmetic: the arithmetic that both models used.
+        figures: the results by name. An encoder has `cosine` (mean over positions), `cosine_least`
+            (the smallest) and `cosine_pooled` (of the mean state of each window). All other models
+            have the divergence of the predicted next token in nats as `kl` (mean over positions),
+            `kl_low` and `kl_high` (95 % interval of that mean, by how windows differ; not for one
+            window), `kl_median` and `kl_99th` (percentile), the share of positions, from 0 to 1,
+            where both predict the same token as `agreement`, and `perplexity_source` and
+            `perplexity`.
+        bytes: the size of all tensors of the model in 4 bits.
+        bits_per_weight: codes and scales of the linear weights, for each of their elements. Linear
+            weights are those that one at least of the models evaluated together has packed. None
+            if there are none.
+    """
+
+    command: ClassVar[str] = "evaluate"
+
+    out: str
+    source: str
+    passed: bool
+    kind: str
+    text: str
+    tokens: int
+    device: str
+    arithmetic: str
+    figures: Mapping[str, float]
+    bytes: int = 0
+    bits_per_weight: float | None = None
+
+    def rows(self) -> dict[str, str]:
+        """Returns the lines of a table: what was measured, and how, in words and figures."""
+        lines = {}
+        for name, value in self.figures.items():
+            lines[name.replace("_", " ")] = f"{value:.5g}"
+        if self.bits_per_weight is not None:
+            lines["bits per weight"] = f"{self.bits_per_weight:.3f}"
+        lines["size"] = f"{self.bytes / 1e6:,.1f} MB"
+        lines["text"] = f"{self.tokens:,} tokens of {self.text}"
+        lines["run"] = f"on {self.device}, {self.arithmetic}"
+        return lines
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Describes several forms of one model in 4 bits, side by side.
+
+    Attributes:
+        passed: True if each of them passed.
+        evaluations: one for each form, in the order in which they were given. All read the same
+            tokens.
+    """
+
+    command: ClassVar[str] = "evaluate"
+
+    passed: bool
+    evaluations: tuple[Evaluation, ...]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Describes the machine and its software, for a bug report.
+
+    Attributes:
+        python: the version of Python.
+        platform: the operating system, its release and the processor.
+        packages: the version of each package, by name. None for one that is not installed.
+        cores: the number of CPU cores that this process may use.
+        gpus: name, compute capability and memory of each GPU that torch finds.
+        engine: what computes with --device auto, where, and why.
+        folders: the folders of compiled kernels and of downloads, by what they hold.
+        lacking: what the operating system lacks, and what that means here, a sentence for each.
+        experts: whether transformers loads 4-bit experts here, and which release, or why not.
+    """
+
+    command: ClassVar[str] = "env"
+
+    python: str
+    platform: str
+    packages: Mapping[str, str | None]
+    cores: int
+    gpus: tuple[str, ...]
+    engine: str
+    folders: Mapping[str, str]
+    lacking: tuple[str, ...] = ()
+    experts: str = ""

@@ -1,0 +1,430 @@
+"""Shows the results of all commands as lines of text."""
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
+
+from nf4conv.format.units import size
+from nf4conv.models.experts import single_expert
+from nf4conv.plan.rows import TensorRow
+from nf4conv.plan.writing import NO_CONFIG
+from nf4conv.report.page import folder_name
+from nf4conv.report.results import (
+    DequantizeReport,
+    Environment,
+    Evaluation,
+    Evaluations,
+    Inspection,
+    PlanReport,
+    QuantizeReport,
+    RunReport,
+    VerifyReport,
+)
+from nf4conv.report.text.tables import count_cell, error_cell, table
+from nf4conv.report.text.terminal import printable
+from nf4conv.sources.record import recorded_blocks, recorded_weights
+from nf4conv.version import __version__
+
+_MOST_FINDINGS: Final = 50  # lines
+_MOST_WEIGHTS: Final = 10  # rows of a table
+
+_SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
+"""Words for scales that are not absmax, as users read them."""
+
+
+# --- quantize and dequantize ---
+
+
+def plan_lines(plan: PlanReport, width: int | None) -> Iterator[str]:
+    """Yields the totals, what becomes of each kind of module, and what is unusual.
+
+    Args:
+        plan: what `--dry-run` found.
+        width: the longest line of a table, in characters. None for any.
+    """
+    totals = plan.totals
+    sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
+    if plan.command == "quantize":
+        kept = f"{totals.copied:,} tensors kept, {totals.shards} files"
+        bits = f"{totals.bits_per_parameter:.2f} bits per parameter"
+        yield f"{totals.packed:,} weights packed, {kept}"
+        yield f"{sizes} ({totals.compression:.2f}x, {bits})"
+    else:
+        copied = f"{totals.copied:,} tensors copied, {totals.shards} files"
+        yield f"{totals.decoded:,} weights decoded, {copied}: {sizes}"
+    if plan.advice:
+        yield printable(plan.advice)
+    if plan.gpu_bytes is not None:
+        yield _gpu_line(plan.gpu_bytes)
+    kinds = sorted(plan.kinds, key=lambda kind: -(kind.bytes_before or 0))
+    columns = {
+        "kind of module": [printable(kind.kind) for kind in kinds],
+        "tensors": [count_cell(kind.tensors) for kind in kinds],
+        "before": [size(kind.bytes_before or 0) for kind in kinds],
+        "after": [size(kind.bytes) for kind in kinds],
+        "what becomes of it": [printable(kind.fate) for kind in kinds],
+    }
+    yield from table(columns, width, ends_with_text=True)
+    if plan.notes:
+        yield ""
+    for note in plan.notes:
+        yield f"Note: {printable(note)}"
+
+
+def quantization_lines(report: QuantizeReport) -> Iterator[str]:
+    """Yields what was done, how to load the result, and how to push it."""
+    run = report.run
+    stay = ""
+    if report.stay:
+        stay = f"{report.stay:,} weights that were in 4 bits stay as they are, "
+    yield (
+        f"{run.out}: {report.packed - report.stay:,} weights packed, {stay}"
+        f"{run.copied:,} tensors kept{_kept_from_before(run)}"
+    )
+    if run.part is not None:
+        yield _timing(run, run.bytes_before)
+        return
+    compression = run.bytes_before / run.bytes_after
+    bits = f"{report.bits_per_parameter:.2f} bits per parameter"
+    yield (
+        f"{size(run.bytes_before)} → {size(run.bytes_after)} ({compression:.2f}x, {bits}), "
+        f"about {size(report.gpu_bytes)} of GPU memory to load"
+    )
+    if report.advice:
+        yield printable(report.advice)
+    if not run.already_complete:
+        yield _timing(run, run.bytes_before)
+    verified = report.verification
+    if verified is not None:
+        yield (
+            f"verified: {verified.packed:,} packed weights, largest relative error "
+            f"{verified.largest_relative_error:.4f}; {verified.copied:,} kept tensors equal"
+        )
+    if NO_CONFIG in run.notes:
+        yield f"Note: {NO_CONFIG}"
+    if report.loading:
+        yield f"install: {report.install}"
+        yield f"load: {printable('; '.join(report.loading.splitlines()))}"
+    if report.pushed is not None:
+        yield f"pushed: {report.pushed}"
+    elif report.push:
+        yield f"push: {printable(report.push)}"
+
+
+def dequantization_lines(report: DequantizeReport) -> Iterator[str]:
+    """Yields what was done."""
+    run = report.run
+    yield (
+        f"{run.out}: {report.decoded:,} weights decoded, "
+        f"{run.copied:,} tensors copied{_kept_from_before(run)}"
+    )
+    yield f"{size(run.bytes_before)} → {size(run.bytes_after)}"
+    if not run.already_complete:
+        yield _timing(run, run.bytes_after)
+
+
+def _kept_from_before(run: RunReport) -> str:
+    """Returns the end of a line: what an earlier run had done, and which part this one made."""
+    if run.already_complete:
+        return "; already complete, nothing was done"
+    text = ""
+    if run.shards_resumed:
+        text += f", {run.shards_resumed} shards of an earlier run kept"
+    if run.part is not None:
+        text += f": part {run.part}"
+        if run.shards_missing:
+            text += f"; {run.shards_missing:,} files of other parts are missing"
+        else:
+            text += "; all files are there, and the result is whole"
+    return text
+
+
+def _timing(run: RunReport, count: int) -> str:
+    rate = count / run.seconds / 1e9
+    activities = sorted(run.seconds_by_activity.items())
+    split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in activities)
+    return f"{run.seconds:.1f} s on {run.device}, {rate:.2f} GB/s (all workers: {split})"
+
+
+def _gpu_line(count: int) -> str:
+    return f"loading it takes about {size(count)} of GPU memory, CUDA's own included"
+
+
+# --- inspect ---
+
+
+def inspection_lines(inspection: Inspection, width: int | None) -> Iterator[str]:
+    """Yields the totals, the kinds of modules and what is unusual.
+
+    Args:
+        inspection: what `inspect` found.
+        width: the longest line of a table, in characters. None for any.
+    """
+    yield from _inspection_head(inspection)
+    kinds = inspection.kinds
+    columns = {
+        "kind of module": [printable(kind.kind) for kind in kinds],
+        "tensors": [count_cell(kind.tensors) for kind in kinds],
+        "formats": [printable(" ".join(kind.formats)) for kind in kinds],
+        "parameters": [count_cell(kind.parameters) for kind in kinds],
+        "size": [size(kind.bytes) for kind in kinds],
+        "bits": [f"{kind.bits_per_parameter:.2f}" for kind in kinds],
+    }
+    yield from table(columns, width)
+    if inspection.notes or inspection.findings:
+        yield ""
+    for note in inspection.notes:
+        yield f"Note: {printable(note)}"
+    for finding in inspection.findings[:_MOST_FINDINGS]:
+        outcome = "wrong" if finding.is_fault else "note"
+        yield f"{outcome}: {printable(finding.line())}"
+    yield from _count_the_rest(inspection.findings)
+    if any(finding.is_fault for finding in inspection.findings):
+        path = printable(shlex.quote(inspection.path))
+        yield f"nf4conv quantize {path} OUT repairs what can be decoded; --dry-run says what"
+
+
+def _inspection_head(inspection: Inspection) -> Iterator[str]:
+    """Yields what is said of the whole checkpoint: sizes, config, experts and origin."""
+    totals = inspection.totals
+    share = f"{totals.packed:,} of them in 4 bits"
+    small = sum(8 * row.bytes < 16 * row.parameters for row in inspection.tensors)
+    if small and not totals.packed:
+        share = f"{small:,} of them in fewer than 16 bits"
+    yield (
+        f"{totals.tensors:,} tensors, {share}, in {len(inspection.files):,} files: "
+        f"{totals.parameters:,} parameters, {size(totals.bytes)}, "
+        f"{totals.bits_per_parameter:.2f} bits each"
+    )
+    yield _gpu_line(inspection.gpu_bytes)
+    if inspection.config is not None:
+        yield f"config.json: {printable(_quantization_text(inspection.config))}"
+    if inspection.experts:
+        yield printable(inspection.experts)
+    made = inspection.made
+    if made is not None:
+        version = made.get("version")
+        source = made["source"].get("id")
+        yield printable(f"made by nf4conv {version}, {made.get('command')}, from {source}")
+        yield from _recorded_weights(made, totals.packed)
+        yield from _calibration_lines(made)
+
+
+def _recorded_weights(made: Mapping[str, Any], packed: int) -> Iterator[str]:
+    """Yields what nf4conv.json says of the weights; nothing if it speaks of other weights."""
+    groups = recorded_weights(made)
+    counts = [group.count or 0 for group in groups]
+    if sum(counts) != packed or not packed:
+        return
+    for group, count in zip(groups, counts, strict=True):
+        scales = _SCALES.get(group.scales, group.scales)
+        yield printable(f"{count:,} weights {group.origin}, from {group.made_from}, {scales}")
+
+
+def _quantization_text(config: Mapping[str, Any]) -> str:
+    """Returns the quantization that config.json names, on one line."""
+    parts = []
+    for key, value in config.items():
+        if isinstance(value, list):  # the skip list may have thousands of names
+            parts.append(f"{key}={len(value):,} names")
+        else:
+            parts.append(f"{key}={value!r}")
+    return ", ".join(parts)
+
+
+def _count_the_rest(found: Sequence[object]) -> Iterator[str]:
+    """Yields a line that counts what is left of a list after the most that is shown."""
+    if len(found) > _MOST_FINDINGS:
+        yield f"… and {len(found) - _MOST_FINDINGS:,} more; --json lists them all"
+
+
+# --- verify ---
+
+
+def verification_lines(
+    report: VerifyReport, width: int | None, *, every: bool = False
+) -> Iterator[str]:
+    """Yields what is wrong, and the verdict.
+
+    Args:
+        report: what `verify` found.
+        width: the longest line of a table, in characters. None for any.
+        every: True yields all checks too, the worst weights, the kinds of modules, and what errors
+            are normal.
+    """
+    if every:
+        for name, check in report.checks.items():
+            outcome = "ok  " if check.passed else "FAIL"
+            yield f"{outcome}  {name:12} {check.meaning}"
+        if report.findings:
+            yield ""
+    for finding in report.findings[:_MOST_FINDINGS]:
+        outcome = "FAIL" if finding.is_fault else "note"
+        yield f"{outcome}  {finding.check:12} {printable(finding.line())}"
+    yield from _count_the_rest(report.findings)
+    if every:
+        yield from _worst_weights(report.weights, width)
+        kinds = report.kinds
+        columns = {
+            "kind of module": [printable(kind.kind) for kind in kinds],
+            "weights": [count_cell(kind.tensors) for kind in kinds],
+            "parameters": [count_cell(kind.parameters) for kind in kinds],
+            "size": [size(kind.bytes) for kind in kinds],
+            "relative": [error_cell(kind.relative_error) for kind in kinds],
+            "worst": [error_cell(kind.largest_relative_error) for kind in kinds],
+        }
+        yield from table(columns, width)
+        yield ""
+        for name, low, high in report.normal:
+            yield f"normal for {name} on trained weights: {low:g} to {high:g}"
+    if report.made is not None and any(row.is_calibrated for row in report.weights):
+        yield from _calibration_lines(report.made)
+    yield report.verdict
+
+
+def _calibration_lines(made: Mapping[str, Any]) -> Iterator[str]:
+    """Yields which text calibrated the weights, and what it gained; nothing without calibration.
+
+    `made` is the content of nf4conv.json, whoever wrote it.
+    """
+    gains = [gain for block in recorded_blocks(made) for gain in block.gains.values()]
+    asked = made.get("calibration")
+    if not gains or not isinstance(asked, dict):
+        return
+    texts = asked.get("texts")
+    names = [
+        f"{text.get('name')} ({text.get('sha256')!s:.12})"
+        for text in (texts if isinstance(texts, list) else ())
+        if isinstance(text, dict)
+    ]
+    tokens = asked.get("tokens")
+    count = f"{tokens:,}" if type(tokens) is int else "some"
+    made_by = made["calibrated"].get("made_by")
+    versions = made_by.items() if isinstance(made_by, dict) else ()
+    yield printable(
+        f"calibrated by {count} tokens of {', '.join(names)}: "
+        f"{', '.join(f'{what} {which}' for what, which in versions)}"
+    )
+    kept = sum(1 for gain in gains if gain == 1)
+    weighted = ""
+    if "outputs" in str(asked.get("knows")):
+        weighted = ", weighted by what predictions depend on,"
+    yield (
+        f"errors of layer outputs{weighted} are {sum(gains) / len(gains):.2f} of those of searched "
+        f"scales on other windows; {kept:,} of {len(gains):,} weights keep the search"
+    )
+
+
+def _worst_weights(rows: Sequence[TensorRow], width: int | None) -> Iterator[str]:
+    """Yields a table of the largest errors; the experts of a layer share a row."""
+    compared = [(row.name, row.errors) for row in rows if row.errors is not None]
+    compared.sort(key=lambda one: -one[1].relative_error)
+    groups: dict[str, list[Any]] = {}
+    for name, errors in compared:
+        groups.setdefault(_name_of_experts(name), []).append(errors)
+    shown = list(islice(groups.items(), _MOST_WEIGHTS))
+    names = [f"{name} ({len(found):,})" if len(found) > 1 else name for name, found in shown]
+    relative = []
+    for _, found in shown:
+        least, worst = error_cell(found[-1].relative_error), error_cell(found[0].relative_error)
+        relative.append(f"{least} … {worst}" if len(found) > 1 else worst)
+    columns = {
+        "largest errors": [printable(name) for name in names],
+        "relative": relative,
+        "max/absmax": [
+            error_cell(max(one.largest_of_absmax for one in found)) for _, found in shown
+        ],
+        "outside": [count_cell(sum(one.outside for one in found)) for _, found in shown],
+    }
+    yield from table(columns, width)
+
+
+def _name_of_experts(name: str) -> str:
+    """Returns the name of a weight, with a star in place of the number of an expert."""
+    single = single_expert(name)
+    if single is None:
+        return name
+    rest = name.removeprefix(single.experts).replace(f".{single.expert}.", ".*.", 1)
+    return single.experts + rest
+
+
+# --- evaluate and env ---
+
+
+def evaluation_lines(compared: Evaluations, width: int | None) -> Iterator[str]:
+    """Yields all figures of one form of a model; of several forms a table, and how it was made.
+
+    Args:
+        compared: what `evaluate` found.
+        width: the longest line of a table, in characters. None for any.
+    """
+    all_forms = compared.evaluations
+    first = all_forms[0]
+    if len(all_forms) == 1:
+        for name, value in first.rows().items():
+            yield f"{name:<20}{value}"
+        return
+    columns = {
+        "model": [printable(folder_name(one.out)) for one in all_forms],
+        "size": [size(one.bytes) for one in all_forms],
+        "bits": [
+            "" if one.bits_per_weight is None else f"{one.bits_per_weight:.3f}" for one in all_forms
+        ],
+    }
+    figures = [one.figures for one in all_forms]
+    if "kl" in first.figures:
+        columns |= {
+            "KL": [f"{one['kl']:.5f}" for one in figures],
+            "±": [
+                f"{one['kl_high'] - one['kl']:.2g}" if "kl_high" in one else "" for one in figures
+            ],
+            "of first": [_ratio(one["kl"], first.figures["kl"]) for one in figures],
+            "same token": [f"{one['agreement']:.2%}" for one in figures],
+            "perplexity": [f"{one['perplexity']:.5g}" for one in figures],
+        }
+    else:
+        distance = 1 - first.figures["cosine"]
+        columns |= {
+            "1 - cosine": [f"{1 - one['cosine']:.5f}" for one in figures],
+            "of first": [_ratio(1 - one["cosine"], distance) for one in figures],
+            "pooled": [f"{1 - one['cosine_pooled']:.5f}" for one in figures],
+            "least cosine": [f"{one['cosine_least']:.4f}" for one in figures],
+        }
+    yield from table(columns, width)
+    yield ""
+    yield from _evaluated(first)
+
+
+def _evaluated(first: Evaluation) -> Iterator[str]:
+    """Yields what is common to several forms of a model."""
+    if "perplexity_source" in first.figures:
+        source = printable(folder_name(first.source))
+        yield f"{source} itself: perplexity {first.figures['perplexity_source']:.5g}"
+        yield "KL in nats a token, ± the 95 % interval of its mean"
+    yield f"{first.tokens:,} tokens of {printable(first.text)}"
+    yield f"on {first.device}, {first.arithmetic}"
+
+
+def _ratio(value: float, first: float) -> str:
+    if first <= 0 or not math.isfinite(value / first):
+        return ""
+    return f"{value / first:.3f}"
+
+
+def environment_lines(found: Environment) -> Iterator[str]:
+    """Yields versions, the machine, and what would compute."""
+    rows = {"nf4conv": __version__, "python": found.python}
+    for name, version in found.packages.items():
+        rows[name] = version or "not installed"
+    rows["platform"] = found.platform
+    rows["platform lacks"] = "; ".join(found.lacking) or "nothing"
+    rows["cores"] = str(found.cores)
+    rows["GPUs"] = "; ".join(found.gpus) or "none"
+    rows["--device auto"] = found.engine
+    rows["4-bit experts"] = found.experts
+    for name, folder in found.folders.items():
+        rows[f"folder of {name}"] = folder
+    for name, value in rows.items():
+        yield f"{name:20} {value}"
