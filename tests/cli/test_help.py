@@ -11,7 +11,7 @@ from nf4conv.cli import main
 
 COLUMNS = 80
 NAMES = sorted(main.commands)
-CONTEXT = click.Context(main, info_name="nf4conv")
+CONTEXT = click.Context(main, info_name="nf4conv", **main.context_settings)
 
 
 def help_of(*command: str) -> str:

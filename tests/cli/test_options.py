@@ -58,7 +58,8 @@ def test_the_command_line_has_each_field_with_its_default_and_its_choices(name: 
         if isinstance(parameter, click.Option):
             spelled[parameter.name] = parameter
     assert spelled.keys() - OF_DISPLAY == fields.keys()
-    with command.make_context(name, [*words]) as context:
+    program = click.Context(main, info_name="nf4conv", **main.context_settings)
+    with command.make_context(name, [*words], parent=program) as context:
         made = kind(**{field: context.params[field] for field in fields})
     for field in fields.values():
         assert typed(field.name) in spelled[field.name].opts
