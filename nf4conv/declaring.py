@@ -137,8 +137,8 @@ def deciding(options: Any) -> dict[str, Any]:
 
 
 def narrowed(options: Any, kind: type[OptionsT]) -> OptionsT:
-    """Returns the options that a base class declares, as an instance of that class."""
-    names = [option.name for option in options_of(kind) if not option.said.in_python]
+    """Returns the options that a base class declares, but for `progress`, as its instance."""
+    names = [option.name for option in options_of(kind) if option.name != "progress"]
     return kind(**{name: getattr(options, name) for name in names})
 
 

@@ -23,7 +23,7 @@ from command_line import run
 import nf4conv
 from nf4conv import options
 from nf4conv.cli import main
-from nf4conv.declaring import deciding, options_of, typed
+from nf4conv.declaring import deciding, narrowed, options_of, typed
 from nf4conv.errors import OptionError, PlanError
 from nf4conv.format import codebook
 from nf4conv.options import (
@@ -32,6 +32,7 @@ from nf4conv.options import (
     InspectOptions,
     QuantizeOptions,
     RunOptions,
+    SourceOptions,
     VerifyOptions,
 )
 
@@ -285,3 +286,10 @@ def test_keywords_do_what_the_classes_do(tmp_path: Path):
     assert found.totals.packed == 10
     again = nf4conv.dequantize(tmp_path / "out", tmp_path / "again", dtype="float32", device="cpu")
     assert again.decoded == 10
+
+
+def test_what_a_base_class_declares_is_kept_when_options_are_narrowed():
+    options = QuantizeOptions(buffer_size=5, workers=3, device="cpu", stream=True)
+    run = narrowed(options, RunOptions)
+    assert (run.buffer_size, run.workers, run.device) == (5, 3, "cpu")
+    assert narrowed(options, SourceOptions).stream
