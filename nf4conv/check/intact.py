@@ -1,15 +1,20 @@
-"""Looks whether the weight files of a finished result still are what was planned, by headers and
-sizes.
+"""Looks whether the weight files of a finished result still are what was planned, by headers, sizes
+and small tensors.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
+from nf4conv.check.structure import read_structure
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.plan.jobs import Shard
 from nf4conv.sources.header import read_header
 
-_HOW_TO_MEND = "--overwrite makes the result anew"
+_HOW_TO_MEND: Final = "--overwrite makes the result anew"
+
+_READ_ALWAYS: Final = ("index", "components", "quant state", "layout", "code maps")
+"""Checks of small tensors and of the index, which take no time beside those of headers."""
 
 
 def require_planned(out: Path, shards: Iterable[Shard]) -> None:
@@ -27,6 +32,9 @@ def require_planned(out: Path, shards: Iterable[Shard]) -> None:
         if fault is not None:
             file = out / shard.name
             raise OutputError(f"{file}: {fault}; {_HOW_TO_MEND}", path=file)
+    for finding in read_structure(out).findings:
+        if finding.is_fault and finding.check in _READ_ALWAYS:
+            raise OutputError(f"{out}: {finding.line()}; {_HOW_TO_MEND}", path=out)
 
 
 def _fault_of(path: Path, shard: Shard) -> str | None:
