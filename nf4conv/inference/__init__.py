@@ -1,1 +1,1 @@
-"""What runs 4-bit models: products with packed weights, patched layers, experts of mixtures."""
+"""Runs 4-bit models: products with packed weights, patched layers, experts of mixtures."""

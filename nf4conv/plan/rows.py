@@ -142,7 +142,7 @@ class TensorRow:
 
     @property
     def stored(self) -> str:
-        """How it is stored, in one word: "nf4/64", an encoding, or a dtype."""
+        """Says how it is stored, in one word: "nf4/64", an encoding, or a dtype."""
         return str(self.format) if self.format is not None else self.encoding or self.dtype
 
     @property
@@ -207,7 +207,7 @@ class KindRow:
 
     @property
     def fate(self) -> str:
-        """What becomes of them, in a few words."""
+        """Says what becomes of them, in a few words."""
         return f"{_FATES[self.action]}: {self.reason}"
 
 

@@ -117,7 +117,7 @@ class _Original:
 
 @dataclass(frozen=True)
 class _Packed:
-    """What is in a quantized result."""
+    """Describes what is in a quantized result."""
 
     weights: Sequence[tuple[Provenance, int]]  # in 4 bits, most weights first
     jobs: Sequence[Job]  # tensors that were written

@@ -1,4 +1,4 @@
-"""What has been chosen for weights so far: ranks and scales."""
+"""Holds what has been chosen for weights so far: ranks and scales."""
 
 from dataclasses import dataclass
 

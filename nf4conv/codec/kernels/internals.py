@@ -1,4 +1,4 @@
-"""What we use of Triton beside its language; no other module imports Triton's internals.
+"""Lists what we use of Triton beside its language; no other module imports Triton's internals.
 
 compile_ahead    compiles for a GPU that need not be there, for programs without torch and Triton
 prepare_launch   launches for little more than the driver call; Triton's own launch inspects every

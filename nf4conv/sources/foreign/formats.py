@@ -53,7 +53,7 @@ class Form(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a format says of one tensor of a weight."""
+    """Says what a format knows of one tensor of a weight."""
 
     suffixes: tuple[str, ...]  # what its name may have after the stem; none for the values
     forms: tuple[Form, ...]

@@ -28,7 +28,7 @@ _IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Heads:
-    """How many attention heads a model has."""
+    """Counts the attention heads of a model."""
 
     queries: int
     keys: int  # and values
