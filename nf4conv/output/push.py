@@ -101,6 +101,10 @@ class Push:
                 f"another name"
             )
         names = {file.rfilename for file in info.siblings or ()}
+        if not all(isinstance(name, str) for name in names):
+            raise OutputError(
+                f"--push-to-hub {self.repo}: the Hub names files of it that have no name; try again"
+            )
         weights = sorted(name for name in names if name.endswith(_WEIGHTS))
         if weights and not overwrite:
             raise OutputError(

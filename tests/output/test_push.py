@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
+from huggingface_hub import HfApi
 
 import nf4conv.sources.remote.asking as asking_module
 from nf4conv.cli import main
@@ -152,6 +154,18 @@ def test_a_public_repository_without_public(hub: Hub, source: Path, tmp_path: Pa
 
 
 # --- faults ---------------------------------------------------------------------------------------
+
+
+def test_a_hub_that_names_no_files(
+    hub: Hub, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The fuzzer found it: a hostile Hub answered with a number in the place of a name."""
+    hub.repos[REPO] = Repo(token=TOKEN, private=True)
+    siblings = [SimpleNamespace(rfilename=0.5)]
+    answer = SimpleNamespace(private=True, siblings=siblings)
+    monkeypatch.setattr(HfApi, "model_info", lambda *_: answer)
+    with pytest.raises(OutputError, match="names files of it that have no name"):
+        push(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
