@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -15,6 +16,7 @@ from checkpoints import contents, write_source
 from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
+import nf4conv.sources.remote.hub as hub_module
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.opening import open_source
@@ -452,3 +454,13 @@ def test_importing_and_planning_locally_does_without_huggingface_hub(tmp_path: P
     )
     subprocess.run([sys.executable, "-c", code, str(source)], check=True)
     plan_quantization(source)
+
+
+def test_of_a_split_gguf_only_its_own_files_are_needed():
+    """Other quantizations and side files may have names that begin alike."""
+    names = [f"q/m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    others = ["q/m-Q8_0.gguf", "q/m-Q8_0-00001-of-00002.gguf", "q/m-imatrix.dat"]
+    others.append("q/m-00001-of-00003.gguf")
+    repository = SimpleNamespace(files=dict.fromkeys([*names, *others, "q/m.gguf"]))
+    assert hub_module._files_of_gguf(repository, "me/m", names[0]) == {*names}
+    assert hub_module._files_of_gguf(repository, "me/m", "q/m.gguf") == {"q/m.gguf"}

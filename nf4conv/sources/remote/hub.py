@@ -271,10 +271,12 @@ def _files_of_gguf(repository: Repository, repo: str, wanted: str) -> set[str]:
     if wanted not in repository.files:
         others = sorted(file for file in repository.files if file.endswith(".gguf"))
         raise SourceError(f"{repo}: has no {wanted}; its GGUF files: {', '.join(others) or 'none'}")
-    stem = re.sub(r"-\d{5}-of-\d{5}\.gguf$", "-", wanted)
-    if not stem.endswith("-"):
+    part = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", wanted)
+    if part is None:
         return {wanted}
-    return {wanted, *(file for file in repository.files if file.startswith(stem))}
+    # other quantizations may stand beside it, under names that begin alike
+    alike = re.compile(rf"{re.escape(part[1])}-\d{{5}}-of-{part[2]}\.gguf")
+    return {file for file in repository.files if alike.fullmatch(file)}
 
 
 def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str, ...]]:
