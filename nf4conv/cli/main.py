@@ -132,10 +132,10 @@ def quantize(source: str, out: str, **values: Any) -> None:
     try:
         whole = quantize.plan_quantization(source, options, where, push)
     except SourceError:
-        if display.dry_run:
-            raise
         # it is not needed if parts have made all files
-        report = nf4conv.quantize(source, out, **given_to(QuantizeOptions, values))
+        report = None if display.dry_run else quantize.quantized_without_source(out, options)
+        if report is None:
+            raise
         display.show(report, quantization_lines(report))
         return
     plan = plan_part(whole, run)
@@ -285,10 +285,10 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     try:
         whole = dequantize.plan_dequantization(source, options, where)
     except SourceError:
-        if display.dry_run:
-            raise
         # it is not needed if parts have made all files
-        report = nf4conv.dequantize(source, out, **given_to(DequantizeOptions, values))
+        report = None if display.dry_run else dequantize.decoded_without_source(out, options)
+        if report is None:
+            raise
         display.show(report, dequantization_lines(report))
         return
     plan = plan_part(whole, run)

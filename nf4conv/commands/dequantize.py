@@ -60,18 +60,18 @@ def dequantize(source: str | Path, out: str | Path, options: DequantizeOptions) 
     try:
         plan = plan_dequantization(source, options, narrowed(options, SourceOptions))
     except SourceError:
-        finished = _decoded_without_source(out, options)
+        finished = decoded_without_source(out, options)
         if finished is None:
             raise
         return finished
     return execute_dequantization(plan, out, narrowed(options, RunOptions), options.progress)
 
 
-def _decoded_without_source(out: str | Path, options: DequantizeOptions) -> DequantizeReport | None:
+def decoded_without_source(out: str | Path, options: DequantizeOptions) -> DequantizeReport | None:
     """Makes a folder whole whose shards have all been made by parts, with the same options.
 
     Returns:
-        What is there; None if shards are missing, or parts make something else.
+        A report of what is there; None if shards are missing, or parts make something else.
 
     Raises:
         OutputError: a shard is not what was written, or a file cannot be written.

@@ -64,7 +64,7 @@ def quantize(source: str | Path, out: str | Path, options: QuantizeOptions) -> Q
     try:
         plan = plan_quantization(source, options, where, push)
     except SourceError:
-        finished = _quantized_without_source(out, options)
+        finished = quantized_without_source(out, options)
         if finished is None:
             raise
         return finished
@@ -130,11 +130,11 @@ def plan_quantize(source: str | Path, options: QuantizeOptions) -> Plan:
     return Plan(made, options)
 
 
-def _quantized_without_source(out: str | Path, options: QuantizeOptions) -> QuantizeReport | None:
+def quantized_without_source(out: str | Path, options: QuantizeOptions) -> QuantizeReport | None:
     """Makes a folder whole whose shards have all been made by parts, with the same options.
 
     Returns:
-        What is there; None if shards are missing, or parts make something else.
+        A report of what is there; None if shards are missing, or parts make something else.
 
     Raises:
         OutputError: a shard is not what was written, or a file cannot be written.
