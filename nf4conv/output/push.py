@@ -22,7 +22,12 @@ from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-def
 
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.sources.remote.asking import is_unreachable, one_line, patiently
-from nf4conv.sources.remote.repository import LIBRARY, PATIENCE, abort_transfers
+from nf4conv.sources.remote.repository import (
+    LIBRARY,
+    PATIENCE,
+    abort_transfers,
+    name_of_file,
+)
 from nf4conv.system.background import Background, outlast
 
 _log: Final = logging.getLogger(__name__)
@@ -100,11 +105,12 @@ class Push:
                 f"--push-to-hub {self.repo}: is public; say --public if you mean it, or choose "
                 f"another name"
             )
-        names = {file.rfilename for file in info.siblings or ()}
-        if not all(isinstance(name, str) for name in names):
+        try:
+            names = {name_of_file(file) for file in info.siblings or ()}
+        except ValueError as error:
             raise OutputError(
                 f"--push-to-hub {self.repo}: the Hub names files of it that have no name; try again"
-            )
+            ) from error
         weights = sorted(name for name in names if name.endswith(_WEIGHTS))
         if weights and not overwrite:
             raise OutputError(

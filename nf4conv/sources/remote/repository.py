@@ -201,16 +201,18 @@ class Repository:
         return content
 
 
-def _described(file: Any) -> RemoteFile:
-    """Returns what the Hub says of a file.
-
-    Raises:
-        ValueError: it cannot be so.
-    """
+def name_of_file(file: Any) -> str:
+    """Returns the name that the Hub gives a file; raises a ValueError for what is none."""
     name = file.rfilename
-    path = PurePosixPath(name)
+    path = PurePosixPath(name if isinstance(name, str) else "/")
     if path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name:
         raise ValueError(f"{name!r:.80} is no name of a file")
+    return str(name)
+
+
+def _described(file: Any) -> RemoteFile:
+    """Returns what the Hub says of a file; raises a ValueError for what cannot be so."""
+    name = name_of_file(file)
     size = file.size or 0
     if type(size) is not int or size < 0:
         raise ValueError(f"{name}: {size!r:.80} is no size")
