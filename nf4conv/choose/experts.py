@@ -26,7 +26,7 @@ Config: TypeAlias = Mapping[str, Any]
 """The content of config.json."""
 
 Decisions: TypeAlias = Mapping[str, Pack | Keep]
-"""What becomes of each tensor, by name."""
+"""Maps the name of each tensor to the decision about it."""
 
 
 class _Sizes(NamedTuple):

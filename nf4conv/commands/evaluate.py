@@ -1,7 +1,7 @@
 """`nf4conv evaluate`: how far models in 4 bits are from the one they were made from, on a text.
 
-What is wrong with text or models is found first, before transformers is imported and a model is
-loaded: both take long. What is an answer depends on the kind of model:
+It looks for faults of text and models first. Importing transformers and loading a model come later,
+because both take long. A model's answers depend on its kind:
 
     causal      log-probabilities of the next token at every position but the last of a window
     seq2seq     log-probabilities of the next token in the second half of each window; the encoder

@@ -106,7 +106,8 @@ def _metadata_of(compiled: Any, cluster: int) -> Any:
 def _direct(launcher: Any) -> Any:
     """Returns what a launcher of Triton 3.6 calls in C; None for other releases.
 
-    What stands between allocates memory that none of our kernels asks for, and takes a microsecond.
+    Triton's own code between the two allocates memory that none of our kernels asks for, and takes
+    a microsecond.
     """
     if not triton.__version__.startswith("3.6."):
         return None
