@@ -30,6 +30,8 @@ def digest_of(folder: Path) -> str:
 def test_weights(model: Path, kind: str, request: pytest.FixtureRequest):
     version = ".".join(torch.__version__.split(".")[:2])
     here = (version, torch.backends.cpu.get_cpu_capability())
-    if here != KNOWN or digest_of(model) != SOURCE:
+    if here != KNOWN:
         pytest.skip(f"recorded with {KNOWN}, and this is {here}")
+    if digest_of(model) != SOURCE:
+        pytest.skip("this release of transformers makes a model of other weights")
     assert digest_of(request.getfixturevalue(kind)) == DIGESTS[kind]
