@@ -5,7 +5,7 @@ every command, the second tree first in every other turn. Reports medians, and f
 ratio of this tree's median to that of the other.
 
 Usage: python -m benchmarks.two_trees OTHER_TREE [--shape 8b] [--folder DIR] [--turns 9]
-       [--out FILE.json]
+       [--only COMMAND...] [--out FILE.json]
 """
 
 import argparse
@@ -57,13 +57,15 @@ def prepare(scratch: Path, shape: str) -> None:
     run([*program_of(Path.cwd()), *words, *QUIET])
 
 
-def measure(scratch: Path, trees: dict[str, Path], turns: int) -> dict[str, dict[str, list[Any]]]:
+def measure(
+    commands: dict[str, list[str]], scratch: Path, trees: dict[str, Path], turns: int
+) -> dict[str, dict[str, list[Any]]]:
     """Returns the figures of each run by command and tree."""
     results: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     # the first turn warms caches and compiles kernels, and is not counted
     for turn in range(turns + 1):
         order = TREES if turn % 2 == 0 else TREES[::-1]
-        for name, words in commands_of(scratch).items():
+        for name, words in commands.items():
             for tree in order:
                 for folder in ("out", "again"):
                     shutil.rmtree(scratch / folder, ignore_errors=True)
@@ -98,12 +100,15 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, help="where to put the checkpoints")
     parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--only", nargs="*", help="names of commands; by default all")
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
     trees = {"this": Path.cwd(), "other": chosen.other.resolve()}
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         prepare(Path(folder), chosen.shape)
-        results = measure(Path(folder), trees, chosen.turns)
+        commands = commands_of(Path(folder))
+        chosen_commands = {name: commands[name] for name in chosen.only or commands}
+        results = measure(chosen_commands, Path(folder), trees, chosen.turns)
     summary = summarize(results)
     print(json.dumps(summary, indent=2))
     keep(
