@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from nf4conv.format.dtypes import DTYPE_NAMES
+from nf4conv.sources.original_card import read_front_matter
 from nf4conv.sources.record import MAKING, group_finder, headers_digest
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight, Structure
@@ -17,6 +18,8 @@ CHECK: Final = "record"
 
 _CARD: Final = "README.md"
 _LARGEST_CARD: Final = 2**22  # bytes
+_CHECKSUMS: Final = "SHA256SUMS"
+_LARGEST_CHECKSUMS: Final = 2**24  # bytes
 _ROW: Final = re.compile(r"^\| (?P<label>[^|]+) \| (?P<text>[^|]*) \|$", re.MULTILINE)
 _PART: Final = re.compile(r" \([\d,]+ weights\)$")
 
@@ -28,12 +31,11 @@ def check_record(structure: Structure, *, exact: bool) -> None:
 
     Args:
         structure: the checkpoint, which gets the findings.
-        exact: True if a record that cannot be read is a fault.
+        exact: True if a record that is lost or cannot be read is a fault.
     """
     record = structure.record
     if record is None:
-        if (structure.folder / MAKING).is_file():
-            structure.note(CHECK, MAKING, "", "is no record that can be read", is_fault=exact)
+        _note_lack(structure, exact=exact)
         return
     if "not_packed" not in record:  # release 0.1.0 said nothing of tensors
         return
@@ -41,6 +43,40 @@ def check_record(structure: Structure, *, exact: bool) -> None:
     listed = groups if isinstance(groups, list) else []
     for text in (*_wrong_groups(structure, listed), *_wrong_counts(structure, record)):
         structure.note(CHECK, MAKING, "", text)
+
+
+def _note_lack(structure: Structure, *, exact: bool) -> None:
+    """Notes that there is no record; a fault with --exact if nf4conv made the checkpoint.
+
+    Other tools write no record, and what they make is compared all the same.
+    """
+    if (structure.folder / MAKING).is_file():
+        structure.note(CHECK, MAKING, "", "is no record that can be read", is_fault=exact)
+        return
+    witness = _witness_of(structure)
+    if witness:
+        structure.note(CHECK, MAKING, "", f"is missing, but {witness}", is_fault=exact)
+    elif exact and structure.weights:
+        text = "no record: made by another tool, compared with what quantizing gives"
+        structure.note(CHECK, "", "", text, is_fault=False)
+
+
+def _witness_of(structure: Structure) -> str:
+    """Returns which file says that nf4conv made a checkpoint, and what it says; empty if none."""
+    folders = [structure.folder]
+    # a pipeline has one card; submodels that were copied as they are have no record
+    if structure.weights and (structure.folder.parent / "model_index.json").is_file():
+        folders.append(structure.folder.parent)
+    for folder in folders:
+        card, _ = read_front_matter(folder / _CARD, folder)
+        if card.is_ours:
+            return f"{_CARD} says that nf4conv made this"
+        sums = folder / _CHECKSUMS
+        if sums.is_file() and sums.stat().st_size <= _LARGEST_CHECKSUMS:
+            names = sums.read_text("utf-8", errors="replace").splitlines()
+            if any(line.endswith((f" {MAKING}", f"*{MAKING}", f"/{MAKING}")) for line in names):
+                return f"{_CHECKSUMS} lists it"
+    return ""
 
 
 def check_origin(structure: Structure, source: Source) -> None:

