@@ -16,6 +16,8 @@ QuantType: TypeAlias = Literal["nf4", "fp4"]
 Blocksize: TypeAlias = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
 Scales: TypeAlias = Literal["absmax", "search"]
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
+DecodedDtype: TypeAlias = Literal["bfloat16", "float16", "float32", "fp8"]
+Fp8Scales: TypeAlias = Literal["e8m0", "float32"]
 QuantStorage: TypeAlias = Literal["uint8", "bfloat16", "float16", "float32"]
 Moe: TypeAlias = Literal["packed", "portable"]
 CalibrateOutput: TypeAlias = Literal["qkv", "all"]
@@ -354,11 +356,21 @@ class DequantizeOptions(SourceOptions, RunOptions):
     """Says what `dequantize` makes of a 4-bit checkpoint, where that comes from, and how."""
 
     dtype: Annotated[
-        Dtype | None,
+        DecodedDtype | None,
         Option(
             Group.RESULT,
-            "Store weights in this dtype; bf16, fp16 and fp32 are short names.",
+            "Store weights in this dtype (short: bf16, fp16, fp32). fp8 is for MXFP4 experts of a "
+            "model that is in FP8 otherwise, such as DeepSeek-V4: no value is rounded.",
+            metavar="DTYPE",
             unset="as before they were quantized",
+        ),
+    ] = None
+    fp8_scales: Annotated[
+        Fp8Scales | None,
+        Option(
+            Group.RESULT,
+            "With --dtype fp8, store all scales in this dtype.",
+            unset="as in SRC",
         ),
     ] = None
     include: Annotated[

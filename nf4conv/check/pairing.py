@@ -16,6 +16,8 @@ from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.jobs import CopyJob, PackJob, footprint
 from nf4conv.plan.joining import join_experts
 from nf4conv.sources.arranged import StackedExperts
+from nf4conv.sources.foreign.floats import Fp4, Scaled
+from nf4conv.sources.foreign.fp8 import Fp8Values
 from nf4conv.sources.source import Source
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo
@@ -129,12 +131,32 @@ def pair_decoded(structure: Structure, plan: DequantizationPlan) -> Pairs:
             structure.note("copies", found.file, job.name, text)
         else:
             copies.append(CopiedPair(found, job.source))
+    alike = tuple(_pair_in_fp8(plan, {pair.tensor.name: pair.tensor for pair in copies}))
     if note_foreign(structure, plan.source, in_shape, len(structure.tensors)):
         return Pairs()
     for name, tensor in structure.tensors.items():
         if name not in planned:
             structure.note("names", tensor.file, name, "is not in the source")
-    return Pairs(copies=tuple(copies))
+    return Pairs(copies=tuple(copies), alike=alike)
+
+
+def _pair_in_fp8(plan: DequantizationPlan, stored: Mapping[str, TensorInfo]) -> Iterator[AlikePair]:
+    """Yields weights that were encoded anew, in FP8 and as they are in the source.
+
+    That their values are equal proves them without the encoder.
+    """
+    for job in plan.output.jobs:
+        encoded = job.source.encoding
+        if not isinstance(encoded, Fp8Values) or job.name not in stored:
+            continue
+        scale = stored.get(encoded.scale.name)
+        if scale is None:
+            continue
+        block = None if scale.elements == 1 else encoded.block
+        weight = job.source._replace(dtype="F32")
+        original = weight._replace(encoding=Fp4(encoded.values, encoded.scale))
+        in_fp8 = weight._replace(encoding=Scaled(stored[job.name], scale, block))
+        yield AlikePair(original, in_fp8, are_stored_alike=False)
 
 
 def note_foreign(structure: Structure, source: Source, paired: int, total: int) -> bool:

@@ -75,8 +75,9 @@ def decoding_options(structure: Structure, options: VerifyOptions) -> Dequantize
 def _recorded(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a record that decide what is decoded, and to what."""
     found: dict[str, Any] = {}
-    if options.get("dtype") is not None:
-        found["dtype"] = options["dtype"]
+    for name in ("dtype", "fp8_scales"):
+        if options.get(name) is not None:
+            found[name] = options[name]
     for name in _PATTERNS:
         patterns = options.get(name)
         if isinstance(patterns, list):

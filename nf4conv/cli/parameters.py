@@ -91,9 +91,6 @@ class Place(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 class Dtype(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
     """Reads a dtype by its name or its short name: bf16, fp16 or fp32."""
 
-    def __init__(self) -> None:
-        super().__init__(DTYPES)
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Returns the full name."""
         return super().convert(_SHORT_DTYPES.get(value, value), param, ctx)
@@ -165,8 +162,8 @@ def _type_of(kind: Any, said: Option) -> Any:
     choices = get_args(kind)
     if said.is_size:
         return Size()
-    if choices == DTYPES:
-        return Dtype()
+    if choices[: len(DTYPES)] == DTYPES:
+        return Dtype(choices)
     if get_origin(kind) is Literal and isinstance(choices[0], str):
         return click.Choice(choices)
     if get_origin(kind) is Literal:

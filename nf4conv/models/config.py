@@ -28,7 +28,7 @@ from nf4conv.models.family_table import FAMILIES
 LEFTOVERS: Final = ("quantization_config", "compression_config")
 """Keys that make loaders believe in another quantization, wherever in config.json they stand."""
 
-_OF_EXPERTS: Final = "expert_dtype"
+OF_EXPERTS: Final = "expert_dtype"
 """The key of DeepSeek-V4 that says how experts are encoded, beside quantization_config.
 
 transformers moves it into any quantization_config that there is.
@@ -126,7 +126,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a config with every trace of a quantization removed, at all levels."""
     edited = {}
     for key, value in config.items():
-        if key in LEFTOVERS or key == _OF_EXPERTS:
+        if key in LEFTOVERS or key == OF_EXPERTS:
             continue
         edited[key] = without_quantization(value) if isinstance(value, Mapping) else value
     return edited

@@ -23,12 +23,14 @@ from nf4conv.models.config import checkpoint_dtype, plain_config, without_quanti
 from nf4conv.models.module_names import ModuleNames
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
+from nf4conv.plan.fp8 import fp8_config, fp8_groups
 from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.sources.foreign.fp8 import Fp8Scales
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
@@ -70,7 +72,10 @@ class DequantizationPlan(WritingPlan):
         """Adds up the rows."""
         shards = self.output.shards
         jobs = sum(len(shard.jobs) for shard in shards)
-        decoded = sum(1 for job in self.output.jobs if job.source.encoding is not None)
+        decoded = 0
+        for job in self.output.jobs:
+            if job.source.encoding is not None and not isinstance(job.source.encoding, Fp8Scales):
+                decoded += 1
         return PlanTotals(
             decoded=decoded,
             copied=jobs - decoded,
@@ -100,6 +105,8 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     Raises:
         PlanError: the request cannot be met for this checkpoint.
     """
+    if options.fp8_scales is not None and options.dtype != "fp8":
+        raise PlanError("--fp8-scales means nothing without --dtype fp8")
     packed = {tensor.name for tensor in source.tensors if tensor.is_quantized}
     # a GGUF file becomes a folder of transformers even if nothing in it is decoded
     if not packed and not options.lora and not source.is_gguf:
@@ -108,6 +115,8 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     _check_stays(source, packed - wanted)
     if packed and not wanted:
         raise PlanError(f"{place}: --include and --exclude leave no weight to decode")
+    if options.dtype == "fp8":
+        return _as_fp8(place, source, options)
     config, still_packed = _partly_packed(source, packed - wanted, options)
     tensors = join_experts(source.tensors, source.config or {}, still_packed)
     check_whole(tensors, source.config or {})
@@ -127,6 +136,18 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     if options.lora or is_of_others or source.is_gguf:
         notes = (*source.notes, *notes)
     return DequantizationPlan(options, source, output, config, notes)
+
+
+def _as_fp8(place: object, source: Source, options: DequantizeOptions) -> DequantizationPlan:
+    """Plans to store MXFP4 as FP8, and to copy the rest."""
+    output = arrange(
+        list(fp8_groups(place, source, options)),
+        Format("nf4", 64, False, "bfloat16"),  # nothing is packed
+        max_shard_size=options.max_shard_size,
+        stem=source.stem,
+    )
+    notes = (*source.notes, *notes_on_links(source))
+    return DequantizationPlan(options, source, output, fp8_config(source.config or {}), notes)
 
 
 def _check_stays(source: Source, names: set[str]) -> None:

@@ -70,6 +70,7 @@ def verification_report(
         tensors = _sum_of_differences(measured.alike.values())
     else:
         _note_faults(structure, measured, options, source)
+        _note_differences(structure, measured.alike, 0.0)
         tensors = None if source is None else _tensors(measured.copies.values())
     findings = _in_order(structure.findings)
     rows = tuple(result.row(options) for result in measured.weights.values())
@@ -84,6 +85,8 @@ def verification_report(
     is_judged = relation is not Relation.NONE or options.exact or options.tolerance is not None
     passed = is_judged and not any(finding.is_fault for finding in findings)
     ran = _ran(source, options, structure, relation)
+    if measured.alike:
+        ran.add("values")
     checks = _check_results(ran, findings)
     return VerifyReport(
         path=path,

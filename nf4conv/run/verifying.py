@@ -9,7 +9,7 @@ from typing import Final
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.options import MachineOptions
-from nf4conv.report.measured import CopyResult, WeightResult
+from nf4conv.report.measured import CopyResult, TensorDifference, WeightResult
 from nf4conv.report.verified import Measured
 from nf4conv.run.comparing import compare
 from nf4conv.run.device.choice import open_devices
@@ -47,10 +47,12 @@ def verify_values(
     """
     if pairs.alone:
         return _look_at_values(pairs.alone, run, progress)
+    alike: Mapping[str, TensorDifference] = {}
     if pairs.alike:
         with open_reader(source) as reader:
             device, alike = compare(pairs.alike, run, progress, reader)
-        return Measured(device, {}, {}, alike=alike)
+        if not pairs.copies:
+            return Measured(device, {}, {}, alike=alike)
     plan = plan_proof(pairs)
     devices = open_devices(lambda: plan.jobs, plan.format, run, is_measured=True)
     started = time.perf_counter()
@@ -79,14 +81,14 @@ def verify_values(
     copies = {pair.tensor.name: CopyResult(pair.tensor) for pair in pairs.copies}
     unproved = {name: result for name, result in results.items() if name not in proved}
     if not unproved and copies.keys() <= same:
-        return Measured(devices.name, results, copies)
+        return Measured(devices.name, results, copies, alike=alike)
     unlike = {name: copy for name, copy in copies.items() if name not in same}
     started = time.perf_counter()
     with open_reader(source) as reader:
         _diagnose(unproved, unlike, pairs, devices.torch, run, progress, reader)
     seconds = time.perf_counter() - started
     _log.info("looked at the values of %d tensors in %.1f s", len(unproved) + len(unlike), seconds)
-    return Measured(devices.torch.name, results, copies)
+    return Measured(devices.torch.name, results, copies, alike=alike)
 
 
 def _look_at_values(
