@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -14,6 +15,7 @@ from nf4conv.calibrate.rounding import (
     Rounded,
     factor,
     layer_cost,
+    relative_error,
     round_calibrated,
     round_two_sided,
     search,
@@ -22,6 +24,12 @@ from nf4conv.calibrate.rounding import (
 from nf4conv.calibrate.stages import Stage, Target, find_stages
 from nf4conv.codec.quant_state import DTYPES, QuantState
 from nf4conv.errors import SourceError
+from nf4conv.report.tolerance import FOREIGN_ERROR
+
+_FARTHEST: Final = 0.95 * FOREIGN_ERROR
+"""The relative error that a rounded weight may have. Where few inputs have nearly all the energy,
+rounding moves the weights of the others so far that nobody could tell them from a foreign weight.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def _plain(
             rounded = round_two_sided(weight, searched, of_inputs, gradients)
             before = two_sided_cost(weight, searched, judge, gradients)
             after = two_sided_cost(weight, rounded, judge, gradients)
-            yield _judged(target, searched, rounded, before, after, None)
+            yield _judged(target, weight, searched, rounded, before, after, None)
 
 
 def _experts(block: BlockAtWork, stage: Stage) -> Iterator[_Outcome]:
@@ -124,19 +132,22 @@ def _round(
     for target, weight, found, rounded in zip(targets, weights, searched, results, strict=True):
         before = layer_cost(weight, found, judge)
         after = layer_cost(weight, rounded, judge)
-        yield _judged(target, found, rounded, before, after, few_tokens)
+        yield _judged(target, weight, found, rounded, before, after, few_tokens)
 
 
 def _judged(
     target: Target,
+    weight: torch.Tensor,
     searched: Rounded,
     rounded: Rounded,
     before: float,
     after: float,
     few_tokens: int | None,
 ) -> _Outcome:
-    """Returns the rounded weight, or the searched one if that costs no more on the judging text."""
-    if after < before:
+    """Returns the rounded weight, or the searched one if that costs no more on the judging text, or
+    the rounded one is too far from the original.
+    """
+    if after < before and relative_error(weight, rounded) < _FARTHEST:
         return _Outcome(target, rounded, WeightGain(after / before, few_tokens))
     return _Outcome(target, searched, WeightGain(1.0, few_tokens))
 

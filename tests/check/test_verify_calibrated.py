@@ -24,8 +24,12 @@ FIRST, SECOND = (f"gpt_neox.layers.{layer}.mlp.dense_4h_to_h.weight" for layer i
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-NeoX model whose down projections read a few huge columns, which depend on each other:
-    calibration moves their weights far.
+    return with_outliers(tmp_path_factory.mktemp("model") / "neox", 5)
+
+
+def with_outliers(folder: Path, spread: float) -> Path:
+    """Saves a GPT-NeoX model whose down projections read a few huge columns, which depend on each
+    other: calibration moves their weights far.
     """
     torch.manual_seed(0)
     config = transformers.GPTNeoXConfig(
@@ -39,21 +43,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = transformers.AutoModelForCausalLM.from_config(config)
     for layer in made.gpt_neox.layers:
         bias = layer.mlp.dense_h_to_4h.bias
-        bias.data.copy_(torch.exp(5 * torch.randn(bias.shape)))
-    folder = tmp_path_factory.mktemp("model") / "neox"
+        bias.data.copy_(torch.exp(spread * torch.randn(bias.shape)))
     made.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
+    return calibrated(model, tmp_path_factory.mktemp("made"))
+
+
+def calibrated(model: Path, folder: Path) -> Path:
     ids = (np.random.default_rng(0).random(3000) ** 2 * 96).astype(np.int32)
     np.save(folder / "ids.npy", ids)
     options = QuantizeOptions(calibrate=str(folder / "ids.npy"), calibration_tokens=1024)
     run = RunOptions(device="cpu", verify=True)
     api.quantize_checkpoint(model, folder / "out", options, run)
     return folder / "out"
+
+
+def test_no_weight_moves_so_far_that_it_looks_like_a_foreign_one(tmp_path: Path) -> None:
+    """With columns as huge as these, the least error of outputs is at relative errors above 1."""
+    model = with_outliers(tmp_path / "model", 6)
+    report = api.verify_checkpoint(calibrated(model, tmp_path), model)
+    assert report.passed
+    gains = json.loads((tmp_path / "out" / "nf4conv.json").read_text())["calibrated"]["blocks"]
+    assert {gain for block in gains for gain in block["gains"].values()} >= {1.0}
 
 
 @pytest.mark.parametrize("exact", [False, True])

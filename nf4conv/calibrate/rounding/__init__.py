@@ -6,6 +6,7 @@ from nf4conv.calibrate.rounding.factor import factor as factor
 from nf4conv.calibrate.rounding.moments import SecondMoments as SecondMoments
 from nf4conv.calibrate.rounding.rounded import Rounded as Rounded
 from nf4conv.calibrate.rounding.rounded import layer_cost as layer_cost
+from nf4conv.calibrate.rounding.rounded import relative_error as relative_error
 from nf4conv.calibrate.rounding.rounded import search as search
 from nf4conv.calibrate.rounding.two_sided import OUTPUT_DAMPING as OUTPUT_DAMPING
 from nf4conv.calibrate.rounding.two_sided import round_two_sided as round_two_sided

@@ -52,6 +52,18 @@ def layer_cost(weight: torch.Tensor, rounded: Rounded, moments: torch.Tensor) ->
     return float(total)
 
 
+def relative_error(weight: torch.Tensor, rounded: Rounded) -> float:
+    """Returns ‖W - Ŵ‖ / ‖W‖, summed in float64; 0 for a weight of zeros."""
+    total, size = 0.0, 0.0
+    values = rounded.values(torch.float32)
+    rows = max(1, _CHUNK // weight.shape[1])
+    for start in range(0, weight.shape[0], rows):
+        part = weight[start : start + rows].float()
+        total += float((part - values[start : start + rows]).square().sum(dtype=torch.float64))
+        size += float(part.square().sum(dtype=torch.float64))
+    return (total / size) ** 0.5 if size else 0.0
+
+
 def pack(
     ranks: torch.Tensor,
     scales: torch.Tensor,
