@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from nf4conv.run.grouping import interleave
+from nf4conv.run.pieces import interleave
 
 SHARD_SIZE = 1_000_000_000
 """`--max-shard-size` of nf4conv, unless it is told otherwise."""

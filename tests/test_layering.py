@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nf4conv
-from nf4conv.run.device.on_driver import bundle
+from nf4conv.run.device.on_driver import kernels
 
 PACKAGE = Path(nf4conv.__file__).parent
 
@@ -77,7 +77,7 @@ WITHOUT_HEAVY = (*ORDER[: ORDER.index("run") + 1], "cli")
 WITH_TORCH = "run.device.on_torch"
 EXCEPT = {
     "sources.token_ids": "reads arrays of numpy",
-    "run.device.on_driver.compiling": "compiles with torch, once",
+    "run.device.on_driver.kernels": "compiles with torch, once",
     "run.tasks.diagnose": "says by torch how tensors differ",
 }
 
@@ -279,7 +279,7 @@ def test_what_kernels_are_made_of_decides_their_key_in_the_cache():
     while ahead:
         reached |= ahead
         ahead = {other for name in ahead for other in own(MODULES[name])} - reached
-    outside = {name for name in reached if MODULES[name] not in bundle.deciding_sources()}
+    outside = {name for name in reached if MODULES[name] not in kernels.deciding_sources()}
     # texts of errors are in no kernel, nor is the way by which the system is asked to compile it
     assert {name for name in outside if not is_in(name, "system")} <= {"errors"}
 

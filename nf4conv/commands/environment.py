@@ -4,7 +4,7 @@ import platform
 from typing import Final
 
 from nf4conv.report.results import Environment
-from nf4conv.run.device.on_driver.bundle import version_of
+from nf4conv.run.device.on_driver.kernels import version_of
 from nf4conv.system.cores import usable_cores
 from nf4conv.system.kind import lacking
 from nf4conv.system.private import cache_folder

@@ -27,8 +27,8 @@ from nf4conv.plan.jobs import Shard, source_files
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import VerificationSummary
 from nf4conv.run.device.choice import Devices
-from nf4conv.run.grouping import interleave
 from nf4conv.run.loop import Pipeline, Task
+from nf4conv.run.pieces import interleave
 from nf4conv.run.shards import ShardProgress, ShardTask, streamed
 from nf4conv.run.writing import writing_tasks
 from nf4conv.sources.reader import Reader

@@ -1,7 +1,11 @@
-"""Cuts weights and tensors into the pieces that a worker takes at a time."""
+"""Divides work: cuts weights and tensors into the pieces that a worker takes at a time, puts small
+items together, and takes items of several groups in turn.
+"""
 
-from collections.abc import Iterable
-from typing import Final, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, islice
+from typing import Final, NamedTuple, TypeVar
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.format.dtypes import DTYPE_BITS
@@ -10,7 +14,10 @@ from nf4conv.sources.cutting import Piece, encoded_pieces, packed_pieces, plain_
 from nf4conv.sources.foreign.bitsandbytes import packed_in_order
 from nf4conv.sources.tensors import TensorInfo
 
+T = TypeVar("T")
+
 ENOUGH: Final = 2**62  # more elements, or bytes, than there are
+LARGEST_BATCH: Final = 4096  # items that a worker takes together
 
 
 class WeightPiece(NamedTuple):
@@ -31,16 +38,10 @@ def whole_weight(job: PackJob) -> WeightPiece:
 
 
 def weight_pieces(job: PackJob, piece: int, most: int, unit: int) -> list[Piece]:
-    """Cuts a weight into pieces.
+    """Cuts a weight into pieces, each of which begins at a multiple of `unit` elements.
 
-    Args:
-        job: the weight.
-        piece: bytes of a piece at most, if the weight is stored as it is.
-        most: elements of a piece at most, if the weight has to be decoded.
-        unit: every piece begins at a multiple of so many elements.
-
-    Returns:
-        The pieces. A weight that has to be read as a whole matrix has none, or a single one.
+    A piece has at most `piece` bytes if the weight is stored as it is, `most` elements if it has to
+    be decoded. A weight that has to be read as a whole matrix has no pieces, or a single one.
     """
     if job.is_cut_out:
         return _matrix_pieces(job, most, unit)
@@ -68,9 +69,7 @@ def _matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:
 def located(job: PackJob) -> tuple[TensorInfo, PackedMatrix]:
     """Finds the smallest encoded tensor that holds a weight, and where it is in that.
 
-    Returns:
-        The source, or the matrix of an expert that was cut out of it, as it lies or transposed.
-        The place of the weight in it.
+    It is the source, or the matrix of an expert that was cut out of it, as it lies or transposed.
     """
     source = job.source
     matrix = job.matrix
@@ -93,3 +92,60 @@ def pieces_of(source: TensorInfo, most: int) -> Iterable[Piece]:
     if packed_in_order(source) is not None:
         return packed_pieces(source, most)
     return encoded_pieces(source, most)
+
+
+def interleave(groups: Iterable[Iterable[T]], width: int) -> Iterator[T]:
+    """Yields items of `width` groups in turn; a new group takes the place of an exhausted one."""
+    waiting = iter(groups)
+    active = deque(iter(group) for group in islice(waiting, width))
+    while active:
+        group = active.popleft()
+        for item in group:
+            yield item
+            active.append(group)
+            break
+        else:
+            active.extend(iter(group) for group in islice(waiting, 1))
+
+
+def batches(
+    items: Iterable[T],
+    size: Callable[[T], int],
+    room: int,
+    kind: Callable[[T], object],
+    most: int | None = None,
+) -> Iterator[tuple[T, ...]]:
+    """Groups neighbouring items of the same kind.
+
+    The items of a group take `room` bytes at most, and are not more than `most`. A larger item
+    comes alone.
+    """
+    batch: list[T] = []
+    left = room
+    for item in items:
+        needed = size(item)
+        if batch:
+            is_full = needed > left or len(batch) == most
+            if is_full or kind(item) != kind(batch[0]):
+                yield tuple(batch)
+                batch = []
+                left = room
+        batch.append(item)
+        left -= needed
+    if batch:
+        yield tuple(batch)
+
+
+def aligned(nbytes: int) -> int:
+    """Returns the room that a range of so many bytes takes in a worker's buffer."""
+    return nbytes + -nbytes % 64
+
+
+def starts(sizes: Iterable[int]) -> list[int]:
+    """Returns where each of some neighbours begins, and where the last one ends."""
+    return list(accumulate(sizes, initial=0))
+
+
+def bytes_of(tag: str, elements: int) -> int:
+    """Returns the bytes of so many elements of the dtype that a tag names."""
+    return DTYPE_BITS[tag] * elements // 8

@@ -1,5 +1,5 @@
 """The kernels for many tensors, launched as the engine without torch launches them
-(run/device/on_driver/batch/packing.py).
+(run/device/on_driver/packing.py).
 """
 
 from collections.abc import Sequence

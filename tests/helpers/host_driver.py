@@ -17,7 +17,7 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.compiling import Variant
 from nf4conv.codec.kernels.packing import mean
-from nf4conv.run.device.on_driver import backend, compiling, driver
+from nf4conv.run.device.on_driver import backend, driver, kernels
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
 
 _interpreting = threading.Lock()
@@ -97,7 +97,7 @@ def _bundles(
     device: HostDevice,  # noqa: ARG001
     purposes: Iterable[Purpose],
 ) -> dict[Purpose, Kernels[bytes]]:
-    found = {purpose: compiling.make_codec(torch.device("cpu"), purpose) for purpose in purposes}
+    found = {purpose: kernels.make_codec(torch.device("cpu"), purpose) for purpose in purposes}
     return {
         purpose: Kernels(
             {name: HostFunction(variant) for name, variant in codec.kernels.items()},

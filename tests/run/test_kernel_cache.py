@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from nf4conv.codec.kernels import launch
-from nf4conv.run.device.on_driver import bundle
-from nf4conv.run.device.on_driver.bundle import load_bundles
-from nf4conv.run.device.on_driver.compiling import compile_kernels
+from nf4conv.run.device.on_driver import kernels
 from nf4conv.run.device.on_driver.driver import CudaError
-from nf4conv.run.device.on_driver.kernels import Purpose
+from nf4conv.run.device.on_driver.kernels import Purpose, compile_kernels, load_bundles
 
 CONTENT = {"kernels": {}, "tables": {"a": "AAAA"}, "numbers": {"b": 1}}
 PURPOSE = Purpose("encoder", ("bfloat16", "nf4", 64, "absmax"))
@@ -40,12 +38,12 @@ class Gpu:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
-    bundle._keep(tmp_path / "cache/bundle.json", CONTENT)
-    return tmp_path / "cache/bundle.json"
+    kernels._keep(tmp_path / "cache/kernels.json", CONTENT)
+    return tmp_path / "cache/kernels.json"
 
 
 def test_what_was_kept_is_read_again_and_is_nobody_else_s(kept: Path):
-    assert bundle._read(kept) == CONTENT
+    assert kernels._read(kept) == CONTENT
     assert kept.stat().st_mode & 0o777 == 0o600
 
 
@@ -77,7 +75,7 @@ def test_kernels_in_doubt_are_compiled_again(kept: Path, doubt: str):
     if doubt == "of another user" and os.geteuid():
         pytest.skip("only root may give a file away")
     DOUBTS[doubt](kept)
-    assert bundle._read(kept) is None
+    assert kernels._read(kept) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would be compiled")
@@ -86,10 +84,10 @@ def test_content_of_another_shape_is_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = bundle.cache_folder()
+    folder = kernels.cache_folder()
     assert folder is not None
     folder.mkdir()
-    path = folder / f"{bundle._key(Gpu().capability(), PURPOSE)}.json"
+    path = folder / f"{kernels._key(Gpu().capability(), PURPOSE)}.json"
     path.write_text(content)
     assert load_bundles(Gpu(), [PURPOSE]) is None  # type: ignore[arg-type]  # without CUDA nothing can be compiled
 
@@ -104,7 +102,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    assert bundle.cache_folder() is None
+    assert kernels.cache_folder() is None
     assert load_bundles(Gpu(), [PURPOSE]) is None  # type: ignore[arg-type]
 
 
@@ -113,9 +111,9 @@ def test_kernels_are_loaded_on_the_device_they_are_for(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpu, loaded = Gpu(), []
-    bundle._keep(tmp_path / f"nf4conv/{bundle._key(gpu.capability(), PURPOSE)}.json", CONTENT)
+    kernels._keep(tmp_path / f"nf4conv/{kernels._key(gpu.capability(), PURPOSE)}.json", CONTENT)
     remember = lambda content: loaded.append((content, gpu.is_in_use))  # noqa: E731
-    monkeypatch.setattr(bundle, "load_kernels", remember)
+    monkeypatch.setattr(kernels, "load_kernels", remember)
     assert load_bundles(gpu, [PURPOSE]) == {PURPOSE: None}  # type: ignore[arg-type]
     assert loaded == [(CONTENT, True)]
 
@@ -157,4 +155,4 @@ def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch):
     working directory.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
-    assert bundle.cache_folder() == Path.home() / ".cache/nf4conv"
+    assert kernels.cache_folder() == Path.home() / ".cache/nf4conv"

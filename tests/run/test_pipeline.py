@@ -14,13 +14,13 @@ import pytest
 from nf4conv.errors import PlanError
 from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.options import RunOptions
-from nf4conv.run.grouping import aligned, interleave
 from nf4conv.run.loop import (
     LARGEST_PIECE,
     Pipeline,
     make_pipeline,
     piece_size,
 )
+from nf4conv.run.pieces import aligned, interleave
 from nf4conv.run.worker import Activity, Worker
 from nf4conv.sources.reader import Reader
 

@@ -43,7 +43,7 @@ from nf4conv.report.as_json import content_of
 from nf4conv.run.device.choice import Devices
 from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.backend import DriverBackend
-from nf4conv.run.device.on_driver.batch.buffers import DriverBuffers
+from nf4conv.run.device.on_driver.buffers import DriverBuffers
 from nf4conv.run.device.on_driver.device import DriverDevice
 from nf4conv.run.device.on_torch import device as torch_device
 from nf4conv.run.device.on_torch.backend import ImportCost, TorchBackend
@@ -471,7 +471,7 @@ def test_experts_of_gpt_oss(
         tensors[f"{experts}.{name}_blocks"] = _raw(math.prod(shape), 16).view(*shape, 16)
         tensors[f"{experts}.{name}_scales"] = _raw(math.prod(shape), high=8).view(shape) + 120
     source = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"}, dtype)
-    monkeypatch.setattr("nf4conv.run.device.on_driver.batch.buffers._OUTPUT_SLACK", 4096)
+    monkeypatch.setattr("nf4conv.run.device.on_driver.buffers._OUTPUT_SLACK", 4096)
     fetched = []
     genuine = DriverBuffers.fetch
     monkeypatch.setattr(

@@ -11,8 +11,7 @@ from nf4conv.format.layout import Format
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.report.measured import TensorDifference
-from nf4conv.run.device.on_driver.backend import DriverBackend, gpu_named, open_gpu
-from nf4conv.run.device.on_driver.batch.sizes import DECODED
+from nf4conv.run.device.on_driver.backend import DECODED, DriverBackend, gpu_named, open_gpu
 from nf4conv.run.device.on_driver.capability import (
     kernels_for_job,
     kernels_for_pair,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.protocol import PairOfPieces
-from nf4conv.run.grouping import batches
 from nf4conv.run.loop import Task
+from nf4conv.run.pieces import batches
 from nf4conv.run.worker import Backend, Worker
 from nf4conv.sources.cutting import pieces_alike, share_parts
 

@@ -11,8 +11,14 @@ from nf4conv.format.layout import block_count
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.run.device.choice import Devices
 from nf4conv.run.device.protocol import CopyPart, Gathered
-from nf4conv.run.grouping import LARGEST_BATCH, batches, interleave
-from nf4conv.run.pieces import WeightPiece, pieces_of, weight_pieces
+from nf4conv.run.pieces import (
+    LARGEST_BATCH,
+    WeightPiece,
+    batches,
+    interleave,
+    pieces_of,
+    weight_pieces,
+)
 from nf4conv.run.shards import Destination, ShardTask
 from nf4conv.run.tasks.convert import convert, convert_pieces
 from nf4conv.run.tasks.copy import copy_as_it_is, copy_stored_weight

@@ -3,7 +3,7 @@
 MoE checkpoints with small experts need that. A table on the device has a column for each tensor. A
 program finds the tensor that its tile belongs to by bisection over the tensors' first tiles, and
 then runs the same code as the kernels for one tensor. Only the engine without torch launches these
-kernels (run/device/on_driver/batch/packing.py), from what ahead/ names.
+kernels (run/device/on_driver/packing.py), from what ahead/ names.
 """
 
 import triton

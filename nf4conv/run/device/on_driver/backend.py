@@ -10,27 +10,21 @@ from nf4conv.format.dtypes import DTYPE_BITS, TAGS
 from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.run.device.on_driver import driver
-from nf4conv.run.device.on_driver.batch.sizes import DECODED, bytes_of
-from nf4conv.run.device.on_driver.bundle import load_bundles
+from nf4conv.run.device.on_driver.buffers import Gpu
 from nf4conv.run.device.on_driver.device import DriverDevice
-from nf4conv.run.device.on_driver.gpu import Gpu
-from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
-from nf4conv.run.grouping import LARGEST_BATCH, aligned
+from nf4conv.run.device.on_driver.kernels import Kernels, Purpose, load_bundles
+from nf4conv.run.pieces import LARGEST_BATCH, aligned, bytes_of
 from nf4conv.run.worker import Worker
+
+DECODED: Final = 2
+"""Pieces of an encoded weight that are decoded at a time, as far as a piece holds them."""
 
 PAIR_SLACK: Final = 2**12
 """Bytes that two tensors, or pieces of them, take beside those that grow with them."""
 
 
 class DriverBackend:
-    """One GPU with kernels.
-
-    Args:
-        device: the GPU.
-        kernels: the kernels by purpose, with their tables as bytes.
-        format: how weights are packed.
-        returned: bytes that come back from the GPU for each that goes there, at most.
-    """
+    """One GPU with kernels; `returned` bytes come back from it for each that goes there, at most."""
 
     pairs_at_a_time = LARGEST_BATCH
 

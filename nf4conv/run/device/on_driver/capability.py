@@ -6,8 +6,8 @@ from nf4conv.format.dtypes import DTYPE_NAMES, TAGS
 from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.report.measured import TensorDifference
-from nf4conv.run.device.on_driver.batch.decoding import kernels_for_tensor
 from nf4conv.run.device.on_driver.kernels import Purpose
+from nf4conv.run.device.on_driver.loading import kernels_for_tensor
 from nf4conv.run.pieces import ENOUGH, located, pieces_of, whole_weight
 from nf4conv.sources.arranged import Excerpt, Joined, StackedExperts
 from nf4conv.sources.cutting import pieces_alike

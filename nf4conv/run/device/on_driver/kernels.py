@@ -1,11 +1,29 @@
-"""Names kernels, and loads compiled ones to a GPU."""
+"""Compiles kernels once for a GPU, a purpose and a release, keeps them on disk, and loads them
+without torch.
+
+They lie in the user's cache folder, in one file for each purpose, named by a hash of all that
+decides their content.
+"""
 
 import base64
-from collections.abc import Mapping
+import functools
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from nf4conv.run.device.on_driver.driver import Function
+from nf4conv import codec, format
+from nf4conv.errors import OutputError
+from nf4conv.output.writer import write_file
+from nf4conv.run.device.on_driver.driver import CudaError, Device, Function, Stream
+from nf4conv.system.private import cache_folder, read_private
 
 T = TypeVar("T")
 
@@ -20,21 +38,15 @@ class Purpose(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernels(Generic[T]):
-    """Holds the kernels for a purpose, see codec.kernels.ahead.Codec.
-
-    Attributes:
-        functions: the kernels by name.
-        tables: what they read, by name: bytes, or addresses on the GPU.
-        numbers: what decides how many programs are launched, by name.
-    """
+    """Holds the kernels for a purpose, see codec.kernels.ahead.Codec."""
 
     functions: Mapping[str, Function]
-    tables: Mapping[str, T]
-    numbers: Mapping[str, int]
+    tables: Mapping[str, T]  # what they read: bytes, or addresses on the GPU
+    numbers: Mapping[str, int]  # what decides how many programs are launched
 
 
 def load_kernels(content: Mapping[str, Any]) -> Kernels[bytes]:
-    """Loads kernels to the current device from the JSON that compiling.py makes of them."""
+    """Loads kernels to the current device from the JSON that `compile_kernels` makes of them."""
     functions = {}
     for name, kernel in content["kernels"].items():
         functions[name] = Function(
@@ -43,7 +55,201 @@ def load_kernels(content: Mapping[str, Any]) -> Kernels[bytes]:
             shared=kernel["shared"],
             threads=kernel["threads"],
         )
-    tables = {}
-    for name, table in content["tables"].items():
-        tables[name] = base64.b64decode(table)
+    tables = {name: base64.b64decode(table) for name, table in content["tables"].items()}
     return Kernels(functions, tables, content["numbers"])
+
+
+def load_bundles(
+    device: Device, purposes: Iterable[Purpose]
+) -> dict[Purpose, Kernels[bytes]] | None:
+    """Loads the kernels for some purposes to a device, which becomes the current one.
+
+    Those that are not on disk are compiled with torch, and kept there. None if they cannot be
+    compiled.
+    """
+    capability = device.capability()
+    folder = cache_folder()
+    contents: dict[Purpose, dict[str, Any]] = {}
+    missing: dict[Purpose, Path | None] = {}
+    for purpose in purposes:
+        path = None if folder is None else folder / f"{_key(capability, purpose)}.json"
+        content = None if path is None else _read(path)
+        if content is None:
+            missing[purpose] = path
+        else:
+            contents[purpose] = content
+    if missing:
+        logging.getLogger("nf4conv").warning(
+            "compiling kernels for this GPU, once; later runs find them in the cache"
+        )
+        compiled = compile_kernels(device, capability, list(missing))
+        if compiled is None:
+            return None
+        contents |= compiled
+        for purpose, path in missing.items():
+            if path is not None:
+                _keep(path, compiled[purpose])
+    device.use()
+    return {purpose: load_kernels(content) for purpose, content in contents.items()}
+
+
+def deciding_sources() -> list[Path]:
+    """Lists every file of ours that decides a kernel: the codec, and the tables it uses."""
+    files = (path for room in (codec, format) for path in Path(room.__path__[0]).rglob("*"))
+    return sorted(path for path in files if path.suffix in (".py", ".txt", ".json"))
+
+
+@functools.cache
+def _sources() -> bytes:
+    return b"".join(source.read_bytes() for source in deciding_sources())
+
+
+def _key(capability: tuple[int, int], purpose: Purpose) -> str:
+    digest = hashlib.sha256(_sources())
+    choice = (
+        capability,
+        purpose.maker,
+        *purpose.details,
+        version_of("torch"),
+        version_of("triton"),
+    )
+    digest.update(repr(choice).encode())
+    return digest.hexdigest()[:32]
+
+
+def version_of(package: str) -> str:
+    """Returns the version of an installed package; empty for one that is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:  # torch's CPU build brings no Triton
+        return ""
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Reads a bundle that this user has written, and nobody else could.
+
+    None in any doubt, because it runs on the GPU.
+    """
+    try:
+        found = read_private(path)
+        if found is None:
+            return None
+        kept = json.loads(found)
+        content: dict[str, Any] = kept["bundle"]
+        if kept["sha256"] != _checksum(content):
+            return None
+        return content
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _keep(path: Path, content: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = {"sha256": _checksum(content), "bundle": content}
+        write_file(path, [json.dumps(kept).encode()], mode=0o600)
+    except (OSError, OutputError):
+        return  # a home that cannot be written to costs time at the next run, not this result
+
+
+def compile_kernels(
+    gpu: Device, capability: tuple[int, int], purposes: Sequence[Purpose]
+) -> dict[Purpose, dict[str, Any]] | None:
+    """Compiles kernels for a GPU, which becomes the thread's current device.
+
+    Returns kernels, tables and numbers by purpose, as JSON. None if torch has no CUDA here, if the
+    GPU is too old, or if torch takes means in an order that our kernels do not repeat.
+    """
+    meanwhile = threading.Thread(target=_prepare, args=(gpu,))
+    meanwhile.start()
+    import torch
+
+    from nf4conv.codec import backends, reference  # importing torch takes seconds
+
+    meanwhile.join()
+    gpu.use()
+    device = torch.device("cuda", gpu.ordinal)
+    if not torch.cuda.is_available() or backends.backend(device) is reference:
+        return None
+    with torch.cuda.device(device):
+        contents = _compiled(device, capability, purposes)
+        return contents if _repeats_torch(device, contents) else None
+
+
+def _compiled(
+    device: Any, capability: tuple[int, int], purposes: Sequence[Purpose]
+) -> dict[Purpose, dict[str, Any]]:
+    from nf4conv.codec.kernels.compiling import compile_kernels  # importing torch takes seconds
+
+    made = {purpose: make_codec(device, purpose) for purpose in purposes}
+    variants = []
+    for one in made.values():
+        variants += one.kernels.values()
+    compiled = iter(compile_kernels(variants, capability))
+    contents = {}
+    for purpose, one in made.items():
+        kernels = {name: next(compiled) for name in one.kernels}
+        tables = {name: base64.b64encode(table).decode() for name, table in one.tables.items()}
+        contents[purpose] = {"kernels": kernels, "tables": tables, "numbers": one.numbers}
+    return contents
+
+
+def _repeats_torch(device: Any, contents: Mapping[Purpose, dict[str, Any]]) -> bool:
+    """Returns True if compiled kernels that pack take means as torch does; tries one purpose."""
+    import torch
+
+    from nf4conv.codec.kernels.packing import mean  # importing torch takes seconds
+
+    for purpose, content in contents.items():
+        if purpose.maker == "encoder":
+            stream = Stream(torch.cuda.current_stream().cuda_stream)
+            functions = load_kernels(content).functions
+            return bool(mean.repeats_torch(device, partial(_launch, functions, stream)))
+    return True
+
+
+def _launch(
+    functions: Mapping[str, Function],
+    stream: Stream,
+    name: str,
+    programs: int,
+    arguments: Sequence[Any],
+) -> None:
+    """Launches a kernel on tensors and numbers.
+
+    Triton, which could do it, needs a C compiler for that.
+    """
+    values = [value if isinstance(value, int) else value.data_ptr() for value in arguments]
+    functions[name].launch(stream, programs, values)
+
+
+def _prepare(gpu: Device) -> None:
+    """Does meanwhile what does not need torch.
+
+    It makes a context; and it has Triton hash itself, which is half a gigabyte.
+    """
+    # torch's CPU build brings no Triton; an error of the driver is met again
+    with suppress(ImportError, CudaError):
+        gpu.use()
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def make_codec(device: Any, purpose: Purpose) -> Any:
+    """Returns the kernels for a purpose, not compiled yet: a codec.kernels.ahead.Codec."""
+    from nf4conv.codec.kernels import ahead  # importing torch takes seconds
+    from nf4conv.codec.quant_state import DTYPES  # importing torch takes seconds
+    from nf4conv.run.device.on_torch.reading import TORCH_DTYPES  # importing torch takes seconds
+
+    dtypes = TORCH_DTYPES | DTYPES
+
+    def of_torch(detail: Any) -> Any:
+        return dtypes.get(detail, detail) if isinstance(detail, str) else detail
+
+    make = getattr(ahead, purpose.maker)
+    return make(device, *map(of_torch, purpose.details))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.plan.jobs import CopyJob, PackJob
-from nf4conv.run.grouping import aligned
+from nf4conv.run.pieces import aligned
 from nf4conv.run.worker import Worker
 from nf4conv.sources.foreign.bitsandbytes import packed_in_order
 from nf4conv.system.memory import resident

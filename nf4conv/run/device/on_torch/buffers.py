@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 
 from nf4conv.run.device.on_torch.shared import SharedTensors
-from nf4conv.run.grouping import aligned
+from nf4conv.run.pieces import aligned
 from nf4conv.run.worker import Worker
 from nf4conv.sources.tensors import FileRange, TensorInfo
 

@@ -1,4 +1,4 @@
-"""Encoded tensors decoded on the GPU: the kernels that it takes, and their launches.
+"""Tensors brought to the GPU: read, decoded where they are encoded, and cast.
 
 GPTQ and AWQ store a weight by its columns. A piece of it, some of its rows, is a run in each line
 of its tensors. So these are brought to the GPU as they are, and stay there until all pieces are
@@ -6,7 +6,8 @@ taken.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
@@ -14,16 +15,13 @@ from typing import Literal, NamedTuple
 
 from nf4conv.errors import CodecError
 from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
-from nf4conv.run.device.on_driver.batch.buffers import Launch
-from nf4conv.run.device.on_driver.batch.input import BatchInput
+from nf4conv.run.device.on_driver.buffers import FLAG, BatchInput, DriverBuffers, Launch
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
+from nf4conv.run.pieces import aligned, bytes_of, starts
 from nf4conv.sources.arranged import Columns
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, packed_in_order
 from nf4conv.sources.foreign.integers import PackedIntegers
 from nf4conv.sources.tensors import TensorInfo
-
-_Addresses = Mapping[str, int]
-"""Where the parts of a tensor are on the GPU, by role."""
 
 
 class Places(NamedTuple):
@@ -36,14 +34,9 @@ class Places(NamedTuple):
 
 
 def kernels_for_tensor(tensor: TensorInfo, steps: Sequence[str]) -> frozenset[Purpose] | None:
-    """Tells which kernels decode a tensor, or a piece of one, and cast it.
+    """Tells which kernels decode a tensor, or a piece of one, and cast it; None without any.
 
-    Args:
-        tensor: as it is stored.
-        steps: tags of the dtypes that it goes through, from what it is stored in, or decoded to.
-
-    Returns:
-        The kernels; None if there are none for it.
+    Steps are the tags of the dtypes that it goes through, from what it is stored in, or decoded to.
     """
     found = set()
     if tensor.encoding is not None:
@@ -90,15 +83,9 @@ def add_tensor(batch: BatchInput, tensor: TensorInfo) -> Places:
 def decode_launch(
     batch: BatchInput, tensor: TensorInfo, placed: Places, tag: str, target: int
 ) -> Launch:
-    """Returns the launch that decodes a tensor.
+    """Returns the launch that decodes a tensor to the dtype of a tag, once the input has been read.
 
-    Args:
-        batch: the input, which has been read.
-        tensor: an encoded tensor for which `kernels_for_tensor` has found kernels.
-        placed: where its parts are, from `add_tensor`.
-        tag: the dtype that it is decoded to.
-        target: the address of the result. Of a packed weight it may be any that suits its dtype,
-            of others it is a multiple of 16.
+    The address of the result is a multiple of 16; of a packed weight, of its dtype's size.
     """
     purpose = _decoding_purpose(tensor, tag)
     assert purpose is not None
@@ -124,7 +111,9 @@ def decode_launch(
     return Launch(kernels.functions["decode"], programs, arguments)
 
 
-def _unpack(tensor: TensorInfo, places: _Addresses, kernels: Kernels[int], target: int) -> Launch:
+def _unpack(
+    tensor: TensorInfo, places: Mapping[str, int], kernels: Kernels[int], target: int
+) -> Launch:
     """Returns the launch that decodes a weight that bitsandbytes packed to 4 bits."""
     scales = "nested" if "nested_absmax" in places else "plain"
     is_aligned = tensor.elements % kernels.numbers["slot"] == 0 and target % 16 == 0
@@ -147,8 +136,7 @@ def _unpack(tensor: TensorInfo, places: _Addresses, kernels: Kernels[int], targe
 def _keep_matrices(batch: BatchInput, tensor: TensorInfo) -> dict[str, int]:
     """Brings what a piece of a weight is cut out of to the GPU, unless it is there.
 
-    Returns:
-        The address of each part that is columns of a matrix, by role.
+    Returns the address of each part that is columns of a matrix, by role.
     """
     found: dict[str, Columns] = {}
     assert tensor.encoding is not None
@@ -169,14 +157,7 @@ def _check_group_index(
 ) -> None:
     """Checks the group of each column in what has been read, and sets it where it never was.
 
-    Args:
-        batch: the input.
-        tensor: the weight, or a piece of it.
-        encoding: its encoding, which has a group index.
-        position: where the index is in the input.
-
-    Raises:
-        CodecError: it names a group that there is not.
+    Raises a CodecError if it names a group that there is not.
     """
     part = encoding.group_index
     assert part is not None
@@ -206,3 +187,91 @@ def _check_group_index(
 def _groups_in_order(columns: int, group_size: int, letter: Literal["i", "q"]) -> bytes:
     """Returns the bytes of a group index that changes no order."""
     return array(letter, (column // group_size for column in range(columns))).tobytes()
+
+
+@dataclass
+class Loaded:
+    """Tensors on the GPU, once the launches that decode and cast them are done."""
+
+    addresses: list[int]  # where each begins, and where the last one ends; between them are zeros
+    launches: list[Launch]
+
+
+def load(
+    batch: BatchInput,
+    tensors: Sequence[TensorInfo],
+    steps: Sequence[str],
+    make_room: Callable[[int], int] | None = None,
+) -> Loaded:
+    """Reads tensors, all of which are encoded, or none; decodes them, and casts them.
+
+    Steps are as `kernels_for_tensor` has them. `make_room` returns the address of so many bytes, a
+    multiple of 64, for the result. Without it, the result is in scratch memory, or stays in the
+    input if it is only read.
+    """
+    buffers = batch.buffers
+    placed = [add_tensor(batch, tensor) for tensor in tensors]
+    batch.read()
+    is_encoded = tensors[0].encoding is not None
+    if is_encoded:
+        sizes = (aligned(bytes_of(steps[0], tensor.elements)) for tensor in tensors)
+        offsets = starts(sizes)
+    else:
+        offsets = [places.positions["values"] for places in placed]
+        offsets.append(batch.stop)
+    elements = offsets[-1] * 8 // DTYPE_BITS[steps[0]]
+    regions = _regions(batch, steps, elements, is_encoded, make_room)
+    launches: list[Launch] = []
+    if is_encoded:
+        spans = zip(tensors, placed, pairwise(offsets), strict=True)
+        for tensor, places, (start, stop) in spans:
+            gap = -bytes_of(steps[0], tensor.elements) % 64
+            if gap:  # the search for NaN looks at all of it
+                buffers.stream.clear(regions[0] + stop - gap, gap)
+            target = regions[0] + start
+            launches.append(decode_launch(batch, tensor, places, steps[0], target))
+    for step, (source, result) in zip(pairwise(steps), pairwise(regions), strict=True):
+        launches.append(_cast_launch(buffers, step, source, result, elements))
+    addresses = []
+    for offset in offsets:
+        elements_before = offset * 8 // DTYPE_BITS[steps[0]]
+        addresses.append(regions[-1] + bytes_of(steps[-1], elements_before))
+    return Loaded(addresses, launches)
+
+
+def _regions(
+    batch: BatchInput,
+    steps: Sequence[str],
+    elements: int,
+    is_encoded: bool,
+    make_room: Callable[[int], int] | None,
+) -> list[int]:
+    """Returns where the values are in each of the dtypes that they go through."""
+    sizes = [bytes_of(tag, elements) for tag in steps]
+    regions: list[int | None] = [None] * len(steps)
+    if not is_encoded:
+        regions[0] = batch.address(0)
+    if make_room is not None:
+        regions[-1] = make_room(sizes[-1])
+    needed = 0
+    for region, size in zip(regions, sizes, strict=True):
+        if region is None:
+            needed += size
+    place = batch.buffers.scratch(needed) if needed else 0
+    found = []
+    for region, size in zip(regions, sizes, strict=True):
+        if region is None:
+            region = place
+            place += size
+        found.append(region)
+    return found
+
+
+def _cast_launch(
+    buffers: DriverBuffers, step: tuple[str, str], source: int, result: int, elements: int
+) -> Launch:
+    """Returns the launch that casts values, and sets the flag if finite ones become infinite."""
+    kernels = buffers.gpu.kernels[Purpose("caster", step)]
+    programs = -(-elements // kernels.numbers["tile"])
+    arguments = (source, result, buffers.output.address + FLAG, elements)
+    return Launch(kernels.functions["cast"], programs, arguments)

@@ -1,1 +1,0 @@
-"""Computes a batch of tensors in one thread: one upload, some launches, one download."""
