@@ -24,7 +24,7 @@ PAIR_SLACK: Final = 2**12
 
 
 class DriverBackend:
-    """One GPU with kernels; `returned` bytes come back from it for each that goes there, at most."""
+    """One GPU with kernels; `returned` bytes at most come back for each that goes there."""
 
     pairs_at_a_time = LARGEST_BATCH
 
