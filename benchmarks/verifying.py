@@ -16,7 +16,11 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
+import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +30,15 @@ from safetensors.torch import load_file, save_file
 from benchmarks.end_to_end import keep, program_of, run
 from benchmarks.synthetic import SHAPES, write_checkpoint
 
+PIECE = 2**22  # bytes that the floor reads at a time
+
 KEPT = (
-    *(
-        "wall_seconds",
-        "seconds",
-        "pipeline_seconds",
-        "seconds_by_activity",
-        "host_peak_bytes",
-        "host_baseline_bytes",
-    ),
+    "wall_seconds",
+    "seconds",
+    "pipeline_seconds",
+    "seconds_by_activity",
+    "host_peak_bytes",
+    "host_baseline_bytes",
 )
 """Of what a command tells."""
 
@@ -61,8 +65,8 @@ def measure(source: Path, scratch: Path, runs: int) -> dict[str, list[dict[str, 
     commands = {
         name: [*program_of(Path.cwd()), *words, *told] for name, words in contestants.items()
     }
-    threads = len(os.sched_getaffinity(0))
-    commands["reading both"] = [sys.executable, "-m", "benchmarks.reading", threads, source, copy]
+    reading = [sys.executable, "-m", "benchmarks.verifying", "--read"]
+    commands["reading both"] = [*reading, source, copy]
     results = defaultdict(list)
     # the first turn warms caches and compiles kernels, and is not counted
     for turn in range(runs + 1):
@@ -75,6 +79,26 @@ def measure(source: Path, scratch: Path, runs: int) -> dict[str, list[dict[str, 
     return {name: found[1:] for name, found in results.items()}
 
 
+def read(folders: list[Path]) -> float:
+    """Returns the seconds that this machine's cores take to read all weight files of folders."""
+    pieces = []
+    for file in chain.from_iterable(folder.glob("*.safetensors") for folder in folders):
+        opened = os.open(file, os.O_RDONLY)
+        pieces += [(opened, at) for at in range(0, file.stat().st_size, PIECE)]
+    room = threading.local()
+
+    def read_piece(piece: tuple[int, int]) -> None:
+        if not hasattr(room, "bytes"):
+            room.bytes = bytearray(PIECE)
+        os.preadv(piece[0], [room.bytes], piece[1])
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for _ in pool.map(read_piece, pieces):
+            pass
+    return time.perf_counter() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -85,7 +109,11 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path, help="file for the result")
+    parser.add_argument("--read", type=Path, nargs="+", help="only read these folders")
     chosen = parser.parse_args()
+    if chosen.read:
+        print(json.dumps({"seconds": read(chosen.read)}))
+        return
     with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
         size = write_checkpoint(SHAPES[chosen.shape], Path(scratch) / "source")
         results = measure(Path(scratch) / "source", Path(scratch), chosen.runs)

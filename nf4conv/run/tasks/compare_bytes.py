@@ -17,7 +17,7 @@ from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import FileRange, TensorInfo
 from nf4conv.system.memory import is_equal
 
-_CHUNK: Final = 2**22  # bytes that are read and compared at a time
+_CHUNK: Final = 2**22  # bytes that are read and compared at a time, while caches hold both
 _room: Final = threading.local()  # of each thread, what it reads a chunk into
 
 
@@ -103,7 +103,7 @@ def byte_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task
     """Yields the tasks that compare tensors which are stored alike, byte by byte."""
     for result in results:
         for a, b in zip(_parts(result.a), _parts(result.b), strict=True):
-            yield from _tasks_of_part(result, a, b, piece // 2)
+            yield from _tasks_of_part(result, a, b, min(piece // 2, _CHUNK))
 
 
 def _tasks_of_part(
