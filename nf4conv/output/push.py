@@ -15,13 +15,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
 
 # disable_progress_bars is exported, but by name only
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from nf4conv.errors import Nf4convError, OutputError
-from nf4conv.sources.remote.asking import is_unreachable, one_line, patiently
+from nf4conv.sources.remote.asking import is_unreachable, one_line, patiently, timeout
 from nf4conv.sources.remote.repository import (
     LIBRARY,
     PATIENCE,
@@ -37,6 +37,11 @@ _WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.inde
 
 _MISLEADING: Final = ("SHA256SUMS", "model_index.json")
 """Files that are wrong beside other weights than those that they were written for."""
+
+_SILENCE: Final = 30
+"""How many times as long as other requests a write may be silent: the Hub looks at all files of a
+commit before it answers.
+"""
 
 _LOGIN: Final = "; log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
@@ -76,6 +81,9 @@ class Push:
         disable_progress_bars()  # uploads go on beside our own bar
         self.repo = repo
         self._api = HfApi(token=token, library_name=LIBRARY)
+        session = get_session()
+        if hasattr(session, "timeout"):  # by httpx; huggingface_hub would wait for ever
+            session.timeout = _SILENCE * timeout()
         # files to upload; None ends the uploads
         self._queue: SimpleQueue[_FileToUpload | None] = SimpleQueue()
         self._uploaded: dict[str, CommitOperationAdd] = {}

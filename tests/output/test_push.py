@@ -17,8 +17,9 @@ from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 
+import nf4conv.output.push as push_module
 import nf4conv.sources.remote.asking as asking_module
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError
@@ -204,6 +205,20 @@ def test_when_the_hub_refuses_the_checkpoint_is_complete_all_the_same(
     assert (out / "config.json").exists()
     assert not (out / ".nf4conv").exists()
     assert hub.count(step) <= 2
+
+
+def test_a_hub_that_falls_silent_within_an_answer(
+    hub: Hub, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """huggingface_hub itself would wait for ever for the rest."""
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+    monkeypatch.setattr(push_module, "_SILENCE", 1)
+    longer = {"Content-Length": "1000"}
+    hub.faults = [
+        Fault("POST .*/commit/", change=lambda answer: (answer[0], answer[1], answer[2] | longer))
+    ]
+    with pytest.raises(Nf4convError, match=r"the checkpoint itself is complete"):
+        push(source, tmp_path / "out")
 
 
 def test_the_command(hub: Hub, source: Path, tmp_path: Path):
