@@ -32,11 +32,11 @@ from nf4conv.calibrate.session import PreparedCalibration, Session, dtype_on
 from nf4conv.errors import Nf4convError
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
-from nf4conv.plan.calibration import CalibratedBlock, CalibrationResult
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.filling import space_needed
+from nf4conv.sources.record import CalibratedBlock, CalibrationResult
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import CALIBRATED, WORK_FOLDER

@@ -13,7 +13,7 @@ from typing import Final
 from nf4conv.check.pairing import Pairs
 from nf4conv.errors import SourceError, named
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
-from nf4conv.sources.record import MAKING, recorded_blocks
+from nf4conv.sources.record import MAKING, recorded_calibration
 from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo
 
@@ -39,7 +39,7 @@ def check_calibrated(structure: Structure, pairs: Pairs, workers: int) -> None:
     if not unproved:
         return
     blocks = []
-    for block in recorded_blocks(structure.record):
+    for block in recorded_calibration(structure.record).blocks:
         weights = [structure.weights[name] for name in block.gains if name in structure.weights]
         if weights and len(weights) == len(block.gains):  # what is missing is noted elsewhere
             blocks.append((block.sha256, weights))

@@ -2,14 +2,16 @@
 and small tensors.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from nf4conv.check.structure import read_structure
-from nf4conv.errors import OutputError, SourceError
+from nf4conv.errors import OutputError
 from nf4conv.plan.jobs import Shard
-from nf4conv.sources.header import read_header
+
+_Described: TypeAlias = tuple[str, tuple[int, ...]]  # dtype and shape
 
 _HOW_TO_MEND: Final = "--overwrite makes the result anew"
 
@@ -17,37 +19,36 @@ _READ_ALWAYS: Final = ("index", "components", "quant state", "layout", "code map
 """Checks of small tensors and of the index, which take no time beside those of headers."""
 
 
-def require_planned(out: Path, shards: Iterable[Shard]) -> None:
+def require_planned(out: Path, shards: Sequence[Shard]) -> None:
     """Checks the weight files of a finished result against its plan.
 
-    Args:
-        out: the folder of the result.
-        shards: the files that a plan makes.
+    `shards` may be those of a part.
 
     Raises:
         OutputError: a file is missing or damaged, or holds other tensors; the error names it.
     """
     for shard in shards:
-        fault = _fault_of(out / shard.name, shard)
-        if fault is not None:
-            file = out / shard.name
-            raise OutputError(f"{file}: {fault}; {_HOW_TO_MEND}", path=file)
-    for finding in read_structure(out).findings:
+        if not (out / shard.name).is_file():
+            _refuse(out / shard.name, "is missing")
+    structure = read_structure(out)
+    found: defaultdict[str, dict[str, _Described]] = defaultdict(dict)
+    for tensor in structure.tensors.values():
+        found[tensor.file.name][tensor.name] = (tensor.dtype, tensor.shape)
+    damaged = {one.file: one.text for one in structure.findings if one.check == "files"}
+    for shard in shards:
+        path = out / shard.name
+        if shard.name in damaged:
+            _refuse(path, f"is damaged: {damaged[shard.name]}")
+        tensors = found[shard.name]
+        if tensors.keys() != set(shard.tensor_names()):
+            _refuse(path, "holds other tensors than were written")
+        for entry in shard.entries():
+            if tensors[entry.name] != (entry.dtype, tuple(entry.shape)):
+                _refuse(path, f"{entry.name}: has another dtype or shape than was written")
+    for finding in structure.findings:
         if finding.is_fault and finding.check in _READ_ALWAYS:
-            raise OutputError(f"{out}: {finding.line()}; {_HOW_TO_MEND}", path=out)
+            _refuse(out, finding.line())
 
 
-def _fault_of(path: Path, shard: Shard) -> str | None:
-    """Returns what is wrong with a weight file; None if its header is the one that was planned."""
-    if not path.is_file():
-        return "is missing"
-    try:
-        found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in read_header(path)}
-    except SourceError as error:
-        return f"is damaged: {str(error).removeprefix(f'{path}: ')}"
-    if found.keys() != set(shard.tensor_names()):
-        return "holds other tensors than were written"
-    for entry in shard.entries():
-        if found[entry.name] != (entry.dtype, tuple(entry.shape)):
-            return f"{entry.name}: has another dtype or shape than was written"
-    return None
+def _refuse(path: Path, fault: str) -> None:
+    raise OutputError(f"{path}: {fault}; {_HOW_TO_MEND}", path=path)

@@ -1,6 +1,6 @@
 """Says what a calibration will do: which weights, by which text; and what came of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -106,39 +106,3 @@ class Calibration:
             "window": self.window,
             "weights": len(self.weights),
         }
-
-
-@dataclass(frozen=True)
-class CalibratedBlock:
-    """Says what came of the weights of a block.
-
-    Attributes:
-        sha256: the SHA-256 of all components that decode them, see check/calibrated.py.
-        gains: the error of each weight's outputs on judging windows, relative to the error with
-            searched scales; 1 for a weight that keeps the searched scales.
-        few_tokens: the number of tokens that reached a weight, for each weight that too few
-            reached.
-    """
-
-    sha256: str
-    gains: Mapping[str, float]
-    few_tokens: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class CalibrationResult:
-    """Says what came of a calibration: by which device and versions, and of each block."""
-
-    made_by: Mapping[str, str]
-    blocks: tuple[CalibratedBlock, ...]
-
-    def described(self) -> dict[str, Any]:
-        """Returns the fields of nf4conv.json."""
-        blocks = []
-        for block in self.blocks:
-            gains = {name: round(gain, 4) for name, gain in block.gains.items()}
-            described: dict[str, Any] = {"sha256": block.sha256, "gains": gains}
-            if block.few_tokens:
-                described["few_tokens"] = dict(block.few_tokens)
-            blocks.append(described)
-        return {"made_by": dict(self.made_by), "blocks": blocks}

@@ -16,11 +16,12 @@ from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
 from nf4conv.options import DTYPES, QuantizeOptions
 from nf4conv.plan.arrange import make_plan
-from nf4conv.plan.calibration import Calibration, CalibrationResult
+from nf4conv.plan.calibration import Calibration
 from nf4conv.plan.jobs import Job, PackJob, Plan
 from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_links, plan_unchanged
 from nf4conv.sources.foreign.config import quantization_of
+from nf4conv.sources.record import CalibrationResult
 from nf4conv.sources.source import Source
 
 

@@ -21,6 +21,7 @@ By it, a rerun of a finished job knows that there is nothing left to do. Release
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,27 +203,81 @@ def _group_of(group: Mapping[str, Any]) -> GroupOfWeights:
 
 @dataclass(frozen=True)
 class CalibratedBlock:
-    """Describes the calibrated weights of a block of layers, as nf4conv.json does.
+    """Says what came of the calibrated weights of a block of layers.
 
     Attributes:
-        sha256: the SHA-256 of what decodes the weights, one after the other.
-        gains: the error of each weight's outputs, relative to that of searched scales.
+        sha256: the SHA-256 of all components that decode them, see check/calibrated.py.
+        gains: the error of each weight's outputs on judging windows, relative to the error with
+            searched scales; 1 for a weight that keeps the searched scales.
+        few_tokens: the number of tokens that reached a weight, for each weight that too few
+            reached.
     """
 
     sha256: str
     gains: Mapping[str, float]
+    few_tokens: Mapping[str, int]
 
 
-def recorded_blocks(record: Mapping[str, Any] | None) -> list[CalibratedBlock]:
-    """Returns what a record says of calibrated weights; what is no such thing is left out."""
-    found = (record or {}).get("calibrated")
-    blocks = found.get("blocks") if isinstance(found, dict) else None
-    described = []
-    for block in blocks if isinstance(blocks, list) else ():
-        gains = block.get("gains") if isinstance(block, dict) else None
-        if isinstance(gains, dict) and all(type(gain) in (int, float) for gain in gains.values()):
-            described.append(CalibratedBlock(str(block.get("sha256")), gains))
-    return described
+@dataclass(frozen=True)
+class CalibrationResult:
+    """Says what came of a calibration: by which device and versions, and of each block."""
+
+    made_by: Mapping[str, str]
+    blocks: tuple[CalibratedBlock, ...]
+
+    def described(self) -> dict[str, Any]:
+        """Returns the fields of nf4conv.json."""
+        blocks = []
+        for block in self.blocks:
+            gains = {name: round(gain, 4) for name, gain in block.gains.items()}
+            described: dict[str, Any] = {"sha256": block.sha256, "gains": gains}
+            if block.few_tokens:
+                described["few_tokens"] = dict(block.few_tokens)
+            blocks.append(described)
+        return {"made_by": dict(self.made_by), "blocks": blocks}
+
+
+@dataclass(frozen=True)
+class RecordedCalibration(CalibrationResult):
+    """Adds what a record says that the model read: texts with their SHA-256, and tokens."""
+
+    texts: tuple[tuple[str, str], ...]
+    tokens: int
+    knows: str
+
+
+def recorded_calibration(record: Mapping[str, Any] | None) -> RecordedCalibration:
+    """Returns what a record says of calibrated weights; whatever is no such fact is left out."""
+    asked = _mapping((record or {}).get("calibration"))
+    found = _mapping((record or {}).get("calibrated"))
+    blocks = []
+    for block in map(_mapping, _list(found.get("blocks"))):
+        gains = _mapping(block.get("gains"))
+        if gains and all(map(_is_gain, gains.values())) and isinstance(block.get("sha256"), str):
+            blocks.append(
+                CalibratedBlock(block["sha256"], gains, _mapping(block.get("few_tokens")))
+            )
+    texts = [_mapping(text) for text in _list(asked.get("texts"))]
+    tokens = asked.get("tokens")
+    return RecordedCalibration(
+        made_by={what: str(which) for what, which in _mapping(found.get("made_by")).items()},
+        blocks=tuple(blocks),
+        texts=tuple((str(text.get("name")), str(text.get("sha256"))) for text in texts),
+        tokens=tokens if type(tokens) is int else 0,
+        knows=str(asked.get("knows")),
+    )
+
+
+def _is_gain(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _scales_or_absmax(scales: object) -> str:

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from nf4conv.check.calibrated import _digest
 from nf4conv.check.structure import read_structure
 from nf4conv.report.text.lines import inspection_lines, verification_lines
-from nf4conv.sources.record import recorded_blocks
+from nf4conv.sources.record import recorded_calibration
 
+NAN = float("nan")
 FIRST, SECOND = (f"gpt_neox.layers.{layer}.mlp.dense_4h_to_h.weight" for layer in (0, 1))
 
 
@@ -102,7 +103,7 @@ def test_weights_in_each_others_place_are_wrong_though_their_digests_are_right(
 
     structure = read_structure(swapped)
     record = json.loads((swapped / "nf4conv.json").read_text())
-    blocks = recorded_blocks(record)
+    blocks = recorded_calibration(record).blocks
     for block, entry in zip(blocks, record["calibrated"]["blocks"], strict=True):
         entry["sha256"] = _digest([structure.weights[name] for name in block.gains])
     (swapped / "nf4conv.json").write_text(json.dumps(record))
@@ -115,9 +116,9 @@ def faults_of(folder: Path, source: Path) -> set[tuple[str, str]]:
     return {(finding.check, finding.tensor) for finding in report.findings if finding.is_fault}
 
 
-@pytest.mark.parametrize("damage", ["a bit", "no digests", "a list"])
+@pytest.mark.parametrize("damage", ["a bit", "no digests", "a list", NAN, -1.0, True])
 def test_bytes_that_were_not_recorded_are_a_fault(
-    model: Path, out: Path, tmp_path: Path, damage: str
+    model: Path, out: Path, tmp_path: Path, damage: str | float
 ) -> None:
     damaged = shutil.copytree(out, tmp_path / "damaged")
     record = json.loads((damaged / "nf4conv.json").read_text())
@@ -127,8 +128,11 @@ def test_bytes_that_were_not_recorded_are_a_fault(
         save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
     elif damage == "no digests":
         del record["calibrated"]
-    else:
+    elif damage == "a list":
         record["calibrated"]["blocks"] = [[1], {"gains": {FIRST: "1"}}, None]
+    else:
+        for block in record["calibrated"]["blocks"]:
+            block["gains"] = dict.fromkeys(block["gains"], damage)
     (damaged / "nf4conv.json").write_text(json.dumps(record))
     assert {check for check, _ in faults_of(damaged, model)} == {"calibrated"}
     assert list(inspection_lines(api.inspect_checkpoint(damaged), None))

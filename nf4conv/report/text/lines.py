@@ -24,7 +24,7 @@ from nf4conv.report.results import (
 )
 from nf4conv.report.text.tables import count_cell, error_cell, table
 from nf4conv.report.text.terminal import printable
-from nf4conv.sources.record import recorded_blocks, recorded_weights
+from nf4conv.sources.record import recorded_calibration, recorded_weights
 from nf4conv.version import __version__
 
 _MOST_FINDINGS: Final = 50  # lines
@@ -289,27 +289,16 @@ def _calibration_lines(made: Mapping[str, Any]) -> Iterator[str]:
 
     `made` is the content of nf4conv.json, whoever wrote it.
     """
-    gains = [gain for block in recorded_blocks(made) for gain in block.gains.values()]
-    asked = made.get("calibration")
-    if not gains or not isinstance(asked, dict):
+    found = recorded_calibration(made)
+    gains = [gain for block in found.blocks for gain in block.gains.values()]
+    if not gains or not found.texts:
         return
-    texts = asked.get("texts")
-    names = [
-        f"{text.get('name')} ({text.get('sha256')!s:.12})"
-        for text in (texts if isinstance(texts, list) else ())
-        if isinstance(text, dict)
-    ]
-    tokens = asked.get("tokens")
-    count = f"{tokens:,}" if type(tokens) is int else "some"
-    made_by = made["calibrated"].get("made_by")
-    versions = made_by.items() if isinstance(made_by, dict) else ()
-    yield printable(
-        f"calibrated by {count} tokens of {', '.join(names)}: "
-        f"{', '.join(f'{what} {which}' for what, which in versions)}"
-    )
+    names = ", ".join(f"{name} ({sha256:.12})" for name, sha256 in found.texts)
+    versions = ", ".join(f"{what} {which}" for what, which in found.made_by.items())
+    yield printable(f"calibrated by {found.tokens:,} tokens of {names}: {versions}")
     kept = sum(1 for gain in gains if gain == 1)
     weighted = ""
-    if "outputs" in str(asked.get("knows")):
+    if "outputs" in found.knows:
         weighted = ", weighted by what predictions depend on,"
     yield (
         f"errors of layer outputs{weighted} are {sum(gains) / len(gains):.2f} of those of searched "
