@@ -10,9 +10,8 @@ from torch import nn
 from nf4conv.calibrate.model.building import release, set_tensor
 from nf4conv.calibrate.model.names import Filling
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.run.device.on_torch.buffers import TorchBuffers
+from nf4conv.run.device.on_torch.buffers import SharedTensors, TorchBuffers
 from nf4conv.run.device.on_torch.reading import read_values
-from nf4conv.run.device.on_torch.shared import SharedTensors
 from nf4conv.run.worker import Worker
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import TensorInfo

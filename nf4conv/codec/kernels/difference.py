@@ -1,4 +1,4 @@
-"""Compares two vectors of floats in float64, as run/device/on_torch/subtract.py defines it.
+"""Compares two vectors of floats in float64, as run/device/on_torch/device.py defines it.
 
 A program walks over STEPS tiles and writes one partial result of each kind: the result is the same
 from run to run.

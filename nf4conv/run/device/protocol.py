@@ -65,10 +65,6 @@ class Gathered:
     """The absmax of a large weight, which several workers pack piece by piece.
 
     They write it to memory of one device; whoever packs the last piece takes it over.
-
-    Args:
-        blocks: float32 values.
-        pieces: pieces of the weight.
     """
 
     def __init__(self, blocks: int, pieces: int) -> None:
@@ -151,37 +147,20 @@ class Device(Protocol):
         gathered: Gathered | None,
         stored: Sequence[StoredWeight],
     ) -> Packed:
-        """Packs weights that are of one kind and fit into a worker's buffer.
+        """Packs whole weights of one kind that fit into a worker's buffer, or a piece of one.
 
-        Args:
-            pieces: whole weights, or a single piece of a large one.
-            format: how they are packed.
-            gathered: where a piece of a large weight leaves its absmax; None for whole weights.
-            stored: for each weight, where its scales are stored that errors are measured with;
-                empty if no errors are to be measured.
-
-        Raises:
-            NonFiniteError: a weight holds NaN or infinity.
+        A piece leaves its absmax in `gathered`. Errors are measured with the scales of the stored
+        weights, if there are any. A NonFiniteError says that a weight holds NaN or infinity.
         """
 
-    def compress(self, gathered: Gathered, elements: int, format: Format) -> Scales:
-        """Returns the scales of a large weight, all pieces of which are packed.
-
-        Args:
-            gathered: its absmax, whose memory is given back.
-            elements: of the whole weight.
-            format: how it is packed.
-        """
+    def compress(self, gathered: Gathered, format: Format) -> Scales:
+        """Returns the scales of a large weight, all pieces of which are packed."""
 
     def convert(self, parts: Sequence[CopyPart]) -> Iterator[Converted]:
-        """Decodes and casts kept tensors.
+        """Decodes and casts kept tensors, or parts of them, that go through the same dtypes.
 
-        Args:
-            parts: tensors, or parts of them, that go through the same dtypes. Either all of them
-                are encoded, or none is.
-
-        Raises:
-            CastError: finite values become infinite; raised once all values have been given.
+        Either all of them are encoded, or none is. A CastError, once all values have been given,
+        says that finite ones become infinite.
         """
 
     def subtract(self, pairs: Sequence[PairOfPieces]) -> list[Errors]:

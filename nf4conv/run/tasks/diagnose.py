@@ -27,7 +27,7 @@ from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.rows import Errors
 from nf4conv.report.measured import CopyResult, ScaleErrors, WeightResult
 from nf4conv.run.device.on_torch.backend import TorchBackend
-from nf4conv.run.device.on_torch.device import TorchDevice, device_of
+from nf4conv.run.device.on_torch.device import TorchDevice, device_of, difference
 from nf4conv.run.device.on_torch.packing import part_of, piece_errors
 from nf4conv.run.device.on_torch.reading import (
     TORCH_DTYPES,
@@ -35,7 +35,6 @@ from nf4conv.run.device.on_torch.reading import (
     read_matrix,
     read_values,
 )
-from nf4conv.run.device.on_torch.subtract import difference
 from nf4conv.run.device.protocol import Gathered
 from nf4conv.run.loop import Task
 from nf4conv.run.pieces import pieces_of, weight_pieces

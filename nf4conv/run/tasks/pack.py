@@ -79,7 +79,7 @@ def _pack_piece(
     with worker.timed(Activity.WRITE):
         destination.write(job.offsets[0] + piece.start // 2, packed.codes)
     if gathered.count_piece():
-        scales = device.compress(gathered, job.elements, format)
+        scales = device.compress(gathered, format)
         _write_scales(destination, [job], scales, worker)
 
 

@@ -253,12 +253,12 @@ def _packing_rows(
     return rows
 
 
-def compress(buffers: DriverBuffers, gathered: Gathered, elements: int, format: Format) -> Scales:
+def compress(buffers: DriverBuffers, gathered: Gathered, format: Format) -> Scales:
     """Returns the scales of a large weight, whose absmax has gathered on the GPU."""
     memory = gathered.take()
     with buffers.timed(Activity.COMPUTE):
         batch = BatchInput(buffers)
-        out = _OutputLayout([elements], format.blocksize)
+        out = _OutputLayout([gathered.blocks * format.blocksize], format.blocksize)
         out.add_scales(format.double_quant, is_gathered=True)
         buffers.reserve(result=out.size)
         if format.double_quant:

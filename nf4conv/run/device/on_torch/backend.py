@@ -18,8 +18,8 @@ from nf4conv.system.memory import resident
 if TYPE_CHECKING:  # importing torch takes seconds
     import torch
 
+    from nf4conv.run.device.on_torch.buffers import SharedTensors
     from nf4conv.run.device.on_torch.device import TorchDevice
-    from nf4conv.run.device.on_torch.shared import SharedTensors
 
 _log: Final = logging.getLogger(__name__)
 
@@ -32,14 +32,7 @@ class ImportCost(NamedTuple):
 
 
 class TorchBackend:
-    """torch on one device.
-
-    Args:
-        device: "auto", "cpu", "cuda" or "cuda:N".
-
-    Attributes:
-        import_cost: what importing torch took; None if this backend did not import it.
-    """
+    """torch on one device: "auto", "cpu", "cuda" or "cuda:N"."""
 
     pairs_at_a_time = 1
 
@@ -48,7 +41,7 @@ class TorchBackend:
         self._found: torch.device | None = None
         self._finding = threading.Lock()
         self._shared: SharedTensors | None = None
-        self.import_cost: ImportCost | None = None
+        self.import_cost: ImportCost | None = None  # None if this backend did not import it
 
     @property
     def torch_device(self) -> "torch.device":
@@ -79,10 +72,8 @@ class TorchBackend:
     @contextmanager
     def open(self, worker: Worker) -> "Iterator[TorchDevice]":
         device = self.torch_device
+        from nf4conv.run.device.on_torch.buffers import SharedTensors  # importing torch takes long
         from nf4conv.run.device.on_torch.device import opened  # importing torch takes seconds
-        from nf4conv.run.device.on_torch.shared import (
-            SharedTensors,
-        )  # importing torch takes seconds
 
         with self._finding:
             if self._shared is None:

@@ -1,24 +1,44 @@
-"""A thread's host buffers and, on a GPU, its stream: what comes to torch and what goes back."""
+"""A thread's host buffers and, on a GPU, its stream: what comes to torch and what goes back; and
+tensors that all threads share.
+"""
 
+import threading
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 
-from nf4conv.run.device.on_torch.shared import SharedTensors
-from nf4conv.run.pieces import aligned
+from nf4conv.run.pieces import aligned, starts
 from nf4conv.run.worker import Worker
 from nf4conv.sources.tensors import FileRange, TensorInfo
+
+
+class SharedTensors:
+    """Small tensors that many tasks need, such as the factors of an adapter.
+
+    They stay on the device until the end.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[TensorInfo, torch.Tensor] = {}
+        # one for each tensor, so that nobody waits for another one
+        self._reading: dict[TensorInfo, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def get(self, tensor: TensorInfo, read: Callable[[TensorInfo], torch.Tensor]) -> torch.Tensor:
+        """Returns a tensor; `read` is asked once for it, by one of the threads."""
+        with self._lock:
+            reading = self._reading.setdefault(tensor, threading.Lock())
+        with reading:
+            if tensor not in self._kept:
+                self._kept[tensor] = read(tensor)
+            return self._kept[tensor]
 
 
 class TorchBuffers:
     """Brings bytes of files to the device, and tensors back.
 
-    Args:
-        device: torch's name of it.
-        shared: tensors that all threads share.
-        stream: what this thread computes on; None on the CPU.
-        worker: the thread's. Its buffer is used if it has one already, as beside another device.
+    On the CPU there is no stream. The worker's buffer is used if it has one already, as beside
+    another device.
     """
 
     def __init__(
@@ -45,12 +65,10 @@ class TorchBuffers:
         )
 
     def read(self, ranges: Sequence[FileRange]) -> list[torch.Tensor]:
-        """Reads file ranges to the device.
+        """Reads file ranges to the device: a uint8 tensor for each, aligned to 64 bytes.
 
-        Returns:
-            A uint8 tensor for each, aligned to 64 bytes. On the CPU they are the worker's own
-            buffer and live until the next call. Ranges that are larger than the buffer get memory
-            of their own.
+        On the CPU they are the worker's own buffer and live until the next call. Ranges that are
+        larger than the buffer get memory of their own.
         """
         *positions, size = _places(ranges)
         if self._uploaded is not None:
@@ -63,21 +81,15 @@ class TorchBuffers:
         buffer = host.to(self.torch_device, non_blocking=True)
         if self._stream is not None:
             self._uploaded = self._stream.record_event(self._uploaded)
-        tensors = []
-        for (_, start, stop), position in zip(ranges, positions, strict=True):
-            tensors.append(buffer[position : position + stop - start])
-        return tensors
+        return _cut(buffer, ranges, positions)
 
     def keep(self, ranges: tuple[FileRange, ...]) -> list[torch.Tensor] | None:
         """Returns file ranges that later calls ask for again; they are read unless they are there.
 
-        What was kept before is overwritten.
-
-        Returns:
-            A uint8 tensor for each; None if they are larger than a piece, which is the most that
-            host memory has room for.
+        What was kept before is overwritten. None if they are larger than a piece, which is the
+        most that host memory has room for.
         """
-        *starts, size = _places(ranges)
+        *positions, size = _places(ranges)
         if self._stream is None and size > self.worker.piece:
             return None
         if ranges != self._kept_ranges:
@@ -86,16 +98,13 @@ class TorchBuffers:
                 room = max(size, self.worker.piece)
                 self._kept = torch.empty(room, dtype=torch.uint8, device=self.torch_device)
             if self._stream is None:
-                self.worker.fill(self._kept.numpy().data, ranges, starts)
+                self.worker.fill(self._kept.numpy().data, ranges, positions)
             else:
-                for file_range, position in zip(ranges, starts, strict=True):
+                for file_range, position in zip(ranges, positions, strict=True):
                     self._bring(file_range, self._kept[position:])
             self._kept_ranges = ranges
         assert self._kept is not None
-        found = []
-        for (_, start, stop), position in zip(ranges, starts, strict=True):
-            found.append(self._kept[position : position + stop - start])
-        return found
+        return _cut(self._kept, ranges, positions)
 
     def _bring(self, file_range: FileRange, target: torch.Tensor) -> None:
         """Reads a file range to the beginning of a tensor on a GPU, a piece at a time."""
@@ -150,5 +159,14 @@ class TorchBuffers:
 
 def _places(ranges: Sequence[FileRange]) -> list[int]:
     """Returns where each of some file ranges begins in a buffer, and where the last one ends."""
-    sizes = [aligned(stop - start) for _, start, stop in ranges]
-    return list(accumulate(sizes, initial=0))
+    return starts(aligned(stop - start) for _, start, stop in ranges)
+
+
+def _cut(
+    buffer: torch.Tensor, ranges: Sequence[FileRange], positions: Sequence[int]
+) -> list[torch.Tensor]:
+    """Returns what was read to a buffer, for each of the file ranges."""
+    tensors = []
+    for (_, start, stop), position in zip(ranges, positions, strict=True):
+        tensors.append(buffer[position : position + stop - start])
+    return tensors

@@ -51,14 +51,7 @@ def merge_deltas(
 ) -> torch.Tensor:
     """Makes changes to a tensor, in order.
 
-    Args:
-        base: a vector, some rows of a matrix, or a stack of matrices, of any float dtype.
-        changes: what is done to it.
-        first: how many rows of the whole matrix are before those of `base`.
-        dtype: of the result.
-
-    Returns:
-        A tensor of the base's shape, on its device.
+    It is a vector, some rows of a matrix from row `first` on, or a stack of matrices.
     """
     merged = torch.empty(base.shape, dtype=dtype, device=base.device)
     if base.dim() == 3:
@@ -141,14 +134,9 @@ def _with_factors(
     first: int,
     target: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Adds up · down to some rows, and scales them if there is a magnitude.
+    """Adds up · down to the `total` of the changes so far, and scales it if there is a magnitude.
 
-    Args:
-        base: the rows before any change.
-        total: the rows after the changes so far.
-        factors: the change.
-        first: how many rows of the whole matrix are before them.
-        target: where the result is written; None for new memory.
+    The rows begin at row `first` of the matrix; `base` are those before any change.
     """
     added = _product(factors, first, base.shape[0])
     if factors.magnitude is None:

@@ -27,7 +27,7 @@ def pack(
     gathered: Gathered | None,
     stored: Sequence[StoredWeight],
 ) -> Packed:
-    """Packs weights, or a piece of a large one: `Device.pack` of device/protocol.py."""
+    """Packs weights, or a piece of a large one, as device/protocol.py says."""
     scale_ranges = [_scale_ranges(*pair) for pair in zip(stored, pieces, strict=False)]
     weights, scales = _read(device, pieces, format, scale_ranges)
     with device.timed(Activity.COMPUTE):
@@ -53,20 +53,19 @@ def pack(
         return Packed(fetched, _scales(parts, offsets), errors)
 
 
-def compress(device: TorchBuffers, all_absmax: Sequence[torch.Tensor], format: Format) -> Scales:
-    """Returns the scales of weights, given the absmax of each, [blocks] float32."""
-    components, offsets = _components(all_absmax, format)
-    return _scales(device.fetch(components), offsets)
+def compress(device: TorchBuffers, gathered: Gathered, format: Format) -> Scales:
+    """Returns the scales of a large weight, whose absmax has gathered on the device."""
+    with device.timed(Activity.COMPUTE):
+        components, offsets = _components([gathered.take()], format)
+        return _scales(device.fetch(components), offsets)
 
 
 def _components(
     all_absmax: Sequence[torch.Tensor], format: Format
 ) -> tuple[list[torch.Tensor], list[float] | None]:
-    """Returns what is stored of the absmax of weights, and the nested_offset of each.
+    """Returns what is stored of the absmax of weights together, and the nested_offset of each.
 
-    Returns:
-        The absmax, or its codes and the nested_absmax, each of all weights together.
-        The offsets; None without double quantization.
+    It is the absmax itself without double quantization, else its codes and the nested_absmax.
     """
     if not format.double_quant:
         return [_joined(all_absmax)], None

@@ -52,11 +52,7 @@ def read_values(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
 def read_decoded(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
     """Reads and decodes an encoded tensor, or a piece of one (sources/cutting.py).
 
-    Returns:
-        A contiguous tensor on the device, in the tensor's dtype and shape.
-
-    Raises:
-        CodecError: its parts contradict each other.
+    It is contiguous. Raises a CodecError if its parts contradict each other.
     """
     encoding = tensor.encoding
     assert encoding is not None
@@ -229,15 +225,7 @@ def packed_piece(
 ) -> tuple[torch.Tensor, QuantState]:
     """Returns the codes of a weight that bitsandbytes packed, or of a piece of it, and their state.
 
-    Args:
-        parts: the tensors of the weight, or of the piece, by role.
-        raws: the bytes of each, uint8.
-
-    Returns:
-        The codes, and a state whose shape is that of the whole weight.
-
-    Raises:
-        CodecError: the parts contradict each other.
+    That has the shape of the whole weight. Raises a CodecError if parts contradict each other.
     """
     tensors = {}
     for (role, part), raw in zip(parts.items(), raws, strict=True):
@@ -257,13 +245,7 @@ def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
 def read_matrix(device: TorchBuffers, job: PackJob, dtype: torch.dtype) -> torch.Tensor:
     """Reads a whole weight that is stored transposed, encoded, or as a part of a larger tensor.
 
-    Args:
-        device: where it is read to.
-        job: the weight.
-        dtype: of the result.
-
-    Returns:
-        The weight as it is packed: [n] `dtype` on the device, contiguous.
+    It is flat and contiguous, as it is packed.
     """
     source, matrix = located(job)
     if source.encoding is not None:
