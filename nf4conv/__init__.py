@@ -23,6 +23,7 @@ from nf4conv.version import __version__ as __version__
 
 if TYPE_CHECKING:
     # type checkers and editors read these imports; tests/test_layering.py holds the table to them
+    from nf4conv.check.structure import Finding as Finding
     from nf4conv.codec.ops import dequantize_4bit as dequantize_4bit
     from nf4conv.codec.ops import quantize_4bit as quantize_4bit
     from nf4conv.codec.quant_state import QuantState as QuantState
@@ -56,11 +57,12 @@ if TYPE_CHECKING:
     from nf4conv.report.results import Inspection as Inspection
     from nf4conv.report.results import QuantizeReport as QuantizeReport
     from nf4conv.report.results import VerifyReport as VerifyReport
-    from nf4conv.sources.stored_weights import Finding as Finding
+
 
 # The public names by their modules. A name is imported when it is first used, because
 # `nf4conv --help` and plans must not wait for torch, whose import takes seconds.
 _NAMES_IN: Final = {
+    "nf4conv.check.structure": "Finding",
     "nf4conv.codec.ops": "dequantize_4bit quantize_4bit",
     "nf4conv.codec.quant_state": "QuantState",
     "nf4conv.commands.dequantize": "dequantize",
@@ -80,7 +82,6 @@ _NAMES_IN: Final = {
     "nf4conv.report.results": (
         "DequantizeReport Environment Evaluation Evaluations Inspection QuantizeReport VerifyReport"
     ),
-    "nf4conv.sources.stored_weights": "Finding",
 }
 
 _MODULE_OF: Final[dict[str, str]] = {}

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from nf4conv.check.pairing import Pairs
+from nf4conv.check.structure import Structure
 from nf4conv.errors import SourceError, named
-from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, is_in_4_bits
 from nf4conv.sources.record import MAKING, recorded_calibration
-from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo
 
 _CHUNK: Final = 2**22  # bytes that are read at a time
@@ -35,7 +35,7 @@ def check_calibrated(structure: Structure, pairs: Pairs, workers: int) -> None:
     unproved = set()
     for pair in pairs.weights:
         if pair.weight.format.scales == "calibrated" and not is_in_4_bits(pair.job.source):
-            unproved.add(pair.weight.name)
+            unproved.add(pair.weight.values.name)
     if not unproved:
         return
     blocks = []
@@ -55,13 +55,12 @@ def check_calibrated(structure: Structure, pairs: Pairs, workers: int) -> None:
         structure.note("calibrated", structure.weights[name].values.file, name, text)
 
 
-def _digest(weights: Sequence[StoredWeight]) -> str:
+def _digest(weights: Sequence[Bitsandbytes4bit]) -> str:
     """Returns the SHA-256 of what decodes weights; code maps are the same for all."""
     digest = hashlib.sha256()
     for weight in weights:
-        parts = weight.parts()
-        state = next((suffix for suffix in parts if suffix.startswith("quant_state")), "")
-        for role in ("values", "absmax", "nested_absmax", state):
+        parts = dict(weight.parts)
+        for role in ("values", "absmax", "nested_absmax", weight.quant_state_role):
             if role in parts:
                 for chunk in _chunks(parts[role]):
                     digest.update(chunk)

@@ -5,6 +5,7 @@ the other.
 from collections.abc import Sequence
 
 from nf4conv.check.pairing import AlikePair, Pairs, is_dispensable, note_foreign
+from nf4conv.check.structure import Structure
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts import Experts
 from nf4conv.errors import SourceError
@@ -14,7 +15,6 @@ from nf4conv.models.families import layouts_of
 from nf4conv.plan.joining import join_experts
 from nf4conv.sources.arranged import StackedExperts, Strided
 from nf4conv.sources.source import Source
-from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
 
 

@@ -5,13 +5,14 @@ from typing import Any, Final, NamedTuple
 
 from nf4conv.check.experts_check import check_experts
 from nf4conv.check.skip_list_check import check_skip_list
+from nf4conv.check.structure import Structure
 from nf4conv.choose.evidence import Evidence
 from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import DTYPE_NAMES, TAGS
 from nf4conv.models.config import LEFTOVERS, checkpoint_dtype, levels
 from nf4conv.sources.auxiliary import QUANTIZATION_LEFTOVERS
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import read_json
-from nf4conv.sources.stored_weights import StoredWeight, Structure
 
 _FLAGS: Final = (
     "load_in_4bit",
@@ -137,7 +138,9 @@ def _check_format(structure: Structure, quantization: Mapping[str, Any]) -> None
     ):
         found = quantization.get(key, default)
         if found != stored:
-            text = f"{key} is {found!r}, but {weight.name} and others are stored as {stored!r}"
+            text = (
+                f"{key} is {found!r}, but {weight.values.name} and others are stored as {stored!r}"
+            )
             _note(structure, text)
 
 
@@ -186,5 +189,5 @@ def _check_unpacked_dtypes(structure: Structure, config: Mapping[str, Any]) -> N
         return  # one says it: a checkpoint may have thousands
 
 
-def _first_weight(structure: Structure) -> StoredWeight | None:
+def _first_weight(structure: Structure) -> Bitsandbytes4bit | None:
     return next(iter(structure.weights.values()), None)

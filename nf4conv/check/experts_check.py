@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
+from nf4conv.check.structure import Structure
 from nf4conv.models.experts import find_stack, single_expert
 from nf4conv.models.families import experts_in, has_uneven_experts, layouts_of
-from nf4conv.sources.stored_weights import StoredWeight, Structure
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import TensorInfo
 
 _CHECK: Final = "experts"
@@ -46,7 +47,10 @@ def check_experts(structure: Structure, config: Mapping[str, Any]) -> None:
             _check_whole(structure, layer, max(numbers) if len(numbers) == 1 else 0)
         _check_alike(structure, layer)
     for weight in structure.weights.values():
-        if len(weight.shape) == 3 and find_stack(weight.name, layouts_of(config)) is not None:
+        if (
+            len(weight.shape) == 3
+            and find_stack(weight.values.name, layouts_of(config)) is not None
+        ):
             _check_stack(structure, weight, set() if is_uneven else set(numbers))
 
 
@@ -97,7 +101,7 @@ def _check_alike(structure: Structure, layer: _Layer) -> None:
         structure.note(_CHECK, structure.tensors[name].file, name, text)
 
 
-def _format_of(weight: StoredWeight) -> str:
+def _format_of(weight: Bitsandbytes4bit) -> str:
     """Returns what loaders expect to be one for all experts of a layer."""
     format = weight.format
     return (
@@ -116,16 +120,16 @@ def _unlike(kinds: Mapping[str, Hashable], what: str) -> Iterator[tuple[str, str
         yield name, text
 
 
-def _check_stack(structure: Structure, weight: StoredWeight, numbers: set[int]) -> None:
+def _check_stack(structure: Structure, weight: Bitsandbytes4bit, numbers: set[int]) -> None:
     """Notes a stack that has another number of experts, or whose experts do not fill blocks."""
     experts, rows, columns = weight.shape
     if numbers and experts not in numbers:
         known = " or ".join(map(str, sorted(numbers)))
         text = f"a stack of {experts} experts, but config.json says {known}"
-        structure.note(_CHECK, weight.values.file, weight.name, text)
+        structure.note(_CHECK, weight.values.file, weight.values.name, text)
     if rows * columns % weight.format.blocksize:
         text = (
             f"experts of {rows} × {columns} do not fill blocks of {weight.format.blocksize}: "
             f"nf4conv does not load this stack"
         )
-        structure.note(_CHECK, weight.values.file, weight.name, text, is_fault=False)
+        structure.note(_CHECK, weight.values.file, weight.values.name, text, is_fault=False)

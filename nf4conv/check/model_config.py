@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from nf4conv.check.structure import Structure
 from nf4conv.choose.formats import dominant_dtype
 from nf4conv.errors import SourceError
 from nf4conv.models.config import checkpoint_dtype, quantized_config
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.record import SCHEMA_VERSION
 from nf4conv.sources.source import Source
-from nf4conv.sources.stored_weights import Structure
 
 CHECK: Final = "model config"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from nf4conv.check.structure import Structure
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts import Experts
 from nf4conv.format.dtypes import FLOAT_TAGS
@@ -16,10 +17,10 @@ from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.jobs import CopyJob, PackJob, footprint
 from nf4conv.plan.joining import join_experts
 from nf4conv.sources.arranged import StackedExperts
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.foreign.floats import Fp4, Scaled
 from nf4conv.sources.foreign.fp8 import Fp8Values
 from nf4conv.sources.source import Source
-from nf4conv.sources.stored_weights import StoredWeight, Structure
 from nf4conv.sources.tensors import TensorInfo
 
 _BUFFERS: Final = re.compile(
@@ -31,7 +32,7 @@ _BUFFERS: Final = re.compile(
 class PackedPair(NamedTuple):
     """Matches a packed weight with what it was made from."""
 
-    weight: StoredWeight
+    weight: Bitsandbytes4bit
     job: PackJob  # how to read what it was made from, and to pack that again
 
 
@@ -238,16 +239,18 @@ def _other_names(
             yield name, _Alias(router, frozenset({plain_name}))
 
 
-def _origin_of_unsloth(weight: StoredWeight, by_name: Mapping[str, TensorInfo]) -> _Origin | None:
+def _origin_of_unsloth(
+    weight: Bitsandbytes4bit, by_name: Mapping[str, TensorInfo]
+) -> _Origin | None:
     """Returns what an expert of gpt-oss was packed from, by the name that Unsloth gives it."""
-    single = single_expert(weight.name)
+    single = single_expert(weight.values.name)
     if single is None or not single.is_of_unsloth or len(weight.shape) != 2:
         return None
     stack = by_name.get(f"{single.experts}.{single.projection}")
     if stack is None or single.expert >= stack.shape[0] or stack.shape[1:] != weight.shape[::-1]:
         return None
     rows, columns = weight.shape
-    matrix = PackedMatrix(weight.name, (rows, columns), transpose=True, expert=single.expert)
+    matrix = PackedMatrix(weight.values.name, (rows, columns), transpose=True, expert=single.expert)
     return _Origin(stack, matrix)
 
 
@@ -263,9 +266,9 @@ def _pair_weights(
             experts[matrix.name] = _Origin(tensor, matrix)
 
     for weight in structure.weights.values():
-        found = by_name.get(weight.name)
+        found = by_name.get(weight.values.name)
         if found is None:
-            origin = experts.get(weight.name) or _origin_of_unsloth(weight, by_name)
+            origin = experts.get(weight.values.name) or _origin_of_unsloth(weight, by_name)
             found = None if origin is None else origin.tensor
         else:
             origin = _origin_in(found, weight, config)
@@ -276,31 +279,31 @@ def _pair_weights(
                     f"was packed from {list(weight.shape)}; "
                     f"the source has {found.dtype} {list(found.shape)}"
                 )
-            structure.note("names", weight.values.file, weight.name, text)
+            structure.note("names", weight.values.file, weight.values.name, text)
             continue
         size = footprint(weight.format, origin.matrix.shape)
         yield PackedPair(weight, PackJob(origin.tensor, origin.matrix, "stored in 4 bits", size))
 
 
 def _origin_in(
-    tensor: TensorInfo, weight: StoredWeight, config: Mapping[str, Any]
+    tensor: TensorInfo, weight: Bitsandbytes4bit, config: Mapping[str, Any]
 ) -> _Origin | None:
     """Returns how a weight was packed from the tensor of its name; None if it cannot have been."""
     shape = weight.shape
     if tensor.dtype not in FLOAT_TAGS:
         return None
-    if len(shape) == 2 and is_transposed(module_of(weight.name), families_of(config)):
+    if len(shape) == 2 and is_transposed(module_of(weight.values.name), families_of(config)):
         rows, columns = shape
         if tensor.shape != (columns, rows):
             return None
-        return _Origin(tensor, PackedMatrix(weight.name, (rows, columns), transpose=True))
+        return _Origin(tensor, PackedMatrix(weight.values.name, (rows, columns), transpose=True))
     if tensor.shape != shape:
         return None
     if len(shape) == 2:
         rows, columns = shape
-        return _Origin(tensor, PackedMatrix(weight.name, (rows, columns)))
+        return _Origin(tensor, PackedMatrix(weight.values.name, (rows, columns)))
     # blocks run over the flat order, whatever the shape
-    matrix = PackedMatrix(weight.name, (1, tensor.elements))
+    matrix = PackedMatrix(weight.values.name, (1, tensor.elements))
     if tensor.encoding is None:
         tensor = tensor._replace(shape=matrix.shape)
     return _Origin(tensor, matrix)

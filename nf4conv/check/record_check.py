@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from nf4conv.check.structure import Structure
 from nf4conv.format.dtypes import DTYPE_NAMES
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.original_card import read_front_matter
 from nf4conv.sources.record import MAKING, group_finder, headers_digest
 from nf4conv.sources.source import Source
-from nf4conv.sources.stored_weights import StoredWeight, Structure
 
 CHECK: Final = "record"
 
@@ -150,7 +151,7 @@ def _names_of(group: Mapping[str, Any]) -> list[str] | None:
     return [str(name) for name in names] if isinstance(names, list) else None
 
 
-def _wrong_field(group: Mapping[str, Any], weight: StoredWeight) -> str | None:
+def _wrong_field(group: Mapping[str, Any], weight: Bitsandbytes4bit) -> str | None:
     """Returns in what a weight is not as its group says; None if it is."""
     for field in _OF_FORMAT:
         claimed = group.get(field)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Final
 
+from nf4conv.check.structure import Structure
 from nf4conv.errors import OptionError, PlanError, SourceError
 from nf4conv.options import DequantizeOptions, VerifyOptions
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.record import MAKING
-from nf4conv.sources.stored_weights import Structure
 
 _PATTERNS: Final = ("include", "exclude")
 

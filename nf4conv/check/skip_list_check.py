@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from nf4conv.check.structure import Structure
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.choose.evidence import Why
 from nf4conv.choose.loader_rules import LITERAL, RULES, Rule, is_name
@@ -15,7 +16,6 @@ from nf4conv.models.config import architecture_of
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import HEADS, TIED_HEADS, ModuleNames, module_of
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
 
 _SURELY_LINEAR: Final = (Why.HEAD, Why.FEW_ROWS)
@@ -134,7 +134,7 @@ def _rules_for(structure: Structure, entries: Sequence[str]) -> dict[str, Rule]:
 def _misread_packed(structure: Structure, loaders: _Loaders) -> Iterator[_Fault]:
     """Yields packed modules that a loader would skip, surely only if it would by every name."""
     for weight in structure.weights.values():
-        for verdict in loaders.verdicts(module_of(weight.name)):
+        for verdict in loaders.verdicts(module_of(weight.values.name)):
             if any(verdict.skipped):
                 text = f"is packed, but {verdict.loader} would skip it"
                 yield _Fault(weight.values, text, all(verdict.skipped))
@@ -181,7 +181,7 @@ def _before_packing(structure: Structure, config: Mapping[str, Any]) -> Iterator
     families = families_of(config)
     for weight in structure.weights.values():
         shape = weight.shape
-        if len(shape) == 2 and is_transposed(module_of(weight.name), families):
+        if len(shape) == 2 and is_transposed(module_of(weight.values.name), families):
             rows, columns = shape
             shape = (columns, rows)
         yield weight.values._replace(shape=shape, dtype=TAGS[weight.format.dtype])

@@ -6,22 +6,77 @@ are recognised and named.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nf4conv.errors import SourceError
+from nf4conv.format.layout import split_component
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, Severity, check_weight
 from nf4conv.sources.header import read_header
-from nf4conv.sources.reader import read_json
+from nf4conv.sources.reader import read_bytes, read_json
 from nf4conv.sources.record import read_record, scales_in
 from nf4conv.sources.source import Source, read_tensor
-from nf4conv.sources.stored_weights import Structure, split_component
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
-from nf4conv.sources.weight_faults.weight import check_weight
 from nf4conv.sources.weight_files import LARGEST_INDEX, find_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong, or worth knowing.
+
+    Attributes:
+        check: which of CHECKS found it.
+        file: the name of the file, relative to the checkpoint.
+        tensor: the name of the tensor; empty if it concerns the file.
+        text: what was found, and what was expected.
+        is_fault: True if verification fails for it.
+    """
+
+    check: str
+    file: str
+    tensor: str
+    text: str
+    is_fault: bool = True
+
+    def line(self) -> str:
+        """Returns the finding as one line."""
+        return ": ".join(part for part in (self.file, self.tensor, self.text) if part)
+
+
+@dataclass
+class Structure:
+    """A checkpoint as it lies on disk.
+
+    Attributes:
+        folder: the folder with its files.
+        tensors: all tensors of the weight files that could be read, by name.
+        weights: the packed weights that can be decoded, by name.
+        plain: the tensors that belong to no packed weight, by name.
+        findings: what is wrong so far.
+        read: reads a small tensor.
+        scales: tells how a weight was scaled according to the record, given its name.
+        record: the content of its nf4conv.json; None if it has none that can be read.
+    """
+
+    folder: Path
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    weights: dict[str, Bitsandbytes4bit] = field(default_factory=dict)
+    plain: dict[str, TensorInfo] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    read: Callable[[TensorInfo], bytes] = read_bytes
+    scales: Callable[[str], str] = lambda _: "absmax"
+    record: Mapping[str, Any] | None = None
+
+    def note(
+        self, check: str, file: Path | str, tensor: str, text: str, *, is_fault: bool = True
+    ) -> None:
+        """Adds a finding; arguments as the attributes of `Finding`."""
+        name = file if isinstance(file, str) else file.name
+        self.findings.append(Finding(check, name, tensor, text, is_fault))
 
 
 @dataclass(frozen=True)
@@ -187,11 +242,26 @@ def look_at(structure: Structure) -> Structure:
             text = "packed codes, but none of the tensors beside them"
             structure.note("components", tensor.file, tensor.name, text)
     for owner, components in owners.items():
-        weight = check_weight(structure, owner, components)
-        if weight is not None:
-            structure.weights[owner] = weight
+        _add_weight(structure, owner, components)
     _check_uniform(structure)
     return structure
+
+
+def _add_weight(structure: Structure, owner: str, components: Mapping[str, TensorInfo]) -> None:
+    """Adds a packed weight unless it cannot be decoded, and notes its faults."""
+    values = structure.tensors.get(owner)
+    if values is None:
+        for part in components.values():
+            text = f"belongs to {owner}, which is missing"
+            structure.note("components", part.file, part.name, text)
+        return
+    scales = structure.scales(owner)
+    weight, faults = check_weight(values, components, structure.read, scales)
+    for fault in faults:
+        is_fault = fault.severity is not Severity.NOTE
+        structure.note(fault.check, fault.part.file, fault.part.name, fault.text, is_fault=is_fault)
+    if weight is not None:
+        structure.weights[owner] = weight
 
 
 def _check_uniform(structure: Structure) -> None:

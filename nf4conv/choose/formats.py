@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from nf4conv.choose.decisions import Keep, Pack, Selection
 from nf4conv.choose.selection import demote, select
-from nf4conv.choose.unchanged import Stored, common_format, weights_that_stay
+from nf4conv.choose.unchanged import common_format, weights_that_stay
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
 from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import DTYPES, QuantizeOptions
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
@@ -26,7 +27,7 @@ class Choice:
     format: Format
     # for weights that are in 4 bits already and are to be packed, by name: what their components
     # are copied from, or a text that says why they are packed anew
-    unchanged: Mapping[str, Stored | str]
+    unchanged: Mapping[str, Bitsandbytes4bit | str]
 
 
 def choose(source: Source, options: QuantizeOptions) -> Choice:

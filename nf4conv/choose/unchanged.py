@@ -6,45 +6,23 @@ all tensors in one shard, the code map, the quant state, the shape of the codes.
 other fault that verify would find is packed anew.
 """
 
-import json
-import math
-import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from nf4conv.choose.decisions import Keep, Pack
-from nf4conv.format import layout
-from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.foreign.bitsandbytes import (
+    Bitsandbytes4bit,
+    Severity,
+    as_written_anew,
+    check_weight,
+)
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source, read_together
-from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
-from nf4conv.sources.weight_faults.code_maps import CLOSE, distance
-from nf4conv.sources.weight_faults.weight import check_weight
-
-_ONE_SHARD = "one shard"
-"""The only check that a weight may fail: all its tensors are written to one shard anyway."""
-
-
-class Stored(NamedTuple):
-    """Tells what the tensors of a weight are copied from.
-
-    Attributes:
-        parts: the tensor to copy, or the bytes to write, for each component except the quant state,
-            in the order of `layout.components`.
-        blob: the JSON of the quant state.
-        scales: how its blocks were scaled, one of codebook.RECORDED_SCALES.
-    """
-
-    parts: tuple[TensorInfo | bytes, ...]
-    blob: bytes
-    scales: str
 
 
 def common_format(tensors: Iterable[TensorInfo], place: Path) -> Format | None:
@@ -71,25 +49,9 @@ def common_format(tensors: Iterable[TensorInfo], place: Path) -> Format | None:
     return replace(format, scales=scales)
 
 
-def _small_parts(encoding: Bitsandbytes4bit) -> Iterator[TensorInfo]:
-    """Yields the tensors that describe a packed weight: its maps and its quant state."""
-    for part in (encoding.quant_map, encoding.nested_quant_map, encoding.quant_state):
-        if part is not None:
-            yield part
-
-
-@dataclass(frozen=True)
-class _Renewed:
-    """Holds the components of a weight that are written anew, as bytes."""
-
-    quant_state: bytes
-    # None if the code map of the source is too far from that of the data type
-    quant_map: bytes | None
-
-
 def _copied_from(
     tensor: TensorInfo, format: Format, scales: str, read: Callable[[TensorInfo], bytes]
-) -> Stored | str:
+) -> Bitsandbytes4bit | str:
     """Returns what a weight is copied from, or a text that says why it has to be packed anew.
 
     Args:
@@ -97,86 +59,19 @@ def _copied_from(
         format: the format that is asked for. Its dtype does not matter: it is that of other
             tensors. Nor do its scales: a search cannot improve values that are in 4 bits already.
         scales: how the weight was scaled.
-        read: reads one of the `_small_parts` of the weight.
+        read: reads one of the small tensors of the weight.
     """
     encoding = tensor.encoding
     assert isinstance(encoding, Bitsandbytes4bit)
-    stored = encoding.format
-    if not stored.decodes_like(format):
-        return f"stored as {stored}"
-    try:
-        quant_state = _quant_state_of(stored, read(encoding.quant_state))
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        return f"its quant state is damaged: {error}"
-    renewed = _Renewed(quant_state, _quant_map_of(stored, encoding, read))
-    fault = _fault_of(tensor, encoding, renewed, scales, read)
-    if fault is not None:
-        return fault
-
+    if not encoding.format.decodes_like(format):
+        return f"stored as {encoding.format}"
     components = dict(encoding.parts)
-    parts: list[TensorInfo | bytes] = [encoding.values]
-    # the first component is the weight itself, the last the quant state
-    for component in layout.components(stored, tensor.shape)[1:-1]:
-        if component.suffix == "quant_map" and renewed.quant_map is not None:
-            parts.append(renewed.quant_map)
-        else:
-            parts.append(components[component.suffix])
-    return Stored(tuple(parts), quant_state, scales)
-
-
-def _quant_state_of(stored: Format, blob: bytes) -> bytes:
-    """Returns the quant state as bitsandbytes writes it today, from one of any release."""
-    fields = json.loads(blob)
-    offset = float(fields["nested_offset"]) if stored.double_quant else None
-    if offset is not None and not math.isfinite(offset):
-        raise ValueError(f"nested_offset is {offset}")
-    return layout.quant_state_json(stored, fields["shape"], offset)
-
-
-def _quant_map_of(
-    stored: Format, encoding: Bitsandbytes4bit, read: Callable[[TensorInfo], bytes]
-) -> bytes | None:
-    """Returns the code map of the data type; None if the source's is another one."""
-    values = CODEBOOKS[stored.quant_type].values
-    standard = struct.pack("<16f", *values)
-    if encoding.quant_map is None:
-        return standard
-    found = read(encoding.quant_map)
-    if len(found) != len(standard) or distance(struct.unpack("<16f", found), values) > CLOSE:
-        return None
-    return standard
-
-
-def _fault_of(
-    tensor: TensorInfo,
-    encoding: Bitsandbytes4bit,
-    renewed: _Renewed,
-    scales: str,
-    read: Callable[[TensorInfo], bytes],
-) -> str | None:
-    """Returns what verify would find wrong with a weight once it is copied; None if nothing."""
-    components = dict(encoding.parts)
-    del components["values"]
-    written = {encoding.quant_state.name: renewed.quant_state}
-    if renewed.quant_map is not None:
-        quant_map = encoding.values._replace(
-            name=f"{tensor.name}.quant_map", dtype="F32", shape=(16,)
-        )
-        components["quant_map"] = quant_map
-        written[quant_map.name] = renewed.quant_map
-
-    def read_as_written(part: TensorInfo) -> bytes:
-        return written[part.name] if part.name in written else read(part)
-
-    # a checkpoint of this weight alone
-    structure = Structure(
-        Path(), {tensor.name: encoding.values}, read=read_as_written, scales=lambda _: scales
-    )
-    check_weight(structure, tensor.name, components)
-    for finding in structure.findings:
-        if finding.is_fault and finding.check != _ONE_SHARD:
-            return f"{finding.check}: {finding.text}"
-    return None
+    values = components.pop("values")
+    _, faults = check_weight(values, components, read, scales)
+    for fault in faults:
+        if fault.severity >= Severity.LASTING:
+            return f"{fault.check}: {fault.text}"
+    return as_written_anew(replace(encoding, scales=scales))
 
 
 def weights_that_stay(
@@ -184,7 +79,7 @@ def weights_that_stay(
     decisions: Mapping[str, Pack | Keep],
     format: Format,
     options: QuantizeOptions,
-) -> dict[str, Stored | str]:
+) -> dict[str, Bitsandbytes4bit | str]:
     """Finds the weights of a 4-bit source that are to be packed and can stay as they are.
 
     Reads the small tensors beside them.
@@ -207,10 +102,11 @@ def weights_that_stay(
     parts: list[TensorInfo] = []
     for _, encoding in packed:
         if encoding.format.decodes_like(format):
-            parts += _small_parts(encoding)
+            small_ones = (encoding.quant_map, encoding.nested_quant_map, encoding.quant_state)
+            parts += [part for part in small_ones if part is not None]
     small = read_together(source, parts)
     scales_of = recorded_scales(source.recorded_in)
-    found: dict[str, Stored | str] = {}
+    found: dict[str, Bitsandbytes4bit | str] = {}
     for tensor, encoding in packed:
         scales = scales_of(encoding.values.name)
         decision = decisions[tensor.name]

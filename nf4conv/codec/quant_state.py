@@ -185,9 +185,7 @@ class QuantState:
         return parts
 
     @classmethod
-    def from_components(
-        cls, parts: Mapping[str, torch.Tensor], *, may_say_more: bool = False
-    ) -> "QuantState":
+    def from_components(cls, parts: Mapping[str, torch.Tensor]) -> "QuantState":
         """Makes a state of the tensors that stand beside the packed codes on disk.
 
         The stored nested_quant_map is used as it is: releases of bitsandbytes before 0.45.3 wrote
@@ -196,7 +194,6 @@ class QuantState:
         Args:
             parts: the tensors that `components` returns, by suffix, or by names that end in a dot
                 and a suffix.
-            may_say_more: True to accept a quant state with other keys besides bitsandbytes' own.
 
         Returns:
             The state, on the device of absmax.
@@ -207,25 +204,25 @@ class QuantState:
         named = _by_suffix(parts)
         json_name = next(suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX))
         blob = bytes(named[json_name].cpu().numpy().tobytes())
-        fields = layout.parse_quant_state(blob, may_say_more=may_say_more)
+        is_nested = "nested_absmax" in named
+        fields = layout.parse_quant_state(blob, is_nested)
         absmax = _component(named, "absmax")
         device = absmax.device
         offset: torch.Tensor | None = None
         state2: NestedState | None = None
-        if "nested_absmax" in named:
-            nested_offset = layout.nested_offset_of(fields)
-            offset = torch.tensor(nested_offset, dtype=torch.float32, device=device)
+        if is_nested:
+            offset = torch.tensor(fields.nested_offset, dtype=torch.float32, device=device)
             state2 = NestedState(named["nested_absmax"], _component(named, "nested_quant_map"))
         expected = torch.float32 if state2 is None else torch.uint8
         if absmax.dtype != expected:
             raise CodecError(f"absmax: {absmax.dtype}, expected {expected}")
         return cls(
             absmax=absmax,
-            shape=torch.Size(fields["shape"]),
-            dtype=DTYPES[fields["dtype"]],
-            blocksize=fields["blocksize"],
-            quant_type=fields["quant_type"],
-            code=code_table(fields["quant_type"], device),
+            shape=torch.Size(fields.shape),
+            dtype=DTYPES[fields.dtype],
+            blocksize=fields.blocksize,
+            quant_type=fields.quant_type,
+            code=code_table(fields.quant_type, device),
             offset=offset,
             state2=state2,
         )

@@ -24,7 +24,7 @@ from typing import IO, Any, Final
 import numpy as np
 import torch
 
-from nf4conv.check.structure import look_at
+from nf4conv.check.structure import Structure, look_at
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import PlanError, SourceError, first_line
@@ -38,7 +38,6 @@ from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source
-from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.token_ids import has_tokenizer, read_ids
 from nf4conv.sources.weight_files import ADAPTER_CONFIG
 
@@ -614,7 +613,7 @@ def _bits_per_weight(outs: Sequence[Source]) -> Iterator[float | None]:
         for name in linear:
             weight = structure.weights.get(name)
             if weight is not None:  # the other components have the same size in every format
-                parts = [weight.components.get(part) for part in ("absmax", "nested_absmax")]
+                parts = [weight.absmax, weight.nested_absmax]
                 size += weight.values.nbytes + sum(part.nbytes for part in parts if part)
                 elements += weight.elements
             elif name in structure.plain:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from nf4conv.check.config_check import check_config
-from nf4conv.check.structure import look_at
+from nf4conv.check.structure import Finding, Structure, look_at
 from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import DiffusersFolderError, SourceError
-from nf4conv.format.layout import LARGEST_QUANT_STATE, QUANT_STATE_PREFIX
+from nf4conv.format.layout import LARGEST_QUANT_STATE, QUANT_STATE_PREFIX, split_component
 from nf4conv.options import InspectOptions, SourceOptions
 from nf4conv.plan.rows import TensorRow, summed, total_of
 from nf4conv.report.advice import unusual
@@ -28,7 +28,6 @@ from nf4conv.sources.foreign.integers import ENDS_OF_WORDS, PackedIntegers
 from nf4conv.sources.opening import open_stored, present_encoded
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
-from nf4conv.sources.stored_weights import Finding, Structure, split_component
 from nf4conv.sources.tensors import TensorInfo
 
 
@@ -149,15 +148,19 @@ def _inspect_one(stored: Source) -> _Part:
     source = _with_packed_integers(stored)
     small = [tensor for tensor in source.tensors if _describes_a_weight(tensor)]
     contents = read_together(source, small)
-    scales = recorded_scales(source.recorded_in)
-    rows = list(inspected_rows(source.tensors, contents, scales))
+    structure = Structure(source.folder, scales=recorded_scales(source.recorded_in))
+    if contents:
+        structure.tensors = {tensor.name: tensor for tensor in source.tensors}
+        structure.read = lambda tensor: contents[tensor.name]
+        check_config(look_at(structure))
+    rows = list(inspected_rows(source.tensors, structure.weights))
     notes = unusual((row.name, row.stored) for row in rows)
     names = [file.name for file in source.files]
     return _Part(
         files=names,
         tensors=rows,
         notes=notes,
-        findings=_findings(source, contents) if contents else (),
+        findings=sorted(structure.findings, key=lambda finding: not finding.is_fault),
     )
 
 
@@ -192,20 +195,3 @@ def _describes_a_weight(tensor: TensorInfo) -> bool:
         return False
     _, suffix = split_component(tensor.name)
     return suffix.startswith(QUANT_STATE_PREFIX) or suffix.endswith("_map")
-
-
-def _findings(source: Source, contents: Mapping[str, bytes]) -> Sequence[Finding]:
-    """Checks a 4-bit checkpoint as far as headers, quant states, code maps and config tell.
-
-    Returns:
-        What is wrong or worth knowing, faults first.
-    """
-    tensors = {tensor.name: tensor for tensor in source.tensors}
-    structure = Structure(
-        source.folder,
-        tensors,
-        scales=recorded_scales(source.recorded_in),
-        read=lambda tensor: contents[tensor.name],
-    )
-    check_config(look_at(structure))
-    return sorted(structure.findings, key=lambda finding: not finding.is_fault)

@@ -16,6 +16,7 @@ from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import structure_of
 from nf4conv.declaring import deciding
 from nf4conv.errors import PlanError
+from nf4conv.format.layout import split_component
 from nf4conv.options import RunOptions, SourceOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
@@ -27,7 +28,6 @@ from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_small
 from nf4conv.sources.record import read_record
 from nf4conv.sources.source import Source, source_changes, source_stamps
-from nf4conv.sources.stored_weights import split_component
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.files import space_taken
 from nf4conv.system.removal import remove

@@ -28,7 +28,7 @@ from nf4conv.check.model_config import (
 from nf4conv.check.pairing import Pairs, pair, pair_decoded
 from nf4conv.check.record_check import check_card, check_origin, check_record
 from nf4conv.check.relation import Relation, decoding_options, relation_of
-from nf4conv.check.structure import read_structure
+from nf4conv.check.structure import Structure, read_structure
 from nf4conv.commands import dequantize
 from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError
@@ -44,7 +44,6 @@ from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable, open_source, open_stored
 from nf4conv.sources.source import Source
-from nf4conv.sources.stored_weights import Structure
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.cores import usable_cores
 

@@ -18,10 +18,10 @@ Nothing here imports torch, so that a plan can be made, and sized, before torch 
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from nf4conv.errors import CodecError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
@@ -40,10 +40,28 @@ COMPONENT_SUFFIXES: Final = (
 """Every suffix a component of a 4-bit weight can have after `W.`."""
 
 _MOST_DIMENSIONS: Final = 64  # of a weight; torch has this limit too
+_LARGEST_SIZE: Final = 2**63  # of a dimension, and of elements
+_LARGEST_FLOAT32: Final = 3.4028235e38
 LARGEST_QUANT_STATE: Final = 2**16  # bytes of a JSON blob: some hundred are usual
 
-JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
-NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
+_JSON_KEYS: Final = ("quant_type", "blocksize", "dtype", "shape")
+_NESTED_JSON_KEYS: Final = ("nested_blocksize", "nested_dtype", "nested_offset")
+
+_ALLOWED: Final[Mapping[str, tuple[str | int, ...]]] = {
+    "quant_type": tuple(CODEBOOKS),
+    "blocksize": BLOCKSIZES,
+    "dtype": tuple(DTYPE_NAMES.values()),
+    "nested_blocksize": (NESTED_BLOCKSIZE,),
+}
+"""The values that fields of a JSON blob may have."""
+
+# arrays of bytes, because what compares takes only memory that could be written to
+QUANT_MAPS: Final = {
+    name: bytearray(struct.pack("<16f", *book.values)) for name, book in CODEBOOKS.items()
+}
+NESTED_QUANT_MAP: Final = bytearray(struct.pack(f"<{len(DYNAMIC_MAP)}f", *DYNAMIC_MAP))
+"""The bytes of the components quant_map, by quant type, and nested_quant_map; never write to them.
+"""
 
 _LONGEST_OFFSET: Final = -1.1754943508222875e-38  # no float32 has a longer repr
 
@@ -177,78 +195,124 @@ def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
     return (packed, absmax, quant_map, nested_absmax, nested_quant_map, blob)
 
 
-def parse_quant_state(blob: bytes, *, may_say_more: bool = False) -> dict[str, Any]:
+class StateFields(NamedTuple):
+    """What a JSON blob says that decoding takes."""
+
+    quant_type: str  # of CODEBOOKS
+    blocksize: int  # of BLOCKSIZES
+    dtype: str  # "float32", "float16" or "bfloat16"
+    shape: tuple[int, ...]  # of the weight before it was packed
+    nested_offset: float | None  # a float32 in float64; None without double quantization
+
+
+class StateFault(NamedTuple):
+    """Something that is wrong with a JSON blob."""
+
+    text: str
+    is_fatal: bool = True  # False if the weight can be decoded nevertheless
+    is_unknown_key: bool = False  # at which bitsandbytes fails; it may change what others mean
+
+
+def parse_quant_state(blob: bytes, is_nested: bool) -> StateFields:
     """Reads a JSON blob.
 
     Args:
         blob: the bytes.
-        may_say_more: True to accept other keys besides bitsandbytes' own.
-
-    Returns:
-        Its fields by name. "quant_type", "blocksize", "dtype" and "shape" are there and valid; the
-        nested ones may be missing or of any kind, see `nested_offset_of`.
+        is_nested: True if there is a nested_absmax.
 
     Raises:
         CodecError: bitsandbytes could not read it.
     """
+    fields, faults = read_quant_state(blob, is_nested)
+    for fault in faults:
+        if fault.is_fatal or fault.is_unknown_key:
+            raise CodecError(f"quant_state: {fault.text}")
+    assert fields is not None
+    return fields
+
+
+def read_quant_state(
+    blob: bytes, is_nested: bool
+) -> tuple[StateFields | None, Sequence[StateFault]]:
+    """Returns the fields of a JSON blob, None if a fault is fatal; and all faults."""
     try:
-        fields = json.loads(blob)
+        table = json.loads(blob)
     except (ValueError, RecursionError) as error:
-        raise CodecError(f"quant_state: not JSON ({error})") from error
-    needed = set(JSON_KEYS)
-    known = {*JSON_KEYS, *NESTED_JSON_KEYS}
-    has_right_keys = isinstance(fields, dict) and needed <= fields.keys()
-    if has_right_keys and not may_say_more:
-        has_right_keys = fields.keys() <= known
-    if not has_right_keys:
-        raise CodecError(f"quant_state: expected the keys {sorted(known)}, found {fields!r:.200}")
-    if not _is_shape(fields["shape"]):
-        raise CodecError(f"quant_state: shape {fields['shape']!r:.100} is not a list of sizes")
-    _check_choice(fields, "quant_type", tuple(CODEBOOKS))
-    _check_choice(fields, "blocksize", BLOCKSIZES)
-    _check_choice(fields, "dtype", tuple(DTYPE_NAMES.values()))
-    checked: dict[str, Any] = fields
-    return checked
+        return None, [StateFault(f"not JSON: {error}")]
+    if not isinstance(table, dict):
+        return None, [StateFault("not a JSON object")]
+    faults = [*_key_faults(table, is_nested), *_value_faults(table)]
+    if is_nested and "nested_offset" in table:
+        faults += _offset_faults(table["nested_offset"])
+    if any(fault.is_fatal for fault in faults):
+        return None, faults
+    offset = float(table["nested_offset"]) if is_nested else None
+    fields = StateFields(
+        table["quant_type"], table["blocksize"], table["dtype"], tuple(table["shape"]), offset
+    )
+    return fields, faults
+
+
+def _key_faults(table: Mapping[str, Any], is_nested: bool) -> Iterator[StateFault]:
+    """Yields the keys that a quant state lacks, and those that it must not have."""
+    expected = (*_JSON_KEYS, *_NESTED_JSON_KEYS) if is_nested else _JSON_KEYS
+    for key in expected:
+        if key not in table:
+            yield StateFault(f"lacks {key}")
+    for key in table:
+        if key in expected:
+            continue
+        is_unknown = key not in _NESTED_JSON_KEYS
+        text = f"has {key}, but there is no nested_absmax"
+        if is_unknown:
+            text = f"has the key {key!r:.100}, at which bitsandbytes fails"
+        yield StateFault(text, is_fatal=False, is_unknown_key=is_unknown)
+
+
+def _value_faults(table: Mapping[str, Any]) -> Iterator[StateFault]:
+    """Yields what is wrong with the values of a quant state, but for nested_offset."""
+    for key, allowed in _ALLOWED.items():
+        value = table.get(key, allowed[0])
+        if type(value) not in (str, int) or value not in allowed:  # 64.0 is not 64
+            expected = " or ".join(map(str, allowed))
+            yield StateFault(f"{key} is {value!r:.100}, expected {expected}")
+    if "shape" in table and not _is_shape(table["shape"]):
+        yield StateFault(f"{table['shape']!r:.100} is not a shape")
+    nested_dtype = table.get("nested_dtype", "float32")
+    if nested_dtype != "float32":
+        text = (
+            f"nested_dtype is {nested_dtype!r:.100}: bitsandbytes on a CPU, saved after a forward "
+            f"pass, which quantizes the absmax again; give it the original"
+        )
+        yield StateFault(text, is_fatal=False)
+
+
+def _offset_faults(offset: Any) -> Iterator[StateFault]:
+    """Yields what is wrong with a nested_offset; NaN and infinity can be decoded."""
+    if type(offset) not in (float, int):
+        yield StateFault(f"nested_offset is {offset!r:.100}, which is not a number")
+    elif _LARGEST_FLOAT32 < abs(offset) < math.inf:
+        yield StateFault(f"nested_offset is {offset!r:.100}, which is too large for float32")
 
 
 def _is_shape(value: object) -> bool:
     """Returns True for a list of sizes that torch could hold; True and 1.0 are no sizes."""
     if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
         return False
-    return all(type(size) is int and 0 <= size < 2**63 for size in value)
+    if not all(type(size) is int and 0 <= size < _LARGEST_SIZE for size in value):
+        return False
+    return math.prod(value) < _LARGEST_SIZE
 
 
-def _check_choice(
-    fields: Mapping[str, Any], key: str, allowed: tuple[str, ...] | tuple[int, ...]
-) -> None:
-    """Raises a CodecError unless a field has one of the allowed values; 64.0 is not 64."""
-    value = fields[key]
-    if type(value) not in (str, int) or value not in allowed:
-        raise CodecError(f"quant_state: {key} {value!r}, expected one of {list(allowed)}")
+def split_component(name: str) -> tuple[str, str]:
+    """Divides the name of a tensor into that of a weight and a suffix.
 
-
-def nested_offset_of(fields: Mapping[str, Any]) -> float:
-    """Returns the nested_offset of a JSON blob's fields, a float32 in float64.
-
-    Raises:
-        CodecError: there is none, or it is no number that float32 holds.
+    Returns:
+        owner: the weight that the tensor belongs to; the name itself if it is no component.
+        suffix: the component's suffix; empty if the tensor is no component.
     """
-    if not fields.keys() >= set(NESTED_JSON_KEYS):
-        raise CodecError(
-            f"quant_state: there is a nested_absmax, but not the keys {sorted(NESTED_JSON_KEYS)}"
-        )
-    if fields["nested_blocksize"] != NESTED_BLOCKSIZE:
-        raise CodecError(
-            f"quant_state: nested_blocksize {fields['nested_blocksize']}, expected "
-            f"{NESTED_BLOCKSIZE}"
-        )
-    offset = fields["nested_offset"]
-    if type(offset) not in (float, int):
-        raise CodecError(f"quant_state: nested_offset {offset!r:.100} is not a number")
-    try:
-        struct.pack("<f", offset)
-    except (OverflowError, struct.error):  # of a float, of an integer
-        raise CodecError(
-            f"quant_state: nested_offset {offset!r:.100} is too large for float32"
-        ) from None
-    return float(offset)
+    for suffix in COMPONENT_SUFFIXES:
+        if name.endswith(f".{suffix}"):
+            return name[: -len(suffix) - 1], suffix
+    head, found, tail = name.partition(f".{QUANT_STATE_PREFIX}")
+    return (head, f"{QUANT_STATE_PREFIX}{tail}") if found else (name, "")

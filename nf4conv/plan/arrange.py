@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nf4conv.choose.decisions import Keep, Pack
-from nf4conv.choose.unchanged import Stored
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
 from nf4conv.format.layout import Format
@@ -34,6 +33,7 @@ from nf4conv.plan.jobs import (
     footprint,
     kept_format,
 )
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.header import LENGTH_BYTES, METADATA_KEY
 from nf4conv.sources.tensors import TensorInfo
 
@@ -50,7 +50,7 @@ def make_plan(
     *,
     max_shard_size: int,
     stem: str = "model",
-    unchanged: Mapping[str, Stored | str] | None = None,
+    unchanged: Mapping[str, Bitsandbytes4bit | str] | None = None,
 ) -> Plan:
     """Places every output tensor, given what becomes of each tensor of the source.
 
@@ -75,7 +75,7 @@ def make_plan(
 
 
 def _jobs(
-    tensor: TensorInfo, decision: Pack | Keep, format: Format, stored: Stored | str | None
+    tensor: TensorInfo, decision: Pack | Keep, format: Format, stored: Bitsandbytes4bit | str | None
 ) -> list[Job]:
     """Returns what is to be done for one tensor of the source."""
     reason = decision.reason
@@ -88,7 +88,7 @@ def _jobs(
         raise PlanError.about(
             tensor.file, tensor.name, f"{tensor.dtype} cannot be packed; expected a float dtype"
         )
-    if isinstance(stored, Stored):
+    if isinstance(stored, Bitsandbytes4bit):
         [matrix] = decision.matrices
         own = kept_format(format, tensor, stored)
         return [PackJob(tensor, matrix, "stays as it is", footprint(own, matrix.shape), stored)]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.choose.unchanged import Stored
 from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
 from nf4conv.format.layout import Component, Format, components
 from nf4conv.sources.arranged import StackedExperts
@@ -88,7 +87,7 @@ class PackJob:
     # tensors that it becomes
     footprint: Footprint
     # what its components are copied from; None for a weight that has to be packed
-    stored: Stored | None = None
+    stored: Bitsandbytes4bit | None = None
     # the job that reads a calibrated weight from the checkpoint; None for any other weight. Once
     # the weight has been calibrated, `source` and `stored` are the result
     original: "PackJob | None" = None
@@ -203,7 +202,7 @@ class CopyJob:
 Job: TypeAlias = PackJob | CopyJob
 
 
-def kept_format(format: Format, tensor: TensorInfo, stored: Stored) -> Format:
+def kept_format(format: Format, tensor: TensorInfo, stored: Bitsandbytes4bit) -> Format:
     """Returns the format of a weight that stays as it is among weights of another format.
 
     Args:

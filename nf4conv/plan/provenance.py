@@ -9,14 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nf4conv.errors import CodecError
 from nf4conv.format.dtypes import DTYPE_NAMES, STORAGE_DTYPES
-from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, parse_quant_state
+from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, read_quant_state, split_component
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan, format_of
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.record import KEPT, PACKED, any_number, recorded_scales
 from nf4conv.sources.source import Source, read_together
-from nf4conv.sources.stored_weights import split_component
 from nf4conv.sources.tensors import TensorInfo
 
 
@@ -106,15 +104,15 @@ def _copied(
         job = values.get(name)
         if not isinstance(job, CopyJob):
             continue
-        try:
-            fields = parse_quant_state(contents[state.name], may_say_more=True)
-        except CodecError:
+        is_nested = f"{name}.nested_absmax" in components
+        fields, _ = read_quant_state(contents[state.name], is_nested)
+        if fields is None:
             continue
         format = Format(
-            quant_type=fields["quant_type"],
-            blocksize=fields["blocksize"],
-            double_quant=f"{name}.nested_absmax" in components,
-            dtype=fields["dtype"],
+            quant_type=fields.quant_type,
+            blocksize=fields.blocksize,
+            double_quant=is_nested,
+            dtype=fields.dtype,
             quant_storage=STORAGE_DTYPES.get(job.dtype, "uint8"),
             scales=scales_of(name),
         )

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from nf4conv.choose.formats import Choice, choose, choose_format
-from nf4conv.choose.unchanged import Stored
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format
@@ -20,6 +19,7 @@ from nf4conv.plan.calibration import Calibration
 from nf4conv.plan.jobs import Job, PackJob, Plan
 from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_links, plan_unchanged
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.foreign.config import quantization_of
 from nf4conv.sources.record import CalibrationResult
 from nf4conv.sources.source import Source
@@ -170,7 +170,7 @@ def require_searched(source: object, plans: Sequence[QuantizationPlan]) -> None:
 
 
 def _notes_on_unchanged(
-    unchanged: Mapping[str, Stored | str], options: QuantizeOptions
+    unchanged: Mapping[str, Bitsandbytes4bit | str], options: QuantizeOptions
 ) -> Iterator[str]:
     """Says which weights of a 4-bit source stay as they are, and which are packed anew."""
     if not unchanged:
@@ -185,7 +185,7 @@ def _notes_on_unchanged(
         return
     unsearched = []
     for name, stored in unchanged.items():
-        if isinstance(stored, Stored) and stored.scales != "search":
+        if isinstance(stored, Bitsandbytes4bit) and stored.scales != "search":
             unsearched.append(name)
     if unsearched:
         yield (

@@ -1,35 +1,31 @@
 """Describes the tensors of a checkpoint by its headers, and how its experts are stored."""
 
-import json
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts import readers_of
-from nf4conv.format.dtypes import DTYPE_NAMES, STORAGE_DTYPES
-from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
+from nf4conv.format.dtypes import DTYPE_NAMES
+from nf4conv.format.layout import split_component
 from nf4conv.models.experts import find_stack, single_expert
 from nf4conv.models.families import layouts_of
 from nf4conv.models.module_names import module_of
 from nf4conv.models.name_patterns import ROUTER
 from nf4conv.plan.rows import TensorRow
-from nf4conv.sources.header import LARGEST_SIZE
-from nf4conv.sources.stored_weights import split_component
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import TensorInfo
 
 
 def inspected_rows(
-    tensors: Sequence[TensorInfo], contents: Mapping[str, bytes], scales: Callable[[str], str]
+    tensors: Sequence[TensorInfo], weights: Mapping[str, Bitsandbytes4bit]
 ) -> Iterator[TensorRow]:
     """Yields a row for each tensor; all components of a packed weight share one.
 
     Args:
         tensors: all tensors of a checkpoint.
-        contents: the bytes of quant states and code maps, by name.
-        scales: tells how a weight was scaled according to the record, given its name.
+        weights: the packed weights that can be decoded, by name.
     """
     names = {tensor.name for tensor in tensors}
     components: defaultdict[str, dict[str, TensorInfo]] = defaultdict(dict)
@@ -41,64 +37,32 @@ def inspected_rows(
         else:
             alone.append(tensor)
     for tensor in alone:
-        yield _row(tensor, components.get(tensor.name, {}), contents, scales)
-
-
-def _row(
-    tensor: TensorInfo,
-    components: Mapping[str, TensorInfo],
-    contents: Mapping[str, bytes],
-    scales: Callable[[str], str],
-) -> TensorRow:
-    """Describes one tensor, or one packed weight with its components by suffix."""
-    parts = {"": tensor, **components}
-    dtype = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
-    row = TensorRow(
-        name=tensor.name,
-        file=tensor.file.name,
-        dtype=dtype,
-        shape=tensor.shape,
-        parameters=tensor.elements,
-        bytes=sum(part.nbytes for part in parts.values()),
-        encoding="" if tensor.encoding is None else tensor.encoding.name,
-    )
-    for suffix, part in components.items():
-        if suffix.startswith(QUANT_STATE_PREFIX):
-            return _as_packed(row, parts, contents.get(part.name, b""), scales(tensor.name))
-    return row
+        parts = {"": tensor, **components.get(tensor.name, {})}
+        row = TensorRow(
+            name=tensor.name,
+            file=tensor.file.name,
+            dtype=DTYPE_NAMES.get(tensor.dtype, tensor.dtype),
+            shape=tensor.shape,
+            parameters=tensor.elements,
+            bytes=sum(part.nbytes for part in parts.values()),
+            encoding="" if tensor.encoding is None else tensor.encoding.name,
+        )
+        weight = weights.get(tensor.name)
+        yield row if weight is None else _as_packed(row, parts, weight)
 
 
 def _as_packed(
-    row: TensorRow, parts: Mapping[str, TensorInfo], blob: bytes, scales: str
+    row: TensorRow, parts: Mapping[str, TensorInfo], weight: Bitsandbytes4bit
 ) -> TensorRow:
-    """Adds what a quant state says; nothing if it says too little. `verify` says what is wrong."""
-    values = parts[""]
-    try:
-        fields = json.loads(blob)
-        shape = tuple(int(size) for size in fields["shape"])
-        if min(shape, default=0) < 0 or math.prod(shape) >= LARGEST_SIZE:
-            return row
-        format = Format(
-            quant_type=str(fields["quant_type"]),
-            blocksize=int(fields["blocksize"]),
-            double_quant="nested_absmax" in parts,
-            dtype=str(fields["dtype"]),
-            quant_storage=STORAGE_DTYPES.get(values.dtype, values.dtype),
-            scales=scales,
-        )
-        nested_offset = fields.get("nested_offset")
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
-        return row
-    described = {suffix: f"{part.dtype} {list(part.shape)}" for suffix, part in parts.items()}
     return replace(
         row,
-        dtype=format.dtype,
-        shape=shape,
-        parameters=math.prod(shape),
+        dtype=weight.format.dtype,
+        shape=weight.shape,
+        parameters=weight.elements,
         encoding="",
-        format=format,
-        nested_offset=nested_offset,
-        components=described,
+        format=weight.format,
+        nested_offset=weight.nested_offset,
+        components={suffix: f"{part.dtype} {list(part.shape)}" for suffix, part in parts.items()},
     )
 
 

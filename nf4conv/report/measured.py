@@ -13,7 +13,7 @@ from typing import NamedTuple
 from nf4conv.options import VerifyOptions
 from nf4conv.plan.rows import Errors, TensorRow
 from nf4conv.report.tolerance import tolerance_of
-from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import TensorInfo
 
 
@@ -49,7 +49,7 @@ class WeightResult:
         is_damaged: True if it is not what calibration made of it.
     """
 
-    weight: StoredWeight
+    weight: Bitsandbytes4bit
     improper: int = 0
     scales: ScaleErrors | None = None
     is_damaged: bool = False
@@ -82,7 +82,7 @@ class WeightResult:
             differing = codes.differing + self.scales.differing + self.scales.described
             errors = replace(codes, differing=differing)
         return TensorRow(
-            name=weight.name,
+            name=weight.values.name,
             file=weight.values.file.name,
             dtype=weight.format.dtype,
             shape=weight.shape,

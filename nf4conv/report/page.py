@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import jinja2
 
+from nf4conv.format.layout import split_component
 from nf4conv.format.units import size
 from nf4conv.output.writer import write_result
 from nf4conv.plan.rows import KindRow, distance, kind_of
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.text.tables import count_cell, error_cell
 from nf4conv.report.text.terminal import printable
-from nf4conv.sources.stored_weights import split_component
 from nf4conv.version import __version__
 
 _MOST_LINES: Final = 100  # of a group of findings

@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from nf4conv.check.structure import Finding
 from nf4conv.options import VerifyOptions
 from nf4conv.plan.rows import KindRow, PlanTotals, TensorRow
 from nf4conv.report.tolerance import expected_errors
-from nf4conv.sources.stored_weights import Finding
 
 
 @dataclass(frozen=True)

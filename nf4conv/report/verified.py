@@ -13,12 +13,12 @@ from nf4conv.check.checks import (
     WITH_SOURCE,
 )
 from nf4conv.check.relation import Relation
+from nf4conv.check.structure import Finding, Structure
 from nf4conv.options import VerifyOptions
 from nf4conv.plan.rows import TensorRow, distance, summed
 from nf4conv.report.measured import CopyResult, TensorDifference, WeightResult
 from nf4conv.report.results import CheckResult, ComparedTensors, VerifyReport
 from nf4conv.report.tolerance import FOREIGN_ERROR
-from nf4conv.sources.stored_weights import Finding, Structure
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _note_faults(
         return
     for result in measured.weights.values():
         for check, text in result.faults(options):
-            structure.note(check, result.weight.values.file, result.weight.name, text)
+            structure.note(check, result.weight.values.file, result.weight.values.name, text)
     for copy in measured.copies.values():
         if copy.differing:
             text = f"{copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
@@ -250,10 +250,10 @@ def _sizes(structure: Structure) -> dict[str, int]:
     tables = 0
     for weight in structure.weights.values():
         codes += weight.values.nbytes
-        for suffix, part in weight.components.items():
-            if suffix in ("absmax", "nested_absmax"):
+        for role, part in weight.parts:
+            if role in ("absmax", "nested_absmax"):
                 scales += part.nbytes
-            else:
+            elif role != "values":
                 tables += part.nbytes
     not_packed = sum(tensor.nbytes for tensor in structure.plain.values())
     return {"codes": codes, "scales": scales, "tables": tables, "not_packed": not_packed}

@@ -6,10 +6,11 @@ disk, where that of a stream does not stay. As with `nf4conv verify`, what comes
 more is right (tasks/prove.py); torch looks at the rest (tasks/diagnose.py).
 """
 
-import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from nf4conv.format.layout import parse_quant_state
 from nf4conv.options import VerifyOptions
 from nf4conv.plan.jobs import CopyJob, PackJob, component_name, format_of
 from nf4conv.plan.rows import distance
@@ -20,7 +21,7 @@ from nf4conv.run.shards import ShardProgress
 from nf4conv.run.tasks.prove import prove_copy, prove_written
 from nf4conv.run.worker import Worker
 from nf4conv.sources.cutting import Piece
-from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, described_weight
 from nf4conv.sources.tensors import TensorInfo
 
 
@@ -60,7 +61,7 @@ class AuditOfWritten:
         with self._lock:
             self._weights.update(results)
 
-    def _diagnosed(self, worker: Worker, weight: StoredWeight, job: PackJob) -> WeightResult:
+    def _diagnosed(self, worker: Worker, weight: Bitsandbytes4bit, job: PackJob) -> WeightResult:
         """Compares a weight with what quantizing its source gives."""
         from nf4conv.run.tasks.diagnose import weight_tasks  # importing torch takes seconds
 
@@ -93,7 +94,7 @@ class AuditOfWritten:
         """Yields what is wrong: with weights, the largest error first; with other tensors."""
         for result in sorted(self._weights.values(), key=_by_error):
             for _, text in result.faults(self._options):
-                yield f"{result.weight.name}: {text}"
+                yield f"{result.weight.values.name}: {text}"
         for copy in self._copies.values():
             if copy.differing:
                 name = copy.tensor.name
@@ -110,7 +111,7 @@ def _by_error(result: WeightResult) -> float:
     return -distance(None if errors is None else errors.relative_error)
 
 
-def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> StoredWeight:
+def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> Bitsandbytes4bit:
     """Describes a weight as it lies in a shard that is not complete."""
     parts = {}
     # the blob, which is the last component, has no offset yet
@@ -125,6 +126,5 @@ def _stored(progress: ShardProgress, job: PackJob, blob: bytes) -> StoredWeight:
             start + component.nbytes,
         )
     format = format_of(job, progress.format)
-    values = parts.pop("")
-    nested_offset = json.loads(blob).get("nested_offset")
-    return StoredWeight(values, parts, format, job.matrix.shape, nested_offset, blob)
+    fields = parse_quant_state(blob, format.double_quant)
+    return replace(described_weight(parts.pop(""), parts, fields, format.scales), blob=blob)

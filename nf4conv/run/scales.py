@@ -107,7 +107,7 @@ def _largest_scale(reader: Reader, encoding: Bitsandbytes4bit) -> float:
         if not math.isfinite(found):
             return found
         largest = max(largest, found)
-    return largest + abs(encoding.nested_offset)
+    return largest + abs(encoding.nested_offset or 0.0)
 
 
 def _refuse_overflow(jobs: Sequence[CopyJob], source: Source, run: MachineOptions) -> None:

@@ -18,16 +18,16 @@ from nf4conv.run.loop import make_pipeline
 from nf4conv.run.reading import open_reader
 from nf4conv.run.tasks.prove import CheckpointProof, plan_proof
 from nf4conv.run.tasks.scan import count_values
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
-from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import TensorInfo
 
 _log: Final = logging.getLogger(__name__)
 
 
 def verify_values(
-    weights: Mapping[str, StoredWeight],
+    weights: Mapping[str, Bitsandbytes4bit],
     pairs: Pairs,
     run: MachineOptions,
     progress: Callable[[int], None],
@@ -118,7 +118,7 @@ def _diagnose(
     piece = pipeline.piece
     tasks = [diagnose.scale_tasks(result, torch, piece) for result in results.values()]
     for weight_pair in pairs.weights:
-        name = weight_pair.weight.name
+        name = weight_pair.weight.values.name
         if name in results:
             tasks.append(diagnose.weight_tasks(results[name], weight_pair.job, torch, piece))
     for copy_pair in pairs.copies:

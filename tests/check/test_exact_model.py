@@ -16,7 +16,7 @@ import transformers
 from api import QuantizeOptions, RunOptions, VerifyOptions
 
 from nf4conv.check.model_config import _REWRITTEN
-from nf4conv.sources.stored_weights import Finding
+from nf4conv.check.structure import Finding
 
 pytestmark = pytest.mark.oracle
 

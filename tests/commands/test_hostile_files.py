@@ -35,33 +35,33 @@ FP8 = {UP: torch.ones(64, 64).to(torch.float8_e4m3fn), f"{UP}_scale_inv": torch.
 WEIGHTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "a huge offset": (with_state(nested_offset=2**200), "too large for float32"),
     "an offset without digits": (with_state(nested_offset="1"), "is not a number"),
-    "a huge shape": (with_state(shape=[0, 2**200]), "is not a list of sizes"),
-    "many dimensions": (with_state(shape=[1] * 65), "is not a list of sizes"),
+    "a huge shape": (with_state(shape=[0, 2**200]), "is not a shape"),
+    "many dimensions": (with_state(shape=[1] * 65), "is not a shape"),
     "a quant state of floats": (packed() | {STATE: packed()[STATE].float()}, "are no quant state"),
-    "absmax of rank 2": (packed(absmax=packed()[f"{UP}.absmax"].view(-1, 1)), "does not go with"),
+    "absmax of rank 2": (packed(absmax=packed()[f"{UP}.absmax"].view(-1, 1)), "expected U8 [64]"),
     "absmax of rank 0": (
         pack(UP, torch.randn(8, 8).bfloat16(), double_quant=False)
         | {f"{UP}.absmax": torch.tensor(1.0)},
-        "does not go with",
+        "expected F32 [1]",
     ),
-    "nested absmax of rank 2": (packed(nested_absmax=torch.ones(1, 1)), "does not go with"),
+    "nested absmax of rank 2": (packed(nested_absmax=torch.ones(1, 1)), "expected F32 [1]"),
     "codes of complex numbers": (
         packed() | {UP: packed()[UP].view(-1).view(torch.complex64)},
-        "does not go with",
+        "is C64, expected U8",
     ),
-    "a code map of millions": (packed(quant_map=torch.ones(4096, 64)), "does not go with"),
+    "a code map of millions": (packed(quant_map=torch.ones(4096, 64)), "expected F32 [16]"),
     "a nested map alone": (
         pack(UP, torch.randn(8, 8).bfloat16(), double_quant=False)
         | {f"{UP}.nested_quant_map": torch.ones(256)},
-        "lacks its nested_absmax",
+        "nested_absmax is missing",
     ),
     "no nested map": (
         {name: part for name, part in packed().items() if not name.endswith("nested_quant_map")},
-        "lacks its nested_quant_map",
+        "nested_quant_map is missing",
     ),
     "two quant states": (
         packed() | {STATE.replace("nf4", "fp4"): packed()[STATE]},
-        "does not go with",
+        "has 2 quant states",
     ),
     "SCB of complex numbers": (
         EIGHT_BIT | {f"{UP.removesuffix('weight')}SCB": torch.ones(64, dtype=torch.complex64)},

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nf4conv.check.comparing import pair_alike
+from nf4conv.check.structure import Structure
 from nf4conv.options import MachineOptions, SourceOptions
 from nf4conv.plan.rows import Errors
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.comparing import compare
 from nf4conv.run.reading import open_reader
 from nf4conv.sources.opening import open_source
-from nf4conv.sources.stored_weights import Structure
 
 CPU = MachineOptions(device="cpu", workers=2)
 

@@ -19,10 +19,10 @@ from api import RunOptions, quantize_checkpoint, verify_checkpoint
 from checkpoints import write_source
 from safetensors.torch import load_file, save_file
 
+from nf4conv.check.structure import Finding
 from nf4conv.report.as_json import to_json
 from nf4conv.report.page import page, write_page
 from nf4conv.report.results import VerifyReport
-from nf4conv.sources.stored_weights import Finding
 
 CPU = RunOptions(device="cpu")
 UP = "model.layers.1.mlp.up_proj.weight"

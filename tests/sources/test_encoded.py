@@ -591,7 +591,7 @@ INT4 = torch.zeros(64, 16, dtype=torch.int32)
             {f"{Q}.weight": random_bytes(64, 1), f"{Q}.weight.absmax": torch.ones(2)}
             | {f"{Q}.weight.quant_state.bitsandbytes__nf4": torch.zeros(5, dtype=torch.uint8)},
             {"quant_method": "bitsandbytes"},
-            f"{Q}.weight.quant_state.bitsandbytes__nf4: not a quant state",
+            f"{Q}.weight.quant_state.bitsandbytes__nf4: not JSON",
         ),
         ({f"{Q}.weight.absmax": torch.ones(2)}, None, f"{Q}.weight.absmax: part of a weight"),
         (

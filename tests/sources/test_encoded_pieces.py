@@ -18,10 +18,10 @@ from nf4conv.run.device.on_torch.device import device_of
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_decoded
 from nf4conv.run.worker import Worker
 from nf4conv.sources.cutting import encoded_pieces, packed_pieces
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.foreign.bitsandbytes import read_weight
 from nf4conv.sources.foreign.floats import Bitsandbytes8bit, Fp4, Scaled
 from nf4conv.sources.foreign.integers import Awq, CompressedIntegers, Gptq, PackedIntegers
-from nf4conv.sources.reader import Reader
+from nf4conv.sources.reader import Reader, read_bytes
 from nf4conv.sources.tensors import TensorInfo
 
 F8, F32, U8, I8, I32 = "F8_E4M3", "F32", "U8", "I8", "I32"
@@ -189,18 +189,8 @@ def test_packed_weights_in_pieces(
         content += raw
         parts[role] = TensorInfo(role, dtype, tuple(part.shape), file, start, len(content))
     file.write_bytes(content)
-    encoding = Bitsandbytes4bit(
-        values=parts["values"],
-        absmax=parts["absmax"],
-        quant_map=parts["quant_map"],
-        nested_absmax=parts.get("nested_absmax"),
-        nested_quant_map=parts.get("nested_quant_map"),
-        quant_state=parts["quant_state.bitsandbytes__nf4"],
-        quant_type="nf4",
-        blocksize=blocksize,
-        dtype="BF16",
-        nested_offset=0.0 if state.offset is None else float(state.offset),
-    )
+    encoding, faults = read_weight(parts.pop("values"), parts, read_bytes)
+    assert not faults
     tensor = TensorInfo("w", "BF16", (1, elements), file, 0, len(content), encoding)
     pieces = packed_pieces(tensor, 20_000, unit)
     assert len(pieces) > 1 or elements <= 32768

@@ -16,7 +16,7 @@ from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.plan.rows import Errors
 from nf4conv.run.pieces import WeightPiece
 from nf4conv.sources.cutting import Piece
-from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import TensorInfo
 
 
@@ -145,7 +145,7 @@ class Device(Protocol):
         pieces: Sequence[WeightPiece],
         format: Format,
         gathered: Gathered | None,
-        stored: Sequence[StoredWeight],
+        stored: Sequence[Bitsandbytes4bit],
     ) -> Packed:
         """Packs whole weights of one kind that fit into a worker's buffer, or a piece of one.
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
+from nf4conv.format.layout import QUANT_MAPS
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.protocol import CopyPart, NonFiniteError
 from nf4conv.run.shards import Destination
@@ -34,13 +35,16 @@ def copy_stored_weight(destination: Destination, job: PackJob, piece: int, worke
     assert stored is not None
     finite = _FiniteScales(destination, job)
     # the last component, the JSON blob, has no place yet
-    for component, offset, part in zip(job.components, job.offsets, stored.parts, strict=False):
-        if isinstance(part, bytes):
-            destination.write(offset, memoryview(part))
+    parts = dict(stored.parts)
+    for component, offset in zip(job.components, job.offsets, strict=False):
+        part = parts.get(component.suffix or "values")
+        if part is None:  # the code map, which other tools may have written less precisely
+            destination.write(offset, memoryview(QUANT_MAPS[stored.quant_type]))
         else:
             is_scale = component.suffix in _SCALES and component.dtype == "F32"
             target = finite if is_scale else destination
             _copy_tensor(target, offset, part, piece, worker)
+    assert stored.blob is not None
     destination.finish_weights(worker, [job], {job.name: stored.blob})
     destination.count_task()
 

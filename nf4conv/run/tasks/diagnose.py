@@ -7,22 +7,28 @@ the value, as rounding and ties allow. What prove.py has proved need not be look
 
 import math
 import operator
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from nf4conv.codec.backends import backend, encoder
+from nf4conv.codec.decode.packed import described_state
 from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
 from nf4conv.codec.ops import compress_absmax
 from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
 from nf4conv.codec.reference.dequantize import decoded_absmax, decoded_values
-from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS
-from nf4conv.format.layout import QUANT_STATE_PREFIX, block_count, quant_state_json
+from nf4conv.format.layout import (
+    NESTED_QUANT_MAP,
+    QUANT_MAPS,
+    QUANT_STATE_PREFIX,
+    block_count,
+    quant_state_json,
+)
 from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.rows import Errors
 from nf4conv.report.measured import CopyResult, ScaleErrors, WeightResult
@@ -31,7 +37,6 @@ from nf4conv.run.device.on_torch.device import TorchDevice, device_of, differenc
 from nf4conv.run.device.on_torch.packing import part_of, piece_errors
 from nf4conv.run.device.on_torch.reading import (
     TORCH_DTYPES,
-    packed_piece,
     read_matrix,
     read_values,
 )
@@ -40,8 +45,7 @@ from nf4conv.run.loop import Task
 from nf4conv.run.pieces import pieces_of, weight_pieces
 from nf4conv.run.worker import Activity, Worker
 from nf4conv.sources.cutting import Piece
-from nf4conv.sources.foreign.bitsandbytes import cut_parts, packed_spans
-from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts, packed_spans
 from nf4conv.sources.tensors import FileRange, TensorInfo, cut_elements
 
 _TIE: Final = 2.0**-18
@@ -100,7 +104,7 @@ def _check_scales(
     """
     device = device_of(worker, torch_backend)
     weight = result.weight
-    parts = cut_parts(weight.parts(), weight.format.blocksize, start, stop)
+    parts = cut_parts(dict(weight.parts), weight.blocksize, start, stop)
     parts["values"] = parts["values"]._replace(stop=parts["values"].start)
     _, state = _stored_piece(weight, parts, device.read(_ranges(parts)))
     with device.timed(Activity.COMPUTE):
@@ -132,7 +136,7 @@ def _compare_weight(
         start = source.start
         stop = start + source.tensor.elements
     blocksize = stored.format.blocksize
-    parts = cut_parts(stored.parts(), blocksize, start, stop)
+    parts = cut_parts(dict(stored.parts), blocksize, start, stop)
     weight, packed, state = _read_both(device, stored, job, source, parts)
     with device.timed(Activity.COMPUTE):
         last_block = block_count(stop, blocksize)
@@ -148,7 +152,7 @@ def _compare_weight(
 
 def _read_both(
     device: TorchDevice,
-    stored: StoredWeight,
+    stored: Bitsandbytes4bit,
     job: PackJob,
     source: Piece | None,
     parts: Mapping[str, TensorInfo],
@@ -174,15 +178,15 @@ def _ranges(parts: Mapping[str, TensorInfo]) -> list[FileRange]:
 
 
 def _stored_piece(
-    weight: StoredWeight, parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]
+    weight: Bitsandbytes4bit, parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, QuantState]:
-    """Returns the codes of a piece and their state; the weight's blob may not be on disk yet."""
-    if weight.blob is None:
-        return packed_piece(parts, raws)
-    suffix = f"{QUANT_STATE_PREFIX}{weight.format.quant_type}"
-    blob = torch.frombuffer(bytearray(weight.blob), dtype=torch.uint8)
-    described = weight.values._replace(dtype="U8", shape=(blob.numel(),))
-    return packed_piece({**parts, suffix: described}, [*raws, blob])
+    """Returns the codes of a piece and their state, whose shape is that of the whole weight."""
+    tensors: dict[str, Any] = {}
+    for (role, part), raw in zip(parts.items(), raws, strict=True):
+        tensors[role] = raw.view(TORCH_DTYPES[part.dtype])
+    packed = tensors.pop("values")
+    dtype = TORCH_DTYPES[weight.dtype]
+    return packed, described_state(**tensors, **weight.arguments, dtype=dtype)
 
 
 def _compare_calibrated(weight: torch.Tensor, packed: torch.Tensor, state: QuantState) -> Errors:
@@ -239,11 +243,13 @@ def _count_not_nearest(
     return total
 
 
-def _compare_scales(device: TorchDevice, weight: StoredWeight, absmax: torch.Tensor) -> ScaleErrors:
+def _compare_scales(
+    device: TorchDevice, weight: Bitsandbytes4bit, absmax: torch.Tensor
+) -> ScaleErrors:
     """Compares the scales of a weight as it is stored with the absmax of its source, [blocks]
     float32.
     """
-    parts = weight.parts()
+    parts = dict(weight.parts)
     parts["values"] = parts["values"]._replace(dtype="U8", stop=parts["values"].start)
     raws = device.read(_ranges(parts))
     _, state = _stored_piece(weight, parts, raws)
@@ -285,7 +291,7 @@ def _count_other_bits(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def _count_described(
-    weight: StoredWeight,
+    weight: Bitsandbytes4bit,
     parts: Mapping[str, TensorInfo],
     raws: Sequence[torch.Tensor],
     offset: float | None,
@@ -296,10 +302,9 @@ def _count_described(
     """
     quant_type = weight.format.quant_type
     blob = quant_state_json(weight.format, weight.shape, offset)
-    values = CODEBOOKS[quant_type].values
     expected = {
-        "quant_map": struct.pack("<16f", *values),
-        "nested_quant_map": struct.pack("<256f", *DYNAMIC_MAP),
+        "quant_map": QUANT_MAPS[quant_type],
+        "nested_quant_map": NESTED_QUANT_MAP,
         f"{QUANT_STATE_PREFIX}{quant_type}": blob,
     }
     differing = 0

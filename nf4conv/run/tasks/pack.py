@@ -7,25 +7,16 @@ batch is one write.
 """
 
 import math
-import struct
 from collections.abc import Sequence
-from typing import Final
 
-from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
-from nf4conv.format.layout import Format, quant_state_json
+from nf4conv.format.layout import NESTED_QUANT_MAP, QUANT_MAPS, Format, quant_state_json
 from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.rows import Errors
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Scales
 from nf4conv.run.pieces import WeightPiece, whole_weight
 from nf4conv.run.shards import Destination
 from nf4conv.run.worker import Activity, Backend, Worker
-from nf4conv.sources.stored_weights import StoredWeight
-
-# arrays of bytes, because what compares takes only memory that could be written to
-_QUANT_MAPS: Final = {
-    name: bytearray(struct.pack("<16f", *book.values)) for name, book in CODEBOOKS.items()
-}
-_NESTED_QUANT_MAP: Final = bytearray(struct.pack("<256f", *DYNAMIC_MAP))
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 
 
 def pack_batch(
@@ -83,7 +74,7 @@ def _pack_piece(
         _write_scales(destination, [job], scales, worker)
 
 
-def _stored(destination: Destination, jobs: Sequence[PackJob]) -> list[StoredWeight]:
+def _stored(destination: Destination, jobs: Sequence[PackJob]) -> list[Bitsandbytes4bit]:
     """Returns the stored weights whose errors are measured; none if that is not asked."""
     measured = destination.measured
     if measured is None:
@@ -106,12 +97,12 @@ def _write_scales(
 ) -> None:
     """Writes all components of neighbouring weights but the codes, which completes them."""
     format = destination.format
-    quant_maps = memoryview(_QUANT_MAPS[format.quant_type] * len(jobs))
+    quant_maps = memoryview(QUANT_MAPS[format.quant_type] * len(jobs))
     # in the order of layout.components, of which the packed codes are the first
     components = [scales.absmax, quant_maps]
     if scales.nested_absmax is not None:
         components.append(scales.nested_absmax)
-        components.append(memoryview(_NESTED_QUANT_MAP * len(jobs)))
+        components.append(memoryview(NESTED_QUANT_MAP * len(jobs)))
     with worker.timed(Activity.WRITE):
         for offset, component in zip(jobs[0].offsets[1:], components, strict=True):
             destination.write(offset, component)

@@ -6,7 +6,6 @@ of what comes out the same. Of anything else, diagnose.py says how it differs, a
 wrong.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from nf4conv.check.pairing import PackedPair, Pairs
-from nf4conv.format.layout import QUANT_STATE_PREFIX, Format
+from nf4conv.format.layout import Format
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.plan.rows import Errors
@@ -33,7 +32,6 @@ from nf4conv.run.worker import Worker
 from nf4conv.sources.cutting import Piece
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
-from nf4conv.sources.stored_weights import StoredWeight
 from nf4conv.sources.tensors import TensorInfo
 
 _NO_ERRORS: Final = Errors(0.0, 0.0, 0.0, 0)
@@ -58,7 +56,7 @@ class Proof:
     """
 
     def __init__(
-        self, format: Format, stored: StoredBytes, weights: Mapping[str, StoredWeight]
+        self, format: Format, stored: StoredBytes, weights: Mapping[str, Bitsandbytes4bit]
     ) -> None:
         self.format = format
         self.measured: dict[str, WeightResult] = {}
@@ -86,11 +84,11 @@ class Proof:
                 self.unlike.add(name)
             self._finished.add(name)
 
-    def _is_stored(self, weight: StoredWeight, blob: bytes) -> bool:
+    def _is_stored(self, weight: Bitsandbytes4bit, blob: bytes) -> bool:
         """Returns True if a blob is the quant state of a weight, on disk or still in memory."""
         if weight.blob == blob:
             return True
-        part = weight.components.get(f"{QUANT_STATE_PREFIX}{weight.format.quant_type}")
+        part = weight.quant_state
         if part is None or part.nbytes != len(blob):
             return False
         return self._stored.is_stored(part, memoryview(bytearray(blob)))
@@ -155,7 +153,7 @@ class ProofPlan:
 
     format: Format
     shards: tuple[ProofShard, ...]
-    weights: Mapping[str, StoredWeight]
+    weights: Mapping[str, Bitsandbytes4bit]
     kept: Sequence[PackedPair]
 
     @property
@@ -184,7 +182,7 @@ def plan_proof(pairs: Pairs) -> ProofPlan:
     else:
         format = _ANY_FORMAT
         packed = []
-    weights = {pair.weight.name: pair.weight for pair in packed}
+    weights = {pair.weight.values.name: pair.weight for pair in packed}
     copies = {pair.tensor.name: pair.tensor for pair in pairs.copies}
     jobs: list[Job] = [pair.job for pair in packed]
     jobs += [CopyJob(pair.original, pair.tensor.dtype, "") for pair in pairs.copies]
@@ -202,7 +200,7 @@ def plan_proof(pairs: Pairs) -> ProofPlan:
     return ProofPlan(format, tuple(shards), weights, kept)
 
 
-def is_kept(weight: StoredWeight, job: PackJob) -> bool:
+def is_kept(weight: Bitsandbytes4bit, job: PackJob) -> bool:
     """Returns True if the source has a weight in the format that it is stored in."""
     encoding = job.source.encoding
     if not isinstance(encoding, Bitsandbytes4bit):
@@ -210,18 +208,18 @@ def is_kept(weight: StoredWeight, job: PackJob) -> bool:
     return encoding.format.decodes_like(weight.format)
 
 
-def _is_laid_out_alike(weight: StoredWeight, job: PackJob) -> bool:
+def _is_laid_out_alike(weight: Bitsandbytes4bit, job: PackJob) -> bool:
     """Returns True if a stored weight has all components of a job, but its quant state, in size."""
     found = [part.nbytes for part in _parts(weight, job)]
     return found == [component.nbytes for component in job.components[:-1]]
 
 
-def _parts(weight: StoredWeight, job: PackJob) -> list[TensorInfo]:
+def _parts(weight: Bitsandbytes4bit, job: PackJob) -> list[TensorInfo]:
     """Returns the tensors of a weight, but for its quant state, in the order of a job's components.
 
     Those that it lacks are left out; all are named by the weight.
     """
-    parts = weight.parts()
+    parts = dict(weight.parts)
     found = []
     for component in job.components[:-1]:
         part = parts.get(component.suffix or "values")
@@ -241,7 +239,7 @@ class CheckpointProof:
 
     def __init__(self, plan: ProofPlan, reader: Reader, advance: Callable[[int], None]) -> None:
         self._plan = plan
-        self._kept = {pair.weight.name: WeightResult(pair.weight) for pair in plan.kept}
+        self._kept = {pair.weight.values.name: WeightResult(pair.weight) for pair in plan.kept}
         self._proofs = []
         for shard in plan.shards:
             weights = {}
@@ -256,7 +254,7 @@ class CheckpointProof:
         for shard, proof in zip(self._plan.shards, self._proofs, strict=True):
             yield from proof.tasks(shard.jobs, devices, piece)
         for pair in self._plan.kept:
-            yield partial(prove_kept_weight, self._kept[pair.weight.name], pair.job, piece)
+            yield partial(prove_kept_weight, self._kept[pair.weight.values.name], pair.job, piece)
 
     def proved(self) -> dict[str, WeightResult]:
         """Returns the weights that are right, by name."""
@@ -283,7 +281,7 @@ def prove_kept_weight(result: WeightResult, job: PackJob, piece: int, worker: Wo
     """
     encoding = job.source.encoding
     assert isinstance(encoding, Bitsandbytes4bit)
-    mine = result.weight.parts()
+    mine = dict(result.weight.parts)
     differences = []
     for role, part in encoding.parts:
         if role in _PARTS_OF_KEPT:
@@ -292,26 +290,16 @@ def prove_kept_weight(result: WeightResult, job: PackJob, piece: int, worker: Wo
         task(worker)
     if any(difference.is_identical is False for difference in differences):
         return
-    blob = result.weight.blob
-    if blob is None:
-        blob = _read(worker, mine[encoding.quant_state_role])
-    theirs = _read(worker, encoding.quant_state)
-    if json.loads(blob).get("nested_offset") == json.loads(theirs).get("nested_offset"):
+    if result.weight.nested_offset == encoding.nested_offset:
         result.add_piece(0, _NO_ERRORS)
         result.scales = ScaleErrors()
-
-
-def _read(worker: Worker, tensor: TensorInfo) -> bytes:
-    content = bytearray(tensor.nbytes)
-    worker.fill(memoryview(content), [tensor.file_range], [0])
-    return bytes(content)
 
 
 def prove_written(
     worker: Worker,
     devices: Devices,
     format: Format,
-    stored: Mapping[str, StoredWeight],
+    stored: Mapping[str, Bitsandbytes4bit],
     jobs: Sequence[PackJob],
     place: tuple[Path, int],
 ) -> dict[str, WeightResult]:

@@ -1,26 +1,37 @@
-"""Describes weights that bitsandbytes packed to NF4 or FP4."""
+"""Describes weights that bitsandbytes packed to NF4 or FP4, and finds what is wrong with them.
+
+The faults are written against the format (docs/format.md), not against the code that writes the
+format. Those that other tools are known to make are named.
+"""
 
 import math
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final
+from enum import IntEnum
+from typing import Any, ClassVar, Final, NamedTuple
 
-from nf4conv.errors import CodecError, SourceError
+from nf4conv.errors import SourceError
 from nf4conv.format import layout
-from nf4conv.format.codebook import CODEBOOKS, NESTED_BLOCKSIZE
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP, NESTED_BLOCKSIZE
 from nf4conv.format.dtypes import DTYPE_NAMES, STORAGE_DTYPES, TAGS
-from nf4conv.format.layout import (
-    QUANT_STATE_PREFIX,
-    Format,
-    block_count,
-)
+from nf4conv.format.layout import QUANT_STATE_PREFIX, Format, StateFields, block_count
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.arranged import Excerpt
-from nf4conv.sources.foreign.formats import Foreign, SiblingTensors, lacks, misfit
+from nf4conv.sources.foreign.formats import Foreign, SiblingTensors
 from nf4conv.sources.tensors import Encoding, Kernel, Parts, TensorInfo, cut_elements
 
-_NESTED: Final = ("nested_absmax", "nested_quant_map")
+_CLOSE: Final = 2**-8
+"""Relative distance at which a code map still passes for the standard one, made in bfloat16.
+
+Kernels decode with the standard map.
+"""
+
+_NEARLY_EQUAL: Final = 2**-21
+"""Relative distance of a dynamic map that was made on a machine without fused multiply-add
+(docs/format.md).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +43,23 @@ class Bitsandbytes4bit(Foreign):
 
     decoder: ClassVar[str] = "nf4conv.codec.decode.packed:decode_packed"
 
-    values: TensorInfo  # the packed codes, in the dtype of quant_storage
+    values: TensorInfo  # the packed codes, in the dtype of quant_storage; named as the weight
     absmax: TensorInfo
     quant_map: TensorInfo | None  # None if the file lacks it; decoding does not need it
     nested_absmax: TensorInfo | None  # None without double quantization
     nested_quant_map: TensorInfo | None  # None without double quantization
-    quant_state: TensorInfo  # the JSON blob
+    quant_state: TensorInfo | None  # the JSON blob; None if it is not on disk
     quant_type: str  # "nf4" or "fp4"
     blocksize: int  # elements that share one absmax
     dtype: str  # tag of the values before they were packed
-    # added to the decoded absmax; 0 without double quantization. The quant state has it, too
-    nested_offset: float = field(compare=False)
-    # True if the quant state has only the fields that bitsandbytes writes today: nothing but the
-    # values above has to be known of it
-    has_plain_state: bool = field(default=True, compare=False)
+    shape: tuple[int, ...] = field(compare=False)  # of the weight before it was packed
+    # added to the decoded absmax; None without double quantization
+    nested_offset: float | None = field(compare=False)
+    # how the blocks were scaled, one of codebook.RECORDED_SCALES; the files of other tools do not
+    # tell
+    scales: str = field(default="absmax", compare=False)
+    # the JSON of the quant state that is to be written, or has no place on disk yet
+    blob: bytes | None = field(default=None, compare=False)
     # True if the weight was packed as [out, in] for a family that stores its weights as [in, out]
     is_transposed: bool = False
 
@@ -75,58 +89,52 @@ class Bitsandbytes4bit(Foreign):
 
     @property
     def format(self) -> Format:
-        """Returns how the weight is packed; how its scales were chosen is not known here."""
+        """Returns how the weight is packed."""
         return Format(
             self.quant_type,
             self.blocksize,
             self.double_quant,
             DTYPE_NAMES[self.dtype],
             STORAGE_DTYPES.get(self.values.dtype, "uint8"),
+            self.scales,
         )
 
     @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def arguments(self) -> dict[str, Any]:
-        return {}  # the parts say it all
+        return {
+            "shape": self.shape,
+            "quant_type": self.quant_type,
+            "blocksize": self.blocksize,
+            "nested_offset": self.nested_offset,
+        }
 
     @classmethod
     def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
         """Recognises W, W.absmax, W.quant_state.bitsandbytes__nf4 and the like."""
-        blobs = [f"{tensor.name}.{QUANT_STATE_PREFIX}{kind}" for kind in CODEBOOKS]
-        found = [siblings.by_name[name] for name in blobs if name in siblings.by_name]
-        if not found:
+        states = [f"{QUANT_STATE_PREFIX}{kind}" for kind in CODEBOOKS]
+        if not any(f"{tensor.name}.{suffix}" in siblings.by_name for suffix in states):
             return None
-        parts: dict[str, TensorInfo | None] = {}
-        for role in ("absmax", "quant_map", "nested_absmax", "nested_quant_map"):
-            parts[role] = siblings.find(f"{tensor.name}.{role}")
-        nested = (parts["nested_absmax"], parts["nested_quant_map"])
-        for role in ("absmax",) if nested == (None, None) else ("absmax", *_NESTED):
-            if parts[role] is None:
-                raise lacks(tensor, role)
-        if len(found) > 1:
-            raise misfit(tensor, found[-1])
-        fields = _read_fields(found[0], siblings)
-        shape = tuple(fields["shape"])
-        must_transpose = len(shape) == 2 and is_transposed(
-            module_of(tensor.name), siblings.families
-        )
-        encoding = cls(
-            values=tensor,
-            **parts,  # type: ignore[arg-type]
-            quant_state=found[0],
-            quant_type=fields["quant_type"],
-            blocksize=fields["blocksize"],
-            dtype=TAGS[fields["dtype"]],
-            nested_offset=0.0 if nested == (None, None) else float(fields["nested_offset"]),
-            has_plain_state=fields.keys() <= {*layout.JSON_KEYS, *layout.NESTED_JSON_KEYS},
-            is_transposed=must_transpose,
-        )
-        _check_fit(encoding, shape)
-        if must_transpose:
+        components = {}
+        for suffix in layout.COMPONENT_SUFFIXES:
+            found = siblings.find(f"{tensor.name}.{suffix}")
+            if found is not None:
+                components[suffix] = found
+        encoding, faults = read_weight(tensor, components, siblings.read)
+        if encoding is None:
+            fault = next(fault for fault in faults if fault.severity is Severity.FATAL)
+            raise SourceError.about(fault.part.file, fault.part.name, fault.text)
+        shape = encoding.shape
+        if len(shape) == 2 and is_transposed(module_of(tensor.name), siblings.families):
             shape = shape[::-1]
+            encoding = replace(encoding, is_transposed=True)
         return tensor._replace(shape=shape, dtype=encoding.dtype, encoding=encoding)
 
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
-        if self.is_transposed or not self.has_plain_state:
+        if self.is_transposed:
             return None
         return Kernel("decoder", (self.quant_type, self.blocksize))
 
@@ -148,6 +156,7 @@ class Bitsandbytes4bit(Foreign):
             values=cut["values"],
             absmax=cut["absmax"],
             nested_absmax=cut.get("nested_absmax"),
+            shape=(stop - start,),
         )
 
     def is_stack(self, tensor: TensorInfo) -> bool:
@@ -236,42 +245,241 @@ def cut_parts(
     return found
 
 
-def _read_fields(blob: TensorInfo, siblings: SiblingTensors) -> dict[str, Any]:
-    """Reads the JSON of a quant state; raises a SourceError if bitsandbytes could not read it."""
-    where = f"{blob.file}: {blob.name}"
+class Severity(IntEnum):
+    """Tells what a fault of a packed weight means for those that read it."""
+
+    NOTE = 0  # worth knowing, no fault
+    REPAIRED = 1  # a fault of what is written anew where the weight is copied
+    LASTING = 2  # a fault that a copy would have too
+    FATAL = 3  # the weight cannot be decoded
+
+
+class WeightFault(NamedTuple):
+    """Something that is wrong with a packed weight, or worth knowing."""
+
+    check: str  # of check/checks.py
+    part: TensorInfo  # the tensor that it concerns
+    text: str  # what was found, and what was expected
+    severity: Severity
+
+
+def check_weight(
+    values: TensorInfo,
+    components: Mapping[str, TensorInfo],
+    read: Callable[[TensorInfo], bytes],
+    scales: str = "absmax",
+) -> tuple[Bitsandbytes4bit | None, list[WeightFault]]:
+    """Finds all that is wrong with a packed weight; arguments and result as of `read_weight`."""
+    found = []
+    for part in components.values():
+        if part.file != values.file:
+            text = (
+                f"is apart from its weight in {values.file.name}; transformers 4.53 … 4.56 and "
+                f"diffusers then fail"
+            )
+            found.append(WeightFault("one shard", part, text, Severity.REPAIRED))
+    weight, faults = read_weight(values, components, read, scales)
+    found += faults
+    if weight is not None:
+        quant_type = weight.quant_type
+        book = CODEBOOKS[quant_type].values
+        found += _map_faults(weight.quant_map, book, quant_type, read)
+        found += _map_faults(weight.nested_quant_map, DYNAMIC_MAP, "the dynamic map", read)
+    return weight, found
+
+
+def read_weight(
+    values: TensorInfo,
+    components: Mapping[str, TensorInfo],
+    read: Callable[[TensorInfo], bytes],
+    scales: str = "absmax",
+) -> tuple[Bitsandbytes4bit | None, list[WeightFault]]:
+    """Describes a packed weight.
+
+    Args:
+        values: its packed codes.
+        components: the tensors beside them, by suffix.
+        read: reads a small tensor.
+        scales: how its blocks were scaled.
+
+    Returns:
+        The weight, None if a fault is fatal; and the faults of all but the code maps' values.
+    """
+    faults = list(_lacking(values, components))
+    if any(fault.severity is Severity.FATAL for fault in faults):
+        return None, faults
+    [state] = [suffix for suffix in components if suffix.startswith(QUANT_STATE_PREFIX)]
+    fields, of_state = _read_state(components[state], state, components, read, scales)
+    faults += of_state
+    if fields is None:
+        return None, faults
+    weight = described_weight(values, components, fields, scales)
+    faults += [*_codes_faults(weight), *_component_faults(weight)]
+    if any(fault.severity is Severity.FATAL for fault in faults):
+        return None, faults
+    return weight, faults
+
+
+def described_weight(
+    values: TensorInfo, components: Mapping[str, TensorInfo], fields: StateFields, scales: str
+) -> Bitsandbytes4bit:
+    """Returns a weight of which all is known; its quant state need not be among the components."""
+    return Bitsandbytes4bit(
+        values=values,
+        absmax=components["absmax"],
+        quant_map=components.get("quant_map"),
+        nested_absmax=components.get("nested_absmax"),
+        nested_quant_map=components.get("nested_quant_map"),
+        quant_state=components.get(f"{QUANT_STATE_PREFIX}{fields.quant_type}"),
+        quant_type=fields.quant_type,
+        blocksize=fields.blocksize,
+        dtype=TAGS[fields.dtype],
+        shape=fields.shape,
+        nested_offset=fields.nested_offset,
+        scales=scales,
+    )
+
+
+def as_written_anew(weight: Bitsandbytes4bit) -> Bitsandbytes4bit:
+    """Returns a weight of which codes and scales are copied, with the quant state that is written.
+
+    It has no code map: that of the data type is written.
+    """
+    blob = layout.quant_state_json(weight.format, weight.shape, weight.nested_offset)
+    return replace(weight, quant_map=None, quant_state=None, blob=blob)
+
+
+def _lacking(values: TensorInfo, components: Mapping[str, TensorInfo]) -> Iterator[WeightFault]:
+    """Yields what a weight lacks, and quant states too many."""
+    states = [suffix for suffix in components if suffix.startswith(QUANT_STATE_PREFIX)]
+    absmax = components.get("absmax")
+    is_nested = (
+        "nested_absmax" in components
+        or "nested_quant_map" in components
+        or (absmax is not None and absmax.dtype == "U8")
+    )
+    needed = ("absmax", "nested_absmax", "nested_quant_map") if is_nested else ("absmax",)
+    missing = [] if states else ["quant_state"]
+    missing += [suffix for suffix in needed if suffix not in components]
+    for suffix in missing:
+        yield WeightFault("components", values, f"{suffix} is missing", Severity.FATAL)
+    if len(states) > 1:
+        text = f"has {len(states)} quant states: {', '.join(states)}"
+        yield WeightFault("components", values, text, Severity.FATAL)
+    if "quant_map" not in components:
+        text = (
+            "quant_map is missing, as in saves of some other tools; bitsandbytes then fails: "
+            "KeyError"
+        )
+        yield WeightFault("components", values, text, Severity.REPAIRED)
+
+
+def _read_state(
+    blob: TensorInfo,
+    suffix: str,
+    components: Mapping[str, TensorInfo],
+    read: Callable[[TensorInfo], bytes],
+    scales: str,
+) -> tuple[StateFields | None, list[WeightFault]]:
+    """Reads a quant state, whose suffix names the quant type; returns its fields and faults."""
     if blob.dtype != "U8" or blob.nbytes > layout.LARGEST_QUANT_STATE:
-        raise SourceError(f"{where}: {blob.nbytes:,} bytes of {blob.dtype} are no quant state")
-    try:
-        fields = layout.parse_quant_state(siblings.read(blob), may_say_more=True)
-        if f"{_owner(blob)}.nested_absmax" in siblings.by_name:
-            layout.nested_offset_of(fields)
-    except CodecError as error:
-        raise SourceError(f"{where}: not a quant state of bitsandbytes: {error}") from error
-    if not blob.name.endswith(f".{QUANT_STATE_PREFIX}{fields['quant_type']}"):
-        raise SourceError(f"{where}: its quant_type is {fields['quant_type']!r}")
-    return fields
+        text = f"{blob.nbytes:,} bytes of {blob.dtype} are no quant state"
+        return None, [WeightFault("quant state", blob, text, Severity.FATAL)]
+    fields, of_state = layout.read_quant_state(read(blob), "nested_absmax" in components)
+    faults = []
+    for fault in of_state:
+        severity = Severity.FATAL if fault.is_fatal else Severity.REPAIRED
+        faults.append(WeightFault("quant state", blob, fault.text, severity))
+    if fields is None:
+        return None, faults
+    if suffix != f"{QUANT_STATE_PREFIX}{fields.quant_type}":
+        text = f"says {fields.quant_type} inside"
+        faults.append(WeightFault("quant state", blob, text, Severity.FATAL))
+    # the mean of absmax, or of searched scales
+    offset = fields.nested_offset or 0.0
+    if not math.isfinite(offset) or (offset < 0 and scales == "absmax"):
+        also = ", not negative" if scales == "absmax" else ""
+        text = f"nested_offset is {offset!r}, expected a finite number{also}"
+        faults.append(WeightFault("quant state", blob, text, Severity.LASTING))
+    return fields, faults
 
 
-def _owner(component: TensorInfo) -> str:
-    return component.name.partition(f".{QUANT_STATE_PREFIX}")[0]
+def _codes_faults(weight: Bitsandbytes4bit) -> Iterator[WeightFault]:
+    """Yields what is wrong with dtype, size or shape of the codes."""
+    values = weight.values
+    packed_bytes = -(-weight.elements // 2)
+    if values.dtype not in STORAGE_DTYPES:
+        severity = Severity.LASTING if values.dtype == "I8" else Severity.FATAL
+        text = f"is {values.dtype}, expected U8 or, for FSDP, a float dtype"
+        yield WeightFault("layout", values, text, severity)
+    elif len(values.shape) != 2 or values.shape[1] != 1:
+        text = f"packed as {list(values.shape)}, not as [n, 1]: diffusers refuses it"
+        yield WeightFault("layout", values, text, Severity.NOTE)
+    if values.nbytes != packed_bytes:
+        expected = f"{packed_bytes:,} for {list(weight.shape)}"
+        text = f"{values.nbytes:,} bytes of codes, expected {expected}"
+        yield WeightFault("layout", values, text, Severity.FATAL)
 
 
-def _check_fit(encoding: Bitsandbytes4bit, shape: tuple[int, ...]) -> None:
-    """Raises a SourceError unless all parts have the dtypes and shapes that decoding takes."""
-    values = encoding.values
-    if values.dtype not in (*STORAGE_DTYPES, "I8"):
-        raise misfit(values, encoding.quant_state)
-    if -(-math.prod(shape) // 2) != values.nbytes:
-        raise misfit(values, encoding.absmax)
-    parts = dict(encoding.parts)
-    # neither the quant type nor the dtype changes what is compared
-    format = Format("nf4", encoding.blocksize, encoding.double_quant, "float32")
-    for expected in layout.components(format, shape):
-        if expected.suffix not in ("absmax", "nested_absmax", "nested_quant_map"):
+def _component_faults(weight: Bitsandbytes4bit) -> Iterator[WeightFault]:
+    """Yields components whose dtype or shape is not the one that the weight requires."""
+    parts = dict(weight.parts)
+    # the first component is the codes, the last the quant state
+    for expected in layout.components(weight.format, weight.shape)[1:-1]:
+        part = parts.get(expected.suffix)
+        if part is None or (part.dtype == expected.dtype and part.shape == expected.shape):
             continue
-        part = parts[expected.suffix]
-        if part.dtype != expected.dtype or part.shape != expected.shape:
-            raise misfit(values, part)
-    quant_map = encoding.quant_map
-    if quant_map is not None and quant_map.elements != 16:  # it is read, but not needed
-        raise misfit(values, quant_map)
+        wanted = f"{expected.dtype} {list(expected.shape)}"
+        is_needed = expected.suffix != "quant_map" or part.elements != math.prod(expected.shape)
+        severity = Severity.FATAL if is_needed else Severity.LASTING
+        text = f"{part.dtype} {list(part.shape)}, expected {wanted}"
+        if expected.suffix == "absmax" and part.dtype == "BF16":
+            text = (
+                f"bfloat16 and transposed {list(part.shape)}: bitsandbytes on a CPU, saved after "
+                f"a forward pass; a GPU misreads it. Expected {wanted}; quantize the original again"
+            )
+        yield WeightFault("layout", part, text, severity)
+
+
+def _map_faults(
+    part: TensorInfo | None,
+    values: Sequence[float],
+    name: str,
+    read: Callable[[TensorInfo], bytes],
+) -> Iterator[WeightFault]:
+    """Yields how a code map differs from the standard one of that name, with these values."""
+    if part is None or part.dtype != "F32" or part.elements != len(values):
+        return
+    stored = struct.unpack(f"<{len(values)}f", read(part))
+    wrong = [place for place, value in enumerate(values) if stored[place] != value]
+    is_nested = values is DYNAMIC_MAP
+    far = _distance(stored, values)
+    if not wrong or (is_nested and far <= _NEARLY_EQUAL):
+        return
+    severity = Severity.LASTING
+    text = f"value {wrong[0]} is not that of {name}"
+    if far <= _CLOSE and not is_nested:
+        severity = Severity.REPAIRED
+    # where one value stands out, it was damaged: lost precision shows in many
+    if far <= _CLOSE and len(wrong) >= len(values) // 4:
+        severity = Severity.NOTE if is_nested else Severity.REPAIRED
+        text = (
+            f"{name} in low precision, as bitsandbytes before 0.45.3 made it under another "
+            f"default dtype"
+        )
+    for other, book in CODEBOOKS.items():
+        if stored == tuple(book.values):
+            text = f"the values are those of {other}, not {name}"
+    yield WeightFault("code maps", part, text, severity)
+
+
+def _distance(stored: Sequence[float], expected: Sequence[float]) -> float:
+    """Returns the largest relative difference of a value; NaN is infinitely far."""
+    largest = 0.0
+    for found, value in zip(stored, expected, strict=True):
+        if found == value:
+            continue
+        if value == 0 or math.isnan(found):
+            return math.inf
+        largest = max(largest, abs(found - value) / abs(value))
+    return largest

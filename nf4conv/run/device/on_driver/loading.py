@@ -95,7 +95,7 @@ def decode_launch(
     encoding = tensor.encoding
     assert encoding is not None
     if isinstance(encoding, Bitsandbytes4bit):
-        batch.put(positions["number"], encoding.nested_offset)
+        batch.put(positions["number"], encoding.nested_offset or 0.0)
         return _unpack(tensor, places, kernels, target)
     batch.put(positions["number"], 1.0)
     if isinstance(encoding, PackedIntegers) and encoding.group_index is not None:

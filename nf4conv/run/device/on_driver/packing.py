@@ -28,8 +28,7 @@ from nf4conv.run.device.on_driver.loading import load
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Packed, Scales
 from nf4conv.run.pieces import WeightPiece, starts
 from nf4conv.run.worker import Activity
-from nf4conv.sources.foreign.bitsandbytes import cut_parts
-from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts
 
 _SUMS: Final = 32
 """Bytes of a program's sums, see kernels/error.py: two float32, two float64, an int64."""
@@ -117,7 +116,7 @@ class _Measurement:
         batch: BatchInput,
         pieces: Sequence[WeightPiece],
         format: Format,
-        stored: Sequence[StoredWeight],
+        stored: Sequence[Bitsandbytes4bit],
     ) -> None:
         self._batch = batch
         self._kernels = batch.buffers.gpu.kernels[measuring_purpose(format)]
@@ -166,10 +165,10 @@ class _Measurement:
         return found
 
 
-def _add_scales(batch: BatchInput, weight: StoredWeight, piece: WeightPiece) -> _StoredScales:
+def _add_scales(batch: BatchInput, weight: Bitsandbytes4bit, piece: WeightPiece) -> _StoredScales:
     """Adds the scales of a piece as they are stored."""
     stop = piece.start + piece.elements
-    parts = cut_parts(weight.parts(), weight.format.blocksize, piece.start, stop)
+    parts = cut_parts(dict(weight.parts), weight.blocksize, piece.start, stop)
     absmax = batch.add(parts["absmax"].file_range)
     nested_absmax = None
     if "nested_absmax" in parts:
@@ -199,7 +198,7 @@ def pack(
     pieces: Sequence[WeightPiece],
     format: Format,
     gathered: Gathered | None,
-    stored: Sequence[StoredWeight],
+    stored: Sequence[Bitsandbytes4bit],
 ) -> Packed:
     """Packs weights, or a piece of a large one, as device/protocol.py says."""
     batch = BatchInput(buffers)

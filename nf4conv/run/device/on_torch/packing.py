@@ -15,8 +15,7 @@ from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_matrix, read_
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Packed, Scales
 from nf4conv.run.pieces import WeightPiece
 from nf4conv.run.worker import Activity
-from nf4conv.sources.foreign.bitsandbytes import cut_parts
-from nf4conv.sources.stored_weights import StoredWeight
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts
 from nf4conv.sources.tensors import FileRange
 
 
@@ -25,7 +24,7 @@ def pack(
     pieces: Sequence[WeightPiece],
     format: Format,
     gathered: Gathered | None,
-    stored: Sequence[StoredWeight],
+    stored: Sequence[Bitsandbytes4bit],
 ) -> Packed:
     """Packs weights, or a piece of a large one, as device/protocol.py says."""
     scale_ranges = [_scale_ranges(*pair) for pair in zip(stored, pieces, strict=False)]
@@ -169,10 +168,10 @@ def _read_decoded(device: TorchBuffers, piece: WeightPiece, dtype: torch.dtype) 
     return read_values(device, piece.tensor).to(dtype)
 
 
-def _scale_ranges(stored: StoredWeight, piece: WeightPiece) -> dict[str, FileRange]:
+def _scale_ranges(stored: Bitsandbytes4bit, piece: WeightPiece) -> dict[str, FileRange]:
     """Returns where the scales of a piece are stored, by role."""
     stop = piece.start + piece.elements
-    parts = cut_parts(stored.parts(), stored.format.blocksize, piece.start, stop)
+    parts = cut_parts(dict(stored.parts), stored.blocksize, piece.start, stop)
     ranges: dict[str, FileRange] = {}
     for role in ("absmax", "nested_absmax"):
         if role in parts:
@@ -184,7 +183,7 @@ def _measure(
     weight: torch.Tensor,
     codes: torch.Tensor,
     format: Format,
-    stored: StoredWeight,
+    stored: Bitsandbytes4bit,
     scales: StoredScales,
 ) -> Errors:
     """Measures the errors of codes, decoded with stored scales; the codes count as right."""
@@ -197,9 +196,7 @@ def _measure(
         table = code_table("dynamic", weight.device)
         nested = NestedState(scales["nested_absmax"].view(torch.float32), table)
         offset = torch.tensor(stored.nested_offset, dtype=torch.float32, device=weight.device)
-    decoding = Decoding(
-        absmax, nested, offset, format.quant_type, format.blocksize, stored.format.scales
-    )
+    decoding = Decoding(absmax, nested, offset, format.quant_type, format.blocksize, stored.scales)
     sums = backend(weight.device).error_sums(weight, codes, decoding)
     return piece_errors(sums)
 

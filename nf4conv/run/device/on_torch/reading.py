@@ -10,7 +10,6 @@ from typing import Final
 import torch
 
 from nf4conv.codec.decode.ggml import decode_ggml, undo_change
-from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import CodecError
 from nf4conv.format.dtypes import DTYPE_BITS, TORCH_NAMES
 from nf4conv.format.gguf import NEGATIVE_EXP, PLAIN, PLUS_ONE
@@ -218,20 +217,6 @@ def _read_delta(device: TorchBuffers, delta: Delta) -> Change:
 
 def _read_whole(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
     return _shaped(read_values(device, tensor), tensor)
-
-
-def packed_piece(
-    parts: Mapping[str, TensorInfo], raws: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, QuantState]:
-    """Returns the codes of a weight that bitsandbytes packed, or of a piece of it, and their state.
-
-    That has the shape of the whole weight. Raises a CodecError if parts contradict each other.
-    """
-    tensors = {}
-    for (role, part), raw in zip(parts.items(), raws, strict=True):
-        tensors[role] = raw.view(TORCH_DTYPES[part.dtype])
-    packed = tensors.pop("values")
-    return packed, QuantState.from_components(tensors, may_say_more=True)
 
 
 def exactly_decoded(tensor: TensorInfo) -> TensorInfo:
