@@ -1,6 +1,6 @@
-"""Converts Hugging Face checkpoints to 4-bit bitsandbytes NF4/FP4 and back.
+"""Decodes any released 4- and 8-bit checkpoint to bfloat16; packs any to bitsandbytes NF4 or FP4.
 
-Streams the weights, writes the same bytes as bitsandbytes, and verifies them:
+Streams the weights, computes the same bits as the formats' own libraries, and verifies them:
 
     report = nf4conv.quantize("./Llama-3.1-8B", "./Llama-3.1-8B-nf4", verify=True)
     nf4conv.inspect("./Llama-3.1-8B-nf4").totals          what it holds, by its headers

@@ -114,9 +114,12 @@ def test_every_block_of_the_readme_is_tried():
     assert all(block.startswith("pip install ") for block in unmarked)
 
 
-def test_the_readme_shows_options_that_exist():
-    lines = [line for _, text in marked("parsed") for line in text.splitlines()]
-    assert len(lines) >= 4
+def test_the_readme_and_the_page_of_sources_show_options_that_exist():
+    page = (DOCS / "sources.md").read_text()
+    blocks = [text for _, text in marked("parsed")]
+    blocks += re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    lines = [line for text in blocks for line in text.splitlines()]
+    assert len(lines) >= 14
     for line in lines:
         program, name, *words = shlex.split(line, comments=True)
         assert program == "nf4conv"

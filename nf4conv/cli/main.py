@@ -58,10 +58,11 @@ _LOG = "Say what is done and how long it takes, on stderr."
 )
 @click.version_option(nf4conv.__version__, "-V", "--version", message="nf4conv %(version)s")
 def main() -> None:
-    """Turn Hugging Face checkpoints into 4-bit bitsandbytes checkpoints (NF4 or FP4), and back.
+    """Decode any released 4- and 8-bit checkpoint to bfloat16, streaming and bit-exact; pack any
+    checkpoint to bitsandbytes NF4 or FP4.
 
-    nf4conv streams the weights and needs little memory. On a GPU or a CPU, it writes the same bytes
-    as bitsandbytes' CUDA kernels.
+    nf4conv needs little memory and no GPU. It writes the same bytes as the formats' own libraries,
+    and as bitsandbytes' CUDA kernels.
     """
     # __main__.py has set a handler already; other programs that call this function have not.
     handle_stop(raise_terminated)
@@ -253,8 +254,8 @@ def evaluate(outs: tuple[str, ...], **values: Any) -> None:
 @main.command(
     cls=Command,
     epilog=examples(
-        "dequantize ./Llama-3.1-8B-nf4 ./Llama-3.1-8B-again",
-        "dequantize ./model-4bit ./out --dtype fp16",
+        "dequantize moonshotai/Kimi-K2.6 ./Kimi-K2.6-bf16 --stream",
+        "dequantize ./Llama-3.1-8B-nf4 ./Llama-3.1-8B-again --dtype fp16",
         "dequantize ./my-model-nf4 ./merged --lora ./my-adapter --dtype fp16",
         "dequantize deepseek-ai/DeepSeek-V4-Flash ./v4-fp8 --dtype fp8",
         "dequantize ./model-4bit ./out --include '*.layers.0.*'  # only these",
@@ -267,9 +268,10 @@ def evaluate(outs: tuple[str, ...], **values: Any) -> None:
 def dequantize(source: str, out: str, **values: Any) -> None:
     """Decode the quantized checkpoint SRC into the folder OUT.
 
-    SRC is a folder, a .safetensors or .gguf file, or a model on the Hugging Face Hub. It is
-    quantized by bitsandbytes, GGUF, GPTQ, AWQ, AutoRound, torchao or compressed-tensors, or in FP8
-    or FP4. OUT loads as any 16-bit model, and llama.cpp converts it to GGUF.
+    Decodes any released 4- and 8-bit checkpoint to bfloat16, streaming and bit-exact: FP8, MXFP4,
+    NVFP4, INT4, GPTQ, AWQ, AutoRound, torchao, GGUF, bitsandbytes. docs/sources.md has a recipe for
+    each. SRC is a folder, a .safetensors or .gguf file, or a model on the Hugging Face Hub. OUT
+    loads as any 16-bit model, and llama.cpp converts it to GGUF.
     """
     from nf4conv.commands import dequantize, describe  # importing them holds up --help
 
