@@ -75,7 +75,7 @@ def _rule_of_transformers_5(entries: Iterable[str], end: str) -> Rule:
     def is_skipped(path: str) -> bool:
         if ends(path):
             return True
-        stops = tree.root.ends_in(path)
+        stops = tree.ends_in(path)
         if not end:
             return next(stops, None) is not None
         return any(_is_end_of_part(path, stop) for stop in stops)

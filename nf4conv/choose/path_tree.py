@@ -2,77 +2,143 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Final
-
-_MOST_NEWEST: Final = 1000
-_NONE: "Final[dict[str, Node]]" = {}  # leaves share it
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 
-class Node:
-    """One part of paths that begin alike."""
+class PathTree:
+    """A tree of paths, of which a checkpoint of experts may have several 100,000.
 
-    __slots__ = ("_in_order", "children", "is_path", "parent", "part")
+    A place in it is a path, or the beginning of one up to a dot; None is above all of them. No
+    object stands for a place: that would take more memory than all the rest of a plan.
+    """
 
-    def __init__(self, part: str, parent: "Node | None") -> None:
-        self.part = part
-        self.parent = parent
-        self.is_path = False  # True if a path ends here
-        self.children = _NONE
-        self._in_order: list[str] | None = None
+    def __init__(self, paths: Iterable[str]) -> None:
+        # the parts that follow a place, and whether a path ends with them
+        self._below: dict[str | None, dict[str, bool]] = {None: {}}
+        self._sorted: dict[str | None, list[str]] = {}  # the parts of places that were asked for
+        parts: dict[str, str] = {}  # so that memory holds each once
+        for path in paths:
+            above, dot, part = path.rpartition(".")
+            self._made(above if dot else None)[parts.setdefault(part, part)] = True
 
-    @property
-    def path(self) -> str:
-        """Returns the whole path of a part."""
-        if self.parent is None or self.parent.parent is None:
-            return self.part
-        return f"{self.parent.path}.{self.part}"
+    def _made(self, place: str | None) -> dict[str, bool]:
+        """Returns what is below a place, which is made if there is none."""
+        found = self._below.get(place)
+        if found is None:
+            assert place is not None
+            found = self._below[place] = {}
+            above, dot, part = place.rpartition(".")
+            self._made(above if dot else None).setdefault(part, False)
+        return found
 
-    def paths(self) -> Iterator[str]:
-        """Yields the paths that end here or below."""
-        if self.is_path:
-            yield self.path
-        for child in self.children.values():
-            yield from child.paths()
+    def below(self, place: str | None) -> Mapping[str, bool]:
+        """Returns the parts that follow a place, and whether a path ends with them."""
+        return self._below.get(place, {})
 
-    def begun_by(self, name: str) -> Iterator["Node"]:
-        """Yields the nodes below at which a path begins with a name, whose dots are any character.
+    def has_path(self, place: str) -> bool:
+        """Returns True if a path ends at a place."""
+        above, dot, part = place.rpartition(".")
+        return self.below(above if dot else None).get(part, False)
 
-        The name may end inside the part of a node.
+    def paths(self, place: str) -> Iterator[str]:
+        """Yields the paths that end at a place or below."""
+        if self.has_path(place):
+            yield place
+        for part in self.below(place):
+            yield from self.paths(f"{place}.{part}")
+
+    def sizes(self) -> Counter[str]:
+        """Counts the paths that begin with each first part."""
+        found: Counter[str] = Counter()
+        for place, parts in self._below.items():
+            if place is None:
+                found.update(parts)
+            else:
+                found[place.partition(".")[0]] += sum(parts.values())
+        return found
+
+    def hit_by(self, name: str) -> Iterator[str]:
+        """Yields the places at and below which at least one loader would skip every path.
+
+        Two rules are enough. Whatever transformers 5.21 skips by a beginning, 5.0 skips too; and
+        what vLLM skips, transformers 4 skips by an end of the path above, or 5.0 by a beginning.
         """
-        for part in self._beginning_with(name.partition(".")[0]):
-            child = self.children[part]
+        yield from self._ending_with(name)
+        yield from self.begun_by(name)
+
+    def _ending_with(self, name: str) -> Iterator[str]:
+        """Yields the places that end with a name, which may begin inside of a part."""
+        start, dot, last = name.rpartition(".")
+        if not dot:
+            for part, groups in self._places_above.items():
+                if part.endswith(name):
+                    for places in groups.values():
+                        yield from (_joined(place, part) for place in places)
+            return
+        groups = self._places_above.get(last, {})
+        own = start.rpartition(".")[2]
+        # if it is not the whole part above, others end with it too
+        ends = [own] if own != start else [above for above in groups if above.endswith(own)]
+        for above in ends:
+            for place in groups.get(above, ()):
+                if place is not None and place.endswith(start):
+                    yield f"{place}.{last}"
+
+    @cached_property
+    def _places_above(self) -> dict[str, dict[str, list[str | None]]]:
+        """Returns the places that a part follows, by the part and by the last part of the place."""
+        found: dict[str, dict[str, list[str | None]]] = {}
+        for place, parts in self._below.items():
+            own = "" if place is None else place.rpartition(".")[2]
+            for part in parts:
+                found.setdefault(part, {}).setdefault(own, []).append(place)
+        return found
+
+    def begun_by(self, name: str, place: str | None = None) -> Iterator[str]:
+        """Yields the places below at which a path begins with a name, a dot being any character.
+
+        The name may end inside a part.
+        """
+        first = name.partition(".")[0]
+        in_order = self._in_order(place)
+        for number in range(bisect_left(in_order, first), len(in_order)):
+            part = in_order[number]
+            if not part.startswith(first):
+                return
             size = len(part)
             if not are_alike(name[:size], part[: len(name)]):
                 continue
             if len(name) <= size:
-                yield child
+                yield _joined(place, part)
             elif name[size] == ".":
-                yield from child.begun_by(name[size + 1 :])
+                yield from self.begun_by(name[size + 1 :], _joined(place, part))
 
-    def _beginning_with(self, text: str) -> Iterator[str]:
-        """Yields the parts of children that begin with a text."""
-        if self._in_order is None:
-            self._in_order = sorted(self.children)
-        for place in range(bisect_left(self._in_order, text), len(self._in_order)):
-            if not self._in_order[place].startswith(text):
-                return
-            yield self._in_order[place]
+    def _in_order(self, place: str | None) -> list[str]:
+        """Returns the parts that follow a place, sorted."""
+        if place not in self._sorted:
+            self._sorted[place] = sorted(self.below(place))
+        return self._sorted[place]
 
-    def ends_in(self, path: str, start: int = 0) -> Iterator[int]:
+    def ends_in(self, path: str, start: int = 0, place: str | None = None) -> Iterator[int]:
         """Yields where the paths below end in a path that begins with them from `start` on.
 
         To them, and not to that path, a dot is any character.
         """
-        for size in {len(part) for part in self.children}:
-            child = self.children.get(path[start : start + size])
-            if child is None:
+        parts = self.below(place)
+        for size in {len(part) for part in parts}:
+            part = path[start : start + size]
+            if part not in parts:
                 continue
             stop = start + size
-            if child.is_path:
+            if parts[part]:
                 yield stop
-            if stop < len(path) and child.children:
-                yield from child.ends_in(path, stop + 1)
+            if stop < len(path):
+                yield from self.ends_in(path, stop + 1, _joined(place, part))
+
+
+def _joined(place: str | None, part: str) -> str:
+    return part if place is None else f"{place}.{part}"
 
 
 def are_alike(name: str, text: str) -> bool:
@@ -80,86 +146,3 @@ def are_alike(name: str, text: str) -> bool:
     if name == text:
         return True
     return "." in name and all(mine in (".", its) for mine, its in zip(name, text, strict=True))
-
-
-class PathTree:
-    """Holds paths, of which a checkpoint of experts may have several 100,000.
-
-    Attributes:
-        root: the node above the first parts of all paths.
-        sizes: how many paths begin with each first part.
-    """
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        self.root = Node("", None)
-        self.sizes: Counter[str] = Counter()
-        # by their own part and by that of the node above
-        self._nodes: dict[str, dict[str, list[Node]]] = {}
-        self._newest: dict[str, Node] = {}  # by path: modules come in groups
-        for path in paths:
-            node = self._node(path)
-            if not node.is_path:
-                node.is_path = True
-                self.sizes[path.partition(".")[0]] += 1
-
-    def _node(self, path: str) -> Node:
-        """Returns the node of a path, which is made if there is none."""
-        parent, dot, part = path.rpartition(".")
-        above = self.root
-        if dot:
-            found = self._newest.get(parent)
-            if found is None:
-                found = self._node(parent)
-                if len(self._newest) > _MOST_NEWEST:
-                    self._newest.clear()
-                self._newest[parent] = found
-            above = found
-        node = above.children.get(part)
-        if node is None:
-            alike = self._nodes.setdefault(part, {}).setdefault(above.part, [])
-            # the part of another node, so that memory holds it once
-            node = Node(alike[0].part if alike else part, above)
-            alike.append(node)
-            if above.children is _NONE:
-                above.children = {}
-            above.children[node.part] = node
-        return node
-
-    def hit_by(self, name: str) -> Iterator[Node]:
-        """Yields the nodes at and below which at least one loader would skip every path.
-
-        Two rules are enough. Whatever transformers 5.21 skips by a beginning, 5.0 skips too; and
-        what vLLM skips, transformers 4 skips by an end of the path above, or 5.0 by a beginning.
-        """
-        yield from self._ending_with(name)
-        yield from self.root.begun_by(name)
-
-    def _ending_with(self, name: str) -> Iterator[Node]:
-        """Yields the nodes whose path ends with a name, which may begin inside of a part."""
-        first, *others = name.split(".")
-        if not others:
-            for part, groups in self._nodes.items():
-                if part.endswith(first):
-                    for nodes in groups.values():
-                        yield from nodes
-            return
-        *between, last = others
-        groups = self._nodes.get(last, {})
-        if between:
-            for node in groups.get(between[-1], ()):
-                if _is_below(node, first, between):
-                    yield node
-            return
-        for above, nodes in groups.items():
-            if above.endswith(first):
-                yield from (node for node in nodes if node.parent is not self.root)
-
-
-def _is_below(node: Node, first: str, between: list[str]) -> bool:
-    """Returns True if a node is below such parts, of which the first may be an end of a part."""
-    above = node.parent
-    for part in reversed(between):
-        if above is None or above.parent is None or above.part != part:
-            return False
-        above = above.parent
-    return above is not None and above.parent is not None and above.part.endswith(first)

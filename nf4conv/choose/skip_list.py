@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from nf4conv.choose.loader_rules import is_name
-from nf4conv.choose.path_tree import Node, PathTree
+from nf4conv.choose.path_tree import PathTree
 from nf4conv.errors import PlanError
 from nf4conv.models.family_table import GATE_UP, QKV
 from nf4conv.models.module_names import ADDED
@@ -111,8 +111,8 @@ def build_skip_modules(
         _check_names(paths)
         entries.update(paths)
         for path in paths:
-            for node in tree.hit_by(path):
-                mistaken.update(node.paths())
+            for place in tree.hit_by(path):
+                mistaken.update(tree.paths(place))
     if not mistaken:
         entries |= without_base(entries, tree, kept)
     return SkipList(_in_order(entries), frozenset(mistaken))
@@ -135,14 +135,13 @@ def _covering(kept: Iterable[str], packed: PathTree) -> dict[str, list[str]]:
 
 def _highest_without(packed: PathTree, path: str) -> str:
     """Returns the shortest beginning of a path that has nothing packed below; "" if none is so."""
-    node = packed.root
+    place = None
     end = 0
     for part in path.split(".") if path else ():
         end += len(part)
-        child = node.children.get(part)
-        if child is None:
+        if part not in packed.below(place):
             return path[:end]
-        node = child
+        place = path[:end]
         end += 1
     return ""
 
@@ -161,11 +160,11 @@ def without_base(entries: set[str], packed: PathTree, kept: Iterable[str]) -> se
 
     def fits(entry: str) -> bool:
         # an end of a path without the base is one of the whole path, too
-        return not _is_too_wide(entry, packed) and next(base.begun_by(entry), None) is None
+        return not _is_too_wide(entry, packed) and next(packed.begun_by(entry, base), None) is None
 
-    prefix = f"{base.part}."
+    prefix = f"{base}."
     more = {entry.removeprefix(prefix) for entry in entries if entry.startswith(prefix)}
-    if base.part not in _DECODERS:
+    if base not in _DECODERS:
         more.add(f"{prefix}pooler")
     fitting = set(filter(fits, more))
     too_wide = tuple(f"{prefix}{entry}." for entry in more - fitting)
@@ -173,14 +172,14 @@ def without_base(entries: set[str], packed: PathTree, kept: Iterable[str]) -> se
     return fitting | set(filter(fits, instead))
 
 
-def _base_of(packed: PathTree) -> Node | None:
+def _base_of(packed: PathTree) -> str | None:
     """Returns the first part of most paths; None if it is itself the list of layers."""
-    part = max(packed.sizes, key=packed.sizes.__getitem__, default="")
-    if 2 * packed.sizes[part] <= packed.sizes.total():
+    sizes = packed.sizes()
+    base = max(sizes, key=sizes.__getitem__, default="")
+    if 2 * sizes[base] <= sizes.total():
         return None
-    base = packed.root.children[part]
-    is_list_of_layers = base.is_path or any(part.isdecimal() for part in base.children)
-    return None if is_list_of_layers else base
+    is_list_of_layers = any(part.isdecimal() for part in packed.below(base))
+    return None if is_list_of_layers or packed.has_path(base) else base
 
 
 def _check_names(entries: Iterable[str]) -> None:

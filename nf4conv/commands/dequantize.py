@@ -27,6 +27,7 @@ from nf4conv.run.scales import check_scales
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable
+from nf4conv.system.garbage import uncollected
 
 _log: Final = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ def _log_plan(plan: AnyDequantizationPlan, started: float) -> None:
     )
 
 
+@uncollected()
 def plan_checkpoint(
     source: str | Path, options: DequantizeOptions, where: SourceOptions | None
 ) -> DequantizationPlan:

@@ -9,8 +9,10 @@ from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.advice import advice, unusual
 from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.results import PlanReport
+from nf4conv.system.garbage import uncollected
 
 
+@uncollected()
 def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanReport:
     """Describes what carrying out a plan would do."""
     rows = plan.rows()
@@ -23,7 +25,7 @@ def describe_plan(plan: AnyQuantizationPlan | AnyDequantizationPlan) -> PlanRepo
         first = plan
         source = str(plan.source)
     is_packing = isinstance(first.options, QuantizeOptions)
-    line = advice(rows) if is_packing else ""
+    line = advice(plan.jobs) if is_packing else ""
     # modules that the user wants to be treated otherwise are not unusual
     treated = [(row.name, _treatment(row)) for row in rows if "the user" not in row.reason]
     return PlanReport(

@@ -29,9 +29,11 @@ from nf4conv.sources.opening import open_stored, present_encoded
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.tensors import TensorInfo
+from nf4conv.system.garbage import uncollected
 
 
 @after_one_place(InspectOptions)
+@uncollected()
 def inspect(path: str | Path, options: InspectOptions) -> Inspection:
     """Describes a checkpoint, or a diffusers pipeline, by its headers.
 

@@ -218,8 +218,8 @@ def _little_saved(plan: AnyQuantizationPlan) -> Iterator[str]:
     """Yields a line if the result will be little smaller than the source."""
     totals = plan.totals()
     if 3 * totals.bytes_after <= 2 * totals.bytes_before:
-        return  # so most plans make no rows before the run
-    line = advice(plan.rows())
+        return
+    line = advice(plan.jobs)
     if line:
         yield line
 

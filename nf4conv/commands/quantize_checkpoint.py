@@ -205,7 +205,7 @@ def report_of_run(
         loading="" if loading is None else loading.code(run.out),
         install="" if loading is None else loading.install,
         push="" if plan.config is None else push_command(Path(run.out)),
-        advice=advice(plan.rows()),
+        advice=advice(plan.jobs),
         verification=verification,
     )
 

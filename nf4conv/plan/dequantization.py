@@ -282,4 +282,6 @@ def _decode_or_keep(tensor: TensorInfo, dtype: str) -> CopyJob:
     if isinstance(tensor.encoding, StackedExperts):
         reason = _STACKED
     # decoded to what it is stored in, not by way of another dtype, which would round twice
-    return CopyJob(tensor._replace(dtype=dtype), dtype, reason)
+    if dtype != tensor.dtype:
+        tensor = tensor._replace(dtype=dtype)
+    return CopyJob(tensor, dtype, reason)

@@ -1,11 +1,13 @@
 """Plans a diffusers pipeline: one plan for each submodel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from nf4conv.options import DequantizeOptions, QuantizeOptions
+from nf4conv.plan.jobs import Job
 from nf4conv.plan.rows import PlanTotals, TensorRow, add_totals
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.diffusers.folder import DiffusersFolder
@@ -31,6 +33,11 @@ class DiffusersPlan(Generic[PlanT]):
     submodels: Mapping[str, PlanT]
     front: OriginalCard = field(default_factory=OriginalCard)
     complaints: tuple[str, ...] = ()
+
+    @property
+    def jobs(self) -> Iterator[Job]:
+        """Returns the jobs of all submodels."""
+        return chain.from_iterable(plan.jobs for plan in self.submodels.values())
 
     def rows(self) -> list[TensorRow]:
         """Returns the rows of all submodels, with the submodel before names and files."""

@@ -1,7 +1,7 @@
 """Holds everything that is known about an output checkpoint before a weight is read."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -68,6 +68,11 @@ class WritingPlan:
     front: OriginalCard = field(default_factory=OriginalCard, kw_only=True)
     part: Part | None = field(default=None, kw_only=True)
     again: Callable[[], Any] | None = field(default=None, kw_only=True)
+
+    @property
+    def jobs(self) -> Iterator[Job]:
+        """Returns what is done for each output tensor."""
+        return self.output.jobs
 
     @cached_property
     def auxiliary(self) -> tuple[PurePosixPath, ...]:

@@ -1,11 +1,12 @@
 """Says what is unusual in a result: that it saves little, or that modules are treated unalike."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from nf4conv.format.units import size
-from nf4conv.plan.rows import TensorRow, kind_of, layer_of
+from nf4conv.plan.jobs import Job, PackJob
+from nf4conv.plan.rows import kind_of, layer_of
 
 _MANY_BITS: Final = 6.0
 """Bits per parameter: half as much again as a checkpoint that has only linear layers."""
@@ -15,44 +16,41 @@ _MOST_LINES: Final = 8
 _MOST_LAYERS: Final = 6  # numbers in a line
 
 
-def advice(rows: Sequence[TensorRow]) -> str:
+def advice(jobs: Iterable[Job]) -> str:
     """Says that a quantization saves little, or leaves many bits per parameter, and why.
 
-    Args:
-        rows: the rows of a plan.
-
-    Returns:
-        A line for the user. Empty if a third is saved and few bits are left, and if the source is
-        in 4 bits already and does not grow by a tenth.
+    The line is empty if a third is saved and few bits are left, and if the source is in 4 bits
+    already and does not grow by a tenth.
     """
-    before = sum(row.bytes_before or 0 for row in rows)
-    after = sum(row.bytes for row in rows)
-    packed = [row for row in rows if row.action in ("pack", "stay")]
-    kept = Counter({row.reason: 0 for row in rows})
-    for row in rows:
-        if row.action not in ("pack", "stay"):
-            kept[row.reason] += row.bytes
-    is_of_few_bits = _bits(packed, sum(row.bytes_before or 0 for row in packed)) <= _MANY_BITS
+    before = after = parameters = 0
+    packed_before = packed_parameters = 0
+    kept: Counter[str] = Counter()
+    for job in jobs:
+        before += job.source_bytes
+        after += job.nbytes
+        parameters += job.elements
+        if isinstance(job, PackJob):
+            packed_before += job.source_bytes
+            packed_parameters += job.elements
+            kept[job.reason] += 0
+        else:
+            kept[job.reason] += job.nbytes
+    bits_before = 8 * packed_before / max(packed_parameters, 1)
+    bits_after = 8 * after / max(parameters, 1)
     if 3 * after > 2 * before:
-        if is_of_few_bits and 10 * after <= 11 * before:
+        if bits_before <= _MANY_BITS and 10 * after <= 11 * before:
             return ""
         text = f"this saves only {100 * (before - after) / max(before, 1):.0f} % of {size(before)}"
         if after > before:
             text = f"the result is larger than its source: {size(before)} → {size(after)}"
-    elif _bits(rows, after) > _MANY_BITS and 2 * kept.total() > after:
-        text = f"the result has {_bits(rows, after):.2f} bits per parameter"
+    elif bits_after > _MANY_BITS and 2 * kept.total() > after:
+        text = f"the result has {bits_after:.2f} bits per parameter"
     else:
         return ""
     if 2 * kept.total() <= after:
-        bits = _bits(packed, sum(row.bytes_before or 0 for row in packed))
-        return f"{text}: what is packed took {bits:.1f} bits per weight before"
+        return f"{text}: what is packed took {bits_before:.1f} bits per weight before"
     ((reason, taken),) = kept.most_common(1)
     return f"{text}: {size(kept.total())} are not packed, {size(taken)} of it {reason}"
-
-
-def _bits(rows: Sequence[TensorRow], size: int) -> float:
-    """Returns how many bits a parameter of these rows has, if they take so many bytes."""
-    return 8 * size / max(sum(row.parameters for row in rows), 1)
 
 
 def unusual(treated: Iterable[tuple[str, str]]) -> tuple[str, ...]:

@@ -127,7 +127,8 @@ def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
             f"{path}: {len(table):,} tensors; expected at most {MOST_TENSORS:,}", path=path
         )
     data_start = LENGTH_BYTES + len(raw)
-    tensors = [_parse_entry(path, name, table.pop(name), data_start) for name in list(table)]
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+    tensors = [_parse_entry(path, name, table.pop(name), data_start, shapes) for name in [*table]]
     tensors.sort(key=attrgetter("start", "stop"))
     _check_coverage(path, tensors, data_start, size)
     return tuple(tensors)
@@ -153,7 +154,13 @@ def check_name(path: Path, name: str) -> None:
         )
 
 
-def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+def _parse_entry(
+    path: Path,
+    name: str,
+    entry: Any,
+    data_start: int,
+    shapes: dict[tuple[int, ...], tuple[int, ...]],
+) -> TensorInfo:
     """Returns the tensor that an entry describes; raises a SourceError if it describes none.
 
     Args:
@@ -161,6 +168,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         name: the key of the entry.
         entry: its value.
         data_start: where the data begins in the file.
+        shapes: the shapes of the file, so that memory holds each once.
     """
     check_name(path, name)
     try:
@@ -187,7 +195,8 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         raise SourceError.about(
             path, name, f"{found:,} bytes, expected {-(-expected // 8):,} for {shape} {dtype}"
         )
-    return TensorInfo(name, dtype, tuple(shape), path, data_start + start, data_start + stop)
+    once = shapes.setdefault(tuple(shape), tuple(shape))
+    return TensorInfo(name, dtype, once, path, data_start + start, data_start + stop)
 
 
 def _are_sizes(values: Any) -> bool:

@@ -152,8 +152,9 @@ class Encoding:
     hold says how these are decoded.
     """
 
-    __slots__ = ()
+    __slots__ = ("_nbytes",)
 
+    _nbytes: int  # what `nbytes` has found
     is_quantization: ClassVar[bool] = False  # True if the values lost precision when it was made
 
     @property
@@ -179,7 +180,7 @@ class Encoding:
         numbered.
         """
         found: list[tuple[str, TensorInfo]] = []
-        for field in _names_of_fields(self.__class__):  # type: ignore[arg-type]
+        for field in _fields_of_parts(self.__class__):  # type: ignore[arg-type]
             value = getattr(self, field)
             if isinstance(value, TensorInfo):
                 found.append((field if found else "values", value))
@@ -191,7 +192,12 @@ class Encoding:
     @property
     def nbytes(self) -> int:
         """Returns the bytes of all parts."""
-        return sum(part.nbytes for _, part in self.parts)
+        try:
+            return self._nbytes
+        except AttributeError:  # a plan asks several times
+            nbytes = sum(part.nbytes for _, part in self.parts)
+            object.__setattr__(self, "_nbytes", nbytes)
+            return nbytes
 
     @property
     def file_ranges(self) -> list[FileRange] | None:
@@ -246,8 +252,9 @@ class Encoding:
 
 
 @cache
-def _names_of_fields(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+def _fields_of_parts(kind: Any) -> tuple[str, ...]:
+    """Returns the names of fields that may hold tensors: these are asked for each weight."""
+    return tuple(field.name for field in fields(kind) if "TensorInfo" in str(field.type))
 
 
 def _tensors_in(value: tuple[Any, ...]) -> Iterator[TensorInfo]:

@@ -211,7 +211,8 @@ def test_a_tree_finds_the_paths_that_a_loader_would_skip(entry, paths):
         start = path[: len(entry)]
         if f"{entry}." in f"{path}." or (len(start) == len(entry) and are_alike(entry, start)):
             expected.add(path)
-    found = {path for node in PathTree(paths).hit_by(entry) for path in node.paths()}
+    tree = PathTree(paths)
+    found = {path for place in tree.hit_by(entry) for path in tree.paths(place)}
     assert found == expected
 
 

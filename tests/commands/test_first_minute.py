@@ -9,12 +9,14 @@ from api import QuantizeOptions, SourceOptions, plan_quantization
 from checkpoints import write_source
 from click.testing import CliRunner, Result
 
+from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.evidence import Why
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, SourceError
-from nf4conv.plan.rows import TensorRow
+from nf4conv.plan.jobs import CopyJob, Footprint, Job, PackJob
 from nf4conv.report.advice import advice
 from nf4conv.sources.places import from_address
+from nf4conv.sources.tensors import TensorInfo
 
 
 def command(*arguments: object) -> Result:
@@ -165,25 +167,21 @@ def test_without_json_stdout_stays_empty():
 # --- advice ---------------------------------------------------------------------------------------
 
 
-def row(name: str, reason: str, bits: float, after: float, action: str = "copy") -> TensorRow:
-    """A tensor of a million elements that has so many bits before, and after."""
-    parameters = 10**6
-    return TensorRow(
-        name=name,
-        file="x",
-        dtype="bfloat16",
-        shape=(parameters,),
-        parameters=parameters,
-        bytes=int(after * parameters / 8),
-        action=action,
-        reason=reason,
-        bytes_before=int(bits * parameters / 8),
-    )
+def job(name: str, reason: str, bits: float, after: float, action: str = "copy") -> Job:
+    """Of a tensor of a million elements that has so many bits before, and after."""
+    shape = (10**6,)
+    tensor = TensorInfo(name, "BF16", shape, Path("x"), 0, int(bits * shape[0] / 8))
+    nbytes = int(after * shape[0] / 8)
+    if action == "copy":
+        kept = CopyJob(tensor, "BF16", reason)
+        kept.nbytes = nbytes
+        return kept
+    return PackJob(tensor, PackedMatrix(name, shape), reason, Footprint((), (), (), nbytes, 0))
 
 
 def test_a_run_that_saves_little_says_why():
-    experts = [row(f"expert.{number}", Why.EXPERT.value, 16, 16) for number in range(4)]
-    packed = row("q", "linear", 16, 4.5, "pack")
+    experts = [job(f"expert.{number}", Why.EXPERT.value, 16, 16) for number in range(4)]
+    packed = job("q", "linear", 16, 4.5, "pack")
     assert advice([packed, *experts]) == (
         "this saves only 14 % of 10.00 MB: 8.00 MB are not packed, 8.00 MB of it "
         f"{Why.EXPERT.value}"
@@ -196,15 +194,15 @@ def test_a_run_that_saves_little_says_why():
 
 
 def test_a_source_of_few_bits_is_named_as_the_reason():
-    line = advice([row("q", "linear", 2.5, 4.5, "pack")])
+    line = advice([job("q", "linear", 2.5, 4.5, "pack")])
     assert line.startswith("the result is larger than its source: ")
     assert line.endswith("562.50 kB: what is packed took 2.5 bits per weight before")
 
 
 def test_a_source_in_4_bits_is_no_alarm():
-    embedding = row("embed", "an embedding", 16, 16)
-    assert advice([row("q", "linear", 4.5, 4.5, "stay"), embedding]) == ""
-    assert advice([row("q", "linear", 4.25, 4.5, "pack"), embedding]) == ""
+    embedding = job("embed", "an embedding", 16, 16)
+    assert advice([job("q", "linear", 4.5, 4.5, "stay"), embedding]) == ""
+    assert advice([job("q", "linear", 4.25, 4.5, "pack"), embedding]) == ""
 
 
 def test_the_line_stands_first(tmp_path: Path):

@@ -167,8 +167,10 @@ class PlainFp4(Fp4):
 
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
+        if tensor.dtype not in ("U8", "I8") or tensor.name.endswith("_packed"):
+            return False
         scale = siblings.find(*named(tensor.name, _SCALES.split()))
-        if tensor.dtype not in ("U8", "I8") or scale is None or tensor.name.endswith("_packed"):
+        if scale is None:
             return False
         kinds = (tensor.dtype, scale.dtype)
         is_of_quark = siblings.description.method == "quark" and kinds == ("U8", "U8")

@@ -6,7 +6,7 @@ in notes and records. CONTRIBUTING.md shows how a format is added.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, NamedTuple
 
 from nf4conv.errors import SourceError
@@ -98,6 +98,8 @@ class SiblingTensors:
     dtype: str  # the tag to decode to where the source does not say
     families: tuple[Family, ...]  # the model's families, some of which store weights transposed
     read: Callable[[TensorInfo], bytes]  # reads a small tensor
+    # sizes found before: models have few shapes and many weights
+    solved: dict[Any, Sizes] = field(default_factory=dict)
 
     def find(self, *names: str) -> TensorInfo | None:
         """Returns the first tensor that there is of these names."""
@@ -152,8 +154,15 @@ class Foreign(Encoding):
         return True
 
     @classmethod
-    def candidates(
+    def told(
         cls, parts: Mapping[str, TensorInfo], stem: str, siblings: SiblingTensors
+    ) -> Sizes | None:
+        """Returns the sizes that the data of another tensor name; None if shapes are enough."""
+        return None
+
+    @classmethod
+    def candidates(
+        cls, parts: Mapping[str, TensorInfo], told: Sizes | None, description: Description
     ) -> Iterable[Sizes]:
         """Yields the sizes that a weight may have, as far as dimensions do not tell them."""
         return [{}]
@@ -194,7 +203,7 @@ class Foreign(Encoding):
         if cls.may_be_transposed and is_transposed(module_of(name), siblings.families):
             shape = shape[::-1]
             encoding = replace(encoding, is_transposed=True)  # type: ignore[type-var]
-        return tensor._replace(name=name, dtype=dtype, shape=shape, encoding=encoding)
+        return TensorInfo(name, dtype, shape, *tensor.file_range, encoding)
 
     @classmethod
     def _parts(
@@ -221,6 +230,9 @@ class Foreign(Encoding):
         siblings: SiblingTensors,
     ) -> Sizes:
         """Finds the sizes with which all parts have the dimensions that the format gives them."""
+        key = (cls, *[(role, found.dtype, found.shape) for role, found in parts.items()])
+        if key in siblings.solved:
+            return siblings.solved[key]
         known: dict[str, int] = {}
         forms = {}
         for role, found in parts.items():
@@ -237,12 +249,15 @@ class Foreign(Encoding):
                     wanted = known.setdefault(dimension.of, size)
                 if wanted != size:
                     raise misfit(tensor, _other(found, parts))
-        candidates = list(cls.candidates(parts, stem, siblings))
+        told = cls.told(parts, stem, siblings)
+        candidates = list(cls.candidates(parts, told, siblings.description))
         wrong = tensor
         for candidate in candidates:
             sizes = {**known, **candidate}
             unfit = _unfit(parts, forms, sizes)
             if unfit is None:
+                if told is None:
+                    siblings.solved[key] = sizes
                 return sizes
             wrong = unfit
         if len(candidates) == 1:
@@ -295,12 +310,11 @@ def _other(found: TensorInfo, parts: Mapping[str, TensorInfo]) -> TensorInfo:
 
 def named(stem: str, suffixes: Sequence[str]) -> Iterator[str]:
     """Yields the names that a part may have; "~" stands for the module of a weight."""
-    module = module_of(stem)
     for suffix in suffixes:
         if not suffix.startswith("~"):
             yield stem + suffix
-        elif module != stem:
-            yield module + suffix[1:]
+        elif module_of(stem) != stem:
+            yield module_of(stem) + suffix[1:]
 
 
 def lacks(tensor: TensorInfo, name: str) -> SourceError:

@@ -161,10 +161,10 @@ class Gptq(PackedIntegers):
 
     @classmethod
     def candidates(
-        cls, parts: Mapping[str, TensorInfo], stem: str, siblings: SiblingTensors
+        cls, parts: Mapping[str, TensorInfo], told: Sizes | None, description: Description
     ) -> Iterator[Sizes]:
         # the most usual first; AutoRound alone has those from 5 to 7
-        likely = [bits for bits, _ in siblings.description.schemes if 2 <= bits <= 8]
+        likely = [bits for bits, _ in description.schemes if 2 <= bits <= 8]
         for bits in dict.fromkeys([*likely, 4, 8, 2, 3, 5, 6, 7]):
             words = (parts["values"].shape[0], parts["zeros"].shape[1])
             # codes that cross the borders of words fill all of them
@@ -212,7 +212,7 @@ class Awq(PackedIntegers):
 
     @classmethod
     def candidates(
-        cls, parts: Mapping[str, TensorInfo], stem: str, siblings: SiblingTensors
+        cls, parts: Mapping[str, TensorInfo], told: Sizes | None, description: Description
     ) -> Iterator[Sizes]:
         words, rows = parts["values"].shape[1], parts["scale"].shape[1]
         for bits in (4, 5, 6, 7):
@@ -250,28 +250,32 @@ class CompressedIntegers(PackedIntegers):
         return tensor.dtype == "I32"
 
     @classmethod
-    def candidates(
+    def told(
         cls, parts: Mapping[str, TensorInfo], stem: str, siblings: SiblingTensors
+    ) -> Sizes | None:
+        """Returns the columns that W_shape names, if the config and the shapes leave a choice."""
+        words, groups = _words_and_groups(parts)
+        fitting = _fitting_any(words, groups, _schemes_of(siblings.description))
+        if len(fitting) == 1 and groups > 1:
+            return None
+        shape = siblings.find(f"{stem}_shape")
+        return {} if shape is None else {"in": _stored_columns(parts["values"], shape, siblings)}
+
+    @classmethod
+    def candidates(
+        cls, parts: Mapping[str, TensorInfo], told: Sizes | None, description: Description
     ) -> list[Sizes]:
         """Returns how the words are packed by the config, or by W_shape if it leaves a choice."""
-        values, scale = parts["values"], parts["scale"]
-        words = values.shape[1]
-        groups = scale.shape[1] if len(scale.shape) == 2 else 1
-        schemes = [scheme for scheme in siblings.description.schemes if 1 <= scheme[0] <= 8]
-        if not siblings.description.schemes:
-            schemes = [(4, None), (8, None), (2, None)]
-        fitting = _fitting_any(words, groups, tuple(schemes))
-        shape = siblings.find(f"{stem}_shape")
-        if len(fitting) == 1 and (groups > 1 or shape is None):
-            return [*fitting]
-        if shape is None:
-            return []
-        columns = _stored_columns(values, shape, siblings)
-        if columns % groups != 0:
+        words, groups = _words_and_groups(parts)
+        schemes = _schemes_of(description)
+        if not told:
+            fitting = _fitting_any(words, groups, schemes)
+            return [*fitting] if len(fitting) == 1 else []
+        if told["in"] % groups != 0:
             return []
         found: list[Sizes] = []
         for bits in sorted({bits for bits, _ in schemes}):
-            found += _fitting(words, columns, bits, groups)
+            found += _fitting(words, told["in"], bits, groups)
         # words of whole codes of 7 bits are as many as those of 8 bits
         return found[:1] if len({sizes["bits"] for sizes in found}) == 1 else []
 
@@ -289,6 +293,19 @@ class CompressedIntegers(PackedIntegers):
             group_size=sizes["group_size"],
             is_padded=bool(sizes["is_padded"]),
         )
+
+
+def _words_and_groups(parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
+    """Returns how many words a row of compressed-tensors has, and how many groups share scales."""
+    scale = parts["scale"]
+    return parts["values"].shape[1], scale.shape[1] if len(scale.shape) == 2 else 1
+
+
+def _schemes_of(description: Description) -> tuple[Scheme, ...]:
+    """Returns the bits and group sizes that a config describes, or usual bits if it has none."""
+    if not description.schemes:
+        return ((4, None), (8, None), (2, None))
+    return tuple(scheme for scheme in description.schemes if 1 <= scheme[0] <= 8)
 
 
 @lru_cache(maxsize=4096)  # models have few shapes and many weights
@@ -363,7 +380,7 @@ class TorchaoInt4(PackedIntegers):
 
     @classmethod
     def candidates(
-        cls, parts: Mapping[str, TensorInfo], stem: str, siblings: SiblingTensors
+        cls, parts: Mapping[str, TensorInfo], told: Sizes | None, description: Description
     ) -> list[Sizes]:
         return [{"bits": 4}]
 

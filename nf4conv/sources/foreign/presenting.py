@@ -7,6 +7,7 @@ belong to activations are dropped.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
@@ -137,12 +138,22 @@ def decoded_tensors(
     return _replaced(tensors, found, method), _notes(method, found)
 
 
+@lru_cache(maxsize=4096)  # models have few ends of names and many tensors
+def _formats_of(end: str, method: str | None) -> tuple[type[Foreign], ...]:
+    """Returns the formats of a method whose values may have names that end so."""
+    found = [kind for kind in FORMATS if kind.method in (None, method)]
+    return tuple(kind for kind in found if end.endswith(kind.stored) or kind.stored.endswith(end))
+
+
 def _decoded(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
     """Returns the tensor that values decode to; None if a tensor holds no encoded values."""
     if tensor.name.endswith(_COMPONENT_ENDS) or siblings.is_scale(tensor):
         return None
     # floats hold codes only for FSDP; a checkpoint has many, such as scales
-    may_be = [Bitsandbytes4bit] if tensor.dtype in FLOAT_TAGS else FORMATS
+    may_be: tuple[type[Foreign], ...] = (Bitsandbytes4bit,)
+    if tensor.dtype not in FLOAT_TAGS:
+        end = tensor.name[tensor.name.rfind(".") + 1 :]
+        may_be = _formats_of(end, siblings.description.method)
     for kind in may_be:
         found = kind.recognised(tensor, siblings)
         if found is not None:
