@@ -23,14 +23,7 @@ _CHUNK: Final = 2**22  # bytes that are read at a time
 def check_calibrated(structure: Structure, pairs: Pairs, workers: int) -> None:
     """Notes calibrated weights that are not what was written, or of which nothing is known.
 
-    Args:
-        structure: the checkpoint, which gets the findings.
-        pairs: its weights with those of the source. Such as the source has in 4 bits are compared
-            byte by byte, and need no proof.
-        workers: threads that read files.
-
-    Raises:
-        SourceError: a file cannot be read.
+    Such as the source has in 4 bits are compared byte by byte, and need no proof.
     """
     unproved = set()
     for pair in pairs.weights:

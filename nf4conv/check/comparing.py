@@ -19,13 +19,7 @@ from nf4conv.sources.tensors import TensorInfo
 
 
 def pair_alike(structure: Structure, out: Source, source: Source) -> Pairs:
-    """Matches all tensors by name, and notes those that cannot be compared.
-
-    Args:
-        structure: the checkpoint, which gets the findings.
-        out: the same, with its tensors as they decode.
-        source: what it is compared with.
-    """
+    """Matches all tensors by name, and notes those that cannot be compared."""
     originals = _as_comparable(source, out)
     tensors = _as_comparable(out, source)
     pairs = []

@@ -24,17 +24,7 @@ _LARGEST_TOKENIZER: Final = 2**28  # bytes
 
 
 def check_copied_files(structure: Structure, source: Source, *, is_ours: bool, exact: bool) -> None:
-    """Notes every file beside the weights that is not the source's.
-
-    Args:
-        structure: the checkpoint, a folder.
-        source: what it was made from.
-        is_ours: True if nf4conv wrote the folder.
-        exact: True if a difference is a fault, False if it is only worth a note.
-
-    Raises:
-        SourceError: a file of the source cannot be read.
-    """
+    """Notes every file beside the weights that is not the source's; with `exact`, as faults."""
     names = source.auxiliary()
     if not names:
         return
@@ -48,17 +38,7 @@ def check_copied_files(structure: Structure, source: Source, *, is_ours: bool, e
 def check_files(
     structure: Structure, source: Path, names: Iterable[PurePosixPath], *, exact: bool
 ) -> None:
-    """Notes every file of a folder that nf4conv wrote and that is not the one it was copied from.
-
-    Args:
-        structure: the folder, which gets the findings.
-        source: the folder that files were copied from.
-        names: their paths, relative to both.
-        exact: True if a difference is a fault, False if it is only worth a note.
-
-    Raises:
-        SourceError: a file of the source cannot be read.
-    """
+    """Notes every file of a folder of ours that is not the one it was copied from."""
     taken = FolderNames(structure.folder / MAKING, OWN_NAMES)
     for name in names:
         if taken.take(str(name)) is not None:

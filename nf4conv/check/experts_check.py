@@ -34,12 +34,7 @@ class _Layer:
 
 
 def check_experts(structure: Structure, config: Mapping[str, Any]) -> None:
-    """Notes experts that are missing, or unlike the others of their layer.
-
-    Args:
-        structure: the checkpoint.
-        config: the content of its config.json; empty if there is none.
-    """
+    """Notes experts that are missing, or unlike the others of their layer."""
     numbers = experts_in(config)
     is_uneven = has_uneven_experts(config)
     for layer in _layers(structure):

@@ -23,9 +23,6 @@ def require_planned(out: Path, shards: Sequence[Shard]) -> None:
     """Checks the weight files of a finished result against its plan.
 
     `shards` may be those of a part.
-
-    Raises:
-        OutputError: a file is missing or damaged, or holds other tensors; the error names it.
     """
     for shard in shards:
         if not (out / shard.name).is_file():

@@ -81,10 +81,7 @@ def is_ours(structure: Structure) -> bool:
 def check_model_config(structure: Structure, source: Source, *, exact: bool) -> None:
     """Notes every key by which config.json describes another model than the source's.
 
-    Args:
-        structure: the checkpoint, a folder.
-        source: what it was quantized from.
-        exact: True if keys that programs rewrite count, too.
+    With `exact`, keys that programs rewrite count, too.
     """
     if source.config is None:
         return
@@ -97,13 +94,7 @@ def check_model_config(structure: Structure, source: Source, *, exact: bool) -> 
 def check_planned_config(
     structure: Structure, planned: Mapping[str, Any] | None, *, exact: bool
 ) -> None:
-    """Notes every key by which config.json is not the one that decoding the source gives.
-
-    Args:
-        structure: the checkpoint, a folder.
-        planned: the config that decoding gives. None for a source without one.
-        exact: True if keys that programs rewrite count, too.
-    """
+    """Notes every key by which config.json is not the planned one; None for a source without."""
     if planned is None:
         return
     config = _read_config(structure, exact=exact)
@@ -113,17 +104,7 @@ def check_planned_config(
 
 
 def check_model_index(around: Structure, index: Path, *, is_ours: bool, exact: bool) -> None:
-    """Notes every key by which model_index.json describes another pipeline than the source's.
-
-    Args:
-        around: the folder of the pipeline, which gets the findings.
-        index: the model_index.json of the source.
-        is_ours: True if nf4conv wrote the pipeline.
-        exact: True if keys that programs rewrite count, too.
-
-    Raises:
-        SourceError: one of the two cannot be read.
-    """
+    """Notes every key by which model_index.json describes another pipeline than the source's."""
     wanted = read_json(index)
     found = read_json(around.folder / index.name)
     for difference in _differences(wanted, found, ""):

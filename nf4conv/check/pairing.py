@@ -77,12 +77,7 @@ class _Origin:
 
 
 def pair(structure: Structure, source: Source) -> Pairs:
-    """Finds the counterpart of every tensor of a 4-bit checkpoint, and notes those that have none.
-
-    Args:
-        structure: the checkpoint.
-        source: what it was made from.
-    """
+    """Finds the counterpart of every tensor of a 4-bit checkpoint; notes those without one."""
     by_name = {tensor.name: tensor for tensor in source.tensors}
     aliases = dict(_other_names(structure, source, by_name))
     for name, alias in aliases.items():
@@ -107,10 +102,6 @@ def pair(structure: Structure, source: Source) -> Pairs:
 def pair_decoded(structure: Structure, plan: DequantizationPlan) -> Pairs:
     """Finds what each tensor of a decoded checkpoint is decoded or copied from, and notes those
     that are not as planned.
-
-    Args:
-        structure: the checkpoint.
-        plan: of decoding its source in the same way.
     """
     copies = []
     planned = set()
@@ -163,14 +154,7 @@ def _pair_in_fp8(plan: DequantizationPlan, stored: Mapping[str, TensorInfo]) -> 
 def note_foreign(structure: Structure, source: Source, paired: int, total: int) -> bool:
     """Says in one line that a source is another model's, if most tensors have no counterpart in it.
 
-    Args:
-        structure: the checkpoint, whose findings about single tensors then go.
-        source: what it is compared with.
-        paired: the number of its tensors that have a counterpart.
-        total: the number of all its tensors.
-
-    Returns:
-        True if it is another model's.
+    Then findings about single tensors go, and the answer is True.
     """
     if 2 * paired >= total:
         return False
@@ -185,12 +169,7 @@ def note_foreign(structure: Structure, source: Source, paired: int, total: int) 
 
 
 def is_dispensable(name: str, config: Mapping[str, Any]) -> bool:
-    """Returns True for a tensor that tools may leave out: a tied head, or what is computed.
-
-    Args:
-        name: of the tensor.
-        config: the content of its checkpoint's config.json.
-    """
+    """Returns True for a tensor that tools may leave out: a tied head, or what is computed."""
     is_tied = bool(config.get("tie_word_embeddings", True))
     if is_tied and module_of(name) in HEADS:
         return True
@@ -210,11 +189,6 @@ def _other_names(
     """Yields tensors of the source under the names that other tools give them.
 
     Stacks of what the source has expert by expert, and what Unsloth renames in gpt-oss.
-
-    Args:
-        structure: the 4-bit checkpoint.
-        source: what it was made from.
-        by_name: the tensors of the source by name.
     """
     config = source.config or {}
     strange = [name for name in structure.weights if name not in by_name]

@@ -28,12 +28,7 @@ _OF_FORMAT: Final = ("quant_type", "blocksize", "double_quant", "quant_storage",
 
 
 def check_record(structure: Structure, *, exact: bool) -> None:
-    """Notes everything that nf4conv.json says of the stored tensors and that is not so.
-
-    Args:
-        structure: the checkpoint, which gets the findings.
-        exact: True if a record that is lost or cannot be read is a fault.
-    """
+    """Notes everything that nf4conv.json says of the stored tensors and that is not so."""
     record = structure.record
     if record is None:
         _note_lack(structure, exact=exact)
@@ -81,12 +76,7 @@ def _witness_of(structure: Structure) -> str:
 
 
 def check_origin(structure: Structure, source: Source) -> None:
-    """Notes a record that the checkpoint was made from other tensors than those of the source.
-
-    Args:
-        structure: the checkpoint, which gets the finding.
-        source: what it is compared with.
-    """
+    """Notes a record that the checkpoint was made from other tensors than those of the source."""
     record = structure.record
     if record is None or record["source"].get("headers_sha256") == headers_digest(source):
         return
@@ -99,9 +89,6 @@ def check_card(structure: Structure) -> None:
     """Notes the rows of the card's table that are not so; people may write anything around it.
 
     A card of somebody else, without nf4conv.json, is not looked at.
-
-    Args:
-        structure: the checkpoint, which gets the findings.
     """
     card = structure.folder / _CARD
     if structure.record is None or not card.is_file() or card.stat().st_size > _LARGEST_CARD:

@@ -49,9 +49,6 @@ def _is_said_to_be_in_4_bits(structure: Structure) -> bool:
 def decoding_options(structure: Structure, options: VerifyOptions) -> DequantizeOptions:
     """Returns the options by which nf4conv.json says that a checkpoint was decoded; notes those
     that cannot be.
-
-    Raises:
-        PlanError: nf4conv.json says that adapters were merged, and none is named.
     """
     record = structure.record
     assert record is not None

@@ -75,13 +75,7 @@ class _Loaders:
 def check_skip_list(
     structure: Structure, config: Mapping[str, Any], quantization: Mapping[str, Any]
 ) -> None:
-    """Notes every module that a loader would make 4-bit or not against what is stored.
-
-    Args:
-        structure: the checkpoint.
-        config: the content of its config.json.
-        quantization: its quantization_config.
-    """
+    """Notes every module that a loader would make 4-bit or not against what is stored."""
     listed = quantization.get("llm_int8_skip_modules")
     if listed is not None and not _is_list_of_names(listed):
         _note(structure, "llm_int8_skip_modules is not a list of names")

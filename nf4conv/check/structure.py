@@ -90,14 +90,9 @@ class _WeightFiles:
 
 
 def read_structure(path: Path) -> Structure:
-    """Looks at the headers of a checkpoint, and at what describes its packed weights.
+    """Looks at the headers of a folder or file, and at what describes its packed weights.
 
-    Args:
-        path: a folder or a .safetensors file.
-
-    Raises:
-        SourceError: there are no safetensors weights at all, or the run that writes them has not
-            ended.
+    Raises SourceError if there are no safetensors weights, or if their run has not ended.
     """
     if path.is_file():
         structure = Structure(path.parent)
@@ -117,14 +112,7 @@ def read_structure(path: Path) -> Structure:
 
 
 def structure_of(source: Source) -> Structure:
-    """Looks at what describes the packed weights of a checkpoint that is open.
-
-    Args:
-        source: the checkpoint, with its tensors as they are stored.
-
-    Raises:
-        SourceError: a tensor cannot be read.
-    """
+    """Looks at what describes the packed weights of a checkpoint that is open."""
     tensors = {tensor.name: tensor for tensor in source.tensors}
     structure = Structure(source.folder, tensors, read=partial(read_tensor, source))
     structure.record = read_record(source.recorded_in)
@@ -217,14 +205,7 @@ def _check_index(
 
 
 def look_at(structure: Structure) -> Structure:
-    """Sorts a checkpoint's tensors into packed weights and others, and notes what is wrong.
-
-    Args:
-        structure: a checkpoint of which the tensors are known.
-
-    Returns:
-        The same structure, of which `weights`, `plain` and `findings` are filled.
-    """
+    """Sorts tensors into packed weights and others, notes what is wrong, and returns all that."""
     # the components of each weight by suffix, by the name of the weight
     owners: dict[str, dict[str, TensorInfo]] = {}
     others: list[TensorInfo] = []
@@ -288,14 +269,7 @@ def _check_uniform(structure: Structure) -> None:
 def _check_alike(
     structure: Structure, what: str, kinds: Mapping[str, Hashable], *, is_fault: bool = True
 ) -> None:
-    """Notes a weight of the rarest kind, if there are several.
-
-    Args:
-        structure: the checkpoint.
-        what: what the kinds are, in the plural.
-        kinds: the kind of each weight, by name.
-        is_fault: whether different kinds are a fault.
-    """
+    """Notes a weight of the rarest kind, if there are several."""
     by_frequency = [kind for kind, _ in Counter(kinds.values()).most_common()]
     if len(by_frequency) < 2:
         return

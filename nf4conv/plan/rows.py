@@ -89,6 +89,11 @@ def _add_floats(values: Sequence[float]) -> float:
     return float(f"{math.fsum(values):.10g}")
 
 
+def bits_per_parameter(size: int, parameters: int) -> float:
+    """Returns how many bits a parameter takes, of so many bytes for all of them."""
+    return 8 * size / max(parameters, 1)
+
+
 def distance(error: float | None) -> float:
     """Returns a number by which relative errors sort: NaN is the farthest, None the nearest."""
     if error is None:
@@ -154,6 +159,11 @@ class TensorRow:
     def error(self) -> float | None:
         """Its relative error; None if it was not compared with a source."""
         return None if self.errors is None else self.errors.relative_error
+
+    @property
+    def is_beyond(self) -> bool:
+        """True if its error is more than the tolerance; NaN is no error that passes."""
+        return self.error is not None and not self.error <= (self.tolerance or 0.0)
 
     def inside(self, submodel: str) -> "TensorRow":
         """Puts the submodel of a diffusers pipeline before the names of tensor and file."""
@@ -256,7 +266,7 @@ def total_of(rows: Sequence[TensorRow], *, kind: str = "") -> KindRow:
         formats=tuple(sorted({row.stored for row in rows})),
         parameters=parameters,
         bytes=size,
-        bits_per_parameter=8 * size / max(parameters, 1),
+        bits_per_parameter=bits_per_parameter(size, parameters),
         action=rows[0].action if rows else "",
         reason=rows[0].reason if rows else "",
         bytes_before=sum(before) if before else None,
@@ -296,9 +306,9 @@ class PlanTotals:
 
     def __post_init__(self) -> None:
         compression = self.bytes_before / max(self.bytes_after, 1)
-        bits_per_parameter = 8 * self.bytes_after / max(self.parameters, 1)
+        bits = bits_per_parameter(self.bytes_after, self.parameters)
         object.__setattr__(self, "compression", compression)
-        object.__setattr__(self, "bits_per_parameter", bits_per_parameter)
+        object.__setattr__(self, "bits_per_parameter", bits)
 
 
 def add_totals(parts: Sequence[PlanTotals]) -> PlanTotals:

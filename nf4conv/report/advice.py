@@ -6,7 +6,7 @@ from typing import Final
 
 from nf4conv.format.units import size
 from nf4conv.plan.jobs import Job, PackJob
-from nf4conv.plan.rows import kind_of, layer_of
+from nf4conv.plan.rows import bits_per_parameter, kind_of, layer_of
 
 _MANY_BITS: Final = 6.0
 """Bits per parameter: half as much again as a checkpoint that has only linear layers."""
@@ -35,8 +35,8 @@ def advice(jobs: Iterable[Job]) -> str:
             kept[job.reason] += 0
         else:
             kept[job.reason] += job.nbytes
-    bits_before = 8 * packed_before / max(packed_parameters, 1)
-    bits_after = 8 * after / max(parameters, 1)
+    bits_before = bits_per_parameter(packed_before, packed_parameters)
+    bits_after = bits_per_parameter(after, parameters)
     if 3 * after > 2 * before:
         if bits_before <= _MANY_BITS and 10 * after <= 11 * before:
             return ""
@@ -54,14 +54,9 @@ def advice(jobs: Iterable[Job]) -> str:
 
 
 def unusual(treated: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Finds kinds of tensors of which most are treated alike, and some are not.
+    """Yields a line for each kind of tensors of which most are treated alike, and some are not.
 
-    Args:
-        treated: the name of each tensor, and what becomes of it or how it is stored, in a few
-            words.
-
-    Returns:
-        A line for each such kind and treatment, up to a limit.
+    `treated` has the name of each tensor, and in a few words what becomes of it.
     """
     kinds: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, treatment in treated:

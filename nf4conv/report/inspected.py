@@ -23,9 +23,7 @@ def inspected_rows(
 ) -> Iterator[TensorRow]:
     """Yields a row for each tensor; all components of a packed weight share one.
 
-    Args:
-        tensors: all tensors of a checkpoint.
-        weights: the packed weights that can be decoded, by name.
+    `weights` are the packed weights that can be decoded, by name.
     """
     names = {tensor.name for tensor in tensors}
     components: defaultdict[str, dict[str, TensorInfo]] = defaultdict(dict)
@@ -69,12 +67,7 @@ def _as_packed(
 def layout_of_experts(rows: Sequence[TensorRow], config: Mapping[str, Any]) -> str:
     """Returns a line that says how the experts of a checkpoint are stored, and what loads them.
 
-    Args:
-        rows: its tensors.
-        config: the content of its config.json; empty if there is none.
-
-    Returns:
-        The line; empty if the checkpoint has no experts, or nothing in 4 bits.
+    Empty if it has no experts, or nothing in 4 bits.
     """
     experts = [row for row in rows if _is_expert(row, config)]
     packed = [row for row in experts if row.format is not None]

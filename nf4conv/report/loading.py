@@ -104,15 +104,9 @@ class Loading:
 def loading_of(
     config: Mapping[str, Any] | None, beside: Collection[str], dtype: str
 ) -> Loading | None:
-    """Finds out how to load a checkpoint.
+    """Finds out how to load a checkpoint, given the names beside its weights; None if nothing says.
 
-    Args:
-        config: the content of its config.json. None if it has none.
-        beside: the names of the files beside the weights.
-        dtype: the dtype of the tensors that are not packed, such as "bfloat16".
-
-    Returns:
-        The code; None if nothing says which class loads it.
+    `dtype` is that of the tensors that are not packed, such as "bfloat16".
     """
     if config is None:
         return None
@@ -130,12 +124,7 @@ def loading_of(
 
 
 def diffusers_loading(class_name: str, dtype: str) -> Loading:
-    """Returns how to load a diffusers pipeline, or one of its submodels.
-
-    Args:
-        class_name: its class, such as "FluxPipeline".
-        dtype: the dtype of the tensors that are not packed, such as "bfloat16".
-    """
+    """Returns how to load a diffusers pipeline, or one of its submodels."""
     variable = "pipeline" if class_name.endswith("Pipeline") else "model"
     arguments = f", torch_dtype=torch.{dtype}"
     return Loading("diffusers", class_name, arguments, variable=variable)
@@ -181,12 +170,7 @@ def _auto_class(architecture: str, config: Mapping[str, Any]) -> str | None:
 
 
 def push_command(out: Path, repo: str = "") -> str:
-    """Returns the command that pushes a result.
-
-    Args:
-        out: the folder or the file.
-        repo: the repository; empty to name one after the result, for the user to complete.
-    """
+    """Returns the command that pushes a result; without `repo`, for the user to complete."""
     inside = out.name if out.is_file() else "."
     if not repo:
         name = out.resolve().stem if out.is_file() else out.resolve().name

@@ -5,13 +5,15 @@ place where the piece starts, and summed up in that order, so that results do no
 first.
 """
 
+import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nf4conv.options import VerifyOptions
 from nf4conv.plan.rows import Errors, TensorRow
+from nf4conv.report.results import ComparedTensors
 from nf4conv.report.tolerance import tolerance_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import TensorInfo
@@ -37,8 +39,26 @@ class ScaleErrors(NamedTuple):
 
 
 @dataclass
-class WeightResult:
-    """Gathers what is measured of one packed weight.
+class _Pieces:
+    """Gathers the errors of pieces, by the element that each starts at."""
+
+    _pieces: dict[int, Errors] = field(default_factory=dict, init=False)
+
+    def add_piece(self, start: int, errors: Errors) -> None:
+        """Keeps the errors of the piece that starts at element `start`; from any thread."""
+        self._pieces[start] = errors
+
+    @property
+    def errors(self) -> Errors | None:
+        """The errors of the whole; None if no values were compared."""
+        if not self._pieces:
+            return None
+        return Errors.sum_up([self._pieces[start] for start in sorted(self._pieces)])
+
+
+@dataclass
+class WeightResult(_Pieces):
+    """Gathers what is measured of one packed weight. Of its bytes, errors count codes alone.
 
     Attributes:
         weight: the weight as it is stored.
@@ -53,25 +73,12 @@ class WeightResult:
     improper: int = 0
     scales: ScaleErrors | None = None
     is_damaged: bool = False
-    _pieces: dict[int, Errors] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_improper(self, count: int) -> None:
         """Counts improper scales; from any thread."""
         with self._lock:
             self.improper += count
-
-    def add_piece(self, start: int, errors: Errors) -> None:
-        """Keeps the errors of the piece that starts at element `start`; from any thread."""
-        self._pieces[start] = errors
-
-    @property
-    def errors(self) -> Errors | None:
-        """The errors of the whole weight; of its bytes, those of the codes alone count.
-
-        None if it was not compared with a source.
-        """
-        return _whole(self._pieces)
 
     def row(self, options: VerifyOptions) -> TensorRow:
         """Returns the row of a report that describes the weight."""
@@ -103,7 +110,8 @@ class WeightResult:
             )
         if self.is_damaged:
             yield "codes", "is not what calibration made of it"
-        errors = self.errors
+        row = self.row(options)
+        errors = row.errors
         if errors is None or self.scales is None:
             return
         yield from _scale_faults(self.scales)
@@ -114,16 +122,15 @@ class WeightResult:
         if errors.outside:
             worst = f"the worst case of {weight.format.quant_type}"
             yield "bound", f"{errors.outside:,} values are beyond {worst}"
-        tolerance = tolerance_of(weight.format, options.tolerance)
-        error = errors.relative_error
-        if not error <= tolerance:  # NaN is no error that passes
-            yield "tolerance", f"relative error {error:.4f}, more than {tolerance:g}"
+        if row.is_beyond:
+            yield "tolerance", f"relative error {row.error:.4f}, more than {row.tolerance:g}"
         if options.exact:
             yield from self._exact_faults(errors.differing, self.scales)
 
-    def _exact_faults(self, codes: int, scales: ScaleErrors) -> Iterator[tuple[str, str]]:
+    def _exact_faults(self, differing: int, scales: ScaleErrors) -> Iterator[tuple[str, str]]:
         """Yields in which bytes the weight is not what quantizing its source gives."""
-        if codes or scales.differing or scales.described:
+        if differing:
+            codes = differing - scales.differing - scales.described
             yield (
                 "exact",
                 f"{codes:,} bytes of codes, {scales.differing:,} of scales and "
@@ -171,9 +178,25 @@ class CopyResult:
             self.differing += differing
             self.largest_difference = max(self.largest_difference, largest_difference)
 
+    @property
+    def fault(self) -> str:
+        """Says how many of its values are wrong; empty if none is."""
+        if not self.differing:
+            return ""
+        return f"{self.differing:,} of {self.tensor.elements:,} values are not the source's"
+
+    def compared(self) -> ComparedTensors:
+        return ComparedTensors(
+            compared=1,
+            differing=1 if self.differing else 0,
+            values=self.tensor.elements,
+            values_differing=self.differing,
+            largest_difference=self.largest_difference,
+        )
+
 
 @dataclass
-class TensorDifference:
+class TensorDifference(_Pieces):
     """Gathers the differences between the tensors of one name in two checkpoints.
 
     Attributes:
@@ -186,19 +209,35 @@ class TensorDifference:
     a: TensorInfo
     b: TensorInfo
     is_identical: bool | None = None
-    _pieces: dict[int, Errors] = field(default_factory=dict)
-
-    def add_piece(self, start: int, errors: Errors) -> None:
-        """Keeps the difference of the piece that starts at element `start`; from any thread."""
-        self._pieces[start] = errors
 
     @property
-    def errors(self) -> Errors | None:
-        """The difference between the values of both; None if no values were compared."""
-        return _whole(self._pieces)
+    def relative_error(self) -> float:
+        """‖A - B‖ / ‖A‖; of complex numbers, of which only bytes are compared, 0 or infinite."""
+        errors = self.errors
+        if errors is not None:
+            return errors.relative_error
+        return math.inf if self.is_identical is False else 0.0
 
+    @property
+    def text(self) -> str:
+        """Says how the two differ; empty if all values are equal."""
+        errors = self.errors
+        if errors is None:
+            return "the bytes differ" if self.is_identical is False else ""
+        if not errors.differing:
+            return ""
+        return (
+            f"{errors.differing:,} of {self.a.elements:,} values differ, relative error "
+            f"{errors.relative_error:.4g}, largest difference {errors.largest:.4g}"
+        )
 
-def _whole(pieces: Mapping[int, Errors]) -> Errors | None:
-    if not pieces:
-        return None
-    return Errors.sum_up([pieces[start] for start in sorted(pieces)])
+    def compared(self) -> ComparedTensors:
+        errors = self.errors
+        return ComparedTensors(
+            compared=1,
+            differing=1 if self.text else 0,
+            values=self.a.elements,
+            values_differing=0 if errors is None else errors.differing,
+            largest_difference=0.0 if errors is None else errors.largest,
+            largest_relative_error=self.relative_error,
+        )

@@ -1,13 +1,12 @@
 """The results of all commands. docs/generate.py describes them by the `Attributes` below."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from nf4conv.check.structure import Finding
 from nf4conv.options import VerifyOptions
-from nf4conv.plan.rows import KindRow, PlanTotals, TensorRow
+from nf4conv.plan.rows import KindRow, PlanTotals, TensorRow, bits_per_parameter, summed
 from nf4conv.report.tolerance import expected_errors
 
 
@@ -41,16 +40,18 @@ class PlanReport:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunReport:
     """Describes a run that wrote a checkpoint: what every such command reports.
+
+    The defaults are those of a run that computed nothing, as an earlier one had made everything.
 
     Attributes:
         out: the output folder.
         already_complete: True if the result was there before, so that nothing was computed.
         part: the part that this run made, as "2/3"; all sizes and counts are then those of the
             part. None for a run that made the whole checkpoint.
-        device: where the run computed: "cpu", or a GPU as "cuda:0".
+        device: where the run computed: "cpu", or a GPU as "cuda:0". "none" if it computed nothing.
         copied: the number of tensors that were kept. Includes the components of weights that stay
             in 4 bits.
         bytes_before: the size of all tensors of the source.
@@ -70,45 +71,21 @@ class RunReport:
     """
 
     out: str
-    already_complete: bool
-    part: str | None
-    device: str
+    already_complete: bool = False
+    part: str | None = None
+    device: str = "none"
     copied: int
     bytes_before: int
     bytes_after: int
-    seconds: float
-    pipeline_seconds: float
-    seconds_by_activity: Mapping[str, float]
-    host_baseline_bytes: int
-    host_peak_bytes: int
-    device_peak_bytes: int
-    shards_resumed: int
-    notes: tuple[str, ...]
-    shards_missing: int
-
-
-def run_of_earlier(
-    out: Path, copied: int, before: int, after: int, notes: tuple[str, ...] = ()
-) -> RunReport:
-    """Returns the report of a run that computed nothing, as an earlier one had made everything."""
-    return RunReport(
-        out=str(out),
-        already_complete=True,
-        part=None,
-        device="none",
-        copied=copied,
-        bytes_before=before,
-        bytes_after=after,
-        seconds=0,
-        pipeline_seconds=0,
-        seconds_by_activity={},
-        host_baseline_bytes=0,
-        host_peak_bytes=0,
-        device_peak_bytes=0,
-        shards_resumed=0,
-        notes=notes,
-        shards_missing=0,
-    )
+    seconds: float = 0.0
+    pipeline_seconds: float = 0.0
+    seconds_by_activity: Mapping[str, float] = field(default_factory=dict)
+    host_baseline_bytes: int = 0
+    host_peak_bytes: int = 0
+    device_peak_bytes: int = 0
+    shards_resumed: int = 0
+    notes: tuple[str, ...] = ()
+    shards_missing: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +152,7 @@ class VerificationSummary:
         """Reads what `to_record` gave to nf4conv.json; None if the file holds something else."""
         if not isinstance(record, dict):
             return None
-        if record.keys() != {field.name for field in fields(cls)} - {"weights"}:
+        if record.keys() != {one.name for one in fields(cls)} - {"weights"}:
             return None
         for figure in record.values():
             if type(figure) not in (int, float):  # a bool is an int, but no figure
@@ -273,23 +250,22 @@ class ComparedTensors:
     largest_difference: float
     largest_relative_error: float | None = None
 
-    def __add__(self, other: "ComparedTensors") -> "ComparedTensors":
-        """Sums up two submodels."""
-        return ComparedTensors(
-            compared=self.compared + other.compared,
-            differing=self.differing + other.differing,
-            values=self.values + other.values,
-            values_differing=self.values_differing + other.values_differing,
-            largest_difference=max(self.largest_difference, other.largest_difference),
-            largest_relative_error=_larger(
-                self.largest_relative_error, other.largest_relative_error
-            ),
-        )
-
-
-def _larger(error: float | None, other: float | None) -> float | None:
-    known = [one for one in (error, other) if one is not None]
-    return max(known, default=None)
+    @classmethod
+    def sum_up(cls, parts: Iterable["ComparedTensors"]) -> "ComparedTensors":
+        """Sums up tensors, or submodels."""
+        total = cls(0, 0, 0, 0, 0.0)
+        for part in parts:
+            errors = (total.largest_relative_error, part.largest_relative_error)
+            known = [error for error in errors if error is not None]
+            total = cls(
+                compared=total.compared + part.compared,
+                differing=total.differing + part.differing,
+                values=total.values + part.values,
+                values_differing=total.values_differing + part.values_differing,
+                largest_difference=max(total.largest_difference, part.largest_difference),
+                largest_relative_error=max(known, default=None),
+            )
+        return total
 
 
 @dataclass(frozen=True)
@@ -326,21 +302,28 @@ class VerifyReport:
 
     path: str
     source: str | None
-    passed: bool
+    passed: bool = field(init=False)
     checks: Mapping[str, CheckResult]
     findings: tuple[Finding, ...]
     made: Mapping[str, Any] | None
     weights: tuple[TensorRow, ...]
-    kinds: tuple[KindRow, ...]
+    kinds: tuple[KindRow, ...] = field(init=False)
     tensors: ComparedTensors | None
     relation: str
     sizes: Mapping[str, int]
     parameters: int
-    bits_per_parameter: float
+    bits_per_parameter: float = field(init=False)
     identical: bool | None
     options: VerifyOptions
     device: str
     seconds: float
+
+    def __post_init__(self) -> None:
+        is_faulty = any(finding.is_fault for finding in self.findings)
+        bits = bits_per_parameter(sum(self.sizes.values()), self.parameters)
+        object.__setattr__(self, "passed", self.is_judged and not is_faulty)
+        object.__setattr__(self, "kinds", summed(self.weights))
+        object.__setattr__(self, "bits_per_parameter", bits)
 
     @property
     def normal(self) -> list[tuple[str, float, float]]:

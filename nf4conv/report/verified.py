@@ -1,6 +1,5 @@
 """Composes the report of a verification from what was measured."""
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from nf4conv.check.checks import (
 from nf4conv.check.relation import Relation
 from nf4conv.check.structure import Finding, Structure
 from nf4conv.options import VerifyOptions
-from nf4conv.plan.rows import TensorRow, distance, summed
+from nf4conv.plan.rows import TensorRow, distance
 from nf4conv.report.measured import CopyResult, TensorDifference, WeightResult
 from nf4conv.report.results import CheckResult, ComparedTensors, VerifyReport
 from nf4conv.report.tolerance import FOREIGN_ERROR
@@ -52,56 +51,38 @@ def verification_report(
     relation: Relation,
     started: float,
 ) -> VerifyReport:
-    """Composes the report of one checkpoint.
+    """Composes the report of one checkpoint, given the name of its source if there is one.
 
-    Args:
-        path: the checkpoint, as it was given.
-        source: the folder of the source. None if it was compared with nothing.
-        options: what was asked for.
-        structure: the checkpoint, with what is wrong with its headers, small tensors and config.
-            The faults of its values are added to its findings.
-        measured: what was measured of its values.
-        relation: how it says that it was made.
-        started: `time.perf_counter()` when the verification began.
+    `structure` has what is wrong with headers, small tensors and config; the faults of values are
+    added to it. `started` is `time.perf_counter()` when the verification began.
     """
-    tensors: ComparedTensors | None
+    compared: list[ComparedTensors] = []
     if relation is Relation.NONE:
         _note_differences(structure, measured.alike, 0.0 if options.exact else options.tolerance)
-        tensors = _sum_of_differences(measured.alike.values())
+        compared = [result.compared() for result in measured.alike.values()]
     else:
         _note_faults(structure, measured, options, source)
-        _note_differences(structure, measured.alike, 0.0)
-        tensors = None if source is None else _tensors(measured.copies.values())
+        compared = [copy.compared() for copy in measured.copies.values()]
     findings = _in_order(structure.findings)
     rows = tuple(result.row(options) for result in measured.weights.values())
-    sizes = _sizes(structure)
-    parameters = _parameters(structure)
+    tensors = None if source is None else ComparedTensors.sum_up(compared)
     identical = None
     if relation is Relation.QUANTIZED and source is not None:
         identical = all(row.errors is not None and row.errors.differing == 0 for row in rows)
         identical &= not any(finding.check == "calibrated" for finding in findings)
     elif tensors is not None:
         identical = tensors.differing == 0
-    is_judged = relation is not Relation.NONE or options.exact or options.tolerance is not None
-    passed = is_judged and not any(finding.is_fault for finding in findings)
-    ran = _ran(source, options, structure, relation)
-    if measured.alike:
-        ran.add("values")
-    checks = _check_results(ran, findings)
     return VerifyReport(
         path=path,
         source=source,
-        passed=passed,
-        checks=checks,
+        checks=_check_results(_ran(source, options, structure, relation), findings),
         findings=findings,
         made=structure.record,
         weights=rows,
-        kinds=summed(rows),
         tensors=tensors,
         relation=str(relation),
-        sizes=sizes,
-        parameters=parameters,
-        bits_per_parameter=_bits_per_parameter(sizes, parameters),
+        sizes=_sizes(structure),
+        parameters=_parameters(structure),
         identical=identical,
         options=replace(options, token=None, progress=None),
         device=measured.device,
@@ -109,60 +90,15 @@ def verification_report(
     )
 
 
-def _tensors(copies: Iterable[CopyResult]) -> ComparedTensors:
-    """Sums up what was measured of tensors that are not packed."""
-    total = ComparedTensors(0, 0, 0, 0, 0.0)
-    for copy in copies:
-        total += ComparedTensors(
-            compared=1,
-            differing=1 if copy.differing else 0,
-            values=copy.tensor.elements,
-            values_differing=copy.differing,
-            largest_difference=copy.largest_difference,
-        )
-    return total
-
-
-def _sum_of_differences(found: Iterable[TensorDifference]) -> ComparedTensors:
-    """Sums up how far tensors are from those of a source from which they may not have been made."""
-    total = ComparedTensors(0, 0, 0, 0, 0.0, 0.0)
-    for result in found:
-        errors = result.errors
-        one = ComparedTensors(1, 0, result.a.elements, 0, 0.0, 0.0)
-        if errors is not None and errors.differing:
-            one = replace(
-                one,
-                differing=1,
-                values_differing=errors.differing,
-                largest_difference=errors.largest,
-                largest_relative_error=errors.relative_error,
-            )
-        elif errors is None and result.is_identical is False:  # complex numbers
-            one = replace(one, differing=1, largest_relative_error=math.inf)
-        total += one
-    return total
-
-
 def _note_differences(
     structure: Structure, found: Mapping[str, TensorDifference], tolerance: float | None
 ) -> None:
     """Notes every tensor that differs, the one with the largest error first."""
-    differences = {}
-    for name, result in found.items():
-        errors = result.errors
-        if errors is not None and errors.differing:
-            error = errors.relative_error
-            text = (
-                f"{errors.differing:,} of {result.a.elements:,} values differ, relative error "
-                f"{error:.4g}, largest difference {errors.largest:.4g}"
-            )
-            differences[name] = (error, text)
-        elif errors is None and result.is_identical is False:
-            differences[name] = (math.inf, "the bytes differ")
-    for name in sorted(differences, key=lambda name: -distance(differences[name][0])):
-        error, text = differences[name]
-        is_fault = tolerance is not None and not error <= tolerance
-        structure.note("values", found[name].b.file, name, text, is_fault=is_fault)
+    for name in sorted(found, key=lambda name: -distance(found[name].relative_error)):
+        result = found[name]
+        if result.text:
+            is_fault = tolerance is not None and not result.relative_error <= tolerance
+            structure.note("values", result.b.file, name, result.text, is_fault=is_fault)
 
 
 def _ran(
@@ -202,9 +138,8 @@ def _note_faults(
         for check, text in result.faults(options):
             structure.note(check, result.weight.values.file, result.weight.values.name, text)
     for copy in measured.copies.values():
-        if copy.differing:
-            text = f"{copy.differing:,} of {copy.tensor.elements:,} values are not the source's"
-            structure.note("copies", copy.tensor.file, copy.tensor.name, text)
+        if copy.fault:
+            structure.note("copies", copy.tensor.file, copy.tensor.name, copy.fault)
     for name, count in measured.not_finite.items():
         if count:
             tensor = structure.tensors[name]
@@ -264,25 +199,6 @@ def _parameters(structure: Structure) -> int:
     return packed + sum(tensor.elements for tensor in structure.plain.values())
 
 
-def _bits_per_parameter(sizes: Mapping[str, int], parameters: int) -> float:
-    return 8 * sum(sizes.values()) / max(parameters, 1)
-
-
-def _join_checks(
-    reports: Iterable[VerifyReport], around: Iterable[Finding]
-) -> dict[str, CheckResult]:
-    """Joins the checks of all submodels and of the files beside them; one fault fails a check."""
-    checks: dict[str, CheckResult] = {}
-    for report in reports:
-        for name, check in report.checks.items():
-            passed = check.passed and (name not in checks or checks[name].passed)
-            checks[name] = CheckResult(check.meaning, passed)
-    for finding in around:
-        if finding.is_fault:
-            checks[finding.check] = CheckResult(CHECKS[finding.check], False)
-    return checks
-
-
 def join_reports(
     path: str,
     source: str | None,
@@ -290,25 +206,15 @@ def join_reports(
     around: Sequence[Finding],
     started: float,
 ) -> VerifyReport:
-    """Joins the reports of a diffusers pipeline.
+    """Joins the reports of a diffusers pipeline into one, whose names begin with the submodel.
 
-    Args:
-        path: the pipeline, as it was given.
-        source: the pipeline that it was compared with, as it was given. None if there was none.
-        reports: the report of each submodel, by its name. There is at least one.
-        around: what is wrong with the files beside the submodels.
-        started: `time.perf_counter()` when the verification began.
-
-    Returns:
-        One report, whose names begin with the submodel and a slash. What was made how, and with
-        which options, is told for the first submodel.
+    What was made how, and with which options, is told for the first submodel. `around` is what is
+    wrong with the files beside them.
     """
     first = next(iter(reports.values()))
     sizes = dict.fromkeys(first.sizes, 0)
     findings: list[Finding] = [*around]
     weights: list[TensorRow] = []
-    parameters = 0
-    tensors: ComparedTensors | None = None
     for submodel, report in reports.items():
         for use, size in report.sizes.items():
             sizes[use] += size
@@ -316,32 +222,24 @@ def join_reports(
             replace(finding, file=f"{submodel}/{finding.file}") for finding in report.findings
         )
         weights.extend(row.inside(submodel) for row in report.weights)
-        parameters += report.parameters
-        if report.tensors is not None:
-            tensors = report.tensors if tensors is None else tensors + report.tensors
-    checks = _join_checks(reports.values(), around)
-    identical = None
-    if source is not None:
-        identical = all(report.identical for report in reports.values())
-    relations = [report.relation for report in reports.values()]
-    has_weights = any(report.weights for report in reports.values())
+    tensors = [report.tensors for report in reports.values() if report.tensors is not None]
     relation = first.relation
-    if has_weights or "decoded" in relations:
-        relation = "quantized" if has_weights else "decoded"
+    if weights:
+        relation = "quantized"
+    elif any(report.relation == "decoded" for report in reports.values()):
+        relation = "decoded"
+    ran = {name for report in reports.values() for name in report.checks}
     return replace(
         first,
         path=path,
         source=source,
-        passed=all(check.passed for check in checks.values()) and first.is_judged,
-        checks=checks,
+        checks=_check_results(ran, findings),
         findings=tuple(findings),
         weights=tuple(weights),
-        kinds=summed(weights),
-        tensors=tensors,
+        tensors=ComparedTensors.sum_up(tensors) if tensors else None,
         relation=relation,
         sizes=sizes,
-        parameters=parameters,
-        bits_per_parameter=_bits_per_parameter(sizes, parameters),
-        identical=identical,
+        parameters=sum(report.parameters for report in reports.values()),
+        identical=None if source is None else all(one.identical for one in reports.values()),
         seconds=time.perf_counter() - started,
     )

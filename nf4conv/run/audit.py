@@ -96,10 +96,8 @@ class AuditOfWritten:
             for _, text in result.faults(self._options):
                 yield f"{result.weight.values.name}: {text}"
         for copy in self._copies.values():
-            if copy.differing:
-                name = copy.tensor.name
-                elements = copy.tensor.elements
-                yield f"{name}: {copy.differing:,} of {elements:,} values are not the source's"
+            if copy.fault:
+                yield f"{copy.tensor.name}: {copy.fault}"
 
     def summary(self) -> VerificationSummary:
         rows = [self._weights[name].row(self._options) for name in sorted(self._weights)]

@@ -186,7 +186,6 @@ def _report(
     part = None if plan.part is None else plan.part.name
     return RunReport(
         out=str(out),
-        already_complete=False,
         part=part,
         device=devices.name,
         copied=totals.copied,
@@ -200,5 +199,4 @@ def _report(
         device_peak_bytes=after.device,
         shards_resumed=resumed,
         notes=(*plan.notes, *devices.notes()),
-        shards_missing=0,
     )

@@ -13,7 +13,7 @@ from nf4conv.options import RunOptions
 from nf4conv.output.folder import OWN_NAMES
 from nf4conv.output.workspace import tidy
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.results import RunReport, VerificationSummary, run_of_earlier
+from nf4conv.report.results import RunReport, VerificationSummary
 from nf4conv.run.checkpoint import Written
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished
@@ -94,7 +94,14 @@ def find_earlier(
 def _report(plan: WritingPlan, out: Path, bytes_after: int) -> RunReport:
     """Returns the report of a run that computed nothing."""
     totals = plan.totals()
-    return run_of_earlier(out, totals.copied, totals.bytes_before, bytes_after, plan.notes)
+    return RunReport(
+        out=str(out),
+        already_complete=True,
+        copied=totals.copied,
+        bytes_before=totals.bytes_before,
+        bytes_after=bytes_after,
+        notes=plan.notes,
+    )
 
 
 def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:

@@ -15,7 +15,7 @@ from nf4conv.output.finishing import LastFiles, finish, index_of
 from nf4conv.output.folder import OutputFolder
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.plan.fingerprint import named_options
-from nf4conv.report.results import RunReport, VerificationSummary, run_of_earlier
+from nf4conv.report.results import RunReport, VerificationSummary
 from nf4conv.sources.header import read_header
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.unfinished import LAST_FILES, RECORD, is_filled_in_parts
@@ -136,7 +136,14 @@ def finish_without_source(
                 return None
             after = sum(shard.size for shard in folder.finished.values())
             totals = dict(last["totals"])
-            return run_of_earlier(out, totals["copied"], totals["bytes_before"], after), totals
+            report = RunReport(
+                out=str(out),
+                already_complete=True,
+                copied=totals["copied"],
+                bytes_before=totals["bytes_before"],
+                bytes_after=after,
+            )
+            return report, totals
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise OutputError(
                 f"{out}: its {RECORD} is damaged; remove OUT and run the parts again", path=out

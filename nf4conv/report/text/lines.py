@@ -38,12 +38,7 @@ _SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
 
 
 def plan_lines(plan: PlanReport, width: int | None) -> Iterator[str]:
-    """Yields the totals, what becomes of each kind of module, and what is unusual.
-
-    Args:
-        plan: what `--dry-run` found.
-        width: the longest line of a table, in characters. None for any.
-    """
+    """Yields the totals, what becomes of each kind of module, and what is unusual."""
     totals = plan.totals
     sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
     if plan.command == "quantize":
@@ -156,12 +151,7 @@ def _gpu_line(count: int) -> str:
 
 
 def inspection_lines(inspection: Inspection, width: int | None) -> Iterator[str]:
-    """Yields the totals, the kinds of modules and what is unusual.
-
-    Args:
-        inspection: what `inspect` found.
-        width: the longest line of a table, in characters. None for any.
-    """
+    """Yields the totals, the kinds of modules and what is unusual."""
     yield from _inspection_head(inspection)
     kinds = inspection.kinds
     columns = {
@@ -248,11 +238,7 @@ def verification_lines(
 ) -> Iterator[str]:
     """Yields what is wrong, and the verdict.
 
-    Args:
-        report: what `verify` found.
-        width: the longest line of a table, in characters. None for any.
-        every: True yields all checks too, the worst weights, the kinds of modules, and what errors
-            are normal.
+    `every` adds all checks, the worst weights, the kinds of modules, and what errors are normal.
     """
     if every:
         for name, check in report.checks.items():
@@ -343,12 +329,7 @@ def _name_of_experts(name: str) -> str:
 
 
 def evaluation_lines(compared: Evaluations, width: int | None) -> Iterator[str]:
-    """Yields all figures of one form of a model; of several forms a table, and how it was made.
-
-    Args:
-        compared: what `evaluate` found.
-        width: the longest line of a table, in characters. None for any.
-    """
+    """Yields all figures of one form of a model; of several forms a table, and how it was made."""
     all_forms = compared.evaluations
     first = all_forms[0]
     if len(all_forms) == 1:

@@ -26,18 +26,11 @@ def progress(
     last: str = "finishing",
     calibration: Calibration | None = None,
 ) -> Iterator[Callable[[int], None]]:
-    """Shows how many bytes of the source have been read.
+    """Shows how many of `total` bytes of the source have been read.
 
-    Args:
-        verb: what is being done with the source, such as "quantizing".
-        total: the number of bytes that will be read.
-        hidden: True to show nothing. HF_HUB_DISABLE_PROGRESS_BARS does the same.
-        last: what is being done after all bytes have been read.
-        calibration: what comes before, and is shown in blocks and tokens; None for nothing.
-
-    Yields:
-        A function to call with the number of bytes that have been read since the last call; from
-        any thread. Those that a calibration reads come first.
+    Yields a function to call, from any thread, with the number of bytes that have been read since
+    the last call. Those that a calibration reads come first. `verb` is what is being done, such as
+    "quantizing", and `last` what is left when all bytes have been read.
     """
     wanted = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper()
     if hidden or wanted in ("1", "ON", "YES", "TRUE"):

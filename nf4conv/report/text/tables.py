@@ -11,13 +11,9 @@ def table(
 ) -> Iterator[str]:
     """Yields an empty line and the lines of a table; nothing if the table has no rows.
 
-    Names are aligned to the left, figures to the right.
-
-    Args:
-        columns: the cells of each column by its title. The first column holds names.
-        width: the longest line, in characters. Names are shortened in their middle and lines at
-            their end. None to shorten nothing.
-        ends_with_text: True if the last column holds sentences, which may be cut off.
+    Names, in the first column, are aligned to the left, figures to the right. Names are shortened
+    in their middle, and lines at their end, to `width` characters, if given. `ends_with_text` tells
+    that the last column holds sentences, which may be cut off.
     """
     body = list(zip(*columns.values(), strict=True))
     if not body:
