@@ -10,7 +10,7 @@ from nf4conv.choose.evidence import Evidence
 from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import DTYPE_NAMES, TAGS
 from nf4conv.models.config import LEFTOVERS, checkpoint_dtype, levels
-from nf4conv.sources.auxiliary import QUANTIZATION_LEFTOVERS
+from nf4conv.sources.files import QUANTIZATION_LEFTOVERS
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import read_json
 

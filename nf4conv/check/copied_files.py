@@ -11,7 +11,7 @@ from typing import Any, Final
 from nf4conv.check.structure import Structure
 from nf4conv.errors import SourceError
 from nf4conv.output.folder import OWN_NAMES
-from nf4conv.sources.own_files import is_file
+from nf4conv.sources.files import is_file
 from nf4conv.sources.reader import digest_of, read_json
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.source import Source

@@ -14,6 +14,7 @@ from typing import Any
 
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import split_component
+from nf4conv.sources.files import LARGEST_INDEX, find_weights
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, Severity, check_weight
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_bytes, read_json
@@ -21,7 +22,6 @@ from nf4conv.sources.record import read_record, scales_in
 from nf4conv.sources.source import Source, read_tensor
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
-from nf4conv.sources.weight_files import LARGEST_INDEX, find_weights
 
 
 @dataclass(frozen=True, slots=True)

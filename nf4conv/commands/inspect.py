@@ -21,7 +21,7 @@ from nf4conv.report.advice import unusual
 from nf4conv.report.inspected import inspected_rows, layout_of_experts
 from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.results import Inspection
-from nf4conv.sources.diffusers.folder import open_diffusers
+from nf4conv.sources.diffusers import open_diffusers
 from nf4conv.sources.foreign.config import quantization_of
 from nf4conv.sources.foreign.floats import Scaled
 from nf4conv.sources.foreign.integers import ENDS_OF_WORDS, PackedIntegers

@@ -23,7 +23,7 @@ from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import DequantizeReport, QuantizeReport
 from nf4conv.run.filling import space_needed
-from nf4conv.sources.diffusers.folder import DiffusersFolder
+from nf4conv.sources.diffusers import DiffusersFolder
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_small
 from nf4conv.sources.record import read_record

@@ -181,7 +181,7 @@ def plan_quantization(
                 f"encoder --subfolder text_encoder; --scales search needs no text"
             ) from error
         from nf4conv.commands import quantize_pipeline  # few runs need to import it
-        from nf4conv.sources.diffusers.folder import open_diffusers  # few runs need to import it
+        from nf4conv.sources.diffusers import open_diffusers  # few runs need to import it
 
         folder = open_diffusers(source, where)
         whole = quantize_pipeline.plan_pipeline(folder, options, is_public=is_public)

@@ -25,7 +25,7 @@ from nf4conv.plan.rows import TensorRow
 from nf4conv.report.loading import loading_of_pipeline
 from nf4conv.report.results import QuantizeReport, VerificationSummary
 from nf4conv.run.checkpoint import require_apart
-from nf4conv.sources.diffusers.folder import DiffusersFolder, is_packed_by_default
+from nf4conv.sources.diffusers import DiffusersFolder, is_packed_by_default
 
 if TYPE_CHECKING:
     from nf4conv.output.push import Push

@@ -41,7 +41,7 @@ from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.verifying import verify_values
 from nf4conv.sources.adapters.merging import open_merged
-from nf4conv.sources.diffusers.folder import DiffusersFolder, open_diffusers
+from nf4conv.sources.diffusers import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable, open_source, open_stored
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo

@@ -21,6 +21,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
 from nf4conv.errors import Nf4convError, OutputError
+from nf4conv.sources.files import LOADED_SUFFIXES, MODEL_INDEX
 from nf4conv.sources.remote.asking import is_unreachable, one_line, patiently, timeout
 from nf4conv.sources.remote.repository import (
     LIBRARY,
@@ -32,10 +33,10 @@ from nf4conv.system.background import Background, outlast
 
 _log: Final = logging.getLogger(__name__)
 
-_WEIGHTS: Final = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_WEIGHTS: Final = (*LOADED_SUFFIXES, *(f"{suffix}.index.json" for suffix in LOADED_SUFFIXES))
 """Endings of files that hold weights or list them."""
 
-_MISLEADING: Final = ("SHA256SUMS", "model_index.json")
+_MISLEADING: Final = ("SHA256SUMS", MODEL_INDEX)
 """Files that are wrong beside other weights than those that they were written for."""
 
 _SILENCE: Final = 30

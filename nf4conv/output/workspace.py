@@ -30,6 +30,7 @@ from nf4conv.errors import OutputError, named
 from nf4conv.output.fingerprints import as_json, require_same_run
 from nf4conv.output.folder import LOCK, OutputFolder
 from nf4conv.output.writer import write_file
+from nf4conv.sources.files import ADAPTER_CONFIG, MARKS_OF_MODELS
 from nf4conv.sources.unfinished import (
     CALIBRATED,
     RECORD,
@@ -44,7 +45,7 @@ from nf4conv.system.removal import remove, remove_contents
 _IS_HELD: Final = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK, 36)
 """Errors of a lock that somebody else holds; Windows says 36."""
 
-_MARKS: Final = ("config.json", "model_index.json", "adapter_config.json")
+_MARKS: Final = (*MARKS_OF_MODELS, ADAPTER_CONFIG)
 """Files by which a loader takes a folder for something whole, beside an index."""
 
 

@@ -10,7 +10,7 @@ from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.jobs import Job
 from nf4conv.plan.rows import PlanTotals, TensorRow, add_totals
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.sources.diffusers.folder import DiffusersFolder
+from nf4conv.sources.diffusers import DiffusersFolder
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.reader import read_json
 

@@ -16,23 +16,25 @@ from typing import TYPE_CHECKING, Any, Final
 from nf4conv.errors import AdapterError, SourceError, UndecodableError
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import SourceOptions
-from nf4conv.sources.foreign.presenting import decoded_tensors
-from nf4conv.sources.gguf.header import is_gguf
-from nf4conv.sources.gguf.opening import card_beside, open_gguf
-from nf4conv.sources.own_files import is_file, require_own
-from nf4conv.sources.places import from_address, is_repo_id
-from nf4conv.sources.reader import read_json
-from nf4conv.sources.sharded.headers import read_headers
-from nf4conv.sources.sharded.index import check_index, read_weight_map
-from nf4conv.sources.source import Source, read_tensor
-from nf4conv.sources.unfinished import check_finished
-from nf4conv.sources.weight_files import (
+from nf4conv.sources.files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     PICKLE_SUFFIXES,
     STEMS,
     find_weights,
+    is_file,
+    read_index,
+    require_own,
+    require_shards,
 )
+from nf4conv.sources.foreign.presenting import decoded_tensors
+from nf4conv.sources.gguf.header import is_gguf
+from nf4conv.sources.gguf.opening import card_beside, open_gguf
+from nf4conv.sources.places import from_address, is_repo_id
+from nf4conv.sources.reader import read_json
+from nf4conv.sources.shards import check_index, read_headers
+from nf4conv.sources.source import Source, read_tensor
+from nf4conv.sources.unfinished import check_finished
 
 if TYPE_CHECKING:
     from nf4conv.sources.remote.hub import Fetched
@@ -210,7 +212,8 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     weight_map: Mapping[str, str] = {}
     if weights.is_index:
         index = require_own(folder / weights.name, root)
-        weight_map = read_weight_map(index, absent)
+        weight_map = read_index(index)
+        require_shards(index, weight_map, absent)
     file_names = sorted(set(weight_map.values())) or [weights.name]
     files = tuple(folder / name for name in file_names)
     for file in files:
@@ -241,7 +244,7 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
     if not is_repo_id(str(place)):
         raise SourceError(f"{place}: no such folder{_HINT}")
     from nf4conv.sources.remote.hub import fetch_gguf  # importing it takes long
-    from nf4conv.sources.remote.ranges import open_ranges  # importing it takes long
+    from nf4conv.sources.remote.repository import open_ranges  # importing it takes long
 
     file, fetched = fetch_gguf(str(place), name, where)
     absent = {}
@@ -286,7 +289,7 @@ def _open_file(path: Path) -> Source:
     if path.name in ADAPTER_WEIGHTS and (folder / ADAPTER_CONFIG).is_file():
         raise AdapterError(f"{path}: an adapter, not a model", path=path)
     for index in sorted(folder.glob("*.index.json")):
-        if path.name in read_weight_map(require_own(index, folder), ()).values():
+        if path.name in read_index(require_own(index, folder)).values():
             raise SourceError(
                 f"{path}: one shard of those that {index.name} lists; give the folder", path=path
             )

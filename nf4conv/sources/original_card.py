@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
-from nf4conv.sources.own_files import require_own
+from nf4conv.sources.files import require_own
 
 OWN_TAGS: Final = ("bitsandbytes", "4-bit", "nf4", "fp4", "nf4conv")
 """Tags that cards of nf4conv have."""

@@ -11,10 +11,10 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
-from nf4conv.sources.auxiliary import auxiliary_files
+from nf4conv.sources.files import auxiliary_files
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.reader import each, read_bytes
-from nf4conv.sources.stamps import Stamp
+from nf4conv.sources.shards import Stamp
 from nf4conv.sources.tensors import TensorInfo
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from nf4conv.errors import SourceError
+from nf4conv.sources.files import MARKS_OF_MODELS
 from nf4conv.sources.reader import read_small
 
 WORK_FOLDER: Final = ".nf4conv"
@@ -33,9 +34,6 @@ _DIGEST: Final = "sha256 of this record"
 
 LAST_FILES: Final = "last files"
 """The key in the fingerprint of a folder that is filled in parts, with what its last files hold."""
-
-_MADE_LAST: Final = ("config.json", "model_index.json")
-"""Files by which loaders recognise a model; a run writes them when everything else is there."""
 
 
 class FinishedFile(NamedTuple):
@@ -112,7 +110,7 @@ def is_unfinished(out: Path) -> bool:
 
 def is_model(folder: Path) -> bool:
     """Returns True if loaders recognise a model in a folder."""
-    return any((folder / name).is_file() for name in _MADE_LAST)
+    return any((folder / name).is_file() for name in MARKS_OF_MODELS)
 
 
 def check_finished(folder: Path) -> None:

@@ -28,7 +28,7 @@ from nf4conv.options import (
     SourceOptions,
     VerifyOptions,
 )
-from nf4conv.sources.diffusers.folder import is_packed_by_default, open_diffusers
+from nf4conv.sources.diffusers import is_packed_by_default, open_diffusers
 
 RUN = RunOptions(device="cpu", workers=2)
 FLUX = {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1", "num_layers": 1}

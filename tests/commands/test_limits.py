@@ -85,7 +85,7 @@ def test_more_tensors_than_any_model_has_are_refused(
 ):
     source = write_source(tmp_path / "source")
     for module, place in (
-        ("nf4conv.sources.sharded.headers", "in all files up to it"),
+        ("nf4conv.sources.shards", "in all files up to it"),
         ("nf4conv.sources.header", "expected"),
     ):
         with monkeypatch.context() as patched:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nf4conv.sources.auxiliary import QUANTIZATION_LEFTOVERS, WEIGHT_SUFFIXES, auxiliary_files
+from nf4conv.sources.files import QUANTIZATION_LEFTOVERS, WEIGHT_SUFFIXES, auxiliary_files
 
 
 def found(folder: Path, *names: str) -> list[str]:

@@ -441,7 +441,7 @@ def test_an_index_that_names_files_outside(hub: Hub, files: dict[str, bytes], wh
         {"weight_map": {"a": "../../../../etc/passwd"}}
     ).encode()
     publish(hub, files)
-    with pytest.raises(SourceError, match="which the repository lacks"):
+    with pytest.raises(SourceError, match="is outside the folder"):
         open_source(REPO, where)
 
 

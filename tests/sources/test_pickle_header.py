@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pace import time_limit
 
 from nf4conv.errors import SourceError
-from nf4conv.sources.pickles.header import read_pickle_header
+from nf4conv.sources.pickle_header import read_pickle_header
 from nf4conv.sources.tensors import TensorInfo
 
 TORCH = {

@@ -31,14 +31,13 @@ from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import FLOAT_DTYPES
 from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.patterns import values_by_path
+from nf4conv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, require_own
 from nf4conv.sources.header import read_header
-from nf4conv.sources.own_files import require_own
-from nf4conv.sources.pickles.header import read_pickle_header
+from nf4conv.sources.pickle_header import read_pickle_header
 from nf4conv.sources.places import is_repo_id
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.source import AdapterFiles
 from nf4conv.sources.tensors import TensorInfo
-from nf4conv.sources.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
     from nf4conv.sources.remote.hub import Origin

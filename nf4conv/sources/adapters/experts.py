@@ -26,9 +26,9 @@ from nf4conv.models.family_table import GPT_OSS
 from nf4conv.sources.adapters.adapter import Adapter, Targeted
 from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.modules import Change, factors_of
-from nf4conv.sources.merged import LowRankDelta
+from nf4conv.sources.arranged import LowRankDelta
+from nf4conv.sources.files import ADAPTER_CONFIG
 from nf4conv.sources.tensors import TensorInfo
-from nf4conv.sources.weight_files import ADAPTER_CONFIG
 
 _OTHER_NAMES: Final = {usual: other for other, usual in USUAL_NAMES.items()}
 

@@ -18,11 +18,10 @@ from nf4conv.sources.adapters.base import Base, misfit
 from nf4conv.sources.adapters.experts import changes_of_parameters
 from nf4conv.sources.adapters.modules import Change, changes_of_module
 from nf4conv.sources.adapters.tied import separate_head
-from nf4conv.sources.arranged import Strided
-from nf4conv.sources.merged import Delta, Merged
+from nf4conv.sources.arranged import Delta, Merged, Strided
 from nf4conv.sources.opening import open_source
+from nf4conv.sources.shards import stamp_of
 from nf4conv.sources.source import Source
-from nf4conv.sources.stamps import stamp_of
 from nf4conv.sources.tensors import TensorInfo
 
 

@@ -8,7 +8,7 @@ from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.adapters.adapter import TOKENS, Adapter, Targeted
 from nf4conv.sources.adapters.base import Base, misfit
-from nf4conv.sources.merged import Delta, LowRankDelta, RowsDelta, VectorDelta
+from nf4conv.sources.arranged import Delta, LowRankDelta, RowsDelta, VectorDelta
 from nf4conv.sources.tensors import TensorInfo
 
 

@@ -12,16 +12,15 @@ from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.dtypes import TAGS
 from nf4conv.format.gguf import PLAIN, RARE
 from nf4conv.models.config import checkpoint_dtype
+from nf4conv.sources.files import STEMS, is_file, require_own
 from nf4conv.sources.gguf.families import GgufFamily, architectures, family_of
 from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.settings import card_of, config_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
-from nf4conv.sources.own_files import is_file, require_own
 from nf4conv.sources.reader import read_json
+from nf4conv.sources.shards import stamp_of
 from nf4conv.sources.source import MadeFiles, Source
-from nf4conv.sources.stamps import stamp_of
-from nf4conv.sources.weight_files import STEMS
 from nf4conv.system.garbage import uncollected
 
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

@@ -4,6 +4,9 @@ A request ends with an error after HF_HUB_DOWNLOAD_TIMEOUT seconds (10 by defaul
 It is made again up to four times, after 1, 2, 4 and 8 seconds, if the server was busy, was silent,
 or broke off; and once, after 1 second, if no connection came about. A server that says when to come
 back (Retry-After) is believed, up to a minute.
+
+huggingface_hub has retries of its own for downloads; its http_backoff neither streams a response
+nor checks its size, so ranges are asked for here.
 """
 
 import re

@@ -3,7 +3,6 @@
 HF_HUB_OFFLINE forbids to ask the Hub.
 """
 
-import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,19 +16,19 @@ from huggingface_hub import constants
 
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.auxiliary import auxiliary_names
+from nf4conv.sources.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MODEL_INDEX,
+    auxiliary_names,
+    find_weights,
+    read_index,
+)
 from nf4conv.sources.places import prefix_of
 from nf4conv.sources.reader import read_small
 from nf4conv.sources.remote.asking import explained
 from nf4conv.sources.remote.contents import RemoteFile
 from nf4conv.sources.remote.repository import Repository
-from nf4conv.sources.weight_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    LARGEST_INDEX,
-    MODEL_INDEX,
-    find_weights,
-)
 
 _log: Final = logging.getLogger(__name__)
 
@@ -117,7 +116,10 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
         small.add(weights.name)
     root = repository.fetch_first([f"{prefix}{name}" for name in sorted(small)])
     folder = root / prefix
-    shards = _shards(folder / weights.name) if weights.is_index else [weights.name]
+    shards = [weights.name]
+    if weights.is_index:
+        listed = read_index(folder / weights.name).values()
+        shards = sorted({str(PurePosixPath(name)) for name in listed})
     absent = {}
     for name in shards:
         if name not in names:
@@ -302,15 +304,6 @@ def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str,
     folder = repository.fetch_first([f"{prefix}{MODEL_INDEX}"]) / prefix
     origin = Origin(repo, repository.commit, prefix.rstrip("/"))
     return Fetched(folder, origin, repository, {}), tuple(_names_below(repository, prefix))
-
-
-def _shards(index: Path) -> list[str]:
-    """Returns the names of the files that an index lists."""
-    try:
-        listed = json.loads(read_small(index, LARGEST_INDEX))["weight_map"].values()
-        return sorted({str(PurePosixPath(name)) for name in listed})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise SourceError(f"{index}: has no weight_map", path=index) from error
 
 
 def _from_cache(repo: str, where: SourceOptions, likely: Sequence[str] = _LIKELY) -> Fetched:

@@ -9,9 +9,8 @@ from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.on_driver.kernels import Purpose
 from nf4conv.run.device.on_driver.loading import kernels_for_tensor
 from nf4conv.run.pieces import ENOUGH, located, pieces_of, whole_weight
-from nf4conv.sources.arranged import Excerpt, Joined, StackedExperts
+from nf4conv.sources.arranged import Excerpt, Joined, Merged, StackedExperts
 from nf4conv.sources.cutting import pieces_alike
-from nf4conv.sources.merged import Merged
 from nf4conv.sources.tensors import TensorInfo
 
 _NOTHING: Final = frozenset[Purpose]()

@@ -15,7 +15,7 @@ from nf4conv.run.device.on_torch.buffers import SharedTensors, TorchBuffers
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, exactly_decoded, read_values
 from nf4conv.run.device.protocol import CastError, Converted, CopyPart, MergeError, PairOfPieces
 from nf4conv.run.worker import Activity, Backend, Worker
-from nf4conv.sources.merged import Merged
+from nf4conv.sources.arranged import Merged
 from nf4conv.sources.tensors import TensorInfo
 
 _OUT_OF_MEMORY: Final = ("not enough memory", "can't allocate memory")

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from nf4conv.sources.merged import LowRankDelta
+from nf4conv.sources.arranged import LowRankDelta
 
 _AT_A_TIME: Final = {"cpu": 2**20, "cuda": 2**22}
 """Elements that each worker sums in float64 at a time; fewer would keep a GPU waiting."""

@@ -20,20 +20,18 @@ from nf4conv.run.pieces import located
 from nf4conv.run.worker import Activity
 from nf4conv.sources.arranged import (
     Columns,
+    Delta,
     Excerpt,
     Joined,
-    StackedExperts,
-    Strided,
-)
-from nf4conv.sources.foreign.formats import Foreign
-from nf4conv.sources.gguf.blocks import GgufBlocks
-from nf4conv.sources.merged import (
-    Delta,
     LowRankDelta,
     Merged,
     RowsDelta,
+    StackedExperts,
+    Strided,
     VectorDelta,
 )
+from nf4conv.sources.foreign.formats import Foreign
+from nf4conv.sources.gguf.blocks import GgufBlocks
 from nf4conv.sources.tensors import Encoding, FileRange, Parts, TensorInfo
 
 TORCH_DTYPES: Final = {tag: getattr(torch, name) for tag, name in TORCH_NAMES.items()}

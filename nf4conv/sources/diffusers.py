@@ -14,11 +14,17 @@ from typing import Final
 
 from nf4conv.errors import NoDiffusersFolderError, SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.auxiliary import auxiliary_names
-from nf4conv.sources.own_files import own_files, require_own
+from nf4conv.sources.files import (
+    LOADED_SUFFIXES,
+    MODEL_INDEX,
+    SUFFIXES_OF_OTHERS,
+    auxiliary_names,
+    find_weights,
+    own_files,
+    require_own,
+)
 from nf4conv.sources.places import from_address, is_repo_id, prefix_of
 from nf4conv.sources.reader import read_json
-from nf4conv.sources.weight_files import MODEL_INDEX, find_weights
 
 _PACKED: Final = re.compile(
     r"(unconditional_|prior_)?(transformer|unet|prior|controlnet|text_encoder)(_\d+)?"
@@ -26,10 +32,6 @@ _PACKED: Final = re.compile(
 """Names that diffusers gives to submodels worth packing, such as transformer_2 of Wan,
 unconditional_transformer of Ideogram 4 and text_encoder_3 of SD 3.
 """
-
-_OTHER_WEIGHTS: Final = (".gguf", ".onnx", ".msgpack", ".h5", ".pt", ".pth", ".ckpt")
-"""Suffixes of files in which other programs keep the weights of a submodel."""
-
 
 _NO_MODELS: Final = ("Tokenizer", "TokenizerFast", "Processor", "Extractor", "Scheduler")
 """Ends of the names of classes that have no weights."""
@@ -178,12 +180,12 @@ def _by_folder(names: Iterable[str]) -> tuple[list[str], Mapping[str, list[str]]
 
 def _has_weights(names: Iterable[str]) -> bool:
     """Returns True if there are weights at the top of a folder, by its files."""
-    return any("/" not in name and name.endswith((".safetensors", ".bin")) for name in names)
+    return any("/" not in name and name.endswith(LOADED_SUFFIXES) for name in names)
 
 
 def _refuse_other_weights(folder: Path, names: Iterable[str]) -> None:
     """Refuses a submodel with weights that are not read here: the result would have none."""
-    found = sorted(name for name in names if name.endswith(_OTHER_WEIGHTS))
+    found = sorted(name for name in names if name.endswith(SUFFIXES_OF_OTHERS))
     if not found:
         return
     text = f"{folder}: has its weights in {found[0]} alone, which is not read in a pipeline"

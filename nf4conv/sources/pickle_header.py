@@ -25,8 +25,7 @@ from nf4conv.errors import SourceError, named
 from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS
 from nf4conv.sources.arranged import Strided
 from nf4conv.sources.header import check_name
-from nf4conv.sources.pickles.program import run_pickle
-from nf4conv.sources.pickles.values import PickleError, Storage, StoredTensor
+from nf4conv.sources.pickle_program import PickleError, Storage, StoredTensor, run_pickle
 from nf4conv.sources.tensors import TensorInfo
 
 _LARGEST_PICKLE: Final = 2**26

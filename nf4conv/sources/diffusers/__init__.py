@@ -1,1 +1,0 @@
-"""Opens pipelines of diffusers."""

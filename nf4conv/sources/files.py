@@ -1,0 +1,378 @@
+"""Tells the files of a checkpoint's folder apart: its own, the weights, and what stands beside.
+
+Weights are found by the names and in the order in which loaders look. Of the other files those at
+the top are copied unless they are known not to belong to the model, such as its tokenizer; of those
+in sub-folders, those that loaders look for.
+
+A folder may come from a stranger, and a link in it may lead to /etc or /proc. nf4conv follows only
+two kinds of links: those that stay inside the folder that the user named, and those to blobs of the
+Hub's cache, of which a snapshot consists: CACHE/models--org--name/snapshots/COMMIT/config.json →
+CACHE/models--org--name/blobs/HASH.
+"""
+
+import json
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Final, NamedTuple
+
+from nf4conv.errors import AdapterError, DiffusersFolderError, SourceError
+from nf4conv.sources.reader import read_json
+
+STEMS: Final = ("model", "diffusion_pytorch_model")
+"""Base names of weight files: those of transformers and of diffusers."""
+
+MODEL_INDEX: Final = "model_index.json"
+"""The file that makes a folder a diffusers pipeline.
+
+Weight files beside it hold all its parts in another format.
+"""
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+"""Files in which PEFT saves the weights of an adapter, which is no model."""
+
+LARGEST_INDEX: Final = 2**26  # bytes, of the index of a million tensors
+
+PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
+
+LOADED_SUFFIXES: Final = (".safetensors", ".bin")
+"""Suffixes of the weights that transformers and diffusers look for."""
+
+SUFFIXES_OF_OTHERS: Final = (".gguf", ".onnx", ".msgpack", ".h5", ".pt", ".pth", ".ckpt")
+"""Suffixes of files in which other programs keep the weights of a whole model."""
+
+WEIGHT_SUFFIXES: Final = (
+    *LOADED_SUFFIXES, *SUFFIXES_OF_OTHERS,
+    ".ggml", ".ot", ".tflite", ".mlmodel", ".npz", ".npy", ".pkl", ".joblib",
+)  # fmt: skip
+"""Suffixes of all files with weights, none of which is copied."""
+
+MARKS_OF_MODELS: Final = ("config.json", MODEL_INDEX)
+"""Files by which loaders recognise a model; a run writes them when everything else is there."""
+
+_PICKLE_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model")
+
+
+class WeightFile(NamedTuple):
+    """The file to begin with."""
+
+    name: str  # of the only weight file, or of the index of several
+    is_index: bool  # True for an index
+    stem: str  # "model" or "diffusion_pytorch_model": what the output is called
+
+
+def find_weights(names: Collection[str], variant: str | None, where: object) -> WeightFile:
+    """Finds the weights among the files of a folder.
+
+    Safetensors are preferred to pickles, and a single file to an index.
+
+    Args:
+        names: the files in the folder itself.
+        variant: a word in the names of the weight files, such as "fp16"; None for files without.
+        where: the folder, to name it in errors.
+
+    Raises:
+        DiffusersFolderError: the folder is that of a diffusers pipeline.
+        AdapterError: the folder is that of an adapter.
+        SourceError: there are no weights, or several files that nothing tells apart.
+    """
+    if MODEL_INDEX in names:
+        raise DiffusersFolderError(
+            f"{where}: it is a diffusers pipeline, whose parts are taken one by one: --subfolder "
+            f"transformer"
+        )
+    found = next(_named(names, STEMS, "safetensors", variant), None)
+    if found is not None:
+        return found
+    if ADAPTER_CONFIG in names and not any(_named(names, _PICKLE_STEMS, "bin", variant)):
+        raise AdapterError(f"{where}: an adapter, not a model")
+    loose = sorted(name for name in names if name.endswith(".safetensors"))
+    if variant is None and len(loose) == 1:
+        return WeightFile(loose[0], False, STEMS[0])
+    if variant is None and loose:
+        raise SourceError(
+            f"{where}: {len(loose)} safetensors files, but neither model.safetensors nor an index "
+            f"that names them"
+        )
+    found = next(_named(names, _PICKLE_STEMS, "bin", variant), None)
+    if found is None:
+        kind = "" if variant is None else f" of the variant {variant}"
+        raise SourceError(
+            f"{where}: neither safetensors weights nor a pytorch_model.bin{kind} in "
+            f"it{_what_else(names, variant)}"
+        )
+    return found
+
+
+def _named(
+    names: Collection[str], stems: Collection[str], suffix: str, variant: str | None
+) -> Iterator[WeightFile]:
+    """Yields the weight files that loaders look for, the preferred one first.
+
+    Args:
+        names: the files in the folder.
+        stems: base names of weight files, in the order of preference.
+        suffix: the suffix of the weight files, without a dot.
+        variant: a word in their names, or None.
+    """
+    infix = "" if variant is None else f".{variant}"
+    for stem in stems:
+        called = stem if stem in STEMS else STEMS[0]
+        single = f"{stem}{infix}.{suffix}"
+        if single in names:
+            yield WeightFile(single, False, called)
+        index = f"{stem}.{suffix}.index{infix}.json"
+        if index in names:
+            yield WeightFile(index, True, called)
+        of_older_diffusers = f"{stem}.{suffix}{infix}.index.json"
+        if of_older_diffusers != index and of_older_diffusers in names:
+            yield WeightFile(of_older_diffusers, True, called)
+
+
+def _what_else(names: Collection[str], variant: str | None) -> str:
+    """Returns what to add to the error of a folder without weights."""
+    if variant is not None and any(name.endswith(".safetensors") for name in names):
+        return "; without --variant there are weights"
+    if any(name.endswith(".gguf") for name in names):
+        return "; it has GGUF files: name one, --gguf-file NAME"
+    return ""
+
+
+def read_index(index: Path) -> Mapping[str, str]:
+    """Returns which file holds each tensor, by the index of a sharded checkpoint.
+
+    Raises:
+        SourceError: the index is malformed, or names a file outside the folder.
+    """
+    weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{index}: has no weight_map", path=index)
+    known: set[str] = set()
+    for name, file in weight_map.items():
+        if isinstance(file, str) and file in known:
+            continue
+        if not isinstance(file, str) or not _is_below(file):
+            raise SourceError.about(index, name, f"{file!r} is outside the folder")
+        known.add(file)
+    return weight_map
+
+
+def _is_below(file: str) -> bool:
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts and "\\" not in file
+
+
+def require_shards(index: Path, weight_map: Mapping[str, str], absent: Collection[Path]) -> None:
+    """Raises a SourceError if a file that an index lists is neither there nor one of the absent."""
+    first_of_file: dict[str, str] = {}
+    for name, file in weight_map.items():
+        first_of_file.setdefault(file, name)
+    for file, name in first_of_file.items():
+        path = index.parent / file
+        if not is_file(path) and path not in absent:
+            raise SourceError.about(
+                index, name, f"the shard {file} is missing; the download is incomplete"
+            )
+
+
+QUANTIZATION_LEFTOVERS: Final = (
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "recipe.yaml",
+)
+"""Files by which loaders recognise another quantization method.
+
+They must not survive into our output.
+"""
+
+_NO_WEIGHTS: Final = ("spk_dict.pt",)
+"""Data of a model that looks like weights: the voices of Qwen 2.5 Omni, without which it does not
+load.
+"""
+
+_WRITTEN_ANEW: Final = ("config.json", "README.md", "SHA256SUMS", "nf4conv.json")
+
+# optimizer.pt, training_args.bin and the like have suffixes of weights
+_FOR_TRAINING: Final = ("trainer_state.json", "zero_to_fp32.py")
+
+# describes consolidated weights, which are not copied either
+_OF_CONSOLIDATED: Final = ("params.json",)
+
+_LEFT_OUT: Final = frozenset(
+    (*QUANTIZATION_LEFTOVERS, *_WRITTEN_ANEW, *_FOR_TRAINING, *_OF_CONSOLIDATED)
+)
+
+_FOREIGN_FOLDERS: Final = (
+    "original", "metal", "onnx", "openvino", "consolidated", "runs", "coreml",
+)  # fmt: skip
+"""Folders with the model in another format, or with logs; their Python code is not copied."""
+
+_TEMPLATES: Final = "additional_chat_templates"
+
+_MODULES: Final = "modules.json"  # lists the modules of sentence-transformers
+_LARGEST_MODULES: Final = 2**20
+
+
+def auxiliary_files(
+    folder: Path, root: Path | None = None, *, strays: bool = False
+) -> tuple[PurePosixPath, ...]:
+    """Lists the files of a checkpoint folder that are copied as they are.
+
+    Args:
+        folder: the folder.
+        root: the folder that it lies in, and that links may not lead out of; None for itself.
+        strays: True to list the links that lead out of `root` and would be copied otherwise.
+
+    Returns:
+        Paths relative to the folder, sorted.
+    """
+    own, others = own_files(folder, root or folder)
+    modules = None
+    if _MODULES in own and (folder / _MODULES).stat().st_size <= _LARGEST_MODULES:
+        modules = (folder / _MODULES).read_bytes()
+    return auxiliary_names(others if strays else own, modules)
+
+
+def auxiliary_names(names: Iterable[str], modules: bytes | None) -> tuple[PurePosixPath, ...]:
+    """Chooses the files that are copied as they are from a listing of a checkpoint's folder.
+
+    Args:
+        names: the paths of all its files, relative to the folder.
+        modules: the content of modules.json, if there is one.
+
+    Returns:
+        The paths of the chosen files, sorted.
+    """
+    folders = _module_folders(modules)
+    chosen = []
+    for name in names:
+        path = PurePosixPath(name)
+        if _is_chosen_below(path, folders) if len(path.parts) > 1 else _is_chosen_at_top(path):
+            chosen.append(path)
+    return tuple(sorted(chosen))
+
+
+def _is_chosen_at_top(path: PurePosixPath) -> bool:
+    if path.name.startswith(".") or path.name in _LEFT_OUT:
+        return False
+    if path.suffix in WEIGHT_SUFFIXES:
+        return path.name in _NO_WEIGHTS
+    is_index = ".index." in path.name and path.suffix == ".json"
+    return not is_index
+
+
+def _is_chosen_below(path: PurePosixPath, modules: frozenset[str]) -> bool:
+    """Returns True for a file in a sub-folder that loaders look for.
+
+    Args:
+        path: relative to the checkpoint's folder.
+        modules: the folders of sentence-transformers modules.
+    """
+    folders = path.parts[:-1]
+    for folder in folders:
+        if folder.startswith(".") or folder == "__pycache__":
+            return False
+    top = folders[0]
+    if top in modules or top == _TEMPLATES:
+        return True
+    return path.suffix == ".py" and top not in _FOREIGN_FOLDERS
+
+
+def _module_folders(description: bytes | None) -> frozenset[str]:
+    """Returns the folders of sentence-transformers modules such as 1_Pooling.
+
+    Some of them hold small weights of their own. What modules.json says is only compared with names
+    that are found in the folder.
+    """
+    folders = set()
+    try:
+        for module in json.loads(description or b""):
+            parts = PurePosixPath(module["path"]).parts
+            if parts:
+                folders.add(parts[0])
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return frozenset()
+    return frozenset(folders)
+
+
+def is_file(path: Path) -> bool:
+    """Returns True if there is a regular file, or a link to one.
+
+    Raises:
+        OSError: the folder may not be entered, or the name is too long; Path.is_file of Python 3.14
+            returns False then.
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except ValueError:  # a name with a zero byte
+        return False
+
+
+def leads_out(path: Path, root: Path) -> Path | None:
+    """Returns where a file is that a link makes appear in a folder that it does not belong to.
+
+    Args:
+        path: the file.
+        root: the folder that the user named.
+
+    Returns:
+        The file that the link leads to; None for a file that belongs to the folder.
+    """
+    if path.parent == root and not path.is_symlink():
+        return None
+    target = path.resolve()
+    top = root.resolve()
+    around = {target, *target.parents}
+    if top in around:
+        return None
+    is_cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    if is_cached or any(parent / "blobs" in around for parent in top.parents):
+        return None
+    return target
+
+
+def require_own(path: Path, root: Path) -> Path:
+    """Returns the path of a file that a checkpoint needs.
+
+    Args:
+        path: the file.
+        root: the folder that the user named.
+
+    Raises:
+        SourceError: the file is a link that leads out of the folder.
+    """
+    target = leads_out(path, root)
+    if target is not None:
+        raise SourceError(
+            f"{path}: a link that leads out of {root}, to {target}; put the file itself there",
+            path=path,
+        )
+    return path
+
+
+def own_files(folder: Path, root: Path) -> tuple[list[str], list[str]]:
+    """Lists the regular files below a folder.
+
+    Args:
+        folder: the folder.
+        root: the folder that it lies in, and that links may not lead out of.
+
+    Returns:
+        own: the paths of its files, relative to the folder.
+        strays: the paths of links that lead out of `root`.
+    """
+    own = []
+    strays = []
+    for path in folder.rglob("*"):
+        if not path.is_file():
+            continue
+        name = path.relative_to(folder).as_posix()
+        if leads_out(path, root) is None:
+            own.append(name)
+        else:
+            strays.append(name)
+    return own, strays

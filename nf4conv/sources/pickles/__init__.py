@@ -1,1 +1,0 @@
-"""Reads torch pickles, of which nothing is executed."""

@@ -1,1 +1,0 @@
-"""Reads which tensors the weight files of a checkpoint hold together."""
