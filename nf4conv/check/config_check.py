@@ -1,7 +1,7 @@
 """Checks config.json against what is stored: the quantization that it names, and its dtypes."""
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from nf4conv.check.experts_check import check_experts
 from nf4conv.check.skip_list_check import check_skip_list
@@ -11,7 +11,6 @@ from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import DTYPE_NAMES, TAGS
 from nf4conv.models.config import LEFTOVERS, checkpoint_dtype, levels
 from nf4conv.sources.files import QUANTIZATION_LEFTOVERS
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import read_json
 
 _FLAGS: Final = (
@@ -27,21 +26,19 @@ _FLAGS: Final = (
 def check_config(structure: Structure) -> None:
     """Notes everything in which config.json and the stored tensors disagree."""
     config = _read_config(structure)
+    check_experts(structure, config or {})
     if config is None:
-        check_experts(structure, {})
         return
     _check_leftovers(structure, config)
-    check_experts(structure, config)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping):
         if structure.weights:
             _note(structure, "has no quantization_config, though weights are packed")
         return
-    _check_keys(structure, quantization)
-    _check_dtype(structure, quantization)
-    _check_format(structure, quantization)
-    _check_threshold(structure, quantization)
-    _note_oddities(structure, quantization)
+    for text in (*_wrong_keys(quantization), *_wrong_format(structure, quantization)):
+        _note(structure, text)
+    for text in _oddities(quantization):
+        _note(structure, text, is_fault=False)
     _check_unpacked_dtypes(structure, config)
     check_skip_list(structure, config, quantization)
 
@@ -66,7 +63,7 @@ def _note(structure: Structure, text: str, *, is_fault: bool = True) -> None:
 
 
 def _read_config(structure: Structure) -> Mapping[str, Any] | None:
-    """Returns the content of config.json; None if there is none, or none that can be read."""
+    """Returns the content of config.json; notes that there is none, or none that can be read."""
     path = structure.folder / "config.json"
     if not path.is_file():
         _note(structure, "is missing; only programs that need none can load this", is_fault=False)
@@ -74,7 +71,7 @@ def _read_config(structure: Structure) -> Mapping[str, Any] | None:
     try:
         return read_json(path)
     except SourceError as error:
-        _note(structure, str(error).removeprefix(f"{path}: "))
+        structure.note_unreadable("config", path, error)
         return None
 
 
@@ -94,8 +91,8 @@ def _check_leftovers(structure: Structure, config: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_keys(structure: Structure, quantization: Mapping[str, Any]) -> None:
-    """Checks the keys that do not depend on what is stored."""
+def _wrong_keys(quantization: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the keys that do not depend on what is stored."""
     expected = {
         "quant_method": ("bitsandbytes",),
         "load_in_4bit": (True,),
@@ -103,70 +100,46 @@ def _check_keys(structure: Structure, quantization: Mapping[str, Any]) -> None:
     }
     for key, allowed in expected.items():
         if quantization.get(key) not in allowed:
-            _note(structure, f"{key} is {quantization.get(key)!r}, expected {allowed[0]!r}")
+            yield f"{key} is {quantization.get(key)!r}, expected {allowed[0]!r}"
     for key in _FLAGS:
         if not isinstance(quantization.get(key, False), bool):
-            text = f"{key} is {quantization[key]!r:.50}; transformers takes only true or false"
-            _note(structure, text)
-
-
-def _check_dtype(structure: Structure, quantization: Mapping[str, Any]) -> None:
+            yield f"{key} is {quantization[key]!r:.50}; transformers takes only true or false"
     dtype = quantization.get("bnb_4bit_compute_dtype")
     if dtype is not None and dtype not in tuple(TAGS):
-        text = f"bnb_4bit_compute_dtype is {dtype!r:.50}, expected bfloat16, float16 or float32"
-        _note(structure, text)
+        yield f"bnb_4bit_compute_dtype is {dtype!r:.50}, expected bfloat16, float16 or float32"
+    threshold = quantization.get("llm_int8_threshold", 6.0)
+    if not isinstance(threshold, float):
+        yield f"llm_int8_threshold is {threshold!r}; transformers takes only a float: 6.0"
 
 
-class _StoredKey(NamedTuple):
-    """Compares a key of quantization_config with what is stored."""
-
-    key: str
-    default: object  # what transformers assumes without the key
-    stored: object
-
-
-def _check_format(structure: Structure, quantization: Mapping[str, Any]) -> None:
-    """Checks the keys that say how weights are packed, by the first weight: all are alike."""
-    weight = _first_weight(structure)
+def _wrong_format(structure: Structure, quantization: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the keys that say otherwise how the first weight is packed: all are alike."""
+    weight = next(iter(structure.weights.values()), None)
     if weight is None:
         return
     format = weight.format
+    # the key, what transformers assumes without it, and what is stored
     for key, default, stored in (
-        _StoredKey("bnb_4bit_quant_type", "fp4", format.quant_type),
-        _StoredKey("bnb_4bit_use_double_quant", False, format.double_quant),
-        _StoredKey("bnb_4bit_quant_storage", "uint8", format.quant_storage),
+        ("bnb_4bit_quant_type", "fp4", format.quant_type),
+        ("bnb_4bit_use_double_quant", False, format.double_quant),
+        ("bnb_4bit_quant_storage", "uint8", format.quant_storage),
     ):
         found = quantization.get(key, default)
         if found != stored:
-            text = (
-                f"{key} is {found!r}, but {weight.values.name} and others are stored as {stored!r}"
-            )
-            _note(structure, text)
+            yield f"{key} is {found!r}, but {weight.name} and others are stored as {stored!r}"
 
 
-def _check_threshold(structure: Structure, quantization: Mapping[str, Any]) -> None:
-    threshold = quantization.get("llm_int8_threshold", 6.0)
-    if not isinstance(threshold, float):
-        text = f"llm_int8_threshold is {threshold!r}; transformers takes only a float: 6.0"
-        _note(structure, text)
-
-
-def _note_oddities(structure: Structure, quantization: Mapping[str, Any]) -> None:
-    """Notes what loads, but not everywhere, or not as one would expect."""
-    oddities = []
+def _oddities(quantization: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what loads, but not everywhere, or not as one would expect."""
     if quantization.get("bnb_4bit_quant_storage", "uint8") != "uint8":
-        oddities.append(
+        yield (
             "bnb_4bit_quant_storage is not uint8: for FSDP only; vLLM, SGLang and diffusers "
             "refuse it"
         )
     if quantization.get("bnb_4bit_compute_dtype") in ("float32", None):
-        oddities.append("bnb_4bit_compute_dtype is float32, or missing, which means the same: slow")
+        yield "bnb_4bit_compute_dtype is float32, or missing, which means the same: slow"
     if quantization.get("llm_int8_skip_modules") is None:
-        oddities.append(
-            "llm_int8_skip_modules is null: transformers 4 and 5 then guess different lists"
-        )
-    for text in oddities:
-        _note(structure, text, is_fault=False)
+        yield "llm_int8_skip_modules is null: transformers 4 and 5 then guess different lists"
 
 
 def _check_unpacked_dtypes(structure: Structure, config: Mapping[str, Any]) -> None:
@@ -187,7 +160,3 @@ def _check_unpacked_dtypes(structure: Structure, config: Mapping[str, Any]) -> N
         text = f"is {DTYPE_NAMES[tensor.dtype]}, but config.json says {dtype}"
         structure.note("config", tensor.file, tensor.name, text, is_fault=False)
         return  # one says it: a checkpoint may have thousands
-
-
-def _first_weight(structure: Structure) -> Bitsandbytes4bit | None:
-    return next(iter(structure.weights.values()), None)

@@ -67,7 +67,7 @@ def _check_vocabulary(structure: Structure, original: Path, copy: Path) -> None:
     try:
         found = _vocabulary(read_json(copy, _LARGEST_TOKENIZER))
     except SourceError as error:
-        structure.note(CHECK, _TOKENIZER, "", str(error).removeprefix(f"{copy}: "))
+        structure.note_unreadable(CHECK, copy, error)
         return
     if any(found.get(token) != number for token, number in wanted.items()):
         structure.note(CHECK, _TOKENIZER, "", "has another vocabulary than the source's")

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from nf4conv.check.structure import Structure
 from nf4conv.choose.formats import dominant_dtype
-from nf4conv.errors import SourceError
 from nf4conv.models.config import checkpoint_dtype, quantized_config
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.record import SCHEMA_VERSION
@@ -65,6 +64,17 @@ class _Difference:
     def is_rewritten(self) -> bool:
         return self.path.rpartition(".")[2] in _REWRITTEN
 
+    @property
+    def is_of_the_model(self) -> bool:
+        """True if the key decides the model, whatever tool wrote it, and both have it."""
+        if _MISSING in (self.wanted, self.found):
+            return False
+        name = self.path.rpartition(".")[2]
+        # transformers 5 names the parts of a model more exactly: qwen2_vl_vision
+        is_part = name == "model_type" and name != self.path
+        is_renamed = is_part and str(self.found).startswith(str(self.wanted))
+        return name in _OF_THE_MODEL and not is_renamed
+
     def line(self) -> str:
         found = _shown(self.found)
         if self.wanted is _MISSING:
@@ -79,28 +89,27 @@ def is_ours(structure: Structure) -> bool:
 
 
 def check_model_config(structure: Structure, source: Source, *, exact: bool) -> None:
-    """Notes every key by which config.json describes another model than the source's.
-
-    With `exact`, keys that programs rewrite count, too.
-    """
-    if source.config is None:
-        return
-    config = _read_config(structure, exact=exact)
-    if config is None:
-        return
-    _check(structure, _planned(structure, source, config), config, exact=exact)
+    """Notes every key by which config.json describes another model than the source's."""
+    check_planned_config(structure, _planned(structure, source), exact=exact)
 
 
 def check_planned_config(
     structure: Structure, planned: Mapping[str, Any] | None, *, exact: bool
 ) -> None:
-    """Notes every key by which config.json is not the planned one; None for a source without."""
+    """Notes every key by which config.json is not as planned; with `exact`, rewritten ones, too."""
     if planned is None:
         return
-    config = _read_config(structure, exact=exact)
+    ours = is_ours(structure)
+    config = structure.config
     if config is None:
-        return
-    _check(structure, planned, config, exact=exact)
+        if not (structure.folder / "config.json").is_file():
+            text = "is missing; the source has one"
+            structure.note(CHECK, "config.json", "", text, is_fault=exact or ours)
+        return  # that it cannot be read is noted elsewhere
+    for difference in _differences(planned, config, ""):
+        if ours or difference.is_of_the_model:
+            is_fault = exact or not difference.is_rewritten
+            structure.note(CHECK, "config.json", "", difference.line(), is_fault=is_fault)
 
 
 def check_model_index(around: Structure, index: Path, *, is_ours: bool, exact: bool) -> None:
@@ -113,52 +122,16 @@ def check_model_index(around: Structure, index: Path, *, is_ours: bool, exact: b
             around.note(CHECK, index.name, "", difference.line(), is_fault=is_fault)
 
 
-def _read_config(structure: Structure, *, exact: bool) -> Mapping[str, Any] | None:
-    """Returns the content of config.json; None if it is noted elsewhere that it cannot be read."""
-    path = structure.folder / "config.json"
-    if not path.is_file():
-        is_fault = exact or is_ours(structure)
-        text = "is missing; the source has one"
-        structure.note(CHECK, "config.json", "", text, is_fault=is_fault)
-        return None
-    try:
-        return read_json(path)
-    except SourceError:
-        return None
-
-
-def _check(
-    structure: Structure, planned: Mapping[str, Any], config: Mapping[str, Any], *, exact: bool
-) -> None:
-    ours = is_ours(structure)
-    for difference in _differences(planned, config, ""):
-        is_of_the_model = difference.path.rpartition(".")[2] in _OF_THE_MODEL
-        are_both = difference.wanted is not _MISSING and difference.found is not _MISSING
-        if ours:
-            is_fault = exact or not difference.is_rewritten
-        elif is_of_the_model and are_both and not _is_renamed(difference):
-            is_fault = True
-        else:
-            continue
-        structure.note(CHECK, "config.json", "", difference.line(), is_fault=is_fault)
-
-
-def _is_renamed(difference: _Difference) -> bool:
-    """Returns True for a part that transformers 5 names more exactly: qwen2_vl_vision."""
-    return difference.path.endswith(".model_type") and str(difference.found).startswith(
-        str(difference.wanted)
-    )
-
-
-def _planned(structure: Structure, source: Source, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _planned(structure: Structure, source: Source) -> Mapping[str, Any] | None:
     """Returns the config that quantizing a source gives, but for compute dtype and skip list,
     which other checks look at.
 
     A submodel of a diffusers pipeline in which nothing is packed has the config of the source.
     """
-    assert source.config is not None
+    if source.config is None:
+        return None
     weight = next(iter(structure.weights.values()), None)
-    found = config.get("quantization_config")
+    found = (structure.config or {}).get("quantization_config")
     if weight is None or not isinstance(found, Mapping):
         return {**source.config, "quantization_config": found} if found else source.config
     listed = found.get("llm_int8_skip_modules")

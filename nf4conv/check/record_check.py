@@ -10,9 +10,8 @@ from typing import Any, Final
 
 from nf4conv.check.structure import Structure
 from nf4conv.format.dtypes import DTYPE_NAMES
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.original_card import read_front_matter
-from nf4conv.sources.record import MAKING, group_finder, headers_digest
+from nf4conv.sources.record import MAKING, group_finder, headers_digest, recorded_weights
 from nf4conv.sources.source import Source
 
 CHECK: Final = "record"
@@ -35,9 +34,7 @@ def check_record(structure: Structure, *, exact: bool) -> None:
         return
     if "not_packed" not in record:  # release 0.1.0 said nothing of tensors
         return
-    groups = record.get("weights")
-    listed = groups if isinstance(groups, list) else []
-    for text in (*_wrong_groups(structure, listed), *_wrong_counts(structure, record)):
+    for text in (*_wrong_groups(structure, record), *_wrong_counts(structure, record)):
         structure.note(CHECK, MAKING, "", text)
 
 
@@ -112,40 +109,26 @@ def _values_in(text: str) -> set[str]:
     return {_PART.sub("", part) for part in text.split(", ")}
 
 
-def _wrong_groups(structure: Structure, listed: list[Any]) -> Iterator[str]:
-    """Yields what groups of weights say that is not so; what is no group says nothing."""
-    groups = [group if isinstance(group, Mapping) else {} for group in listed]
-    group_of = group_finder([_names_of(group) for group in groups])
+def _wrong_groups(structure: Structure, record: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what groups of weights say that is not so."""
+    groups = recorded_weights(record)
+    group_of = group_finder([group.names for group in groups])
     counts = Counter[int | None]()
     for name, weight in structure.weights.items():
         number = group_of(name)
-        group = {} if number is None else groups[number]
+        said = {} if number is None else groups[number].said
         counts[number] += 1
-        wrong = _wrong_field(group, weight)
-        if wrong is not None:
-            yield f"{name}: {wrong}"
-            return  # one says it: a checkpoint may have thousands
+        for field in _OF_FORMAT:
+            claimed = said.get(field)
+            stored = getattr(weight.format, field)
+            if claimed != stored:
+                yield f"{name}: {field} is {claimed!r:.50}, but it is stored as {stored!r}"
+                return  # one says it: a checkpoint may have thousands
     for number, group in enumerate(groups):
-        claimed = group.get("count")
-        stored = counts[number]
-        if claimed != stored:
-            yield f"group {number + 1} has {claimed!r:.50} weights, but {stored:,} are there"
-
-
-def _names_of(group: Mapping[str, Any]) -> list[str] | None:
-    """Returns the names that a group lists; None if it has all weights that no other one has."""
-    names = group.get("names")
-    return [str(name) for name in names] if isinstance(names, list) else None
-
-
-def _wrong_field(group: Mapping[str, Any], weight: Bitsandbytes4bit) -> str | None:
-    """Returns in what a weight is not as its group says; None if it is."""
-    for field in _OF_FORMAT:
-        claimed = group.get(field)
-        stored = getattr(weight.format, field)
-        if claimed != stored:
-            return f"{field} is {claimed!r:.50}, but it is stored as {stored!r}"
-    return None
+        claimed = group.said.get("count")
+        if claimed != counts[number]:
+            stored = f"{counts[number]:,}"
+            yield f"group {number + 1} has {claimed!r:.50} weights, but {stored} are there"
 
 
 def _wrong_counts(structure: Structure, record: Mapping[str, Any]) -> Iterator[str]:

@@ -6,15 +6,12 @@ nf4conv.json says it, or the config, or weights in 4 bits do.
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
 from nf4conv.check.structure import Structure
-from nf4conv.errors import OptionError, PlanError, SourceError
+from nf4conv.errors import OptionError, PlanError
 from nf4conv.options import DequantizeOptions, VerifyOptions
-from nf4conv.sources.reader import read_json
 from nf4conv.sources.record import MAKING
-
-_PATTERNS: Final = ("include", "exclude")
 
 
 class Relation(StrEnum):
@@ -33,17 +30,11 @@ def relation_of(structure: Structure) -> Relation:
     if command == "dequantize":
         return Relation.DECODED
     has_lost_tensors = any(finding.check == "components" for finding in structure.findings)
-    if command == "quantize" or has_lost_tensors or _is_said_to_be_in_4_bits(structure):
+    if command == "quantize" or has_lost_tensors:
         return Relation.QUANTIZED
-    return Relation.NONE
-
-
-def _is_said_to_be_in_4_bits(structure: Structure) -> bool:
-    try:
-        quantization = read_json(structure.folder / "config.json").get("quantization_config")
-    except SourceError:
-        return False
-    return isinstance(quantization, Mapping) and quantization.get("load_in_4bit") is True
+    said = (structure.config or {}).get("quantization_config")
+    is_in_4_bits = isinstance(said, Mapping) and said.get("load_in_4bit") is True
+    return Relation.QUANTIZED if is_in_4_bits else Relation.NONE
 
 
 def decoding_options(structure: Structure, options: VerifyOptions) -> DequantizeOptions:
@@ -75,7 +66,7 @@ def _recorded(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("dtype", "fp8_scales"):
         if options.get(name) is not None:
             found[name] = options[name]
-    for name in _PATTERNS:
+    for name in ("include", "exclude"):
         patterns = options.get(name)
         if isinstance(patterns, list):
             found[name] = tuple(patterns)

@@ -8,7 +8,7 @@ are recognised and named.
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,18 @@ class Structure:
         """Adds a finding; arguments as the attributes of `Finding`."""
         name = file if isinstance(file, str) else file.name
         self.findings.append(Finding(check, name, tensor, text, is_fault))
+
+    def note_unreadable(self, check: str, file: Path, error: SourceError) -> None:
+        """Notes why a file cannot be read."""
+        self.note(check, file, "", str(error).removeprefix(f"{file}: "))
+
+    @cached_property
+    def config(self) -> Mapping[str, Any] | None:
+        """The content of config.json; None if there is none that can be read."""
+        try:
+            return read_json(self.folder / "config.json")
+        except SourceError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -149,7 +161,7 @@ def _read_weight_map(structure: Structure, index: Path) -> Mapping[str, Any]:
     try:
         table = read_json(index, LARGEST_INDEX)
     except SourceError as error:
-        structure.note("index", index, "", str(error).removeprefix(f"{index}: "))
+        structure.note_unreadable("index", index, error)
         return {}
     weight_map = table.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -170,7 +182,7 @@ def _read_headers(structure: Structure, files: Sequence[Path]) -> list[Path]:
         try:
             header = read_header(file)
         except SourceError as error:
-            structure.note("files", file, "", str(error).removeprefix(f"{file}: "))
+            structure.note_unreadable("files", file, error)
             continue
         readable.append(file)
         for tensor in header:

@@ -24,7 +24,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +67,7 @@ class GroupOfWeights:
         count: the number of weights. None if the record does not say.
         names: their names, in which "*" stands for any number between two dots. None for the group
             of all weights that no other group names.
+        said: everything that the record says of them, as it stands there.
     """
 
     origin: str
@@ -74,6 +75,7 @@ class GroupOfWeights:
     scales: str
     count: int | None
     names: tuple[str, ...] | None
+    said: Mapping[str, Any] = field(default_factory=dict)
 
 
 def record_of(
@@ -198,6 +200,7 @@ def _group_of(group: Mapping[str, Any]) -> GroupOfWeights:
         scales=_scales_or_absmax(group.get("scales")),
         count=count if type(count) is int else None,
         names=names,
+        said=group,
     )
 
 
