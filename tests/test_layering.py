@@ -50,7 +50,7 @@ ROOMS["__main__"] = {"cli", "system"}
 # what the converter imports of each wing, late
 DOORS = {
     "inference": ("commands.environment", "nf4conv.inference.moe.entry.status"),
-    "calibrate": ("commands.quantize_checkpoint", "nf4conv.calibrate.request.plan_calibrated"),
+    "calibrate": ("commands.quantize", "nf4conv.calibrate.request.plan_calibrated"),
 }
 
 # libraries that only the named modules may import
@@ -68,7 +68,7 @@ ORACLES = {
         "calibrate.model.building",
         "calibrate.model.names",
     ),
-    "ray": ("commands.spread.ray_tasks",),
+    "ray": ("commands.spread",),
 }
 
 # libraries that take long to import, and the modules of rooms without them that import one
@@ -252,7 +252,7 @@ def test_the_converter_reaches_calibration_by_one_function():
     for name, file in MODULES.items():
         if not is_in(name, "calibrate"):
             found += [(name, other) for other in own(file) if is_in(other, "calibrate")]
-    assert found == [("commands.quantize_checkpoint", "calibrate.request")]
+    assert found == [("commands.quantize", "calibrate.request")]
 
 
 def test_that_room_would_be_noticed():

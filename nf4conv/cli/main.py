@@ -19,28 +19,19 @@ from nf4conv.cli.parameters import (
 from nf4conv.cli.running import (
     CommandGroup,
     Display,
-    check_source_options,
-    chosen,
-    given_to,
+    begin,
     raise_terminated,
     silence_libraries,
     terminal_width,
 )
-from nf4conv.declaring import Group, narrowed
-from nf4conv.errors import SourceError
+from nf4conv.declaring import Group
 from nf4conv.options import (
     DequantizeOptions,
     EvaluateOptions,
     InspectOptions,
-    MachineOptions,
-    PushOptions,
     QuantizeOptions,
-    RunOptions,
-    SourceOptions,
     VerifyOptions,
 )
-from nf4conv.plan.parts import plan_part
-from nf4conv.report.text.progress_bar import progress
 from nf4conv.system.signals import handle_stop
 
 _LOG = "Say what is done and how long it takes, on stderr."
@@ -89,10 +80,9 @@ def inspect(path: str, **values: Any) -> None:
     """
     from nf4conv.report.text.lines import inspection_lines  # importing it holds up --help
 
-    display = chosen(Display, values)
-    check_source_options(chosen(InspectOptions, values), path)
+    display, given = begin(InspectOptions, values, path)
     silence_libraries()  # what is downloaded here is too small for progress bars
-    found = nf4conv.inspect(path, **given_to(InspectOptions, values))
+    found = nf4conv.inspect(path, **given)
     display.show(found, inspection_lines(found, terminal_width()))
 
 
@@ -117,46 +107,17 @@ def quantize(source: str, out: str, **values: Any) -> None:
     in 4 bits of bitsandbytes anew: weights in the format asked for, by default their own, stay bit
     for bit. In a diffusers pipeline, --include 'transformer/*' chooses submodels.
     """
-    from nf4conv.commands import describe, quantize  # importing them holds up --help
+    from nf4conv.report.text.lines import plan_lines, quantization_lines  # this holds up --help
 
-    # importing it holds up --help
-    from nf4conv.report.text.lines import plan_lines, quantization_lines
-
-    display = chosen(Display, values)
-    options = chosen(QuantizeOptions, values)
-    run = narrowed(options, RunOptions)
-    push = narrowed(options, PushOptions)
-    check_source_options(options, source)
-    if display.quiet:
-        silence_libraries()
-    where = narrowed(options, SourceOptions)
-    try:
-        whole = quantize.plan_quantization(source, options, where, push)
-    except SourceError:
-        # it is not needed if parts have made all files
-        report = None if display.dry_run else quantize.quantized_without_source(out, options)
-        if report is None:
-            raise
-        display.show(report, quantization_lines(report))
-        return
-    plan = plan_part(whole, run)
+    display, given = begin(QuantizeOptions, values, source)
     if display.dry_run:
-        described = describe.describe_plan(plan)
-        display.show(described, plan_lines(described, terminal_width()))
+        from nf4conv.commands.quantize import dry_run  # importing it holds up --help
+
+        planned = dry_run(source, QuantizeOptions(**given))
+        display.show(planned, plan_lines(planned, terminal_width()))
         return
-    display.tell_notes(plan.notes)
-    totals = plan.totals()
-    work = totals.bytes_before
-    verb = "quantizing"
-    if run.verify:
-        work += totals.bytes_before + totals.bytes_after
-        verb = "quantizing and verifying"
-    last = "finishing"
-    if push.push_to_hub is not None:
-        last = f"uploading to {push.push_to_hub}"
-    calibration = whole.calibration
-    with progress(verb, work, hidden=display.quiet, last=last, calibration=calibration) as advance:
-        report = quantize.execute_quantization(plan, out, run, advance, push)
+    with display.progress() as progress:
+        report = nf4conv.quantize(source, out, **given, progress=progress)
     display.show(report, quantization_lines(report))
 
 
@@ -187,19 +148,11 @@ def verify(path: str, report: Path | None, **values: Any) -> None:
     again, and every bit must be the same. Exit codes: 0 everything is right, 1 something is wrong,
     2 nf4conv could not verify it.
     """
-    from nf4conv.commands import verify  # importing it holds up --help
     from nf4conv.report.text.lines import verification_lines  # importing it holds up --help
 
-    display = chosen(Display, values)
-    options = chosen(VerifyOptions, values)
-    check_source_options(options, *([] if options.source is None else [str(options.source)]))
-    if display.quiet:
-        silence_libraries()
-    where = narrowed(options, SourceOptions)
-    run = narrowed(options, MachineOptions)
-    plan = verify.plan_verification(path, options.source, options, where)
-    with progress("verifying", plan.bytes_to_read, hidden=display.quiet) as advance:
-        found = verify.execute_verification(plan, run, advance)
+    display, given = begin(VerifyOptions, values, values["source"])
+    with display.progress() as progress:
+        found = nf4conv.verify(path, **given, progress=progress)
     if report is not None:
         nf4conv.write_page(found, report)
     display.show(found, verification_lines(found, terminal_width(), every=display.verbose))
@@ -226,26 +179,11 @@ def evaluate(outs: tuple[str, ...], **values: Any) -> None:
     'nf4conv[evaluate]'. Exit codes: 0 done, 1 past --max-kl, 2 nf4conv cannot use a model or the
     tokens.
     """
-    from tqdm import tqdm  # importing it holds up --help
-
     from nf4conv.report.text.lines import evaluation_lines  # importing it holds up --help
 
-    display = chosen(Display, values)
-    check_source_options(chosen(EvaluateOptions, values), values["source"])
-    hide_bar = None  # tqdm then hides the bar if stderr is not a terminal
-    if display.quiet:
-        silence_libraries()
-        hide_bar = True
-    bar = tqdm(
-        desc="evaluating",
-        total=1,
-        bar_format="{l_bar}{bar}| {elapsed}<{remaining}",
-        leave=False,
-        disable=hide_bar,
-    )
-    with bar:
-        given = given_to(EvaluateOptions, values)
-        found = nf4conv.evaluate(outs, **given, progress=bar.update)
+    display, given = begin(EvaluateOptions, values, values["source"])
+    with display.progress() as progress:
+        found = nf4conv.evaluate(outs, **given, progress=progress)
     result = found.evaluations[0] if len(outs) == 1 else found
     display.show(result, evaluation_lines(found, terminal_width()))
     sys.exit(0 if found.passed else 1)
@@ -273,35 +211,17 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     each. SRC is a folder, a .safetensors or .gguf file, or a model on the Hugging Face Hub. OUT
     loads as any 16-bit model, and llama.cpp converts it to GGUF.
     """
-    from nf4conv.commands import dequantize, describe  # importing them holds up --help
+    from nf4conv.report.text.lines import dequantization_lines, plan_lines  # this holds up --help
 
-    # importing it holds up --help
-    from nf4conv.report.text.lines import dequantization_lines, plan_lines
-
-    display = chosen(Display, values)
-    options = chosen(DequantizeOptions, values)
-    run = narrowed(options, RunOptions)
-    check_source_options(options, source)
-    if display.quiet:
-        silence_libraries()
-    where = narrowed(options, SourceOptions)
-    try:
-        whole = dequantize.plan_dequantization(source, options, where)
-    except SourceError:
-        # it is not needed if parts have made all files
-        report = None if display.dry_run else dequantize.decoded_without_source(out, options)
-        if report is None:
-            raise
-        display.show(report, dequantization_lines(report))
-        return
-    plan = plan_part(whole, run)
+    display, given = begin(DequantizeOptions, values, source)
     if display.dry_run:
-        described = describe.describe_plan(plan)
-        display.show(described, plan_lines(described, terminal_width()))
+        from nf4conv.commands.dequantize import dry_run  # importing it holds up --help
+
+        planned = dry_run(source, DequantizeOptions(**given))
+        display.show(planned, plan_lines(planned, terminal_width()))
         return
-    display.tell_notes(plan.notes)
-    with progress("decoding", plan.totals().bytes_before, hidden=display.quiet) as advance:
-        report = dequantize.execute_dequantization(plan, out, run, advance)
+    with display.progress() as progress:
+        report = nf4conv.dequantize(source, out, **given, progress=progress)
     display.show(report, dequantization_lines(report))
 
 
@@ -315,4 +235,4 @@ def env(**values: Any) -> None:
     from nf4conv.report.text.lines import environment_lines  # importing it holds up --help
 
     found = nf4conv.environment()
-    chosen(Display, values).show(found, environment_lines(found))
+    Display(**values).show(found, environment_lines(found))

@@ -14,14 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 import click
 
 import nf4conv
 from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.options import SourceOptions
-from nf4conv.report.text.terminal import coloured, printable, show, tell, tell_notes
+from nf4conv.report.text.progress_bar import ProgressBar
+from nf4conv.report.text.terminal import coloured, printable, show, tell
 from nf4conv.system.signals import (
     INTERRUPTED_EXIT,
     STOPPED_EXIT,
@@ -29,8 +30,6 @@ from nf4conv.system.signals import (
     discard_stdout,
     is_unread,
 )
-
-OptionsT = TypeVar("OptionsT")
 
 _LIBRARY: Final = logging.getLogger("nf4conv")
 _NO_THREADS: Final = "can't start new thread"  # Python's words
@@ -41,37 +40,47 @@ _PRINTS_JSON: Final = "nf4conv.prints_json"
 # --- what a user chose ------------------------------------------------------------------------
 
 
-def chosen(kind: type[OptionsT], values: Mapping[str, Any]) -> OptionsT:
-    """Gathers the options of one kind.
+def begin(
+    kind: type[Any], values: Mapping[str, Any], place: str | Path | None
+) -> tuple["Display", dict[str, Any]]:
+    """Sorts what a user gave a command, and refuses options that have no effect.
+
+    Args:
+        kind: the options of the command.
+        values: what was given, or stands for it by default.
+        place: the checkpoint that options about a source are about. None if none was given.
+
+    Returns:
+        How to show the result, and the keywords of the function that makes it.
 
     Raises:
         OptionError: an option has a value that it cannot have.
     """
-    return kind(**given_to(kind, values))
+    display = Display(**_fields_of(Display, values))
+    given = _fields_of(kind, values)
+    _check_source_options(kind(**given), [] if place is None else [str(place)])
+    if display.quiet:
+        silence_libraries()
+    return display, given
 
 
-def given_to(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that are fields of a class of options."""
+def _fields_of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that are fields of a class."""
     names = {field.name for field in fields(kind) if field.init}
     return {name: value for name, value in values.items() if name in names}
 
 
-def refuse_alone(useless: str, *, needed: str) -> NoReturn:
+def _refuse_alone(useless: str, *, needed: str) -> NoReturn:
     """Refuses an option that has no effect without another one."""
     raise click.UsageError(f"{useless} means nothing without {needed}")
 
 
-def check_source_options(where: SourceOptions, *places: str) -> None:
-    """Refuses options about the Hub or about GGUF files if they have no effect on any place.
-
-    Args:
-        where: the options.
-        places: the checkpoints that the options are about. None, if --source was not given.
-    """
+def _check_source_options(where: SourceOptions, places: Sequence[str]) -> None:
+    """Refuses options about the Hub or about GGUF files if they have no effect on any place."""
     _check_hub_options(where, places)
     has_gguf = where.gguf_file is not None or any(".gguf" in place for place in places)
     if where.config_from is not None and not has_gguf:
-        refuse_alone("--config-from", needed="a GGUF file: name one, or give --gguf-file")
+        _refuse_alone("--config-from", needed="a GGUF file: name one, or give --gguf-file")
 
 
 def _check_hub_options(where: SourceOptions, places: Sequence[str]) -> None:
@@ -87,7 +96,7 @@ def _check_hub_options(where: SourceOptions, places: Sequence[str]) -> None:
     if not given or on_the_hub:
         return
     if not places:
-        refuse_alone(given[0], needed="--source")
+        _refuse_alone(given[0], needed="--source")
     raise click.UsageError(
         f"{given[0]} is about a model on the Hub, "
         f"not about {' and '.join(places)}, which is on this disk"
@@ -126,10 +135,9 @@ class Display:
             if text:
                 show(text)
 
-    def tell_notes(self, notes: tuple[str, ...]) -> None:
-        """Prints notes on stderr."""
-        if not self.quiet:
-            tell_notes(notes)
+    def progress(self) -> ProgressBar:
+        """Returns what shows how far the command is, and its notes."""
+        return ProgressBar(hidden=self.quiet)
 
 
 def silence_libraries() -> None:

@@ -2,24 +2,28 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from nf4conv.choose.wishes import unmatched
-from nf4conv.commands.pipelines import open_unchanged, write_submodels
-from nf4conv.declaring import after_two_places, narrowed
+from nf4conv.commands.writing import (
+    describe,
+    open_unchanged,
+    tell_what_is_read,
+    write_submodels,
+)
+from nf4conv.declaring import after_two_places
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
 from nf4conv.format.units import size
-from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
+from nf4conv.options import DequantizeOptions, SourceOptions
 from nf4conv.plan import dequantization
 from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.diffusers import DiffusersPlan, for_submodel, is_included
 from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.report.loading import loading_of_plan
-from nf4conv.report.results import DequantizeReport, VerificationSummary
+from nf4conv.report.results import DequantizeReport, PlanReport
 from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
 from nf4conv.run.parts import finish_without_source
@@ -31,7 +35,7 @@ from nf4conv.system.garbage import uncollected
 
 _log: Final = logging.getLogger(__name__)
 
-AnyDequantizationPlan: TypeAlias = DequantizationPlan | DiffusersPlan[DequantizationPlan]
+AnyPlan: TypeAlias = DequantizationPlan | DiffusersPlan[DequantizationPlan]
 """Plan of one checkpoint, or of a diffusers pipeline."""
 
 
@@ -59,81 +63,58 @@ def dequantize(source: str | Path, out: str | Path, options: DequantizeOptions) 
             like a finished checkpoint.
     """
     try:
-        plan = plan_dequantization(source, options, narrowed(options, SourceOptions))
+        plan = make_plan(source, options)
     except SourceError:
-        finished = decoded_without_source(out, options)
-        if finished is None:
+        # it is not needed if parts have made all files
+        found = finish_without_source(Path(out), "dequantize", options)
+        if found is None:
             raise
-        return finished
-    return execute_dequantization(plan, out, narrowed(options, RunOptions), options.progress)
+        run, totals = found
+        return DequantizeReport(run, totals.decoded)
+    return execute(plan, Path(out), options)
 
 
-def decoded_without_source(out: str | Path, options: DequantizeOptions) -> DequantizeReport | None:
-    """Makes a folder whole whose shards have all been made by parts, with the same options.
-
-    Returns:
-        A report of what is there; None if shards are missing, or parts make something else.
-
-    Raises:
-        OutputError: a shard is not what was written, or a file cannot be written.
-    """
-    found = finish_without_source(Path(out), "dequantize", options)
-    if found is None:
-        return None
-    run, totals = found
-    return DequantizeReport(run, totals["decoded"])
+def dry_run(source: str | Path, options: DequantizeOptions) -> PlanReport:
+    """Describes what decoding a checkpoint would do."""
+    return describe(plan_part(make_plan(source, options), options))
 
 
-def plan_dequantization(
-    source: str | Path, options: DequantizeOptions | None = None, where: SourceOptions | None = None
-) -> AnyDequantizationPlan:
+def make_plan(source: str | Path, options: DequantizeOptions) -> AnyPlan:
     """Plans a checkpoint, or each submodel of a diffusers pipeline, from headers and config alone.
 
     In globs for a pipeline, the name of a submodel and a slash may stand first.
     """
     started = time.perf_counter()
-    options = options or DequantizeOptions()
+    plan: AnyPlan
     try:
-        plan = plan_checkpoint(source, options, where)
+        plan = plan_checkpoint(source, options, options)
     except DiffusersFolderError:
-        pipeline = _plan_pipeline(source, open_diffusers(source, where), options)
-        _log_plan(pipeline, started)
-        return pipeline
-    notes = (*plan.notes, *unmatched(options, [("", plan.source)]))
-    again = partial(plan_dequantization, source, replace(options, progress=None), where)
-    _log_plan(plan, started)
-    return replace(plan, notes=notes, again=again)
-
-
-def _log_plan(plan: AnyDequantizationPlan, started: float) -> None:
-    """Logs what was planned, and how long it took since `started` (time.perf_counter)."""
-    seconds = time.perf_counter() - started
+        plan = _plan_pipeline(source, open_diffusers(source, options), options)
+    else:
+        notes = (*plan.notes, *unmatched(options, [("", plan.source)]))
+        again = partial(make_plan, source, replace(options, progress=None))
+        plan = replace(plan, notes=notes, again=again)
     totals = plan.totals()
     _log.info(
         "planned %d tensors in %.1f s: %d decoded, %d kept; %d files, %s",
         totals.decoded + totals.copied,
-        seconds,
+        time.perf_counter() - started,
         totals.decoded,
         totals.copied,
         totals.shards,
         size(totals.bytes_after),
     )
+    return plan
 
 
 @uncollected()
 def plan_checkpoint(
-    source: str | Path, options: DequantizeOptions, where: SourceOptions | None
+    source: str | Path, options: DequantizeOptions, where: SourceOptions
 ) -> DequantizationPlan:
-    """Plans one checkpoint.
-
-    Args:
-        source: a folder, a .safetensors file, or "org/name" on the Hugging Face Hub.
-        options: what to make of the checkpoint.
-        where: revision, subfolder and the like of the source.
+    """Plans one checkpoint, or a submodel that is `where` in a pipeline.
 
     Raises:
         DiffusersFolderError: the source is a diffusers pipeline.
-        SourceError: the source cannot be read.
         PlanError: nothing in the source is quantized, or the request cannot be met for it.
     """
     opened = open_merged(source, where, options.lora)
@@ -165,18 +146,7 @@ def _plan_pipeline(
 def plan_submodel(
     folder: DiffusersFolder, name: str, options: DequantizeOptions, where: SourceOptions
 ) -> DequantizationPlan:
-    """Plans a submodel of a pipeline; keeps its tensors as they are if nothing in it is decoded.
-
-    Args:
-        folder: the pipeline.
-        name: the submodel.
-        options: what to make of the pipeline.
-        where: the subfolder of the submodel, and the like.
-
-    Raises:
-        SourceError: the submodel cannot be read.
-        PlanError: the request cannot be met for it.
-    """
+    """Plans a submodel; keeps its tensors as they are if nothing in it is decoded."""
     mine = for_submodel(name, options)
     opened = open_readable(folder.place, where)
     if is_included(name, options) and dequantization.has_wanted_weights(opened, mine):
@@ -184,71 +154,43 @@ def plan_submodel(
     return dequantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
 
 
-def execute_dequantization(
-    plan: AnyDequantizationPlan,
-    out: str | Path,
-    run: RunOptions | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> DequantizeReport:
-    """Carries out a plan, in as many processes as `run` says."""
+def execute(plan: AnyPlan, out: Path, options: DequantizeOptions) -> DequantizeReport:
+    """Carries out a plan, in as many processes as the options say."""
     started = time.perf_counter()
-    run = run or RunOptions()
-    progress = progress or ignore
-    out = Path(out)
-    run = in_parts(plan, run, out)
-    plan = plan_part(plan, run)
-    if run.is_spread:
-        from nf4conv.commands.spread.carry_out import carry_out  # few runs need to import it
+    options = in_parts(plan, options, out)
+    if options.is_spread:
+        from nf4conv.commands.spread import carry_out  # few runs need to import it
 
-        return carry_out(plan, execute_dequantization, out, run, progress)
+        return carry_out(plan, execute, out, options)
+    plan = plan_part(plan, options)
+    tell_what_is_read(plan, options)
     if isinstance(plan, DequantizationPlan):
-        report = _write_one(plan, out, run, progress)
+        report = _write_one(plan, out, options)
     else:
         require_apart(plan.folder.folder, out)
+        decoded = plan.totals().decoded
         report = write_submodels(
-            plan, out, run, progress, write=_write_one, join=partial(_joined, plan), card=_no_card
+            plan, out, options, _write_one, lambda run, _: DequantizeReport(run, decoded)
         )
     return replace(report, run=replace(report.run, seconds=time.perf_counter() - started))
 
 
-def _write_one(
-    plan: DequantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
-) -> DequantizeReport:
+def _write_one(plan: DequantizationPlan, out: Path, options: DequantizeOptions) -> DequantizeReport:
     """Carries out the plan of one checkpoint."""
-    write = partial(_decode, plan, out, run, progress)
-    written = found_or_written(plan, out, run, progress, write)
+    progress = options.progress or ignore
+
+    def write() -> Written:
+        check_scales(list(plan.output.jobs), plan.source, options)
+        return write_checkpoint(plan, out, options, progress, partial(_card, plan))
+
+    written = found_or_written(plan, out, options, progress, write)
     return DequantizeReport(written.report, plan.totals().decoded)
 
 
-def _decode(
-    plan: DequantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
-) -> Written:
-    """Looks at the scales of all weights, and writes the checkpoint."""
-    check_scales(list(plan.output.jobs), plan.source, run)
-    return write_checkpoint(plan, out, run, progress, partial(_card, plan))
-
-
-def _card(
-    plan: DequantizationPlan,
-    bytes_after: int,  # noqa: ARG001 - a card in 16 bits has no figures
-    verified: VerificationSummary | None,  # noqa: ARG001
-) -> str | None:
+def _card(plan: DequantizationPlan, *_figures: object) -> str | None:
     """Writes the model card of a merged model; None for any other."""
     if not plan.source.adapters:
         return None
-    from nf4conv.report.card import merged_card  # importing a reader of YAML takes a moment
+    from nf4conv.report.card import merged_card  # importing YAML takes a moment
 
     return merged_card(plan, loading_of_plan(plan))
-
-
-def _no_card(report: DequantizeReport) -> None:
-    """Stands for the card of a diffusers pipeline that is decoded, which gets none."""
-
-
-def _joined(
-    plan: DiffusersPlan[DequantizationPlan],
-    report: DequantizeReport,
-    reports: Sequence[DequantizeReport],  # noqa: ARG001 - those of the submodels add nothing
-) -> DequantizeReport:
-    """Adds what only a dequantization reports to the joined report of all submodels."""
-    return replace(report, decoded=plan.totals().decoded)

@@ -32,6 +32,7 @@ from nf4conv.models.config import architecture_of, without_quantization
 from nf4conv.models.parsing import excess_of, parse_config
 from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.report.results import Evaluation, Evaluations
+from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.run.device.on_torch.device import find_device
 from nf4conv.sources.files import ADAPTER_CONFIG
 from nf4conv.sources.foreign.config import describe
@@ -150,6 +151,7 @@ def _ask_all(
 ) -> list[dict[str, float]]:
     """Asks the original, then each model in 4 bits, and measures how far the answers are apart."""
     progress = options.progress or (lambda _: None)
+    begin(progress, [Step("evaluating", 1, "evaluating", lambda done: f"{100 * done:.0f} %")])
     share = 1 / len(question.ids) / (1 + len(outs))
     with tempfile.TemporaryFile() as file, torch.inference_mode():
         for answer, _ in answers(load(question, original.folder, options.variant), question):

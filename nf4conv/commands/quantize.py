@@ -1,35 +1,66 @@
-"""`nf4conv quantize`: packs a checkpoint or a diffusers pipeline into bitsandbytes' 4 bits."""
+"""`nf4conv quantize`: packs a checkpoint or a diffusers pipeline into bitsandbytes' 4 bits.
+
+plan ▸ open the repository to push to ▸ calibrate ▸ write ▸ commit what was uploaded
+"""
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from nf4conv.choose.experts import Experts
 from nf4conv.choose.wishes import unmatched
-from nf4conv.commands.quantize_checkpoint import execute_one, plan_checkpoint
-from nf4conv.declaring import after_one_place, after_two_places, narrowed
-from nf4conv.errors import DiffusersFolderError, PlanError, SourceError
+from nf4conv.commands.writing import (
+    bytes_on_disk,
+    describe,
+    open_unchanged,
+    tell_what_is_read,
+    write_submodels,
+)
+from nf4conv.declaring import after_one_place, after_two_places
+from nf4conv.errors import DiffusersFolderError, PlanError, SourceError, VerificationError
+from nf4conv.format.dtypes import TAGS
 from nf4conv.format.units import size
-from nf4conv.options import PushOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.options import QuantizeOptions, SourceOptions, VerifyOptions
+from nf4conv.output.writer import write_file
+from nf4conv.plan import diffusers, quantization
 from nf4conv.plan.diffusers import DiffusersPlan
+from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.parts import in_parts, plan_part
-from nf4conv.plan.quantization import QuantizationPlan, require_searched
+from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.report.advice import advice
-from nf4conv.report.loading import gpu_bytes
-from nf4conv.report.results import QuantizeReport
-from nf4conv.run.checkpoint import ignore
+from nf4conv.report.loading import (
+    Loading,
+    gpu_bytes,
+    loading_of_pipeline,
+    loading_of_plan,
+    push_command,
+)
+from nf4conv.report.results import PlanReport, QuantizeReport, RunReport, VerificationSummary
+from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
+from nf4conv.run.device.protocol import CastError, NonFiniteError
+from nf4conv.run.earlier import found_or_written
 from nf4conv.run.parts import finish_without_source
+from nf4conv.sources.adapters.merging import open_merged
+from nf4conv.sources.diffusers import (
+    DiffusersFolder,
+    is_packed_by_default,
+    open_diffusers,
+)
+from nf4conv.sources.source import Source
+from nf4conv.system.garbage import uncollected
 
 if TYPE_CHECKING:
-    pass
+    from nf4conv.output.push import Push
 
 _log: Final = logging.getLogger(__name__)
 
-AnyQuantizationPlan: TypeAlias = QuantizationPlan | DiffusersPlan[QuantizationPlan]
+AnyPlan: TypeAlias = QuantizationPlan | DiffusersPlan[QuantizationPlan]
 """Plan of one checkpoint, or of a diffusers pipeline."""
 
 
@@ -59,17 +90,15 @@ def quantize(source: str | Path, out: str | Path, options: QuantizeOptions) -> Q
             like a finished checkpoint.
         VerificationError: with `verify`, what was written is not what it should be.
     """
-    where = narrowed(options, SourceOptions)
-    push = narrowed(options, PushOptions)
     try:
-        plan = plan_quantization(source, options, where, push)
+        plan = make_plan(source, options)
     except SourceError:
-        finished = quantized_without_source(out, options)
-        if finished is None:
+        # it is not needed if parts have made all files
+        found = finish_without_source(Path(out), "quantize", options)
+        if found is None:
             raise
-        return finished
-    run = narrowed(options, RunOptions)
-    return execute_quantization(plan, out, run, options.progress, push)
+        return _report(*found)
+    return execute(plan, Path(out), options)
 
 
 @dataclass(frozen=True)
@@ -81,7 +110,7 @@ class Plan:
         options: those that `execute` goes by.
     """
 
-    made: AnyQuantizationPlan
+    made: AnyPlan
     options: QuantizeOptions
 
     @property
@@ -96,9 +125,7 @@ class Plan:
 
     def execute(self, out: str | Path) -> QuantizeReport:
         """Carries the plan out. Arguments, results and errors are those of `quantize`."""
-        run = narrowed(self.options, RunOptions)
-        push = narrowed(self.options, PushOptions)
-        return execute_quantization(self.made, out, run, self.options.progress, push)
+        return execute(self.made, Path(out), self.options)
 
 
 @after_one_place(QuantizeOptions)
@@ -124,97 +151,116 @@ def plan_quantize(source: str | Path, options: QuantizeOptions) -> Plan:
         OptionError: an option has a value that it cannot have.
         PlanError: the request cannot be met for this source.
     """
-    where = narrowed(options, SourceOptions)
-    push = narrowed(options, PushOptions)
-    made = plan_part(plan_quantization(source, options, where, push), narrowed(options, RunOptions))
-    return Plan(made, options)
+    return Plan(plan_part(make_plan(source, options), options), options)
 
 
-def quantized_without_source(out: str | Path, options: QuantizeOptions) -> QuantizeReport | None:
-    """Makes a folder whole whose shards have all been made by parts, with the same options.
-
-    Returns:
-        A report of what is there; None if shards are missing, or parts make something else.
-
-    Raises:
-        OutputError: a shard is not what was written, or a file cannot be written.
-    """
-    found = finish_without_source(Path(out), "quantize", options)
-    if found is None:
-        return None
-    run, totals = found
-    return QuantizeReport(
-        run=run,
-        packed=totals["packed"],
-        stay=totals["stay"],
-        parameters=totals["parameters"],
-        bits_per_parameter=8 * run.bytes_after / max(totals["parameters"], 1),
-        gpu_bytes=gpu_bytes(run.bytes_after),
-        loading="",
-        install="",
-        push="",
-        advice="",
-    )
+def dry_run(source: str | Path, options: QuantizeOptions) -> PlanReport:
+    """Describes what quantizing a checkpoint would do."""
+    return describe(plan_part(make_plan(source, options), options))
 
 
-def plan_quantization(
-    source: str | Path,
-    options: QuantizeOptions | None = None,
-    where: SourceOptions | None = None,
-    push: PushOptions | None = None,
-) -> AnyQuantizationPlan:
+# --- planning -----------------------------------------------------------------------------------
+
+
+def make_plan(source: str | Path, options: QuantizeOptions) -> AnyPlan:
     """Plans a checkpoint, or each submodel of a diffusers pipeline, from headers and config alone.
 
-    In globs for a pipeline, the name of a submodel and a slash may stand first. If the result is to
-    be pushed, experts stay in 16 bits unless `options` says otherwise, so that everybody can load
-    them.
+    In globs for a pipeline, the name of a submodel and a slash may stand first.
     """
     started = time.perf_counter()
-    options = options or QuantizeOptions()
-    is_public = push is not None and push.push_to_hub is not None
+    plan: AnyPlan
     try:
-        plan = plan_checkpoint(source, options, where, is_public=is_public)
+        plan = plan_checkpoint(source, options, options)
     except DiffusersFolderError as error:
         if options.calibrate is not None:
             raise PlanError(
                 f"{source}: --calibrate is for models of transformers, one at a time: for a text "
                 f"encoder --subfolder text_encoder; --scales search needs no text"
             ) from error
-        from nf4conv.commands import quantize_pipeline  # few runs need to import it
-        from nf4conv.sources.diffusers import open_diffusers  # few runs need to import it
-
-        folder = open_diffusers(source, where)
-        whole = quantize_pipeline.plan_pipeline(folder, options, is_public=is_public)
-        _log_plan(whole, started)
-        return replace(whole, complaints=(*whole.complaints, *_little_saved(whole)))
-    require_searched(source, [plan])
-    without_token = None if push is None else replace(push, token=None)
-    notes = (*_little_saved(plan), *plan.notes, *unmatched(options, [("", plan.source)]))
-    again = partial(
-        plan_quantization, source, replace(options, progress=None), where, without_token
-    )
-    _log_plan(plan, started)
-    return replace(plan, notes=notes, again=again)
-
-
-def _log_plan(plan: AnyQuantizationPlan, started: float) -> None:
-    """Logs what was planned, and how long it took since `started` (time.perf_counter)."""
-    seconds = time.perf_counter() - started
+        plan = _plan_pipeline(open_diffusers(source, options), options)
+        plan = replace(plan, complaints=(*plan.complaints, *_little_saved(plan)))
+    else:
+        quantization.require_searched(source, [plan])
+        notes = (*_little_saved(plan), *plan.notes, *unmatched(options, [("", plan.source)]))
+        again = partial(make_plan, source, replace(options, progress=None))
+        plan = replace(plan, notes=notes, again=again)
     totals = plan.totals()
-    tensors = totals.packed + totals.copied
     _log.info(
         "planned %d tensors in %.1f s: %d packed, %d of them as they are, %d kept; %d files, %s",
-        tensors,
-        seconds,
+        totals.packed + totals.copied,
+        time.perf_counter() - started,
         totals.packed,
         totals.stay,
         totals.copied,
         totals.shards,
         size(totals.bytes_after),
     )
+    return plan
 
 
-def _little_saved(plan: AnyQuantizationPlan) -> Iterator[str]:
+def plan_checkpoint(
+    source: str | Path, options: QuantizeOptions, where: SourceOptions
+) -> QuantizationPlan:
+    """Plans one checkpoint, or a submodel that is `where` in a pipeline.
+
+    If the result is to be pushed, experts stay in 16 bits unless the options, or a source in 4
+    bits, say otherwise: most who find the result on the Hub do not have nf4conv.
+
+    Raises:
+        DiffusersFolderError: the source is a diffusers pipeline.
+    """
+    from nf4conv.report.card import card_of  # importing YAML takes a moment
+
+    with uncollected():
+        opened = open_merged(source, where, options.lora)
+        if options.push_to_hub is not None and options.moe is None:
+            experts = Experts.gather(opened.tensors, opened.config or {})
+            if experts.packs_by_default():
+                options = replace(options, moe="portable")
+        front, complaints = card_of(opened)
+        if options.calibrate is None:
+            plan = quantization.plan_source(opened, options)
+        else:
+            from nf4conv.calibrate.request import plan_calibrated  # few runs need to import it
+
+            plan = plan_calibrated(opened, options)
+        return replace(plan, front=front, notes=(*plan.notes, *complaints))
+
+
+def _plan_pipeline(
+    folder: DiffusersFolder, options: QuantizeOptions
+) -> DiffusersPlan[QuantizationPlan]:
+    """Plans a diffusers pipeline: each submodel by its own rules."""
+    from nf4conv.sources.original_card import read_front_matter  # importing YAML takes a moment
+
+    submodels = {}
+    for name, place in folder.submodels.items():
+        submodels[name] = _plan_submodel(folder, name, options, place)
+    front, complaints = read_front_matter(folder.folder / "README.md", folder.folder)
+    parts = [(name, part.source) for name, part in submodels.items()]
+    plan = DiffusersPlan(folder, submodels, front, (*complaints, *unmatched(options, parts)))
+    if not plan.totals().packed:
+        raise PlanError(
+            f"{folder.place}: no tensor of this diffusers pipeline would be packed; "
+            f"--dry-run shows why each is kept"
+        )
+    quantization.require_searched(folder.place, list(submodels.values()))
+    return plan
+
+
+def _plan_submodel(
+    folder: DiffusersFolder, name: str, options: QuantizeOptions, where: SourceOptions
+) -> QuantizationPlan:
+    """Plans a submodel; keeps its tensors as they are if nothing in it is packed."""
+    mine = diffusers.for_submodel(name, options)
+    if is_packed_by_default(name) and diffusers.is_included(name, options):
+        plan = plan_checkpoint(folder.place, mine, where)
+        if plan.packs_anything:
+            return replace(plan, is_submodel=True)
+    return quantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
+
+
+def _little_saved(plan: AnyPlan) -> Iterator[str]:
     """Yields a line if the result will be little smaller than the source."""
     totals = plan.totals()
     if 3 * totals.bytes_after <= 2 * totals.bytes_before:
@@ -224,34 +270,271 @@ def _little_saved(plan: AnyQuantizationPlan) -> Iterator[str]:
         yield line
 
 
-def execute_quantization(
-    plan: AnyQuantizationPlan,
-    out: str | Path,
-    run: RunOptions | None = None,
-    progress: Callable[[int], None] | None = None,
-    push: PushOptions | None = None,
-) -> QuantizeReport:
-    """Carries out a plan, in as many processes as `run` says."""
+# --- writing ------------------------------------------------------------------------------------
+
+
+def execute(plan: AnyPlan, out: Path, options: QuantizeOptions) -> QuantizeReport:
+    """Carries out a plan, in as many processes as the options say, and uploads the result."""
     started = time.perf_counter()
-    run = run or RunOptions()
-    progress = progress or ignore
-    out = Path(out)
-    run = in_parts(plan, run, out)
-    is_pushed = push is not None and push.push_to_hub is not None
-    if run.part is not None and is_pushed:
+    options = in_parts(plan, options, out)
+    if options.is_spread:
+        from nf4conv.commands.spread import carry_out  # few runs need to import it
+
+        return carry_out(plan, execute, out, options)
+    plan = plan_part(plan, options)
+    tell_what_is_read(plan, options)
+    source = plan.folder if isinstance(plan, DiffusersPlan) else plan.source
+    require_apart(source.folder, out)
+    if isinstance(plan, QuantizationPlan) and not plan.packs_anything:
         raise PlanError(
-            "--push-to-hub does not go with --part, --ray or several GPUs: push what is made of "
-            "all parts"
+            f"{plan.source}: no tensor of this checkpoint would be packed; "
+            f"--dry-run shows why each is kept"
         )
-    plan = plan_part(plan, run)
-    if run.is_spread:
-        from nf4conv.commands.spread.carry_out import carry_out  # few runs need to import it
-
-        return carry_out(plan, partial(execute_quantization, push=push), out, run, progress)
-    if isinstance(plan, QuantizationPlan):
-        report = execute_one(plan, out, run, progress, push)
-    else:
-        from nf4conv.commands import quantize_pipeline  # few runs need to import it
-
-        report = quantize_pipeline.execute_pipeline(plan, out, run, progress, push)
+    with _open_push(options) as repository:
+        if isinstance(plan, DiffusersPlan):
+            report = _write_pipeline(plan, out, options, repository)
+        elif repository is None:
+            report = _write_one(plan, out, options)
+        else:
+            plan = replace(plan, repo=repository.repo)
+            report = _write_one(plan, out, options, repository.offer)
+        if repository is not None:
+            report = _pushed(report, repository, out, plan)
     return replace(report, run=replace(report.run, seconds=time.perf_counter() - started))
+
+
+def _write_one(
+    plan: QuantizationPlan,
+    out: Path,
+    options: QuantizeOptions,
+    announce: Callable[[str, Path], None] | None = None,
+) -> QuantizeReport:
+    """Carries out the plan of one checkpoint; tells `announce` name and path of finished shards."""
+    progress = options.progress or ignore
+
+    def write() -> Written:
+        card = partial(_card, plan)
+        if plan.calibration is None:
+            return write_checkpoint(plan, out, options, progress, card, announce)
+        made = plan.calibration.carry_out(plan, out, options, progress)
+        after = replace(options, overwrite=False)
+        return write_checkpoint(made, out, after, progress, card, announce)
+
+    try:
+        written = found_or_written(plan, out, options, progress, write)
+    except NonFiniteError as error:
+        raise _describe_non_finite(error.job, plan, options) from error
+    run = written.report
+    if plan.part is None:
+        run = replace(run, bytes_before=_source_bytes(plan.source))
+        if run.already_complete and options.verify:
+            _verify_again(plan, out, options)
+    return _report_of(plan, run, loading_of_plan(plan), written.verification)
+
+
+def _card(
+    plan: QuantizationPlan, bytes_after: int, verified: VerificationSummary | None
+) -> str | None:
+    """Writes the model card; None for a submodel."""
+    if plan.is_submodel:
+        return None
+    from nf4conv.report.card import Figures, model_card  # importing YAML takes a moment
+
+    figures = Figures(_source_bytes(plan.source), bytes_after, verified)
+    return model_card(plan, figures, loading_of_plan(plan), plan.options.base_model, plan.repo)
+
+
+def _source_bytes(source: Source) -> int:
+    return sum(tensor.nbytes for tensor in source.tensors)
+
+
+def _report_of(
+    plan: AnyPlan,
+    run: RunReport,
+    loading: Loading | None,
+    verification: VerificationSummary | None,
+) -> QuantizeReport:
+    """Adds what a plan tells to the report of what came of it."""
+    report = replace(_report(run, plan.totals()), advice=advice(plan.jobs))
+    if loading is not None:
+        report = replace(report, loading=loading.code(run.out), install=loading.install)
+    if plan.config is not None:
+        report = replace(report, push=push_command(Path(run.out)))
+    return replace(report, verification=verification)
+
+
+def _report(run: RunReport, totals: PlanTotals) -> QuantizeReport:
+    """Makes the report of a run of which no more than the totals are known."""
+    return QuantizeReport(
+        run=run,
+        packed=totals.packed,
+        stay=totals.stay,
+        parameters=totals.parameters,
+        bits_per_parameter=8 * run.bytes_after / max(totals.parameters, 1),
+        gpu_bytes=gpu_bytes(run.bytes_after),
+    )
+
+
+def _verify_again(plan: QuantizationPlan, out: Path, options: QuantizeOptions) -> None:
+    """Compares a result that was complete before with its source, byte by byte.
+
+    Raises:
+        VerificationError: it is not what quantizing the source gives.
+    """
+    from nf4conv.commands.verify import verify_result  # few runs need to import it
+
+    required = VerifyOptions(
+        tolerance=options.tolerance,
+        device=options.device,
+        workers=options.workers,
+        buffer_size=options.buffer_size,
+        progress=options.progress,
+    )
+    for finding in verify_result(out, plan.source, required).findings:
+        if finding.is_fault:
+            raise VerificationError(
+                f"{out}: verification failed: {finding.line()}; --overwrite makes it anew", path=out
+            )
+
+
+def _describe_non_finite(
+    job: PackJob, plan: QuantizationPlan, options: QuantizeOptions
+) -> SourceError:
+    """Counts what cannot be packed in a weight, and says so."""
+    from nf4conv.run.tasks.scan import find_unpackable  # importing torch takes seconds
+
+    found = find_unpackable([job], plan.output.format, options, plan.source)
+    if job.source.name not in found:
+        return CastError(job.source, TAGS[plan.output.format.dtype])
+    count, what = found[job.source.name]
+    tensor = job.source
+    return SourceError.about(
+        tensor.file,
+        tensor.name,
+        f"{count:,} of {tensor.elements:,} values are "
+        f"{what}; repair the checkpoint, or leave it unquantized with --exclude",
+    )
+
+
+# --- diffusers pipelines ------------------------------------------------------------------------
+
+
+def _write_pipeline(
+    plan: DiffusersPlan[QuantizationPlan],
+    out: Path,
+    options: QuantizeOptions,
+    repository: "Push | None",
+) -> QuantizeReport:
+    """Carries out the plan of a pipeline. On the Hub, folders stand before the names of files."""
+
+    def write(part: QuantizationPlan, folder: Path, options: QuantizeOptions) -> QuantizeReport:
+        if repository is None:
+            return _write_one(part, folder, options)
+        offer = repository.offer
+        return _write_one(
+            part, folder, options, lambda name, path: offer(f"{folder.name}/{name}", path)
+        )
+
+    def join(run: RunReport, reports: Sequence[QuantizeReport]) -> QuantizeReport:
+        return _report_of(plan, run, loading_of_pipeline(plan), _verification(plan, reports))
+
+    repo = None if repository is None else repository.repo
+    return write_submodels(plan, out, options, write, join, partial(_pipeline_card, plan, repo))
+
+
+def _verification(
+    plan: DiffusersPlan[QuantizationPlan], reports: Sequence[QuantizeReport]
+) -> VerificationSummary | None:
+    """Joins the summaries of all submodels; None if nothing was verified.
+
+    Without verification no report has one. With it, no submodel is skipped.
+    """
+    found: list[VerificationSummary] = []
+    for report in reports:
+        if report.verification is None:
+            return None
+        found.append(report.verification)
+    rows: list[TensorRow] = []
+    for name, part in zip(plan.submodels, found, strict=True):
+        rows += [row.inside(name) for row in part.weights]
+    if rows:
+        return VerificationSummary.of(rows, sum(part.copied for part in found))
+    # An earlier run verified them, and its figures are all that is left. They do not tell the
+    # median of all weights.
+    return VerificationSummary(
+        packed=sum(part.packed for part in found),
+        copied=sum(part.copied for part in found),
+        largest_relative_error=max(part.largest_relative_error for part in found),
+        median_relative_error=float("nan"),
+        bytes_differing=sum(part.bytes_differing for part in found),
+    )
+
+
+def _pipeline_card(
+    plan: DiffusersPlan[QuantizationPlan], repo: str | None, report: QuantizeReport
+) -> str:
+    """Writes the model card of a diffusers pipeline."""
+    from nf4conv.report.card import Figures, diffusers_card  # importing YAML takes a moment
+
+    figures = {}
+    for name, part in plan.submodels.items():
+        after = bytes_on_disk(Path(report.run.out), name, part)
+        figures[name] = Figures(part.totals().bytes_before, after)
+    first = next(iter(plan.submodels.values()))
+    return diffusers_card(
+        plan.front,
+        loading_of_pipeline(plan),
+        plan.submodels,
+        figures,
+        report.verification,
+        first.options.base_model,
+        repo,
+    )
+
+
+# --- uploading ----------------------------------------------------------------------------------
+
+
+def _open_push(options: QuantizeOptions) -> "AbstractContextManager[Push | None]":
+    """Opens the repository to upload to, so that what is wrong with it is known at once."""
+    if options.push_to_hub is None:
+        return nullcontext()
+    from nf4conv.output.push import Push  # importing huggingface_hub takes a while
+
+    return Push(
+        options.push_to_hub,
+        token=options.token,
+        public=options.public,
+        overwrite=options.overwrite,
+    )
+
+
+def _pushed(report: QuantizeReport, repository: "Push", out: Path, plan: AnyPlan) -> QuantizeReport:
+    """Commits what has been uploaded, and adds the address to the report."""
+    loading: Loading | None
+    if isinstance(plan, DiffusersPlan):
+        loading = loading_of_pipeline(plan)
+        quant_type = next(iter(plan.submodels.values())).output.format.quant_type
+    else:
+        loading = loading_of_plan(plan)
+        quant_type = plan.output.format.quant_type
+    if loading is not None and report.run.already_complete:
+        _name_repository(out, loading, repository.repo)
+    address = repository.commit(out, f"Quantize to {quant_type} with nf4conv")
+    report = replace(report, pushed=address, push="")
+    if loading is None:
+        return report
+    return replace(report, loading=loading.code(repository.repo))
+
+
+def _name_repository(out: Path, loading: Loading, repo: str) -> None:
+    """Writes the repository's name into the code of a card that was made without it."""
+    from nf4conv.report.card import with_repository  # importing YAML takes a moment
+
+    card = out / "README.md"
+    if not card.is_file():
+        return
+    before = card.read_text(encoding="utf-8")
+    after = with_repository(before, loading, repo)
+    if after != before:
+        write_file(card, [after.encode()])

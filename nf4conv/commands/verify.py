@@ -10,8 +10,8 @@ nothing    every value is compared, and the user says which difference passes
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -28,15 +28,16 @@ from nf4conv.check.model_config import (
 from nf4conv.check.pairing import Pairs, pair, pair_decoded
 from nf4conv.check.record_check import check_card, check_origin, check_record
 from nf4conv.check.relation import Relation, decoding_options, relation_of
-from nf4conv.check.structure import Structure, read_structure
+from nf4conv.check.structure import Finding, Structure, read_structure
 from nf4conv.commands import dequantize
 from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.units import size
-from nf4conv.options import MachineOptions, SourceOptions, VerifyOptions
+from nf4conv.options import SourceOptions, VerifyOptions
 from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.report.results import VerifyReport
+from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.verifying import verify_values
@@ -57,18 +58,18 @@ class VerificationPlan:
     Attributes:
         path: the checkpoint, as it was given.
         options: what was asked for.
-        structure: the checkpoint, with what is wrong with it so far.
+        structure: the checkpoint, with what is wrong with it so far. Faults of values are added.
+        relation: how it says that it was made.
         source: the checkpoint that it is compared with. None if that was not given.
         pairs: the tensors to compare with those of the source. Empty without a source.
-        relation: how it says that it was made.
     """
 
     path: Path
     options: VerifyOptions
     structure: Structure
-    source: Source | None
-    pairs: Pairs
     relation: Relation
+    source: Source | None = None
+    pairs: Pairs = field(default_factory=Pairs)
 
     @property
     def bytes_to_read(self) -> int:
@@ -84,28 +85,6 @@ class VerificationPlan:
             count += original.nbytes + tensor.nbytes
         count += sum(tensor.nbytes for tensor in self.pairs.alone)
         return count
-
-
-@dataclass(frozen=True)
-class DiffusersVerificationPlan:
-    """A diffusers pipeline whose headers have been looked at.
-
-    Attributes:
-        path: the pipeline, as it was given.
-        source: the pipeline that it is compared with, as it was given. None if there is none.
-        submodels: the plan of each submodel, by its name.
-        around: the files beside the submodels, with what is wrong with them.
-    """
-
-    path: Path
-    source: str | Path | None
-    submodels: Mapping[str, VerificationPlan]
-    around: Structure
-
-    @property
-    def bytes_to_read(self) -> int:
-        """The bytes that are read of all submodels."""
-        return sum(plan.bytes_to_read for plan in self.submodels.values())
 
 
 @after_one_place(VerifyOptions)
@@ -127,55 +106,45 @@ def verify(path: str | Path, options: VerifyOptions) -> VerifyReport:
         OptionError: an option has a value that it cannot have.
         PlanError: the options make no sense together.
     """
-    plan = plan_verification(path, options.source, options, narrowed(options, SourceOptions))
-    return execute_verification(plan, narrowed(options, MachineOptions), options.progress)
-
-
-def plan_verification(
-    path: str | Path,
-    source: str | Path | None = None,
-    options: VerifyOptions | None = None,
-    where: SourceOptions | None = None,
-) -> VerificationPlan | DiffusersVerificationPlan:
-    """Looks at the headers of a checkpoint, and finds what to compare, without importing torch."""
     started = time.perf_counter()
-    options = options or VerifyOptions()
-    _check_options(source, options)
-    plan: VerificationPlan | DiffusersVerificationPlan
-    try:
-        plan = _plan_checkpoint(path, source, options, where)
-    except DiffusersFolderError:
-        plan = _plan_pipeline(open_diffusers(path), path, source, options, where)
-    seconds = time.perf_counter() - started
-    _log.info("checked headers and config in %.1f s; %s to read", seconds, size(plan.bytes_to_read))
-    return plan
-
-
-def _check_options(source: str | Path | None, options: VerifyOptions) -> None:
-    needs_source = options.exact or options.lora or options.tolerance is not None
-    if source is None and needs_source:
+    if options.source is None and (options.exact or options.lora or options.tolerance is not None):
         raise PlanError("--exact, --lora and --tolerance compare with the source: give --source")
-
-
-def _plan_checkpoint(
-    path: str | Path,
-    source: str | Path | None,
-    options: VerifyOptions,
-    where: SourceOptions | None,
-) -> VerificationPlan:
-    """Plans the verification of one checkpoint; raises DiffusersFolderError for a pipeline."""
     place = Path(path)
-    structure = _look_at(place, has_source=source is not None)
+    around: Sequence[Finding] = ()
+    try:
+        plans = {"": plan_checkpoint(place, options)}
+    except DiffusersFolderError:
+        plans, around = _plan_pipeline(open_diffusers(path), options)
+    work = sum(plan.bytes_to_read for plan in plans.values())
+    planned = time.perf_counter()
+    _log.info("checked headers and config in %.1f s; %s to read", planned - started, size(work))
+    begin(options.progress, [Step("verifying", work)])
+    reports = {name: _verify_values(plan) for name, plan in plans.items()}
+    if "" in reports:
+        return reports[""]
+    source = None if options.source is None else str(options.source)
+    return join_reports(str(place), source, reports, around, planned)
+
+
+def plan_checkpoint(path: Path, options: VerifyOptions) -> VerificationPlan:
+    """Looks at the headers of one checkpoint, and finds what to compare, without importing torch.
+
+    Raises:
+        DiffusersFolderError: it is a pipeline.
+    """
+    structure = _look_at(path, has_source=options.source is not None)
     relation = relation_of(structure)
-    if source is None:
-        return _plan_alone(place, structure, relation, options)
+    if options.source is None:
+        return _plan_alone(path, structure, relation, options)
+    where = narrowed(options, SourceOptions)
     if relation is Relation.DECODED:
-        plan = dequantize.plan_checkpoint(source, decoding_options(structure, options), where)
-        return _plan_decoded(place, structure, plan, options)
-    opened = open_merged(source, where, options.lora)
+        wanted = decoding_options(structure, options)
+        plan = dequantize.plan_checkpoint(options.source, wanted, where)
+        return _plan_decoded(path, structure, plan, options)
+    opened = open_merged(options.source, where, options.lora)
     if relation is Relation.NONE:
-        return _plan_alike(place, structure, open_source(path), opened, options)
-    return _plan_quantized(place, structure, opened, options)
+        return _plan_alike(path, structure, open_source(path), opened, options)
+    return _plan_quantized(path, structure, opened, options)
 
 
 def _look_at(place: Path, *, has_source: bool) -> Structure:
@@ -212,12 +181,13 @@ def _plan_alone(
         check_card(structure)
         if not structure.weights and not any(found.is_fault for found in structure.findings):
             structure.note("components", "", "", f"{path}: has no weight in 4 bits")
-        return VerificationPlan(path, options, structure, None, Pairs(), relation)
+        return VerificationPlan(path, options, structure, relation)
     check_plain_config(structure)
     text = "no value was compared; give --source to decode it again and to compare every bit"
     structure.note("copies", "", "", text, is_fault=False)
     floats = [tensor for tensor in structure.tensors.values() if tensor.dtype in FLOAT_TAGS]
-    return VerificationPlan(path, options, structure, None, Pairs(alone=tuple(floats)), relation)
+    pairs = Pairs(alone=tuple(floats))
+    return VerificationPlan(path, options, structure, relation, pairs=pairs)
 
 
 def _plan_quantized(
@@ -236,7 +206,7 @@ def _plan_quantized(
             structure, source, is_ours=structure.record is not None, exact=options.exact
         )
     check_origin(structure, source)
-    return VerificationPlan(path, options, structure, source, pairs, Relation.QUANTIZED)
+    return VerificationPlan(path, options, structure, Relation.QUANTIZED, source, pairs)
 
 
 def _plan_decoded(
@@ -250,7 +220,7 @@ def _plan_decoded(
         check_planned_config(structure, plan.config, exact=options.exact)
         check_copied_files(structure, plan.source, is_ours=True, exact=options.exact)
     check_origin(structure, plan.source)
-    return VerificationPlan(path, options, structure, plan.source, pairs, Relation.DECODED)
+    return VerificationPlan(path, options, structure, Relation.DECODED, plan.source, pairs)
 
 
 def _plan_alike(
@@ -260,48 +230,24 @@ def _plan_alike(
     if structure.record is None:
         check_record(structure, exact=options.exact)
     pairs = pair_alike(structure, out, source)
-    return VerificationPlan(path, options, structure, source, pairs, Relation.NONE)
+    return VerificationPlan(path, options, structure, Relation.NONE, source, pairs)
 
 
-def verify_result(
-    path: Path,
-    source: Source,
-    options: VerifyOptions,
-    run: MachineOptions,
-    progress: Callable[[int], None],
-) -> VerifyReport:
-    """Verifies one checkpoint against a source that is open, with its adapters merged.
-
-    Args:
-        path: the folder of the checkpoint.
-        source: what it was made from.
-        options: what to require.
-        run: how to use the machine.
-        progress: called with the number of bytes that have been read since the last call.
-
-    Raises:
-        SourceError: the checkpoint or its source cannot be read.
-    """
+def verify_result(path: Path, source: Source, options: VerifyOptions) -> VerifyReport:
+    """Verifies one checkpoint against a source that is open, with its adapters merged."""
     plan = _plan_quantized(path, read_structure(path), source, replace(options, exact=True))
-    return _verify_checkpoint(replace(plan, options=options), run, progress)
+    return _verify_values(replace(plan, options=options))
 
 
 def _plan_pipeline(
-    folder: DiffusersFolder,
-    path: str | Path,
-    source: str | Path | None,
-    options: VerifyOptions,
-    where: SourceOptions | None,
-) -> DiffusersVerificationPlan:
+    folder: DiffusersFolder, options: VerifyOptions
+) -> tuple[dict[str, VerificationPlan], Sequence[Finding]]:
     """Plans the verification of each submodel of a pipeline, and checks the files beside them.
 
-    Args:
-        folder: the pipeline.
-        path: the pipeline, as it was given.
-        source: the pipeline that it was made from, as it was given. None if that was not given.
-        options: what to require.
-        where: revision, token and the like of a source on the Hub.
+    Returns the plans by submodel, and what is wrong with the files.
     """
+    path, source = folder.place, options.source
+    where = narrowed(options, SourceOptions)
     origin = None if source is None else open_diffusers(source, where)
     structures = {name: read_structure(folder.folder / name) for name in folder.submodels}
     relations = {name: relation_of(structure) for name, structure in structures.items()}
@@ -319,9 +265,7 @@ def _plan_pipeline(
             # a submodel in which nothing is quantized was copied as it is
             relation = relations[name]
             if relation is not Relation.DECODED and not structure.weights:
-                plan = VerificationPlan(
-                    place, options, structure, None, Pairs(), Relation.QUANTIZED
-                )
+                plan = VerificationPlan(place, options, structure, Relation.QUANTIZED)
             else:
                 plan = _plan_alone(place, structure, relation, options)
         elif name not in origin.submodels:
@@ -344,7 +288,7 @@ def _plan_pipeline(
         check_model_index(around, origin.index, is_ours=ours, exact=options.exact)
         if ours:
             check_files(around, origin.folder, origin.files, exact=options.exact)
-    return DiffusersVerificationPlan(Path(path), source, submodels, around)
+    return submodels, around.findings
 
 
 def _open_submodel(
@@ -365,40 +309,18 @@ def _headers_of(tensors: Iterable[TensorInfo]) -> set[tuple[str, str, tuple[int,
     return {(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors}
 
 
-def execute_verification(
-    plan: VerificationPlan | DiffusersVerificationPlan,
-    run: MachineOptions | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> VerifyReport:
-    """Verifies the values of a planned checkpoint, and reports everything that is wrong with it.
-
-    A plan is used once: the faults of values are added to it.
-    """
+def _verify_values(plan: VerificationPlan) -> VerifyReport:
+    """Verifies the values of one checkpoint, and reports everything that is wrong with it."""
     started = time.perf_counter()
-    run = run or MachineOptions()
-    progress = progress or ignore
-    if isinstance(plan, VerificationPlan):
-        return _verify_checkpoint(plan, run, progress)
-    reports = {}
-    for name, part in plan.submodels.items():
-        reports[name] = _verify_checkpoint(part, run, progress)
-    source = None if plan.source is None else str(plan.source)
-    return join_reports(str(plan.path), source, reports, plan.around.findings, started)
-
-
-def _verify_checkpoint(
-    plan: VerificationPlan, run: MachineOptions, progress: Callable[[int], None]
-) -> VerifyReport:
-    """Verifies the values of one checkpoint."""
-    started = time.perf_counter()
-    measured = verify_values(plan.structure.weights, plan.pairs, run, progress, plan.source)
-    workers = run.workers or len(usable_cores())
-    check_calibrated(plan.structure, plan.pairs, workers)
+    options = plan.options
+    progress = options.progress or ignore
+    measured = verify_values(plan.structure.weights, plan.pairs, options, progress, plan.source)
+    check_calibrated(plan.structure, plan.pairs, options.workers or len(usable_cores()))
     source = None if plan.source is None else str(plan.source.folder)
     return verification_report(
         str(plan.path),
         source,
-        plan.options,
+        options,
         plan.structure,
         measured,
         relation=plan.relation,

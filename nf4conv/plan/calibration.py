@@ -71,9 +71,9 @@ class Calibration:
         which = "all weights" if self.outputs == "all" else "the first weights of each block"
         return f"activations, and how predictions depend on the outputs of {which}"
 
-    def describe(self, done: int) -> str:
+    def describe(self, done: float) -> str:
         """Says how many blocks and tokens are done, given the source bytes that were read."""
-        finished = self._finished(done)
+        finished = self._finished(int(done))
         run = finished * (self.tokens + self.judging_tokens)
         of_pass = ""
         if self.passes > 1:

@@ -14,25 +14,15 @@ from nf4conv.plan.writing import Part, WritingPlan
 from nf4conv.sources.unfinished import is_filled_in_parts
 
 PlanT = TypeVar("PlanT", bound=WritingPlan | DiffusersPlan[Any])
+RunT = TypeVar("RunT", bound=RunOptions)
 
 
 def plan_part(plan: PlanT, run: RunOptions, asked_by: str = "--part") -> PlanT:
-    """Returns the part of a plan that `run.part` names.
-
-    Args:
-        plan: plan of `plan_quantization` or `plan_dequantization`.
-        run: how to use the machine. Without `run.part` the plan is returned as it is.
-        asked_by: option to name in errors.
-
-    Returns:
-        A plan of the same kind, with the shards of the part.
+    """Returns the part of a plan that `run.part` names; without it, the plan as it is.
 
     Raises:
-        PlanError: there is no such part, or the plan cannot be carried out in parts.
-
-    Example:
-        >>> run = nf4conv.RunOptions(part="2/8")
-        >>> part = nf4conv.plan_part(nf4conv.plan_quantization("./Llama-3.1-70B"), run)
+        PlanError: there is no such part, or the plan cannot be carried out in parts; the error
+            names the option `asked_by`.
     """
     if run.part is None:
         return plan
@@ -56,7 +46,7 @@ def plan_part(plan: PlanT, run: RunOptions, asked_by: str = "--part") -> PlanT:
     return replace(plan, output=replace(plan.whole, shards=mine), part=part, notes=notes)
 
 
-def in_parts(plan: WritingPlan | DiffusersPlan[Any], run: RunOptions, out: Path) -> RunOptions:
+def in_parts(plan: WritingPlan | DiffusersPlan[Any], run: RunT, out: Path) -> RunT:
     """Lets a run of a whole plan make all that is missing in a folder that parts have begun."""
     is_whole = isinstance(plan, WritingPlan) and plan.part is None and run.part is None
     if not is_whole or run.overwrite or run.is_spread or not is_filled_in_parts(out):
@@ -73,6 +63,11 @@ def _require_divisible(plan: WritingPlan, run: RunOptions, asked_by: str) -> Non
         )
     if not isinstance(plan.options, QuantizeOptions):
         return
+    if plan.options.push_to_hub is not None:
+        raise PlanError(
+            "--push-to-hub does not go with --part, --ray or several GPUs: push what is made of "
+            "all parts"
+        )
     if plan.options.calibrate is not None:
         raise PlanError(
             f"{asked_by} does not go with --calibrate: what goes into a block comes from all "

@@ -190,10 +190,10 @@ class QuantizeReport:
     parameters: int
     bits_per_parameter: float
     gpu_bytes: int
-    loading: str
-    install: str
-    push: str
-    advice: str
+    loading: str = ""
+    install: str = ""
+    push: str = ""
+    advice: str = ""
     verification: VerificationSummary | None = None
     pushed: str | None = None
 

@@ -5,6 +5,7 @@ Whoever finds all shards there does it: the part that made the last one, or the 
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -15,6 +16,7 @@ from nf4conv.output.finishing import LastFiles, finish, index_of
 from nf4conv.output.folder import OutputFolder
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.plan.fingerprint import named_options
+from nf4conv.plan.rows import PlanTotals
 from nf4conv.report.results import RunReport, VerificationSummary
 from nf4conv.sources.header import read_header
 from nf4conv.sources.record import MAKING
@@ -104,18 +106,11 @@ def verification_of(folder: OutputFolder) -> VerificationSummary:
 
 def finish_without_source(
     out: Path, command: str, options: QuantizeOptions | DequantizeOptions
-) -> tuple[RunReport, Mapping[str, int]] | None:
+) -> tuple[RunReport, PlanTotals] | None:
     """Writes the last files of a folder if parts have made all its shards, with these options.
 
-    Args:
-        out: the folder.
-        command: "quantize" or "dequantize".
-        options: what was asked for.
-
-    Returns:
-        run: the report.
-        totals: what all parts made, see `PlanTotals`.
-        None if something is missing, or parts make something else.
+    Returns a report, and the totals of all parts; None if something is missing, or if parts make
+    something else.
 
     Raises:
         OutputError: a shard is not what was written, or a file cannot be written.
@@ -135,12 +130,13 @@ def finish_without_source(
             if finish_if_whole(folder, reread=True):
                 return None
             after = sum(shard.size for shard in folder.finished.values())
-            totals = dict(last["totals"])
+            names = [one.name for one in fields(PlanTotals) if one.init]
+            totals = PlanTotals(**{name: last["totals"][name] for name in names})
             report = RunReport(
                 out=str(out),
                 already_complete=True,
-                copied=totals["copied"],
-                bytes_before=totals["bytes_before"],
+                copied=totals.copied,
+                bytes_before=totals.bytes_before,
                 bytes_after=after,
             )
             return report, totals

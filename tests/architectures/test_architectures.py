@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 import transformers
-from api import dequantize_checkpoint, quantize_checkpoint
+from api import dequantize_checkpoint, plan_quantization, quantize_checkpoint
 from cases import CASES, EXPERTS_ONE_BY_ONE, FAST, FORWARD_UNKNOWN, NOTHING_PACKED
 from roundtrip import (
     UNKNOWN,
@@ -29,7 +29,6 @@ from roundtrip import (
 from tiny import save_tiny
 
 from nf4conv.choose.evidence import Why
-from nf4conv.commands.quantize import plan_quantization
 from nf4conv.errors import PlanError
 from nf4conv.models.config import levels
 from nf4conv.models.family_table import READ_DIRECTLY

@@ -16,7 +16,7 @@ from nf4conv.calibrate import calibrating, needs
 from nf4conv.calibrate.needs import Needs
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError
-from nf4conv.report.text.progress_bar import progress
+from nf4conv.report.text.progress_bar import ProgressBar, Step
 
 SMALL = Needs(
     gpu_seconds=170.0,
@@ -112,8 +112,12 @@ def test_progress_tells_blocks_tokens_and_time(
     assert calibration.passes == (3 if outputs else 1)
     ticks = iter(range(0, 10_000, 60))
     monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
-    rest = 100 + calibration.bytes_spared
-    with progress("quantizing", rest, hidden=False, calibration=calibration) as advance:
+    steps = [
+        Step("calibrating", calibration.bytes_to_read, describe=calibration.describe),
+        Step("quantizing", 100),
+    ]
+    with ProgressBar(hidden=False) as advance:
+        advance.begin(steps)
         for number in range(calibration.passes):
             for size in calibration.block_bytes[:: -1 if number == 1 else 1]:
                 advance(size)

@@ -5,6 +5,7 @@ of what other tools write, it compares what decides the model.
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from api import QuantizeOptions, RunOptions, VerifyOptions
 
 from nf4conv.check.model_config import _REWRITTEN
 from nf4conv.check.structure import Finding
+from nf4conv.commands.verify import plan_checkpoint
 
 pytestmark = pytest.mark.oracle
 
@@ -113,7 +115,9 @@ def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def faults(folder: Path, options: VerifyOptions | None = EXACT) -> list[Finding]:
     """Returns the faults of `out`, without a look at values."""
-    plan = api.plan_verification(folder / "out", folder / "source", options)
+    plan = plan_checkpoint(
+        folder / "out", replace(options or VerifyOptions(), source=folder / "source")
+    )
     return [finding for finding in plan.structure.findings if finding.is_fault]
 
 
@@ -332,7 +336,7 @@ def test_a_config_that_transformers_5_writes_again_describes_the_same_model(tmp_
 
 
 def test_of_other_tools_only_the_vocabulary_is_compared(theirs):
-    plan = api.plan_verification(theirs / "out", theirs / "source", EXACT)
+    plan = plan_checkpoint(theirs / "out", replace(EXACT, source=theirs / "source"))
     assert not [finding for finding in plan.structure.findings if finding.check == "copied files"]
     path = theirs / "out/tokenizer.json"
     before = path.read_text()

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from adapters import load, make_model
-from api import dequantize_checkpoint, inspect_checkpoint, quantize_checkpoint, verify_checkpoint
+from api import (
+    dequantize_checkpoint,
+    inspect_checkpoint,
+    plan_quantization,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from checkpoints import contents, tensors_of, write_source
 from click.testing import CliRunner
 from comparing import compared
@@ -20,7 +26,6 @@ from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig
 
 from nf4conv.cli import main
-from nf4conv.commands.quantize import plan_quantization
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import COMPONENT_SUFFIXES

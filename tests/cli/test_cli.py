@@ -26,7 +26,7 @@ import nf4conv
 from nf4conv.cli import main
 from nf4conv.cli.parameters import Size
 from nf4conv.report.text.lines import inspection_lines, plan_lines
-from nf4conv.report.text.progress_bar import progress
+from nf4conv.report.text.progress_bar import ProgressBar, Step
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -329,7 +329,8 @@ def test_progress_on_a_terminal_says_what_it_is_doing_and_elsewhere_a_line_now_a
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     clock = iter([0.0, 10.0, 31.0, 40.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    with progress("quantizing", 400, hidden=False) as advance:
+    with ProgressBar(hidden=False) as advance:
+        advance.begin([Step("quantizing", 400)])
         for _ in range(3):
             advance(100)
     assert capsys.readouterr().err == "quantizing: 200 B of 400 B (50 %), 6 B/s, about 1 min left\n"

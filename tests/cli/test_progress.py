@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from api import QuantizeOptions, RunOptions, plan_quantization
+from api import QuantizeOptions, RunOptions, execute_quantization, plan_quantization
 from checkpoints import contents, write_source
 
-from nf4conv.commands.quantize import execute_quantization
 from nf4conv.errors import OutputError
-from nf4conv.report.text.progress_bar import progress
+from nf4conv.report.text.progress_bar import ProgressBar, Step
 from nf4conv.run import checkpoint
 from nf4conv.sources.unfinished import finished_shards
 
@@ -36,7 +35,8 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_the_last_words_stay(monkeypatch: pytest.MonkeyPatch):
     terminal = on_a_terminal(monkeypatch)
-    with progress("quantizing", 1000, hidden=False, last="uploading to me/x") as advance:
+    with ProgressBar(hidden=False) as advance:
+        advance.begin([Step("quantizing", 1000, "uploading to me/x")])
         advance(1000)
     states = [state for state in terminal.getvalue().split("\r") if "%|" in state]
     assert states[-1].startswith("uploading to me/x: 100%|")

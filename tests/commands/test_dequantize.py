@@ -11,7 +11,7 @@ from pathlib import Path
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from api import dequantize_checkpoint, quantize_checkpoint
+from api import dequantize_checkpoint, plan_dequantization, quantize_checkpoint
 from checkpoints import contents, tensors_of, write_source
 from four_bit import pack, write
 from safetensors.torch import load_file, save_file
@@ -19,7 +19,6 @@ from weights import special_weight
 
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.commands.dequantize import plan_dequantization
 from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
 

@@ -9,7 +9,14 @@ from pathlib import Path
 import api
 import pytest
 import torch
-from api import inspect_checkpoint, verify_checkpoint
+from api import (
+    execute_dequantization,
+    execute_quantization,
+    inspect_checkpoint,
+    plan_dequantization,
+    plan_quantization,
+    verify_checkpoint,
+)
 from checkpoints import contents
 from click.testing import CliRunner
 from hub_server import Hub, Repo
@@ -17,9 +24,6 @@ from safetensors.torch import load_file, save_file
 
 import nf4conv
 from nf4conv.cli import main
-from nf4conv.commands.dequantize import execute_dequantization, plan_dequantization
-from nf4conv.commands.quantize import execute_quantization, plan_quantization
-from nf4conv.commands.verify import execute_verification, plan_verification
 from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.options import (
     DequantizeOptions,
@@ -392,20 +396,18 @@ def test_there_and_back(pipeline, tmp_path):
 def test_verification(pipeline, tmp_path):
     out = tmp_path / "out"
     execute_quantization(plan_quantization(pipeline), out, RUN)
-    found = execute_verification(plan_verification(out, pipeline, VerifyOptions(exact=True)), RUN)
+    found = verify_checkpoint(out, pipeline, VerifyOptions(exact=True))
     assert found.passed
     assert found.identical
     assert {row.name for row in found.weights} == PACKED
     file = out / "vae/diffusion_pytorch_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
-    found = execute_verification(plan_verification(out, pipeline), RUN)
+    found = verify_checkpoint(out, pipeline)
     assert [(finding.check, finding.file) for finding in found.findings] == [
         ("copies", "vae/" + file.name)
     ]
     assert not found.passed
-    assert execute_verification(
-        plan_verification(out), RUN
-    ).passed  # the change is not one that the pipeline itself tells
+    assert verify_checkpoint(out).passed  # the change is not one that the pipeline itself tells
 
 
 def test_verification_of_what_was_decoded(quantized, tmp_path):

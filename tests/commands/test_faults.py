@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from api import quantize_checkpoint
+from api import plan_quantization, quantize_checkpoint
 from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 from test_resume import OPTIONS, RUN
 
-from nf4conv.commands.quantize import plan_quantization
 from nf4conv.errors import Nf4convError, OutputError, SourceError
 from nf4conv.sources.reader import Reader
 

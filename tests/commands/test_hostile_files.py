@@ -228,7 +228,7 @@ def broken(*_: object) -> None:
 def test_an_error_that_is_not_ours_is_one_line_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(commands, "plan_quantization", broken)
+    monkeypatch.setattr(commands, "make_plan", broken)
     with pytest.raises(KeyError):
         command("quantize", tmp_path, tmp_path / "out")
     monkeypatch.delenv("NF4CONV_DEBUG")

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api import plan_quantization
 from checkpoints import contents, write_source
 from four_bit import write as write_packed
 from hostile import command, packed, refused, strict_and_in_no_time  # noqa: F401
-
-from nf4conv.commands.quantize import plan_quantization
 
 # --- links and special files ----------------------------------------------------------------------
 

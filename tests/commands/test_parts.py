@@ -603,10 +603,8 @@ COUNTING = """
 import sys
 from collections import Counter
 from pathlib import Path
-from nf4conv.commands.quantize import execute_quantization, plan_quantization
-from nf4conv.options import QuantizeOptions, RunOptions
+import nf4conv
 source, folder = sys.argv[1:]
-options = QuantizeOptions(max_shard_size=40_000)
 NAMES = (
     "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir",
     "os.truncate",
@@ -616,17 +614,19 @@ def count(event, arguments):
     if event in NAMES and str(arguments[0]).startswith((source, folder)):
         calls[event] += 1
         opened[Path(str(arguments[0])).name] += event == "open"
-plan = plan_quantization(source, options)
+nf4conv.plan_quantize(source)
 sys.addaudithook(count)
 for parts in (2, 4, 8):
     for number in (1, parts):
         opened.clear()
-        plan = plan_quantization(source, options)
+        part = f"{number}/{parts}"
+        plan = nf4conv.plan_quantize(
+            source, max_shard_size=40_000, device="cpu", workers=1, part=part
+        )
         shards = {times for name, times in opened.items() if name.endswith(".safetensors")}
         assert shards == {1}, opened
         out = Path(folder, f"{number} of {parts}")
-        run = RunOptions(device="cpu", workers=1, part=f"{number}/{parts}")
-        execute_quantization(plan, out, run)
+        plan.execute(out)
         print(calls.total(), len(list(out.glob("*.safetensors"))))
         calls.clear()
 """

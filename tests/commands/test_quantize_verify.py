@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from api import QuantizeOptions, RunOptions, quantize_checkpoint, verify_checkpoint
+from api import (
+    QuantizeOptions,
+    RunOptions,
+    plan_quantization,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 from hub_server import Hub, Repo
@@ -126,8 +132,6 @@ class Faulty:
 
 def offset_of(source: Path, name: str, suffix: str) -> int:
     """In the data of the single output shard."""
-    from nf4conv.commands.quantize import plan_quantization
-
     for job in plan_quantization(source).output.jobs:
         if job.name == name:
             if not suffix and hasattr(job, "offset"):

@@ -20,9 +20,7 @@ from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.commands.spread.part import PartWork, make_part
-from nf4conv.commands.spread.places import find_places
-from nf4conv.commands.spread.processes import open_processes
+from nf4conv.commands.spread import PartWork, find_places, make_part, open_processes
 from nf4conv.errors import Nf4convError, OptionError, PlanError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 
@@ -245,8 +243,8 @@ def test_an_interrupt_while_workers_start_is_said_once(tmp_path: Path, source: P
 
 
 def test_a_part_that_waits_for_a_place_begins_nothing_once_the_run_is_over(tmp_path: Path):
-    work = PartWork(tmp_path, dict, (), dict, tmp_path / "out", ONE)  # type: ignore[arg-type]
-    with open_processes(find_places("cpu,cpu"), ONE) as crew:
+    work = PartWork(tmp_path, dict, dict, tmp_path / "out", ONE)  # type: ignore[arg-type]
+    with open_processes(find_places("cpu,cpu")) as crew:
         crew.kill()
         error = crew.submit(work).result(60)
     assert isinstance(error, Nf4convError)
@@ -347,7 +345,7 @@ def test_errors_of_parts_travel(
     def fail() -> None:
         raise error
 
-    work = PartWork(tmp_path, fail, (), fail, tmp_path / "out", RunOptions(part="1/2"))
+    work = PartWork(tmp_path, fail, fail, tmp_path / "out", RunOptions(part="1/2"))
     travelled = pickle.loads(pickle.dumps(make_part(work)))  # noqa: S301
     assert type(travelled) is kind
     assert str(travelled) == str(error)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from api import execute_quantization, plan_quantization
 from tiny_denoisers import Denoiser
 
-from nf4conv.commands.quantize import execute_quantization, plan_quantization
 from nf4conv.options import QuantizeOptions, RunOptions
 
 

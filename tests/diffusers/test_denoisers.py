@@ -4,11 +4,11 @@ its own work.
 
 import pytest
 import torch
+from api import execute_quantization, plan_quantization
 from comparison import output, quantize_both_ways, unequal
 from safetensors.torch import load_file
 from tiny_denoisers import DENOISERS, flux, wan
 
-from nf4conv.commands.quantize import execute_quantization, plan_quantization
 from nf4conv.options import QuantizeOptions, RunOptions
 
 pytestmark = pytest.mark.architectures

@@ -7,10 +7,10 @@ Scales are quantized too, as by default; without a GPU bitsandbytes rounds a few
 
 import pytest
 import torch
+from api import execute_quantization, plan_quantization
 from comparison import fold, output, own_quantization, packed, skip_modules
 from tiny_pipelines import PIPELINES
 
-from nf4conv.commands.quantize import execute_quantization, plan_quantization
 from nf4conv.options import RunOptions
 
 pytestmark = pytest.mark.architectures

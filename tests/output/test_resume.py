@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api import quantize_checkpoint
+from api import execute_quantization, plan_quantization, quantize_checkpoint
 from checkpoints import contents, write_source
 
-from nf4conv.commands.quantize import execute_quantization, plan_quantization
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from api import quantize_checkpoint
+from api import plan_quantization, quantize_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.commands.quantize import plan_quantization
 from nf4conv.errors import SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 from nf4conv.run.device.on_driver import driver

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from api import dequantize_checkpoint
+from api import dequantize_checkpoint, plan_dequantization
 from four_bit import pack, write
 from safetensors.torch import load_file
 
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.commands.dequantize import plan_dequantization
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, RunOptions
 from nf4conv.run.device.on_driver.backend import DriverBackend

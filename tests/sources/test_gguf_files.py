@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from api import plan_dequantization
 from command_line import done, run
 from comparing import compared
 from fuzz_gguf import FILES
@@ -26,7 +27,6 @@ from transformers import AutoModelForCausalLM
 
 import nf4conv
 from nf4conv.codec.decode.ggml import decode_ggml
-from nf4conv.commands.dequantize import plan_dequantization
 from nf4conv.errors import SourceError
 from nf4conv.report.text.terminal import printable
 from nf4conv.run.filling import space_needed

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from adapters import INPUT, LINEAR, load, make_model, merged_by_peft, train
-from api import dequantize_checkpoint, quantize_checkpoint, verify_checkpoint
+from api import (
+    dequantize_checkpoint,
+    plan_dequantization,
+    plan_quantization,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from checkpoints import contents
 from click.testing import CliRunner
 from hub_server import Hub, Repo
@@ -28,8 +34,6 @@ from transformers import (
 )
 
 from nf4conv.cli import main
-from nf4conv.commands.dequantize import plan_dequantization
-from nf4conv.commands.quantize import plan_quantization
 from nf4conv.errors import Nf4convError, OutputError, PlanError, SourceError
 from nf4conv.options import (
     DequantizeOptions,

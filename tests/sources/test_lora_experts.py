@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 from adapters import load, make_model, merged_by_peft, train
-from api import dequantize_checkpoint, quantize_checkpoint, verify_checkpoint
+from api import (
+    dequantize_checkpoint,
+    plan_dequantization,
+    plan_quantization,
+    quantize_checkpoint,
+    verify_checkpoint,
+)
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from nf4conv.cli import main
-from nf4conv.commands.dequantize import plan_dequantization
-from nf4conv.commands.quantize import plan_quantization
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
 

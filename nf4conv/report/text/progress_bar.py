@@ -1,81 +1,103 @@
-"""Shows how far a run is, on stderr: by tqdm on a terminal, elsewhere by a line now and then."""
+"""Shows how far a command is, on stderr: by tqdm on a terminal, elsewhere by lines."""
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Final
 
 from nf4conv.format.units import size
-from nf4conv.plan.calibration import Calibration
-from nf4conv.report.text.terminal import tell
+from nf4conv.report.text.terminal import tell, tell_notes
 
 _SECONDS_BETWEEN_LINES: Final = 30.0
 
-_BLOCK_BAR: Final = "{desc}: {percentage:3.0f}%|{bar}| {postfix} [{elapsed}<{remaining}]"
+_DESCRIBED_BAR: Final = "{desc}: {percentage:3.0f}%|{bar}| {postfix} [{elapsed}<{remaining}]"
 
 
-@contextmanager
-def progress(
-    verb: str,
-    total: int,
-    *,
-    hidden: bool,
-    last: str = "finishing",
-    calibration: Calibration | None = None,
-) -> Iterator[Callable[[int], None]]:
-    """Shows how many of `total` bytes of the source have been read.
+@dataclass(frozen=True)
+class Step:
+    """Is a step of a command, whose progress is counted by itself.
 
-    Yields a function to call, from any thread, with the number of bytes that have been read since
-    the last call. Those that a calibration reads come first. `verb` is what is being done, such as
-    "quantizing", and `last` what is left when all bytes have been read.
+    Attributes:
+        verb: what is being done, such as "quantizing".
+        total: the number of bytes that are read for it, or of other units.
+        last: what is being done after all of them.
+        describe: says how much is done, given the number of units. None for bytes and their speed.
     """
-    wanted = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper()
-    if hidden or wanted in ("1", "ON", "YES", "TRUE"):
-        yield lambda _: None
-        return
-    phases = [_Phase(verb, total, last)]
-    if calibration is not None:
-        own = _Phase("calibrating", calibration.bytes_to_read, "calibrating", calibration)
-        phases = [own, _Phase(verb, total - calibration.bytes_spared, last)]
-    lock = threading.Lock()
-    phases[0].begin()
 
-    def advance(count: int) -> None:
-        with lock:
-            while True:
-                count = phases[0].advance(count)
-                if not phases[0].is_over or len(phases) == 1:
+    verb: str
+    total: float
+    last: str = "finishing"
+    describe: Callable[[float], str] | None = None
+
+
+class ProgressBar:
+    """Is the `progress` of a command that tells it notes and steps before it begins.
+
+    Args:
+        hidden: True to show nothing. HF_HUB_DISABLE_PROGRESS_BARS hides the bar, and not the notes.
+    """
+
+    def __init__(self, *, hidden: bool) -> None:
+        wanted = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper()
+        self._shows_notes = not hidden
+        self._shows_steps = not hidden and wanted not in ("1", "ON", "YES", "TRUE")
+        self._steps: list[_Running] = []
+        self._lock = threading.Lock()
+
+    def begin(self, steps: Sequence[Step], notes: tuple[str, ...] = ()) -> None:
+        """Shows notes, and the first step."""
+        if self._shows_notes:
+            tell_notes(notes)
+        if self._shows_steps:
+            self._steps = [_Running(step) for step in steps]
+            self._steps[0].begin()
+
+    def __call__(self, count: float) -> None:
+        """Counts units that are done since the last call; from any thread."""
+        with self._lock:
+            while self._steps:
+                count = self._steps[0].advance(count)
+                if not self._steps[0].is_over or len(self._steps) == 1:
                     return
-                phases.pop(0).close()
-                phases[0].begin()
+                self._steps.pop(0).close()
+                self._steps[0].begin()
 
-    try:
-        yield advance
-    finally:
-        phases[0].close()
+    def __enter__(self) -> "ProgressBar":
+        return self
 
-
-class _Phase:
-    """A part of a run whose bytes are counted by themselves."""
-
-    def __init__(
-        self, verb: str, total: int, last: str, calibration: Calibration | None = None
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
     ) -> None:
-        self._verb = verb
-        self._total = total
-        self._last = last
-        self._calibration = calibration
-        self._done = 0
+        for step in self._steps:
+            step.close()
+
+
+def begin(progress: object, steps: Sequence[Step], notes: tuple[str, ...] = ()) -> None:
+    """Tells what is about to be done, if `progress` is a bar and not a mere function."""
+    if isinstance(progress, ProgressBar):
+        progress.begin(steps, notes)
+
+
+class _Running:
+    """Counts and shows one step."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._done: float = 0
         self._started = 0.0
         self._last_line = 0.0
         self._bar: Any = None
 
     @property
     def is_over(self) -> bool:
-        return self._done >= self._total
+        return self._done >= self._step.total
 
     def begin(self) -> None:
         self._started = self._last_line = time.monotonic()
@@ -83,25 +105,30 @@ class _Phase:
             return
         from tqdm import tqdm  # this import takes a moment
 
-        shape = {} if self._calibration is None else {"bar_format": _BLOCK_BAR}
+        shape = {} if self._step.describe is None else {"bar_format": _DESCRIBED_BAR}
         self._bar = tqdm(
-            total=self._total, desc=self._verb, unit="B", unit_scale=True, leave=False, **shape
+            total=self._step.total,
+            desc=self._step.verb,
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            **shape,
         )
-        if self._calibration is not None:
+        if self._step.describe is not None:
             self._bar.set_postfix_str(self._describe(1.0))
 
-    def advance(self, count: int) -> int:
-        """Counts bytes of this phase, and returns those that are left for the next one."""
-        part = min(count, self._total - self._done)  # a bar that overruns would vanish
+    def advance(self, count: float) -> float:
+        """Counts units of this step, and returns those that are left for the next one."""
+        part = min(count, self._step.total - self._done)  # a bar that overruns would vanish
         self._done += part
         if self._bar is None:
             self._write_line()
             return count - part
-        if self._calibration is not None:
+        if self._step.describe is not None:
             self._bar.set_postfix_str(self._describe(1.0), refresh=False)
         self._bar.update(part)
         if self.is_over:
-            self._bar.set_description(self._last)
+            self._bar.set_description(self._step.last)
         return count - part
 
     def close(self) -> None:
@@ -114,13 +141,14 @@ class _Phase:
             return
         self._last_line = now
         seconds = now - self._started
-        minutes_left = (self._total - self._done) * seconds / self._done / 60
-        tell(f"{self._verb}: {self._describe(seconds)}, about {minutes_left:.0f} min left")
+        minutes_left = (self._step.total - self._done) * seconds / self._done / 60
+        tell(f"{self._step.verb}: {self._describe(seconds)}, about {minutes_left:.0f} min left")
 
     def _describe(self, seconds: float) -> str:
         """Says how much is done after a number of seconds."""
-        if self._calibration is not None:
-            return self._calibration.describe(self._done)
-        percent = 100 * self._done / self._total
-        speed = size(self._done / seconds)
-        return f"{size(self._done)} of {size(self._total)} ({percent:.0f} %), {speed}/s"
+        done, total = self._done, self._step.total
+        if self._step.describe is not None:
+            return self._step.describe(done)
+        return (
+            f"{size(done)} of {size(total)} ({100 * done / total:.0f} %), {size(done / seconds)}/s"
+        )

@@ -1,27 +1,34 @@
-"""Writes the submodels of a diffusers pipeline one after the other, and one result of all.
+"""What quantize and dequantize share: dry runs, what is told of a run, and diffusers pipelines.
+
+The submodels of a pipeline are written one after the other:
 
 OUT/.nf4conv            lock and fingerprint of the whole, and which submodels are finished
 OUT/<submodel>          a workspace of its own, see output/workspace.py
 OUT/model_index.json    last of all: without it diffusers does not take the folder for a pipeline
 """
 
-import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import structure_of
 from nf4conv.declaring import deciding
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import split_component
-from nf4conv.options import RunOptions, SourceOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
+from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.plan.rows import TensorRow, summed
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.results import DequantizeReport, QuantizeReport
+from nf4conv.report.advice import advice, unusual
+from nf4conv.report.loading import gpu_bytes
+from nf4conv.report.results import DequantizeReport, PlanReport, QuantizeReport, RunReport
+from nf4conv.report.text.progress_bar import Step, begin
+from nf4conv.run.checkpoint import ignore
 from nf4conv.run.filling import space_needed
 from nf4conv.sources.diffusers import DiffusersFolder
 from nf4conv.sources.opening import open_stored
@@ -30,12 +37,77 @@ from nf4conv.sources.record import read_record
 from nf4conv.sources.source import Source, source_changes, source_stamps
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.files import space_taken
+from nf4conv.system.garbage import uncollected
 from nf4conv.system.removal import remove
 from nf4conv.version import __version__
 
-if TYPE_CHECKING:
-    pass
+OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
+
+
+@uncollected()
+def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
+    """Describes what carrying out a plan would do, and what is unusual in it."""
+    rows = plan.rows()
+    totals = plan.totals()
+    first: WritingPlan
+    if isinstance(plan, DiffusersPlan):
+        first = next(iter(plan.submodels.values()))
+        source = str(plan.folder.place)
+    else:
+        first = plan
+        source = str(plan.source)
+    is_packing = isinstance(first, QuantizationPlan)
+    line = advice(plan.jobs) if is_packing else ""
+    # modules that the user wants to be treated otherwise are not unusual
+    treated = [(row.name, _treatment(row)) for row in rows if "the user" not in row.reason]
+    return PlanReport(
+        command=first.command,
+        source=source,
+        totals=totals,
+        kinds=summed(rows),
+        tensors=tuple(rows),
+        config=plan.config,
+        gpu_bytes=gpu_bytes(totals.bytes_after) if is_packing else None,
+        advice=line,
+        notes=(*(note for note in plan.notes if note != line), *unusual(treated)),
+    )
+
+
+def _treatment(row: TensorRow) -> str:
+    if row.action in ("pack", "stay"):
+        return "packed"
+    return f"kept ({row.reason})"
+
+
+def tell_what_is_read(
+    plan: WritingPlan | DiffusersPlan[Any], options: QuantizeOptions | DequantizeOptions
+) -> None:
+    """Tells who watches a run its notes, and the steps that read bytes."""
+    if options.progress is None:
+        return
+    totals = plan.totals()
+    work = totals.bytes_before
+    if isinstance(options, DequantizeOptions):
+        begin(options.progress, [Step("decoding", work)], plan.notes)
+        return
+    verb = "quantizing"
+    if options.verify:
+        work += totals.bytes_before + totals.bytes_after
+        verb = "quantizing and verifying"
+    last = "finishing"
+    if options.push_to_hub is not None:
+        last = f"uploading to {options.push_to_hub}"
+    steps = []
+    calibration = plan.calibration if isinstance(plan, QuantizationPlan) else None
+    if calibration is not None:
+        read = calibration.bytes_to_read
+        steps.append(Step("calibrating", read, "calibrating", calibration.describe))
+        work -= calibration.bytes_spared
+    begin(options.progress, [*steps, Step(verb, work, last)], plan.notes)
+
+
+# --- diffusers pipelines ------------------------------------------------------------------------
 
 
 def open_unchanged(folder: DiffusersFolder, name: str, where: SourceOptions) -> Source:
@@ -69,46 +141,41 @@ def open_unchanged(folder: DiffusersFolder, name: str, where: SourceOptions) -> 
 def write_submodels(
     plan: DiffusersPlan[PlanT],
     out: Path,
-    run: RunOptions,
-    progress: Callable[[int], None],
-    write: Callable[[PlanT, Path, RunOptions, Callable[[int], None]], ReportT],
-    join: Callable[[ReportT, Sequence[ReportT]], ReportT],
-    card: Callable[[ReportT], str | None],
+    options: OptionsT,
+    write: Callable[[PlanT, Path, OptionsT], ReportT],
+    join: Callable[[RunReport, Sequence[ReportT]], ReportT],
+    card: Callable[[ReportT], str] | None = None,
 ) -> ReportT:
     """Carries out the plans of all submodels.
 
     Args:
         plan: the plan of the pipeline.
         out: the output folder.
-        run: how to use the machine.
-        progress: is called with the number of source bytes that have been read since the last
-            call, from any thread.
+        options: how to use the machine, and whom to tell the number of source bytes that are read.
         write: carries out the plan of one submodel.
-        join: completes the joined report with what only this command reports, given the joined
-            report and those of all submodels.
+        join: returns the report of the whole, given what came of all runs, and their reports.
         card: returns the README.md of the pipeline, given its report; None if it gets none.
     """
-    if not run.overwrite and _is_complete(plan, out):
-        reports = [write(part, out / name, run, progress) for name, part in plan.submodels.items()]
+    if not options.overwrite and _is_complete(plan, out):
+        reports = [write(part, out / name, options) for name, part in plan.submodels.items()]
         tidy(out)
         return join(_joined(plan, out, reports, 0), reports)
     stamps = {name: source_changes(part.source) for name, part in plan.submodels.items()}
-    opened = Workspace(out, _fingerprint(plan, run), stamps, overwrite=run.overwrite)
+    opened = Workspace(out, _fingerprint(plan, options), stamps, overwrite=options.overwrite)
     with opened as workspace:
-        if run.verify:
+        if options.verify:
             workspace.forget()  # submodels of an earlier run, which nobody may have looked at
         for name in plan.submodels:
             workspace.require_name(name)
         index = plan.folder.index
         # it is there if an earlier run ended between its last two steps
         remove(out, index.name)
-        reports, kept = _write_missing(plan, workspace, run, progress, write)
+        reports, kept = _write_missing(plan, workspace, options, write)
         for file in plan.folder.files:
             workspace.copy(str(file), plan.folder.folder / file)
         report = join(_joined(plan, out, reports, kept, workspace.left_out), reports)
-        readme = card(report)
-        if readme is not None:
-            workspace.write("README.md", readme.encode(errors="backslashreplace"))
+        if card is not None:
+            workspace.write("README.md", card(report).encode(errors="backslashreplace"))
         workspace.complete({index.name: read_small(index)})
     return report
 
@@ -116,36 +183,30 @@ def write_submodels(
 def _write_missing(
     plan: DiffusersPlan[PlanT],
     workspace: Workspace,
-    run: RunOptions,
-    progress: Callable[[int], None],
-    write: Callable[[PlanT, Path, RunOptions, Callable[[int], None]], ReportT],
+    options: OptionsT,
+    write: Callable[[PlanT, Path, OptionsT], ReportT],
 ) -> tuple[list[ReportT], int]:
     """Writes the submodels that are not finished.
 
-    Returns:
-        Their reports, and the number of shards of the others.
+    Returns their reports, and the number of shards of the others.
     """
     out = workspace.out
-    finished = set()
-    for name, part in plan.submodels.items():
-        if _is_finished(workspace, name, part):
-            finished.add(name)
-    needed = 0
-    for name, part in plan.submodels.items():
-        if name not in finished:
-            needed += _space_needed(out / name, part)
-    workspace.check_space(needed)
-    reports: list[ReportT] = []
+    progress = options.progress or ignore
+    missing = {}
     kept = 0
-    last = list(plan.submodels)[-1]
     for name, part in plan.submodels.items():
-        if name in finished:
+        if _files(name, part) <= workspace.finished.keys():
             kept += len(part.output.shards)
             progress(part.output.bytes_to_read)
-            continue
+        else:
+            missing[name] = part
+    workspace.check_space(sum(_space_needed(out / name, part) for name, part in missing.items()))
+    reports: list[ReportT] = []
+    last = list(plan.submodels)[-1]
+    for name, part in missing.items():
         # what is there but not begun was finished and not yet noted, or is to be overwritten
-        again = replace(run, overwrite=not is_unfinished(out / name))
-        reports.append(write(part, out / name, again, progress))
+        again = replace(options, overwrite=not is_unfinished(out / name))
+        reports.append(write(part, out / name, again))
         if name != last:  # the last one is never skipped, so that a run has something to report
             for shard in _files(name, part):
                 workspace.record(shard, (out / shard).stat().st_size)
@@ -165,11 +226,6 @@ def _is_complete(plan: DiffusersPlan[Any], out: Path) -> bool:
 def _files(name: str, plan: WritingPlan) -> set[str]:
     """Returns the files by which a finished submodel is noted."""
     return {f"{name}/{shard.name}" for shard in plan.output.shards}
-
-
-def _is_finished(workspace: Workspace, name: str, plan: WritingPlan) -> bool:
-    """Returns True if an earlier run has finished a submodel."""
-    return _files(name, plan) <= workspace.finished.keys()
 
 
 def _space_needed(folder: Path, plan: WritingPlan) -> int:
@@ -205,43 +261,40 @@ def _fingerprint(plan: DiffusersPlan[Any], run: RunOptions) -> dict[str, Any]:
 def _joined(
     plan: DiffusersPlan[Any],
     out: Path,
-    reports: Sequence[ReportT],
+    reports: Sequence[QuantizeReport | DequantizeReport],
     kept: int,
     left_out: Sequence[str] = (),
-) -> ReportT:
-    """Joins the reports of submodels.
+) -> RunReport:
+    """Joins what came of the submodels that were written.
 
-    Args:
-        plan: the plan of the pipeline.
-        out: the output folder.
-        reports: the reports of the submodels that have been written.
-        kept: the number of shards of the others, which an earlier run has finished.
-        left_out: lines about files that are not copied.
+    `kept` is the number of shards of the others; `left_out` are lines about files that are not
+    copied.
     """
     runs = [report.run for report in reports]
     totals = plan.totals()
-    seconds_by_activity = {}
-    for activity in runs[0].seconds_by_activity:
-        spent = [run.seconds_by_activity.get(activity, 0.0) for run in runs]
-        seconds_by_activity[activity] = math.fsum(spent)
-    bytes_after = 0
-    for name, part in plan.submodels.items():
-        bytes_after += bytes_on_disk(out, name, part)
-    joined = replace(
+    return replace(
         runs[0],
         out=str(out),
         already_complete=all(run.already_complete for run in runs),
         copied=totals.copied,
         bytes_before=totals.bytes_before,
-        bytes_after=bytes_after,
+        bytes_after=sum(bytes_on_disk(out, name, part) for name, part in plan.submodels.items()),
         pipeline_seconds=sum(run.pipeline_seconds for run in runs),
-        seconds_by_activity=seconds_by_activity,
+        seconds_by_activity=sum_of_seconds(runs),
         host_peak_bytes=max(run.host_peak_bytes for run in runs),
         device_peak_bytes=max(run.device_peak_bytes for run in runs),
         shards_resumed=kept + sum(run.shards_resumed for run in runs),
         notes=(*plan.notes, *left_out),
     )
-    return replace(reports[0], run=joined)
+
+
+def sum_of_seconds(runs: Sequence[RunReport]) -> dict[str, float]:
+    """Returns the seconds that all runs have spent, by activity."""
+    seconds: dict[str, float] = {}
+    for run in runs:
+        for activity, spent in run.seconds_by_activity.items():
+            seconds[activity] = seconds.get(activity, 0.0) + spent
+    return seconds
 
 
 def bytes_on_disk(out: Path, submodel: str, plan: WritingPlan) -> int:

@@ -1,0 +1,420 @@
+"""Carries out a run in parts: workers make them, and the last one makes the result whole.
+
+Workers are processes of this host, one for each device, or tasks of a Ray cluster. Each plans for
+itself, and makes its part as `--part I/N` does. The driver watches which shards are finished. An
+error ends all workers. What Ray loses with a process or a host, Ray tries again.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, replace
+from itertools import cycle
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias, cast
+
+from nf4conv import errors
+from nf4conv.commands.writing import OptionsT, ReportT, sum_of_seconds, tell_what_is_read
+from nf4conv.errors import Nf4convError, PlanError
+from nf4conv.options import RunOptions
+from nf4conv.output.workspace import Workspace
+from nf4conv.plan.parts import plan_part
+from nf4conv.report.results import (
+    DequantizeReport,
+    QuantizeReport,
+    RunReport,
+    VerificationSummary,
+)
+from nf4conv.run.checkpoint import ignore
+from nf4conv.run.device.on_driver.driver import bus_id, device_count
+from nf4conv.sources.record import read_record
+from nf4conv.sources.unfinished import finished_shards
+from nf4conv.system.cores import cores_beside, keep_to, usable_cores
+from nf4conv.system.signals import (
+    hold_interrupts_back,
+    ignore_interrupts,
+    restore_stop_handler,
+    stop_handler,
+)
+
+Made: TypeAlias = QuantizeReport | DequantizeReport | Exception
+"""The report of a part, or the error that ended it."""
+
+_MOST_CORES: Final = 8  # of a task of Ray's: more gain nothing
+_PARTS_PER_TASK: Final = 4  # so that a slower host carries out fewer
+
+
+def carry_out(
+    plan: Any, execute: Callable[[Any, Path, OptionsT], ReportT], out: Path, options: OptionsT
+) -> ReportT:
+    """Has workers make all parts of a plan, and finishes the checkpoint.
+
+    Args:
+        plan: the plan.
+        execute: carries out a plan, or the part of one, in one process.
+        out: the output folder.
+        options: how to use the machine.
+
+    Raises:
+        PlanError: the plan cannot be carried out in parts, there are no such devices, or Ray is
+            not installed.
+        Nf4convError: a worker died, or Ray failed.
+    """
+    if options.part is not None:
+        raise PlanError(
+            f"--part {options.part} is for one process: with --device cuda:N, on each GPU a part"
+        )
+    started = time.perf_counter()
+    shards = plan.totals().shards
+    alone = replace(options, ray=False, device="cpu", overwrite=False, progress=None)
+    opened: AbstractContextManager[_Crew]
+    if options.ray:
+        asked_by = "--ray"
+        opened = open_ray(options)
+    else:
+        asked_by = f"--device {options.device}"
+        places = find_places(options.device)
+        alone = replace(alone, device=places[0].device)
+        if len(places) == 1 or shards == 1:
+            return execute(plan, out, replace(options, device=places[0].device))
+        opened = open_processes(places)
+    plan_part(plan, replace(alone, part="1/1"), asked_by)  # refuses what has no parts
+    tell_what_is_read(plan, options)
+    with opened as crew:
+        if options.overwrite:
+            with Workspace(out, {}, overwrite=True) as emptied:
+                emptied.complete({})
+        reports = _make_parts(crew, plan, execute, out, options)
+    elapsed = time.perf_counter() - started
+    # a run into a finished folder computes nothing, and reports what is there; each part has
+    # verified its own shards
+    if options.verify:
+        alone = replace(alone, verify=False, tolerance=None)
+    report = execute(plan, out, alone)
+    if options.verify and type(report) is QuantizeReport:
+        verified = VerificationSummary.from_record((read_record(out) or {}).get("verified"))
+        report = replace(report, verification=verified)
+    run = _joined(report.run, reports, time.perf_counter() - started)
+    if options.ray:
+        run = replace(run, pipeline_seconds=elapsed)
+    return replace(report, run=run)
+
+
+def _make_parts(
+    crew: "_Crew",
+    plan: Any,
+    execute: Callable[[Any, Path, OptionsT], ReportT],
+    out: Path,
+    options: OptionsT,
+) -> list[RunReport]:
+    """Has the crew make all parts; raises the first error of a worker."""
+    progress = options.progress or ignore
+    count = min(crew.parts, plan.totals().shards)
+    each = replace(options, ray=False, overwrite=False, progress=None)
+    pending = set()
+    for number in range(1, count + 1):
+        run = replace(each, part=f"{number}/{count}")
+        pending.add(crew.submit(PartWork(Path.cwd(), plan.again, execute, out, run)))
+    runs: list[RunReport] = []
+    told = 0
+    while pending:
+        done, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
+        for future in done:
+            report = future.result()
+            if isinstance(report, Exception):
+                raise report
+            runs.append(report.run)
+        # nothing is recorded any more once the last part has made the result whole
+        read = max(_bytes_read(out, options.verify), told)
+        progress(read - told)
+        told = read
+    rest = plan.output.bytes_to_read - told
+    if options.verify:
+        rest += plan.output.bytes_to_read + sum(
+            path.stat().st_size for path in out.glob("*.safetensors")
+        )
+    progress(rest)
+    return runs
+
+
+def _bytes_read(out: Path, is_verified: bool) -> int:
+    """Returns the bytes that have been read for the shards that are finished so far."""
+    read = 0
+    for shard in finished_shards(out).values():
+        read += shard.source_bytes
+        if is_verified:  # source and shard are read once more
+            read += shard.source_bytes + shard.size
+    return read
+
+
+def _joined(whole: RunReport, runs: list[RunReport], seconds: float) -> RunReport:
+    """Puts the times and the memory of all parts into what came of the whole."""
+    return replace(
+        whole,
+        already_complete=all(run.already_complete for run in runs),
+        device=", ".join(sorted({run.device for run in runs})),
+        seconds=seconds,
+        seconds_by_activity=sum_of_seconds(runs),
+        shards_resumed=sum(run.shards_resumed for run in runs),
+        # parts run side by side, so one process stands for all
+        pipeline_seconds=max(run.pipeline_seconds for run in runs),
+        host_baseline_bytes=max(run.host_baseline_bytes for run in runs),
+        host_peak_bytes=max(run.host_peak_bytes for run in runs),
+        device_peak_bytes=max(run.device_peak_bytes for run in runs),
+    )
+
+
+# --- workers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """Tells a worker what to do. All of it can be pickled."""
+
+    # folder that the driver works in, from which the user's relative paths start
+    folder: Path
+    # makes the same plan anew
+    again: Callable[[], Any]
+    # carries out the plan
+    execute: Callable[..., QuantizeReport | DequantizeReport]
+    # output folder
+    out: Path
+    # how to run, and which part to make
+    options: RunOptions
+
+
+class _Crew(Protocol):
+    """Workers that make parts."""
+
+    @property
+    def parts(self) -> int:
+        """Number of parts that keeps all workers busy."""
+
+    def submit(self, work: PartWork) -> "Future[Made]":
+        """Has a worker make a part."""
+
+
+def make_part(work: PartWork) -> Made:
+    """Makes a part.
+
+    Returns:
+        Its report; or an error of a kind that can travel, which Ray then does not try again.
+    """
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the driver has a bar of its own
+    with suppress(OSError):  # on another host the folder need not be there
+        os.chdir(work.folder)
+    try:
+        plan = plan_part(work.again(), work.options)
+        part = replace(plan.part, is_watched=True)
+        return work.execute(replace(plan, part=part), work.out, replace(work.options, part=None))
+    except Exception as error:  # noqa: BLE001 - the driver raises it again
+        return _travelling(error)
+
+
+def _travelling(error: Exception) -> Exception:
+    """Returns an error as one that another process can read: of our kinds, or of Python's."""
+    if type(error).__module__ == errors.__name__:
+        return error
+    for kind in type(error).__mro__:
+        if kind.__module__ in (errors.__name__, "builtins"):
+            break
+    travelling: Exception = kind(str(error))
+    return travelling
+
+
+# --- processes of this host ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Names a device and the cores that feed it."""
+
+    device: str
+    cores: frozenset[int]
+
+
+def find_places(device: str) -> list[Place]:
+    """Returns the devices that are asked for, each with an even share of the cores beside it.
+
+    Args:
+        device: "cuda:all"; a list such as "cuda:0,cuda:1"; or "cpu,cpu", which means two
+            processes on half of the cores each.
+
+    Raises:
+        PlanError: this machine does not have these devices.
+    """
+    gpus = [f"cuda:{number}" for number in range(device_count())]
+    devices = gpus if device == "cuda:all" else device.split(",")
+    is_cpu = set(devices) == {"cpu"}
+    are_different = len(set(devices)) == len(devices)
+    if not is_cpu and (not devices or not are_different or not set(devices) <= set(gpus)):
+        raise PlanError(
+            f"--device {device}: expected GPUs of this machine, each once: {gpus or 'it has none'}"
+        )
+    near = [_cores_beside(name) for name in devices]
+    places = []
+    for index, name in enumerate(devices):
+        cores = near[index]
+        # devices beside the same cores take every n-th of them
+        turn = near[:index].count(cores)
+        share = sorted(cores)[turn :: near.count(cores)]
+        places.append(Place(name, frozenset(share) or cores))
+    return places
+
+
+def _cores_beside(device: str) -> frozenset[int]:
+    """Returns the cores of a GPU's NUMA node that this process may use.
+
+    Where Linux does not tell them, all that the process may use.
+    """
+    usable = usable_cores()
+    number = device.partition(":")[2]
+    if not number:  # "cpu"
+        return usable
+    return usable & cores_beside(bus_id(int(number))) or usable
+
+
+class ProcessCrew:
+    """Starts a process for each part, at most one at a time for each place."""
+
+    def __init__(self, places: list[Place], threads: ThreadPoolExecutor) -> None:
+        self.parts = len(places)
+        self._threads = threads
+        self._context = get_context("spawn")
+        self._places = cycle(places)
+        self._lock = threading.Lock()  # held while a process starts
+        self._processes: list[SpawnProcess] = []
+        self._is_over = False
+
+    def submit(self, work: PartWork) -> "Future[Made]":
+        """Has a process make a part once a place is free."""
+        return self._threads.submit(self._call, work)
+
+    def _call(self, work: PartWork) -> Made:
+        """Starts a process at the next place, and waits for its report or its error."""
+        place = next(self._places)
+        answer, theirs = self._context.Pipe()
+        mine = replace(work, options=replace(work.options, device=place.device))
+        # the process has no answer of its own to an interrupt before it runs `_serve`
+        hold_interrupts_back()
+        # not a daemon, which could start no process to compile kernels
+        process = self._context.Process(target=_serve, args=(theirs, place.cores, mine))
+        with self._lock:
+            if self._is_over:  # an error has ended the run while this part was waiting
+                return Nf4convError("the run is over; the same command resumes")
+            process.start()
+            self._processes.append(process)
+        theirs.close()
+        try:
+            return cast("Made", answer.recv())
+        except (EOFError, OSError):
+            return Nf4convError(
+                "a worker process was killed, perhaps for want of memory; the same command resumes"
+            )
+
+    def kill(self) -> None:
+        """Ends all processes; no other one starts."""
+        with self._lock:
+            self._is_over = True
+        for process in self._processes:
+            process.kill()
+
+
+@contextmanager
+def open_processes(places: list[Place]) -> Iterator[ProcessCrew]:
+    """Opens a crew of processes, which end with this one, however it ends."""
+    with ThreadPoolExecutor(len(places)) as threads:
+        crew = ProcessCrew(places, threads)
+        try:
+            yield crew
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            crew.kill()
+
+
+def _serve(driver: Connection, cores: frozenset[int], work: PartWork) -> None:
+    """Makes a part in a process of its own, which ends with the driver."""
+    # an interrupt from a terminal reaches all processes; the driver answers it
+    ignore_interrupts()
+    keep_to(cores)  # before there are threads, and memory of theirs
+    threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
+    driver.send(make_part(work))
+
+
+def _end_with(driver: Connection) -> None:
+    """Ends this process as soon as the driver sends anything, or is gone."""
+    os._exit(int(driver.poll(None)))
+
+
+# --- tasks of a Ray cluster ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _RayCrew:
+    """Has tasks of Ray make parts."""
+
+    parts: int
+    device: str
+    workers: int
+    task: Any  # remote function of Ray's
+
+    def submit(self, work: PartWork) -> "Future[Made]":
+        """Has a task make a part."""
+        options = replace(work.options, device=self.device, workers=self.workers)
+        future: Future[Made] = self.task.remote(replace(work, options=options)).future()
+        return future
+
+
+@contextmanager
+def open_ray(run: RunOptions) -> Iterator[_RayCrew]:
+    """Opens the cluster that RAY_ADDRESS names, or else one on this machine.
+
+    The cluster on this machine ends with this process. Each task takes one GPU, or up to eight
+    cores where there is none.
+
+    Raises:
+        PlanError: Ray is not installed, or no host of the cluster has such a device.
+        Nf4convError: Ray failed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise PlanError("--ray needs one more package: pip install 'nf4conv[ray]'") from error
+    stopping = stop_handler()
+    with redirect_stdout(sys.stderr):  # what Ray has to say is no result
+        try:
+            ray.init(log_to_driver=False, configure_logging=False)
+            with suppress(ValueError):  # this is not the main thread
+                restore_stop_handler(stopping)  # Ray's own answer is a page of its stack
+            hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            yield _crew_of(ray, hosts, run)
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            raise Nf4convError(f"Ray: {str(error).strip().splitlines()[0]}") from error
+        finally:
+            ray.shutdown()
+
+
+def _crew_of(ray: Any, hosts: list[dict[str, float]], run: RunOptions) -> _RayCrew:
+    """Chooses what each task takes, given the resources of all hosts."""
+    has_gpus = any("GPU" in host for host in hosts)
+    device = "cuda" if has_gpus and run.device != "cpu" else "cpu"
+    kind = "GPU" if device == "cuda" else "CPU"
+    hosts = [host for host in hosts if host.get(kind, 0) >= 1]
+    if not hosts or run.device not in ("auto", device):
+        raise PlanError(f"--ray --device {run.device}: no host of the cluster has such a device")
+    cores = _MOST_CORES
+    for host in hosts:
+        cores = min(cores, int(host.get("CPU", 0) // host.get("GPU", 1)))
+    cores = max(1, cores)
+    fitting = 0
+    for host in hosts:
+        fitting += int(host[kind] // (cores if device == "cpu" else 1))
+    task = ray.remote(num_cpus=cores, num_gpus=int(device == "cuda"))(make_part)
+    return _RayCrew(_PARTS_PER_TASK * fitting, device, run.workers or cores, task)
