@@ -278,7 +278,8 @@ def test_what_transformers_saves_passes(theirs):
     saved = json.loads((theirs / "out/config.json").read_text())
     assert "rope_theta" not in saved
     for options in (None, EXACT):
-        plan = api.plan_verification(theirs / "out", theirs / "source", options)
+        asked = replace(options or VerifyOptions(), source=theirs / "source")
+        plan = plan_checkpoint(theirs / "out", asked)
         lines = [found.line() for found in plan.structure.findings if found.check == "record"]
         assert not faults(theirs, options)
         assert lines == NO_RECORD * (options is EXACT)
