@@ -57,6 +57,7 @@ TESTED_ELSEWHERE = {
     "nf4conv.calibrate.rounding": "test_rounding.py",
     "nf4conv.inference.moe": "test_moe_loader.py",
     "nf4conv.codec.decode": "test_decode.py",
+    "nf4conv.codec.fp8": "test_encode_fp8.py",
     "nf4conv.run.tasks.diagnose": "test_verify.py",
 }
 
