@@ -56,12 +56,13 @@ def verification_report(
     `structure` has what is wrong with headers, small tensors and config; the faults of values are
     added to it. `started` is `time.perf_counter()` when the verification began.
     """
-    compared: list[ComparedTensors] = []
+    compared: list[ComparedTensors]
     if relation is Relation.NONE:
         _note_differences(structure, measured.alike, 0.0 if options.exact else options.tolerance)
         compared = [result.compared() for result in measured.alike.values()]
     else:
         _note_faults(structure, measured, options, source)
+        _note_differences(structure, measured.alike, 0.0)
         compared = [copy.compared() for copy in measured.copies.values()]
     findings = _in_order(structure.findings)
     rows = tuple(result.row(options) for result in measured.weights.values())
@@ -72,10 +73,13 @@ def verification_report(
         identical &= not any(finding.check == "calibrated" for finding in findings)
     elif tensors is not None:
         identical = tensors.differing == 0
+    ran = _ran(source, options, structure, relation)
+    if measured.alike:
+        ran.add("values")
     return VerifyReport(
         path=path,
         source=source,
-        checks=_check_results(_ran(source, options, structure, relation), findings),
+        checks=_check_results(ran, findings),
         findings=findings,
         made=structure.record,
         weights=rows,
