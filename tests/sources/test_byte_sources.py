@@ -200,7 +200,7 @@ def test_floats_of_torchao(tmp_path: Path):
         (TORCHAO, {"scale": torch.ones(8, 128)}, r"_weight_scale, F32 \[8, 128\]"),
         (TORCHAO, {"zero_point": torch.ones(128, 1)}, r"_weight_zero_point, F32 \[128, 1\]"),
         (TORCHAO, {"act_pre_scale": torch.ones(1)}, "_weight_act_pre_scale: part of a weight"),
-        (INT8, {"scale": torch.ones(1)}, "_weight_qdata: part of a weight"),
+        (INT8, {"scale": torch.ones(1)}, "_weight_(qdata|scale): part of a weight"),
     ],
 )
 def test_what_is_refused(

@@ -128,6 +128,8 @@ class Description:
     # how many bits integers were rounded to that torchao stores in a byte each
     bits_in_bytes: int = 8
     is_reordered: bool = False  # True if columns are not in the order of their groups
+    names_block: bool = False  # True if it says which rows and columns share a scale
+    has_zeros: bool = False  # True if all integers have zero points
 
 
 def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Description:
@@ -169,6 +171,8 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
         schemes=tuple(_schemes(found)),
         packing=_packing(method, found),
         is_reordered=found.get("desc_act") is True,
+        names_block=found.get("weight_block_size") is not None,
+        has_zeros=_all_have_zeros(found),
     )
 
 
@@ -387,6 +391,12 @@ def _weights_of_groups(found: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for group in groups.values() if isinstance(groups, Mapping) else ():
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
             yield group["weights"]
+
+
+def _all_have_zeros(found: Mapping[str, Any]) -> bool:
+    """Returns True if all groups of layers of compressed-tensors have zero points."""
+    are_symmetric = [weights.get("symmetric", True) for weights in _weights_of_groups(found)]
+    return bool(are_symmetric) and not any(are_symmetric)
 
 
 def _schemes_of_torchao(found: Mapping[str, Any]) -> Iterator[Scheme]:

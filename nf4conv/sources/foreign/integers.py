@@ -21,6 +21,7 @@ from nf4conv.sources.foreign.formats import (
     Part,
     SiblingTensors,
     Sizes,
+    lacks,
     misfit,
     part,
 )
@@ -96,6 +97,7 @@ class PackedIntegers(Foreign):
     ) -> "PackedIntegers":
         if "group_size" not in sizes:
             sizes = {**sizes, "group_size": _group_size(parts, sizes, siblings.description)}
+        _check_groups(parts, sizes, siblings.description)
         return cls(
             values=parts["values"],
             scale=parts["scale"],
@@ -131,6 +133,23 @@ def _group_size(parts: Mapping[str, TensorInfo], sizes: Sizes, description: Desc
     if columns % groups != 0:
         raise misfit(parts["values"], parts["scale"])
     return columns // groups
+
+
+def _check_groups(parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description) -> None:
+    """Raises a SourceError if the config names groups, and those of the weight are none of them."""
+    values, scale = parts["values"], parts["scale"]
+    named = {size for _, size in description.schemes if size is not None}
+    expected = {-(-sizes["in"] // size) for size in named}
+    is_open = any(size is None for _, size in description.schemes)
+    if is_open or not named or sizes["groups"] in expected:
+        return
+    listed = " or ".join(str(size) for size in sorted(named))
+    raise SourceError.about(
+        values.file,
+        values.name,
+        f"has {sizes['in']:,} columns, and {scale.name} has {sizes['groups']:,} groups of them; "
+        f"the config says groups of {listed}",
+    )
 
 
 def _line(part: TensorInfo) -> int:
@@ -183,6 +202,8 @@ class Gptq(PackedIntegers):
                 "lacks its g_idx, and desc_act in the config says that its columns are not in "
                 "order",
             )
+        if sizes["in"] * sizes["bits"] != parts["values"].shape[0] * WORD:
+            raise misfit(parts["values"], parts["group_index"])
         return IntegerLayout(
             packing="GPTQ",
             bits=sizes["bits"],
@@ -223,6 +244,8 @@ class Awq(PackedIntegers):
     def codes_of(
         cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
     ) -> IntegerLayout:
+        if sizes["in"] % sizes["groups"] != 0:
+            raise misfit(parts["values"], parts["scale"])
         return IntegerLayout("AWQ", sizes["bits"], sizes["in"], sizes["group_size"])
 
 
@@ -284,6 +307,9 @@ class CompressedIntegers(PackedIntegers):
         cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
     ) -> IntegerLayout:
         zeros = parts.get("zeros")
+        if zeros is None and description.has_zeros:
+            name = parts["values"].name.removesuffix(cls.stored)
+            raise lacks(parts["values"], f"{name}_zero_point")
         if zeros is not None and zeros.dtype == "I8" and zeros.elements != parts["scale"].elements:
             raise misfit(parts["values"], zeros)
         return IntegerLayout(

@@ -79,6 +79,7 @@ _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     "_act_pre_scale", "_scale_and_zero", "_per_tensor_scale", ".input_rotation", ".input_prescale",
     ".scale_weight", "scaled_fp8", ".comfy_quant",  # of ComfyUI, whose files have no config
     ".weight._scale",  # of quanto alone
+    "._weight_scale", "._weight_zero_point",  # of torchao
     "_proj_blocks", "_proj_scales",  # of gpt-oss
     ".svdquant_lora_a", ".svdquant_lora_b", ".weight_quantizer._scale",  # of ModelOpt
     *_COMPONENT_ENDS,
@@ -221,7 +222,12 @@ def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
     for tensor in tensors:
         is_unread = tensor.dtype in dtypes and tensor.encoding is None
         if method is not None and _is_integer_matrix(tensor):
-            is_unread = True
+            raise SourceError.about(
+                tensor.file,
+                tensor.name,
+                "part of a weight whose scales are missing or do not go with it: the checkpoint is "
+                "incomplete, or quantized in a way that nf4conv does not decode",
+            )
         if is_unread or tensor.name.endswith(ends):
             raise SourceError.about(
                 tensor.file,
