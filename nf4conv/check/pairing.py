@@ -59,7 +59,8 @@ class Pairs:
         weights: packed weights, with what they are packed from.
         copies: tensors that are not packed, with those of the source.
         alone: tensors in floats for which there is no source. They are only to be finite.
-        alike: tensors of a checkpoint that does not say how it was made, with those of the source.
+        alike: tensors of a checkpoint that does not say how it was made, with those of the source;
+            weights that became FP8 without loss, with what they were.
     """
 
     weights: Sequence[PackedPair] = ()

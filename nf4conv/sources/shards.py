@@ -91,8 +91,8 @@ def check_index(
     held_in = {tensor.name: tensor.file for tensor in tensors}
     for name, file in weight_map.items():
         if held_in.get(name) is not files[file]:
-            raise SourceError(
-                f"{folder / file}: {name}: the index places this tensor here, but the file lacks it"
+            raise SourceError.about(
+                folder / file, name, "the index places this tensor here, but the file lacks it"
             )
 
 
