@@ -15,11 +15,10 @@ from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import RunReport, VerificationSummary
-from nf4conv.run.device.choice import Devices
+from nf4conv.run.device.choice import Devices, open_devices
 from nf4conv.run.filling import Card, Filling
 from nf4conv.run.loop import MemoryUse, Pipeline, make_pipeline
 from nf4conv.run.parts import finish_if_whole, verification_of
-from nf4conv.run.writing import writing_devices
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.unfinished import finished_shards
 
@@ -48,26 +47,21 @@ def write_checkpoint(
 ) -> Written:
     """Carries out the plan of one checkpoint, or of a part of it.
 
-    Args:
-        plan: what is to be written.
-        out: output folder, which is a finished checkpoint afterwards.
-        run: how to use the machine. With `run.verify` everything that is written is read back and
-            compared; no shard of an earlier run then counts as finished.
-        progress: is told how many more source bytes have been read, from any thread.
-        card: writes the model card.
-        announce: is told name and path of every shard once it is complete, from any thread.
+    With `run.verify` everything that is written is read back and compared; no shard of an earlier
+    run then counts as finished. From any thread, `progress` is told how many more source bytes have
+    been read, and `announce` name and path of every shard once it is complete.
 
-    Raises:
-        SourceError: the source cannot be read, or has changed.
-        OutputError: the folder cannot be written.
-        VerificationError: what has been written is not what was to be; the folder then does not
-            look finished.
+    Raises a SourceError if the source cannot be read or has changed, an OutputError if the folder
+    cannot be written, and a VerificationError if what has been written is not what was to be; the
+    folder then does not look finished.
     """
     started = time.perf_counter()
     require_apart(plan.source.folder, out)
     kept = _kept_bytes(plan, out, run)
     progress(kept)  # at once: importing torch may take longer than all else
-    devices = writing_devices(plan.output, run)
+    output = plan.output
+    devices = open_devices(lambda: output.jobs, output.format, run, is_measured=run.verify)
+    _ = devices.name  # which finds the device, or says that there is none
     pipeline = make_pipeline(devices.backends, run, progress)
     before = pipeline.memory()
     with _open_folder(plan, out, run, devices.name) as folder:
@@ -122,11 +116,7 @@ def _tell_nobody(name: str, path: Path) -> None:
 
 
 def require_apart(source: Path, out: Path) -> None:
-    """Checks that the output folder is apart from the source.
-
-    Raises:
-        OutputError: it is the source, lies in it, or holds it; or it is a link that leads nowhere.
-    """
+    """Refuses an output folder that is the source, lies in it, holds it, or is a dead link."""
     require_no_dead_link(out)
     source, out = source.resolve(), out.resolve()
     if out == source:

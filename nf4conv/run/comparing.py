@@ -3,9 +3,9 @@ bytes differ on a device.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Final, NamedTuple
 
 from nf4conv.check.pairing import AlikePair
 from nf4conv.options import MachineOptions
@@ -13,12 +13,25 @@ from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.choice import open_devices_for_pairs
 from nf4conv.run.device.on_driver.backend import gpu_named
 from nf4conv.run.device.on_torch.backend import TorchBackend
-from nf4conv.run.loop import make_pipeline
+from nf4conv.run.device.protocol import PairOfPieces
+from nf4conv.run.loop import Task, make_pipeline
+from nf4conv.run.pieces import batches
 from nf4conv.run.tasks.compare_bytes import byte_tasks
-from nf4conv.run.tasks.compare_values import value_tasks
+from nf4conv.run.worker import Backend, Worker
+from nf4conv.sources.cutting import pieces_alike, share_parts
 from nf4conv.sources.reader import Reader
 
 _log: Final = logging.getLogger(__name__)
+
+_SLACK: Final = 2**12  # bytes that two pieces take beside those that grow with them
+
+
+class _Pair(NamedTuple):
+    """A piece of two tensors that are compared."""
+
+    result: TensorDifference  # where what is found goes
+    start: int  # elements of the tensors before it
+    pieces: PairOfPieces
 
 
 def compare(
@@ -26,11 +39,8 @@ def compare(
 ) -> tuple[str, dict[str, TensorDifference]]:
     """Compares tensors by their bytes, and by their values where bytes differ.
 
-    Returns:
-        The device that compared values, and what was found of each tensor, by its name.
-
-    Raises:
-        PlanError: there is no such device as the user named, although none is needed here.
+    Returns the device that compared values, and what was found of each tensor, by its name. Raises
+    a PlanError if there is no such device as the user named, although none is needed here.
     """
     if run.device not in ("auto", "cpu") and gpu_named(run.device) is None:
         _ = TorchBackend(run.device).name  # which finds the device, or says that there is none
@@ -46,16 +56,13 @@ def compare(
     unlike = [result for result in results.values() if _needs_values(result)]
     if not unlike:
         return "cpu", results
-    opened = open_devices_for_pairs(unlike, run)
-    devices = opened.devices
+    devices = open_devices_for_pairs(unlike, run)
     pipeline = make_pipeline(devices.backends, run, progress)
-    pipeline.run(
-        chain(
-            value_tasks(opened.with_kernels, devices.main, pipeline.piece),
-            value_tasks(opened.others, devices.torch, pipeline.piece),
-        ),
-        reader,
-    )
+    tasks: list[Task] = []
+    for backend in devices.backends:
+        on_backend = [one for one in unlike if devices.backend_for(one.b.name) is backend]
+        tasks += _value_tasks(on_backend, backend, pipeline.piece)
+    pipeline.run(tasks, reader)
     _log.info("compared the values of %d tensors in %.1f s", len(unlike), pipeline.elapsed)
     return devices.name, results
 
@@ -65,3 +72,57 @@ def _needs_values(result: TensorDifference) -> bool:
     if result.is_identical or not result.a.elements:
         return False
     return "C64" not in (result.a.dtype, result.b.dtype)
+
+
+def _value_tasks(
+    results: Iterable[TensorDifference], backend: Backend, piece: int
+) -> Iterator[Task]:
+    """Yields the tasks that compare tensors value by value on a device."""
+    nbytes = backend.pair_bytes(piece)
+    others = []
+    for result in results:
+        if _has_shared_parts(result, nbytes):
+            yield partial(_compare_in_turn, backend, list(_pairs([result], nbytes)))
+        else:
+            others.append(result)
+    found = batches(
+        _pairs(others, nbytes),
+        _room,
+        piece,
+        _dtypes,
+        backend.pairs_at_a_time,
+    )
+    for pairs in found:
+        yield partial(_compare, backend, pairs)
+
+
+def _has_shared_parts(result: TensorDifference, nbytes: int) -> bool:
+    """Returns True if pieces of one of the tensors are decoded from the same bytes."""
+    for _, a, b in pieces_alike(result.a, result.b, nbytes):
+        return share_parts(a) or share_parts(b)
+    return False
+
+
+def _pairs(results: Iterable[TensorDifference], nbytes: int) -> Iterator[_Pair]:
+    for result in results:
+        for start, a, b in pieces_alike(result.a, result.b, nbytes):
+            yield _Pair(result, start, PairOfPieces(a, b))
+
+
+def _room(pair: _Pair) -> int:
+    return pair.pieces.a.nbytes + pair.pieces.b.nbytes + _SLACK
+
+
+def _dtypes(pair: _Pair) -> tuple[str, str]:
+    return pair.pieces.a.dtype, pair.pieces.b.dtype
+
+
+def _compare(backend: Backend, pairs: Sequence[_Pair], worker: Worker) -> None:
+    differences = worker.device(backend).subtract([pair.pieces for pair in pairs])
+    for pair, difference in zip(pairs, differences, strict=True):
+        pair.result.add_piece(pair.start, difference)
+
+
+def _compare_in_turn(backend: Backend, pairs: Sequence[_Pair], worker: Worker) -> None:
+    for pair in pairs:
+        _compare(backend, [pair], worker)

@@ -6,16 +6,18 @@ config.json is last: it makes the folder a checkpoint.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from nf4conv.errors import VerificationError
 from nf4conv.format import units
+from nf4conv.format.layout import Format
 from nf4conv.options import RunOptions
 from nf4conv.output.finishing import LastFiles, finish, index_of
 from nf4conv.output.folder import OutputFolder
@@ -23,14 +25,15 @@ from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
 from nf4conv.output.writer import ShardWriter
 from nf4conv.plan.fingerprint import require_unchanged
-from nf4conv.plan.jobs import Shard, source_files
+from nf4conv.plan.jobs import CopyJob, Entry, PackJob, Shard, component_name, source_files
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import VerificationSummary
 from nf4conv.run.device.choice import Devices
 from nf4conv.run.loop import Pipeline, Task
 from nf4conv.run.pieces import interleave
-from nf4conv.run.shards import ShardProgress, ShardTask, streamed
-from nf4conv.run.writing import writing_tasks
+from nf4conv.run.tasks.shard import ShardTask, shard_tasks
+from nf4conv.run.worker import Worker
+from nf4conv.sources.cutting import Piece
 from nf4conv.sources.reader import Reader
 from nf4conv.system.files import let_go
 from nf4conv.system.memory import total_memory
@@ -49,6 +52,67 @@ _SHARDS_AT_A_TIME: Final = 8
 """Measured on Linux: writes to one file do not overlap (2.5 GB/s from 8 threads, tmpfs or disk).
 Writes to several files do (8.5 GB/s to 4, 17 GB/s to 8). With more, an interrupted run would have
 more to do again."""
+
+
+@dataclass(eq=False)
+class _ShardProgress:
+    """A shard being written: its file, the JSON blobs so far, and how many tasks are left."""
+
+    shard: Shard
+    format: Format
+    writer: ShardWriter
+    finished: Callable[[int], None]  # called with the size of the file once it is complete
+    audit: "AuditOfWritten | None"  # looks at everything that has been written
+    reader: Reader  # by which the audit reads the file
+    _blobs: dict[str, bytes] = field(default_factory=dict)
+    _left: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def measured(self) -> None:
+        return None
+
+    def expect(self, tasks: int) -> None:
+        """Sets how many tasks fill this shard."""
+        self._left = tasks
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self.writer.write(offset, data)
+
+    def finish_weights(
+        self, worker: Worker, jobs: Sequence[PackJob], blobs: Mapping[str, bytes]
+    ) -> None:
+        if self.audit is not None:
+            self.audit.check_weights(worker, jobs, blobs)
+        with self._lock:
+            self._blobs.update(blobs)
+
+    def finish_copy(self, worker: Worker, job: CopyJob, piece: Piece) -> None:
+        if self.audit is not None:
+            self.audit.check_copy(worker, job, piece)
+
+    def count_task(self) -> None:
+        """Counts a task as done; the last one completes the file."""
+        with self._lock:
+            self._left -= 1
+            is_complete = self._left == 0
+        if is_complete:
+            self._complete()
+
+    def _complete(self) -> None:
+        entries = list(self.shard.entries())
+        tail = bytearray()
+        for job in self.shard.jobs:
+            if isinstance(job, PackJob):
+                blob = self._blobs[job.name]
+                name = component_name(job, job.components[-1])
+                start = self.shard.fixed_size + len(tail)
+                entries.append(Entry(name, "U8", (len(blob),), start, start + len(blob)))
+                tail += blob
+        if self.audit is not None:
+            # the audit has left it open, and Windows gives no open file another name
+            self.reader.forget(self.writer.place(0)[0])
+        self.finished(self.writer.finish(entries, bytes(tail)))
 
 
 @dataclass(frozen=True)
@@ -113,7 +177,7 @@ class Filling:
         fetched = self.plan.source.fetched
         if fetched is None or not fetched.absent:
             return interleave(shards, _SHARDS_AT_A_TIME)
-        return streamed(shards, cast("ShardStream", reader))
+        return _streamed(shards, cast("ShardStream", reader))
 
     def _count_finished(self) -> None:
         """Tells of the shards that an earlier run has finished."""
@@ -133,18 +197,17 @@ class Filling:
     def _tasks_of(self, shard: Shard, writers: ExitStack, reader: Reader) -> Sequence[ShardTask]:
         writer = self.folder.open_shard(shard.name, shard.header_size, shard.fixed_size)
         writers.callback(writer.close)
-        audit = self._audit()
+        format = self.plan.output.format
+        audit = None
+        if self.run.verify:
+            from nf4conv.run.audit import AuditOfWritten  # few runs need to import it
+
+            audit = AuditOfWritten(self.devices, self.run.tolerance, format, writer)
         finished = partial(self._finish_shard, shard, writer, audit)
-        progress = ShardProgress(shard, self.plan.output.format, writer, finished, audit, reader)
-        return writing_tasks(progress, self.devices, self.pipeline.piece)
-
-    def _audit(self) -> "AuditOfWritten | None":
-        """Returns what looks at everything that is written to a shard, if anything does."""
-        if not self.run.verify:
-            return None
-        from nf4conv.run.audit import AuditOfWritten  # few runs need to import it
-
-        return AuditOfWritten(self.devices, self.run.tolerance)
+        progress = _ShardProgress(shard, format, writer, finished, audit, reader)
+        tasks = shard_tasks(progress, shard.jobs, self.devices, self.pipeline.piece)
+        progress.expect(len(tasks))
+        return tasks
 
     def _finish_shard(
         self, shard: Shard, writer: ShardWriter, audit: "AuditOfWritten | None", size: int
@@ -186,12 +249,7 @@ class Filling:
 
 
 def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:
-    """Returns the most bytes that a plan still takes on disk.
-
-    Args:
-        plan: what is to be written.
-        finished: names of the shards that are there already.
-    """
+    """Returns the most bytes that a plan still takes on disk beside its finished shards."""
     unfinished = [shard for shard in plan.output.shards if shard.name not in finished]
     needed = sum(shard.largest_size for shard in unfinished)
     if plan.source.fetched is not None:
@@ -224,3 +282,25 @@ def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
         needed=needed & fetched.absent.keys(),
         folder=folder.downloads,
     )
+
+
+def _streamed(shards: Iterable[Sequence[ShardTask]], stream: "ShardStream") -> Iterator[Task]:
+    """Yields the tasks of one shard after the other, those of each by source file.
+
+    Shards, too, come in the files' order. Each task waits for its file, and the last one of a file
+    lets it go.
+    """
+    for tasks in shards:
+        for task in sorted(tasks, key=lambda task: stream.order[task.file]):
+            stream.expect(task.file)
+            yield partial(_run_streamed, task, stream)
+    stream.expect(None)
+
+
+def _run_streamed(task: ShardTask, stream: "ShardStream", worker: Worker) -> None:
+    """Runs a task whose source file may have to be fetched first."""
+    stream.wait_for(task.file)
+    try:
+        task(worker)
+    finally:
+        stream.done(task.file)

@@ -24,6 +24,7 @@ from nf4conv.format.units import size
 from nf4conv.options import MachineOptions
 from nf4conv.run.worker import Activity, Backend, Worker
 from nf4conv.sources.reader import Reader
+from nf4conv.sources.source import Source
 from nf4conv.system.background import Background, outlast
 from nf4conv.system.cores import usable_cores
 from nf4conv.system.memory import peak_resident
@@ -49,21 +50,16 @@ class MemoryUse(NamedTuple):
 class Pipeline:
     """Runs tasks with bounded memory.
 
-    Attributes:
-        backends: the devices that tasks may ask for. Every worker opens the first one before its
-            first task, and reads into its buffers; without any, it reads into plain memory.
-        workers: threads.
-        buffer_size: bytes of host buffers for reading, all workers together.
-        advance: told how many source bytes have been read, from any thread.
-        elapsed: wall-clock seconds from the first task to the end of the last, workers being ready.
-        seconds: where the time of all workers went.
+    Every worker opens the first backend before its first task, and reads into its buffers; without
+    any, it reads into plain memory.
     """
 
-    backends: Sequence[Backend]
-    workers: int
-    buffer_size: int
-    advance: Callable[[int], None]
-    elapsed: float = 0.0
+    backends: Sequence[Backend]  # the devices that tasks may ask for
+    workers: int  # threads
+    buffer_size: int  # bytes of host buffers for reading, all workers together
+    advance: Callable[[int], None]  # told how many source bytes have been read, from any thread
+    elapsed: float = 0.0  # seconds from the first task to the end of the last
+    # where the time of all workers went
     seconds: defaultdict[Activity, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
@@ -75,11 +71,8 @@ class Pipeline:
         """Runs all tasks, which are taken one by one, in their order.
 
         The first error stops the others and is raised. An interrupt stops the workers after the
-        piece in hand. However the call ends, no worker is left.
-
-        Args:
-            tasks: what is to be done.
-            reader: reads the source, and is closed by the caller; None for local files.
+        piece in hand. However the call ends, no worker is left. The caller closes the reader, which
+        local files do not need.
         """
         if reader is not None:
             self._run(tasks, reader)
@@ -179,3 +172,15 @@ def piece_size(buffer_size: int, workers: int) -> int:
     """
     piece = min(buffer_size // workers, LARGEST_PIECE)
     return max(piece - piece % 2**16, 2**16)
+
+
+def open_reader(source: Source | None) -> Reader:
+    """Opens a reader of local files, and by ranges of those of a source that are on the Hub."""
+    fetched = None if source is None else source.fetched
+    if fetched is None or fetched.repository is None or not fetched.absent:
+        return Reader()
+    from nf4conv.sources.remote.stream import (
+        RemoteReader,  # importing huggingface_hub takes a while
+    )
+
+    return RemoteReader(fetched.repository, fetched.absent)

@@ -16,7 +16,7 @@ from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import CopyJob, Job
-from nf4conv.run.reading import open_reader
+from nf4conv.run.loop import open_reader
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Final
 
@@ -14,9 +15,8 @@ from nf4conv.report.verified import Measured
 from nf4conv.run.comparing import compare
 from nf4conv.run.device.choice import open_devices
 from nf4conv.run.device.on_torch.backend import TorchBackend
-from nf4conv.run.loop import make_pipeline
-from nf4conv.run.reading import open_reader
-from nf4conv.run.tasks.prove import CheckpointProof, plan_proof
+from nf4conv.run.loop import make_pipeline, open_reader
+from nf4conv.run.tasks.prove import CheckpointProof
 from nf4conv.run.tasks.scan import count_values
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
@@ -33,36 +33,38 @@ def verify_values(
     progress: Callable[[int], None],
     source: Source | None = None,
 ) -> Measured:
-    """Looks at the values of a checkpoint.
+    """Looks at the values of a checkpoint: of its packed weights by name, and as the pairs say.
 
     What comes out the same when it is made once more is right. Of all other tensors torch says how
-    they differ.
-
-    Args:
-        weights: the packed weights by name.
-        pairs: what is to be compared with what; empty without a source.
-        run: how to use the machine.
-        progress: told how many more bytes have been read, from any thread.
-        source: the checkpoint that is compared with, whose files may still be on the Hub.
+    they differ. `progress` is told how many more bytes have been read, from any thread.
     """
     if pairs.alone:
         return _look_at_values(pairs.alone, run, progress)
-    alike: Mapping[str, TensorDifference] = {}
-    if pairs.alike:
-        with open_reader(source) as reader:
+    with open_reader(source) as reader:
+        alike: Mapping[str, TensorDifference] = {}
+        if pairs.alike:
             device, alike = compare(pairs.alike, run, progress, reader)
-        if not pairs.copies:
-            return Measured(device, {}, {}, alike=alike)
-    plan = plan_proof(pairs)
-    devices = open_devices(lambda: plan.jobs, plan.format, run, is_measured=True)
+            if not pairs.copies:
+                return Measured(device, {}, {}, alike=alike)
+        return replace(_prove(weights, pairs, run, progress, reader), alike=alike)
+
+
+def _prove(
+    weights: Mapping[str, Bitsandbytes4bit],
+    pairs: Pairs,
+    run: MachineOptions,
+    progress: Callable[[int], None],
+    reader: Reader,
+) -> Measured:
+    """Makes once more what the pairs say, and diagnoses what does not come out the same."""
+    proof = CheckpointProof(pairs, reader, progress)
+    devices = open_devices(lambda: proof.jobs, proof.format, run, is_measured=True)
     started = time.perf_counter()
     proved: Mapping[str, WeightResult] = {}
     same: set[str] = set()
-    if plan.jobs or plan.kept:
+    if pairs.weights or pairs.copies:
         pipeline = make_pipeline(devices.backends, run, progress)
-        with open_reader(source) as reader:
-            proof = CheckpointProof(plan, reader, progress)
-            pipeline.run(proof.tasks(devices, pipeline.piece), reader)
+        pipeline.run(proof.tasks(devices, pipeline.piece), reader)
         proved = proof.proved()
         same = proof.same_copies()
         for result in proved.values():  # whose scales need not be looked at on their own
@@ -81,14 +83,13 @@ def verify_values(
     copies = {pair.tensor.name: CopyResult(pair.tensor) for pair in pairs.copies}
     unproved = {name: result for name, result in results.items() if name not in proved}
     if not unproved and copies.keys() <= same:
-        return Measured(devices.name, results, copies, alike=alike)
+        return Measured(devices.name, results, copies)
     unlike = {name: copy for name, copy in copies.items() if name not in same}
     started = time.perf_counter()
-    with open_reader(source) as reader:
-        _diagnose(unproved, unlike, pairs, devices.torch, run, progress, reader)
+    _diagnose(unproved, unlike, pairs, devices.torch, run, progress, reader)
     seconds = time.perf_counter() - started
     _log.info("looked at the values of %d tensors in %.1f s", len(unproved) + len(unlike), seconds)
-    return Measured(devices.torch.name, results, copies, alike=alike)
+    return Measured(devices.torch.name, results, copies)
 
 
 def _look_at_values(

@@ -1,4 +1,5 @@
-"""Follows one thread of a run: what it reads with, where its time goes, what it computes on.
+"""Follows one thread of a run: what it reads with, where its time goes, what it computes on, and
+what takes the bytes that it makes.
 
 A `Backend` is a device as all threads share it. Each thread opens it once, when its first task for
 it comes, and from then on has a `Device` of its own: a stream, buffers, memory.
@@ -6,14 +7,17 @@ it comes, and from then on has a `Device` of its own: a stream, buffers, memory.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+from nf4conv.format.layout import Format
 from nf4conv.plan.jobs import CopyJob, PackJob
+from nf4conv.report.measured import WeightResult
 from nf4conv.run.device.protocol import Device
+from nf4conv.sources.cutting import Piece
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import FileRange
 
@@ -31,6 +35,29 @@ class Writable(Protocol):
 
     def write(self, offset: int, data: memoryview) -> None:
         """Takes bytes for a place, which is counted from the first byte of the shard's data."""
+
+
+class Destination(Writable, Protocol):
+    """Takes what the tasks of a shard make: a file that is written, or a proof that compares."""
+
+    @property
+    def format(self) -> Format:
+        """The format that weights are packed in."""
+
+    @property
+    def measured(self) -> Mapping[str, WeightResult] | None:
+        """The weights whose errors are measured, by name; None if that is not asked."""
+
+    def finish_weights(
+        self, worker: "Worker", jobs: Sequence[PackJob], blobs: Mapping[str, bytes]
+    ) -> None:
+        """Takes the JSON blobs of weights, by name, whose other components have been written."""
+
+    def finish_copy(self, worker: "Worker", job: CopyJob, piece: Piece) -> None:
+        """Takes note that a kept tensor, or a piece of it, has been written."""
+
+    def count_task(self) -> None:
+        """Takes note that a task is done, after all that it has written is finished."""
 
 
 class Backend(Protocol):
@@ -69,14 +96,8 @@ class Backend(Protocol):
 class Worker:
     """Holds what one thread works with.
 
-    Args:
-        reader: reads the source.
-        piece: bytes that the worker reads at a time.
-        advance: told how many source bytes have been read.
-
-    Attributes:
-        buffer: host memory to read into, a piece long or longer.
-        seconds: where the time went.
+    It reads `piece` bytes at a time, into a buffer that is as long or longer, and tells `advance`
+    how many bytes of the source it has read.
     """
 
     def __init__(self, reader: Reader, piece: int, advance: Callable[[int], None]) -> None:

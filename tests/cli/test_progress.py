@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api import QuantizeOptions, RunOptions, execute_quantization, plan_quantization
@@ -74,13 +75,13 @@ def test_what_is_kept_is_shown_before_a_device_is_opened(
     plan = plan_quantization(source, OPTIONS)
     told: list[int] = []
     before: list[int] = []
-    opened = checkpoint.writing_devices
+    opened = checkpoint.open_devices
 
-    def opening(*arguments: object) -> object:
+    def opening(*arguments: Any, **options: Any) -> object:
         before.extend(told)
-        return opened(*arguments)
+        return opened(*arguments, **options)
 
-    monkeypatch.setattr(checkpoint, "writing_devices", opening)
+    monkeypatch.setattr(checkpoint, "open_devices", opening)
     execute_quantization(plan, out, RUN, told.append)
     assert before == [sum(file.source_bytes for file in kept.values())]
     assert before[0] > 0

@@ -11,7 +11,7 @@ from nf4conv.options import MachineOptions, SourceOptions
 from nf4conv.plan.rows import Errors
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.comparing import compare
-from nf4conv.run.reading import open_reader
+from nf4conv.run.loop import open_reader
 from nf4conv.sources.opening import open_source
 
 CPU = MachineOptions(device="cpu", workers=2)

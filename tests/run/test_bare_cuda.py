@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from nf4conv.codec.ops import quantize_4bit
 from nf4conv.errors import SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.run.device.choice import open_devices
 from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.backend import DriverBackend
-from nf4conv.run.writing import writing_devices
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +70,8 @@ def test_bytes_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, double
     source = write_source(tmp_path / "source", dtype)
     options = QuantizeOptions(quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
     run = RunOptions(device="cuda", workers=3, buffer_size=12 * 2**20)
-    devices = writing_devices(plan_quantization(source, options).output, run)
+    output = plan_quantization(source, options).output
+    devices = open_devices(lambda: output.jobs, output.format, run, is_measured=False)
     assert isinstance(devices.main, DriverBackend)
     report = quantize_checkpoint(source, tmp_path / "out", options, run)
     assert report.packed == 7

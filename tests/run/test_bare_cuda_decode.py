@@ -17,8 +17,8 @@ from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, RunOptions
+from nf4conv.run.device.choice import open_devices
 from nf4conv.run.device.on_driver.backend import DriverBackend
-from nf4conv.run.writing import writing_devices
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,9 @@ def parts_of(stored: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
 
 def is_bare(source: Path, options: DequantizeOptions | None = None) -> bool:
     plan = plan_dequantization(source, options)
-    return isinstance(writing_devices(plan.output, GPU).main, DriverBackend)
+    output = plan.output
+    devices = open_devices(lambda: output.jobs, output.format, GPU, is_measured=False)
+    return isinstance(devices.main, DriverBackend)
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:

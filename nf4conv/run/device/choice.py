@@ -4,8 +4,8 @@ seconds; else torch.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 from nf4conv.format.layout import Format
 from nf4conv.options import MachineOptions
@@ -32,13 +32,9 @@ _RETURNED: Final = 3 / 8
 
 
 class Devices:
-    """The devices of a run.
+    """The devices of a run: torch, which is imported once it is needed, and perhaps a driver.
 
-    Args:
-        torch: torch, which is imported once it is needed.
-        driver: a GPU with kernels; None if torch does everything.
-        reasons: why a job takes torch although there is a driver, by the name of its tensor.
-        jobs: how many jobs the run has.
+    `reasons` say why some of the `number` of tensors take torch although there is a driver.
     """
 
     def __init__(
@@ -46,12 +42,12 @@ class Devices:
         torch: TorchBackend,
         driver: DriverBackend | None = None,
         reasons: Mapping[str, str] | None = None,
-        jobs: int = 0,
+        number: int = 0,
     ) -> None:
         self.torch = torch
         self._driver = driver
         self._reasons = reasons or {}
-        self._jobs = jobs
+        self._number = number
 
     @property
     def main(self) -> Backend:
@@ -68,9 +64,9 @@ class Devices:
         """All devices that tasks may ask for, the main one first."""
         return (self.torch,) if self._driver is None else (self._driver, self.torch)
 
-    def backend_for(self, job: Job) -> Backend:
-        """Returns the device that a job is done on."""
-        if self._driver is None or job.name in self._reasons:
+    def backend_for(self, name: str) -> Backend:
+        """Returns the device that computes a tensor."""
+        if self._driver is None or name in self._reasons:
             return self.torch
         return self._driver
 
@@ -80,7 +76,7 @@ class Devices:
             return ()
         counted = Counter(self._reasons.values())
         why = ", ".join(reason for reason, _ in counted.most_common(3))
-        text = f"{len(self._reasons):,} of {self._jobs:,} tensors took torch ({why})"
+        text = f"{len(self._reasons):,} of {self._number:,} tensors took torch ({why})"
         cost = self.torch.import_cost
         if cost is not None:
             text += f": importing it took {cost.seconds:.1f} s and {cost.bytes / 1e6:.0f} MB"
@@ -92,38 +88,56 @@ def open_devices(
 ) -> Devices:
     """Opens the devices of a run; torch is not imported.
 
-    Args:
-        jobs: returns what the run does; asked only if there is a GPU.
-        format: how weights are packed.
-        run: which device the user asked for.
-        is_measured: True if the errors of packed weights are to be measured.
+    The jobs are asked for only if there is a GPU.
     """
-    torch = TorchBackend(run.device)
     number = gpu_named(run.device)
     if number is None:
-        return _torch_alone(torch, _no_gpu(run))
-    purposes: set[Purpose] = set()
-    reasons = {}
+        return _torch_alone(run, _no_gpu(run))
     listed = list(jobs())
+    kernels = {}
+    reasons = {}
     for job in listed:
-        found = kernels_for_job(job, format, is_measured=is_measured)
-        if found is None:
+        kernels[job.name] = kernels_for_job(job, format, is_measured=is_measured)
+        if kernels[job.name] is None:
             reasons[job.name] = why_torch(job)
-        else:
-            purposes |= found
+    return _open(run, number, kernels, reasons, format, _returned(listed))
+
+
+def open_devices_for_pairs(results: Sequence[TensorDifference], run: MachineOptions) -> Devices:
+    """Opens the devices that compare tensors value by value; torch is not imported."""
+    number = gpu_named(run.device)
+    if number is None:
+        return _torch_alone(run, _no_gpu(run))
+    kernels = {result.b.name: kernels_for_pair(result) for result in results}
+    without = [name for name, found in kernels.items() if found is None]
+    return _open(run, number, kernels, dict.fromkeys(without, "other formats"), None, 0.0)
+
+
+def _open(
+    run: MachineOptions,
+    number: int,
+    kernels: Mapping[str, Collection[Purpose] | None],
+    reasons: Mapping[str, str],
+    format: Format | None,
+    returned: float,
+) -> Devices:
+    """Opens a GPU for tensors, given the kernels that each takes, or why it takes torch."""
+    purposes: set[Purpose] = set()
+    for found in kernels.values():
+        purposes.update(found or ())
     if reasons and not purposes:  # the driver would only copy bytes
         why = Counter(reasons.values()).most_common(1)[0][0]
-        return _torch_alone(torch, f"there are no kernels for it: {why}")
-    driver = open_gpu(number, purposes, format, _returned(listed))
+        return _torch_alone(run, f"there are no kernels for it: {why}")
+    driver = open_gpu(number, purposes, format, returned)
     if driver is None:
-        return _torch_alone(torch, _NOT_COMPILED)
+        return _torch_alone(run, _NOT_COMPILED)
     _log.info("computes on %s with kernels, by the CUDA driver, without torch", driver.name)
-    return Devices(torch, driver, reasons, len(listed))
+    return Devices(TorchBackend(run.device), driver, reasons, len(kernels))
 
 
-def _torch_alone(torch: TorchBackend, why: str) -> Devices:
+def _torch_alone(run: MachineOptions, why: str) -> Devices:
     _log.info("computes with torch: %s", why)
-    return Devices(torch)
+    return Devices(TorchBackend(run.device))
 
 
 def _no_gpu(run: MachineOptions) -> str:
@@ -143,37 +157,3 @@ def _returned(jobs: Iterable[Job]) -> float:
     if any(job.source.encoding is not None for job in weights):
         return _RETURNED * DECODED
     return _RETURNED
-
-
-class DevicesForPairs(NamedTuple):
-    """The devices of a comparison, and what each of them compares."""
-
-    devices: Devices
-    with_kernels: Sequence[TensorDifference]  # what the main device compares
-    others: Sequence[TensorDifference]  # what takes torch
-
-
-def open_devices_for_pairs(
-    results: Sequence[TensorDifference], run: MachineOptions
-) -> DevicesForPairs:
-    """Opens the devices that compare tensors value by value; torch is not imported."""
-    torch = TorchBackend(run.device)
-    number = gpu_named(run.device)
-    if number is None:
-        return DevicesForPairs(_torch_alone(torch, _no_gpu(run)), [], results)
-    purposes: set[Purpose] = set()
-    with_kernels = []
-    others = []
-    for result in results:
-        found = kernels_for_pair(result)
-        if found is None:
-            others.append(result)
-        else:
-            purposes |= found
-            with_kernels.append(result)
-    driver = open_gpu(number, purposes, None, returned=0.0) if purposes else None
-    if driver is None:
-        why = _NOT_COMPILED if purposes else "there are no kernels for these pairs of formats"
-        return DevicesForPairs(_torch_alone(torch, why), [], results)
-    _log.info("computes on %s with kernels, by the CUDA driver, without torch", driver.name)
-    return DevicesForPairs(Devices(torch, driver), with_kernels, others)

@@ -24,20 +24,13 @@ _room: Final = threading.local()  # of each thread, what it reads a chunk into
 class StoredBytes:
     """Takes bytes for places, as a shard's file does, and compares them with what is stored there.
 
-    Args:
-        reader: reads what is stored.
-        stored: what is stored, by the offset that its first byte is written to. Several may have
-            the same name.
-        advance: told how many stored bytes have been read.
-
-    Attributes:
-        unlike: the names of those that got other bytes than are stored.
+    That is listed by the offset that its first byte is written to; several may have one name.
     """
 
     def __init__(
         self, reader: Reader, stored: Mapping[int, TensorInfo], advance: Callable[[int], None]
     ) -> None:
-        self.unlike: set[str] = set()
+        self.unlike: set[str] = set()  # the names of those that got other bytes than are stored
         self._reader = reader
         self._starts = sorted(stored)
         self._stored = [stored[start] for start in self._starts]
@@ -92,13 +85,6 @@ def stored_from(worker: Worker, file: Path, start: int) -> StoredBytes:
     return StoredBytes(worker.reader, {0: everything}, worker.advance)
 
 
-def is_same(worker: Worker, file_range: FileRange, file: Path, start: int) -> bool:
-    """Returns True if a range of one file, at most a piece, is in another one from some byte on."""
-    stored = stored_from(worker, file, start)
-    worker.copy(*file_range, stored, 0)
-    return not stored.unlike
-
-
 def byte_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task]:
     """Yields the tasks that compare tensors which are stored alike, byte by byte."""
     for result in results:
@@ -126,5 +112,7 @@ def _compare(
 ) -> None:
     if result.is_identical is False:
         return
-    if not is_same(worker, of_a, file_of_b, start):
+    stored = stored_from(worker, file_of_b, start)
+    worker.copy(*of_a, stored, 0)
+    if stored.unlike:
         result.is_identical = False

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 
 from nf4conv.format.layout import NESTED_QUANT_MAP, QUANT_MAPS, Format, quant_state_json
 from nf4conv.plan.jobs import PackJob
-from nf4conv.plan.rows import Errors
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Scales
 from nf4conv.run.pieces import WeightPiece, whole_weight
-from nf4conv.run.shards import Destination
-from nf4conv.run.worker import Activity, Backend, Worker
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
+from nf4conv.run.worker import Activity, Backend, Destination, Worker
 
 
 def pack_batch(
@@ -24,17 +21,9 @@ def pack_batch(
 ) -> None:
     """Packs weights that fit into a worker's buffer together and are neighbours in the shard.
 
-    Raises:
-        NonFiniteError: a weight holds NaN or infinity, or its scales are too large.
+    Raises a NonFiniteError if a weight holds NaN or infinity, or its scales are too large.
     """
-    format = destination.format
-    pieces = [whole_weight(job) for job in jobs]
-    packed = worker.device(backend).pack(pieces, format, None, _stored(destination, jobs))
-    _keep_errors(destination, pieces, packed.errors)
-    with worker.timed(Activity.WRITE):
-        destination.write(jobs[0].offsets[0], packed.codes)
-    assert packed.scales is not None
-    _write_scales(destination, jobs, packed.scales, worker)
+    _pack(destination, backend, [whole_weight(job) for job in jobs], None, worker)
     destination.count_task()
 
 
@@ -47,49 +36,37 @@ def pack_pieces(
 ) -> None:
     """Packs some pieces of a large weight; the last piece completes the weight.
 
-    Raises:
-        NonFiniteError: the weight holds NaN or infinity, or its scales are too large.
+    Raises a NonFiniteError if the weight holds NaN or infinity, or its scales are too large.
     """
     for piece in pieces:
-        _pack_piece(destination, backend, piece, gathered, worker)
+        _pack(destination, backend, [piece], gathered, worker)
     destination.count_task()
 
 
-def _pack_piece(
+def _pack(
     destination: Destination,
     backend: Backend,
-    piece: WeightPiece,
-    gathered: Gathered,
+    pieces: Sequence[WeightPiece],
+    gathered: Gathered | None,
     worker: Worker,
 ) -> None:
+    """Packs whole weights, or a piece of one whose absmax is gathered."""
     format = destination.format
-    job = piece.job
+    jobs = [piece.job for piece in pieces]
+    measured = destination.measured
+    stored = [] if measured is None else [measured[job.name].weight for job in jobs]
     device = worker.device(backend)
-    packed = device.pack([piece], format, gathered, _stored(destination, [job]))
-    _keep_errors(destination, [piece], packed.errors)
+    packed = device.pack(pieces, format, gathered, stored)
+    if measured is not None:
+        for piece, errors in zip(pieces, packed.errors, strict=True):
+            measured[piece.job.name].add_piece(piece.start, errors)
     with worker.timed(Activity.WRITE):
-        destination.write(job.offsets[0] + piece.start // 2, packed.codes)
-    if gathered.count_piece():
+        destination.write(jobs[0].offsets[0] + pieces[0].start // 2, packed.codes)
+    scales = packed.scales
+    if gathered is not None and gathered.count_piece():
         scales = device.compress(gathered, format)
-        _write_scales(destination, [job], scales, worker)
-
-
-def _stored(destination: Destination, jobs: Sequence[PackJob]) -> list[Bitsandbytes4bit]:
-    """Returns the stored weights whose errors are measured; none if that is not asked."""
-    measured = destination.measured
-    if measured is None:
-        return []
-    return [measured[job.name].weight for job in jobs]
-
-
-def _keep_errors(
-    destination: Destination, pieces: Sequence[WeightPiece], errors: Sequence[Errors]
-) -> None:
-    measured = destination.measured
-    if measured is None:
-        return
-    for piece, of_piece in zip(pieces, errors, strict=True):
-        measured[piece.job.name].add_piece(piece.start, of_piece)
+    if scales is not None:
+        _write_scales(destination, jobs, scales, worker)
 
 
 def _write_scales(
@@ -112,15 +89,9 @@ def _write_scales(
 def _json_blobs(
     format: Format, jobs: Sequence[PackJob], offsets: Sequence[float] | None
 ) -> dict[str, bytes]:
-    """Returns the quant states of packed weights, by name.
+    """Returns the quant states of packed weights by name, given the nested_offset of each.
 
-    Args:
-        format: how the weights are packed.
-        jobs: the weights.
-        offsets: the nested_offset of each; None without double quantization.
-
-    Raises:
-        NonFiniteError: the scales of a weight are so large that their mean is not finite.
+    Raises a NonFiniteError if the scales of a weight are so large that their mean is not finite.
     """
     blobs = {}
     for number, job in enumerate(jobs):

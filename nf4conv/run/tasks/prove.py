@@ -7,12 +7,10 @@ wrong.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final
 
-from nf4conv.check.pairing import PackedPair, Pairs
+from nf4conv.check.pairing import Pairs
 from nf4conv.format.layout import Format
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
@@ -23,10 +21,9 @@ from nf4conv.report.measured import (
     WeightResult,
 )
 from nf4conv.run.device.choice import Devices
-from nf4conv.run.device.protocol import CastError, CopyPart, NonFiniteError
+from nf4conv.run.device.protocol import CastError, NonFiniteError
 from nf4conv.run.loop import Task
-from nf4conv.run.tasks.compare_bytes import StoredBytes, byte_tasks, is_same, stored_from
-from nf4conv.run.tasks.convert import write_converted
+from nf4conv.run.tasks.compare_bytes import StoredBytes, byte_tasks
 from nf4conv.run.tasks.shard import shard_tasks
 from nf4conv.run.worker import Worker
 from nf4conv.sources.cutting import Piece
@@ -44,24 +41,24 @@ _PARTS_OF_KEPT: Final = ("values", "absmax", "nested_absmax", "nested_quant_map"
 
 
 class Proof:
-    """Compares what tasks make with what is stored, where a shard's file would be written.
+    """Compares what jobs make with what is stored, where a shard's file would be written.
 
-    Args:
-        format: how weights are packed.
-        stored: compares bytes. Components of a weight are named by the weight.
-        weights: the stored weights by name.
-
-    Attributes:
-        measured: the errors of each weight, as far as tasks have measured them.
+    What is stored of a weight is named by the weight.
     """
 
     def __init__(
-        self, format: Format, stored: StoredBytes, weights: Mapping[str, Bitsandbytes4bit]
+        self,
+        format: Format,
+        jobs: Sequence[Job],
+        stored: StoredBytes,
+        weights: Mapping[str, Bitsandbytes4bit],
     ) -> None:
         self.format = format
+        self.jobs = jobs
         self.measured: dict[str, WeightResult] = {}
-        for name, weight in weights.items():
-            self.measured[name] = WeightResult(weight)
+        for job in jobs:
+            if isinstance(job, PackJob):
+                self.measured[job.name] = WeightResult(weights[job.name])
         self._stored = stored
         self._finished: set[str] = set()
 
@@ -99,9 +96,10 @@ class Proof:
     def count_task(self) -> None:
         """Does nothing: nobody waits for the last task."""
 
-    def tasks(self, jobs: Sequence[Job], devices: Devices, piece: int) -> list[Task]:
-        """Returns what compares everything, in pieces of so many bytes."""
-        return [partial(self._attempt, task) for task in shard_tasks(self, jobs, devices, piece)]
+    def tasks(self, devices: Devices, piece: int) -> Iterator[Task]:
+        """Yields what compares everything, in pieces of so many bytes."""
+        for task in shard_tasks(self, self.jobs, devices, piece):
+            yield partial(self._attempt, task)
 
     def _attempt(self, task: Task, worker: Worker) -> None:
         """Runs a task; what is not finite, or not once it is cast, stays unproved."""
@@ -126,81 +124,77 @@ class Proof:
                 found[name] = result
         return found
 
+    def same_copies(self) -> set[str]:
+        """Returns the names of kept tensors that came out as they are stored."""
+        return {job.name for job in self.jobs if isinstance(job, CopyJob)} - self.unlike
 
-@dataclass(frozen=True)
-class ProofShard:
-    """Jobs that are placed as in a shard.
 
-    Attributes:
-        jobs: what is packed or converted once more.
-        stored: what is stored, by the offset that the jobs write it to.
+class CheckpointProof:
+    """The proof of a whole checkpoint, and of weights that its source has in the same format.
+
+    Left out are weights that are not laid out as bitsandbytes would store them, those that are
+    calibrated, as no second rounding gives the same bytes without the text, and all that would have
+    to be packed if they are in several formats.
     """
 
-    jobs: tuple[Job, ...]
-    stored: Mapping[int, TensorInfo]
-
-
-@dataclass(frozen=True)
-class ProofPlan:
-    """Lists what can be proved of a checkpoint.
-
-    Attributes:
-        format: how its weights are packed.
-        shards: what is packed or converted once more.
-        weights: the stored weights that are packed once more, by name.
-        kept: weights that the source has in the same format.
-    """
-
-    format: Format
-    shards: tuple[ProofShard, ...]
-    weights: Mapping[str, Bitsandbytes4bit]
-    kept: Sequence[PackedPair]
+    def __init__(self, pairs: Pairs, reader: Reader, advance: Callable[[int], None]) -> None:
+        """`advance` is told how many stored bytes have been read."""
+        self._kept: list[tuple[WeightResult, PackJob]] = []
+        packed = []
+        for pair in pairs.weights:
+            if _is_kept(pair.weight, pair.job):
+                self._kept.append((WeightResult(pair.weight), pair.job))
+            elif pair.weight.format.scales != "calibrated" and _is_laid_out_alike(*pair):
+                packed.append(pair)
+        formats = {pair.weight.format for pair in packed}
+        if len(formats) > 1:
+            packed = []
+        self.format = packed[0].weight.format if packed else _ANY_FORMAT
+        weights = {pair.weight.values.name: pair.weight for pair in packed}
+        copies = {pair.tensor.name: pair.tensor for pair in pairs.copies}
+        jobs: list[Job] = [pair.job for pair in packed]
+        jobs += [CopyJob(pair.original, pair.tensor.dtype, "") for pair in pairs.copies]
+        self._proofs = []
+        for shard in arrange([[job] for job in jobs], self.format, max_shard_size=2**62).shards:
+            places: dict[int, TensorInfo] = {}
+            for job in shard.jobs:
+                if isinstance(job, CopyJob):
+                    places[job.offset] = copies[job.name]
+                else:
+                    parts = _parts(weights[job.name], job)
+                    places.update(zip(job.offsets, parts, strict=True))
+            places = {offset: part for offset, part in places.items() if part.nbytes}
+            stored = StoredBytes(reader, places, advance)
+            self._proofs.append(Proof(self.format, shard.jobs, stored, weights))
 
     @property
     def jobs(self) -> list[Job]:
-        return [job for shard in self.shards for job in shard.jobs]
+        """What is packed or converted once more."""
+        return [job for proof in self._proofs for job in proof.jobs]
+
+    def tasks(self, devices: Devices, piece: int) -> Iterator[Task]:
+        """Yields what compares everything, in pieces of so many bytes."""
+        for proof in self._proofs:
+            yield from proof.tasks(devices, piece)
+        for result, job in self._kept:
+            yield partial(prove_kept_weight, result, job, piece)
+
+    def proved(self) -> dict[str, WeightResult]:
+        """Returns the weights that are right, by name."""
+        found = {}
+        for proof in self._proofs:
+            found.update(proof.proved())
+        for result, _ in self._kept:
+            if result.scales is not None:
+                found[result.weight.values.name] = result
+        return found
+
+    def same_copies(self) -> set[str]:
+        """Returns the names of kept tensors that came out as they are stored."""
+        return {name for proof in self._proofs for name in proof.same_copies()}
 
 
-def plan_proof(pairs: Pairs) -> ProofPlan:
-    """Finds out what can be proved of a checkpoint.
-
-    Left out are weights that are not laid out as bitsandbytes would store them, and all weights
-    that would have to be packed if they are in several formats.
-    """
-    kept = []
-    packed = []
-    for pair in pairs.weights:
-        if is_kept(pair.weight, pair.job):
-            kept.append(pair)
-        elif pair.weight.format.scales == "calibrated":
-            continue  # no second rounding gives the same bytes without the text
-        elif _is_laid_out_alike(pair.weight, pair.job):
-            packed.append(pair)
-    formats = {pair.weight.format for pair in packed}
-    if len(formats) == 1:
-        [format] = formats
-    else:
-        format = _ANY_FORMAT
-        packed = []
-    weights = {pair.weight.values.name: pair.weight for pair in packed}
-    copies = {pair.tensor.name: pair.tensor for pair in pairs.copies}
-    jobs: list[Job] = [pair.job for pair in packed]
-    jobs += [CopyJob(pair.original, pair.tensor.dtype, "") for pair in pairs.copies]
-    shards = []
-    for shard in arrange([[job] for job in jobs], format, max_shard_size=2**62).shards:
-        stored: dict[int, TensorInfo] = {}
-        for placed in shard.jobs:
-            if isinstance(placed, CopyJob):
-                stored[placed.offset] = copies[placed.name]
-            else:
-                parts = _parts(weights[placed.name], placed)
-                stored.update(zip(placed.offsets, parts, strict=True))
-        with_bytes = {offset: part for offset, part in stored.items() if part.nbytes}
-        shards.append(ProofShard(shard.jobs, with_bytes))
-    return ProofPlan(format, tuple(shards), weights, kept)
-
-
-def is_kept(weight: Bitsandbytes4bit, job: PackJob) -> bool:
+def _is_kept(weight: Bitsandbytes4bit, job: PackJob) -> bool:
     """Returns True if the source has a weight in the format that it is stored in."""
     encoding = job.source.encoding
     if not isinstance(encoding, Bitsandbytes4bit):
@@ -228,52 +222,6 @@ def _parts(weight: Bitsandbytes4bit, job: PackJob) -> list[TensorInfo]:
     return found
 
 
-class CheckpointProof:
-    """The proof of a whole checkpoint.
-
-    Args:
-        plan: what can be proved.
-        reader: reads what is stored.
-        advance: told how many stored bytes have been read.
-    """
-
-    def __init__(self, plan: ProofPlan, reader: Reader, advance: Callable[[int], None]) -> None:
-        self._plan = plan
-        self._kept = {pair.weight.values.name: WeightResult(pair.weight) for pair in plan.kept}
-        self._proofs = []
-        for shard in plan.shards:
-            weights = {}
-            for job in shard.jobs:
-                if isinstance(job, PackJob):
-                    weights[job.name] = plan.weights[job.name]
-            stored = StoredBytes(reader, shard.stored, advance)
-            self._proofs.append(Proof(plan.format, stored, weights))
-
-    def tasks(self, devices: Devices, piece: int) -> Iterator[Task]:
-        """Yields what compares everything, in pieces of so many bytes."""
-        for shard, proof in zip(self._plan.shards, self._proofs, strict=True):
-            yield from proof.tasks(shard.jobs, devices, piece)
-        for pair in self._plan.kept:
-            yield partial(prove_kept_weight, self._kept[pair.weight.values.name], pair.job, piece)
-
-    def proved(self) -> dict[str, WeightResult]:
-        """Returns the weights that are right, by name."""
-        found = {}
-        for proof in self._proofs:
-            found.update(proof.proved())
-        kept = {name: result for name, result in self._kept.items() if result.scales is not None}
-        return found | kept
-
-    def same_copies(self) -> set[str]:
-        """Returns the names of kept tensors that came out as they are stored."""
-        names = set()
-        for shard, proof in zip(self._plan.shards, self._proofs, strict=True):
-            for job in shard.jobs:
-                if isinstance(job, CopyJob) and job.name not in proof.unlike:
-                    names.add(job.name)
-        return names
-
-
 def prove_kept_weight(result: WeightResult, job: PackJob, piece: int, worker: Worker) -> None:
     """Compares the bytes of a packed weight with those of its source, which is in the same format.
 
@@ -293,67 +241,3 @@ def prove_kept_weight(result: WeightResult, job: PackJob, piece: int, worker: Wo
     if result.weight.nested_offset == encoding.nested_offset:
         result.add_piece(0, _NO_ERRORS)
         result.scales = ScaleErrors()
-
-
-def prove_written(
-    worker: Worker,
-    devices: Devices,
-    format: Format,
-    stored: Mapping[str, Bitsandbytes4bit],
-    jobs: Sequence[PackJob],
-    place: tuple[Path, int],
-) -> dict[str, WeightResult]:
-    """Proves weights that have just been written, but for their quant states.
-
-    Args:
-        worker: the worker that has written them.
-        devices: of the run.
-        format: how they are packed.
-        stored: the weights by name, as they lie in the unfinished file.
-        jobs: the neighbours that were written by one task.
-        place: the file, and where the data begins in it.
-
-    Returns:
-        The weights that are right, by name; either all of them or none.
-    """
-    found = {}
-    to_pack = []
-    for job in jobs:
-        if job.stored is None:
-            to_pack.append(job)
-        else:
-            result = WeightResult(stored[job.name])
-            prove_kept_weight(result, job, worker.piece, worker)
-            if result.scales is not None:
-                found[job.name] = result
-    if to_pack:
-        proof = Proof(format, stored_from(worker, *place), stored)
-        for task in proof.tasks(to_pack, devices, worker.piece):
-            task(worker)
-        if not proof.unlike:
-            found.update(proof.proved())
-    return found
-
-
-def prove_copy(
-    worker: Worker, devices: Devices, job: CopyJob, piece: Piece, place: tuple[Path, int]
-) -> bool:
-    """Proves a kept tensor, or a piece of it, that has just been written.
-
-    Args:
-        worker: the worker that has written it.
-        devices: of the run.
-        job: the tensor.
-        piece: what was written of it.
-        place: the file, and where the data begins in it.
-
-    Returns:
-        True if it comes out the same.
-    """
-    file, start = place
-    if not job.is_changed:
-        offset = job.offset + piece.tensor.start - job.source.start
-        return is_same(worker, piece.tensor.file_range, file, start + offset)
-    stored = stored_from(worker, file, start)
-    write_converted(stored, devices.backend_for(job), [CopyPart(job, piece)], worker)
-    return not stored.unlike

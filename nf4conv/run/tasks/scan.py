@@ -11,9 +11,8 @@ from nf4conv.format.layout import Format, block_count
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.on_torch.backend import TorchBackend
-from nf4conv.run.loop import make_pipeline
+from nf4conv.run.loop import make_pipeline, open_reader
 from nf4conv.run.pieces import pieces_of
-from nf4conv.run.reading import open_reader
 from nf4conv.run.worker import Worker
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo

@@ -1,6 +1,7 @@
 """Divides the work of a shard into tasks: what is taken together, and what piece by piece."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -11,6 +12,7 @@ from nf4conv.format.layout import block_count
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.run.device.choice import Devices
 from nf4conv.run.device.protocol import CopyPart, Gathered
+from nf4conv.run.loop import Task
 from nf4conv.run.pieces import (
     LARGEST_BATCH,
     WeightPiece,
@@ -19,26 +21,30 @@ from nf4conv.run.pieces import (
     pieces_of,
     weight_pieces,
 )
-from nf4conv.run.shards import Destination, ShardTask
-from nf4conv.run.tasks.convert import convert, convert_pieces
-from nf4conv.run.tasks.copy import copy_as_it_is, copy_stored_weight
+from nf4conv.run.tasks.keep import convert, copy_as_it_is, copy_stored_weight
 from nf4conv.run.tasks.pack import pack_batch, pack_pieces
-from nf4conv.run.worker import Backend
+from nf4conv.run.worker import Backend, Destination, Worker
 from nf4conv.sources.cutting import share_parts
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """A task of a shard."""
+
+    file: Path  # the source file that most of what it reads is in
+    run: Task
+
+    def __call__(self, worker: Worker) -> None:
+        self.run(worker)
 
 
 def shard_tasks(
     destination: Destination, jobs: Sequence[Job], devices: Devices, piece: int
 ) -> list[ShardTask]:
-    """Divides the work of a shard into tasks.
+    """Divides the work of a shard into tasks, given the bytes that a worker reads at a time.
 
-    Weights that are packed come in turn with tensors that are kept.
-
-    Args:
-        destination: takes what the tasks make.
-        jobs: what is in the shard, in the order in which it is placed there.
-        devices: of the run.
-        piece: bytes that a worker reads at a time.
+    The jobs are in the order in which they are placed in the shard. Weights that are packed come in
+    turn with tensors that are kept.
     """
     groups = [
         _packing_tasks(destination, jobs, devices, piece),
@@ -60,13 +66,13 @@ def _packing_tasks(
     for neighbours in _runs_to_pack(jobs):
         of_run = batches(
             neighbours,
-            lambda job: devices.backend_for(job).weight_room(job),
+            lambda job: devices.backend_for(job.name).weight_room(job),
             piece,
             partial(_kind_of_weight, devices),
             LARGEST_BATCH,
         )
         for batch in of_run:
-            tasks += _tasks_of_batch(destination, batch, devices.backend_for(batch[0]), piece)
+            tasks += _tasks_of_batch(destination, batch, devices.backend_for(batch[0].name), piece)
     return tasks
 
 
@@ -83,7 +89,7 @@ def _runs_to_pack(jobs: Sequence[Job]) -> Iterator[list[PackJob]]:
 
 
 def _kind_of_weight(devices: Devices, job: PackJob) -> object:
-    backend = devices.backend_for(job)
+    backend = devices.backend_for(job.name)
     return job.source.file, backend, backend.weight_kind(job)
 
 
@@ -143,16 +149,16 @@ def _converting_tasks(
     """
 
     def most(job: CopyJob) -> int:
-        return devices.backend_for(job).copy_elements(job, piece)
+        return devices.backend_for(job.name).copy_elements(job, piece)
 
-    alone: list[list[CopyPart]] = []
+    alone: list[tuple[Sequence[CopyPart], ...]] = []
 
     def parts() -> Iterator[CopyPart]:
         for job in jobs:
             if isinstance(job, CopyJob) and job.is_changed:
                 of_job = [CopyPart(job, one) for one in pieces_of(job.source, most(job))]
                 if len(of_job) > 1 and share_parts(of_job[0].piece.tensor):
-                    alone.append(of_job)
+                    alone.append(tuple([part] for part in of_job))
                 else:
                     yield from of_job
 
@@ -161,16 +167,15 @@ def _converting_tasks(
 
     def kind(part: CopyPart) -> object:
         source = part.job.source
-        backend = devices.backend_for(part.job)
+        backend = devices.backend_for(part.job.name)
         return source.file, part.job.steps, source.encoding is None, backend
 
+    together = [(batch,) for batch in batches(parts(), room, piece, kind, LARGEST_BATCH)]
     tasks = []
-    for batch in batches(parts(), room, piece, kind, LARGEST_BATCH):
-        run = partial(convert, destination, devices.backend_for(batch[0].job), batch)
-        tasks.append(ShardTask(_file_of(batch[0]), run))
-    for pieces in alone:
-        run = partial(convert_pieces, destination, devices.backend_for(pieces[0].job), pieces)
-        tasks.append(ShardTask(_file_of(pieces[0]), run))
+    for of_task in [*together, *alone]:
+        job = of_task[0][0].job
+        run = partial(convert, destination, devices.backend_for(job.name), of_task)
+        tasks.append(ShardTask(job.source.file, run))
     return tasks
 
 

@@ -1,4 +1,6 @@
-"""Tasks that copy bytes from the source to a shard, without a detour over a device."""
+"""Tasks of tensors that are kept: bytes are copied from the source to a shard, without a detour
+over a device, or decoded and cast.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -6,12 +8,37 @@ from typing import Final
 from nf4conv.format.layout import QUANT_MAPS
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.protocol import CopyPart, NonFiniteError
-from nf4conv.run.shards import Destination
-from nf4conv.run.worker import Worker, Writable
+from nf4conv.run.worker import Activity, Backend, Destination, Worker, Writable
 from nf4conv.sources.tensors import TensorInfo
 
 _SCALES: Final = ("absmax", "nested_absmax")
 """Suffixes of the components that may be NaN or infinite."""
+
+
+def convert(
+    destination: Destination, backend: Backend, calls: Sequence[Sequence[CopyPart]], worker: Worker
+) -> None:
+    """Converts tensors, or parts of them, some in each call of the device.
+
+    Raises a CastError if finite values become infinite.
+    """
+    for parts in calls:
+        write_converted(destination, backend, parts, worker)
+        for job, piece in parts:
+            destination.finish_copy(worker, job, piece)
+    destination.count_task()
+
+
+def write_converted(
+    destination: Writable, backend: Backend, parts: Sequence[CopyPart], worker: Worker
+) -> None:
+    """Converts parts that go through the same dtypes, and writes them to their places.
+
+    Raises a CastError if finite values become infinite, once all values are written.
+    """
+    for job, start, values in worker.device(backend).convert(parts):
+        with worker.timed(Activity.WRITE):
+            destination.write(job.offset + start, values)
 
 
 def copy_as_it_is(destination: Destination, parts: Sequence[CopyPart], worker: Worker) -> None:
@@ -28,8 +55,7 @@ def copy_as_it_is(destination: Destination, parts: Sequence[CopyPart], worker: W
 def copy_stored_weight(destination: Destination, job: PackJob, piece: int, worker: Worker) -> None:
     """Copies a weight that the source has in 4 bits as it is to be, in pieces of so many bytes.
 
-    Raises:
-        NonFiniteError: its scales hold NaN or infinity, as some of its values then would.
+    Raises a NonFiniteError if its scales hold NaN or infinity, as some of its values then would.
     """
     stored = job.stored
     assert stored is not None
@@ -50,18 +76,13 @@ def copy_stored_weight(destination: Destination, job: PackJob, piece: int, worke
 
 
 class _FiniteScales:
-    """Passes float32 scales on to a destination, and refuses those that are not finite."""
+    """Passes float32 scales of a weight on to a destination, and refuses those not finite."""
 
     def __init__(self, destination: Destination, job: PackJob) -> None:
         self._destination = destination
         self._job = job
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Writes scales to their place.
-
-        Raises:
-            NonFiniteError: some are NaN or infinite.
-        """
         from nf4conv.codec.finite import are_finite  # importing numpy takes a moment
 
         if not are_finite(data):
