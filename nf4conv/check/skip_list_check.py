@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from nf4conv.check.structure import Structure
+from nf4conv.check.structure import Finding, Structure
 from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.choose.evidence import Why
 from nf4conv.choose.loader_rules import LITERAL, RULES, Rule, is_name
@@ -33,22 +33,6 @@ _EMBEDDINGS: Final = (
 
 
 @dataclass(frozen=True)
-class _Fault:
-    """Describes a module that a loader takes for the wrong kind."""
-
-    tensor: TensorInfo
-    text: str
-    is_sure: bool  # False if it depends on how the loader names the module
-
-
-class _Verdict(NamedTuple):
-    """Tells what a loader makes of a module."""
-
-    loader: str
-    skipped: Sequence[bool]  # for each name that the loader may know it by
-
-
-@dataclass(frozen=True)
 class _LinearModule:
     """Names a module that is not packed and that loaders may hold in an `nn.Linear`."""
 
@@ -65,11 +49,14 @@ class _Loaders:
         self._rules = rules
         self._module_names = module_names
 
-    def verdicts(self, module: str) -> Iterator[_Verdict]:
-        """Yields what each loader makes of a module, by its path on disk."""
+    def verdicts(self, module: str) -> Iterator[tuple[str, list[bool]]]:
+        """Yields each loader, and for each name that it may know a module by, if it skips that.
+
+        `module` is its path on disk.
+        """
         paths = self._module_names.spellings(module)
         for loader, is_skipped in self._rules.items():
-            yield _Verdict(loader, [is_skipped(path) for path in paths])
+            yield loader, [is_skipped(path) for path in paths]
 
 
 def check_skip_list(
@@ -88,16 +75,19 @@ def check_skip_list(
     if listed is not None:
         faults += _unnamed_heads(structure, config, names, loaders)
 
-    for fault in faults[:_MOST_LINES]:
-        tensor = fault.tensor
-        structure.note("skip list", tensor.file, tensor.name, fault.text, is_fault=fault.is_sure)
+    structure.findings += faults[:_MOST_LINES]
     if len(faults) > _MOST_LINES:
-        is_fault = any(fault.is_sure for fault in faults)
+        is_fault = any(fault.is_fault for fault in faults)
         _note(structure, f"and {len(faults) - _MOST_LINES:,} more", is_fault=is_fault)
 
 
 def _note(structure: Structure, text: str, *, is_fault: bool = True) -> None:
     structure.note("skip list", "config.json", "", text, is_fault=is_fault)
+
+
+def _finding(tensor: TensorInfo, text: str, is_sure: bool) -> Finding:
+    """Says what a loader takes for the wrong kind; surely, unless it depends on how it names it."""
+    return Finding("skip list", tensor.file.name, tensor.name, text, is_sure)
 
 
 def _is_list_of_names(listed: object) -> bool:
@@ -125,28 +115,28 @@ def _rules_for(structure: Structure, entries: Sequence[str]) -> dict[str, Rule]:
     return {loader: RULES[loader](entries) for loader in loaders}
 
 
-def _misread_packed(structure: Structure, loaders: _Loaders) -> Iterator[_Fault]:
+def _misread_packed(structure: Structure, loaders: _Loaders) -> Iterator[Finding]:
     """Yields packed modules that a loader would skip, surely only if it would by every name."""
     for weight in structure.weights.values():
-        for verdict in loaders.verdicts(module_of(weight.values.name)):
-            if any(verdict.skipped):
-                text = f"is packed, but {verdict.loader} would skip it"
-                yield _Fault(weight.values, text, all(verdict.skipped))
+        for loader, skipped in loaders.verdicts(module_of(weight.values.name)):
+            if any(skipped):
+                text = f"is packed, but {loader} would skip it"
+                yield _finding(weight.values, text, all(skipped))
 
 
 def _misread_unpacked(
     structure: Structure, config: Mapping[str, Any], loaders: _Loaders, *, is_explicit: bool
-) -> Iterator[_Fault]:
+) -> Iterator[Finding]:
     """Yields unpacked modules that a loader would not skip, surely only if it would by no name.
 
     `is_explicit` is False where the list is missing, so that loaders guess one.
     """
     for module in list(_linear_modules(structure, config)):
-        for verdict in loaders.verdicts(module.path):
-            if not all(verdict.skipped):
-                text = f"is not packed, but {verdict.loader} would not skip {module.path}"
-                is_sure = module.is_sure and is_explicit and not any(verdict.skipped)
-                yield _Fault(module.tensor, text, is_sure)
+        for loader, skipped in loaders.verdicts(module.path):
+            if not all(skipped):
+                text = f"is not packed, but {loader} would not skip {module.path}"
+                is_sure = module.is_sure and is_explicit and not any(skipped)
+                yield _finding(module.tensor, text, is_sure)
 
 
 def _linear_modules(structure: Structure, config: Mapping[str, Any]) -> Iterator[_LinearModule]:
@@ -183,7 +173,7 @@ def _before_packing(structure: Structure, config: Mapping[str, Any]) -> Iterator
 
 def _unnamed_heads(
     structure: Structure, config: Mapping[str, Any], names: ModuleNames, loaders: _Loaders
-) -> Iterator[_Fault]:
+) -> Iterator[Finding]:
     """Yields an output head that is the embedding, if loaders would make it 4-bit.
 
     It is not stored, but loaders build it, and they leave it alone only if the list names it.
@@ -198,24 +188,16 @@ def _unnamed_heads(
     stored = (*structure.plain, *structure.weights)
     if any(module_of(name).endswith(tuple(heads)) for name in stored):
         return
-    embedding = _embedding_of(structure)
+    embeddings = (one for name, one in structure.plain.items() if name.endswith(_EMBEDDINGS))
+    embedding = next(embeddings, None)
     if embedding is None:
         return
 
     # vLLM never quantizes a head
     skipping = {"vLLM"}
     for head in heads:
-        for verdict in loaders.verdicts(head):
-            if any(verdict.skipped):
-                skipping.add(verdict.loader)
+        skipping |= {loader for loader, skipped in loaders.verdicts(head) if any(skipped)}
     others = [loader for loader in loaders.names if loader not in skipping]
     if others:
         text = f"is the output head as well, but {', '.join(others)} would not skip lm_head"
-        yield _Fault(embedding, text, "auto_map" not in config)
-
-
-def _embedding_of(structure: Structure) -> TensorInfo | None:
-    for name, tensor in structure.plain.items():
-        if name.endswith(_EMBEDDINGS):
-            return tensor
-    return None
+        yield _finding(embedding, text, "auto_map" not in config)

@@ -46,7 +46,7 @@ def to_json(result: Result) -> str:
         "nan", "inf" and "-inf".
 
     Example:
-        >>> print(nf4conv.to_json(nf4conv.inspect_checkpoint("model")))
+        >>> print(nf4conv.to_json(nf4conv.inspect("model")))
     """
     return json.dumps(content_of(result), indent=2, allow_nan=False) + "\n"
 

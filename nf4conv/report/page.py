@@ -37,7 +37,7 @@ def write_page(report: VerifyReport, path: Path) -> None:
         OutputError: the disk is full or failing.
 
     Example:
-        >>> report = nf4conv.verify("model-nf4", "model")
+        >>> report = nf4conv.verify("model-nf4", source="model")
         >>> nf4conv.write_page(report, Path("report.html"))
     """
     write_result(path, page(report).encode())
