@@ -32,8 +32,7 @@ from nf4conv.report.text.terminal import printable
 from nf4conv.run.filling import space_needed
 from nf4conv.sources.gguf import tokenizing
 from nf4conv.sources.gguf.families import families_of
-from nf4conv.sources.gguf.header import read_gguf_header
-from nf4conv.sources.gguf.metadata import Texts, shortest
+from nf4conv.sources.gguf.header import Texts, read_gguf_header, shortest
 from nf4conv.sources.opening import open_source
 
 TYPES = {

@@ -308,7 +308,7 @@ def test_a_byte_level_tokenizer_comes_back(
 ):
     from tokenizers import trainers
 
-    from nf4conv.sources.gguf.metadata import Texts
+    from nf4conv.sources.gguf.header import Texts
     from nf4conv.sources.gguf.tokenizing import Vocabulary, tokenizer_json
 
     source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)

@@ -23,8 +23,7 @@ from nf4conv.sources.gguf.families import (
     family_of,
     joining,
 )
-from nf4conv.sources.gguf.header import read_gguf_header
-from nf4conv.sources.gguf.metadata import Texts
+from nf4conv.sources.gguf.header import Texts, read_gguf_header
 from nf4conv.sources.opening import open_source
 
 

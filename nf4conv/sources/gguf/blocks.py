@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 from nf4conv.format.gguf import BY_NAME, FUSED, NUMBERS, PLAIN, PLUS_ONE, RARE, ROTARY, TRANSPOSED
+from nf4conv.sources.gguf.header import GgufTensor
 from nf4conv.sources.tensors import Encoding, Kernel, TensorInfo, cut_rows
 
 _UNDONE: Final = (None, ROTARY, FUSED, TRANSPOSED, PLUS_ONE)
@@ -68,5 +69,56 @@ class GgufBlocks(Encoding):
             heads = (stop - start) // max(tensor.shape[0] // heads, 1)
         return replace(self, values=cut_rows(self.values, start, stop), heads=heads)
 
+    def matrix(self, tensor: TensorInfo, index: int) -> Encoding:
+        return replace(self, values=self.values.matrix(index))
+
     def transposed(self) -> Encoding | None:
         return replace(self, changed=None) if self.changed == TRANSPOSED else None
+
+
+def as_stored(tensor: GgufTensor, dtype: str) -> TensorInfo:
+    """Returns a tensor as it lies in the file, to be decoded to the dtype of a tag."""
+    name, shape, block_type, file, start = tensor
+    stop = start + tensor.nbytes
+    if block_type.name in PLAIN:
+        values = TensorInfo(name, block_type.name, shape, file, start, stop)
+        if block_type.name == dtype:
+            return values
+    else:
+        size = shape[-1] // block_type.values * block_type.size
+        values = TensorInfo(name, "U8", (*shape[:-1], size), file, start, stop)
+    return values._replace(dtype=dtype, shape=shape, encoding=GgufBlocks(values, block_type.name))
+
+
+def undone(stored: TensorInfo, change: str, heads: int = 0, groups: int = 0) -> TensorInfo:
+    """Returns a tensor of which a change, a word of format/gguf.py, is undone when it is read.
+
+    `heads` and `groups` count those whose rows or columns the change moved.
+    """
+    encoding = stored.encoding or GgufBlocks(stored, stored.dtype)
+    assert isinstance(encoding, GgufBlocks)
+    shape = stored.shape[::-1] if change == TRANSPOSED else stored.shape
+    blocks = replace(encoding, changed=change, heads=heads, key_value_heads=groups)
+    return stored._replace(shape=shape, encoding=blocks)
+
+
+def matrix_of(stack: TensorInfo, index: int) -> TensorInfo:
+    """Returns one matrix of a stack."""
+    return _placed(stack.matrix(index))
+
+
+def rows_of(tensor: TensorInfo, first: int, stop: int) -> TensorInfo:
+    """Returns rows first … stop of a tensor; raises a ValueError if they are no whole blocks."""
+    encoding = tensor.encoding
+    block_type = encoding.block_type if isinstance(encoding, GgufBlocks) else "F32"
+    if len(tensor.shape) == 1 and block_type not in PLAIN:
+        raise ValueError(f"is a vector in blocks of {block_type}")
+    return _placed(tensor.rows(first, stop))
+
+
+def _placed(cut: TensorInfo) -> TensorInfo:
+    """Returns what was cut out of a tensor with the place of its own bytes."""
+    if not isinstance(cut.encoding, GgufBlocks):
+        return cut
+    values = cut.encoding.values
+    return cut._replace(start=values.start, stop=values.stop)

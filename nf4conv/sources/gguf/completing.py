@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final, TypeAlias
 
-from nf4conv.sources.gguf.metadata import counts_of, positive, shortest
+from nf4conv.sources.gguf.header import counts_of, positive, shortest
 
 Sizes: TypeAlias = Mapping[str, Any]
 Names: TypeAlias = Collection[str]

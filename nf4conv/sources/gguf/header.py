@@ -4,21 +4,98 @@ The layout is that of docs/gguf.md in ggml: magic, version, two counts, the meta
 and value, a record for each tensor, and the tensors' bytes at multiples of the alignment. Versions
 2 and 3 in little-endian order are read. All counts and lengths are compared with the bytes that are
 left before anything is allocated.
+
+Anything may stand in the metadata. A number that is none, or is beyond sense, is read as if it were
+absent.
 """
 
 import array
 import math
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 from nf4conv.errors import SourceError, named
 from nf4conv.format.gguf import BLOCK_TYPES, BlockType
-from nf4conv.sources.gguf.metadata import Texts
 from nf4conv.sources.header import MOST_TENSORS, check_name
+
+_LENGTH: Final = struct.Struct("<Q")
+
+_LARGEST: Final = 2**24
+"""Larger than any count or size of a model."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The strings of an array, as a file has them: hundreds of thousands, in a vocabulary."""
+
+    content: bytes  # each string behind its length in 8 bytes
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the strings. What is not UTF-8 in them is replaced."""
+        for text in self.encoded():
+            yield text.decode(errors="replace")
+
+    def encoded(self) -> list[bytes]:
+        """Returns the strings as they are in the file."""
+        content = self.content
+        found = []
+        stop = 0
+        for _ in range(self.count):
+            [length] = _LENGTH.unpack_from(content, stop)
+            start = stop + 8
+            stop = start + length
+            found.append(content[start:stop])
+        return found
+
+
+def positive(values: Mapping[str, Any], key: str) -> int | None:
+    """Returns a count or a size; None if there is no whole number above 0, or one beyond sense."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 < value <= _LARGEST else None
+
+
+def counts_of(values: Mapping[str, Any], key: str) -> list[int]:
+    """Returns a list of whole numbers; an empty one if there is something else."""
+    found = values.get(key)
+    if not isinstance(found, list) or len(found) > _LARGEST:
+        return []
+    if not all(isinstance(count, int) and 0 <= count <= _LARGEST for count in found):
+        return []
+    return [int(count) for count in found]
+
+
+def shortest(value: float) -> float:
+    """Returns the shortest decimal that is the same number in float32.
+
+    A number that is too large for float32 is returned as it is: GGUF also has float64.
+    """
+    stored = _in_float32(value)
+    if stored is None:
+        return value
+    for digits in range(1, 10):
+        rounded = float(f"{value:.{digits}g}")
+        if _in_float32(rounded) == stored:
+            return rounded
+    return value
+
+
+def _in_float32(value: float) -> bytes | None:
+    """Returns the bytes of a number in float32; None if it is too large for that."""
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return None
+
 
 MAGIC: Final = b"GGUF"
 
@@ -29,7 +106,6 @@ _LONGEST_HEADER: Final = 2**28  # bytes; tokenizers of 260,000 tokens take 20 MB
 _LONGEST_STRING: Final = 2**24
 _READ: Final = 2**20  # bytes at a time; memory of longer reads is not used again by the next one
 
-_LENGTH: Final = struct.Struct("<Q")
 
 _NUMBERS: Final = {
     0: "B",
@@ -49,8 +125,7 @@ _STRING: Final = 8
 _ARRAY: Final = 9
 
 
-@dataclass(frozen=True)
-class GgufTensor:
+class GgufTensor(NamedTuple):
     """A tensor as its record describes it."""
 
     name: str

@@ -6,14 +6,15 @@ keys without the architecture's name.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 from nf4conv.format.gguf import NEGATIVE_EXP, ROTARY, TILED, TRANSPOSED
-from nf4conv.sources.gguf.header import GgufTensor
-from nf4conv.sources.gguf.metadata import positive
+from nf4conv.sources.arranged import StackedExperts
+from nf4conv.sources.gguf.blocks import matrix_of, rows_of, undone
+from nf4conv.sources.gguf.header import positive
+from nf4conv.sources.tensors import TensorInfo
 
-Parts: TypeAlias = Sequence[GgufTensor]
+Parts: TypeAlias = Sequence[TensorInfo]
 """The tensors of a file that are one in transformers."""
 
 Sizes: TypeAlias = Mapping[str, Any]
@@ -23,41 +24,29 @@ _MOST_GROUPS: Final = 2**16
 """Experts or heads of a layer, many more than any model has."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of a tensor of the file."""
+Joined: TypeAlias = tuple[StackedExperts, tuple[int, ...]]
+"""How the parts are put together, and the shape of the whole.
 
-    tensor: GgufTensor
-    change: str | None = None  # what the converter did to it, a word of format/gguf.py
-    heads: int = 0  # whose rows or columns the change moves; of TILED, heads of keys
-    shared: int = 0  # of TILED, how many heads of values share a key
+Groups are those of each expert or head: matrices above each other.
+"""
 
 
-@dataclass(frozen=True)
-class Stack:
-    """A tensor of transformers that is put together from pieces."""
-
-    groups: tuple[tuple[Piece, ...], ...]  # of each expert or head: matrices above each other
-    shape: tuple[int, ...]
-    is_transposed: bool = False  # it has the transpose of each group
-    is_interleaved: bool = False  # the rows of the matrices of a group alternate
-
-
-def join_experts(parts: Parts, _sizes: Sizes) -> Stack:
+def join_experts(parts: Parts, _sizes: Sizes) -> Joined:
     """Returns [experts, rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
     groups = _groups_of_experts(parts)
     rows = sum(part.shape[1] for part in parts)
-    return Stack(groups, (len(groups), rows, *parts[0].shape[2:]))
+    return StackedExperts(groups), (len(groups), rows, *parts[0].shape[2:])
 
 
-def join_transposed_experts(parts: Parts, _sizes: Sizes) -> Stack:
+def join_transposed_experts(parts: Parts, _sizes: Sizes) -> Joined:
     """Returns [experts, in, rows]: the transpose of what `join_experts` returns (Llama4Model)."""
     groups = _groups_of_experts(parts)
     rows = sum(part.shape[1] for part in parts)
-    return Stack(groups, (len(groups), parts[0].shape[-1], rows), is_transposed=True)
+    shape = (len(groups), parts[0].shape[-1], rows)
+    return StackedExperts(groups, is_transposed=True), shape
 
 
-def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Stack:
+def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Joined:
     """Returns [experts, in, rows], of biases [experts, rows]: rows of the parts alternate.
 
     Source: GptOssModel.
@@ -68,19 +57,17 @@ def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Stack:
         raise ValueError("differs in shape from what it alternates with")
     is_matrix = len(parts[0].shape) == 3
     shape = (len(groups), *parts[0].shape[2:], rows)
-    return Stack(groups, shape, is_transposed=is_matrix, is_interleaved=True)
+    return StackedExperts(groups, is_transposed=is_matrix, is_interleaved=True), shape
 
 
-def join_rows(parts: Parts, _sizes: Sizes) -> Stack:
+def join_rows(parts: Parts, _sizes: Sizes) -> Joined:
     """Returns [rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
     _require_alike(parts)
     rows = sum(part.shape[0] for part in parts)
-    group = tuple(Piece(part) for part in parts)
-    shape = (rows, *parts[0].shape[1:])
-    return Stack((group,), shape)
+    return StackedExperts((tuple(parts),)), (rows, *parts[0].shape[1:])
 
 
-def join_latent_heads(parts: Parts, _sizes: Sizes) -> Stack:
+def join_latent_heads(parts: Parts, _sizes: Sizes) -> Joined:
     """Returns [heads · (key + value), latent] of [heads, latent, key] and [heads, value, latent].
 
     Source: DeepseekV2Model, which takes kv_b_proj apart.
@@ -91,15 +78,14 @@ def join_latent_heads(parts: Parts, _sizes: Sizes) -> Stack:
         raise ValueError("is no stack of heads that goes with that of the values")
     groups = []
     for head in range(_common_count(parts)):
-        key = Piece(matrix_of(keys, head), TRANSPOSED)
-        value = Piece(matrix_of(values, head))
-        groups.append((key, value))
+        key = undone(matrix_of(keys, head), TRANSPOSED)
+        groups.append((key, matrix_of(values, head)))
     rows_of_head = keys.shape[2] + values.shape[1]
     shape = (len(groups) * rows_of_head, keys.shape[1])
-    return Stack(tuple(groups), shape)
+    return StackedExperts(tuple(groups)), shape
 
 
-def join_grouped_queries(parts: Parts, sizes: Sizes) -> Stack:
+def join_grouped_queries(parts: Parts, sizes: Sizes) -> Joined:
     """Returns the queries that share a key and a value, that key, that value, group by group.
 
     Source: InternLM2Model, which puts the halves of rotated heads side by side as well.
@@ -119,17 +105,17 @@ def join_grouped_queries(parts: Parts, sizes: Sizes) -> Stack:
         own_key = _share(keys, group, groups_of_queries)
         own_value = _share(values, group, groups_of_queries)
         pieces = (
-            Piece(own_queries, ROTARY, heads // groups_of_queries),
-            Piece(own_key, ROTARY, 1),
-            Piece(own_value),
+            undone(own_queries, ROTARY, heads // groups_of_queries),
+            undone(own_key, ROTARY, 1),
+            own_value,
         )
         groups.append(pieces)
     rows = sum(part.shape[0] for part in parts)
     shape = (rows, *queries.shape[1:])
-    return Stack(tuple(groups), shape)
+    return StackedExperts(tuple(groups)), shape
 
 
-def join_apart_halves(parts: Parts, sizes: Sizes) -> Stack:
+def join_apart_halves(parts: Parts, sizes: Sizes) -> Joined:
     """Returns rows of heads whose rotated pairs lie side by side; in the file, halves do.
 
     Source: Glm4Model.normal_to_neox, which it uses for GLM-4.1V. What is not rotated stays.
@@ -144,17 +130,16 @@ def join_apart_halves(parts: Parts, sizes: Sizes) -> Stack:
         raise ValueError(f"has heads of {size}, of which {rotated} are rotated: no half, nor all")
     if rows % size or not 0 < rows // size <= _MOST_GROUPS:
         raise ValueError(f"has {rows} rows, which do not go with heads of {size}")
-    groups = []
+    groups: list[tuple[TensorInfo, ...]] = []
     for first in range(0, rows, size):
         middle, last = first + rotated // 2, first + rotated
-        halves = (rows_of(tensor, first, middle), rows_of(tensor, middle, last))
-        groups.append(tuple(map(Piece, halves)))
+        groups.append((rows_of(tensor, first, middle), rows_of(tensor, middle, last)))
         if rotated < size:
-            groups.append((Piece(rows_of(tensor, last, first + size)),))
-    return Stack(tuple(groups), tensor.shape, is_interleaved=True)
+            groups.append((rows_of(tensor, last, first + size),))
+    return StackedExperts(tuple(groups), is_interleaved=True), tensor.shape
 
 
-def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
+def join_linear_attention(parts: Parts, sizes: Sizes) -> Joined:
     """Returns query, key, values and gates of each key head, one head after the other.
 
     The first part has all queries, all keys and all values; the second all gates. Source:
@@ -176,48 +161,48 @@ def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
     )
     groups = []
     for head in range(heads):
-        group = tuple(Piece(_share(kind, head, heads)) for kind in kinds)
+        group = tuple(_share(kind, head, heads) for kind in kinds)
         groups.append(group)
     rows = mixed.shape[0] + gates.shape[0]
     width = mixed.shape[1:]
-    return Stack(tuple(groups), (rows, *width))
+    return StackedExperts(tuple(groups)), (rows, *width)
 
 
-def join_tiled_heads(parts: Parts, sizes: Sizes) -> Stack:
+def join_tiled_heads(parts: Parts, sizes: Sizes) -> Joined:
     """Returns rows of value heads sorted by the keys that they share.
 
     Rows of queries and keys may stand before them. Source: _LinearAttentionVReorderBase.
     """
     [tensor] = parts
-    return Stack((_untiled(tensor, sizes, None),), tensor.shape)
+    return StackedExperts((_untiled(tensor, sizes, None),)), tensor.shape
 
 
-def join_tiled_states(parts: Parts, sizes: Sizes) -> Stack:
+def join_tiled_states(parts: Parts, sizes: Sizes) -> Joined:
     """Returns logarithms sorted as by `join_tiled_heads`; the converter stored -exp of them."""
     [tensor] = parts
-    return Stack((_untiled(tensor, sizes, NEGATIVE_EXP),), tensor.shape)
+    return StackedExperts((_untiled(tensor, sizes, NEGATIVE_EXP),)), tensor.shape
 
 
-def join_tiled_channels(parts: Parts, sizes: Sizes) -> Stack:
+def join_tiled_channels(parts: Parts, sizes: Sizes) -> Joined:
     """Returns convolutions, [channels, 1, width], sorted as by `join_tiled_heads`."""
     [tensor] = parts
     if len(tensor.shape) != 2:
         raise ValueError(f"is of shape {list(tensor.shape)}, and no convolution of channels")
     channels, width = tensor.shape
-    return Stack((_untiled(tensor, sizes, None),), (channels, 1, width))
+    return StackedExperts((_untiled(tensor, sizes, None),)), (channels, 1, width)
 
 
-def join_tiled_columns(parts: Parts, sizes: Sizes) -> Stack:
+def join_tiled_columns(parts: Parts, sizes: Sizes) -> Joined:
     """Returns a matrix whose columns are sorted as `join_tiled_heads` sorts rows."""
     [tensor] = parts
     keys, shared = _heads_of_keys(sizes)
     heads = keys * shared
     if len(tensor.shape) != 2 or tensor.shape[1] % heads != 0:
         raise ValueError(f"is of shape {list(tensor.shape)}, which does not go with its heads")
-    return Stack(((Piece(tensor, TILED, keys, shared),),), tensor.shape)
+    return StackedExperts(((undone(tensor, TILED, keys, shared),),)), tensor.shape
 
 
-def _untiled(tensor: GgufTensor, sizes: Sizes, change: str | None) -> tuple[Piece, ...]:
+def _untiled(tensor: TensorInfo, sizes: Sizes, change: str | None) -> tuple[TensorInfo, ...]:
     """Returns the rows of a tensor, those of values sorted by the keys that they share."""
     keys, shared = _heads_of_keys(sizes)
     rows = tensor.shape[0] if tensor.shape else 0
@@ -229,17 +214,14 @@ def _untiled(tensor: GgufTensor, sizes: Sizes, change: str | None) -> tuple[Piec
     if rows == 0 or before < 0 or values % heads != 0:
         raise ValueError(f"has {rows} rows, which do not go with {heads} heads")
     size = values // heads
-    pieces = []
-    if before:
-        pieces.append(Piece(rows_of(tensor, 0, before), change))
+    runs = [(0, before)] if before else []
     for key in range(keys):
         for number in range(shared):
-            place = number * keys + key
-            first = before + place * size
-            stop = first + size
-            rows_of_key = rows_of(tensor, first, stop)
-            piece = Piece(rows_of_key, change)
-            pieces.append(piece)
+            first = before + (number * keys + key) * size
+            runs.append((first, first + size))
+    pieces = [rows_of(tensor, first, stop) for first, stop in runs]
+    if change is not None:
+        pieces = [undone(piece, change) for piece in pieces]
     return tuple(pieces)
 
 
@@ -252,25 +234,7 @@ def _heads_of_keys(sizes: Sizes) -> tuple[int, int]:
     return keys, values // keys
 
 
-def matrix_of(stack: GgufTensor, index: int) -> GgufTensor:
-    """Returns one matrix of a stack."""
-    count, *shape = stack.shape
-    size = stack.nbytes // count
-    start = stack.start + index * size
-    return replace(stack, shape=tuple(shape), start=start)
-
-
-def rows_of(tensor: GgufTensor, first: int, stop: int) -> GgufTensor:
-    """Returns rows first … stop of a tensor; raises a ValueError if they are no whole blocks."""
-    if len(tensor.shape) == 1 and tensor.block_type.values > 1:
-        raise ValueError(f"is a vector in blocks of {tensor.block_type.name}")
-    size = tensor.nbytes // max(tensor.shape[0], 1)
-    shape = (stop - first, *tensor.shape[1:])
-    start = tensor.start + first * size
-    return replace(tensor, shape=shape, start=start)
-
-
-def count_matrices(stack: GgufTensor) -> int:
+def count_matrices(stack: TensorInfo) -> int:
     """Returns how many matrices a stack has; raises a ValueError if that cannot be."""
     count = stack.shape[0] if stack.shape else 0
     if not 0 < count <= _MOST_GROUPS:
@@ -285,20 +249,18 @@ def _require_alike(parts: Parts) -> None:
         raise ValueError("is no matrix as wide as the others of its layer")
 
 
-def _groups_of_experts(parts: Parts) -> tuple[tuple[Piece, ...], ...]:
+def _groups_of_experts(parts: Parts) -> tuple[tuple[TensorInfo, ...], ...]:
     """Returns the matrices of each expert; of biases, the vectors."""
     columns = {part.shape[2:] for part in parts}
     dimensions = {len(part.shape) for part in parts}
     if len(columns) != 1 or not dimensions <= {2, 3}:
         raise ValueError("is no stack of experts that goes with the others of its layer")
-    groups = []
-    for expert in range(_common_count(parts)):
-        group = tuple(Piece(matrix_of(part, expert)) for part in parts)
-        groups.append(group)
-    return tuple(groups)
+    return tuple(
+        tuple(matrix_of(part, expert) for part in parts) for expert in range(_common_count(parts))
+    )
 
 
-def _common_count(stacks: Sequence[GgufTensor]) -> int:
+def _common_count(stacks: Sequence[TensorInfo]) -> int:
     counts = sorted({count_matrices(stack) for stack in stacks})
     if len(counts) > 1:
         found = " and ".join(map(str, counts))
@@ -306,7 +268,7 @@ def _common_count(stacks: Sequence[GgufTensor]) -> int:
     return counts[0]
 
 
-def _share(tensor: GgufTensor, index: int, count: int) -> GgufTensor:
+def _share(tensor: TensorInfo, index: int, count: int) -> TensorInfo:
     """Returns one of `count` equal runs of rows."""
     if tensor.shape[0] % count != 0:
         raise ValueError(f"has {tensor.shape[0]} rows, which do not go with {count} heads")

@@ -13,10 +13,9 @@ from nf4conv.format.dtypes import TAGS
 from nf4conv.format.gguf import PLAIN, RARE
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.files import STEMS, is_file, require_own
-from nf4conv.sources.gguf.families import GgufFamily, architectures, family_of
+from nf4conv.sources.gguf.families import GgufFamily, architectures, card_of, config_of, family_of
 from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
-from nf4conv.sources.gguf.settings import card_of, config_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.shards import stamp_of

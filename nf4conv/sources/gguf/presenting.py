@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
-from nf4conv.format.gguf import FUSED, PLAIN, PLUS_ONE, ROTARY, TRANSPOSED
-from nf4conv.sources.arranged import StackedExperts
-from nf4conv.sources.gguf.blocks import GgufBlocks
+from nf4conv.format.gguf import FUSED, PLUS_ONE, ROTARY, TRANSPOSED
+from nf4conv.sources.gguf.blocks import as_stored, matrix_of, undone
 from nf4conv.sources.gguf.families import CHANNELS, FLAT, GgufFamily, Join
-from nf4conv.sources.gguf.header import GgufTensor
-from nf4conv.sources.gguf.joining import Piece, count_matrices, matrix_of
-from nf4conv.sources.gguf.metadata import counts_of, positive
+from nf4conv.sources.gguf.header import GgufTensor, counts_of, positive
+from nf4conv.sources.gguf.joining import count_matrices
 from nf4conv.sources.tensors import TensorInfo
 
 _COMPUTED: Final = (
@@ -51,11 +49,12 @@ def present(
 ) -> tuple[TensorInfo, ...]:
     """Returns the tensors that a checkpoint of transformers would have, in the dtype of a tag."""
     joins = {part: join for join in family.joined for part in join.parts}
-    waiting: dict[tuple[Join, str], dict[str, GgufTensor]] = {}
+    waiting: dict[tuple[Join, str], dict[str, TensorInfo]] = {}
     found: dict[str, TensorInfo] = {}
     heads = _heads_of(sizes)
     counts: dict[str, int] = {}
-    for tensor in tensors:
+    for described in tensors:
+        tensor = as_stored(described, dtype)
         pattern, layer = _pattern_and_layer(tensor.name)
         if tensor.name in _COMPUTED:
             continue
@@ -63,15 +62,15 @@ def present(
         if pattern in joins:
             waiting.setdefault((joins[pattern], layer), {})[pattern] = tensor
             continue
-        for presented in _presented(tensor, family, heads, dtype):
+        for presented in _presented(tensor, family, heads):
             _add(found, presented, tensor)
     for (join, layer), parts in waiting.items():
         first = next(iter(parts.values()))
-        _add(found, _joined(join, layer, parts, sizes, dtype), first)
+        _add(found, _joined(join, layer, parts, sizes), first)
     return tuple(found.values())
 
 
-def _check_experts(tensor: GgufTensor, sizes: Mapping[str, Any], counts: dict[str, int]) -> None:
+def _check_experts(tensor: TensorInfo, sizes: Mapping[str, Any], counts: dict[str, int]) -> None:
     """Compares a stack of experts with their number in the metadata, and with others of its layer.
 
     `counts` holds the experts of each layer so far.
@@ -87,7 +86,7 @@ def _check_experts(tensor: GgufTensor, sizes: Mapping[str, Any], counts: dict[st
         raise _misfit(tensor, f"is a stack of {count:,} experts, and not of {expected}")
 
 
-def _add(found: dict[str, TensorInfo], presented: TensorInfo, tensor: GgufTensor) -> None:
+def _add(found: dict[str, TensorInfo], presented: TensorInfo, tensor: TensorInfo) -> None:
     if presented.name in found:
         raise _misfit(tensor, f"stands for {presented.name}, which is there twice")
     found[presented.name] = presented
@@ -122,15 +121,13 @@ def _split(name: str) -> tuple[str, str]:
     return name, ""  # such as blk.0.ssm_a
 
 
-def _presented(
-    tensor: GgufTensor, family: GgufFamily, heads: Heads, dtype: str
-) -> Iterator[TensorInfo]:
+def _presented(tensor: TensorInfo, family: GgufFamily, heads: Heads) -> Iterator[TensorInfo]:
     """Yields what one tensor of the file stands for: itself, or one matrix for each expert."""
     pattern, layer = _pattern_and_layer(tensor.name)
     module, ending = _split(pattern)
     if "#" in family.names.get(module, ""):
         name = family.names[module].replace("*", layer)
-        yield from _experts(tensor, f"{name}{ending}", dtype)
+        yield from _experts(tensor, f"{name}{ending}")
         return
     if pattern in family.names:
         name = family.names[pattern].replace("*", layer)
@@ -141,16 +138,16 @@ def _presented(
     change = family.changed.get(module)
     if change in (TRANSPOSED, PLUS_ONE) and ending == ".bias":
         change = None
-    presented = _as_stored(tensor, name, dtype)
+    presented = tensor._replace(name=name)
     if change is not None:
-        presented = _changed(tensor, presented, module, change, heads)
+        presented = _changed(tensor, module, change, heads)._replace(name=name)
     shape = family.shapes.get(pattern)
     if shape == CHANNELS and len(tensor.shape) < 2:
         raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no convolution of channels")
     yield presented if shape is None else _reshaped(presented, shape)
 
 
-def _experts(stack: GgufTensor, name: str, dtype: str) -> Iterator[TensorInfo]:
+def _experts(stack: TensorInfo, name: str) -> Iterator[TensorInfo]:
     """Yields the matrices of a stack, or its vectors, `#` in the name for their number."""
     dimensions = 3 if stack.name.endswith("_exps.weight") else 2
     if not dimensions <= len(stack.shape) <= 3:
@@ -160,15 +157,11 @@ def _experts(stack: GgufTensor, name: str, dtype: str) -> Iterator[TensorInfo]:
     except ValueError as error:
         raise _misfit(stack, str(error)) from error
     for expert in range(count):
-        yield _as_stored(matrix_of(stack, expert), name.replace("#", str(expert)), dtype)
+        yield matrix_of(stack, expert)._replace(name=name.replace("#", str(expert)))
 
 
 def _joined(
-    join: Join,
-    layer: str,
-    parts: Mapping[str, GgufTensor],
-    sizes: Mapping[str, Any],
-    dtype: str,
+    join: Join, layer: str, parts: Mapping[str, TensorInfo], sizes: Mapping[str, Any]
 ) -> TensorInfo:
     """Returns a tensor that is several in the file."""
     first = next(iter(parts.values()))
@@ -177,45 +170,14 @@ def _joined(
             raise _misfit(first, f"goes with {part.replace('*', layer)}, which is missing")
     tensors = [parts[part] for part in join.parts]
     try:
-        stack = join.put_together(tensors, sizes)
+        encoding, shape = join.put_together(tensors, sizes)
     except ValueError as error:
         raise _misfit(first, str(error)) from error
-    groups = [tuple(_piece(piece, dtype) for piece in group) for group in stack.groups]
-    encoding = StackedExperts(tuple(groups), stack.is_transposed, stack.is_interleaved)
-    stop = first.start + first.nbytes
     name = join.name.replace("*", layer)
-    return TensorInfo(name, dtype, stack.shape, first.file, first.start, stop, encoding)
+    return first._replace(name=name, shape=shape, encoding=encoding)
 
 
-def _piece(piece: Piece, dtype: str) -> TensorInfo:
-    """Returns a part of a tensor of the file, as it was before it was converted."""
-    stored = _as_stored(piece.tensor, piece.tensor.name, dtype)
-    if piece.change is None:
-        return stored
-    return _undone(stored, piece.change, piece.heads, piece.shared)
-
-
-def _as_stored(tensor: GgufTensor, name: str, dtype: str) -> TensorInfo:
-    """Returns a tensor of which nothing but the name was changed."""
-    stop = tensor.start + tensor.nbytes
-    block_type = tensor.block_type
-    if block_type.name in PLAIN:
-        values = TensorInfo(
-            tensor.name, block_type.name, tensor.shape, tensor.file, tensor.start, stop
-        )
-        if block_type.name == dtype:
-            return values._replace(name=name)
-    else:
-        size = tensor.shape[-1] // block_type.values * block_type.size
-        stored_shape = (*tensor.shape[:-1], size)
-        values = TensorInfo(tensor.name, "U8", stored_shape, tensor.file, tensor.start, stop)
-    encoding = GgufBlocks(values, block_type.name)
-    return TensorInfo(name, dtype, tensor.shape, tensor.file, tensor.start, stop, encoding)
-
-
-def _changed(
-    tensor: GgufTensor, presented: TensorInfo, module: str, change: str, heads: Heads
-) -> TensorInfo:
+def _changed(tensor: TensorInfo, module: str, change: str, heads: Heads) -> TensorInfo:
     """Returns a tensor that the converter changed, as it was before."""
     of_rows = heads.queries
     groups = heads.keys
@@ -229,18 +191,7 @@ def _changed(
         raise _misfit(
             tensor, f"has {rows} rows, which do not go with {of_rows} heads in the metadata"
         )
-    return _undone(presented, change, of_rows, groups)
-
-
-def _undone(presented: TensorInfo, change: str, heads: int, groups: int) -> TensorInfo:
-    """Returns a tensor of which a change is undone when it is read."""
-    encoding = presented.encoding
-    if encoding is None:
-        encoding = GgufBlocks(presented, presented.dtype)
-    assert isinstance(encoding, GgufBlocks)
-    shape = presented.shape[::-1] if change == TRANSPOSED else presented.shape
-    blocks = GgufBlocks(encoding.values, encoding.block_type, change, heads, groups)
-    return presented._replace(shape=shape, encoding=blocks)
+    return undone(tensor, change, of_rows, groups)
 
 
 def _reshaped(presented: TensorInfo, shape: str) -> TensorInfo:
@@ -252,7 +203,7 @@ def _reshaped(presented: TensorInfo, shape: str) -> TensorInfo:
     return presented._replace(shape=(math.prod(channels), 1, width))
 
 
-def _misfit(tensor: GgufTensor, what: str) -> SourceError:
+def _misfit(tensor: TensorInfo, what: str) -> SourceError:
     return SourceError(
         f"{tensor.file}: {tensor.name}: {what}", path=tensor.file, tensor=tensor.name
     )

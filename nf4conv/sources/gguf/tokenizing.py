@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Final
 
-from nf4conv.sources.gguf.metadata import Texts
+from nf4conv.sources.gguf.header import Texts
 from nf4conv.sources.source import MadeFiles
 
 _MARKS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+"
