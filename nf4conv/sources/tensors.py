@@ -136,7 +136,7 @@ class TensorInfo(NamedTuple):
 class Kernel(NamedTuple):
     """Says what decodes a tensor on a GPU without torch (run/device/on_driver/)."""
 
-    maker: str  # the function of codec/kernels/ahead that makes the kernel
+    maker: str  # the function of codec/kernels/ahead.py that makes the kernel
     details: tuple[Any, ...]  # its arguments after the dtype of the result; dtypes as tags
     # the parts and tables that it reads, in its order. What there is not is not read, but for
     # scales: a 1.0 is in their place

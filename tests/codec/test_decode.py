@@ -286,8 +286,11 @@ def test_4bit_is_dequantize_4bit(double_quant: bool):
     packed, state = quantize_4bit(
         torch.randn(64, 96, dtype=torch.float16), double_quant=double_quant
     )
+    offset = None if state.offset is None else state.offset.item()
+    said = {"shape": (64, 96), "quant_type": "nf4", "blocksize": 64, "nested_offset": offset}
     parts = {"values": packed, **state.components()}
-    same_bits(decode_packed(**parts, dtype=torch.float16), dequantize_4bit(packed, state))
+    decoded = decode_packed(**parts, **said, dtype=torch.float16)
+    same_bits(decoded, dequantize_4bit(packed, state))
 
 
 # --- shapes and refusals --------------------------------------------------------------------------

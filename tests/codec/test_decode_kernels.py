@@ -4,7 +4,7 @@ every scale.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -14,7 +14,8 @@ from integers import Weight, awq, compressed, gptq, torchao
 from nf4conv.codec.decode.fp4 import decode_fp4
 from nf4conv.codec.decode.integers import decode_integers
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
-from nf4conv.codec.kernels.decoding import fp4, integers, scaled
+from nf4conv.codec.kernels.ahead import Codec, fp4_decoder, integer_decoder, scaled_decoder
+from nf4conv.codec.kernels.decoding.fp4 import fp4_kernel
 from nf4conv.format.integers import IntegerLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,19 +67,52 @@ LAYOUTS = {
 }
 
 
+def by_kernel(
+    codec: Codec, pointers: Sequence[torch.Tensor], shape: tuple[int, int], *numbers: int
+) -> torch.Tensor:
+    """Decodes on DEVICE, launched as the engine on the driver does (sources/tensors.py, Kernel)."""
+    variant = codec.kernels["decode"]
+    rows, columns = shape
+    tiles = -(-columns // codec.numbers["columns"])
+    examples = variant.arguments[: len(pointers) + 1]
+    out = torch.empty(rows * columns * OUT_OF.get(variant.kernel, 1), dtype=examples[-1].dtype)
+    tensors = []
+    for tensor, example in zip((*pointers, out), examples, strict=True):
+        tensors.append(tensor.contiguous().view(example.dtype).to(DEVICE))
+    constants = variant.arguments[len(tensors) + 3 + len(numbers) :]
+    grid = (-(-rows // codec.numbers["rows"]) * tiles,)
+    arguments = (*tensors, rows, columns, tiles, *numbers, *constants)
+    variant.kernel[grid](*arguments, num_warps=variant.num_warps)
+    return tensors[-1].view(rows, -1)
+
+
+OUT_OF = {fp4_kernel: 2}
+"""Values of each column of a kernel: one of the others."""
+
+
+def scaled_by_kernel(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    by_127: bool = False,
+) -> torch.Tensor:
+    places = zip(scale.shape, scale.stride(), strict=True)
+    steps = [0 if size == 1 else step for size, step in places]
+    aligned = values.shape[1] % 16 == 0
+    codec = scaled_decoder(DEVICE, dtype, values.dtype, scale.dtype, block, by_127, aligned)
+    return by_kernel(codec, (values, scale), values.shape, *steps)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("values_dtype", VALUES, ids=str)
-def test_scaled_values_in_every_layout(layout: str, values_dtype: torch.dtype, dtype: torch.dtype):
+def test_scaled_values_in_every_layout(layout: str, dtype: torch.dtype):
     shape, scale_shape, block = LAYOUTS[layout]
-    values, scale = (
-        random_bytes(*shape).view(values_dtype),
-        random_scale(torch.float32, *scale_shape),
-    )
-    out = torch.empty(shape, dtype=dtype, device=DEVICE)
-    scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE), block, out)
-    expected = decode_scaled(values, scale, None if block == (1, 1) else block, dtype)
-    same_bits(out, expected)
+    scale = random_scale(torch.float32, *scale_shape)
+    for values_dtype in VALUES if layout == "blocks" else VALUES[:1]:
+        values = random_bytes(*shape).view(values_dtype)
+        expected = decode_scaled(values, scale, None if block == (1, 1) else block, dtype)
+        same_bits(scaled_by_kernel(values, scale, block, dtype), expected)
 
 
 @pytest.mark.parametrize("scale_dtype", SCALES, ids=str)
@@ -88,49 +122,44 @@ def test_every_value_with_every_kind_of_scale(values_dtype: torch.dtype, scale_d
     scale = random_scale(scale_dtype, 256, 1)
     if scale.element_size() == 1:
         scale = torch.arange(256, dtype=torch.uint8).view(scale_dtype).view(256, 1)
-    out = torch.empty(values.shape, dtype=torch.float32, device=DEVICE)
-    scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE), (1, 1), out)
-    same_bits(out, decode_scaled(values, scale, None, torch.float32))
+    found = scaled_by_kernel(values, scale, (1, 1), torch.float32)
+    same_bits(found, decode_scaled(values, scale, None, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_8_bit_rows_of_bitsandbytes(dtype: torch.dtype):
     values, scale = random_bytes(33, 80).view(torch.int8), random_scale(torch.float32, 33)
-    out = torch.empty(values.shape, dtype=dtype, device=DEVICE)
-    scaled.decode_scaled(values.to(DEVICE), scale.to(DEVICE).view(-1, 1), (1, 1), out, by_127=True)
-    same_bits(out, decode_int8_rows(values, scale, dtype))
+    found = scaled_by_kernel(values, scale.view(-1, 1), (1, 1), dtype, by_127=True)
+    same_bits(found, decode_int8_rows(values, scale, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", [None, "divisor", "multiplier"])
 @pytest.mark.parametrize(
-    "scale_dtype", [torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn], ids=str
+    ("rows", "columns", "group", "scale_dtype", "dtype"),
+    [
+        (37, 1056, 32, torch.uint8, torch.float32),
+        (6, 48, 16, torch.float8_e4m3fn, torch.float16),
+        (1, 32, 16, torch.float8_e8m0fnu, DTYPES[-1]),
+        (37, 1056, 16, torch.float8_e4m3fn, torch.float32),
+    ],
 )
-@pytest.mark.parametrize(("rows", "columns", "group"), [(37, 1056, 32), (6, 48, 16), (1, 32, 16)])
 def test_fp4(
     rows: int,
     columns: int,
     group: int,
     scale_dtype: torch.dtype,
-    factor: str | None,
     dtype: torch.dtype,
+    factor: str | None,
 ):
-    parts = {
-        "values": random_bytes(rows, columns // 2),
-        "scale": random_scale(scale_dtype, rows, columns // group),
-    }
-    if factor is not None:
-        parts[factor] = torch.tensor([17.3])
-    out = torch.empty((rows, columns), dtype=dtype, device=DEVICE)
-    on_device = {role: part.to(DEVICE) for role, part in parts.items()}
-    fp4.decode_fp4(
-        on_device["values"],
-        on_device["scale"],
-        on_device.get("divisor"),
-        on_device.get("multiplier"),
-        out,
-    )
-    same_bits(out, decode_fp4(**parts, dtype=dtype))
+    values = random_bytes(rows, columns // 2)
+    scale = random_scale(scale_dtype, rows, columns // group)
+    factors = {} if factor is None else {factor: torch.tensor([17.3])}
+    dtypes = [torch.float32 if name == factor else None for name in ("divisor", "multiplier")]
+    aligned = columns % 32 == 0
+    codec = fp4_decoder(DEVICE, dtype, scale_dtype, group // 2, *dtypes, aligned, False)
+    pointers = (values, scale, factors.get("divisor", scale), factors.get("multiplier", scale))
+    found = by_kernel(codec, pointers, values.shape, columns // group)
+    same_bits(found, decode_fp4(values, scale, dtype, **factors))
 
 
 INTEGERS = {
@@ -168,7 +197,6 @@ NAMES = {
     "torchao": ("_weight_qdata", "_weight_scale", "_weight_zero_point", ""),
     "GPTQ": ("qweight", "scales", "qzeros", "g_idx"),
     "AWQ": ("qweight", "scales", "qzeros", ""),
-    "Quark": ("weight", "weight_scale", "weight_zero_point", ""),
 }
 
 
@@ -184,41 +212,30 @@ def parts_of(weight: Weight, packing: str) -> Iterator[torch.Tensor | None]:
 def test_packed_integers(case: str, dtype: torch.dtype):
     weight = INTEGERS[case](dtype)
     packing = case.split()[0].replace("rows", "compressed-tensors")
-    parts = [None if part is None else part.to(DEVICE) for part in parts_of(weight, packing)]
-    values, scale, zeros, index = parts
-    packing = packing.replace("Quark", "AWQ")
+    values, scale, zeros, index = parts_of(weight, packing)
     bits = int(re.search("in ([0-9]) bits", case)[1]) if "bits" in case else 4
-    rows, columns = weight.decoded.shape
+    columns = weight.decoded.shape[1]
     if packing == "compressed-tensors":
         group_size = columns // scale.shape[1]
     else:
         group_size = 32
-    out = torch.empty((rows, columns), dtype=dtype, device=DEVICE)
     less_one = packing == "GPTQ" and "version 2" not in case
-    integers.decode_integers(
-        values,
-        scale,
-        zeros,
-        index,
-        packing,
-        bits,
-        group_size,
-        less_one,
-        out,
-        is_signed=case in SIGNED,
-    )
-    same_bits(out, weight.decoded)
+    dtypes = [None if part is None else part.dtype for part in (zeros, index)]
+    layout = (packing, bits, dtypes[0], less_one, dtypes[1], case in SIGNED)
+    codec = integer_decoder(DEVICE, dtype, scale.dtype, *layout)
+    pointers = [values if part is None else part for part in (values, scale, zeros, index)]
+    lines = [part.shape[1] if part.dim() == 2 else 1 for part in pointers[:3]]
+    found = by_kernel(codec, pointers, weight.decoded.shape, *lines, group_size)
+    same_bits(found, weight.decoded)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", INTEGERS)
 def test_packed_integers_on_both_devices(case: str, dtype: torch.dtype):
-    """Through codec/decode/, which chooses the kernel on a GPU."""
     weight = INTEGERS[case](dtype)
     packing = case.split()[0].replace("rows", "compressed-tensors")
     values, scale, zeros, index = parts_of(weight, packing)
-    packing = packing.replace("Quark", "AWQ")
     bits = int(re.search("in ([0-9]) bits", case)[1]) if "bits" in case else 4
     columns = weight.decoded.shape[1]
     group_size = columns // scale.shape[1] if packing == "compressed-tensors" else 32

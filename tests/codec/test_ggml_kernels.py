@@ -13,12 +13,12 @@ import pytest
 import torch
 from api import SourceOptions, dequantize_checkpoint, quantize_checkpoint
 from gguf_files import LLAMA, SHAPES, blocks_of, write_gguf
-from test_decode_kernels import DEVICE, DTYPES, same_bits
+from test_decode_kernels import DEVICE, DTYPES, by_kernel, same_bits
 from test_two_engines import BARE, by_torch, same, without_torch
 from test_two_engines import gpu as gpu
 
 from nf4conv.codec.decode.ggml import DECODERS, decode_ggml
-from nf4conv.codec.kernels.decoding.ggml import decode_blocks
+from nf4conv.codec.kernels.ahead import ggml_decoder
 from nf4conv.format.gguf import BY_NAME, NUMBERS, PLAIN, RARE
 from nf4conv.run.device.on_driver.backend import DriverBackend
 
@@ -34,21 +34,15 @@ def test_every_type(block_type: str):
     )
     for dtype in DTYPES if block_type in ("Q4_K", "Q8_0") else [torch.float32]:
         expected = decode_ggml(raw, block_type, dtype)
-        out = torch.empty(expected.shape, dtype=dtype, device=DEVICE)
-        decode_blocks(raw.to(DEVICE), NUMBERS[block_type], out)
-        same_bits(out, expected)
+        codec = ggml_decoder(DEVICE, dtype, NUMBERS[block_type], None)
+        found = by_kernel(codec, (raw,), expected.shape, raw.shape[1], 1, 1)
+        same_bits(found, expected)
         assert expected.unique().numel() > 100
-
-
-def test_nothing_to_decode():
-    raw = torch.empty(0, 144, dtype=torch.uint8, device=DEVICE)
-    decode_blocks(raw, NUMBERS["Q4_K"], torch.empty(0, 256, device=DEVICE))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_type", DECODERS)
 def test_every_type_on_both_devices(block_type: str):
-    """Through codec/decode/, which chooses the kernel on a GPU."""
     raw = blocks_of(block_type, 67, 20)
     for dtype in (torch.bfloat16, torch.float32):
         expected = decode_ggml(raw, block_type, dtype)

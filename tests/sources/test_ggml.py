@@ -43,7 +43,7 @@ def test_every_type_decodes_like_gguf(block_type: str):
 def test_long_tensors_are_decoded_in_steps(monkeypatch: pytest.MonkeyPatch, block_type: str):
     blocks = blocks_of(block_type, 10, 10)[1:]
     whole = decode_ggml(blocks, block_type, torch.bfloat16)
-    monkeypatch.setattr(ggml, "_VALUES_TOGETHER", 256 * 7)
+    monkeypatch.setattr(ggml, "chunk_size", lambda _: 256 * 7)
     again = decode_ggml(blocks, block_type, torch.bfloat16)
     assert torch.equal(whole.view(torch.int16), again.view(torch.int16))
 

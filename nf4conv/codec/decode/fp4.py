@@ -16,7 +16,6 @@ from typing import Final
 
 import torch
 
-from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.decode.scaled import chunks, scale_values
 from nf4conv.errors import CodecError
 
@@ -61,22 +60,15 @@ def decode_fp4(
     flat_values = values.flatten(0, -2)
     flat_scale = scale.flatten(0, -2)
     flat_out = out.flatten(0, -2)
-    if has_kernels(values.device):
-        from nf4conv.codec.kernels.decoding import fp4  # importing Triton takes a second
-
-        fp4.decode_fp4(
-            flat_values.contiguous(), flat_scale.contiguous(), divisor, multiplier, flat_out
-        )
-    else:
-        factors = scale_values(flat_scale)
-        if divisor is not None:
-            factors = factors / divisor.reshape(()).to(torch.float32)
-        if multiplier is not None:
-            factors = factors * multiplier.reshape(()).to(torch.float32)
-        for part in chunks(flat_values, 2 * pairs):
-            decoded = pair_values(flat_values[part]).view(-1, groups, 2 * pairs // groups)
-            decoded.mul_(factors[part].unsqueeze(-1))
-            flat_out[part] = decoded.view(-1, 2 * pairs)
+    factors = scale_values(flat_scale)
+    if divisor is not None:
+        factors = factors / divisor.reshape(()).to(torch.float32)
+    if multiplier is not None:
+        factors = factors * multiplier.reshape(()).to(torch.float32)
+    for part in chunks(flat_values, 2 * pairs):
+        decoded = pair_values(flat_values[part]).view(-1, groups, 2 * pairs // groups)
+        decoded.mul_(factors[part].unsqueeze(-1))
+        flat_out[part] = decoded.view(-1, 2 * pairs)
     if is_transposed:
         return out.mT.contiguous()
     return out

@@ -2,19 +2,18 @@
 
 A block holds 32 or 256 neighbouring values of a row: a scale in half precision, and codes of a few
 bits. The layouts are those of ggml-common.h and ggml-quants.c in llama.cpp; every function computes
-in float32, in the order of `gguf.quants`, so that no bit differs. Triton decodes on a GPU, torch
-elsewhere. The package itself decodes the types that few files have, on a CPU. What llama.cpp's
-converter did to weights (the classes in its folder conversion/) is undone here, too.
+in float32, in the order of `gguf.quants`, so that no bit differs. The package itself decodes
+the types that few files have, on a CPU. What llama.cpp's converter did to weights (the classes in
+its folder conversion/) is undone here, too.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
 import torch
 
-from nf4conv.codec.backends import has_kernels
+from nf4conv.codec.decode.scaled import chunk_size
 from nf4conv.errors import CodecError
 from nf4conv.format.gguf import (
     BY_NAME,
@@ -26,11 +25,6 @@ from nf4conv.format.gguf import (
     TILED,
     TRANSPOSED,
 )
-
-_VALUES_TOGETHER: Final = 2**18
-"""Values that are decoded at a time: the steps in between take several times their memory. What
-they leave for each other, 1 MB in float32, stays in a core's cache. With 2^22 they took 1.3 to 2.1
-times as long."""
 
 
 def decode_ggml(values: torch.Tensor, block_type: str, dtype: torch.dtype) -> torch.Tensor:
@@ -53,17 +47,10 @@ def decode_ggml(values: torch.Tensor, block_type: str, dtype: torch.dtype) -> to
         raise CodecError(f"{values.shape[-1]} bytes are no whole number of blocks of {block_type}")
     columns = values.shape[-1] // size * values_of_block
     shape = (*values.shape[:-1], columns)
-    if block_type in DECODERS and has_kernels(values.device):
-        from nf4conv.codec.kernels.decoding import ggml  # importing Triton takes a second
-
-        rows = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
-        out = torch.empty((len(rows), columns), dtype=dtype, device=values.device)
-        ggml.decode_blocks(rows.contiguous(), number, out)
-        return out.view(shape)
     decode = DECODERS.get(block_type) or partial(_decode_by_package, number)
     blocks = values.reshape(-1, size)
     out = torch.empty((len(blocks), values_of_block), dtype=dtype, device=values.device)
-    step = _VALUES_TOGETHER // values_of_block
+    step = chunk_size(values.device) // values_of_block
     for start in range(0, len(blocks), step):
         out[start : start + step] = decode(blocks[start : start + step])
     return out.view(shape)

@@ -25,7 +25,6 @@ from typing import Final
 
 import torch
 
-from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.decode.scaled import chunks
 from nf4conv.errors import CodecError
 from nf4conv.format.integers import WORD, IntegerLayout
@@ -62,28 +61,11 @@ def decode_integers(
     """
     if scale.dim() == 1:
         scale = scale.view(-1, 1)
-    stored_scale = scale
     if layout.packing != "compressed-tensors":
         scale = scale.t()
     rows, groups = scale.shape
     index = _column_groups(group_index, layout, groups, values.device)
     out = torch.empty((rows, layout.columns), dtype=dtype, device=values.device)
-    if has_kernels(values.device) and layout.has_kernel:
-        from nf4conv.codec.kernels.decoding import integers  # importing Triton takes a second
-
-        integers.decode_integers(
-            values.contiguous(),
-            stored_scale.contiguous(),
-            None if zeros is None else zeros.contiguous(),
-            index,
-            layout.packing,
-            layout.bits,
-            layout.group_size,
-            layout.zeros_less_one,
-            out,
-            is_signed=layout.is_signed,
-        )
-        return out
     factors = scale.to(torch.float32).contiguous()
     zero_points = _zero_points(zeros, layout, rows)
     added = _added_zero_points(zeros)

@@ -14,13 +14,15 @@ from typing import Final
 
 import torch
 
-from nf4conv.codec.backends import has_kernels
 from nf4conv.errors import CodecError
 
-# Values that are float32 at a time: on a CPU what its cache holds, on a GPU enough to hide the
-# launches.
 _CPU_CHUNK: Final = 2**18
-_GPU_CHUNK: Final = 2**24
+"""Values that are decoded at a time on a CPU. What the steps leave for each other, 1 MB in float32,
+stays in a core's cache: GGUF's blocks take 1.3 to 2.1 times as long with 2^22.
+"""
+
+_GPU_CHUNK: Final = 2**22
+"""Values that are decoded at a time on a GPU: enough to hide the launches."""
 
 
 def decode_scaled(
@@ -65,14 +67,7 @@ def decode_scaled(
     for matrix, scales, decoded in zip(
         _matrices(values), _matrices(scale), _matrices(out), strict=True
     ):
-        if has_kernels(values.device):
-            from nf4conv.codec.kernels.decoding import scaled  # importing Triton takes a second
-
-            scaled.decode_scaled(
-                matrix.contiguous(), scales.contiguous(), block, decoded, by_127=by_127
-            )
-        else:
-            _decode_matrix(matrix, scales, block, decoded, by_127=by_127)
+        _decode_matrix(matrix, scales, block, decoded, by_127=by_127)
     return out
 
 
@@ -119,6 +114,11 @@ def byte_values(values: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, indices).view(values.shape)
 
 
+def chunk_size(device: torch.device) -> int:
+    """Returns how many values are decoded at a time on a device."""
+    return _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
+
+
 def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]:
     """Cuts a tensor's rows into chunks.
 
@@ -131,8 +131,7 @@ def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]
         The rows of each chunk.
     """
     rows = len(values)
-    size = _CPU_CHUNK if values.device.type == "cpu" else _GPU_CHUNK
-    units = max(size // max(columns * unit, 1), 1)
+    units = max(chunk_size(values.device) // max(columns * unit, 1), 1)
     step = units * unit
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

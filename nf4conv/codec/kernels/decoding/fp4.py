@@ -3,66 +3,15 @@
 The arithmetic is that of codec/decode/fp4.py.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.decoding.scaled import kind_of, signed, stored, to_float
-from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.decoding.scaled import signed, to_float
+from nf4conv.codec.kernels.launch import kernel
 
 TILE_ROWS = tl.constexpr(4)  # of a program
 TILE_PAIRS = tl.constexpr(256)  # of a program
 NUM_WARPS = 4
-
-
-def decode_fp4(
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    divisor: torch.Tensor | None,
-    multiplier: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """Decodes a matrix; all tensors are contiguous.
-
-    Args:
-        values: [rows, columns / 2] uint8 or int8: two values each, the first one in the low nibble.
-        scale: [rows, groups] float8_e8m0fnu, its bytes as uint8, or float8_e4m3fn.
-        divisor: [1] float that all scales are divided by; None if they are not.
-        multiplier: [1] float that all scales are multiplied with; None if they are not.
-        out: [rows, columns] float32, float16 or bfloat16, written.
-    """
-    rows, pairs = values.shape
-    if values.numel() == 0:
-        return
-    pair_tiles = -(-pairs // TILE_PAIRS.value)
-    is_aligned = pairs % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
-    # the kernel takes pointers that it does not read
-    divisors = scale if divisor is None else divisor
-    multipliers = scale if multiplier is None else multiplier
-    _launch(
-        -(-rows // TILE_ROWS.value) * pair_tiles,
-        (
-            values.view(torch.uint8),
-            stored(scale),
-            stored(divisors),
-            stored(multipliers),
-            out,
-            rows,
-            pairs,
-            pair_tiles,
-            scale.shape[1],
-        ),
-        (
-            pairs // scale.shape[1],
-            kind_of(scale),
-            divisor is not None,
-            multiplier is not None,
-            is_aligned,
-            False,
-        ),
-        (out.dtype, divisors.dtype, multipliers.dtype),
-        NUM_WARPS,
-    )
 
 
 @kernel
@@ -120,9 +69,6 @@ def fp4_kernel(
     index = column * rows + row if TRANSPOSED else row * pairs * 2 + column
     inside = (row < rows) & (column < pairs * 2)
     tl.store(out_ptr + index, values.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-_launch = Launcher(fp4_kernel)
 
 
 @triton.jit

@@ -7,11 +7,10 @@ step, so that no bit differs. Types are told apart by their numbers in ggml.h.
 
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.launch import kernel
 from nf4conv.format.gguf import BLOCK_TYPES, FUSED, PLUS_ONE, ROTARY, TRANSPOSED
 
 TILE_ROWS = tl.constexpr(4)  # of a program
@@ -43,27 +42,6 @@ _Q2_K = tl.constexpr(10)
 _Q3_K = tl.constexpr(11)
 _Q4_K = tl.constexpr(12)
 _Q5_K = tl.constexpr(13)
-
-
-def decode_blocks(values: torch.Tensor, number: int, out: torch.Tensor) -> None:
-    """Decodes rows of blocks, in their order.
-
-    Args:
-        values: [rows, bytes] uint8, contiguous.
-        number: of the block type in ggml.h.
-        out: [rows, columns] float32, float16 or bfloat16, contiguous; written.
-    """
-    rows, columns = out.shape
-    if out.numel() == 0:
-        return
-    tiles = -(-columns // TILE_COLUMNS.value)
-    _launch(
-        -(-rows // TILE_ROWS.value) * tiles,
-        (values, out, rows, columns, tiles, values.shape[1], 1, 1),
-        constants(number, None),
-        out.dtype,
-        NUM_WARPS,
-    )
 
 
 def constants(number: int, changed: str | None) -> tuple[int, int, int, int, int, bool]:
@@ -138,9 +116,6 @@ def ggml_kernel(
     else:
         index = row * columns + column
     tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-_launch = Launcher(ggml_kernel)
 
 
 @triton.jit

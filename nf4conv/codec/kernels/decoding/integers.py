@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.launch import kernel
 
 NUM_WARPS = 4
 
@@ -54,73 +54,6 @@ def kind_of_zeros(zeros: torch.dtype | None, zeros_less_one: bool) -> int:
     if zeros.is_floating_point:
         return int(ADDED_ZEROS.value)
     return int(LESS_ONE.value) if zeros_less_one else int(PACKED_ZEROS.value)
-
-
-def decode_integers(
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    zeros: torch.Tensor | None,
-    index: torch.Tensor | None,
-    packing: str,
-    bits: int,
-    group_size: int,
-    zeros_less_one: bool,
-    out: torch.Tensor,
-    *,
-    is_signed: bool = False,
-) -> None:
-    """Decodes a matrix; all tensors are contiguous.
-
-    Args:
-        values: the words, int32 of two dimensions.
-        scale: [rows, groups] of compressed-tensors, [groups, rows] of the others.
-        zeros: the zero points; None if all are 2^(bits - 1).
-        index: [columns] int64: the group of each column; None if groups are in order.
-        packing: "compressed-tensors", "GPTQ", "AWQ" or "torchao".
-        bits: of a code: 1 to 8; 4 of AWQ.
-        group_size: columns that share a scale, if they are in order.
-        zeros_less_one: True if zero points are stored one too small.
-        out: [rows, columns] float32, float16 or bfloat16, written.
-        is_signed: True if codes, and packed zero points, are in two's complement.
-    """
-    rows, columns = out.shape
-    if out.numel() == 0:
-        return
-    kind = PACKINGS[packing]
-    tile = tile_of(kind)
-    tiles = -(-columns // tile.columns)
-    # the kernel takes pointers that it does not read
-    zero_points = values if zeros is None else zeros
-    indices = values if index is None else index
-    zeros_line = zero_points.shape[-1] if zero_points.dim() == 2 else 1
-    _launch(
-        -(-rows // tile.rows) * tiles,
-        (
-            values,
-            scale,
-            zero_points,
-            indices,
-            out,
-            rows,
-            columns,
-            tiles,
-            values.shape[1],
-            scale.shape[1],
-            zeros_line,
-            group_size,
-        ),
-        (
-            kind,
-            bits,
-            kind_of_zeros(None if zeros is None else zeros.dtype, zeros_less_one),
-            index is not None,
-            is_signed,
-            tile.rows,
-            tile.columns,
-        ),
-        (out.dtype, scale.dtype, zero_points.dtype, indices.dtype),
-        NUM_WARPS,
-    )
 
 
 @kernel
@@ -179,9 +112,6 @@ def integers_kernel(
         added = tl.load(zeros_ptr + group * zeros_line + row, mask=inside, other=0)
         value = value + added.to(tl.float32)
     tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-_launch = Launcher(integers_kernel)
 
 
 @triton.jit

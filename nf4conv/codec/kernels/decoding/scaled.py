@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.launch import Launcher, kernel
+from nf4conv.codec.kernels.launch import kernel
 
 TILE_ROWS = tl.constexpr(4)  # of a program
 TILE_COLUMNS = tl.constexpr(512)  # of a program
@@ -33,16 +33,14 @@ KINDS: Final[dict[torch.dtype, int]] = {
 """The kind of the bytes of a dtype; other dtypes are FLOAT."""
 
 
-def kind_of(tensor: torch.Tensor) -> int:
-    """Returns the kind of a tensor's elements."""
-    return KINDS.get(tensor.dtype, int(FLOAT.value))
+def kind_of(dtype: torch.dtype) -> int:
+    """Returns the kind of the elements of a tensor."""
+    return KINDS.get(dtype, int(FLOAT.value))
 
 
-def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor as kernels take it: bytes as uint8."""
-    if tensor.dtype in KINDS:
-        return tensor.view(torch.uint8)
-    return tensor
+def stored(dtype: torch.dtype) -> torch.dtype:
+    """Returns as what kernels take a dtype: bytes as uint8."""
+    return torch.uint8 if dtype in KINDS else dtype
 
 
 @triton.jit
@@ -76,52 +74,6 @@ def signed(value, negative):
     zero.
     """
     return (value.to(tl.int32, bitcast=True) | (negative << 31)).to(tl.float32, bitcast=True)
-
-
-def decode_scaled(
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    block: tuple[int, int],
-    out: torch.Tensor,
-    *,
-    by_127: bool = False,
-) -> None:
-    """Decodes a matrix; all tensors are contiguous.
-
-    Args:
-        values: [rows, columns] float8_e4m3fn, float8_e5m2 or int8.
-        scale: a scale for each block, float32, float16, bfloat16, or E8M0 as float8_e8m0fnu or
-            uint8; a dimension of one serves all rows, or all columns.
-        block: (rows, columns) that share a scale.
-        out: [rows, columns] float32, float16 or bfloat16, written.
-        by_127: True to multiply each product by 1 / 127 too.
-    """
-    rows, columns = values.shape
-    if values.numel() == 0:
-        return
-    row_stride, column_stride = scale.stride()
-    if scale.shape[0] == 1:
-        row_stride = 0
-    if scale.shape[1] == 1:
-        column_stride = 0
-    column_tiles = -(-columns // TILE_COLUMNS.value)
-    is_aligned = columns % 16 == 0 and values.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
-    _launch(
-        -(-rows // TILE_ROWS.value) * column_tiles,
-        (
-            stored(values),
-            stored(scale),
-            out,
-            rows,
-            columns,
-            column_tiles,
-            row_stride,
-            column_stride,
-        ),
-        (*block, kind_of(values), kind_of(scale), by_127, is_aligned),
-        (scale.dtype, out.dtype),
-        NUM_WARPS,
-    )
 
 
 @kernel
@@ -173,6 +125,3 @@ def scaled_kernel(
     if BY_127:
         value = value * 0.007874015748031496  # 1 / 127
     tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-_launch = Launcher(scaled_kernel)
