@@ -25,7 +25,7 @@ from nf4conv.output.writer import write_file
 from nf4conv.sources.header import LENGTH_BYTES, build_header, parse_header, read_header
 from nf4conv.sources.reader import read_small
 from nf4conv.sources.tensors import TensorInfo
-from nf4conv.system.removal import is_link, remove
+from nf4conv.system.folders import is_link, remove
 
 _TAGS: Final = {getattr(torch, name): tag for tag, name in STORAGE_DTYPES.items()}
 _DTYPES: Final = {tag: dtype for dtype, tag in _TAGS.items()}

@@ -13,7 +13,7 @@ import torch
 
 from nf4conv.errors import Nf4convError
 from nf4conv.format.units import size
-from nf4conv.system.memory import available_memory, resident
+from nf4conv.system.machine import available_memory, resident
 
 _GPU_SECONDS_AT_START: Final = 25.0  # kernels are compiled, and CUDA begins
 _GPU_SECONDS_OF_WEIGHT: Final = 10e-9  # to round it

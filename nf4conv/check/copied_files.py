@@ -15,7 +15,7 @@ from nf4conv.sources.files import is_file
 from nf4conv.sources.reader import digest_of, read_json
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.source import Source
-from nf4conv.system.names import FolderNames
+from nf4conv.system.folders import FolderNames
 
 CHECK: Final = "copied files"
 

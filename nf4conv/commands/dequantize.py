@@ -31,7 +31,7 @@ from nf4conv.run.scales import check_scales
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable
-from nf4conv.system.garbage import uncollected
+from nf4conv.system.machine import uncollected
 
 _log: Final = logging.getLogger(__name__)
 

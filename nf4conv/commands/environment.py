@@ -5,9 +5,8 @@ from typing import Final
 
 from nf4conv.report.results import Environment
 from nf4conv.run.device.on_driver.kernels import version_of
-from nf4conv.system.cores import usable_cores
-from nf4conv.system.kind import lacking
-from nf4conv.system.private import cache_folder
+from nf4conv.system.files import cache_folder
+from nf4conv.system.machine import lacking, usable_cores
 
 _PACKAGES: Final = (
     *("torch", "triton", "numpy", "huggingface_hub", "click", "tqdm", "pyyaml", "safetensors"),

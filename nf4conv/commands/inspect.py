@@ -29,7 +29,7 @@ from nf4conv.sources.opening import open_stored, present_encoded
 from nf4conv.sources.record import read_record, recorded_scales
 from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.tensors import TensorInfo
-from nf4conv.system.garbage import uncollected
+from nf4conv.system.machine import uncollected
 
 
 @after_one_place(InspectOptions)

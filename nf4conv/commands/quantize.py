@@ -53,7 +53,7 @@ from nf4conv.sources.diffusers import (
     open_diffusers,
 )
 from nf4conv.sources.source import Source
-from nf4conv.system.garbage import uncollected
+from nf4conv.system.machine import uncollected
 
 if TYPE_CHECKING:
     from nf4conv.output.push import Push

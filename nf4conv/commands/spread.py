@@ -36,7 +36,7 @@ from nf4conv.run.checkpoint import ignore
 from nf4conv.run.device.on_driver.driver import bus_id, device_count
 from nf4conv.sources.record import read_record
 from nf4conv.sources.unfinished import finished_shards
-from nf4conv.system.cores import cores_beside, keep_to, usable_cores
+from nf4conv.system.machine import cores_beside, keep_to, usable_cores
 from nf4conv.system.signals import (
     hold_interrupts_back,
     ignore_interrupts,

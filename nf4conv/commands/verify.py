@@ -46,7 +46,7 @@ from nf4conv.sources.diffusers import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable, open_source, open_stored
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
-from nf4conv.system.cores import usable_cores
+from nf4conv.system.machine import usable_cores
 
 _log: Final = logging.getLogger(__name__)
 

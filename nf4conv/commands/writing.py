@@ -37,8 +37,8 @@ from nf4conv.sources.record import read_record
 from nf4conv.sources.source import Source, source_changes, source_stamps
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.files import space_taken
-from nf4conv.system.garbage import uncollected
-from nf4conv.system.removal import remove
+from nf4conv.system.folders import remove
+from nf4conv.system.machine import uncollected
 from nf4conv.version import __version__
 
 OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)

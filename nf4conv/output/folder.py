@@ -34,9 +34,7 @@ from nf4conv.sources.unfinished import (
     record_name,
 )
 from nf4conv.system.files import space_taken, sync_folder
-from nf4conv.system.locking import remove_lock
-from nf4conv.system.names import FolderNames
-from nf4conv.system.removal import is_link, remove
+from nf4conv.system.folders import FolderNames, is_link, remove, remove_lock
 
 OWN_NAMES: Final = ("config.json", "README.md", MAKING)
 """Names of files that are written anew, and so no file of the source gets."""

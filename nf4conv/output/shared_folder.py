@@ -37,7 +37,7 @@ from nf4conv.plan.jobs import Plan
 from nf4conv.sources.reader import digest_of, read_chunks
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.unfinished import LAST_FILES, RECORD, SHARDS, WORK_FOLDER
-from nf4conv.system.removal import remove
+from nf4conv.system.folders import remove
 
 _AUXILIARY: Final = "auxiliary"
 

@@ -39,8 +39,7 @@ from nf4conv.sources.unfinished import (
     is_unfinished,
 )
 from nf4conv.system.files import sync_folder
-from nf4conv.system.locking import IS_REMOVED_WHILE_HELD, hold, open_lock
-from nf4conv.system.removal import remove, remove_contents
+from nf4conv.system.folders import IS_REMOVED_WHILE_HELD, hold, open_lock, remove, remove_contents
 
 _IS_HELD: Final = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK, 36)
 """Errors of a lock that somebody else holds; Windows says 36."""

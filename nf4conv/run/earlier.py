@@ -17,7 +17,7 @@ from nf4conv.report.results import RunReport, VerificationSummary
 from nf4conv.run.checkpoint import Written
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished
-from nf4conv.system.names import FolderNames
+from nf4conv.system.folders import FolderNames
 
 _log: Final = logging.getLogger(__name__)
 

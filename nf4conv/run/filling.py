@@ -36,7 +36,7 @@ from nf4conv.run.worker import Worker
 from nf4conv.sources.cutting import Piece
 from nf4conv.sources.reader import Reader
 from nf4conv.system.files import let_go
-from nf4conv.system.memory import total_memory
+from nf4conv.system.machine import total_memory
 
 if TYPE_CHECKING:
     from nf4conv.run.audit import AuditOfWritten

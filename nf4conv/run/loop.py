@@ -26,8 +26,7 @@ from nf4conv.run.worker import Activity, Backend, Worker
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
 from nf4conv.system.background import Background, outlast
-from nf4conv.system.cores import usable_cores
-from nf4conv.system.memory import peak_resident
+from nf4conv.system.machine import peak_resident, usable_cores
 
 _log: Final = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Reads and writes files at positions, syncs them, and tells what they take on disk.
+"""Reads and writes files at positions, syncs them, and keeps private ones in the user's cache.
 
 Many threads share one file. On Linux and macOS they share a descriptor too, since `preadv` and
 `pwrite` move no file position. Windows has neither: there each thread opens the file for itself,
@@ -6,13 +6,14 @@ and moves a position of its own.
 """
 
 import os
+import stat
 import threading
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Final, Protocol
 
-from nf4conv.system.kind import IS_POSIX
+from nf4conv.system.machine import IS_POSIX
 
 # a descriptor is not inherited by other programs, and bytes are not changed as if they were text
 _PLAIN: Final = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -227,3 +228,63 @@ def space_taken(path: Path) -> int:
     if hasattr(status, "st_blocks"):
         return status.st_blocks * _BLOCK
     return status.st_size
+
+
+# --- private files --------------------------------------------------------------------------------
+
+
+def read_private(path: Path) -> bytes | None:
+    """Reads a file that belongs to this user and that no other may write.
+
+    Windows tells Python neither owner nor permissions. There every file is taken for the user's: it
+    is as safe as its folder, and a user's profile is closed to others.
+
+    Returns:
+        The content; None if another user owns the file, or could have written it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with os.fdopen(
+        os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _PLAIN), "rb"
+    ) as file:
+        if not _belongs_to_user(os.fstat(file.fileno())):
+            return None
+        return file.read()
+
+
+def _belongs_to_user(status: os.stat_result) -> bool:
+    """Returns True for a file that belongs to this user and that no other may write."""
+    if not hasattr(os, "geteuid"):
+        return True
+    is_writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid == os.geteuid() and not is_writable_by_others
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a file for this user, which appears whole or not at all. Makes its folder if needed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{os.urandom(8).hex()}")
+    try:
+        with os.fdopen(create(draft, 0o600), "wb") as file:
+            file.write(content)
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):  # half of a file would keep a full disk full
+            draft.unlink()
+        raise
+
+
+def cache_folder() -> Path | None:
+    """Returns where what is worth keeping between runs is kept; None for a user with no home."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    if not cache.is_absolute():  # its specification says to ignore relative ones
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return cache / "nf4conv"

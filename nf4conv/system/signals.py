@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, TypeAlias
 
-from nf4conv.system.kind import IS_POSIX
+from nf4conv.system.machine import IS_POSIX
 
 Handler: TypeAlias = Callable[[int, FrameType | None], Any]
 

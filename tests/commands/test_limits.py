@@ -30,7 +30,7 @@ def measured(*arguments: object) -> tuple[int, str, float]:
     """
     program = (
         "import sys\nfrom nf4conv.cli import main\n"
-        "from nf4conv.system.memory import peak_resident\n"
+        "from nf4conv.system.machine import peak_resident\n"
         "try:\n    main(sys.argv[1:])\nfinally:\n    print(peak_resident(), file=sys.stderr)"
     )
     done = subprocess.run(

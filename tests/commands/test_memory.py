@@ -31,7 +31,7 @@ import os
 import sys
 import torch
 import nf4conv
-from nf4conv.system.memory import peak_resident
+from nf4conv.system.machine import peak_resident
 
 peaks = []
 for name, places, options in json.loads(sys.argv[1]):

@@ -169,7 +169,7 @@ def main() -> int:
     from nf4conv.__main__ import run
     from nf4conv.cli import main as nf4conv
     from nf4conv.system import signals
-    from nf4conv.system.kind import IS_POSIX
+    from nf4conv.system.machine import IS_POSIX
 
     assert not IS_POSIX
     assert callable(run)

@@ -26,7 +26,7 @@ from nf4conv.cli import main
 from nf4conv.errors import OutputError
 from nf4conv.output.workspace import Workspace
 from nf4conv.system import cores, files, kind, memory, names, signals
-from nf4conv.system.names import FolderNames, why_not_on_windows
+from nf4conv.system.folders import FolderNames, why_not_on_windows
 
 LIKE_WINDOWS = Path(__file__).parents[1] / "helpers/like_windows.py"
 

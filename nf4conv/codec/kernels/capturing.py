@@ -12,7 +12,7 @@ from typing import Final, ParamSpec, TypeVar
 
 import torch
 
-from nf4conv.system.libraries import cuda_driver
+from nf4conv.system.machine import cuda_driver
 
 _RELAXED: Final = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: this thread may allocate while a stream is captured."""

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from nf4conv.codec.kernels.internals import compile_ahead
-from nf4conv.system.cores import CAN_FORK, usable_cores
+from nf4conv.system.machine import CAN_FORK, usable_cores
 from nf4conv.system.signals import end_when_stopped
 
 _LONGEST: Final = 30

@@ -15,7 +15,7 @@ from nf4conv.run.loop import Task
 from nf4conv.run.worker import Worker
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import FileRange, TensorInfo
-from nf4conv.system.memory import is_equal
+from nf4conv.system.machine import is_equal
 
 _CHUNK: Final = 2**22  # bytes that are read and compared at a time, while caches hold both
 _room: Final = threading.local()  # of each thread, what it reads a chunk into

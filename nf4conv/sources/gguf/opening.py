@@ -20,7 +20,7 @@ from nf4conv.sources.gguf.tokenizing import tokenizer_files
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.shards import stamp_of
 from nf4conv.sources.source import MadeFiles, Source
-from nf4conv.system.garbage import uncollected
+from nf4conv.system.machine import uncollected
 
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MOST_FILES: Final = 10_000

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from nf4conv.sources.reader import digest_of
-from nf4conv.system.private import cache_folder, read_private, write_private
+from nf4conv.system.files import cache_folder, read_private, write_private
 
 _AT_A_TIME: Final = 4  # files
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from nf4conv.errors import Nf4convError
-from nf4conv.system.libraries import cuda_driver
+from nf4conv.system.machine import cuda_driver
 
 _STREAM_NON_BLOCKING: Final = 1
 _HOST_PORTABLE: Final = 1

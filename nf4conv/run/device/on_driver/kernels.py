@@ -23,7 +23,7 @@ from nf4conv import codec, format
 from nf4conv.errors import OutputError
 from nf4conv.output.writer import write_file
 from nf4conv.run.device.on_driver.driver import CudaError, Device, Function, Stream
-from nf4conv.system.private import cache_folder, read_private
+from nf4conv.system.files import cache_folder, read_private
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.run.pieces import aligned
 from nf4conv.run.worker import Worker
 from nf4conv.sources.foreign.bitsandbytes import packed_in_order
-from nf4conv.system.memory import resident
+from nf4conv.system.machine import resident
 
 if TYPE_CHECKING:  # importing torch takes seconds
     import torch

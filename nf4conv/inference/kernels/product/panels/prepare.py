@@ -20,7 +20,7 @@ from nf4conv.inference.kernels.product.launches import (
 from nf4conv.inference.kernels.product.panels.kernels import launch_panel
 from nf4conv.inference.kernels.product.panels.plans import Panel, Plan, choose_plan
 from nf4conv.inference.kernels.product.sums import prepare_sum
-from nf4conv.system.libraries import cuda_driver
+from nf4conv.system.machine import cuda_driver
 
 TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -1,14 +1,120 @@
-"""Measures memory, that of the machine and that which this process uses, and compares it."""
+"""Describes the machine and the system on it: what it lacks, its libraries, cores and memory.
+
+The rest of the room asks for what it needs, `hasattr(os, "pread")`, where systems of one kind
+differ; and `IS_POSIX` where Windows needs another way altogether.
+"""
 
 import ctypes
+import gc
 import importlib
+import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from nf4conv.system.kind import IS_POSIX
-from nf4conv.system.libraries import c_library, windows_library
+IS_POSIX: Final = importlib.util.find_spec("fcntl") is not None
+"""True on Linux and macOS; False on Windows."""
+CUDA_DRIVER: Final = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+"""The library that NVIDIA's driver brings."""
+CAN_FORK: Final = hasattr(os, "fork")
+"""True if a process can be made that starts with all that this one knows; False on Windows."""
+
+
+def lacking() -> tuple[str, ...]:
+    """Returns what this system lacks, and what nf4conv does instead, one sentence for each."""
+    found = []
+    if not hasattr(os, "preadv") or not hasattr(os, "pwrite"):
+        found.append("no positional reads and writes: each thread opens a file for itself")
+    if not IS_POSIX:
+        found.append("folders cannot be synced: renames are durable when the system likes")
+        found.append("no owners and modes of files: cached kernels are trusted by their folder")
+    if not hasattr(os, "posix_fadvise"):
+        found.append("the page cache cannot be told to drop a file")
+    if not hasattr(os, "sched_setaffinity"):
+        found.append("processes cannot be kept to cores: --device with several shares all of them")
+    if not hasattr(os, "fork"):
+        found.append("no fork: kernels are compiled one after the other")
+    return tuple(found)
+
+
+def c_library() -> ctypes.CDLL:
+    """Returns the library of C. Its calls let go of the interpreter lock."""
+    try:
+        return ctypes.CDLL(None)  # the program itself, which is linked with it
+    except TypeError:  # Windows has no such handle
+        return ctypes.CDLL("msvcrt")
+
+
+def windows_library(name: str) -> ctypes.CDLL:
+    """Returns a library of Windows, such as "kernel32".
+
+    On 64 bits all calls of Windows are called as those of C are.
+    """
+    return ctypes.CDLL(name)
+
+
+def cuda_driver() -> ctypes.CDLL:
+    """Returns the library of the CUDA driver.
+
+    Raises:
+        OSError: there is no NVIDIA driver.
+    """
+    return ctypes.CDLL(CUDA_DRIVER)
+
+
+# --- cores ----------------------------------------------------------------------------------------
+
+
+def usable_cores() -> frozenset[int]:
+    """Returns the cores of the CPU that this process may use.
+
+    Linux can keep a process to some of them. Elsewhere they are all cores of the machine.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def keep_to(cores: frozenset[int]) -> None:
+    """Keeps this process to some cores, and so the memory of its threads beside them.
+
+    Does nothing where the system has no such call: macOS and Windows.
+
+    Raises:
+        OSError: these are no cores that it may use.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def cores_beside(bus_id: str) -> frozenset[int]:
+    """Returns the cores of the NUMA node that a device of the PCI bus is at.
+
+    Args:
+        bus_id: the device, such as "0000:1b:00.0".
+
+    Returns:
+        The cores; none where the system does not tell them, which only Linux does.
+    """
+    file = Path("/sys/bus/pci/devices", bus_id, "local_cpulist")
+    with suppress(OSError, ValueError):
+        return _parse_cpu_list(file.read_text())
+    return frozenset()
+
+
+def _parse_cpu_list(text: str) -> frozenset[int]:
+    """Parses Linux's list of cores, such as "0-15,32-47"."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+# --- memory ---------------------------------------------------------------------------------------
 
 _compare: Final = c_library().memcmp
 _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -154,3 +260,19 @@ def _counters() -> _MemoryCounters:
     this_process = ctypes.c_void_p(-1)
     kernel32.K32GetProcessMemoryInfo(this_process, ctypes.byref(counters), counters.size)
     return counters
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keeps Python from looking for dead objects.
+
+    Planning makes hundreds of thousands of small objects that live on: looking through them again
+    and again takes a quarter of the time, or half where a vocabulary is read.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

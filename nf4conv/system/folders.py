@@ -1,0 +1,167 @@
+"""Removes what is in folders and follows no link to it; locks a folder; knows names it can take.
+
+A lock is held for as long as the descriptor is open, and ends with the process, however it ends.
+"""
+
+import importlib
+import os
+import shutil
+import stat
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from nf4conv.system.machine import IS_POSIX
+
+IS_REMOVED_WHILE_HELD: Final = IS_POSIX
+"""True if a locked file can be removed. On Windows no file can be that is open: the lock must be
+let go first."""
+
+_FORBIDDEN: Final = '<>:"|?*\\'
+"""Characters that a name cannot have on Windows. A colon would lead to another file, or disk."""
+
+
+def remove(folder: Path, *names: str) -> None:
+    """Removes a file, a link or a folder with all that is in it. Does nothing if it is not there.
+
+    Args:
+        folder: where to begin; it may itself be reached through links.
+        names: the names that lead from there to what is removed, one for each level.
+
+    Raises:
+        OSError: it cannot be removed, or a name before the last is a link.
+    """
+    _require_no_link(folder, names[:-1])
+    _remove(folder.joinpath(*names))
+
+
+def remove_contents(folder: Path, *names: str, keep: Collection[str] = ()) -> None:
+    """Removes everything in a folder; the folder stays. Does nothing if it is not there.
+
+    Args:
+        folder: where to begin; it may itself be reached through links.
+        names: the names that lead from there to the folder, one for each level.
+        keep: names in the folder that stay.
+
+    Raises:
+        OSError: something cannot be removed, or one of `names` is a link.
+    """
+    _require_no_link(folder, names)
+    with suppress(FileNotFoundError):
+        for path in list(folder.joinpath(*names).iterdir()):
+            if path.name not in keep:
+                _remove(path)
+
+
+def is_link(path: Path) -> bool:
+    """Returns True for a link, and for a junction of Windows, wherever it leads."""
+    with suppress(OSError):
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            return True
+        tag = getattr(status, "st_reparse_tag", 0)
+        return bool(tag) and tag == getattr(stat, "IO_REPARSE_TAG_MOUNT_POINT", 0)
+    return False
+
+
+def _require_no_link(folder: Path, names: Collection[str]) -> None:
+    """Checks that no name on the way from `folder` on is a link."""
+    path = folder
+    for name in names:
+        path /= name
+        if is_link(path):
+            raise OSError(f"{path}: is a link, which is not followed")
+
+
+def _remove(path: Path) -> None:
+    """Removes what a path names; of a link, the link. shutil.rmtree follows none either."""
+    if is_link(path) or not path.is_dir():
+        with suppress(FileNotFoundError):
+            path.unlink()
+        return
+    while path.is_dir() and not is_link(path):
+        with suppress(FileNotFoundError):  # another process removes it too
+            shutil.rmtree(path)
+
+
+def open_lock(path: Path) -> int:
+    """Opens the file of a lock, which is made if it is missing. A link is not followed.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+    if hasattr(os, "O_NOFOLLOW"):
+        flags |= os.O_NOFOLLOW
+    elif path.is_symlink():
+        raise OSError(f"{path}: is a link")
+    return os.open(path, flags, 0o666)
+
+
+def hold(lock: int) -> None:
+    """Takes a lock for this process, without waiting.
+
+    Args:
+        lock: the descriptor that `open_lock` gave.
+
+    Raises:
+        OSError: another process holds it, or the file system has no locks.
+    """
+    if IS_POSIX:
+        fcntl = importlib.import_module("fcntl")  # Windows has none
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    msvcrt = importlib.import_module("msvcrt")  # only Windows has it
+    msvcrt.locking(lock, msvcrt.LK_NBLCK, 1)  # the first byte, which need not be there
+
+
+def remove_lock(folder: Path, *names: str) -> None:
+    """Removes the file of a lock, if it is there.
+
+    On Windows it stays if another process holds it by now.
+
+    Args:
+        folder: where to begin.
+        names: the names that lead from there to the file, one for each level.
+
+    Raises:
+        OSError: it cannot be removed, or a name before the last is a link.
+    """
+    if IS_REMOVED_WHILE_HELD:
+        remove(folder, *names)
+        return
+    with suppress(PermissionError):
+        remove(folder, *names)
+
+
+class FolderNames:
+    """Knows the names that are taken in a folder, and refuses those that it cannot take too.
+
+    Names of a source come from other systems. Windows and most disks of macOS take two names that
+    differ only by case for one.
+    """
+
+    def __init__(self, probe: Path, taken: Iterable[str]) -> None:
+        self._ignores_case = ignores_case(probe)
+        self._taken = {self._key(name): name for name in taken}
+
+    def take(self, name: str) -> str | None:
+        """Takes a name, or a path with slashes below the folder; or returns why it cannot."""
+        if not IS_POSIX and not set(name).isdisjoint(_FORBIDDEN):
+            return "no name has such a character on Windows"
+        other = self._taken.setdefault(self._key(name), name)
+        if other != name:
+            return f"this folder takes the name for that of {other}"
+        return None
+
+    def _key(self, name: str) -> str:
+        return name.casefold() if self._ignores_case else name
+
+
+def ignores_case(path: Path) -> bool:
+    """Returns True if a file or folder that exists is found by its name in the other case, too."""
+    return path.exists() and path.with_name(path.name.swapcase()).exists()
