@@ -34,7 +34,7 @@ from nf4conv.sources.unfinished import (
     record_name,
 )
 from nf4conv.system.files import space_taken, sync_folder
-from nf4conv.system.folders import FolderNames, is_link, remove, remove_lock
+from nf4conv.system.folders import FolderNames, is_link, remove
 
 OWN_NAMES: Final = ("config.json", "README.md", MAKING)
 """Names of files that are written anew, and so no file of the source gets."""
@@ -333,7 +333,8 @@ class OutputFolder:
         with suppress(FileNotFoundError):  # another process has been faster
             self._remove_leftovers()
         self._prepare_removal_of_lock()
-        remove_lock(self.out, WORK_FOLDER, LOCK)
+        with suppress(PermissionError):  # on Windows another process may hold it by now
+            remove(self.out, WORK_FOLDER, LOCK)
         # a run that has come in since finds out itself that there is nothing to do
         with suppress(OSError):
             self._work.rmdir()

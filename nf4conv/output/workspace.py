@@ -39,7 +39,8 @@ from nf4conv.sources.unfinished import (
     is_unfinished,
 )
 from nf4conv.system.files import sync_folder
-from nf4conv.system.folders import IS_REMOVED_WHILE_HELD, hold, open_lock, remove, remove_contents
+from nf4conv.system.folders import lock_file, remove, remove_contents
+from nf4conv.system.machine import IS_POSIX
 
 _IS_HELD: Final = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK, 36)
 """Errors of a lock that somebody else holds; Windows says 36."""
@@ -101,7 +102,7 @@ class Workspace(OutputFolder):
             self._lock = None
 
     def _prepare_removal_of_lock(self) -> None:
-        if not IS_REMOVED_WHILE_HELD:
+        if not IS_POSIX:  # Windows removes no file that is open
             self._unlock()
 
     def _acquire(self) -> int:
@@ -121,16 +122,10 @@ class Workspace(OutputFolder):
         """Returns the descriptor of the lock; None if a run that ends has just removed the file."""
         path = self._work / LOCK
         try:
-            lock = open_lock(path)
+            lock = lock_file(path)
         except FileNotFoundError:
             return None
-        try:
-            hold(lock)
-            is_current = os.path.samestat(os.fstat(lock), path.stat())
-        except FileNotFoundError:
-            is_current = False
         except OSError as error:
-            os.close(lock)
             if error.errno not in _IS_HELD:
                 raise OutputError(
                     f"{path}: cannot be locked ({error.strerror or error}), so nothing would keep "
@@ -140,8 +135,9 @@ class Workspace(OutputFolder):
             raise OutputError(
                 f"{self.out}: another nf4conv is writing here", path=self.out
             ) from error
-        if is_current:
-            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                return lock
         os.close(lock)
         return None
 

@@ -14,11 +14,7 @@ from typing import Final
 
 from nf4conv.system.machine import IS_POSIX
 
-IS_REMOVED_WHILE_HELD: Final = IS_POSIX
-"""True if a locked file can be removed. On Windows no file can be that is open: the lock must be
-let go first."""
-
-_FORBIDDEN: Final = '<>:"|?*\\'
+_FORBIDDEN: Final = "" if IS_POSIX else '<>:"|?*\\'
 """Characters that a name cannot have on Windows. A colon would lead to another file, or disk."""
 
 
@@ -85,57 +81,29 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
 
 
-def open_lock(path: Path) -> int:
-    """Opens the file of a lock, which is made if it is missing. A link is not followed.
+def lock_file(path: Path) -> int:
+    """Takes a lock, without waiting; returns the descriptor that holds it while it is open.
 
-    Returns:
-        The descriptor.
-
-    Raises:
-        OSError: it cannot be opened.
+    The file is made if it is missing; a link is not followed. An OSError says that another process
+    holds the lock, or that the file system has none.
     """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
     if hasattr(os, "O_NOFOLLOW"):
         flags |= os.O_NOFOLLOW
     elif path.is_symlink():
         raise OSError(f"{path}: is a link")
-    return os.open(path, flags, 0o666)
-
-
-def hold(lock: int) -> None:
-    """Takes a lock for this process, without waiting.
-
-    Args:
-        lock: the descriptor that `open_lock` gave.
-
-    Raises:
-        OSError: another process holds it, or the file system has no locks.
-    """
-    if IS_POSIX:
-        fcntl = importlib.import_module("fcntl")  # Windows has none
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return
-    msvcrt = importlib.import_module("msvcrt")  # only Windows has it
-    msvcrt.locking(lock, msvcrt.LK_NBLCK, 1)  # the first byte, which need not be there
-
-
-def remove_lock(folder: Path, *names: str) -> None:
-    """Removes the file of a lock, if it is there.
-
-    On Windows it stays if another process holds it by now.
-
-    Args:
-        folder: where to begin.
-        names: the names that lead from there to the file, one for each level.
-
-    Raises:
-        OSError: it cannot be removed, or a name before the last is a link.
-    """
-    if IS_REMOVED_WHILE_HELD:
-        remove(folder, *names)
-        return
-    with suppress(PermissionError):
-        remove(folder, *names)
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        if IS_POSIX:
+            fcntl = importlib.import_module("fcntl")  # Windows has none
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            msvcrt = importlib.import_module("msvcrt")  # only Windows has it
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # the first byte, there or not
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class FolderNames:
@@ -151,7 +119,7 @@ class FolderNames:
 
     def take(self, name: str) -> str | None:
         """Takes a name, or a path with slashes below the folder; or returns why it cannot."""
-        if not IS_POSIX and not set(name).isdisjoint(_FORBIDDEN):
+        if not set(name).isdisjoint(_FORBIDDEN):
             return "no name has such a character on Windows"
         other = self._taken.setdefault(self._key(name), name)
         if other != name:

@@ -23,7 +23,7 @@ from nf4conv.sources.unfinished import (
     finished_shards,
     record_name,
 )
-from nf4conv.system import removal
+from nf4conv.system import folders
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
 RUN = RunOptions(device="cpu", workers=1)
@@ -67,13 +67,13 @@ def test_a_folder_is_removed_with_all_that_is_in_it(tmp_path: Path):
     (tmp_path / "a/b/c").mkdir(parents=True)
     (tmp_path / "a/b/file").write_text("")
     (tmp_path / "a/other").write_text("")
-    removal.remove(tmp_path, "a", "b")
+    folders.remove(tmp_path, "a", "b")
     assert contents(tmp_path) == {"a/other": b""}
-    removal.remove(tmp_path, "a", "missing")
-    removal.remove(tmp_path, "missing", "too")
-    removal.remove_contents(tmp_path, "a", keep=("other",))
+    folders.remove(tmp_path, "a", "missing")
+    folders.remove(tmp_path, "missing", "too")
+    folders.remove_contents(tmp_path, "a", keep=("other",))
     assert contents(tmp_path) == {"a/other": b""}
-    removal.remove_contents(tmp_path, "a")
+    folders.remove_contents(tmp_path, "a")
     assert not list((tmp_path / "a").iterdir())
 
 
@@ -98,7 +98,7 @@ def test_folders_that_another_process_removes_meanwhile(
         return scan(folder)
 
     monkeypatch.setattr(os, "scandir", removed_meanwhile)
-    removal.remove(tmp_path, "a")
+    folders.remove(tmp_path, "a")
     assert not (tmp_path / "a").exists()
 
 
@@ -109,10 +109,10 @@ def test_links_are_removed_and_not_followed(tmp_path: Path, victim: Path):
     (tmp_path / "out/link").symlink_to(victim)
     (tmp_path / "out/file").symlink_to(victim / "thesis.txt")
     with pytest.raises(OSError, match="link"):
-        removal.remove(tmp_path / "out", "link", "thesis.txt")
+        folders.remove(tmp_path / "out", "link", "thesis.txt")
     with pytest.raises(OSError, match="link"):
-        removal.remove_contents(tmp_path / "out", "link")
-    removal.remove_contents(tmp_path / "out")
+        folders.remove_contents(tmp_path / "out", "link")
+    folders.remove_contents(tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
     assert contents(victim) == before
 
@@ -135,7 +135,7 @@ def test_a_link_that_comes_in_meanwhile_leads_nowhere(
 
     monkeypatch.setattr(os, "scandir", swapped)
     with pytest.raises(OSError, match="directory"):  # a link is no folder to remove
-        removal.remove(tmp_path / "out", "inner")
+        folders.remove(tmp_path / "out", "inner")
     assert (victim / "thesis.txt").read_text() == "precious"
 
 
