@@ -146,14 +146,7 @@ class Evidence:
     def why_kept(
         self, module: str, shape: tuple[int, ...], *, towers: bool, experts: bool
     ) -> Why | str | None:
-        """Returns why a matrix that may be an `nn.Linear` is not packed; None when it is packed.
-
-        Args:
-            module: the path of its module on disk.
-            shape: its shape.
-            towers: whether vision and audio parts are packed.
-            experts: whether experts that are stored one by one are packed.
-        """
+        """Returns why a matrix that may be an `nn.Linear` is not packed; None when it is packed."""
         if 0 in shape:
             return "empty"
         reason = self._why_kept_by_family(module)

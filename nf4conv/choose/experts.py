@@ -91,11 +91,7 @@ class Experts:
         return of_experts > _LARGE_SHARE * total
 
     def matrices_of(self, tensor: TensorInfo) -> tuple[PackedMatrix, ...]:
-        """Returns the weights of single experts that a stack holds.
-
-        Raises:
-            PlanError: the stack does not divide, or does not fit the others of its layer.
-        """
+        """Returns the weights of single experts that a stack holds."""
         found = self.stacks[tensor.name]
         return _cut_stack(tensor, found, self._is_transposed(tensor, found), self.config)
 
@@ -172,11 +168,7 @@ def _sizes_of(tensor: TensorInfo, found: FoundStack, is_transposed: bool, config
 
 
 def _shape_of(tensor: TensorInfo, found: FoundStack, config: Config) -> tuple[int, int, int]:
-    """Returns [experts, rows, columns] of a stack, as each matrix is stored.
-
-    Raises:
-        PlanError: the stack does not divide into experts, or into as many as the config says.
-    """
+    """Returns [experts, rows, columns] of a stack, as each matrix is stored."""
     numbers = experts_in(config)
     if not found.stack.is_flat:
         experts, rows, columns = tensor.shape
@@ -202,11 +194,7 @@ def _shape_of(tensor: TensorInfo, found: FoundStack, config: Config) -> tuple[in
 def _cut_stack(
     tensor: TensorInfo, found: FoundStack, is_transposed: bool, config: Config
 ) -> tuple[PackedMatrix, ...]:
-    """Returns the weights of single experts that a stack holds, expert by expert.
-
-    Raises:
-        PlanError: its rows, or columns, do not divide into those of its projections.
-    """
+    """Returns the weights of single experts that a stack holds, expert by expert."""
     stack = found.stack
     experts, rows, columns = _shape_of(tensor, found, config)
     outputs, inputs = (columns, rows) if is_transposed else (rows, columns)
@@ -246,15 +234,7 @@ def _cut_stack(
 def check_layout(decisions: Decisions, experts: Experts, moe: str | None) -> None:
     """Checks the experts that are stored one by one and are to be packed.
 
-    Args:
-        decisions: what becomes of each tensor, by name.
-        experts: the experts of the checkpoint.
-        moe: "packed" or "portable", as --moe has it; None for a source in 4 bits that keeps its
-            layout.
-
-    Raises:
-        PlanError: an expert is missing, or has another shape than the others of its layer. Loaders
-            put all experts of a layer into one tensor.
+    `moe` is None for a source in 4 bits that keeps its layout.
     """
     if moe is None:
         check_whole(experts.tensors.values(), experts.config)
@@ -267,9 +247,6 @@ def check_whole(tensors: Iterable[TensorInfo], config: Config) -> None:
     """Checks the experts that are stored one by one, packed or not.
 
     Nothing is checked if the config does not say how many experts there are.
-
-    Raises:
-        PlanError: an expert is missing, or has another shape than the others of its layer.
     """
     if experts_in(config):
         _check_layers(tensors, config)
@@ -376,13 +353,7 @@ def readers_of(
 ) -> Readers | None:
     """Finds out who reads the experts of a checkpoint.
 
-    Args:
-        matrices: the weights in 4 bits; the first expert among them tells.
-        config: the content of config.json.
-        quant_type: the 4-bit data type, or None for the usual one.
-
-    Returns:
-        Who does; None if no expert is in 4 bits, or if the family's experts load everywhere.
+    The first expert tells. None if no expert is in 4 bits, or if the family's load everywhere.
     """
     if any(family.splits_experts for family in families_of(config)):
         return None

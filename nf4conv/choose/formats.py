@@ -31,15 +31,7 @@ class Choice:
 
 
 def choose(source: Source, options: QuantizeOptions) -> Choice:
-    """Chooses what is packed, in which format, and what stays as it is.
-
-    Args:
-        source: the checkpoint.
-        options: what the user asked for.
-
-    Raises:
-        PlanError: the request cannot be met for this checkpoint.
-    """
+    """Chooses what is packed, in which format, and what stays as it is."""
     config = source.config or {}
     selection = select(source.tensors, config, options)
     dtype = _choose_dtype(source, selection, options)
@@ -53,11 +45,6 @@ def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -
     """Returns the format of packed weights.
 
     An option that is left open is as in the source, if that is in 4 bits, or else has its default.
-
-    Args:
-        source: the checkpoint; None for one that certainly holds nothing in 4 bits.
-        dtype: name of the dtype that weights are cast to before they are packed.
-        options: what the user asked for.
     """
     default = Format("nf4", 64, True, dtype)
     if source is not None:
@@ -81,11 +68,7 @@ def _searched_if_calibrated(scales: str) -> str:
 
 
 def _choose_dtype(source: Source, selection: Selection, options: QuantizeOptions) -> str:
-    """Returns the dtype that weights are cast to before they are packed, and others are stored in.
-
-    Raises:
-        PlanError: the source does not say, or says a dtype that cannot be packed.
-    """
+    """Returns the dtype that weights are cast to before they are packed, and others are stored in."""
     if options.dtype is not None:
         return options.dtype
     choices = ", ".join(DTYPES)
@@ -117,11 +100,7 @@ def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:
 
 
 def _without_odd_sizes(source: Source, selection: Selection, format: Format) -> Selection:
-    """Keeps the weights whose packed bytes do not divide into elements of the storage dtype.
-
-    Raises:
-        PlanError: a loader expects such a weight to be packed.
-    """
+    """Keeps the weights whose packed bytes do not divide into elements of the storage dtype."""
     size = DTYPE_BITS[format.storage_tag] // 8
     if size == 1:
         return selection

@@ -60,11 +60,7 @@ def transformers_5_0(entries: Iterable[str]) -> Rule:
 
 
 def _rule_of_transformers_5(entries: Iterable[str], end: str) -> Rule:
-    """Returns the rule for entries that match up to such an end.
-
-    Raises:
-        PlanError: one of them is not a regular expression.
-    """
+    """Returns the rule for entries that match up to such an end."""
     names = tuple(entries)
     if not all(map(is_name, names)):
         starts = _expression(names, end)

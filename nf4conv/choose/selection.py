@@ -49,14 +49,7 @@ def select(
 ) -> Selection:
     """Decides for every tensor of a checkpoint.
 
-    Args:
-        tensors: all tensors of the checkpoint.
-        config: the content of its config.json.
-        options: what the user asked for. It adds to the rules and replaces none of them.
-        packs_towers: True to decide about vision and audio parts as about everything else.
-
-    Raises:
-        PlanError: no skip list can tell the packed modules from the others.
+    What the user asks for adds to the rules and replaces none of them.
     """
     evidence = Evidence.gather(tensors, config)
     experts = Experts.gather(tensors, config)
@@ -103,17 +96,6 @@ def demote(
     """Decides again with some tensors kept that were to be packed.
 
     The other experts of the same layers are kept with them.
-
-    Args:
-        selection: the decisions so far.
-        names: the tensors to keep.
-        tensors: all tensors of the checkpoint.
-        config: the content of config.json.
-        why: the reason, which the user reads.
-
-    Raises:
-        PlanError: one of them is not to be packed, or it becomes several weights, all of which
-            loaders expect.
     """
     decisions = dict(selection.decisions)
     experts = Experts.gather(tensors, config)
@@ -135,14 +117,6 @@ def with_skip_list(
     """Completes the decisions for all tensors with the list of modules to skip.
 
     Where loaders could not tell a packed module from one that they must skip, it is kept too.
-
-    Args:
-        decisions: the decision for every tensor, by name.
-        names: how loaders rename the modules.
-        notes: what the user should know, one line each.
-
-    Raises:
-        PlanError: no skip list can tell the packed modules from the others.
     """
     decisions = dict(decisions)
     while True:

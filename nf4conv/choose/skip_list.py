@@ -48,12 +48,7 @@ class SkipList(NamedTuple):
 
 
 def fused_modules(packed: Iterable[str], kept: Iterable[str]) -> FusedModules:
-    """Returns what vLLM makes of modules that it fuses.
-
-    Args:
-        packed: paths of the packed modules.
-        kept: paths of other modules that may be `nn.Linear`.
-    """
+    """Returns what vLLM makes of modules that it fuses."""
     # a dict, because it keeps the order
     with_kept_part = dict.fromkeys(path for path in map(_fused_path, kept) if path is not None)
     if not with_kept_part:
@@ -88,15 +83,6 @@ def build_skip_modules(
     has nothing packed below. Where a loader's rule would see a packed module in that name, the kept
     module is named by its own path. What is listed is also listed as it is called in the model
     without its head.
-
-    Args:
-        packed: paths of the packed modules, in every spelling.
-        kept: paths of the modules that may be `nn.Linear` and are not packed, in every spelling.
-        absent: modules that the checkpoint lacks and a loader may add. They are left out where they
-            match a packed one.
-
-    Raises:
-        PlanError: a module that must be listed has a name that is no name to transformers 5.
     """
     tree = PathTree(packed)
     kept = list(kept)

@@ -29,10 +29,6 @@ def common_format(tensors: Iterable[TensorInfo], place: Path) -> Format | None:
     """Returns the format in which most elements are packed; None where nothing is in 4 bits.
 
     Its scales are those of most elements in 4 bits.
-
-    Args:
-        tensors: the tensors of a checkpoint.
-        place: the folder of the checkpoint, or its only file.
     """
     elements: Counter[Format] = Counter()
     elements_by_scales: Counter[str] = Counter()
@@ -54,12 +50,8 @@ def _copied_from(
 ) -> Bitsandbytes4bit | str:
     """Returns what a weight is copied from, or a text that says why it has to be packed anew.
 
-    Args:
-        tensor: a weight of a 4-bit source.
-        format: the format that is asked for. Its dtype does not matter: it is that of other
-            tensors. Nor do its scales: a search cannot improve values that are in 4 bits already.
-        scales: how the weight was scaled.
-        read: reads one of the small tensors of the weight.
+    The format's dtype does not matter: it is that of other tensors. Nor do its scales: a search
+    cannot improve values that are in 4 bits already.
     """
     encoding = tensor.encoding
     assert isinstance(encoding, Bitsandbytes4bit)
@@ -84,15 +76,8 @@ def weights_that_stay(
 
     Reads the small tensors beside them.
 
-    Args:
-        source: the checkpoint.
-        decisions: what becomes of each tensor, by name.
-        format: how weights are to be packed.
-        options: what the user asked for.
-
-    Returns:
-        For each weight in 4 bits that is to be packed, by name: what its components are copied
-        from, or a text that says why it has to be packed anew.
+    Of each weight in 4 bits that is to be packed it says what the components are copied from, or
+    why it has to be packed anew.
     """
     packed: list[tuple[TensorInfo, Bitsandbytes4bit]] = []
     for tensor in source.tensors:

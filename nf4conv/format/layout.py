@@ -149,11 +149,7 @@ def quant_state_json(
 ) -> bytes:
     """Returns the JSON blob: the bytes of bitsandbytes' `QuantState.as_dict(packed=True)`.
 
-    Args:
-        format: of the weight.
-        shape: of the weight before it was packed.
-        nested_offset: the float32 mean of absmax, widened to float64; None without double
-            quantization.
+    The nested offset is the float32 mean of absmax, widened to float64.
     """
     state: dict[str, object] = {
         "quant_type": format.quant_type,
@@ -170,12 +166,7 @@ def quant_state_json(
 
 @lru_cache(maxsize=4096)
 def components(format: Format, shape: tuple[int, ...]) -> tuple[Component, ...]:
-    """Returns the tensors that a weight becomes, in the order of the module docstring.
-
-    Args:
-        format: of the weight.
-        shape: of the weight before it is packed.
-    """
+    """Returns the tensors that a weight becomes, in the order of the module docstring."""
     elements = math.prod(shape)
     blocks = block_count(elements, format.blocksize)
     packed_bytes = -(-elements // 2)
@@ -214,15 +205,7 @@ class StateFault(NamedTuple):
 
 
 def parse_quant_state(blob: bytes, is_nested: bool) -> StateFields:
-    """Reads a JSON blob.
-
-    Args:
-        blob: the bytes.
-        is_nested: True if there is a nested_absmax.
-
-    Raises:
-        CodecError: bitsandbytes could not read it.
-    """
+    """Reads a JSON blob."""
     fields, faults = read_quant_state(blob, is_nested)
     for fault in faults:
         if fault.is_fatal or fault.is_unknown_key:
@@ -305,12 +288,7 @@ def _is_shape(value: object) -> bool:
 
 
 def split_component(name: str) -> tuple[str, str]:
-    """Divides the name of a tensor into that of a weight and a suffix.
-
-    Returns:
-        owner: the weight that the tensor belongs to; the name itself if it is no component.
-        suffix: the component's suffix; empty if the tensor is no component.
-    """
+    """Divides the name of a tensor into that of a weight and a suffix."""
     for suffix in COMPONENT_SUFFIXES:
         if name.endswith(f".{suffix}"):
             return name[: -len(suffix) - 1], suffix

@@ -44,12 +44,7 @@ _MOVED: Final = ("rope_theta", "partial_rotary_factor")
 def levels(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields a config and every config nested in it, the outer before the inner.
 
-    Args:
-        config: the content of config.json, or of a part of it.
-        path: the keys that lead to `config`, each with a dot after it.
-
-    Yields:
-        (path, content) of each level. The path of config.json itself is empty.
+    The path of a level ends with a dot; that of config.json itself is empty.
     """
     yield path, config
     for key, value in config.items():
@@ -76,16 +71,9 @@ def quantized_config(
 ) -> dict[str, Any]:
     """Returns the content of config.json for a 4-bit checkpoint.
 
-    Args:
-        config: the content of the source's config.json.
-        format: how weights are stored. It must be what is on disk: transformers assumes fp4 where
-            no quant_type is given, and 4.57 counts the tensors of a weight.
-        compute_dtype: the dtype in which a loaded model multiplies: "bfloat16", "float16" or
-            "float32".
-        skip_modules: the modules that stay unpacked. They are listed even if there are none: with
-            null every loader would guess its own list.
-        dtype: the dtype in which the unpacked tensors are stored, such as "bfloat16"; None leaves
-            what the source says about it.
+    transformers assumes fp4 where no quant_type is given, and 4.57 counts the tensors of a weight,
+    so the format is that on disk. Modules to skip are listed even if there are none: with null
+    every loader would guess. Without a dtype, what the source says of it stays.
     """
     edited = with_keys_of_both(without_quantization(config))
     if dtype is not None:
@@ -109,10 +97,7 @@ def quantized_config(
 def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Returns the content of config.json for a checkpoint without any quantization.
 
-    Args:
-        config: the content of the source's config.json.
-        dtype: the dtype in which the checkpoint is stored, such as "bfloat16". Every dtype that the
-            source names, at any level, becomes this one.
+    Every dtype that the source names, at any level, becomes this one.
     """
     edited = _with_dtype(without_quantization(config), dtype)
     # releases before 4.56 read nothing but torch_dtype

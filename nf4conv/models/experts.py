@@ -84,12 +84,7 @@ def single_expert(name: str) -> SingleExpert | None:
 
 
 def find_stack(name: str, layouts: Sequence[ExpertLayout]) -> FoundStack | None:
-    """Returns how experts are stacked in a tensor; None if its name is not that of a stack.
-
-    Args:
-        name: the name of the tensor. Of MXFP4 and FP8, the name without "_blocks" or "_scale_inv".
-        layouts: the layouts of the model.
-    """
+    """Returns how experts are stacked in a tensor; None if its name is not that of a stack."""
     for layout in layouts:
         for stack in layout.stacks:
             match = re.match(stack.pattern, name)
@@ -115,16 +110,7 @@ def _name_after_group(stack: ExpertStack) -> str:
 
 
 def stack_name(experts: str, stack: ExpertStack, layout: ExpertLayout) -> str | None:
-    """Returns the name of the tensor that stacks experts.
-
-    Args:
-        experts: the path below which the experts are numbered.
-        stack: how the experts lie in the tensor.
-        layout: the layout that the stack belongs to.
-
-    Returns:
-        None if the path is not that of such a layout.
-    """
+    """Returns the name of the tensor that stacks experts."""
     if layout is INKLING and ".llm." not in f".{experts}":
         return None  # without towers these models have the standard names
     below = stack.experts.removeprefix(r"\1")

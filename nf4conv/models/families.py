@@ -73,11 +73,7 @@ def has_uneven_experts(config: Mapping[str, Any]) -> bool:
 
 
 def experts_in(config: Mapping[str, Any]) -> frozenset[int]:
-    """Returns the numbers of experts in a layer that a config names, most often a single one.
-
-    Returns:
-        The numbers; none if the config does not say, or if layers differ.
-    """
+    """Returns the numbers of experts in a layer that a config names, most often a single one."""
     numbers = set()
     for _, level in levels(config):
         for key, value in level.items():

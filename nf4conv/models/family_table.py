@@ -199,12 +199,7 @@ QKV: Final = ("q_proj", "k_proj", "v_proj")
 
 
 def _converted(on_disk: str, in_memory: tuple[str, ...]) -> Family:
-    """Returns the family of projections that transformers 5 takes apart or puts together.
-
-    Args:
-        on_disk: names on disk, a regular expression for the last part of a path.
-        in_memory: names of the results, of which the last part of the path is enough.
-    """
+    """Returns the family of projections that transformers 5 takes apart or puts together."""
     pattern = rf"(^|\.)({on_disk})$"
     renamed = tuple((f".*{pattern}", name) for name in in_memory)
     return Family(keep=((pattern, CONVERTED),), renamed=renamed)

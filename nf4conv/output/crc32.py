@@ -30,12 +30,7 @@ class Piece(NamedTuple):
 
 
 def crc32_of_pieces(pieces: Iterable[Piece], size: int) -> int:
-    """Returns the CRC-32 of a file.
-
-    Args:
-        pieces: pieces that do not overlap, in any order. Between them are zeros.
-        size: bytes of the file.
-    """
+    """Returns the CRC-32 of a file. Pieces do not overlap; between them are zeros."""
     found = 0
     position = 0
     for piece in sorted(pieces):
@@ -46,11 +41,7 @@ def crc32_of_pieces(pieces: Iterable[Piece], size: int) -> int:
 
 
 def crc32_of_file(path: Path) -> int:
-    """Returns the CRC-32 of a file.
-
-    Raises:
-        SourceError: it cannot be read.
-    """
+    """Returns the CRC-32 of a file."""
     found = 0
     for chunk in read_chunks(path):
         found = zlib.crc32(chunk, found)

@@ -11,17 +11,7 @@ from nf4conv.errors import OutputError
 def require_same_run(
     out: Path, before: Mapping[str, Any], now: Mapping[str, Any], advice: str
 ) -> None:
-    """Checks that a run makes what the one makes that has begun in the same folder.
-
-    Args:
-        out: the folder.
-        before: the fingerprint of the run that has begun, as JSON values.
-        now: the fingerprint of this run, as JSON values.
-        advice: what the user can do if they differ.
-
-    Raises:
-        OutputError: they differ; it says in what.
-    """
+    """Checks that a run makes what the one makes that has begun in the same folder."""
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if changed:
         place, was, found = _first_difference(changed[0], before, now)
@@ -36,18 +26,7 @@ def require_same_run(
 def _first_difference(
     key: str, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[str, object, object]:
-    """Finds the first value that differs within one of a fingerprint, such as a file's stamp.
-
-    Args:
-        key: the name of a value that differs.
-        before: the fingerprint of the run that has begun.
-        now: that of this run.
-
-    Returns:
-        place: the names that lead to the value.
-        was: the value before; None if there was none.
-        found: the value now; None if there is none.
-    """
+    """Finds the first value that differs within one of a fingerprint, such as a file's stamp."""
     places = [key]
     was = before.get(key)
     found = now.get(key)

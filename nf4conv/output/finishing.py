@@ -26,13 +26,7 @@ class LastFiles:
 
 
 def index_of(stem: str, total: int, files: Mapping[str, str]) -> dict[str, bytes]:
-    """Returns the index of sharded weights by its file name; nothing for a single file.
-
-    Args:
-        stem: base name of the weight files, such as "model".
-        total: bytes of all tensors.
-        files: name of the weight file that holds each tensor, by the tensor's name.
-    """
+    """Returns the index of sharded weights by its file name; nothing for a single file."""
     if len(set(files.values())) <= 1:
         return {}
     weight_map = dict(sorted(files.items()))
@@ -43,11 +37,7 @@ def index_of(stem: str, total: int, files: Mapping[str, str]) -> dict[str, bytes
 
 
 def finish(folder: OutputFolder, last: LastFiles) -> None:
-    """Writes the last files of a folder whose shards are all there.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Writes the last files of a folder whose shards are all there."""
     for name, content in last.index.items():
         folder.write(name, content)
     if last.card is not None:

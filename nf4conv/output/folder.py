@@ -59,10 +59,6 @@ class OutputFolder:
 
     Shards get their names one by one, and the last files make it whole.
 
-    Args:
-        out: the folder.
-        private: the folder in its work folder in which only this process writes.
-
     Attributes:
         out: the folder.
         finished: the shards that are complete, by name.
@@ -81,15 +77,7 @@ class OutputFolder:
         self._plan = ""
 
     def check_occupied(self, *, overwrite: bool) -> None:
-        """Checks that the folder may be written to.
-
-        Args:
-            overwrite: whether a checkpoint in it may be deleted.
-
-        Raises:
-            OutputError: it holds something that is neither an unfinished run nor a checkpoint that
-                may be deleted.
-        """
+        """Checks that the folder may be written to."""
         require_no_dead_link(self.out)
         if self.out.exists() and not self.out.is_dir():
             raise OutputError(f"{self.out}: exists and is not a folder", path=self.out)
@@ -112,9 +100,6 @@ class OutputFolder:
         """Checks that the folder of the run's state, and every folder in it, is no link.
 
         No run leaves one. Through a link, files outside would be written and removed.
-
-        Raises:
-            OutputError: there is such a link, or the folder cannot be read.
         """
         with named(self._work, OutputError):
             if is_link(self._work):
@@ -149,20 +134,12 @@ class OutputFolder:
         return crc32_of_file(path) == file.crc32
 
     def known(self, names: Iterable[str] | None = None) -> dict[str, FinishedFile]:
-        """Returns the shards of this plan that have been recorded as finished, by name.
-
-        Args:
-            names: the shards to look for; None for all.
-        """
+        """Returns the shards of this plan that have been recorded as finished, by name."""
         recorded = finished_shards(self.out, names)
         return {name: file for name, file in recorded.items() if file.plan == self._plan}
 
     def read_run(self) -> BegunRun:
-        """Reads run.json, whose plan this folder then belongs to.
-
-        Raises:
-            OutputError: it cannot be read, or is damaged.
-        """
+        """Reads run.json, whose plan this folder then belongs to."""
         path = self._work / RECORD
         try:
             content = read_small(path, LARGEST_RECORD)
@@ -182,12 +159,6 @@ class OutputFolder:
         """Checks before the first byte that the disk has room for the result.
 
         What unfinished shards of an earlier try take is not free, but will be.
-
-        Args:
-            needed: bytes that will be written.
-
-        Raises:
-            OutputError: there is less room.
         """
         leftovers = (*self._private.glob("*.partial"), *self.downloads.rglob("*"))
         reusable = sum(space_taken(leftover) for leftover in leftovers)
@@ -200,16 +171,7 @@ class OutputFolder:
             )
 
     def open_shard(self, name: str, header_size: int, data_size: int) -> ShardWriter:
-        """Begins to write a shard under a temporary name.
-
-        Args:
-            name: the shard's name.
-            header_size: bytes to reserve for its header.
-            data_size: bytes of its data whose place is known in advance.
-
-        Raises:
-            OutputError: the file cannot be created.
-        """
+        """Begins to write a shard under a temporary name."""
         self.require_name(name)
         temporary = self._private / f"{name}.partial"
         return ShardWriter(temporary, self.out / name, header_size, data_size)
@@ -222,17 +184,9 @@ class OutputFolder:
         source_bytes: int = 0,
         verified: Mapping[str, Any] | None = None,
     ) -> None:
-        """Records that a shard is complete. May be called from any thread.
+        """Records that a shard is complete; without a CRC-32 the file is read to compute it.
 
-        Args:
-            name: the shard's name.
-            size: its bytes.
-            crc32: the CRC-32 of its content; None lets the file be read to compute it.
-            source_bytes: bytes of the source that it stands for.
-            verified: what verification measured; None if nothing was verified.
-
-        Raises:
-            OutputError: the record cannot be written.
+        May be called from any thread.
         """
         path = self.out / name
         with named(path, OutputError, inside=True):
@@ -246,11 +200,7 @@ class OutputFolder:
         self.finished[name] = file
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a small file of the result.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Writes a small file of the result."""
         self._write(name, [content])
 
     def write_pieces(self, name: str, pieces: Iterable[bytes]) -> None:
@@ -258,11 +208,7 @@ class OutputFolder:
         self._write(name, pieces)
 
     def require_name(self, name: str) -> None:
-        """Checks that a file or folder can have a name here.
-
-        Raises:
-            OutputError: the system reserves it, or takes it for another one of the result.
-        """
+        """Checks that a file or folder can have a name here."""
         reason = self._names.take(name)
         if reason is not None:
             path = self.out / name
@@ -273,17 +219,6 @@ class OutputFolder:
         """Copies a file of the source, of any size, into the result.
 
         A file whose name cannot be written here is left out, and noted in `left_out`.
-
-        Args:
-            name: its path with slashes in the result.
-            source: the file.
-
-        Returns:
-            True if it was copied.
-
-        Raises:
-            SourceError: it cannot be read.
-            OutputError: it cannot be written.
         """
         reason = self._names.take(name)
         if reason is not None:
@@ -313,14 +248,7 @@ class OutputFolder:
                 raise OutputError(f"{path}: is a link to another folder; remove it", path=path)
 
     def complete(self, last: Mapping[str, bytes]) -> None:
-        """Makes the folder a checkpoint, makes everything durable and removes the work files.
-
-        Args:
-            last: content of the files that make a loader take the folder for a checkpoint, by name.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
+        """Makes the folder a checkpoint, makes everything durable and removes the work files."""
         with named(self.out, OutputError, inside=True):
             sync_folder(self.out)  # before a loader could take the folder for complete
             for name, content in last.items():
@@ -358,11 +286,7 @@ class OutputFolder:
 
 
 def require_no_dead_link(out: Path) -> None:
-    """Checks that an output folder is not a link to what does not exist.
-
-    Raises:
-        OutputError: it is.
-    """
+    """Checks that an output folder is not a link to what does not exist."""
     if is_link(out) and not out.exists():
         raise OutputError(f"{out}: is a link that leads nowhere; remove it", path=out)
 

@@ -57,18 +57,8 @@ class _FileToUpload(NamedTuple):
 class Push:
     """Fills a model repository in the background; use it as a context manager.
 
-    Args:
-        repo: the repository, "org/name"; it is created if it does not exist.
-        token: the token to write with; None for the one that is logged in.
-        public: whether everybody may see it.
-        overwrite: whether weights that it holds already are replaced.
-
     Attributes:
         repo: the repository.
-
-    Raises:
-        OutputError: it cannot be written, is public although nobody asked for that, or holds
-            weights already.
     """
 
     def __init__(
@@ -96,11 +86,7 @@ class Push:
         self._before = self._open_repository(public, overwrite)
 
     def _open_repository(self, public: bool, overwrite: bool) -> set[str]:
-        """Creates the repository if needed, and returns the names of its files.
-
-        Raises:
-            OutputError: it must not be filled.
-        """
+        """Creates the repository if needed, and returns the names of its files."""
         try:
             self._api.create_repo(self.repo, private=not public, exist_ok=True)
             info = self._api.model_info(self.repo)
@@ -142,27 +128,11 @@ class Push:
             abort_transfers()
 
     def offer(self, name: str, path: Path) -> None:
-        """Uploads a finished file in the background. May be called from any thread.
-
-        Args:
-            name: its name in the repository.
-            path: the file.
-        """
+        """Uploads a finished file in the background. May be called from any thread."""
         self._queue.put(_FileToUpload(name, path))
 
     def commit(self, folder: Path, message: str) -> str:
-        """Makes the files of a folder a model, once those that were offered are uploaded.
-
-        Args:
-            folder: the finished checkpoint.
-            message: the message of the commit.
-
-        Returns:
-            The address of the commit, or of the pull request.
-
-        Raises:
-            Nf4convError: the Hub did not take them.
-        """
+        """Makes the files of a folder a model, once those that were offered are uploaded."""
         started = time.perf_counter()
         self._queue.put(None)
         self._uploading.wait()

@@ -43,11 +43,7 @@ _AUXILIARY: Final = "auxiliary"
 
 
 class SharedFolder(OutputFolder):
-    """Holds an output folder that others fill too; use it as a context manager.
-
-    Args:
-        out: the folder.
-    """
+    """Holds an output folder that others fill too; use it as a context manager."""
 
     def __init__(self, out: Path) -> None:
         name = f"{socket.gethostname()[:60]}.{os.getpid()}.{os.urandom(8).hex()}"
@@ -61,17 +57,7 @@ class SharedFolder(OutputFolder):
             remove(self.out, WORK_FOLDER, self._private.name)
 
     def join(self, plan: Mapping[str, Any], auxiliary: Path, part: Plan) -> None:
-        """Takes part in a plan. Shards of this part that are finished and intact are kept.
-
-        Args:
-            plan: the fingerprint of what all parts make, as JSON values, see `shared_fingerprint`.
-            auxiliary: the folder that has the files to copy.
-            part: what this process makes.
-
-        Raises:
-            OutputError: the folder holds something else, a run that is not in parts, or parts of
-                another plan.
-        """
+        """Takes part in a plan. Shards of this part that are finished and intact are kept."""
         copies: Mapping[str, str] = plan[LAST_FILES]["auxiliary"]
         with named(self.out, OutputError, inside=True):
             self.check_occupied(overwrite=False)
@@ -90,11 +76,7 @@ class SharedFolder(OutputFolder):
         self.finished = self.intact(self.known(shard.name for shard in part.shards))
 
     def _publish(self, content: bytes) -> None:
-        """Makes `content` that of run.json, unless there is one.
-
-        Raises:
-            OutputError: the folder has been finished since this process looked.
-        """
+        """Makes `content` that of run.json, unless there is one."""
         draft = self._private / RECORD
         path = self._work / RECORD
         write_file(draft, [content])
@@ -113,11 +95,7 @@ class SharedFolder(OutputFolder):
             )
 
     def read_plan(self) -> dict[str, Any]:
-        """Reads what all parts make, as JSON values.
-
-        Raises:
-            OutputError: the run in this folder is not one in parts, or run.json is damaged.
-        """
+        """Reads what all parts make, as JSON values."""
         plan = self.read_run().fingerprint
         if LAST_FILES not in plan:
             raise OutputError(
@@ -128,11 +106,7 @@ class SharedFolder(OutputFolder):
         return plan
 
     def _stage(self, source: Path, digest: str) -> None:
-        """Copies a file to one that is named by its digest, unless another part has.
-
-        Raises:
-            OutputError: the source is not what it was when it was planned.
-        """
+        """Copies a file to one that is named by its digest, unless another part has."""
         copy = self._work / _AUXILIARY / digest
         if copy.is_file() and digest_of(copy) == digest:
             return
@@ -141,17 +115,9 @@ class SharedFolder(OutputFolder):
             raise OutputError(f"{source}: changed while it was read; run again", path=source)
 
     def take_all(self, names: Sequence[str], *, reread: bool) -> int:
-        """Takes over the shards that others have finished.
+        """Takes over the shards of others, if all are there; returns how many are missing.
 
-        Args:
-            names: all shards of the plan.
-            reread: whether to read those of others, and compare their checksums.
-
-        Returns:
-            How many shards are missing; nothing is taken over unless all are there.
-
-        Raises:
-            OutputError: a shard is not what was written.
+        With `reread` they are read, and their checksums compared.
         """
         known = self.known(names)
         if len(known) < len(names):
@@ -168,11 +134,7 @@ class SharedFolder(OutputFolder):
         return 0
 
     def copy_staged(self, auxiliary: Mapping[str, str]) -> None:
-        """Copies what belongs beside the shards, given its digests by its names.
-
-        Raises:
-            OutputError: a copy is not what it was.
-        """
+        """Copies what belongs beside the shards, given its digests by its names."""
         with named(self.out, OutputError, inside=True):
             self._private.mkdir(exist_ok=True)
         for name, digest in auxiliary.items():

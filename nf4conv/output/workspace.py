@@ -52,17 +52,8 @@ _MARKS: Final = (*MARKS_OF_MODELS, ADAPTER_CONFIG)
 class Workspace(OutputFolder):
     """Holds an output folder that this process has locked; use it as a context manager.
 
-    Args:
-        out: the folder; made if it does not exist.
-        fingerprint: whatever decides the bytes of the result, as JSON values: source, options,
-            versions.
-        stamps: what else must be as it was for finished shards to be kept, as a JSON value; None
-            for nothing.
-        overwrite: whether to delete what is there.
-
-    Raises:
-        OutputError: the folder holds something else, another run, or a run with another
-            fingerprint.
+    The fingerprint is whatever decides the bytes of the result; with other stamps no finished shard
+    is kept. Both are JSON values.
     """
 
     def __init__(
@@ -106,11 +97,7 @@ class Workspace(OutputFolder):
             self._unlock()
 
     def _acquire(self) -> int:
-        """Returns the descriptor of the lock, which is held for as long as it is open.
-
-        Raises:
-            OutputError: another process holds it.
-        """
+        """Returns the descriptor of the lock, which is held for as long as it is open."""
         while True:
             with suppress(FileExistsError):  # also where it is being removed at this moment
                 self._work.mkdir(parents=True)
@@ -142,11 +129,7 @@ class Workspace(OutputFolder):
         return None
 
     def _resume(self) -> None:
-        """Takes over what an earlier run of the same fingerprint has finished.
-
-        Raises:
-            OutputError: the folder holds anything else.
-        """
+        """Takes over what an earlier run of the same fingerprint has finished."""
         if is_unfinished(self.out):
             before = self.read_run()
             advice = "repeat that command to resume it, or --overwrite to start anew"
@@ -183,11 +166,7 @@ class Workspace(OutputFolder):
         (self._work / SHARDS).mkdir(exist_ok=True)
 
     def forget(self) -> None:
-        """Takes no shard for finished, so that all are written again.
-
-        Raises:
-            OutputError: the records cannot be removed.
-        """
+        """Takes no shard for finished, so that all are written again."""
         self.finished = {}
         with named(self.out, OutputError, inside=True):
             # left by a run that ended between its last two steps

@@ -21,18 +21,9 @@ class ShardWriter:
     The file has its final name only after `finish`, which checks and syncs it first. Writes are
     positional and do not overlap, so that any thread may write.
 
-    Args:
-        temporary: the file to write, which is started anew if it exists.
-        final: its name once it is finished.
-        header_size: bytes to reserve for the header.
-        data_size: bytes of data at known offsets. `finish` may append to them.
-
     Attributes:
         crc32: the CRC-32 of the finished file. It comes from the pieces that were written, not from
             what the disk made of them.
-
-    Raises:
-        OutputError: the file cannot be created.
     """
 
     def __init__(self, temporary: Path, final: Path, header_size: int, data_size: int) -> None:
@@ -49,26 +40,11 @@ class ShardWriter:
             self._file.truncate(header_size + data_size)
 
     def place(self, offset: int) -> tuple[Path, int]:
-        """Returns where data is for now, to read it back.
-
-        Args:
-            offset: where it begins, counted from the end of the header.
-
-        Returns:
-            The file, which still has its temporary name, and the position in it.
-        """
+        """Returns the file and position where data is for now, to read it back."""
         return self._temporary, self._header_size + offset
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Writes bytes. May be called from any thread.
-
-        Args:
-            offset: where they begin, counted from the end of the header.
-            data: the bytes.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
+        """Writes bytes at an offset from the end of the header. May be called from any thread."""
         position = self._header_size + offset
         self._pieces.append(Piece(position, position + len(data), zlib.crc32(data)))
         with named(self._final, OutputError):
@@ -80,18 +56,7 @@ class ShardWriter:
     def finish(
         self, entries: Iterable[tuple[str, str, tuple[int, ...], int, int]], tail: bytes
     ) -> int:
-        """Writes what is left, syncs and checks the file, and gives it its final name.
-
-        Args:
-            entries: (name, dtype, shape, start, stop) of every tensor, those of the tail included.
-            tail: bytes to append to the data.
-
-        Returns:
-            The file's size in bytes.
-
-        Raises:
-            OutputError: the disk is full or failing, or the file read back is not what was written.
-        """
+        """Writes the tail, syncs and checks the file, names it, and returns its size in bytes."""
         entries = list(entries)
         header = build_header(entries, reserve=self._header_size)
         if len(header) != self._header_size:
@@ -112,11 +77,7 @@ class ShardWriter:
         return size
 
     def _check(self, ranges: dict[str, tuple[int, int]], size: int) -> None:
-        """Reads the header back.
-
-        Raises:
-            OutputError: it is not the one that was written, or the file's size is wrong.
-        """
+        """Reads the header back."""
         # refuses holes, overlaps and a wrong file size
         header = read_header(self._temporary)
         found = {}
@@ -138,16 +99,9 @@ class ShardWriter:
 def write_file(
     path: Path, chunks: Iterable[bytes], *, folder: Path | None = None, mode: int = 0o666
 ) -> None:
-    """Writes a file in one go, so that it either exists whole or not at all.
+    """Writes a file so that it exists whole or not at all.
 
-    Args:
-        path: the file.
-        chunks: its content.
-        folder: a folder on the same disk for what is not whole yet; None for that of the file.
-        mode: its permissions, from which the umask of the process is taken.
-
-    Raises:
-        OutputError: it cannot be written.
+    What is not whole yet is in `folder`, which is on the same disk.
     """
     if folder is None:
         folder = path.parent
@@ -170,9 +124,6 @@ def write_result(path: Path, content: bytes) -> None:
     """Writes a file that the user has named.
 
     A pipe, a device or the target of a link is written into; a file appears whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written.
     """
     if not path.is_symlink() and (path.is_file() or not path.exists()):
         write_file(path, [content])

@@ -52,20 +52,7 @@ def make_plan(
     stem: str = "model",
     unchanged: Mapping[str, Bitsandbytes4bit | str] | None = None,
 ) -> Plan:
-    """Places every output tensor, given what becomes of each tensor of the source.
-
-    Args:
-        tensors: tensors of the source, in the order in which they are to be read.
-        decisions: what becomes of each, by name.
-        format: how weights are packed.
-        max_shard_size: bytes of data that an output file should not exceed.
-        stem: base name of the output files.
-        unchanged: for weights that are in 4 bits already, by name: what they are copied from, or
-            why they are packed anew.
-
-    Raises:
-        PlanError: two output tensors would have one name, or a tensor cannot be packed.
-    """
+    """Places every output tensor, given what becomes of each tensor of the source."""
     known = unchanged or {}
     groups: list[list[Job]] = []
     for tensor in tensors:
@@ -105,15 +92,8 @@ def arrange(
 ) -> Plan:
     """Divides jobs into shards and places them.
 
-    Args:
-        groups: jobs whose outputs must be in one shard, in the order in which they are to be read.
-            A group that is larger than `max_shard_size` gets a shard of its own.
-        format: how weights are packed.
-        max_shard_size: bytes of data that an output file should not exceed.
-        stem: base name of the output files.
-
-    Raises:
-        PlanError: two output tensors would have one name.
+    The outputs of a group are in one shard. A group of more than `max_shard_size` bytes has one of
+    its own.
     """
     _check_names([job for group in groups for job in group])
     contents = list(_split(groups, max_shard_size))

@@ -95,16 +95,7 @@ def _action(job: CopyJob) -> str:
 
 
 def plan_source(place: object, source: Source, options: DequantizeOptions) -> DequantizationPlan:
-    """Plans the dequantization of one opened checkpoint.
-
-    Args:
-        place: name of the source, as the user gave it, for errors.
-        source: the checkpoint, with adapters merged into it.
-        options: what to make of it.
-
-    Raises:
-        PlanError: the request cannot be met for this checkpoint.
-    """
+    """Plans the dequantization of one opened checkpoint."""
     if options.fp8_scales is not None and options.dtype != "fp8":
         raise PlanError("--fp8-scales means nothing without --dtype fp8")
     packed = {tensor.name for tensor in source.tensors if tensor.is_quantized}
@@ -205,14 +196,6 @@ def _partly_packed(
     """Returns the config with a skip list for what stays packed, and the names that stay packed.
 
     Weights that a loader could not tell from others are decoded too.
-
-    Args:
-        source: the checkpoint.
-        packed: names of weights that are to stay packed.
-        options: what the user asked for.
-
-    Raises:
-        PlanError: the options ask for a dtype of all tensors, and some are to stay packed.
     """
     if source.config is None or not packed:
         return source.config, frozenset(packed)

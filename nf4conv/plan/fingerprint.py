@@ -21,12 +21,7 @@ from nf4conv.version import __version__
 
 
 def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
-    """Returns whatever decides the bytes of a result, as JSON values.
-
-    Args:
-        plan: what is to be written.
-        device: device that computes, such as "cuda:0"; only its kind counts.
-    """
+    """Returns whatever decides the bytes of a result, as JSON values."""
     return {
         "command": plan.command,
         "version": __version__,
@@ -56,12 +51,6 @@ def shared_fingerprint(
 
     It holds all that decides the bytes, and all that the last files are made of: the source may be
     out of reach when they are written.
-
-    Args:
-        plan: the plan of one part.
-        run: how to use the machine.
-        device: the device that computes.
-        card: the model card of the result, without its figures; None for a result without one.
     """
     source = plan.source
     with source.whole_folder() as folder:
@@ -91,16 +80,7 @@ def shared_fingerprint(
 
 
 def require_unchanged(source: Source, what: str, files: Collection[Path] | None = None) -> None:
-    """Checks that a source is what it was when it was planned.
-
-    Args:
-        source: the source.
-        what: ends the sentence "FILE: changed …" of the error.
-        files: weight files to look at; None for all.
-
-    Raises:
-        SourceError: a file has changed.
-    """
+    """Checks that a source is what it was when it was planned."""
     stamps = source.stamps
     if files is not None:
         stamps = {file: stamp for file, stamp in stamps.items() if file in files}

@@ -24,16 +24,7 @@ _E8M0: Final = ("F8_E8M0", "U8")
 def fp8_groups(
     place: object, source: Source, options: DequantizeOptions
 ) -> Iterator[list[CopyJob]]:
-    """Yields the jobs of each source tensor, which must be in one shard.
-
-    Args:
-        place: name of the source, as the user gave it, for errors.
-        source: the checkpoint.
-        options: what to make of it.
-
-    Raises:
-        PlanError: the checkpoint is not in FP8 blocks but for MXFP4.
-    """
+    """Yields the jobs of each source tensor, which must be in one shard."""
     block = _block_of(place, source)
     dtype = _dtype_of_scales(source, options)
     for tensor in source.tensors:
@@ -103,11 +94,7 @@ def _dtype_of_scales(source: Source, options: DequantizeOptions) -> str:
 
 
 def _jobs_of_fp8(encoding: Scaled, options: DequantizeOptions) -> list[CopyJob]:
-    """Returns the jobs that copy a weight in FP8, and cast its scales if that is asked for.
-
-    Raises:
-        PlanError: its scales are not known to be powers of two.
-    """
+    """Returns the jobs that copy a weight in FP8, and cast its scales if that is asked for."""
     jobs = [CopyJob(encoding.values, encoding.values.dtype, _KEPT)]
     scale = encoding.scale
     if scale is None:

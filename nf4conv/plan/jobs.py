@@ -203,13 +203,7 @@ Job: TypeAlias = PackJob | CopyJob
 
 
 def kept_format(format: Format, tensor: TensorInfo, stored: Bitsandbytes4bit) -> Format:
-    """Returns the format of a weight that stays as it is among weights of another format.
-
-    Args:
-        format: format of the weights that are packed.
-        tensor: the weight, as it is in the source.
-        stored: what it is copied from.
-    """
+    """Returns the format of a weight that stays as it is among weights of another format."""
     return replace(format, dtype=DTYPE_NAMES[tensor.dtype], scales=stored.scales)
 
 

@@ -48,18 +48,8 @@ def join_experts(
 ) -> tuple[TensorInfo, ...]:
     """Joins the experts of families that store them stacked, and gives them the names they had.
 
-    Args:
-        tensors: the tensors of a checkpoint.
-        config: the content of its config.json.
-        apart: names of tensors that must stay as they are; the experts of their layers stay too.
-        layouts: the layouts in which to stack experts; None for those that the family has on disk.
-
-    Returns:
-        The tensors in order, a stack in the place of its first matrix. Those of other families are
-        given back as they are.
-
-    Raises:
-        SourceError: an expert is missing, or the experts of a layer do not fit together.
+    A stack is in the place of its first matrix. Layers that have one of the tensors `apart` stay as
+    they are; without layouts, stacks are those that the family has on disk.
     """
     layers = _layers(tensors, apart)
     if not layers:
@@ -129,11 +119,7 @@ def _stacks_of(
 def _matrices(
     layer: _Layer, stack: _Stack, config: Mapping[str, Any]
 ) -> list[tuple[TensorInfo, ...]]:
-    """Returns the matrices of each expert that a stack is put together from.
-
-    Raises:
-        SourceError: an expert lacks one, or they do not fit together.
-    """
+    """Returns the matrices of each expert that a stack is put together from."""
     found = [layer.tensors.get((name, stack.leaf), {}) for name in stack.projections]
     count = max(max(matrices, default=-1) for matrices in found) + 1
     numbers = experts_in(config)

@@ -20,9 +20,7 @@ RunT = TypeVar("RunT", bound=RunOptions)
 def plan_part(plan: PlanT, run: RunOptions, asked_by: str = "--part") -> PlanT:
     """Returns the part of a plan that `run.part` names; without it, the plan as it is.
 
-    Raises:
-        PlanError: there is no such part, or the plan cannot be carried out in parts; the error
-            names the option `asked_by`.
+    Errors name the option `asked_by`.
     """
     if run.part is None:
         return plan

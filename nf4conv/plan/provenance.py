@@ -44,10 +44,6 @@ def provenance_of(source: Source, plan: Plan) -> dict[str, Provenance]:
     """Returns what each weight in 4 bits of an output checkpoint is, by its name.
 
     Reads the quant states of weights whose tensors are copied one by one.
-
-    Args:
-        source: the checkpoint that is read.
-        plan: all output files.
     """
     found = {}
     copies: dict[str, CopyJob] = {}
@@ -91,12 +87,6 @@ def _copied(
     """Yields name and provenance of weights whose tensors are copied one by one.
 
     A weight whose quant state cannot be read is left out: nothing can be said of it.
-
-    Args:
-        source: the checkpoint that is read.
-        states: the quant state of each weight, by the weight's name.
-        values: the job that copies the codes of each of them.
-        components: the jobs that copy the tensors beside them, by the name of the tensor.
     """
     contents = read_together(source, list(states.values()))
     scales_of = recorded_scales(source.recorded_in)
@@ -124,9 +114,6 @@ def groups_of(weights: Mapping[str, Provenance]) -> list[dict[str, Any]]:
 
     The largest group is that of all weights that no other group names. So the file stays small,
     however many weights there are.
-
-    Args:
-        weights: what each weight in 4 bits is, by its name.
     """
     names: defaultdict[Provenance, list[str]] = defaultdict(list)
     for name, provenance in weights.items():
@@ -153,12 +140,7 @@ def _shared_patterns(groups: Iterable[Sequence[str]]) -> set[str]:
 
 
 def _patterns(names: Sequence[str], shared: set[str]) -> list[str]:
-    """Returns patterns that stand for weights: "*" stands for numbers, unless it is ambiguous.
-
-    Args:
-        names: the names of the weights of one group.
-        shared: the patterns that match weights of other groups, too.
-    """
+    """Returns patterns that stand for weights: "*" stands for numbers, unless it is ambiguous."""
     found: dict[str, None] = {}
     for name in names:
         pattern = any_number(name)
@@ -167,12 +149,7 @@ def _patterns(names: Sequence[str], shared: set[str]) -> list[str]:
 
 
 def not_packed(plan: Plan, weights: Mapping[str, Provenance]) -> Iterator[CopyJob]:
-    """Yields the tensors of an output checkpoint that belong to no weight in 4 bits.
-
-    Args:
-        plan: all output files.
-        weights: what each weight in 4 bits is, by its name.
-    """
+    """Yields the tensors of an output checkpoint that belong to no weight in 4 bits."""
     for job in plan.jobs:
         if not isinstance(job, CopyJob):
             continue

@@ -118,15 +118,7 @@ def _action(job: Job) -> str:
 
 
 def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
-    """Plans the quantization of one opened checkpoint.
-
-    Args:
-        source: the checkpoint, with adapters merged into it and names as they are to be written.
-        options: what to make of it.
-
-    Raises:
-        PlanError: the request cannot be met for this checkpoint.
-    """
+    """Plans the quantization of one opened checkpoint."""
     choice = choose(source, options)
     output = make_plan(
         source.tensors,
@@ -150,15 +142,7 @@ def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
 
 
 def require_searched(source: object, plans: Sequence[QuantizationPlan]) -> None:
-    """Refuses a search from which no weight of any plan would have its scales.
-
-    Args:
-        source: the checkpoint or pipeline, as errors name it.
-        plans: the plan of the checkpoint, or those of all submodels.
-
-    Raises:
-        PlanError: all weights would stay as they are, in 4 bits.
-    """
+    """Refuses a search from which no weight of any plan would have its scales."""
     in_vain = [plan for plan in plans if plan.searches_in_vain]
     if not in_vain or any(plan.weights and not plan.searches_in_vain for plan in plans):
         return

@@ -13,12 +13,7 @@ from contextlib import suppress
 
 
 class Background:
-    """Work that goes on in a thread beside its caller's.
-
-    Args:
-        work: what the thread does; it must not raise anything.
-        name: of the thread.
-    """
+    """Work that goes on in a thread beside its caller's; it must not raise anything."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self._work = work
@@ -53,11 +48,7 @@ class Background:
             self._wake.acquire(timeout=0.2)  # so that signals are handled meanwhile
 
     def give_up(self, deadline: float) -> None:
-        """Waits until the work is over; work that has not begun never will.
-
-        Args:
-            deadline: when to wait no longer, by the monotonic clock.
-        """
+        """Waits until the work is over; work that has not begun never will."""
         with self._guard:
             self._unwanted = True
         while self.is_busy and time.monotonic() < deadline:
@@ -67,12 +58,9 @@ class Background:
 def outlast(
     threads: Sequence[Background], stop: Callable[[], None], patience: float = math.inf
 ) -> None:
-    """Waits until all work is over, whatever interrupts come.
+    """Waits until all work is over, or `patience` seconds, whatever interrupts come.
 
-    Args:
-        threads: threads that work, have worked, or have not begun.
-        stop: tells them to end; it may be called more than once.
-        patience: seconds after which they are left alone.
+    `stop` tells the threads to end, and may be called more than once.
     """
     deadline = time.monotonic() + patience
     is_over = False

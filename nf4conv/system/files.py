@@ -24,24 +24,10 @@ class PositionedFile(Protocol):
     """An open file that any thread may read and write at any position."""
 
     def read(self, buffer: memoryview, position: int) -> int:
-        """Reads bytes from a position on into a buffer.
-
-        Returns:
-            How many bytes were read: perhaps fewer than fit, and 0 at the end of the file.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Reads bytes into a buffer, perhaps fewer than fit; returns how many, 0 at the end."""
 
     def write(self, data: memoryview, position: int) -> int:
-        """Writes bytes from a position on.
-
-        Returns:
-            How many bytes were written, perhaps not all.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Writes bytes from a position on, perhaps not all; returns how many."""
 
     def truncate(self, size: int) -> None:
         """Makes the file so many bytes long; what is new is zero."""
@@ -78,13 +64,7 @@ class _SharedDescriptor:
 
 
 class _HandleOfEachThread:
-    """Opens the file once for each thread that uses it, and moves the position of its handle.
-
-    Args:
-        path: the file.
-        mode: how to open it, "rb" or "r+b".
-        first: the handle of this thread, open already.
-    """
+    """Opens the file once for each thread that uses it, and moves the position of its handle."""
 
     def __init__(self, path: Path, mode: str, first: FileIO) -> None:
         # a relative path would change its meaning with the working directory
@@ -130,11 +110,7 @@ class _HandleOfEachThread:
 
 
 def open_to_read(path: Path) -> PositionedFile:
-    """Opens a file to read at positions.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Opens a file to read at positions."""
     descriptor = os.open(path, os.O_RDONLY | _PLAIN)
     if hasattr(os, "preadv"):
         return _SharedDescriptor(descriptor)
@@ -142,12 +118,7 @@ def open_to_read(path: Path) -> PositionedFile:
 
 
 def create_to_write(path: Path) -> PositionedFile:
-    """Creates a file to write at positions; the umask of the process decides its permissions.
-
-    Raises:
-        FileExistsError: there is one already, or a link.
-        OSError: it cannot be created.
-    """
+    """Creates a file to write at positions; where there is one, a link too, is a FileExistsError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, 0o666)
     if hasattr(os, "pwrite"):
         return _SharedDescriptor(descriptor)
@@ -155,28 +126,12 @@ def create_to_write(path: Path) -> PositionedFile:
 
 
 def create(path: Path, mode: int) -> int:
-    """Creates a file to write from its beginning.
-
-    Args:
-        path: the file.
-        mode: its permissions, from which the umask of the process is taken. Windows has none.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        FileExistsError: there is one already, or a link.
-        OSError: it cannot be created.
-    """
+    """Creates a file to write from its beginning; where there is one is a FileExistsError."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, mode)
 
 
 def read_at(descriptor: int, size: int, position: int) -> bytes:
-    """Reads at most so many bytes from a position on, of a file that only this thread uses.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Reads at most so many bytes from a position on, of a file that only this thread uses."""
     if hasattr(os, "pread"):
         return os.pread(descriptor, size, position)
     os.lseek(descriptor, position, os.SEEK_SET)
@@ -184,20 +139,12 @@ def read_at(descriptor: int, size: int, position: int) -> bytes:
 
 
 def sync(descriptor: int) -> None:
-    """Waits until the disk has a file's content.
-
-    Raises:
-        OSError: the disk is failing or full.
-    """
+    """Waits until the disk has a file's content."""
     os.fsync(descriptor)
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in a folder durable. Does nothing on Windows, which cannot be asked to.
-
-    Raises:
-        OSError: the disk is failing.
-    """
+    """Makes renames in a folder durable. Does nothing on Windows, which cannot be asked to."""
     if not IS_POSIX:
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -220,9 +167,6 @@ def space_taken(path: Path) -> int:
     """Returns the bytes that a file takes on its disk; holes in it take none.
 
     On Windows, which counts no blocks, its size.
-
-    Raises:
-        OSError: there is no such file.
     """
     status = path.stat()
     if hasattr(status, "st_blocks"):
@@ -238,12 +182,6 @@ def read_private(path: Path) -> bytes | None:
 
     Windows tells Python neither owner nor permissions. There every file is taken for the user's: it
     is as safe as its folder, and a user's profile is closed to others.
-
-    Returns:
-        The content; None if another user owns the file, or could have written it.
-
-    Raises:
-        OSError: it cannot be read.
     """
     with os.fdopen(
         os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _PLAIN), "rb"
@@ -262,11 +200,7 @@ def _belongs_to_user(status: os.stat_result) -> bool:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a file for this user, which appears whole or not at all. Makes its folder if needed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a file for this user, which appears whole or not at all. Makes its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{os.urandom(8).hex()}")
     try:

@@ -19,30 +19,16 @@ _FORBIDDEN: Final = "" if IS_POSIX else '<>:"|?*\\'
 
 
 def remove(folder: Path, *names: str) -> None:
-    """Removes a file, a link or a folder with all that is in it. Does nothing if it is not there.
+    """Removes a file, a link or a folder with all that is in it, if it is there.
 
-    Args:
-        folder: where to begin; it may itself be reached through links.
-        names: the names that lead from there to what is removed, one for each level.
-
-    Raises:
-        OSError: it cannot be removed, or a name before the last is a link.
+    `names` lead to it from a folder, one for each level. None of them may be a link.
     """
     _require_no_link(folder, names[:-1])
     _remove(folder.joinpath(*names))
 
 
 def remove_contents(folder: Path, *names: str, keep: Collection[str] = ()) -> None:
-    """Removes everything in a folder; the folder stays. Does nothing if it is not there.
-
-    Args:
-        folder: where to begin; it may itself be reached through links.
-        names: the names that lead from there to the folder, one for each level.
-        keep: names in the folder that stay.
-
-    Raises:
-        OSError: something cannot be removed, or one of `names` is a link.
-    """
+    """Removes everything in a folder that `names` lead to, but names to keep."""
     _require_no_link(folder, names)
     with suppress(FileNotFoundError):
         for path in list(folder.joinpath(*names).iterdir()):

@@ -57,11 +57,7 @@ def windows_library(name: str) -> ctypes.CDLL:
 
 
 def cuda_driver() -> ctypes.CDLL:
-    """Returns the library of the CUDA driver.
-
-    Raises:
-        OSError: there is no NVIDIA driver.
-    """
+    """Returns the library of the CUDA driver."""
     return ctypes.CDLL(CUDA_DRIVER)
 
 
@@ -82,23 +78,13 @@ def keep_to(cores: frozenset[int]) -> None:
     """Keeps this process to some cores, and so the memory of its threads beside them.
 
     Does nothing where the system has no such call: macOS and Windows.
-
-    Raises:
-        OSError: these are no cores that it may use.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 
 def cores_beside(bus_id: str) -> frozenset[int]:
-    """Returns the cores of the NUMA node that a device of the PCI bus is at.
-
-    Args:
-        bus_id: the device, such as "0000:1b:00.0".
-
-    Returns:
-        The cores; none where the system does not tell them, which only Linux does.
-    """
+    """Returns the cores of the NUMA node that a device of the PCI bus is at."""
     file = Path("/sys/bus/pci/devices", bus_id, "local_cpulist")
     with suppress(OSError, ValueError):
         return _parse_cpu_list(file.read_text())

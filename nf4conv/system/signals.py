@@ -51,11 +51,7 @@ def stop_handler() -> Any:
 
 
 def restore_stop_handler(handler: Any) -> None:
-    """Handles the request to stop as before.
-
-    Raises:
-        ValueError: this is not the main thread.
-    """
+    """Handles the request to stop as before."""
     signal.signal(STOP, handler)
 
 
