@@ -68,7 +68,7 @@ def _searched_if_calibrated(scales: str) -> str:
 
 
 def _choose_dtype(source: Source, selection: Selection, options: QuantizeOptions) -> str:
-    """Returns the dtype that weights are cast to before they are packed, and others are stored in."""
+    """Returns the dtype that weights are cast to before packing, and that others are stored in."""
     if options.dtype is not None:
         return options.dtype
     choices = ", ".join(DTYPES)

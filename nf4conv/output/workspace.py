@@ -39,7 +39,7 @@ from nf4conv.sources.unfinished import (
     is_unfinished,
 )
 from nf4conv.system.files import sync_folder
-from nf4conv.system.folders import lock_file, remove, remove_contents
+from nf4conv.system.folders import hold, open_lock, remove, remove_contents
 from nf4conv.system.machine import IS_POSIX
 
 _IS_HELD: Final = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK, 36)
@@ -109,10 +109,13 @@ class Workspace(OutputFolder):
         """Returns the descriptor of the lock; None if a run that ends has just removed the file."""
         path = self._work / LOCK
         try:
-            lock = lock_file(path)
+            lock = open_lock(path)
         except FileNotFoundError:
             return None
+        try:
+            hold(lock)
         except OSError as error:
+            os.close(lock)
             if error.errno not in _IS_HELD:
                 raise OutputError(
                     f"{path}: cannot be locked ({error.strerror or error}), so nothing would keep "

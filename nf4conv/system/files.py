@@ -118,7 +118,7 @@ def open_to_read(path: Path) -> PositionedFile:
 
 
 def create_to_write(path: Path) -> PositionedFile:
-    """Creates a file to write at positions; where there is one, a link too, is a FileExistsError."""
+    """Creates a file to write at positions; that there is one, or a link, is a FileExistsError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, 0o666)
     if hasattr(os, "pwrite"):
         return _SharedDescriptor(descriptor)
@@ -200,7 +200,7 @@ def _belongs_to_user(status: os.stat_result) -> bool:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a file for this user, which appears whole or not at all. Makes its folder if needed."""
+    """Writes a file for this user, whole or not at all, and makes its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{os.urandom(8).hex()}")
     try:

@@ -67,29 +67,27 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
 
 
-def lock_file(path: Path) -> int:
-    """Takes a lock, without waiting; returns the descriptor that holds it while it is open.
-
-    The file is made if it is missing; a link is not followed. An OSError says that another process
-    holds the lock, or that the file system has none.
-    """
+def open_lock(path: Path) -> int:
+    """Opens the file of a lock, which is made if it is missing; a link is not followed."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
     if hasattr(os, "O_NOFOLLOW"):
         flags |= os.O_NOFOLLOW
     elif path.is_symlink():
         raise OSError(f"{path}: is a link")
-    descriptor = os.open(path, flags, 0o666)
-    try:
-        if IS_POSIX:
-            fcntl = importlib.import_module("fcntl")  # Windows has none
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            msvcrt = importlib.import_module("msvcrt")  # only Windows has it
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # the first byte, there or not
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return os.open(path, flags, 0o666)
+
+
+def hold(lock: int) -> None:
+    """Takes a lock for this process, without waiting.
+
+    An OSError says that another process holds it, or that the file system has no locks.
+    """
+    if IS_POSIX:
+        fcntl = importlib.import_module("fcntl")  # Windows has none
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    msvcrt = importlib.import_module("msvcrt")  # only Windows has it
+    msvcrt.locking(lock, msvcrt.LK_NBLCK, 1)  # the first byte, which need not be there
 
 
 class FolderNames:
