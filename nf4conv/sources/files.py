@@ -181,6 +181,8 @@ QUANTIZATION_LEFTOVERS: Final = (
     "quantize_config.json",
     "quant_config.json",
     "recipe.yaml",
+    "quantization_config.json",  # of AutoRound, which vLLM reads
+    "quant_model_description.json",  # of ModelSlim, by which SGLang and vLLM on Ascend know it
 )
 """Files by which loaders recognise another quantization method.
 

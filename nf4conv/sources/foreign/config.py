@@ -149,6 +149,11 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
             f"already quantized: by MLX, to {of_mlx['bits']!r:.20} bits; give the checkpoint that "
             f"it was made from"
         )
+    if config.get("quantization_bit"):  # 0 in models that are not quantized
+        raise UndecodableError(
+            f"already quantized: quantization_bit {config['quantization_bit']!r:.20} of ChatGLM; "
+            f"give the checkpoint that it was made from: {_OWN_LAYOUT}"
+        )
     found = quantization_of(config)
     of_modelopt = exported.get("quantization")
     if found is None and isinstance(of_modelopt, Mapping):
