@@ -26,17 +26,20 @@ from test_integer_uses import GPTQ, LLAMA_CONFIG, MAKERS_AND_OTHERS, llama
 from test_integer_uses import write as write_integers
 from test_lora import write_adapter
 from test_verify import (
+    Damages,
     add_stray,
     assert_found,
     change,
     config,
     delete,
     drop,
+    failing,
     filled,
     flipped,
     header,
     index,
     raw,
+    record,
     rename,
     run_command,
     save,
@@ -114,8 +117,9 @@ def test_what_dequantize_makes_is_right(tmp_path: Path, kind: str):
     assert fault.text.startswith("1 of ")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kind", ["gguf", "gptq"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("gguf", "float16"), ("gguf", "float32"), ("gptq", "bfloat16")]
+)
 def test_the_dtype_that_was_asked_for(tmp_path: Path, kind: str, dtype: Dtype):
     source = write_one(tmp_path / "source", kind)
     out = tmp_path / "out"
@@ -149,16 +153,6 @@ def damaged(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "damaged"))
 
 
-def record(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        path = folder / "nf4conv.json"
-        content = json.loads(path.read_text())
-        edit(content)
-        path.write_text(json.dumps(content))
-
-    return damage
-
-
 def drop_everywhere(name: str) -> Callable[[Path], None]:
     """A tensor, from its file and from the index."""
 
@@ -182,84 +176,60 @@ def add(name: str) -> Callable[[Path], None]:
 
 FIRST = "model-00001-of-00004.safetensors"
 QUANTIZATION = {"quant_method": "gptq", "bits": 4}
-ALONE: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "quantization left": (
-        config(lambda content: content.update(quantization_config=QUANTIZATION)),
-        "config",
-        "config.json",
-    ),
-    "quantization left inside": (
-        config(lambda content: content.update(text_config={"quantization_config": QUANTIZATION})),
-        "config",
-        "config.json",
-    ),
-    "file of a quantization left": (
-        write_text("quantize_config.json", "{}"),
-        "config",
-        "quantize_config.json",
-    ),
-    "config is no JSON": (write_text("config.json", "{"), "config", "config.json"),
-    "a shard lost": (delete(FIRST), "files", FIRST),
-    "a shard cut off": (raw(lambda content: content[:-1]), "files", FIRST),
-    "header is no JSON": (raw(lambda content: content[:8] + b"x" + content[9:]), "files", FIRST),
+ALONE: Damages = {
+    **failing("config", "config.json", {
+        "quantization left": config(quantization_config=QUANTIZATION),
+        "quantization left inside": config(text_config={"quantization_config": QUANTIZATION}),
+        "config is no JSON": write_text("config.json", "{"),
+    }),
+    **failing("config", "quantize_config.json", {
+        "file of a quantization left": write_text("quantize_config.json", "{}"),
+    }),
+    **failing("files", FIRST, {
+        "a shard lost": delete(FIRST),
+        "a shard cut off": raw(lambda content: content[:-1]),
+        "header is no JSON": raw(lambda content: content[:8] + b"x" + content[9:]),
+    }),
     "a stray file": (add_stray, "files", "adapter_model.safetensors"),
-    "not in the index": (
-        index(lambda table: table["weight_map"].pop(NORM)),
-        "index",
-        NORM,
-    ),
-    "lost, but in the index": (drop(NORM), "index", NORM),
-    "recorded otherwise": (
-        record(lambda content: content.update(not_packed={"bfloat16": 3})),
-        "record",
-        "nf4conv.json",
-    ),
-    "recorded as packed": (
-        record(lambda content: content.update(weights=[{"quant_type": "nf4", "count": 1}])),
-        "record",
-        "nf4conv.json",
-    ),
-}
-AGAINST_THE_SOURCE: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    **failing("index", NORM, {
+        "not in the index": index(lambda table: table["weight_map"].pop(NORM)),
+        "lost, but in the index": drop(NORM),
+    }),
+    **failing("record", "nf4conv.json", {
+        "recorded otherwise": record(not_packed={"bfloat16": 3}),
+        "recorded as packed": record(weights=[{"quant_type": "nf4", "count": 1}]),
+    }),
+}  # fmt: skip
+AGAINST_THE_SOURCE: Damages = {
     **ALONE,
-    "first bit": (change(Q, flipped(0, 0)), "copies", Q),
-    "last bit": (change(Q, flipped(-1, 7)), "copies", Q),
+    **failing("copies", Q, {
+        "first bit": change(Q, flipped(0, 0)),
+        "last bit": change(Q, flipped(-1, 7)),
+        "NaN": change(Q, filled(70, float("nan"))),
+        "swapped": swap(Q, O),
+        "in another order": change(Q, lambda tensor: tensor.flip(0)),
+        "transposed": change(Q, lambda tensor: tensor.t()),
+        "another shape": change(Q, lambda tensor: tensor.reshape(128, 512)),
+        "another dtype": change(Q, lambda tensor: tensor.half()),
+        "wider": change(Q, lambda tensor: tensor.float()),
+        "recorded dtype": record(lambda content: content["options"].update(dtype="float16")),
+    }),
     "a bit of a vector": (change(NORM, flipped(5, 0)), "copies", NORM),
-    "NaN": (change(Q, filled(70, float("nan"))), "copies", Q),
-    "swapped": (swap(Q, O), "copies", Q),
     "swapped, the other": (swap(Q, O), "copies", O),
-    "in another order": (change(Q, lambda tensor: tensor.flip(0)), "copies", Q),
-    "transposed": (change(Q, lambda tensor: tensor.t()), "copies", Q),
-    "another shape": (change(Q, lambda tensor: tensor.reshape(128, 512)), "copies", Q),
-    "another dtype": (change(Q, lambda tensor: tensor.half()), "copies", Q),
-    "wider": (change(Q, lambda tensor: tensor.float()), "copies", Q),
     "missing": (drop_everywhere(Q), "names", Q),
     "a tensor too many": (add("model.layers.0.bias"), "names", "model.layers.0.bias"),
     "renamed": (rename(NORM, "model.norm.scale"), "names", "model.norm.scale"),
     "what it was decoded from is left": (add(f"{Q}.absmax"), "names", f"{Q}.absmax"),
-    "a shape in config.json": (
-        config(lambda content: content.update(num_attention_heads=8)),
-        "model config",
-        "config.json",
-    ),
-    "dtype in config.json": (
-        config(lambda content: content.update(dtype="float16")),
-        "model config",
-        "config.json",
-    ),
-    "config lost": (delete("config.json"), "model config", "config.json"),
+    **failing("model config", "config.json", {
+        "a shape in config.json": config(num_attention_heads=8),
+        "dtype in config.json": config(dtype="float16"),
+        "config lost": delete("config.json"),
+    }),
     "dtype in the header": (header(b'"BF16"', b'"F16" '), "copies", ""),
-    "recorded dtype": (
-        record(lambda content: content["options"].update(dtype="float16")),
-        "copies",
-        Q,
-    ),
-    "recorded dtype unknown": (
-        record(lambda content: content["options"].update(dtype="int3")),
-        "record",
-        "nf4conv.json",
-    ),
-}
+    **failing("record", "nf4conv.json", {
+        "recorded dtype unknown": record(lambda content: content["options"].update(dtype="int3")),
+    }),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ALONE)
@@ -286,7 +256,7 @@ def test_damage_that_shows_against_the_source(damaged: Path, source: Path, kind:
 
 
 def test_keys_and_files_beside_the_weights_count_with_exact(damaged: Path, source: Path):
-    config(lambda content: content.update(use_cache=False))(damaged)
+    config(use_cache=False)(damaged)
     assert verify_checkpoint(damaged, source, None, CPU).passed
     assert not verify_checkpoint(damaged, source, EXACT, CPU).passed
 
