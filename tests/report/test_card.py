@@ -97,15 +97,6 @@ def test_any_card_of_the_source_is_survived(tmp_path: Path, card: str):
     assert "license" not in front
 
 
-def test_an_interrupted_run_writes_the_same_card(tmp_path: Path):
-    source = write_source(tmp_path / "source")
-    quantize_checkpoint(source, tmp_path / "once", None, CPU)
-    quantize_checkpoint(
-        source, tmp_path / "again", None, RunOptions(device="cpu", workers=3, buffer_size=1)
-    )
-    assert (tmp_path / "once/README.md").read_bytes() == (tmp_path / "again/README.md").read_bytes()
-
-
 def named(tmp_path: Path, config: dict[str, str], **options: str) -> tuple[dict[str, object], str]:
     """The card of a model on this disk."""
     tmp_path.mkdir(exist_ok=True)
@@ -226,14 +217,6 @@ def test_cards_that_were_stacked_before_lose_all_of_our_sections(tmp_path: Path)
     assert body.count("## Check") == 1
 
 
-def test_an_original_without_text_leaves_nothing_below_ours(tmp_path: Path):
-    source = write_source(tmp_path / "source")
-    anew(source, tmp_path / "out")
-    _, body = anew(tmp_path / "out", tmp_path / "again", quant_type="fp4")
-    assert body.count(" in 4 bits\n") == 1
-    assert "\n---\n" not in body
-
-
 def test_the_authors_may_write_about_4_bits_themselves(tmp_path: Path):
     source = write_source(tmp_path / "source")
     theirs = "# Our model in 4 bits\n\nWe like nf4conv, and other tools.\n\n---\n\nMore."
@@ -242,12 +225,18 @@ def test_the_authors_may_write_about_4_bits_themselves(tmp_path: Path):
     assert body.rstrip().endswith(theirs)
 
 
-def test_the_task_follows_from_the_class_that_loads_it(tmp_path: Path):
+def test_an_original_without_text_leaves_nothing_below_ours(tmp_path: Path):
     source = write_source(tmp_path / "source")
     front, _ = anew(source, tmp_path / "out")
     assert front["pipeline_tag"] == "text-generation"
+    _, body = anew(tmp_path / "out", tmp_path / "again", quant_type="fp4")
+    assert body.count(" in 4 bits\n") == 1
+    assert "\n---\n" not in body
+
+
+def test_a_class_of_many_tasks_is_given_none(tmp_path: Path):
+    source = write_source(tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
-    config["architectures"] = ["LlamaModel"]
-    (source / "config.json").write_text(json.dumps(config))
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
     front, _ = anew(source, tmp_path / "other")
     assert "pipeline_tag" not in front

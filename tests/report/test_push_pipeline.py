@@ -11,15 +11,14 @@ import torch
 import yaml
 from api import RunOptions, quantize_checkpoint
 from checkpoints import contents
-from click.testing import CliRunner
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
-from nf4conv.cli import main
 from nf4conv.errors import OutputError
-from nf4conv.options import PushOptions, QuantizeOptions, SourceOptions
+from nf4conv.options import PushOptions, SourceOptions
 from nf4conv.report.results import QuantizeReport
 
+CPU = RunOptions(device="cpu")
 REPO = "me/flux-nf4"
 PUSH = PushOptions(push_to_hub=REPO, token="hf_writer")
 CARD = b"---\nlicense: other\nlicense_name: flux\ntags: [text-to-image]\n---\n# Flux\n"
@@ -110,46 +109,7 @@ def test_the_card(hub: Hub, pipeline: Path, tmp_path: Path):
     assert f"relative error at most {report.verification.largest_relative_error:.4f}" in body
 
 
-def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(
-    hub: Hub, pipeline: Path, tmp_path: Path
-):
-    vae = pipeline / "vae" / "config.json"
-    whole = vae.read_bytes()
-    convert(pipeline, tmp_path / "expected")
-    del hub.repos[REPO]
-    interrupted = _Interruption()
-    with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(
-            pipeline,
-            tmp_path / "out",
-            QuantizeOptions(),
-            RunOptions(device="cpu"),
-            interrupted,
-            push=PUSH,
-        )
-    assert pushed_files(hub) == {}
-    assert not (tmp_path / "out" / "model_index.json").exists()
-    assert vae.read_bytes() == whole
-    report = quantize_checkpoint(
-        pipeline, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu"), push=PUSH
-    )
-    assert report.run.shards_resumed
-    assert pushed_files(hub) == contents(tmp_path / "out") == contents(tmp_path / "expected")
-
-
-def test_a_rerun_of_what_ended_at_its_last_step_does_not_look_finished(
-    pipeline: Path, tmp_path: Path
-):
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            quantize_checkpoint(
-                pipeline, tmp_path / "out", run=RunOptions(device="cpu"), progress=_Interruption()
-            )
-        assert not (tmp_path / "out" / "model_index.json").exists()
-        (tmp_path / "out" / "model_index.json").write_text("{}")  # as if it had come so far
-
-
-class _Interruption:
+class Interruption:
     """Progress that is interrupted when the second component has been read."""
 
     def __init__(self) -> None:
@@ -159,6 +119,32 @@ class _Interruption:
         self.read += count
         if self.read > 32768:
             raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(
+    hub: Hub, pipeline: Path, tmp_path: Path
+):
+    whole = contents(pipeline)
+    convert(pipeline, tmp_path / "expected")
+    del hub.repos[REPO]
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(pipeline, tmp_path / "out", run=CPU, progress=Interruption(), push=PUSH)
+    assert pushed_files(hub) == {}
+    assert not (tmp_path / "out" / "model_index.json").exists()
+    assert contents(pipeline) == whole
+    report = quantize_checkpoint(pipeline, tmp_path / "out", run=CPU, push=PUSH)
+    assert report.run.shards_resumed
+    assert pushed_files(hub) == contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_a_rerun_of_what_ended_at_its_last_step_does_not_look_finished(
+    pipeline: Path, tmp_path: Path
+):
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            quantize_checkpoint(pipeline, tmp_path / "out", run=CPU, progress=Interruption())
+        assert not (tmp_path / "out" / "model_index.json").exists()
+        (tmp_path / "out" / "model_index.json").write_text("{}")  # as if it had come so far
 
 
 def test_what_would_mislead_beside_the_new_weights_is_deleted(
@@ -179,11 +165,3 @@ def test_what_is_wrong_with_the_repository_is_known_before_anything_is_written(
         convert(pipeline, tmp_path / "two")
     assert not (tmp_path / "two").exists()
     convert(pipeline, tmp_path / "one", overwrite=True)
-
-
-def test_the_command(hub: Hub, pipeline: Path, tmp_path: Path):
-    arguments = ["quantize", str(pipeline), str(tmp_path / "out"), "--device", "cpu"]
-    result = CliRunner().invoke(main, [*arguments, "--push-to-hub", REPO, "--token", "hf_writer"])
-    assert result.exit_code == 0, result.stderr
-    assert f"/{REPO}/commit/" in result.stdout
-    assert pushed_files(hub) == contents(tmp_path / "out")
