@@ -35,7 +35,6 @@ from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.run.device.on_torch.backend import TorchBackend
-from nf4conv.run.filling import space_needed
 from nf4conv.sources.record import CalibratedBlock, CalibrationResult
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.tensors import TensorInfo
@@ -64,7 +63,7 @@ def calibrate(
         open_reader(device, dtype) as reader,
     ):
         work = _Work(Session(plan, device, reader, kept, budget), progress)
-        folder.check_space(space_needed(plan, folder.finished) + work.space_needed(dtype))
+        folder.check_space(plan.space_needed(folder.finished) + work.space_needed(dtype))
         with _naming_memory(device), torch.no_grad():
             work.calibrate_all()
         result = CalibrationResult(made_by, work.blocks())

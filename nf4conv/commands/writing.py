@@ -29,7 +29,6 @@ from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.results import DequantizeReport, PlanReport, QuantizeReport, RunReport
 from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.run.checkpoint import ignore
-from nf4conv.run.filling import space_needed
 from nf4conv.sources.diffusers import DiffusersFolder
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_small
@@ -234,7 +233,7 @@ def _space_needed(folder: Path, plan: WritingPlan) -> int:
     What lies there is deleted, or kept as a part of the result.
     """
     present = sum(space_taken(path) for path in folder.rglob("*") if path.is_file())
-    return max(space_needed(plan, ()) - present, 0)
+    return max(plan.space_needed(()) - present, 0)
 
 
 def _fingerprint(plan: DiffusersPlan[Any], run: RunOptions) -> dict[str, Any]:

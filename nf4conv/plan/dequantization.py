@@ -27,7 +27,7 @@ from nf4conv.plan.fp8 import fp8_config, fp8_groups
 from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.plan.joining import join_experts
 from nf4conv.plan.rows import PlanTotals, TensorRow
-from nf4conv.plan.writing import WritingPlan, notes_on_links, plan_unchanged
+from nf4conv.plan.writing import WritingPlan, notes_on_files, plan_unchanged
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.foreign.fp8 import Fp8Scales
@@ -122,7 +122,7 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     )
     if config is not None and not still_packed:
         config = _decoded_config(config, dtype)
-    notes = notes_on_links(source)
+    notes = tuple(notes_on_files(source, output))
     is_of_others = any(tensor.is_quantized and not is_in_4_bits(tensor) for tensor in tensors)
     if options.lora or is_of_others or source.is_gguf:
         notes = (*source.notes, *notes)
@@ -137,7 +137,7 @@ def _as_fp8(place: object, source: Source, options: DequantizeOptions) -> Dequan
         max_shard_size=options.max_shard_size,
         stem=source.stem,
     )
-    notes = (*source.notes, *notes_on_links(source))
+    notes = (*source.notes, *notes_on_files(source, output))
     return DequantizationPlan(options, source, output, fp8_config(source.config or {}), notes)
 
 
@@ -179,7 +179,8 @@ def plan_unchanged_submodel(source: Source, options: DequantizeOptions) -> Dequa
     """Plans a submodel of a diffusers pipeline in which nothing is decoded."""
     format = Format("nf4", 64, False, dominant_dtype(source.tensors))
     output = plan_unchanged(source, format, options.max_shard_size)
-    return DequantizationPlan(options, source, output, source.config, notes_on_links(source))
+    notes = tuple(notes_on_files(source, output))
+    return DequantizationPlan(options, source, output, source.config, notes)
 
 
 def has_wanted_weights(source: Source, options: DequantizeOptions) -> bool:

@@ -18,7 +18,7 @@ from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.calibration import Calibration
 from nf4conv.plan.jobs import Job, PackJob, Plan
 from nf4conv.plan.rows import PlanTotals, TensorRow
-from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_links, plan_unchanged
+from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_files, plan_unchanged
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.foreign.config import quantization_of
 from nf4conv.sources.record import CalibrationResult
@@ -134,7 +134,7 @@ def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
         *choice.selection.lines,
         *_notes_on_unchanged(choice.unchanged, options),
         *_notes_on_few_bits(output),
-        *notes_on_links(source),
+        *notes_on_files(source, output),
     )
     if source.config is None:
         notes = (NO_CONFIG, *notes)
@@ -221,5 +221,5 @@ def plan_unchanged_submodel(source: Source, options: QuantizeOptions) -> Quantiz
     """Plans a submodel of a diffusers pipeline in which nothing is packed."""
     format = choose_format(None, "float32", options)
     output = plan_unchanged(source, format, options.max_shard_size)
-    notes = notes_on_links(source)
+    notes = tuple(notes_on_files(source, output))
     return QuantizationPlan(options, source, output, source.config, notes, is_submodel=True)

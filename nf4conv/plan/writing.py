@@ -1,7 +1,7 @@
 """Holds everything that is known about an output checkpoint before a weight is read."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 from nf4conv.choose.experts import Readers, readers_of
 from nf4conv.declaring import deciding
 from nf4conv.format.layout import Format
+from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
@@ -132,6 +133,14 @@ class WritingPlan:
         """Returns the output files of all parts."""
         return self.output if self.part is None else self.part.whole
 
+    def space_needed(self, finished: Collection[str]) -> int:
+        """Returns the most bytes that it still takes on disk beside shards that are finished."""
+        unfinished = [shard for shard in self.output.shards if shard.name not in finished]
+        needed = sum(shard.largest_size for shard in unfinished) + _bytes_streamed(self.source)
+        if self.source.made is not None:
+            return needed + self.source.made.largest
+        return needed + sum((self.source.folder / name).stat().st_size for name in self.auxiliary)
+
     def decided(self) -> dict[str, Any]:
         """Returns what decides the result's bytes beside source and options, as JSON values."""
         return {}
@@ -144,8 +153,21 @@ def plan_unchanged(submodel: Source, format: Format, max_shard_size: int) -> Pla
     return arrange(groups, format, max_shard_size=max_shard_size, stem=submodel.stem)
 
 
-def notes_on_links(source: Source) -> tuple[str, ...]:
-    """Returns a line for each file that is not copied because it is a link that leads elsewhere."""
-    strays = source.auxiliary(strays=True)
-    why = f"a link that leads out of {source.root}; it is not copied"
-    return tuple(f"{name}: {why}" for name in strays)
+def notes_on_files(source: Source, output: Plan) -> Iterator[str]:
+    """Says which files are not copied, links that lead elsewhere, and what room streaming needs."""
+    for name in source.auxiliary(strays=True):
+        yield f"{name}: a link that leads out of {source.root}; it is not copied"
+    streamed = _bytes_streamed(source)
+    if streamed:
+        yield (
+            f"streams: at most {size(streamed)} of the source, two files, are on disk at a time; "
+            f"with the result up to {size(streamed + output.largest_size)}"
+        )
+
+
+def _bytes_streamed(source: Source) -> int:
+    """Returns the most bytes that files take which are fetched while they are needed."""
+    if source.fetched is None:
+        return 0
+    sizes = sorted(file.size for file in source.fetched.absent.values())
+    return sum(sizes[-2:])  # one file in use, one on its way

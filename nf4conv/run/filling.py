@@ -8,7 +8,7 @@ config.json is last: it makes the folder a checkpoint.
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -134,7 +134,7 @@ class Filling:
 
     def write_shards(self) -> None:
         """Writes all shards that are not finished yet."""
-        self.folder.check_space(space_needed(self.plan, self.folder.finished))
+        self.folder.check_space(self.plan.space_needed(self.folder.finished))
         with _open_reader(self.plan, self.folder) as reader, ExitStack() as writers:
             self.pipeline.run(self._tasks(writers, reader), reader)
         self.folder.remove_downloads()
@@ -246,18 +246,6 @@ class Filling:
         more = f" (and {len(faults) - 1:,} more)" if len(faults) > 1 else ""
         message = f"{self.folder.out}: verification failed: {faults[0]}{more}"
         raise VerificationError(message, path=self.folder.out)
-
-
-def space_needed(plan: WritingPlan, finished: Collection[str]) -> int:
-    """Returns the most bytes that a plan still takes on disk beside its finished shards."""
-    unfinished = [shard for shard in plan.output.shards if shard.name not in finished]
-    needed = sum(shard.largest_size for shard in unfinished)
-    if plan.source.fetched is not None:
-        fetched = sorted(file.size for file in plan.source.fetched.absent.values())
-        needed += sum(fetched[-2:])  # one file in use, one on its way
-    if plan.source.made is not None:
-        return needed + plan.source.made.largest
-    return needed + sum((plan.source.folder / name).stat().st_size for name in plan.auxiliary)
 
 
 def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:

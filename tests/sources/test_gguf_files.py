@@ -29,7 +29,6 @@ import nf4conv
 from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.errors import SourceError
 from nf4conv.report.text.terminal import printable
-from nf4conv.run.filling import space_needed
 from nf4conv.sources.gguf import tokenizing
 from nf4conv.sources.gguf.families import families_of
 from nf4conv.sources.gguf.header import Texts, read_gguf_header, shortest
@@ -184,7 +183,7 @@ def test_the_files_that_are_made_count_in_what_a_disk_must_have_room_for(tmp_pat
     with plan.source.whole_folder() as folder:
         size = sum(file.stat().st_size for file in folder.iterdir())
     assert size > 100_000
-    assert space_needed(plan, ()) >= plan.output.largest_size + size
+    assert plan.space_needed(()) >= plan.output.largest_size + size
 
 
 def texts(strings: list[bytes]) -> Texts:

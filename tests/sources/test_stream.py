@@ -21,6 +21,7 @@ from safetensors.torch import save
 import nf4conv.sources.remote.asking as asking_module
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError, VerificationError
+from nf4conv.format.units import size
 from nf4conv.options import SourceOptions
 from nf4conv.sources.header import read_header
 from nf4conv.sources.remote.contents import RemoteFile, check_content
@@ -156,10 +157,17 @@ def test_at_most_two_shards_are_on_disk(
     files = checkpoint()
     publish(hub, files)
     hub.faults = [Fault(r"GET /cdn/.*safetensors$", times=99, seconds=0.02)]
-    largest = max(len(content) for content in files.values())
+    shards = sorted(len(content) for name, content in files.items() if name.endswith(WEIGHTS))
+    plan = plan_quantization(REPO, OPTIONS, where)
+    needed = sum(shards[-2:]) + plan.output.largest_size
+    assert plan.notes[-1] == (
+        f"streams: at most {size(sum(shards[-2:]))} of the source, two files, are on disk at a "
+        f"time; with the result up to {size(needed)}"
+    )
+    assert needed <= plan.space_needed(()) < needed + 10_000
     with watched(tmp_path / "out") as sizes:
         stream(tmp_path / "out", where, workers=workers)
-    assert 0 < max(sizes) <= 2 * largest
+    assert 0 < max(sizes) <= sum(shards[-2:])
     assert not list((tmp_path / "cache").rglob("*.safetensors")), "a copy was kept"
 
 
