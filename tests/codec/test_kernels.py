@@ -11,8 +11,8 @@ from batched import launch_mean, quantize_batch
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops, reference
-from nf4conv.codec.kernels import tables
-from nf4conv.codec.kernels.packing import finite, mean, nested
+from nf4conv.codec.kernels import tables, vectors
+from nf4conv.codec.kernels.packing import mean, nested
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table, decoding_of
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.codec.reference.dequantize import decoded_absmax
@@ -215,9 +215,9 @@ def test_the_search_for_non_finite_values_sees_every_word(dtype: str, words: int
 
     def found() -> bool:
         flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        mask, halves = finite.exponent_mask(values.dtype), values.itemsize == 2
-        grid = (-(-words // finite.TILE.value),)
-        finite.non_finite_kernel[grid](values.view(torch.int32), flag, words, mask, halves)
+        mask, halves = vectors.exponent_mask(values.dtype), values.itemsize == 2
+        grid = (-(-words // vectors.FINITE_TILE.value),)
+        vectors.non_finite_kernel[grid](values.view(torch.int32), flag, words, mask, halves)
         return bool(flag)
 
     assert not found()

@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import torch
 
-from nf4conv.codec.kernels import difference, error
+from nf4conv.codec.kernels import error, vectors
 from nf4conv.codec.kernels.compiling import Variant
-from nf4conv.codec.kernels.decoding import cast, dequantize, fp4, ggml, integers, scaled
+from nf4conv.codec.kernels.decoding import dequantize, fp4, ggml, integers, scaled
 from nf4conv.codec.kernels.decoding.scaled import kind_of, stored
-from nf4conv.codec.kernels.packing import batch, finite, mean, nested, pack
+from nf4conv.codec.kernels.packing import batch, mean, nested, pack
 from nf4conv.codec.kernels.slots import ELEMENTWISE, SLOTWISE, configuration
 from nf4conv.codec.kernels.tables import bound_table, middle_table, value_table
 from nf4conv.codec.quant_state import code_table
@@ -103,10 +103,10 @@ def encoder(
     kernels["mean_part"] = _variant(mean.partial_kernel, floats, (), mean.NUM_WARPS)
     kernels["mean_total"] = _variant(mean.total_kernel, floats, (), mean.NUM_WARPS)
     kernels["finite"] = _variant(
-        finite.non_finite_kernel,
+        vectors.non_finite_kernel,
         (torch.int32, torch.int32),
-        (finite.exponent_mask(dtype), dtype.itemsize == 2),
-        finite.NUM_WARPS,
+        (vectors.exponent_mask(dtype), dtype.itemsize == 2),
+        vectors.NUM_WARPS,
     )
     tables = {
         "codes": _bytes_of(pack.packing_table(quant_type, device, searches)),
@@ -116,7 +116,7 @@ def encoder(
         "tile": tile,
         "nested_tile": NESTED_BLOCKSIZE,
         "slot": 16 // dtype.itemsize,
-        "finite_tile": finite.TILE.value,
+        "finite_tile": vectors.FINITE_TILE.value,
         "resident_blocks": mean.resident_blocks(device),
     }
     return Codec(kernels, tables, numbers)
@@ -200,15 +200,15 @@ def subtractor(_device: torch.device, a: torch.dtype, b: torch.dtype) -> Codec:
     at "tile" elements.
     """
     pointers = (a, b, torch.float64)
-    kernel = _variant(difference.difference_kernel, pointers, (), difference.NUM_WARPS)
-    tile = difference.TILE.value * difference.STEPS.value
+    kernel = _variant(vectors.difference_kernel, pointers, (), vectors.NUM_WARPS)
+    tile = vectors.DIFFERENCE_TILE.value * vectors.DIFFERENCE_STEPS.value
     return Codec({"subtract": kernel}, numbers={"tile": tile})
 
 
 def caster(_device: torch.device, source: torch.dtype, target: torch.dtype) -> Codec:
     """Returns what casts floats to another dtype: "cast". A program casts "tile" values."""
-    kernel = _variant(cast.cast_kernel, (source, target, torch.int32), (), cast.NUM_WARPS)
-    return Codec({"cast": kernel}, numbers={"tile": cast.TILE.value})
+    kernel = _variant(vectors.cast_kernel, (source, target, torch.int32), (), vectors.NUM_WARPS)
+    return Codec({"cast": kernel}, numbers={"tile": vectors.CAST_TILE.value})
 
 
 # --------------------------------------------------------------------- other encodings

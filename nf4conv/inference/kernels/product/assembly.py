@@ -9,8 +9,6 @@ A function returns the text of one asm statement; its operands are $0, $1, …, 
 instruction stands on one line, because newer Tritons put `.loc` between lines.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -154,34 +152,49 @@ def stacks_assembly(dtype: tl.dtype, stacks: int) -> str:
     slot; scales; 4 * lane in each byte; 16 words of x. Scales are one for each stack, of which lane
     t has that of slot t // 2 and block t % 2.
     """
-    kind = dtype.name.replace("fp", "f")
-    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-    words = 4 * stacks
-    scales = words + 8 * stacks
-    lane = scales + stacks
+    lane = 13 * stacks
     lines = ["{", ".reg .b32 b, a, l, h, v<8>;", f".reg .f32 c<{4 * stacks}>, s;"]
     lines += ["mov.u32 b, pairs;"]
     lines += [f"mov.b32 c{i}, 0f00000000;" for i in range(4 * stacks)]
+    x = [f"${lane + 1 + i}" for i in range(16)]
+    lines += _multiply_tiles(dtype, x, [""] * stacks)
+    return "\n".join([*lines, "}"])
+
+
+@triton.constexpr_function
+def _multiply_tiles(dtype: tl.dtype, x: list[str], guards: list[str]) -> list[str]:
+    """Multiplies row tiles, two slots each, with 16 words of x, and adds the sums, times their
+    scales, to the totals before. Each tile's look-ups have a guard.
+
+    Operands are those of `stacks_assembly`, a tile in the place of a stack.
+    """
+    tiles = len(guards)
+    words = 4 * tiles
+    scales = 12 * tiles
+    lane = 13 * tiles
+    kind = dtype.name.replace("fp", "f")
+    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    lines = []
     for word in range(4):
-        for stack in range(stacks):
-            upper = words + 8 * stack + word
+        for tile, guard in enumerate(guards):
+            upper = words + 8 * tile + word  # the operand of rows g
             lines += [
-                decode_assembly(f"${upper}", lane, 0),
-                decode_assembly(f"${upper + 4}", lane, 4),
+                decode_assembly(f"${upper}", lane, 0, guard),
+                decode_assembly(f"${upper + 4}", lane, 4, guard),
             ]
-            sums = ", ".join(f"c{4 * stack + i}" for i in range(4))
+            sums = ", ".join(f"c{4 * tile + i}" for i in range(4))
             for i in (0, 2):
                 left = f"{{v{i}, v{i + 4}, v{i + 1}, v{i + 5}}}"
-                x = lane + 1 + 4 * word + i
-                lines += [f"{mma} {{{sums}}}, {left}, {{${x}, ${x + 1}}}, {{{sums}}};"]
-    for index in range(4 * stacks):  # two blocks of each slot, whose sums are in two columns
+                right = f"{{{x[4 * word + i]}, {x[4 * word + i + 1]}}}"
+                lines += [f"{mma} {{{sums}}}, {left}, {right}, {{{sums}}};"]
+    for index in range(4 * tiles):  # two blocks of each slot, whose sums are in two columns
         slot = index // 2
-        before = slot if index % 2 else slot + 2 * stacks
+        before = slot if index % 2 else slot + 2 * tiles
         lines += [
             scale_assembly(scales, index),
             f"fma.rn.f32 ${slot}, c{index}, s, ${before};",
         ]
-    return "\n".join([*lines, "}"])
+    return lines
 
 
 @triton.constexpr_function
@@ -254,10 +267,24 @@ def words_assembly(width: int, loads: int, asked: bool) -> str:
     return "\n".join(lines)
 
 
-_PICKS = ("0xcc40", "0xdd51", "0xee62", "0xff73")
-"""By byte of a word: the `prmt` that makes an address in `pairs` of that byte of l, which holds
-4 * lane and the byte's top bit, and of that byte of h, the byte's other bits.
-"""
+@triton.constexpr_function
+def split_word(word: str, lane: str) -> list[str]:
+    """Divides a word of codes for find_pair: l holds 4 * lane and the top bit of each byte, h the
+    other bits. `lane` has 4 * lane in each byte.
+    """
+    return [
+        f"lop3.b32 l, {word}, 0x80808080, {lane}, 0xea;",  # (word & 0x80808080) | lane
+        f"and.b32 h, {word}, 0x7f7f7f7f;",
+    ]
+
+
+@triton.constexpr_function
+def find_pair(byte: int, pairs: str) -> list[str]:
+    """Finds the address a of a byte's pair in the table that begins at `pairs`: a `prmt` puts a
+    byte of l and one of h together.
+    """
+    pick = ("0xcc40", "0xdd51", "0xee62", "0xff73")[byte]
+    return [f"prmt.b32 a, l, h, {pick};", f"add.u32 a, a, {pairs};"]
 
 
 @triton.constexpr_function
@@ -267,16 +294,9 @@ def decode_assembly(word: str, lane: int, target: int, guard: str = "") -> str:
 
     Operand `lane` holds 4 * lane in each byte. The loads have a `guard`, such as "@p ".
     """
-    lines = [
-        f"lop3.b32 l, {word}, 0x80808080, ${lane}, 0xea;",  # (word & 0x80808080) | lane
-        f"and.b32 h, {word}, 0x7f7f7f7f;",
-    ]
-    for i, pick in enumerate(_PICKS):
-        lines += [
-            f"prmt.b32 a, l, h, {pick};",
-            "add.u32 a, a, b;",
-            f"{guard}ld.shared.b32 v{target + i}, [a];",
-        ]
+    lines: list[str] = split_word(word, f"${lane}")
+    for byte in range(4):
+        lines += [*find_pair(byte, "b"), f"{guard}ld.shared.b32 v{target + byte}, [a];"]
     return "\n".join(lines)
 
 
@@ -287,18 +307,14 @@ def scale_assembly(operand: int, index: int) -> str:
 
 
 @triton.constexpr_function
-def wide_assembly(dtype: tl.dtype, shape: Any) -> str:
+def wide_assembly(dtype: tl.dtype) -> str:
     """Multiplies a stage of two row tiles with x from global memory: `mma`.
 
     Operands: totals of four slots; the totals before; four words of each slot; scales; 4 * lane in
     each byte; the address of 32 k of x, 0 for zeros; whether slots 2 and 3 are looked up; if not,
-    their totals mean nothing. `shape` is a shapes.Shape.
+    their totals mean nothing.
     """
-    kind = dtype.name.replace("fp", "f")
-    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-    words = 2 * shape.totals
-    scales = words + shape.words
-    lane = scales + shape.scales
+    lane = 26  # behind 4 totals, the 4 before, 16 words and 2 scales
     lines = [
         "{",
         ".reg .b32 b, a, l, h, x<16>, v<8>;",
@@ -313,29 +329,8 @@ def wide_assembly(dtype: tl.dtype, shape: Any) -> str:
         read = ", ".join(f"x{i + j}" for j in range(4))
         lines += [f"@p ld.global.nc.v4.b32 {{{read}}}, [${lane + 1}+{4 * i}];"]
     lines += [f"setp.ne.b32 p, ${lane + 2}, 0;"]
-    for word in range(4):
-        for row_tile in range(2):  # slots 0 and 1, then 2 and 3
-            upper = words + 8 * row_tile + word  # the operand of rows g
-            guard = "@p " if row_tile == 1 else ""
-            lines += [
-                decode_assembly(f"${upper}", lane, 0, guard),
-                decode_assembly(f"${upper + 4}", lane, 4, guard),
-            ]
-            c = 4 * row_tile
-            sums = f"{{c{c}, c{c + 1}, c{c + 2}, c{c + 3}}}"
-            for i in (0, 2):
-                left = f"{{v{i}, v{i + 4}, v{i + 1}, v{i + 5}}}"
-                at = 4 * word + i
-                lines += [f"{mma} {sums}, {left}, {{x{at}, x{at + 1}}}, {sums};"]
-    for index in range(8):  # two blocks of each slot, whose sums are in two columns
-        slot = index // 2
-        before = slot if index % 2 else slot + shape.totals
-        lines += [
-            scale_assembly(scales, index),
-            f"fma.rn.f32 ${slot}, c{index}, s, ${before};",
-        ]
-    lines += ["}"]
-    return "\n".join(lines)
+    lines += _multiply_tiles(dtype, [f"x{i}" for i in range(16)], ["", "@p "])
+    return "\n".join([*lines, "}"])
 
 
 @triton.constexpr_function

@@ -26,7 +26,7 @@ def wide_stage(totals, operands, x_ptr, m, k, first, whole, thread, SHAPE: tl.co
     address = x_ptr.to(tl.int64) + (row.to(tl.int64) * k + at) * 2
     address = tl.where(given & (row < m), address, 0)
     outputs: tl.constexpr = "f" * SHAPE.totals
-    add: tl.constexpr = text.wide_assembly(x_ptr.dtype.element_ty, SHAPE)
+    add: tl.constexpr = text.wide_assembly(x_ptr.dtype.element_ty)
     inputs: tl.constexpr = outputs + "r" * 16 + "f" * SHAPE.scales + "rlr"
     whole = thread * 0 + whole.to(tl.int32)
     return run_assembly(add, outputs, inputs, totals + operands + (address, whole))

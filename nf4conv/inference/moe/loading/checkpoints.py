@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from nf4conv.errors import CodecError
 from nf4conv.inference.moe.conditions import HOOKS, misfit
@@ -17,8 +17,6 @@ from nf4conv.inference.moe.loading.headers import (
     check_family,
     read_packed_names,
 )
-
-_PARALLEL_EXPERTS: Final = (".input_linear.weight", ".output_linear.weight")
 
 log = logging.getLogger("nf4conv.inference.moe")
 
@@ -53,7 +51,7 @@ def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
     if not names.experts or "unsloth" in sys.modules:
         return None
     _check_transformers()
-    check_family(names, getattr(model.config, "model_type", ""))
+    check_family(getattr(model.config, "model_type", ""))
     parameters = expert_parameters(model)
     if not parameters:
         return None
@@ -89,9 +87,7 @@ def expert_parameters(model: Any) -> list[str]:
     """Returns the names of the 3-D parameters of routed experts."""
     names = []
     for name, parameter in model.named_parameters():
-        # JetMoe has no module of that name around the experts of its MLP
-        is_of_experts = ".experts." in f".{name}" or name.endswith(_PARALLEL_EXPERTS)
-        if parameter.dim() == 3 and is_of_experts:
+        if parameter.dim() == 3 and ".experts." in f".{name}":
             names.append(name)
     return names
 

@@ -93,14 +93,7 @@ def converters_of_experts(
         Converters and renamings to put before them.
     """
     made: list[Any] = []
-    leaves = set()
-    others = set()  # JetMoe's MLP, which has no module called experts
-    for name in parameters:
-        _, is_below, leaf = f".{name}".rpartition(".experts.")
-        if is_below:
-            leaves.add(leaf)
-        else:
-            others.add(".".join(name.split(".")[-3:]))
+    leaves = {f".{name}".rpartition(".experts.")[2] for name in parameters}
     for converter in conversions:
         if _makes_experts(converter, leaves):
             sources = [re.sub(r"\*(?=\.)", r"\\d+", each) for each in converter.source_patterns]
@@ -113,8 +106,6 @@ def converters_of_experts(
         for sources in (single, [rf"(?<!\w)experts\.{leaf}"]):
             if sources:
                 made.append(_plain_converter(sources, target, hf_quantizer))
-    for target in sorted(others):
-        made.append(_plain_converter([rf"(?<!\w){re.escape(target)}"], target, hf_quantizer))
     return made
 
 

@@ -13,6 +13,9 @@ from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 AGAIN: Final = "download or quantize the checkpoint again"
 """The advice to users whose checkpoint is incomplete or damaged."""
 
+_WITHOUT_LOADER: Final = ("dbrx", "jetmoe")
+"""Families whose packed experts do not fit into transformers' modules."""
+
 _NESTED: Final = ("nested_absmax", "nested_quant_map")
 _ONE_OF_EXPERTS: Final = re.compile(r"^(.*?experts)\.(?:(\w+)\.)?(\d+)\.(.+)$")
 _UNSLOTH_GPT_OSS: Final = re.compile(r"experts\.(?:gate_up|down)_projs\.\d+\.")
@@ -101,20 +104,15 @@ def grouped(names: Iterable[str]) -> dict[str, list[int]]:
     return found
 
 
-def check_family(names: PackedNames, model_type: str) -> None:
+def check_family(model_type: str) -> None:
     """Raises CodecError for a family whose packed experts do not fit into transformers' modules.
 
     Without this, transformers would leave the experts out and compute with random weights.
     """
-    if model_type == "dbrx":
+    if model_type in _WITHOUT_LOADER:
         raise CodecError(
-            "dbrx: nf4conv loads no packed experts of this family; nf4conv dequantize brings "
-            "the checkpoint back to 16 bits, and --moe portable keeps them so"
-        )
-    if model_type == "jetmoe" and any(map(_ONE_OF_EXPERTS.match, names.experts)):
-        raise CodecError(
-            "jetmoe: nf4conv loads packed experts of this family as stacks only; nf4conv "
-            "dequantize brings the checkpoint back to 16 bits, and --moe portable keeps them so"
+            f"{model_type}: nf4conv loads no packed experts of this family; nf4conv dequantize "
+            f"brings the checkpoint back to 16 bits, and --moe portable keeps them so"
         )
 
 

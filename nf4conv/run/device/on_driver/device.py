@@ -20,7 +20,7 @@ from nf4conv.run.worker import Activity
 from nf4conv.sources.tensors import TensorInfo
 
 _SUMS: Final = 32
-"""Bytes of a program's sums, see kernels/difference.py: four float64."""
+"""Bytes of a program's sums, see kernels/vectors.py: four float64."""
 
 
 class DriverDevice(DriverBuffers):

@@ -5,6 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from nf4conv.inference.kernels.product.assembly import find_pair, split_word
 from nf4conv.inference.kernels.product.panels.tiles import operand
 
 
@@ -134,9 +135,9 @@ def look_unit_up(shape: Any, half: int) -> list[str]:
     lines = []
     for slot in range(2):
         for word, target in _words_of(shape, half, slot):
-            lines += _split_word(word)
+            lines += split_word(word, "value")
             for byte in range(4):
-                lines += [*_find_pair(byte), f"ld.shared.b32 v{target + byte}, [a];"]
+                lines += [*find_pair(byte, "pairs"), f"ld.shared.b32 v{target + byte}, [a];"]
     return lines
 
 
@@ -172,10 +173,10 @@ def _decode(dtype: tl.dtype, word: str, scale: str, target: int) -> list[str]:
 def _decode_pairs(dtype: tl.dtype, word: str, scale: str, target: int) -> list[str]:
     """Decodes a word to four registers of two values, by the table of pairs."""
     kind = "bf16x2" if dtype.name == "bf16" else "f16x2"
-    lines: list[str] = _split_word(word)
+    lines: list[str] = split_word(word, "value")
     for byte in range(4):
         lines += [
-            *_find_pair(byte),
+            *find_pair(byte, "pairs"),
             "ld.shared.b32 b, [a];",
             "mov.b32 {x0, x1}, b;",
             "cvt.f32.f16 e, x0;",
@@ -185,24 +186,6 @@ def _decode_pairs(dtype: tl.dtype, word: str, scale: str, target: int) -> list[s
             f"cvt.rn.{kind}.f32 v{target + byte}, f, e;",
         ]
     return lines
-
-
-@triton.constexpr_function
-def _split_word(word: str) -> list[str]:
-    """Divides a word for _find_pair: l holds 4 * lane and the top bit of each byte, h the other
-    bits.
-    """
-    return [
-        f"lop3.b32 l, {word}, 0x80808080, value, 0xea;",  # (word & 0x80808080) | value
-        f"and.b32 h, {word}, 0x7f7f7f7f;",
-    ]
-
-
-@triton.constexpr_function
-def _find_pair(byte: int) -> list[str]:
-    """Finds the address a of a byte's pair: a `prmt` puts a byte of l and one of h together."""
-    pick = ("0xcc40", "0xdd51", "0xee62", "0xff73")[byte]
-    return [f"prmt.b32 a, l, h, {pick};", "add.u32 a, a, pairs;"]
 
 
 @triton.constexpr_function
