@@ -63,7 +63,7 @@ class DequantizationPlan(WritingPlan):
             dtype=DTYPE_NAMES.get(job.dtype, job.dtype),
             shape=job.source.shape,
             parameters=job.elements,
-            bytes_before=job.source_bytes,
+            bytes_before=0 if _is_scale(job) else job.source_bytes,
             bytes=job.nbytes,
             file=file,
         )
@@ -72,18 +72,21 @@ class DequantizationPlan(WritingPlan):
         """Adds up the rows."""
         shards = self.output.shards
         jobs = sum(len(shard.jobs) for shard in shards)
-        decoded = 0
-        for job in self.output.jobs:
-            if job.source.encoding is not None and not isinstance(job.source.encoding, Fp8Scales):
-                decoded += 1
+        decoded = sum(1 for job in self.output.jobs if job.source.encoding is not None)
+        scales = [job for job in self.output.jobs if _is_scale(job)]
         return PlanTotals(
-            decoded=decoded,
+            decoded=decoded - len(scales),
             copied=jobs - decoded,
             shards=len(shards),
             parameters=self.output.parameters,
-            bytes_before=self.output.bytes_to_read,
+            bytes_before=self.output.bytes_to_read - sum(job.source_bytes for job in scales),
             bytes_after=self.output.largest_size,
         )
+
+
+def _is_scale(job: Job) -> bool:
+    """Returns True for scales of a weight that becomes FP8: they are among the weight's parts."""
+    return isinstance(job.source.encoding, Fp8Scales)
 
 
 def _action(job: CopyJob) -> str:

@@ -11,11 +11,19 @@ import torch
 from api import dequantize_checkpoint, verify_checkpoint
 from checkpoints import contents, tensors_of
 from click.testing import CliRunner
+from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
 from nf4conv.cli.main import main
 from nf4conv.errors import Nf4convError, PlanError
-from nf4conv.options import DequantizeOptions, Fp8Scales, RunOptions, VerifyOptions
+from nf4conv.options import (
+    DequantizeOptions,
+    Fp8Scales,
+    MachineOptions,
+    RunOptions,
+    SourceOptions,
+    VerifyOptions,
+)
 
 CPU = RunOptions(device="cpu", workers=2)
 SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
@@ -104,7 +112,8 @@ def test_both_decode_to_equal_values(tmp_path: Path, source: Path, scales: Fp8Sc
     """And what was in FP8, or in floats, is as it was."""
     out = tmp_path / "out"
     report = dequantize_checkpoint(source, out, replace(FP8, fp8_scales=scales), CPU)
-    assert report.decoded == 8
+    assert (report.decoded, report.run.copied) == (8, 16)
+    assert report.run.bytes_before == sum(part.nbytes for part in v4().values())
     assert json.loads((out / "config.json").read_text()) == {**CONFIG, "expert_dtype": "fp8"}
     before, after = v4(), tensors_of(out)
     assert before.keys() == after.keys()
@@ -184,6 +193,31 @@ def test_pieces_parts_and_resumed_runs_give_the_same_bytes(tmp_path: Path, sourc
     assert report.run.shards_resumed > 0
     for name in ("small", "parts", "resumed"):
         assert contents(tmp_path / name) == contents(whole)
+
+
+def test_streamed_from_the_hub(tmp_path: Path, source: Path, hub: Hub):
+    """Where scales are in another shard than their values."""
+    hub.repos["org/model"] = Repo()
+    hub.repos["org/model"].commit({file.name: file.read_bytes() for file in source.iterdir()})
+    where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
+    for place, options in (("org/model", where), (source, None)):
+        out = tmp_path / f"out-{options is None}"
+        dequantize_checkpoint(place, out, FP8, CPU, where=options)
+    assert tensors_of(tmp_path / "out-True").keys() == tensors_of(tmp_path / "out-False").keys()
+    for name, tensor in tensors_of(tmp_path / "out-True").items():
+        assert same_bytes(tensor, tensors_of(tmp_path / "out-False")[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", [None, "float32"])
+def test_a_gpu_gives_the_same_bytes(tmp_path: Path, source: Path, scales: Fp8Scales | None):
+    options = replace(FP8, fp8_scales=scales)
+    for device in ("cpu", "cuda"):
+        dequantize_checkpoint(source, tmp_path / device, options, RunOptions(device=device))
+        assert verify_checkpoint(
+            tmp_path / device, source, None, MachineOptions(device=device)
+        ).passed
+    assert contents(tmp_path / "cpu") == contents(tmp_path / "cuda")
 
 
 def test_a_block_too_wide_is_refused_by_name(tmp_path: Path):
