@@ -76,7 +76,7 @@ HEAVY = {"torch", "triton", "numpy", "transformers", "bitsandbytes"}
 WITHOUT_HEAVY = (*ORDER[: ORDER.index("run") + 1], "cli")
 WITH_TORCH = "run.device.on_torch"
 EXCEPT = {
-    "sources.token_ids": "reads arrays of numpy",
+    "sources.reader": "reads arrays of numpy",
     "run.device.on_driver.kernels": "compiles with torch, once",
     "run.tasks.diagnose": "says by torch how tensors differ",
 }

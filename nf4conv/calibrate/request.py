@@ -12,8 +12,8 @@ from nf4conv.calibrate.text import Text, read_texts, require_known
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.quantization import QuantizationPlan, plan_source
+from nf4conv.sources.files import has_tokenizer
 from nf4conv.sources.source import Source
-from nf4conv.sources.token_ids import has_tokenizer
 
 _FEWEST_TOKENS: Final = 512
 

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nf4conv.errors import PlanError, named
-from nf4conv.sources.reader import digest_of
-from nf4conv.sources.token_ids import read_ids
+from nf4conv.sources.reader import digest_of, read_ids
 
 DEFAULT: Final = "default"
 """Names the texts that nf4conv ships."""

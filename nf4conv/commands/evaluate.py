@@ -34,13 +34,12 @@ from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.report.results import Evaluation, Evaluations
 from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.run.device.on_torch.device import find_device
-from nf4conv.sources.files import ADAPTER_CONFIG
+from nf4conv.sources.files import ADAPTER_CONFIG, has_tokenizer
 from nf4conv.sources.foreign.config import describe
 from nf4conv.sources.opening import open_stored
-from nf4conv.sources.reader import read_json
+from nf4conv.sources.reader import read_ids, read_json
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source
-from nf4conv.sources.token_ids import has_tokenizer, read_ids
 
 _WINDOWS: Final = {"causal": 512, "seq2seq": 512, "masked": 512, "encoder": 128}
 """Tokens of a window by the kind of model, unless the model takes fewer."""

@@ -378,3 +378,18 @@ def own_files(folder: Path, root: Path) -> tuple[list[str], list[str]]:
         else:
             strays.append(name)
     return own, strays
+
+
+_TOKENIZER_FILES: Final = (
+    "tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "bpe"
+)  # fmt: skip
+_TOKENIZER_SUFFIXES: Final = (".model", ".tiktoken", ".spm", ".vocab", ".bpe")
+"""How the names of files begin, or end, of which one at least belongs to every tokenizer."""
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Returns False if no file in a folder has a name that files of tokenizers have."""
+    for file in folder.iterdir():
+        if file.name.startswith(_TOKENIZER_FILES) or file.suffix in _TOKENIZER_SUFFIXES:
+            return True
+    return False

@@ -16,11 +16,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from nf4conv.errors import SourceError, named
+from nf4conv.errors import PlanError, SourceError, first_line, named
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.files import open_to_read
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _MOST_OPEN: Final = 64  # files; macOS allows a process 256 by default
 _BLOCK: Final = 2**20  # bytes that one of many threads reads at a time
@@ -304,3 +308,24 @@ def _is_deeper(content: dict[str, Any], most: int) -> bool:
             below += [value for value in values if isinstance(value, (dict, list))]
         level = below
     return bool(level)
+
+
+def read_ids(path: Path) -> "npt.NDArray[np.integer[Any]]":
+    """Reads integers of any type, in one dimension or more; a large file is mapped, not read.
+
+    Raises:
+        PlanError: they are no integers, or cannot be read.
+    """
+    import numpy as np  # importing it takes a moment
+
+    if path.exists() and not path.is_file():
+        raise PlanError(f"{path}: is no file", path=path)  # numpy would wait at a pipe
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy raises anything for what is no array
+        raise PlanError(
+            f"{path}: is no array of numpy that can be read ({first_line(error)})", path=path
+        ) from error
+    if not isinstance(ids, np.ndarray) or ids.ndim < 1 or ids.dtype.kind not in "iu":
+        raise PlanError(f"{path}: expected token ids: an array of integers", path=path)
+    return ids

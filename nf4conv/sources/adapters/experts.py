@@ -24,8 +24,7 @@ from nf4conv.models.experts import FUSED, USUAL_NAMES, stack_name
 from nf4conv.models.families import layouts_of
 from nf4conv.models.family_table import GPT_OSS
 from nf4conv.sources.adapters.adapter import Adapter, Targeted
-from nf4conv.sources.adapters.base import Base, misfit
-from nf4conv.sources.adapters.modules import Change, factors_of
+from nf4conv.sources.adapters.modules import Base, Change, factors_of, misfit
 from nf4conv.sources.arranged import LowRankDelta
 from nf4conv.sources.files import ADAPTER_CONFIG
 from nf4conv.sources.tensors import TensorInfo
