@@ -6,18 +6,14 @@ state, weight after weight in the order of the record.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.check.structure import Structure
-from nf4conv.errors import SourceError, named
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, is_in_4_bits
+from nf4conv.sources.reader import read_chunks
 from nf4conv.sources.record import MAKING, recorded_calibration
-from nf4conv.sources.tensors import TensorInfo
-
-_CHUNK: Final = 2**22  # bytes that are read at a time
 
 
 def check_calibrated(structure: Structure, pairs: Pairs, workers: int) -> None:
@@ -42,7 +38,7 @@ def check_calibrated(structure: Structure, pairs: Pairs, workers: int) -> None:
         for (expected, weights), digest in zip(blocks, digests, strict=True):
             if digest != expected:
                 text = f"the bytes of its block are not those that {MAKING} has the SHA-256 of"
-                structure.note("calibrated", weights[0].values.file, weights[0].name, text)
+                structure.note("calibrated", weights[0].values.file, weights[0].values.name, text)
     for name in sorted(unproved)[:1]:  # one says it: a checkpoint may have thousands
         text = f"was calibrated, and {MAKING} does not say to what: its bytes cannot be proved"
         structure.note("calibrated", structure.weights[name].values.file, name, text)
@@ -55,19 +51,7 @@ def _digest(weights: Sequence[Bitsandbytes4bit]) -> str:
         parts = dict(weight.parts)
         for role in ("values", "absmax", "nested_absmax", weight.quant_state_role):
             if role in parts:
-                for chunk in _chunks(parts[role]):
+                part = parts[role]
+                for chunk in read_chunks(part.file, part.start, part.stop):
                     digest.update(chunk)
     return digest.hexdigest()
-
-
-def _chunks(tensor: TensorInfo) -> Iterator[bytes]:
-    """Yields the bytes of a tensor."""
-    with named(tensor.file, SourceError), tensor.file.open("rb") as file:
-        file.seek(tensor.start)
-        left = tensor.nbytes
-        while left:
-            chunk = file.read(min(left, _CHUNK))
-            if not chunk:
-                return
-            left -= len(chunk)
-            yield chunk

@@ -126,7 +126,8 @@ def _wrong_format(structure: Structure, quantization: Mapping[str, Any]) -> Iter
     ):
         found = quantization.get(key, default)
         if found != stored:
-            yield f"{key} is {found!r}, but {weight.name} and others are stored as {stored!r}"
+            name = weight.values.name
+            yield f"{key} is {found!r}, but {name} and others are stored as {stored!r}"
 
 
 def _oddities(quantization: Mapping[str, Any]) -> Iterator[str]:

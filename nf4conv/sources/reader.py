@@ -201,14 +201,15 @@ class Reader:
         self._files.clear()
 
 
-def read_chunks(path: Path) -> Iterator[bytes]:
-    """Yields a file from its beginning to its end, a few megabytes at a time.
+def read_chunks(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    """Yields a file, or what is between two places in it, a few megabytes at a time.
 
     Raises:
         SourceError: the file cannot be read.
     """
     with named(path, SourceError), path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
+        file.seek(start)
+        while chunk := file.read(_CHUNK if stop is None else min(stop - file.tell(), _CHUNK)):
             yield chunk
 
 
