@@ -27,7 +27,7 @@ from nf4conv.report.results import DequantizeReport, PlanReport
 from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
 from nf4conv.run.parts import finish_without_source
-from nf4conv.run.scales import check_scales
+from nf4conv.run.tasks.scan import check_scales
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable

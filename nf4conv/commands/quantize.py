@@ -23,13 +23,11 @@ from nf4conv.commands.writing import (
 )
 from nf4conv.declaring import after_one_place, after_two_places
 from nf4conv.errors import DiffusersFolderError, PlanError, SourceError, VerificationError
-from nf4conv.format.dtypes import TAGS
 from nf4conv.format.units import size
 from nf4conv.options import QuantizeOptions, SourceOptions, VerifyOptions
 from nf4conv.output.writer import write_file
 from nf4conv.plan import diffusers, quantization
 from nf4conv.plan.diffusers import DiffusersPlan
-from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import PlanTotals, TensorRow
@@ -43,7 +41,7 @@ from nf4conv.report.loading import (
 )
 from nf4conv.report.results import PlanReport, QuantizeReport, RunReport, VerificationSummary
 from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
-from nf4conv.run.device.protocol import CastError, NonFiniteError
+from nf4conv.run.device.protocol import NonFiniteError
 from nf4conv.run.earlier import found_or_written
 from nf4conv.run.parts import finish_without_source
 from nf4conv.sources.adapters.merging import open_merged
@@ -323,7 +321,9 @@ def _write_one(
     try:
         written = found_or_written(plan, out, options, progress, write)
     except NonFiniteError as error:
-        raise _describe_non_finite(error.job, plan, options) from error
+        from nf4conv.run.tasks.scan import unpackable  # only few runs need to import it
+
+        raise unpackable(error.job, plan.output.format, options, plan.source) from error
     run = written.report
     if plan.part is None:
         run = replace(run, bytes_before=_source_bytes(plan.source))
@@ -395,25 +395,6 @@ def _verify_again(plan: QuantizationPlan, out: Path, options: QuantizeOptions) -
             raise VerificationError(
                 f"{out}: verification failed: {finding.line()}; --overwrite makes it anew", path=out
             )
-
-
-def _describe_non_finite(
-    job: PackJob, plan: QuantizationPlan, options: QuantizeOptions
-) -> SourceError:
-    """Counts what cannot be packed in a weight, and says so."""
-    from nf4conv.run.tasks.scan import find_unpackable  # importing torch takes seconds
-
-    found = find_unpackable([job], plan.output.format, options, plan.source)
-    if job.source.name not in found:
-        return CastError(job.source, TAGS[plan.output.format.dtype])
-    count, what = found[job.source.name]
-    tensor = job.source
-    return SourceError.about(
-        tensor.file,
-        tensor.name,
-        f"{count:,} of {tensor.elements:,} values are "
-        f"{what}; repair the checkpoint, or leave it unquantized with --exclude",
-    )
 
 
 # --- diffusers pipelines ------------------------------------------------------------------------

@@ -76,6 +76,11 @@ class OutputFolder:
         # SHA-256 of run.json
         self._plan = ""
 
+    @property
+    def size(self) -> int:
+        """Bytes of the shards that are finished so far; other threads may finish one meanwhile."""
+        return sum(file.size for file in dict(self.finished).values())
+
     def check_occupied(self, *, overwrite: bool) -> None:
         """Checks that the folder may be written to."""
         require_no_dead_link(self.out)

@@ -7,8 +7,9 @@ first.
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from nf4conv.options import VerifyOptions
@@ -26,16 +27,14 @@ class ScaleErrors(NamedTuple):
         wrong: the number of absmax, or of their codes, that do not follow from the source.
         first: the index of the first of them.
         wrong_nested: the number of nested_absmax, and of nested offsets, that do not follow.
-        differing: the number of bytes of scales that quantizing the source would make otherwise;
-            the nested offset counts as one.
-        described: the number of bytes of code maps and quant state that it would make otherwise.
+        differing: the number of bytes that quantizing the source would make otherwise, by the
+            component, scales, code maps and quant state.
     """
 
     wrong: int = 0
     first: int = 0
     wrong_nested: int = 0
-    differing: int = 0
-    described: int = 0
+    differing: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass
@@ -86,7 +85,7 @@ class WeightResult(_Pieces):
         errors = None
         codes = self.errors
         if codes is not None and self.scales is not None:
-            differing = codes.differing + self.scales.differing + self.scales.described
+            differing = codes.differing + sum(self.scales.differing.values())
             errors = replace(codes, differing=differing)
         return TensorRow(
             name=weight.values.name,
@@ -130,12 +129,9 @@ class WeightResult(_Pieces):
     def _exact_faults(self, differing: int, scales: ScaleErrors) -> Iterator[tuple[str, str]]:
         """Yields in which bytes the weight is not what quantizing its source gives."""
         if differing:
-            codes = differing - scales.differing - scales.described
-            yield (
-                "exact",
-                f"{codes:,} bytes of codes, {scales.differing:,} of scales and "
-                f"{scales.described:,} of code maps and quant state differ",
-            )
+            by_component = {"codes": differing - sum(scales.differing.values()), **scales.differing}
+            counts = [f"{count:,} of {name}" for name, count in by_component.items() if count]
+            yield "exact", f"{differing:,} bytes differ: {', '.join(counts)}"
         values = self.weight.values
         expected = (values.elements, 1)
         if values.shape != expected:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -15,9 +15,9 @@ from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import RunReport, VerificationSummary
-from nf4conv.run.device.choice import Devices, open_devices
+from nf4conv.run.device.choice import open_devices
 from nf4conv.run.filling import Card, Filling
-from nf4conv.run.loop import MemoryUse, Pipeline, make_pipeline
+from nf4conv.run.loop import Pipeline, make_pipeline
 from nf4conv.run.parts import finish_if_whole, verification_of
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.unfinished import finished_shards
@@ -31,10 +31,8 @@ PlanT = TypeVar("PlanT", bound=WritingPlan)
 class Written:
     """Holds what came of writing a checkpoint."""
 
-    # sizes, times and memory
     report: RunReport
-    # what the audit found; None if nothing was verified
-    verification: VerificationSummary | None
+    verification: VerificationSummary | None  # None if nothing was verified
 
 
 def write_checkpoint(
@@ -61,33 +59,46 @@ def write_checkpoint(
     progress(kept)  # at once: importing torch may take longer than all else
     output = plan.output
     devices = open_devices(lambda: output.jobs, output.format, run, is_measured=run.verify)
-    _ = devices.name  # which finds the device, or says that there is none
+    device = devices.name  # which finds the device, or says that there is none
     pipeline = make_pipeline(devices.backends, run, progress)
     before = pipeline.memory()
-    with _open_folder(plan, out, run, devices.name) as folder:
-        _prepare_folder(plan, folder, run, devices.name, card)
+    with _open_folder(plan, out, run, device) as folder:
+        _prepare_folder(plan, folder, run, device, card)
         resumed = len(folder.finished)
         if resumed:
-            shards = len(plan.output.shards)
-            _log.info("%d of %d shards are kept from an earlier run", resumed, shards)
+            _log.info("%d of %d shards are kept from an earlier run", resumed, len(output.shards))
         announce = announce or _tell_nobody
-        begun = time.perf_counter()
-        size = sum(shard.size for shard in folder.finished.values())
-        writing = Filling(plan, folder, devices, pipeline, announce, run, kept, size, begun)
-        writing.write_shards()
+        filling = Filling(plan, folder, devices, pipeline, announce, run, kept)
+        filling.write_shards()
         verification = verification_of(folder) if run.verify else None
         _log_times(pipeline, verification)
-        size = sum(shard.size for shard in folder.finished.values())
         begun = time.perf_counter()
         missing = 0
         if isinstance(folder, Workspace):
-            writing.write_last_files(card, verification)
+            filling.write_last_files(card, verification)
         elif plan.part is not None:
             missing = finish_if_whole(folder, reread=not plan.part.is_watched)
         if not missing:
             _log.info("finalized %s in %.1f s", out, time.perf_counter() - begun)
-        report = _report(plan, out, devices, pipeline, before, started, size, resumed)
-        report = replace(report, notes=(*report.notes, *folder.left_out), shards_missing=missing)
+        after = pipeline.memory()
+        totals = plan.totals()
+        report = RunReport(
+            out=str(out),
+            part=None if plan.part is None else plan.part.name,
+            device=device,
+            copied=totals.copied,
+            bytes_before=totals.bytes_before,
+            bytes_after=folder.size,
+            seconds=time.perf_counter() - started,
+            pipeline_seconds=pipeline.elapsed,
+            seconds_by_activity={what.value: spent for what, spent in pipeline.seconds.items()},
+            host_baseline_bytes=before.host,
+            host_peak_bytes=after.host,
+            device_peak_bytes=after.device,
+            shards_resumed=resumed,
+            notes=(*plan.notes, *devices.notes(), *folder.left_out),
+            shards_missing=missing,
+        )
     return Written(report, verification)
 
 
@@ -120,13 +131,14 @@ def require_apart(source: Path, out: Path) -> None:
     require_no_dead_link(out)
     source, out = source.resolve(), out.resolve()
     if out == source:
-        raise OutputError(f"{out}: is the source folder; choose another output folder", path=out)
-    if source in out.parents:
-        raise OutputError(
-            f"{out}: is inside the source folder; choose another output folder", path=out
-        )
-    if out in source.parents:
-        raise OutputError(f"{out}: holds the source folder; choose another output folder", path=out)
+        what = "is the source folder"
+    elif source in out.parents:
+        what = "is inside the source folder"
+    elif out in source.parents:
+        what = "holds the source folder"
+    else:
+        return
+    raise OutputError(f"{out}: {what}; choose another output folder", path=out)
 
 
 def _open_folder(
@@ -156,37 +168,3 @@ def _prepare_folder(
             folder.join(described, originals, plan.output)
     elif run.verify:
         folder.forget()  # shards of an earlier run, which nobody has looked at
-
-
-def _report(
-    plan: WritingPlan,
-    out: Path,
-    devices: Devices,
-    pipeline: Pipeline,
-    before: MemoryUse,
-    started: float,
-    bytes_after: int,
-    resumed: int,
-) -> RunReport:
-    after = pipeline.memory()
-    totals = plan.totals()
-    seconds_by_activity = {
-        activity.value: seconds for activity, seconds in pipeline.seconds.items()
-    }
-    part = None if plan.part is None else plan.part.name
-    return RunReport(
-        out=str(out),
-        part=part,
-        device=devices.name,
-        copied=totals.copied,
-        bytes_before=totals.bytes_before,
-        bytes_after=bytes_after,
-        seconds=time.perf_counter() - started,
-        pipeline_seconds=pipeline.elapsed,
-        seconds_by_activity=seconds_by_activity,
-        host_baseline_bytes=before.host,
-        host_peak_bytes=after.host,
-        device_peak_bytes=after.device,
-        shards_resumed=resumed,
-        notes=(*plan.notes, *devices.notes()),
-    )

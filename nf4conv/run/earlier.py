@@ -41,11 +41,7 @@ def found_or_written(
 ) -> Written:
     """Returns what an earlier run has made of the plan, or else what `write` makes of it.
 
-    Raises:
-        OutputError: the folder holds the result of another job, lacks what this run asks for, or
-            is damaged; the error names the file.
-        VerificationError: the result was verified, and is farther off than this run allows.
-        Nf4convError: `write` failed.
+    Raises what `find_earlier` and `write` raise.
     """
     found = find_earlier(plan, out, run, progress)
     if found is not None:
@@ -68,9 +64,8 @@ def find_earlier(
 ) -> Written | None:
     """Returns what an earlier run has made, if the folder holds the plan's result already.
 
-    Raises:
-        OutputError: the folder holds the result of another job, or lacks what this run asks for.
-        VerificationError: the result was verified, and is farther off than this run allows.
+    Raises an OutputError if it holds the result of another job, lacks what this run asks for, or is
+    damaged, and a VerificationError if it is farther off than this run allows.
     """
     if run.overwrite or is_unfinished(out):
         return None
@@ -86,22 +81,17 @@ def find_earlier(
     _require_enough(run, verification, out)
     tidy(out)
     progress(plan.output.bytes_to_read)
-    size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
     _log.info("%s is complete already: nothing to compute", out)
-    return Written(_report(plan, out, size), verification if run.verify else None)
-
-
-def _report(plan: WritingPlan, out: Path, bytes_after: int) -> RunReport:
-    """Returns the report of a run that computed nothing."""
     totals = plan.totals()
-    return RunReport(
+    report = RunReport(
         out=str(out),
         already_complete=True,
         copied=totals.copied,
         bytes_before=totals.bytes_before,
-        bytes_after=bytes_after,
+        bytes_after=sum((out / shard.name).stat().st_size for shard in plan.output.shards),
         notes=plan.notes,
     )
+    return Written(report, verification if run.verify else None)
 
 
 def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:

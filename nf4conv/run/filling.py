@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
@@ -115,7 +115,7 @@ class _ShardProgress:
         self.finished(self.writer.finish(entries, bytes(tail)))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Filling:
     """Fills an opened folder."""
 
@@ -125,15 +125,14 @@ class Filling:
     pipeline: Pipeline
     announce: Callable[[str, Path], None]
     run: RunOptions
-    # source bytes of finished shards that have been told as progress
-    told: int
-    # bytes of the shards that were finished before
-    resumed: int
-    # when the first shard was begun, by the performance counter
-    started: float
+    told: int  # source bytes of finished shards that have been told as progress
+    _resumed: int = 0  # bytes of the shards that were finished before
+    _started: float = 0.0  # when the first shard was begun, by the performance counter
 
     def write_shards(self) -> None:
         """Writes all shards that are not finished yet."""
+        self._resumed = self.folder.size
+        self._started = time.perf_counter()
         self.folder.check_space(self.plan.space_needed(self.folder.finished))
         with _open_reader(self.plan, self.folder) as reader, ExitStack() as writers:
             self.pipeline.run(self._tasks(writers, reader), reader)
@@ -155,16 +154,13 @@ class Filling:
             headers += shard.header_size
             for tensor in shard.tensor_names():
                 files[tensor] = shard.name
-        size = sum(file.size for file in folder.finished.values())
-        index = index_of(plan.source.stem, size - headers, files)
         last = LastFiles(
-            index=index,
-            card=card(size, verification),
+            index=index_of(plan.source.stem, folder.size - headers, files),
+            card=card(folder.size, verification),
             record=plan.record,
             config=plan.config_bytes,
+            verified=None if verification is None else verification.to_record(),
         )
-        if verification is not None:
-            last = replace(last, verified=verification.to_record())
         finish(folder, last)
 
     def _tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Task]:
@@ -227,8 +223,7 @@ class Filling:
             let_go(path)  # whoever reads it next would not find all of it in memory anyway
 
     def _log_shard(self, name: str, nbytes: int) -> None:
-        written = sum(file.size for file in dict(self.folder.finished).values()) - self.resumed
-        rate = written / max(time.perf_counter() - self.started, 1e-9)
+        rate = (self.folder.size - self._resumed) / (time.perf_counter() - self._started)
         shards = len(self.plan.output.shards)
         _log.info(
             "shard %d of %d written: %s, %s; %s/s since the first",

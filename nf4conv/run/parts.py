@@ -24,17 +24,10 @@ from nf4conv.sources.unfinished import LAST_FILES, RECORD, is_filled_in_parts
 
 
 def finish_if_whole(folder: SharedFolder, *, reread: bool) -> int:
-    """Writes the last files of a folder if all its shards are there.
+    """Writes the last files of a folder if all its shards are there; returns how many are missing.
 
-    Args:
-        folder: the folder.
-        reread: whether to read every shard that others made and compare its checksum.
-
-    Returns:
-        How many shards are missing; 0 if the folder is a checkpoint now.
-
-    Raises:
-        OutputError: a shard is not what was written, or a file cannot be written.
+    With `reread`, every shard that others made is read and compared with its checksum. Raises an
+    OutputError if one is not what was written, or a file cannot be written.
     """
     try:
         return _finish(folder, folder.read_plan(), reread=reread)
@@ -50,12 +43,11 @@ def _finish(folder: SharedFolder, plan: Mapping[str, Any], *, reread: bool) -> i
     if missing:
         return missing
     folder.copy_staged(last["auxiliary"])
-    size = sum(shard.size for shard in folder.finished.values())
     verification = verification_of(folder) if plan["--verify"] else None
     config = last["config.json"]
     files = LastFiles(
         index=_index(folder, last["stem"]),
-        card=_card(last, size, verification),
+        card=_card(last, folder.size, verification),
         record=last[MAKING],
         config=None if config is None else config.encode(),
         verified=None if verification is None else verification.to_record(),
@@ -88,11 +80,7 @@ def _card(last: Mapping[str, Any], size: int, verified: VerificationSummary | No
 
 
 def verification_of(folder: OutputFolder) -> VerificationSummary:
-    """Joins the summaries of the audits of all finished shards.
-
-    Raises:
-        OutputError: what was recorded of a shard is none.
-    """
+    """Joins the summaries of the audits of all finished shards."""
     found = [file.verified for file in folder.finished.values() if file.verified is not None]
     try:
         return VerificationSummary.joined(found)
@@ -110,10 +98,7 @@ def finish_without_source(
     """Writes the last files of a folder if parts have made all its shards, with these options.
 
     Returns a report, and the totals of all parts; None if something is missing, or if parts make
-    something else.
-
-    Raises:
-        OutputError: a shard is not what was written, or a file cannot be written.
+    something else. Raises an OutputError if a shard is not what was written.
     """
     if not is_filled_in_parts(out):
         return None
@@ -129,7 +114,6 @@ def finish_without_source(
             _require_inside(out, names)
             if finish_if_whole(folder, reread=True):
                 return None
-            after = sum(shard.size for shard in folder.finished.values())
             names = [one.name for one in fields(PlanTotals) if one.init]
             totals = PlanTotals(**{name: last["totals"][name] for name in names})
             report = RunReport(
@@ -137,7 +121,7 @@ def finish_without_source(
                 already_complete=True,
                 copied=totals.copied,
                 bytes_before=totals.bytes_before,
-                bytes_after=after,
+                bytes_after=folder.size,
             )
             return report, totals
         except (KeyError, TypeError, ValueError, AttributeError) as error:

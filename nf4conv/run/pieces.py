@@ -33,22 +33,26 @@ class WeightPiece(NamedTuple):
 
 def whole_weight(job: PackJob) -> WeightPiece:
     """Returns a weight in one piece."""
-    pieces = weight_pieces(job, ENOUGH, ENOUGH, 1)
-    return WeightPiece(job, 0, job.elements, pieces[0].tensor if pieces else None)
+    [piece] = weight_pieces(job, ENOUGH, ENOUGH, 1)
+    return piece
 
 
-def weight_pieces(job: PackJob, piece: int, most: int, unit: int) -> list[Piece]:
+def weight_pieces(job: PackJob, piece: int, most: int, unit: int) -> list[WeightPiece]:
     """Cuts a weight into pieces, each of which begins at a multiple of `unit` elements.
 
     A piece has at most `piece` bytes if the weight is stored as it is, `most` elements if it has to
-    be decoded. A weight that has to be read as a whole matrix has no pieces, or a single one.
+    be decoded; a weight that has to be read as a whole matrix is one.
     """
     if job.is_cut_out:
-        return _matrix_pieces(job, most, unit)
-    begin, end = job.source_range
-    run = job.source._replace(shape=(job.elements,), start=begin, stop=end)
-    elements = piece * 8 // DTYPE_BITS[run.dtype]
-    return plain_pieces(run, max(elements - elements % unit, unit))
+        pieces = _matrix_pieces(job, most, unit)
+    else:
+        begin, end = job.source_range
+        run = job.source._replace(shape=(job.elements,), start=begin, stop=end)
+        elements = piece * 8 // DTYPE_BITS[run.dtype]
+        pieces = plain_pieces(run, max(elements - elements % unit, unit))
+    if not pieces:
+        return [WeightPiece(job, 0, job.elements, None)]
+    return [WeightPiece(job, start, tensor.elements, tensor) for tensor, start in pieces]
 
 
 def _matrix_pieces(job: PackJob, most: int, unit: int) -> list[Piece]:

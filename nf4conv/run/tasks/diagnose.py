@@ -6,7 +6,6 @@ the value, as rounding and ties allow. What prove.py has proved need not be look
 """
 
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,6 @@ from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS
 from nf4conv.format.layout import (
     NESTED_QUANT_MAP,
     QUANT_MAPS,
-    QUANT_STATE_PREFIX,
     block_count,
     quant_state_json,
 )
@@ -34,15 +32,14 @@ from nf4conv.plan.rows import Errors
 from nf4conv.report.measured import CopyResult, ScaleErrors, WeightResult
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice, device_of, difference
-from nf4conv.run.device.on_torch.packing import part_of, piece_errors
+from nf4conv.run.device.on_torch.packing import part_of, piece_errors, read_weights
 from nf4conv.run.device.on_torch.reading import (
     TORCH_DTYPES,
-    read_matrix,
     read_values,
 )
 from nf4conv.run.device.protocol import Gathered
 from nf4conv.run.loop import Task
-from nf4conv.run.pieces import pieces_of, weight_pieces
+from nf4conv.run.pieces import WeightPiece, pieces_of, weight_pieces
 from nf4conv.run.worker import Activity, Worker
 from nf4conv.sources.cutting import Piece
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts, packed_spans
@@ -76,12 +73,10 @@ def weight_tasks(
     unit = blocksize * NESTED_BLOCKSIZE
     itemsize = DTYPE_BITS[job.source.dtype] // 8
     most = piece // (itemsize + 1)  # a code and its share of the scales take less than a byte
-    pieces: list[Piece | None] = list(weight_pieces(job, most * itemsize, piece // 4, unit))
-    if job.is_cut_out and len(pieces) <= 1:
-        pieces = [None]  # read as a whole matrix
+    pieces = weight_pieces(job, most * itemsize, piece // 4, unit)
     gathered = Gathered(block_count(weight.elements, blocksize), len(pieces))
-    for source in pieces:
-        yield partial(_compare_weight, torch, result, job, gathered, source)
+    for one in pieces:
+        yield partial(_compare_weight, torch, result, gathered, one)
 
 
 def copy_tasks(
@@ -122,55 +117,28 @@ def _check_scales(
 def _compare_weight(
     torch_backend: TorchBackend,
     result: WeightResult,
-    job: PackJob,
     gathered: Gathered,
-    source: Piece | None,
+    piece: WeightPiece,
     worker: Worker,
 ) -> None:
-    """Compares a piece of a weight's source with what was made of it; None takes it whole."""
+    """Compares a piece of a weight's source with what was made of it."""
     device = device_of(worker, torch_backend)
     stored = result.weight
-    start = 0
-    stop = stored.elements
-    if source is not None:
-        start = source.start
-        stop = start + source.tensor.elements
     blocksize = stored.format.blocksize
-    parts = cut_parts(dict(stored.parts), blocksize, start, stop)
-    weight, packed, state = _read_both(device, stored, job, source, parts)
+    stop = piece.start + piece.elements
+    parts = cut_parts(dict(stored.parts), blocksize, piece.start, stop)
+    [weight], raws = read_weights(device, [piece], DTYPES[stored.format.dtype], _ranges(parts))
+    packed, state = _stored_piece(stored, parts, raws)
     with device.timed(Activity.COMPUTE):
         last_block = block_count(stop, blocksize)
-        absmax = part_of(gathered, start // blocksize, last_block, device.torch_device)
+        absmax = part_of(gathered, piece.start // blocksize, last_block, device.torch_device)
         if stored.format.scales == "calibrated":
             errors = _compare_calibrated(weight, packed, state)
         else:
             errors = _compare_piece(weight, packed, state, absmax, stored.format.scales)
-    result.add_piece(start, errors)
+    result.add_piece(piece.start, errors)
     if gathered.count_piece():
         result.scales = _compare_scales(device, stored, gathered.take())
-
-
-def _read_both(
-    device: TorchDevice,
-    stored: Bitsandbytes4bit,
-    job: PackJob,
-    source: Piece | None,
-    parts: Mapping[str, TensorInfo],
-) -> tuple[torch.Tensor, torch.Tensor, QuantState]:
-    """Reads the source, cast to what was packed, and the codes with their state."""
-    ranges = _ranges(parts)
-    dtype = DTYPES[stored.format.dtype]
-    if source is None:
-        weight = read_matrix(device, job, dtype).clone()  # the next read reuses the buffer
-        raws = device.read(ranges)
-    elif source.tensor.encoding is not None:
-        weight = read_values(device, source.tensor).to(dtype).clone()
-        raws = device.read(ranges)
-    else:
-        first, *raws = device.read([source.tensor.file_range, *ranges])
-        with device.timed(Activity.COMPUTE):
-            weight = first.view(TORCH_DTYPES[source.tensor.dtype]).to(dtype)
-    return weight, *_stored_piece(stored, parts, raws)
 
 
 def _ranges(parts: Mapping[str, TensorInfo]) -> list[FileRange]:
@@ -246,38 +214,64 @@ def _count_not_nearest(
 def _compare_scales(
     device: TorchDevice, weight: Bitsandbytes4bit, absmax: torch.Tensor
 ) -> ScaleErrors:
-    """Compares the scales of a weight as it is stored with the absmax of its source, [blocks]
-    float32.
+    """Compares the components of a weight beside its codes with those that its source gives, whose
+    absmax are [blocks] float32.
     """
     parts = dict(weight.parts)
     parts["values"] = parts["values"]._replace(dtype="U8", stop=parts["values"].start)
     raws = device.read(_ranges(parts))
     _, state = _stored_piece(weight, parts, raws)
     with device.timed(Activity.COMPUTE):
+        offset = weight.nested_offset
+        wrong = wrong_nested = torch.zeros(1, dtype=torch.bool)
+        expected = {}
         if weight.format.scales == "calibrated":
-            described = _count_described(weight, parts, raws, weight.nested_offset)
-            return ScaleErrors(described=described)
-        if state.state2 is None or state.offset is None:
+            pass  # no second rounding tells which scales are right
+        elif state.state2 is None:
             wrong = _unlike(state.absmax, absmax)
-            return ScaleErrors(
-                wrong=int(wrong.sum()),
-                first=_first(wrong),
-                differing=_count_other_bits(state.absmax, absmax),
-                described=_count_described(weight, parts, raws, None),
-            )
-        wrong, wrong_nested = _wrong_nested(absmax, state)
-        codes, offset, state2 = compress_absmax(absmax)
-        differing = int((codes != state.absmax).sum())
-        differing += int((state2.absmax != state.state2.absmax).sum())
-        differing += _count_other_bits(offset, state.offset)
-        described = _count_described(weight, parts, raws, float(offset.item()))
+            expected["absmax"] = absmax
+        else:
+            wrong, wrong_nested = _wrong_nested(absmax, state)
+            codes, mean, state2 = compress_absmax(absmax)
+            expected = {"absmax": codes, "nested_absmax": state2.absmax}
+            offset = float(mean.item())
+        expected |= _expected_descriptions(weight, offset)
+        stored = dict(zip(parts, raws, strict=True))
+        if weight.blob is not None:  # it may not be on disk yet
+            stored[weight.quant_state_role] = _vector(weight.blob)
+        differing = {}
+        for role, right in expected.items():
+            if role in stored:
+                differing[role] = _count_differing(stored[role], right)
         return ScaleErrors(
             wrong=int(wrong.sum()),
-            first=_first(wrong),
+            first=int(wrong.int().argmax()),
             wrong_nested=int(wrong_nested.sum()),
             differing=differing,
-            described=described,
         )
+
+
+def _expected_descriptions(
+    weight: Bitsandbytes4bit, offset: float | None
+) -> dict[str, torch.Tensor]:
+    """Returns the code maps and the JSON blob that we write."""
+    return {
+        "quant_map": _vector(QUANT_MAPS[weight.quant_type]),
+        "nested_quant_map": _vector(NESTED_QUANT_MAP),
+        weight.quant_state_role: _vector(quant_state_json(weight.format, weight.shape, offset)),
+    }
+
+
+def _vector(content: bytes | bytearray) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _count_differing(stored: torch.Tensor, expected: torch.Tensor) -> int:
+    """Counts the bytes that are not the expected ones, and those that there are too many or few."""
+    right = expected.view(torch.uint8).to(stored.device)
+    common = min(stored.numel(), right.numel())
+    differing = int((stored[:common] != right[:common]).sum())
+    return differing + abs(stored.numel() - right.numel())
 
 
 def _unlike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -285,43 +279,9 @@ def _unlike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a != b) & ~((a - b).abs() < SMALLEST_NORMAL)
 
 
-def _count_other_bits(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Counts the values of two float32 tensors whose bits differ."""
-    return int((a.view(torch.int32) != b.view(torch.int32)).sum())
-
-
-def _count_described(
-    weight: Bitsandbytes4bit,
-    parts: Mapping[str, TensorInfo],
-    raws: Sequence[torch.Tensor],
-    offset: float | None,
-) -> int:
-    """Counts the bytes of a weight's code maps and JSON blob that are not those that we write.
-
-    What is not on disk does not count.
-    """
-    quant_type = weight.format.quant_type
-    blob = quant_state_json(weight.format, weight.shape, offset)
-    expected = {
-        "quant_map": QUANT_MAPS[quant_type],
-        "nested_quant_map": NESTED_QUANT_MAP,
-        f"{QUANT_STATE_PREFIX}{quant_type}": blob,
-    }
-    differing = 0
-    for role, raw in zip(parts, raws, strict=True):
-        if role in expected:
-            right = expected[role]
-            stored = raw.cpu().numpy().tobytes()
-            differing += sum(map(operator.ne, stored, right))
-            differing += abs(len(stored) - len(right))
-    return differing
-
-
 def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tells which scales do not follow from the source's absmax and the stored offset.
-
-    Returns:
-        For each 8-bit code, and for each nested absmax, True if it does not.
+    """Tells which 8-bit codes and which nested absmax do not follow from the source's absmax and
+    the stored offset.
     """
     assert state.state2 is not None
     assert state.offset is not None
@@ -337,11 +297,6 @@ def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> tuple[torch.Tensor
     far = (scaled - values[state.absmax.int()]).abs()
     near = (scaled - values[nearest]).abs()
     return far > near + _NESTED_TIE, wrong_nested
-
-
-def _first(wrong: torch.Tensor) -> int:
-    """Returns the index of the first that is wrong; 0 if none is."""
-    return int(wrong.int().argmax())
 
 
 def compare_copy(

@@ -1,64 +1,48 @@
-"""Finds weights that hold values which cannot be packed: a pass that only counts. Takes torch."""
+"""Finds values that cannot be packed, or would not be finite once they are decoded.
+
+Passes that only count take torch. Scales of weights in 4 bits are looked at without: one that is
+NaN or infinite makes a block of NaN, and a large one makes values that float16 cannot hold. Reading
+them costs little: they take an eighth of the codes' bytes, and a few bytes of a weight with double
+quantization.
+"""
 
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
-from nf4conv.format.dtypes import DTYPE_BITS
+from nf4conv.errors import SourceError
+from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES, TAGS
 from nf4conv.format.layout import Format, block_count
 from nf4conv.options import MachineOptions
-from nf4conv.plan.jobs import PackJob
+from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.device.protocol import CastError
 from nf4conv.run.loop import make_pipeline, open_reader
 from nf4conv.run.pieces import pieces_of
 from nf4conv.run.worker import Worker
+from nf4conv.sources.arranged import StackedExperts
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
+from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
 _LARGEST_SUM: Final = 3e38
 """Of the scales of a weight, whose mean double quantization takes in float32."""
 
+_AT_A_TIME: Final = 4  # weights
+_CHUNK: Final = 2**22  # bytes of scales that are read at once
+_FIRST_TOO_LARGE: Final = 65520.0
+"""The least magnitude that float16 rounds to infinity."""
+
 
 class UnfitValues(NamedTuple):
-    """Counts values of a tensor that cannot be stored."""
+    """Counts values of a tensor, or of a piece of it, that cannot be stored."""
 
     not_finite: int
     too_large: int
-
-
-class _Counts:
-    """Counts values by the name of the tensor."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, UnfitValues] = {}
-        self._lock = threading.Lock()
-
-    def add(self, name: str, not_finite: int, too_large: int) -> None:
-        with self._lock:
-            before = self.found.get(name, UnfitValues(0, 0))
-            self.found[name] = UnfitValues(
-                before.not_finite + not_finite, before.too_large + too_large
-            )
-
-
-def _ignore(_: int) -> None:
-    """Takes a count that nobody asked for."""
-
-
-def _count_piece(
-    backend: TorchBackend,
-    name: str,
-    tensor: TensorInfo,
-    limit: float,
-    counts: _Counts,
-    worker: Worker,
-) -> None:
-    """Counts the values of a piece of a tensor; the limit is that of a magnitude."""
-    from nf4conv.run.device.on_torch.device import device_of  # importing torch takes seconds
-
-    counts.add(name, *device_of(worker, backend).count_unpackable(tensor, limit))
 
 
 def count_values(
@@ -68,52 +52,135 @@ def count_values(
     source: Source | None,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, UnfitValues]:
-    """Counts the values of tensors that are NaN or infinite, or whose magnitude is too large.
+    """Counts the values of tensors that are NaN or infinite, or whose magnitude is above a limit.
 
-    Args:
-        tensors: the tensors, by name.
-        limits: the largest magnitude of each, by the same names.
-        run: how to use the machine.
-        source: the checkpoint that they belong to; None if they are in files at hand.
-        progress: told how many more bytes have been read, from any thread.
-
-    Returns:
-        What was counted of each tensor, by name.
+    Their source is None if they are in files at hand. `progress` is told how many more bytes have
+    been read, from any thread.
     """
-    found = _Counts()
     torch = TorchBackend(run.device)
-    pipeline = make_pipeline([torch], run, progress or _ignore)
+    pipeline = make_pipeline([torch], run, progress or (lambda _: None))
+    found: list[tuple[str, UnfitValues]] = []  # of pieces; workers append to it
     tasks = []
     for name, tensor in tensors.items():
         most = pipeline.piece * 8 // DTYPE_BITS[tensor.dtype]
         tasks += [
-            partial(_count_piece, torch, name, piece.tensor, limits[name], found)
+            partial(_count, torch, name, piece.tensor, limits[name], found)
             for piece in pieces_of(tensor, most)
         ]
     with open_reader(source) as reader:
         pipeline.run(tasks, reader)
-    return found.found
+    counts: dict[str, UnfitValues] = {}
+    for name, (not_finite, too_large) in found:
+        before = counts.get(name, UnfitValues(0, 0))
+        counts[name] = UnfitValues(before.not_finite + not_finite, before.too_large + too_large)
+    return counts
 
 
-def find_unpackable(
-    jobs: Sequence[PackJob], format: Format, run: MachineOptions, source: Source
-) -> Mapping[str, tuple[int, str]]:
-    """Counts the values of source tensors that cannot be packed.
+def _count(
+    backend: TorchBackend,
+    name: str,
+    tensor: TensorInfo,
+    limit: float,
+    found: list[tuple[str, UnfitValues]],
+    worker: Worker,
+) -> None:
+    from nf4conv.run.device.on_torch.device import device_of  # importing torch takes seconds
+
+    counted = device_of(worker, backend).count_unpackable(tensor, limit)
+    found.append((name, UnfitValues(*counted)))
+
+
+def unpackable(job: PackJob, format: Format, run: MachineOptions, source: Source) -> SourceError:
+    """Counts the values of a weight that cannot be packed, and returns the error that says so.
 
     They are NaN or infinite, or so large that the mean of the scales may become so.
-
-    Returns:
-        (count, reason) by the name of the tensor; tensors without such values are left out.
     """
-    largest = _LARGEST_SUM if format.double_quant else math.inf
-    tensors = {job.source.name: job.source for job in jobs}
-    limits = {}
-    for name, tensor in tensors.items():
-        limits[name] = largest / (block_count(tensor.elements, format.blocksize) or 1)
-    unpackable = {}
-    for name, count in sorted(count_values(tensors, limits, run, source).items()):
-        if count.not_finite:
-            unpackable[name] = (count.not_finite, "NaN or infinite")
-        elif count.too_large:
-            unpackable[name] = (count.too_large, "too large for double quantization")
-    return unpackable
+    tensor = job.source
+    limit = math.inf
+    if format.double_quant:
+        limit = _LARGEST_SUM / (block_count(tensor.elements, format.blocksize) or 1)
+    name = tensor.name
+    not_finite, too_large = count_values({name: tensor}, {name: limit}, run, source)[name]
+    if not_finite:
+        text = f"{not_finite:,} of {tensor.elements:,} values are NaN or infinite"
+    elif too_large:
+        text = f"{too_large:,} of {tensor.elements:,} values are too large for double quantization"
+    else:
+        return CastError(tensor, TAGS[format.dtype])
+    text += "; repair the checkpoint, or leave it unquantized with --exclude"
+    return SourceError.about(tensor.file, name, text)
+
+
+def check_scales(jobs: Sequence[Job], source: Source, run: MachineOptions) -> None:
+    """Refuses weights in 4 bits that decode to NaN or infinity, or to what float16 cannot hold."""
+    large = []
+    for job, encoding, largest in _largest_of(jobs, source):
+        if not math.isfinite(largest):
+            raise SourceError.about(
+                job.source.file,
+                job.name,
+                "has scales that are NaN or infinite, and would decode to NaN; "
+                "repair the checkpoint, or leave it in 4 bits with --exclude",
+            )
+        # what was float16 before decodes to what bitsandbytes makes of it, infinity included
+        is_cast_to_float16 = job.dtype == "F16" and encoding.dtype != "F16"
+        if is_cast_to_float16 and largest >= _FIRST_TOO_LARGE:
+            large.append(job)
+    if large:
+        _refuse_overflow(large, source, run)
+
+
+def _largest_of(
+    jobs: Sequence[Job], source: Source
+) -> Iterator[tuple[CopyJob, Bitsandbytes4bit, float]]:
+    """Yields each weight in 4 bits, or expert of a stack of them, that a job decodes, with a
+    magnitude that no decoded value exceeds; NaN if one is NaN.
+    """
+    weights = []
+    for job in jobs:
+        if isinstance(job, CopyJob):
+            weights += [(job, encoding) for encoding in _encodings(job.source.unmerged)]
+    with open_reader(source) as reader, ThreadPoolExecutor(_AT_A_TIME) as pool:
+        encodings = [encoding for _, encoding in weights]
+        largest = pool.map(partial(_largest_scale, reader), encodings)
+        for (job, encoding), found in zip(weights, largest, strict=True):
+            yield job, encoding, found
+
+
+def _encodings(tensor: TensorInfo) -> Iterator[Bitsandbytes4bit]:
+    if isinstance(tensor.encoding, Bitsandbytes4bit):
+        yield tensor.encoding
+    elif isinstance(tensor.encoding, StackedExperts):
+        for _, part in tensor.encoding.parts:
+            yield from _encodings(part)
+
+
+def _largest_scale(reader: Reader, encoding: Bitsandbytes4bit) -> float:
+    from nf4conv.codec.finite import largest_magnitude  # importing numpy takes a moment
+
+    scales = encoding.absmax if encoding.nested_absmax is None else encoding.nested_absmax
+    largest = 0.0
+    for start in range(scales.start, scales.stop, _CHUNK):
+        buffer = bytearray(min(_CHUNK, scales.stop - start))
+        reader.read_into(scales.file, start, memoryview(buffer))
+        found = largest_magnitude(memoryview(buffer))
+        if not math.isfinite(found):
+            return found
+        largest = max(largest, found)
+    return largest + abs(encoding.nested_offset or 0.0)
+
+
+def _refuse_overflow(jobs: Sequence[CopyJob], source: Source, run: MachineOptions) -> None:
+    """Raises a SourceError if a decoded value is too large for float16."""
+    wide = {job.name: job.source._replace(dtype="F32") for job in jobs}
+    limits = dict.fromkeys(wide, math.nextafter(_FIRST_TOO_LARGE, 0))
+    on_cpu = replace(run, device="cpu")  # few weights are looked at, whatever device computes
+    for name, count in count_values(wide, limits, on_cpu, source).items():
+        tensor = wide[name]
+        if count.too_large:
+            raise SourceError.about(
+                tensor.file,
+                name,
+                f"{count.too_large:,} of {tensor.elements:,} values are too "
+                f"large for {DTYPE_NAMES['F16']}; --dtype bf16 holds them",
+            )

@@ -15,7 +15,6 @@ from nf4conv.run.device.protocol import CopyPart, Gathered
 from nf4conv.run.loop import Task
 from nf4conv.run.pieces import (
     LARGEST_BATCH,
-    WeightPiece,
     batches,
     interleave,
     pieces_of,
@@ -104,16 +103,16 @@ def _tasks_of_batch(
         unit = blocksize * NESTED_BLOCKSIZE
     most = job.elements * piece // max(backend.weight_room(job), 1)
     pieces = weight_pieces(job, piece, most, unit)
-    if len(pieces) <= 1:
+    if len(pieces) == 1:
         run = partial(pack_batch, destination, backend, jobs)
         return [ShardTask(job.source.file, run)]
     gathered = Gathered(block_count(job.elements, blocksize), len(pieces))
-    of_weight = [WeightPiece(job, start, tensor.elements, tensor) for tensor, start in pieces]
-    if share_parts(pieces[0].tensor):
-        run = partial(pack_pieces, destination, backend, of_weight, gathered)
+    first = pieces[0].tensor
+    if first is not None and share_parts(first):
+        run = partial(pack_pieces, destination, backend, pieces, gathered)
         return [ShardTask(job.source.file, run)]
     tasks = []
-    for one in of_weight:
+    for one in pieces:
         run = partial(pack_pieces, destination, backend, [one], gathered)
         tasks.append(ShardTask(job.source.file, run))
     return tasks

@@ -17,13 +17,7 @@ _NOTHING: Final = frozenset[Purpose]()
 
 
 def kernels_for_job(job: Job, format: Format, *, is_measured: bool) -> frozenset[Purpose] | None:
-    """Tells which kernels a job takes; None if there are none for it, so that it takes torch.
-
-    Args:
-        job: what becomes of a tensor.
-        format: how weights are packed.
-        is_measured: True if the errors of packed weights are to be measured.
-    """
+    """Tells which kernels a job takes; None if there are none for it, so that it takes torch."""
     if isinstance(job, CopyJob):
         if not job.is_changed:
             return _NOTHING

@@ -28,7 +28,10 @@ def pack(
 ) -> Packed:
     """Packs weights, or a piece of a large one, as device/protocol.py says."""
     scale_ranges = [_scale_ranges(*pair) for pair in zip(stored, pieces, strict=False)]
-    weights, scales = _read(device, pieces, format, scale_ranges)
+    ranges = [file_range for of_weight in scale_ranges for file_range in of_weight.values()]
+    weights, raws = read_weights(device, pieces, DTYPES[format.dtype], ranges)
+    found = iter(raws)
+    scales = [{role: next(found) for role in of_weight} for of_weight in scale_ranges]
     with device.timed(Activity.COMPUTE):
         _check_finite(pieces, weights)
         codes = []
@@ -126,40 +129,27 @@ def _check_finite(pieces: Sequence[WeightPiece], weights: Sequence[torch.Tensor]
             raise NonFiniteError(piece.job)
 
 
-StoredScales = Mapping[str, torch.Tensor]
-"""The components "absmax" and, with double quantization, "nested_absmax" as bytes on the device."""
-
-
-def _read(
+def read_weights(
     device: TorchBuffers,
     pieces: Sequence[WeightPiece],
-    format: Format,
-    scale_ranges: Sequence[Mapping[str, FileRange]],
-) -> tuple[list[torch.Tensor], list[StoredScales]]:
-    """Reads weights, flat and in the format's dtype, and the scales that each is stored with."""
-    dtype = DTYPES[format.dtype]
-    ranges = [file_range for of_weight in scale_ranges for file_range in of_weight.values()]
+    dtype: torch.dtype,
+    ranges: Sequence[FileRange],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Reads weights, flat and in the dtype that is packed, and the bytes of ranges beside them."""
     first = pieces[0]
     if first.tensor is None or first.tensor.encoding is not None:
         weights = [_read_decoded(device, piece, dtype) for piece in pieces]
-        if ranges:
-            weights = [weight.clone() for weight in weights]  # the next read reuses the buffer
-            raws = device.read(ranges)
-        else:
-            raws = []
-    else:
-        tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
-        raws = device.read([*(tensor.file_range for tensor in tensors), *ranges])
-        with device.timed(Activity.COMPUTE):
-            weights = []
-            for tensor, raw in zip(tensors, raws, strict=False):
-                weights.append(raw.view(TORCH_DTYPES[tensor.dtype]).to(dtype))
-        raws = raws[len(tensors) :]
-    found = iter(raws)
-    scales: list[StoredScales] = [
-        {role: next(found) for role in of_weight} for of_weight in scale_ranges
-    ]
-    return weights, scales
+        if not ranges:
+            return weights, []
+        # the next read reuses the buffer
+        return [weight.clone() for weight in weights], device.read(ranges)
+    tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
+    raws = device.read([*(tensor.file_range for tensor in tensors), *ranges])
+    with device.timed(Activity.COMPUTE):
+        weights = []
+        for tensor, raw in zip(tensors, raws, strict=False):
+            weights.append(raw.view(TORCH_DTYPES[tensor.dtype]).to(dtype))
+    return weights, raws[len(tensors) :]
 
 
 def _read_decoded(device: TorchBuffers, piece: WeightPiece, dtype: torch.dtype) -> torch.Tensor:
@@ -184,9 +174,9 @@ def _measure(
     codes: torch.Tensor,
     format: Format,
     stored: Bitsandbytes4bit,
-    scales: StoredScales,
+    scales: Mapping[str, torch.Tensor],
 ) -> Errors:
-    """Measures the errors of codes, decoded with stored scales; the codes count as right."""
+    """Measures the errors of codes, which count as right, decoded with stored scales."""
     absmax = scales["absmax"]
     nested = None
     offset = None
