@@ -207,6 +207,14 @@ def test_the_config_says_something_else(tmp_path: Path, name: str, change: Chang
     case.assert_refused_or_same("config.json", "another config", may_be_same=False)
 
 
+def test_floats_without_scales_beside_scales_of_another_name(tmp_path: Path):
+    case = Case(tmp_path, "fp8 casts")
+    [part] = case.parts
+    scale = part.replace(".weight", ".weight_descale")
+    save(case.file, {**case.tensors, scale: Tensor("F32", (1,), b"\0\0\0?")})
+    case.assert_refused_or_same(part, "has a scale of another name", may_be_same=False)
+
+
 def test_integers_that_must_have_zero_points(tmp_path: Path):
     case = Case(tmp_path, "int8 compressed-tensors")
     groups = case.config["quantization_config"]["config_groups"]

@@ -14,6 +14,7 @@ from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.layout import COMPONENT_SUFFIXES
 from nf4conv.models.families import families_of
+from nf4conv.models.module_names import module_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.foreign.config import describe
 from nf4conv.sources.foreign.floats import (
@@ -195,6 +196,7 @@ def _replaced(
         if tensor.name not in found:
             kept.append(tensor)
     _check_unused(rest, method)
+    _check_casts(rest, found)
     return tuple(kept)
 
 
@@ -234,6 +236,23 @@ def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
                 tensor.name,
                 "part of a weight that is already quantized in a "
                 "way that nf4conv does not decode; give the checkpoint that it was made from",
+            )
+
+
+def _check_casts(rest: Sequence[TensorInfo], found: Mapping[str, TensorInfo]) -> None:
+    """Raises a SourceError for scales of another name beside 8-bit floats without scales."""
+    casts = {}
+    for logical in found.values():
+        if isinstance(logical.encoding, Scaled) and logical.encoding.scale is None:
+            casts[module_of(logical.name)] = logical
+    for tensor in rest if casts else ():
+        module, _, leaf = tensor.name.rpartition(".")
+        if "scale" in leaf and module in casts:
+            raise SourceError.about(
+                tensor.file,
+                tensor.name,
+                f"may scale {casts[module].name}, in a way that nf4conv does not know; give the "
+                f"checkpoint that it was made from",
             )
 
 
