@@ -9,13 +9,12 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import reduce, wraps
 from operator import or_
 from types import NoneType
 from typing import (
-    Annotated,
     Any,
     Concatenate,
     Final,
@@ -54,7 +53,7 @@ class Group(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """Says of an option what its type and default do not: metadata of an annotated field.
+    """Says of an option what its type and default do not: the metadata of its field.
 
     Attributes:
         group: where --help shows it.
@@ -83,6 +82,25 @@ class Option:
     in_python: bool = False
 
 
+def described(group: Group, help: str, **more: Any) -> dict[str, Option]:
+    """Returns the metadata of the field of an option; `more` are other attributes of `Option`."""
+    return {"option": Option(group, help, **more)}
+
+
+def option(
+    group: Group,
+    help: str,
+    *,
+    default: Any = None,
+    repr: bool = True,
+    compare: bool = True,
+    **more: Any,
+) -> Any:
+    """Declares an option: the field of a dataclass; `more` are other attributes of `Option`."""
+    metadata = described(group, help, **more)
+    return field(default=default, repr=repr, compare=compare, metadata=metadata)
+
+
 class Declared(NamedTuple):
     """Describes an option by the field that declares it."""
 
@@ -104,11 +122,11 @@ def options_of(kind: Any) -> list[Declared]:
     A command whose class declares a field again with `init=False` does not have that option.
     """
     if kind not in _OPTIONS:
-        hints = get_type_hints(kind, include_extras=True)
+        hints = get_type_hints(kind)
         found = []
         for one in fields(kind):
-            if one.init and get_origin(hints[one.name]) is Annotated:
-                hint, said = get_args(hints[one.name])
+            if one.init:
+                hint, said = hints[one.name], one.metadata["option"]
                 found.append(Declared(one.name, hint, _without_none(hint), one.default, said))
         order = list(Group)
         _OPTIONS[kind] = sorted(found, key=lambda option: order.index(option.said.group))

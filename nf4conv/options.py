@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
-from nf4conv.declaring import Checked, Group, Option
+from nf4conv.declaring import Checked, Group, described, option
 
 QuantType: TypeAlias = Literal["nf4", "fp4"]
 Blocksize: TypeAlias = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -27,7 +27,6 @@ Names: TypeAlias = tuple[str, ...] | list[str]
 DTYPES: Final = get_args(Dtype)
 
 _RELATIVE_ERROR: Final = "a relative error such as 0.1, and at most 2"
-_ADAPTER: Final = "a folder, or a model on the Hub, with or without @revision"
 _SHARD_SIZE: Final = "Make no file larger. Several are written at a time."
 _ONE_DEVICE: Final = "Compute on auto, cpu, cuda or cuda:N."
 
@@ -42,10 +41,11 @@ def _is_part(part: str) -> bool:
     return match is not None and 1 <= int(match[1]) <= int(match[2])
 
 
-def _device(help: str, group: Group = Group.MACHINE) -> Option:
-    return Option(
+def _device(help: str, group: Group = Group.MACHINE) -> Any:
+    return option(
         group,
         help,
+        default="auto",
         check=_is_device,
         expected="auto, cpu, cuda or cuda:N (cuda is an NVIDIA GPU; anywhere else, cpu is the one)",
     )
@@ -58,132 +58,91 @@ class SourceOptions(Checked):
     For models on the Hub, the environment variables of huggingface_hub apply as well.
     """
 
-    revision: Annotated[
-        str | None,
-        Option(Group.SOURCE, "Take this branch, tag or commit on the Hub.", unset="main"),
-    ] = None
-    subfolder: Annotated[
-        str | None,
-        Option(Group.SOURCE, "Take the checkpoint in this subfolder."),
-    ] = None
-    variant: Annotated[
-        str | None,
-        Option(Group.SOURCE, "Take weight files with this word, such as fp16."),
-    ] = None
-    gguf_file: Annotated[
-        str | None,
-        Option(
-            Group.SOURCE,
-            "Take the GGUF file with this name in a folder.",
-            metavar="NAME",
-        ),
-    ] = None
-    config_from: Annotated[
-        str | None,
-        Option(
-            Group.SOURCE,
-            "Take config and tokenizer for a GGUF file here.",
-            metavar="MODEL",
-        ),
-    ] = None
-    stream: Annotated[
-        bool,
-        Option(Group.SOURCE, "Fetch weights as they are needed; keep no copy."),
-    ] = False
-    cache_dir: Annotated[
-        str | Path | None,
-        Option(
-            Group.SOURCE,
-            "Keep downloads in this folder.",
-            metavar="DIRECTORY",
-            unset="HF_HUB_CACHE",
-        ),
-    ] = None
-    local_files_only: Annotated[
-        bool, Option(Group.SOURCE, "Take what was downloaded, and ask no Hub.")
-    ] = False
-    token: Annotated[
-        str | None,
-        Option(Group.SOURCE, "Use this token for the Hub.", unset="that of hf auth login"),
-    ] = field(default=None, repr=False)
+    revision: str | None = option(
+        Group.SOURCE, "Take this branch, tag or commit on the Hub.", unset="main"
+    )
+    subfolder: str | None = option(Group.SOURCE, "Take the checkpoint in this subfolder.")
+    variant: str | None = option(Group.SOURCE, "Take weight files with this word, such as fp16.")
+    gguf_file: str | None = option(
+        Group.SOURCE, "Take the GGUF file with this name in a folder.", metavar="NAME"
+    )
+    config_from: str | None = option(
+        Group.SOURCE, "Take config and tokenizer for a GGUF file here.", metavar="MODEL"
+    )
+    stream: bool = option(
+        Group.SOURCE, "Fetch weights as they are needed; keep no copy.", default=False
+    )
+    cache_dir: str | Path | None = option(
+        Group.SOURCE, "Keep downloads in this folder.", metavar="DIRECTORY", unset="HF_HUB_CACHE"
+    )
+    local_files_only: bool = option(
+        Group.SOURCE, "Take what was downloaded, and ask no Hub.", default=False
+    )
+    token: str | None = option(
+        Group.SOURCE, "Use this token for the Hub.", repr=False, unset="that of hf auth login"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions(Checked):
     """Says how a command uses the machine. No option of this class changes a byte of the result."""
 
-    device: Annotated[str, _device(_ONE_DEVICE)] = "auto"
-    workers: Annotated[
-        int,
-        Option(
-            Group.MACHINE,
-            "Use so many threads; 0 lets nf4conv choose.",
-            metavar="N",
-            most=1024,
-        ),
-    ] = 0
-    buffer_size: Annotated[
-        int,
-        Option(
-            Group.MACHINE,
-            "Bytes of memory for reading, all threads together.",
-            least=1,
-            in_python=True,
-        ),
-    ] = 64 * 10**6
-    progress: Annotated[
-        Callable[[int], None] | None,
-        Option(
-            Group.MACHINE,
-            "Is called with the number of bytes that have been read since the last call, from any "
-            "thread.",
-            in_python=True,
-        ),
-    ] = field(default=None, repr=False, compare=False)
+    device: str = _device(_ONE_DEVICE)
+    workers: int = option(
+        Group.MACHINE,
+        "Use so many threads; 0 lets nf4conv choose.",
+        default=0,
+        metavar="N",
+        most=1024,
+    )
+    buffer_size: int = option(
+        Group.MACHINE,
+        "Bytes of memory for reading, all threads together.",
+        default=64 * 10**6,
+        least=1,
+        in_python=True,
+    )
+    progress: Callable[[int], None] | None = option(
+        Group.MACHINE,
+        "Is called with the number of bytes that have been read since the last call, from any "
+        "thread.",
+        repr=False,
+        compare=False,
+        in_python=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(MachineOptions):
     """Says how a command that writes a checkpoint uses the machine."""
 
-    device: Annotated[
-        str,
-        _device("Compute on auto, cpu, cuda, cuda:N, cuda:all or cuda:0,cuda:1.", Group.USUAL),
-    ] = "auto"
-    ray: Annotated[
-        bool,
-        Option(
-            Group.MACHINE,
-            "Spread the work over the Ray cluster of RAY_ADDRESS, or a local one.",
-        ),
-    ] = False
-    part: Annotated[
-        str | None,
-        Option(
-            Group.MACHINE,
-            "Make part I of N in a folder that all processes see; the last one makes OUT whole.",
-            metavar="I/N",
-            check=_is_part,
-            expected="I/N with I from 1 to N, such as 2/3",
-        ),
-    ] = None
-    overwrite: Annotated[bool, Option(Group.USUAL, "Delete what is in OUT, and start anew.")] = (
-        False
+    device: str = _device(
+        "Compute on auto, cpu, cuda, cuda:N, cuda:all or cuda:0,cuda:1.", Group.USUAL
     )
-    verify: Annotated[
-        bool, Option(Group.USUAL, "Read the result back and compare it with SRC.")
-    ] = False
-    tolerance: Annotated[
-        float | None,
-        Option(
-            Group.CHECKS,
-            "With --verify, let no weight have a larger relative error.",
-            unset="0.112 for NF4 in blocks of 64",
-            needs="verify",
-            most=2,
-            expected=_RELATIVE_ERROR,
-        ),
-    ] = None
+    ray: bool = option(
+        Group.MACHINE,
+        "Spread the work over the Ray cluster of RAY_ADDRESS, or a local one.",
+        default=False,
+    )
+    part: str | None = option(
+        Group.MACHINE,
+        "Make part I of N in a folder that all processes see; the last one makes OUT whole.",
+        metavar="I/N",
+        check=_is_part,
+        expected="I/N with I from 1 to N, such as 2/3",
+    )
+    overwrite: bool = option(Group.USUAL, "Delete what is in OUT, and start anew.", default=False)
+    verify: bool = option(
+        Group.USUAL, "Read the result back and compare it with SRC.", default=False
+    )
+    tolerance: float | None = option(
+        Group.CHECKS,
+        "With --verify, let no weight have a larger relative error.",
+        unset="0.112 for NF4 in blocks of 64",
+        needs="verify",
+        most=2,
+        expected=_RELATIVE_ERROR,
+    )
 
     @property
     def is_spread(self) -> bool:
@@ -192,202 +151,141 @@ class RunOptions(MachineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushOptions(Checked):
-    """Says where a result goes on the Hub."""
+class PushOptions(SourceOptions):
+    """Says where a checkpoint comes from, and where a result goes on the Hub."""
 
-    push_to_hub: Annotated[
-        str | None,
-        Option(
-            Group.PUBLISHING,
-            "Upload shards to this model repository as they are made.",
-            metavar="REPO",
-        ),
-    ] = None
-    public: Annotated[
-        bool,
-        Option(
-            Group.PUBLISHING,
-            "With --push-to-hub, let everybody see the repository.",
-            needs="push_to_hub",
-        ),
-    ] = False
-    token: Annotated[str | None, Option(Group.SOURCE, "Use this access token for the Hub.")] = (
-        field(default=None, repr=False)
+    push_to_hub: str | None = option(
+        Group.PUBLISHING, "Upload shards to this model repository as they are made.", metavar="REPO"
+    )
+    public: bool = option(
+        Group.PUBLISHING,
+        "With --push-to-hub, let everybody see the repository.",
+        default=False,
+        needs="push_to_hub",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeOptions(SourceOptions, RunOptions, PushOptions):
+class QuantizeOptions(PushOptions, RunOptions):
     """Says what `quantize` makes of a checkpoint, where that comes from, and how it is made.
 
     If the source is in 4 bits already, None in `quant_type`, `blocksize`, `double_quant`,
     `quant_storage` and `scales` takes what most of its weights have.
     """
 
-    quant_type: Annotated[
-        QuantType | None,
-        Option(Group.RESULT, "Pack weights to this type.", unset="nf4, or SRC's own"),
-    ] = None
-    blocksize: Annotated[
-        Blocksize | None,
-        Option(
-            Group.RESULT,
-            "Let 32, 64, … or 4096 weights share a scale.",
-            metavar="N",
-            unset="64, or SRC's own",
-        ),
-    ] = None
-    double_quant: Annotated[
-        bool | None,
-        Option(
-            Group.RESULT,
-            "Quantize scales too: 4.13 instead of 4.5 bits a weight.",
-            unset="as in SRC, or do",
-        ),
-    ] = None
-    compute_dtype: Annotated[
-        Dtype | None,
-        Option(
-            Group.RESULT,
-            "Let loaders compute in this dtype.",
-            metavar="DTYPE",
-            unset="--dtype, or bfloat16 for float32",
-        ),
-    ] = None
-    dtype: Annotated[
-        Dtype | None,
-        Option(
-            Group.RESULT,
-            "Store the rest in bf16, fp16 or fp32.",
-            metavar="DTYPE",
-            unset="that of config.json",
-        ),
-    ] = None
-    include: Annotated[
-        Names,
-        Option(
-            Group.WEIGHTS,
-            "Pack only tensors whose names match this pattern, also in vision and audio parts.",
-            metavar="GLOB",
-        ),
-    ] = ()
-    exclude: Annotated[
-        Names, Option(Group.WEIGHTS, "Keep tensors whose names match.", metavar="GLOB")
-    ] = ()
-    moe: Annotated[
-        Moe | None,
-        Option(
-            Group.WEIGHTS,
-            "Pack experts, which transformers 5 loads with nf4conv, or keep them in 16 bits, "
-            "which loads everywhere.",
-            unset="packed if they are most of the model and nothing is pushed",
-        ),
-    ] = None
-    max_shard_size: Annotated[int, Option(Group.RESULT, _SHARD_SIZE, least=1, is_size=True)] = 10**9
-    lora: Annotated[
-        Names,
-        Option(
-            Group.USUAL,
-            "First merge this PEFT adapter, a folder or model on the Hub, into the 16-bit SRC (or "
-            "the 4-bit one that it was trained on).",
-            metavar="ADAPTER",
-        ),
-    ] = ()
-    quant_storage: Annotated[
-        QuantStorage | None,
-        Option(
-            Group.RESULT,
-            "Store codes as uint8, or for FSDP in a float dtype.",
-            metavar="DTYPE",
-            unset="uint8, or SRC's own",
-        ),
-    ] = None
-    base_model: Annotated[
-        str | None,
-        Option(
-            Group.PUBLISHING,
-            "Name this original in the model card.",
-            metavar="REPO",
-            unset="by SRC",
-        ),
-    ] = None
-    scales: Annotated[
-        Scales | None,
-        Option(
-            Group.USUAL,
-            "Scale blocks as bitsandbytes does, or search for scales with smaller errors.",
-            unset="absmax, or SRC's own",
-        ),
-    ] = None
-    calibrate: Annotated[
-        str | None,
-        Option(
-            Group.USUAL,
-            "Lose less: let the model read this text (.txt, .jsonl, .npy; 'default' for what "
-            "nf4conv ships) meanwhile.",
-            metavar="TEXT",
-        ),
-    ] = None
-    calibrate_output: Annotated[
-        CalibrateOutput | None,
-        Option(
-            Group.RESULT,
-            "With --calibrate, count how much the predictions depend on the outputs of queries, "
-            "keys "
-            "and values, or of all weights: one backward pass more.",
-            needs="calibrate",
-        ),
-    ] = None
-    calibration_tokens: Annotated[
-        int | None,
-        Option(
-            Group.RESULT,
-            "Calibrate by this number of tokens.",
-            metavar="N",
-            unset="65536",
-            least=1,
-            needs="calibrate",
-        ),
-    ] = None
+    quant_type: QuantType | None = option(
+        Group.RESULT, "Pack weights to this type.", unset="nf4, or SRC's own"
+    )
+    blocksize: Blocksize | None = option(
+        Group.RESULT,
+        "Let 32, 64, … or 4096 weights share a scale.",
+        metavar="N",
+        unset="64, or SRC's own",
+    )
+    double_quant: bool | None = option(
+        Group.RESULT,
+        "Quantize scales too: 4.13 instead of 4.5 bits a weight.",
+        unset="as in SRC, or do",
+    )
+    compute_dtype: Dtype | None = option(
+        Group.RESULT,
+        "Let loaders compute in this dtype.",
+        metavar="DTYPE",
+        unset="--dtype, or bfloat16 for float32",
+    )
+    dtype: Dtype | None = option(
+        Group.RESULT,
+        "Store the rest in bf16, fp16 or fp32.",
+        metavar="DTYPE",
+        unset="that of config.json",
+    )
+    include: Names = option(
+        Group.WEIGHTS,
+        "Pack only tensors whose names match this pattern, also in vision and audio parts.",
+        default=(),
+        metavar="GLOB",
+    )
+    exclude: Names = option(
+        Group.WEIGHTS, "Keep tensors whose names match.", default=(), metavar="GLOB"
+    )
+    moe: Moe | None = option(
+        Group.WEIGHTS,
+        "Pack experts, which transformers 5 loads with nf4conv, or keep them in 16 bits, which "
+        "loads everywhere.",
+        unset="packed if they are most of the model and nothing is pushed",
+    )
+    max_shard_size: int = option(Group.RESULT, _SHARD_SIZE, default=10**9, least=1, is_size=True)
+    lora: Names = option(
+        Group.USUAL,
+        "First merge this PEFT adapter, a folder or model on the Hub, into the 16-bit SRC (or the "
+        "4-bit one that it was trained on).",
+        default=(),
+        metavar="ADAPTER",
+    )
+    quant_storage: QuantStorage | None = option(
+        Group.RESULT,
+        "Store codes as uint8, or for FSDP in a float dtype.",
+        metavar="DTYPE",
+        unset="uint8, or SRC's own",
+    )
+    base_model: str | None = option(
+        Group.PUBLISHING, "Name this original in the model card.", metavar="REPO", unset="by SRC"
+    )
+    scales: Scales | None = option(
+        Group.USUAL,
+        "Scale blocks as bitsandbytes does, or search for scales with smaller errors.",
+        unset="absmax, or SRC's own",
+    )
+    calibrate: str | None = option(
+        Group.USUAL,
+        "Lose less: let the model read this text (.txt, .jsonl, .npy; 'default' for what nf4conv "
+        "ships) meanwhile.",
+        metavar="TEXT",
+    )
+    calibrate_output: CalibrateOutput | None = option(
+        Group.RESULT,
+        "With --calibrate, count how much the predictions depend on the outputs of queries, keys "
+        "and values, or of all weights: one backward pass more.",
+        needs="calibrate",
+    )
+    calibration_tokens: int | None = option(
+        Group.RESULT,
+        "Calibrate by this number of tokens.",
+        metavar="N",
+        unset="65536",
+        least=1,
+        needs="calibrate",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DequantizeOptions(SourceOptions, RunOptions):
     """Says what `dequantize` makes of a 4-bit checkpoint, where that comes from, and how."""
 
-    dtype: Annotated[
-        DecodedDtype | None,
-        Option(
-            Group.RESULT,
-            "Store weights in this dtype (short: bf16, fp16, fp32). fp8 is for MXFP4 experts of a "
-            "model that is in FP8 otherwise, such as DeepSeek-V4: no value is rounded.",
-            metavar="DTYPE",
-            unset="as before they were quantized",
-        ),
-    ] = None
-    fp8_scales: Annotated[
-        Fp8Scales | None,
-        Option(
-            Group.RESULT,
-            "With --dtype fp8, store all scales in this dtype.",
-            unset="as in SRC",
-        ),
-    ] = None
-    include: Annotated[
-        Names, Option(Group.WEIGHTS, "Decode only weights whose names match.", metavar="GLOB")
-    ] = ()
-    exclude: Annotated[
-        Names, Option(Group.WEIGHTS, "Leave weights whose names match in 4 bits.", metavar="GLOB")
-    ] = ()
-    max_shard_size: Annotated[int, Option(Group.RESULT, _SHARD_SIZE, least=1, is_size=True)] = 10**9
-    lora: Annotated[
-        Names,
-        Option(
-            Group.USUAL,
-            f"Merge this PEFT adapter into the decoded weights: {_ADAPTER}.",
-            metavar="ADAPTER",
-        ),
-    ] = ()
+    dtype: DecodedDtype | None = option(
+        Group.RESULT,
+        "Store weights in this dtype (short: bf16, fp16, fp32). fp8 is for MXFP4 experts of a "
+        "model that is in FP8 otherwise, such as DeepSeek-V4: no value is rounded.",
+        metavar="DTYPE",
+        unset="as before they were quantized",
+    )
+    fp8_scales: Fp8Scales | None = option(
+        Group.RESULT, "With --dtype fp8, store all scales in this dtype.", unset="as in SRC"
+    )
+    include: Names = option(
+        Group.WEIGHTS, "Decode only weights whose names match.", default=(), metavar="GLOB"
+    )
+    exclude: Names = option(
+        Group.WEIGHTS, "Leave weights whose names match in 4 bits.", default=(), metavar="GLOB"
+    )
+    max_shard_size: int = option(Group.RESULT, _SHARD_SIZE, default=10**9, least=1, is_size=True)
+    lora: Names = option(
+        Group.USUAL,
+        "Merge this PEFT adapter into the decoded weights: a folder, or a model on the Hub, with "
+        "or without @revision.",
+        default=(),
+        metavar="ADAPTER",
+    )
     verify: bool = field(default=False, init=False)
     tolerance: float | None = field(default=None, init=False)
 
@@ -396,39 +294,31 @@ class DequantizeOptions(SourceOptions, RunOptions):
 class VerifyOptions(SourceOptions, MachineOptions):
     """Says what `verify` requires of a checkpoint, and what it compares it with."""
 
-    source: Annotated[
-        str | Path | None,
-        Option(
-            Group.CHECKS,
-            "Compare every value with this checkpoint, such as the one that PATH was made from.",
-            metavar="SRC",
-        ),
-    ] = None
-    tolerance: Annotated[
-        float | None,
-        Option(
-            Group.CHECKS,
-            "With --source, let no weight in 4 bits have a larger relative error, nor any tensor "
-            "where nothing says how PATH was made. What dequantize decoded must be equal.",
-            unset="0.112 for NF4 in blocks of 64",
-            most=2,
-            expected=_RELATIVE_ERROR,
-        ),
-    ] = None
-    exact: Annotated[
-        bool,
-        Option(
-            Group.CHECKS,
-            "With --source, require the bytes that converting SRC gives, in config and files too; "
-            "of calibrated weights, those that were recorded.",
-        ),
-    ] = False
-    lora: Annotated[
-        Names,
-        Option(
-            Group.CHECKS, "Merge this adapter into SRC before the comparison.", metavar="ADAPTER"
-        ),
-    ] = ()
+    source: str | Path | None = option(
+        Group.CHECKS,
+        "Compare every value with this checkpoint, such as the one that PATH was made from.",
+        metavar="SRC",
+    )
+    tolerance: float | None = option(
+        Group.CHECKS,
+        "With --source, let no weight in 4 bits have a larger relative error, nor any tensor "
+        "where nothing says how PATH was made. What dequantize decoded must be equal.",
+        unset="0.112 for NF4 in blocks of 64",
+        most=2,
+        expected=_RELATIVE_ERROR,
+    )
+    exact: bool = option(
+        Group.CHECKS,
+        "With --source, require the bytes that converting SRC gives, in config and files too; "
+        "of calibrated weights, those that were recorded.",
+        default=False,
+    )
+    lora: Names = option(
+        Group.CHECKS,
+        "Merge this adapter into SRC before the comparison.",
+        default=(),
+        metavar="ADAPTER",
+    )
     stream: bool = field(default=False, init=False)
 
 
@@ -436,49 +326,39 @@ class VerifyOptions(SourceOptions, MachineOptions):
 class EvaluateOptions(SourceOptions):
     """Says how `evaluate` compares models in 4 bits with their original."""
 
-    source: Annotated[
-        str | Path,
-        Option(Group.CHECKS, "Compare OUT with this model, from which it was made.", metavar="SRC"),
-    ]
-    text: Annotated[
-        str | Path | None,
-        Option(
-            Group.CHECKS,
-            "Let all models read this text, or these token ids (.npy).",
-            metavar="FILE",
-            unset="Python's own reference",
-        ),
-    ] = None
-    tokens: Annotated[
-        int | None,
-        Option(
-            Group.CHECKS,
-            "Read this number of tokens.",
-            metavar="N",
-            unset="16384, or fewer, to write no more than 2 GiB",
-            least=2,
-        ),
-    ] = None
-    max_kl: Annotated[
-        float | None,
-        Option(
-            Group.CHECKS,
-            "Let the mean divergence be no larger, in nats.",
-            metavar="NATS",
-            expected="a divergence in nats, such as 0.05",
-        ),
-    ] = None
-    device: Annotated[str, _device(_ONE_DEVICE)] = "auto"
-    progress: Annotated[
-        Callable[[float], None] | None,
-        Option(
-            Group.MACHINE,
-            "Is called with the share of the work that was done since the last call; all shares "
-            "add "
-            "up to 1.",
-            in_python=True,
-        ),
-    ] = field(default=None, repr=False, compare=False)
+    source: str | Path = field(
+        metadata=described(
+            Group.CHECKS, "Compare OUT with this model, from which it was made.", metavar="SRC"
+        )
+    )
+    text: str | Path | None = option(
+        Group.CHECKS,
+        "Let all models read this text, or these token ids (.npy).",
+        metavar="FILE",
+        unset="Python's own reference",
+    )
+    tokens: int | None = option(
+        Group.CHECKS,
+        "Read this number of tokens.",
+        metavar="N",
+        unset="16384, or fewer, to write no more than 2 GiB",
+        least=2,
+    )
+    max_kl: float | None = option(
+        Group.CHECKS,
+        "Let the mean divergence be no larger, in nats.",
+        metavar="NATS",
+        expected="a divergence in nats, such as 0.05",
+    )
+    device: str = _device(_ONE_DEVICE)
+    progress: Callable[[float], None] | None = option(
+        Group.MACHINE,
+        "Is called with the share of the work that was done since the last call; all shares add "
+        "up to 1.",
+        repr=False,
+        compare=False,
+        in_python=True,
+    )
     gguf_file: str | None = field(default=None, init=False)
     config_from: str | None = field(default=None, init=False)
     stream: bool = field(default=False, init=False)
