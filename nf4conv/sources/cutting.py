@@ -22,16 +22,11 @@ class Piece(NamedTuple):
 
 
 def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Piece]:
-    """Cuts an encoded tensor into pieces that can be decoded one by one.
+    """Cuts an encoded tensor into pieces that can be decoded one by one, in order; one that cannot
+    be cut is a single piece.
 
-    Args:
-        tensor: an encoded tensor.
-        most: elements of a piece at most, unless a single row has more.
-        unit: every piece begins at a multiple of so many elements; only the last one may end
-            elsewhere.
-
-    Yields:
-        The pieces in order; the whole tensor if it cannot be cut.
+    A piece has at most `most` elements, unless a single row has more, and begins at a multiple of
+    `unit` elements.
     """
     matrix_size = math.prod(tensor.shape[1:])
     if tensor.is_stack and matrix_size % unit == 0:
@@ -44,15 +39,8 @@ def encoded_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> Iterator[Pie
 
 
 def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
-    """Cuts a weight that bitsandbytes packed into pieces that can be decoded one by one.
-
-    Args:
-        tensor: a weight for which `packed_in_order` returns an encoding.
-        most: elements of a piece at most, but see `packed_spans`.
-        unit: every piece begins at a multiple of so many elements.
-
-    Returns:
-        The pieces in order, each of a flat shape; a weight without elements is one piece.
+    """Cuts a weight for which `packed_in_order` returns an encoding into flat pieces, in order;
+    `most` and `unit` are as of `packed_spans`. A weight without elements is one piece.
     """
     encoding = packed_in_order(tensor)
     assert encoding is not None
@@ -66,10 +54,8 @@ def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
 
 
 def plain_pieces(tensor: TensorInfo, most: int) -> list[Piece]:
-    """Cuts a tensor that is stored as it is into pieces of at most `most` elements.
-
-    Returns:
-        The pieces in order, each of a flat shape; a tensor without elements is one piece.
+    """Cuts a tensor that is stored as it is into flat pieces of at most `most` elements, in order.
+    A tensor without elements is one piece.
     """
     elements = tensor.elements
     pieces = []
@@ -82,16 +68,10 @@ def plain_pieces(tensor: TensorInfo, most: int) -> list[Piece]:
 def pieces_alike(
     a: TensorInfo, b: TensorInfo, nbytes: int
 ) -> Iterator[tuple[int, TensorInfo, TensorInfo]]:
-    """Cuts two tensors of one shape, encoded or not, at the same places.
+    """Cuts two tensors of one shape, encoded or not, at the same places; yields (first element,
+    piece of A, piece of B). Both come whole if they cannot be cut so.
 
-    Args:
-        a: a tensor.
-        b: another tensor of the same shape.
-        nbytes: about how many bytes two pieces have together, unless a single row has more.
-
-    Yields:
-        (first element, piece of A, piece of B). Both tensors come whole if they cannot be cut at
-        the same places.
+    Two pieces have about `nbytes` together, unless a single row has more.
     """
     most = nbytes * a.elements // (a.nbytes + b.nbytes)
     if _is_cut_anywhere(a) and _is_cut_anywhere(b):

@@ -67,18 +67,11 @@ def is_packed_by_default(submodel: str) -> bool:
 
 
 def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> DiffusersFolder:
-    """Finds out what a diffusers pipeline consists of.
+    """Finds out what a diffusers pipeline consists of: a folder, or "org/name" on the Hub, of which
+    all files but weights are fetched.
 
-    A submodel that has no files of the variant is read without.
-
-    Args:
-        source: a folder, or "org/name" on the Hub; of the latter, all files but weights are
-            fetched.
-        where: what to take of it, and how to reach the Hub.
-
-    Raises:
-        NoDiffusersFolderError: the source is something else.
-        SourceError: the pipeline cannot be read, or lacks a part.
+    A submodel that has no files of the variant is read without. Raises a NoDiffusersFolderError for
+    anything else.
     """
     source, where = from_address(str(source), where or SourceOptions())
     path = Path(source)
@@ -128,13 +121,8 @@ def _open_repository(repo: str, where: SourceOptions) -> DiffusersFolder:
 def _describe(
     folder: Path, place: str, where: SourceOptions, names: Iterable[str]
 ) -> DiffusersFolder:
-    """Returns what a pipeline consists of.
-
-    Args:
-        folder: the folder with its model_index.json.
-        place: the folder or repository that its submodels are opened from.
-        where: the options that opened the pipeline.
-        names: all its files, relative to the folder.
+    """Returns what a pipeline consists of, given the names of its files relative to the folder. Its
+    submodels are opened from `place`; `where` opened the pipeline.
     """
     index = folder / MODEL_INDEX
     at_top, below = _by_folder(names)

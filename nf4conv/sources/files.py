@@ -63,19 +63,11 @@ class WeightFile(NamedTuple):
 
 
 def find_weights(names: Collection[str], variant: str | None, where: object) -> WeightFile:
-    """Finds the weights among the files of a folder.
+    """Finds the weights among the files of a folder, whose `variant` is a word in their names.
 
-    Safetensors are preferred to pickles, and a single file to an index.
-
-    Args:
-        names: the files in the folder itself.
-        variant: a word in the names of the weight files, such as "fp16"; None for files without.
-        where: the folder, to name it in errors.
-
-    Raises:
-        DiffusersFolderError: the folder is that of a diffusers pipeline.
-        AdapterError: the folder is that of an adapter.
-        SourceError: there are no weights, or several files that nothing tells apart.
+    Safetensors are preferred to pickles, and a single file to an index. Raises a
+    DiffusersFolderError or AdapterError for the folder of a pipeline or an adapter, which `where`
+    names.
     """
     if MODEL_INDEX in names:
         raise DiffusersFolderError(
@@ -108,14 +100,7 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
 def _named(
     names: Collection[str], stems: Collection[str], suffix: str, variant: str | None
 ) -> Iterator[WeightFile]:
-    """Yields the weight files that loaders look for, the preferred one first.
-
-    Args:
-        names: the files in the folder.
-        stems: base names of weight files, in the order of preference.
-        suffix: the suffix of the weight files, without a dot.
-        variant: a word in their names, or None.
-    """
+    """Yields the weight files that loaders look for, the preferred one first."""
     infix = "" if variant is None else f".{variant}"
     for stem in stems:
         called = stem if stem in STEMS else STEMS[0]
@@ -140,10 +125,8 @@ def _what_else(names: Collection[str], variant: str | None) -> str:
 
 
 def read_index(index: Path) -> Mapping[str, str]:
-    """Returns which file holds each tensor, by the index of a sharded checkpoint.
-
-    Raises:
-        SourceError: the index is malformed, or names a file outside the folder.
+    """Returns which file holds each tensor, by the index of a sharded checkpoint; raises a
+    SourceError if it is malformed, or names a file outside the folder.
     """
     weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -220,15 +203,10 @@ _LARGEST_MODULES: Final = 2**20
 def auxiliary_files(
     folder: Path, root: Path | None = None, *, strays: bool = False
 ) -> tuple[PurePosixPath, ...]:
-    """Lists the files of a checkpoint folder that are copied as they are.
+    """Lists the files of a checkpoint folder that are copied as they are, relative to it, sorted.
 
-    Args:
-        folder: the folder.
-        root: the folder that it lies in, and that links may not lead out of; None for itself.
-        strays: True to list the links that lead out of `root` and would be copied otherwise.
-
-    Returns:
-        Paths relative to the folder, sorted.
+    Links may not lead out of `root`, by default the folder itself; with `strays`, those are listed
+    that do.
     """
     own, others = own_files(folder, root or folder)
     modules = None
@@ -238,14 +216,8 @@ def auxiliary_files(
 
 
 def auxiliary_names(names: Iterable[str], modules: bytes | None) -> tuple[PurePosixPath, ...]:
-    """Chooses the files that are copied as they are from a listing of a checkpoint's folder.
-
-    Args:
-        names: the paths of all its files, relative to the folder.
-        modules: the content of modules.json, if there is one.
-
-    Returns:
-        The paths of the chosen files, sorted.
+    """Chooses the files that are copied as they are from a listing of a checkpoint's folder, given
+    the content of modules.json, if there is one. They are sorted.
     """
     folders = _module_folders(modules)
     chosen = []
@@ -266,11 +238,8 @@ def _is_chosen_at_top(path: PurePosixPath) -> bool:
 
 
 def _is_chosen_below(path: PurePosixPath, modules: frozenset[str]) -> bool:
-    """Returns True for a file in a sub-folder that loaders look for.
-
-    Args:
-        path: relative to the checkpoint's folder.
-        modules: the folders of sentence-transformers modules.
+    """Returns True for a file in a sub-folder that loaders look for; `modules` are the folders of
+    sentence-transformers modules.
     """
     folders = path.parts[:-1]
     for folder in folders:
@@ -302,9 +271,8 @@ def _module_folders(description: bytes | None) -> frozenset[str]:
 def is_file(path: Path) -> bool:
     """Returns True if there is a regular file, or a link to one.
 
-    Raises:
-        OSError: the folder may not be entered, or the name is too long; Path.is_file of Python 3.14
-            returns False then.
+    Raises an OSError if the folder may not be entered, or the name is too long; Path.is_file of
+    Python 3.14 returns False then.
     """
     try:
         return stat.S_ISREG(path.stat().st_mode)
@@ -315,14 +283,8 @@ def is_file(path: Path) -> bool:
 
 
 def leads_out(path: Path, root: Path) -> Path | None:
-    """Returns where a file is that a link makes appear in a folder that it does not belong to.
-
-    Args:
-        path: the file.
-        root: the folder that the user named.
-
-    Returns:
-        The file that the link leads to; None for a file that belongs to the folder.
+    """Returns where a file is that a link makes appear in a folder that it does not belong to; None
+    for a file that belongs to the folder `root`, which the user named.
     """
     if path.parent == root and not path.is_symlink():
         return None
@@ -338,15 +300,7 @@ def leads_out(path: Path, root: Path) -> Path | None:
 
 
 def require_own(path: Path, root: Path) -> Path:
-    """Returns the path of a file that a checkpoint needs.
-
-    Args:
-        path: the file.
-        root: the folder that the user named.
-
-    Raises:
-        SourceError: the file is a link that leads out of the folder.
-    """
+    """Returns the path of a file; raises a SourceError for a link that leads out of `root`."""
     target = leads_out(path, root)
     if target is not None:
         raise SourceError(
@@ -357,15 +311,8 @@ def require_own(path: Path, root: Path) -> Path:
 
 
 def own_files(folder: Path, root: Path) -> tuple[list[str], list[str]]:
-    """Lists the regular files below a folder.
-
-    Args:
-        folder: the folder.
-        root: the folder that it lies in, and that links may not lead out of.
-
-    Returns:
-        own: the paths of its files, relative to the folder.
-        strays: the paths of links that lead out of `root`.
+    """Lists the regular files below a folder, relative to it: its own, and links that lead out of
+    `root`.
     """
     own = []
     strays = []

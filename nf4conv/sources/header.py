@@ -44,11 +44,7 @@ Names are divided at their dots, so many dots would take much memory.
 
 
 def read_header(path: Path) -> tuple[TensorInfo, ...]:
-    """Returns the tensors of a safetensors file, in the order of their bytes, without their data.
-
-    Raises:
-        SourceError: the file is missing, unreadable, truncated or malformed.
-    """
+    """Returns the tensors of a safetensors file, in the order of their bytes."""
     with named(path, SourceError), path.open("rb") as file:
         size = path.stat().st_size
         stop = header_stop(path, file.read(LENGTH_BYTES), size)
@@ -57,15 +53,8 @@ def read_header(path: Path) -> tuple[TensorInfo, ...]:
 
 
 def header_stop(path: Path, head: bytes, size: int) -> int:
-    """Returns where the header of a safetensors file ends, in bytes.
-
-    Args:
-        path: the file, to name it in an error.
-        head: the first bytes of the file, at least 8 unless it has fewer.
-        size: the size of the file in bytes.
-
-    Raises:
-        SourceError: no safetensors file begins like this.
+    """Returns where the header of a safetensors file of so many bytes ends, given its first 8 bytes
+    or more.
     """
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     if head.startswith(_POINTER[: len(head)]) and len(head) >= LENGTH_BYTES:
@@ -100,16 +89,10 @@ def header_stop(path: Path, head: bytes, size: int) -> int:
 
 
 def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:
-    """Returns the tensors that a header describes, in the order of their bytes.
+    """Returns the tensors that a header describes, in the order of their bytes; `raw` is its JSON.
 
-    Args:
-        raw: the JSON of the header, without the 8 bytes of its length.
-        path: the file.
-        size: the size of the file in bytes.
-
-    Raises:
-        SourceError: the header is no JSON, or has an unknown dtype, an impossible shape, or offsets
-            that overlap, leave holes or reach beyond the file.
+    Raises a SourceError if that is no JSON, or has an unknown dtype, an impossible shape, or
+    offsets that overlap, leave holes or reach beyond the file.
     """
     try:
         # if a name is given twice, one entry is lost, and its bytes then belong to no tensor
@@ -162,13 +145,7 @@ def _parse_entry(
     shapes: dict[tuple[int, ...], tuple[int, ...]],
 ) -> TensorInfo:
     """Returns the tensor that an entry describes; raises a SourceError if it describes none.
-
-    Args:
-        path: the file.
-        name: the key of the entry.
-        entry: its value.
-        data_start: where the data begins in the file.
-        shapes: the shapes of the file, so that memory holds each once.
+    `shapes` are those of the file, so that memory holds each once.
     """
     check_name(path, name)
     try:
@@ -247,10 +224,8 @@ def build_header(
 ) -> bytes:
     """Returns the first bytes of a safetensors file: the length of the header, and the header.
 
-    Args:
-        entries: (name, dtype, shape, start, stop) of each tensor; start and stop are bytes, counted
-            from the end of the header.
-        reserve: bytes that the result has at least; it is padded with spaces.
+    Entries are (name, dtype, shape, start, stop), in bytes from the end of the header. It has at
+    least `reserve` bytes, padded with spaces.
     """
     table: dict[str, object] = {METADATA_KEY: {"format": "pt"}}
     for name, dtype, shape, start, stop in entries:

@@ -47,28 +47,16 @@ _HINT: Final = "; models on the Hub are named org/name, such as openai-community
 def open_source(source: str | Path, where: SourceOptions | None = None) -> Source:
     """Opens a checkpoint and presents its encoded tensors as the tensors that they decode to.
 
-    Args:
-        source: a folder with safetensors or pickled weights, sharded or not; one such file; or
-            "org/name" on the Hub, also as the address of its page. A path that exists wins over a
-            name on the Hub.
-        where: what to take of a folder or repository, and how to reach the Hub.
-
-    Raises:
-        SourceError: the checkpoint is missing, empty, truncated, or contradicts itself; the message
-            names file and tensor.
+    It is a folder with safetensors or pickled weights, sharded or not; one such file; or "org/name"
+    on the Hub, also as the address of its page. A path that exists wins over a name on the Hub.
+    Raises a SourceError that names file and tensor.
     """
     return present_encoded(open_stored(source, where))
 
 
 def present_encoded(opened: Source) -> Source:
-    """Presents the encoded tensors of a checkpoint as the tensors that they decode to.
-
-    Args:
-        opened: a checkpoint with its tensors as they are stored.
-
-    Raises:
-        SourceError: tensors do not fit together; the message names them.
-        UndecodableError: the checkpoint is quantized by a method that nf4conv does not decode.
+    """Presents the encoded tensors of a checkpoint as the tensors that they decode to; raises an
+    UndecodableError if nf4conv does not decode the method.
     """
     if opened.is_gguf:
         return opened  # its tensors already say how they are decoded
@@ -107,13 +95,6 @@ def open_readable(source: str | Path, where: SourceOptions | None = None) -> Sou
 
     Its encoded tensors are presented as by `open_source` if nf4conv decodes them, otherwise as they
     are stored.
-
-    Args:
-        source: a folder, a file, or "org/name" on the Hub, as for `open_source`.
-        where: what to take of a folder or repository, and how to reach the Hub.
-
-    Raises:
-        SourceError: the checkpoint is missing, empty, truncated, or contradicts itself.
     """
     try:
         return open_source(source, where)
@@ -122,15 +103,8 @@ def open_readable(source: str | Path, where: SourceOptions | None = None) -> Sou
 
 
 def open_stored(source: str | Path, where: SourceOptions | None = None) -> Source:
-    """Opens a checkpoint and takes its tensors as they are stored, encoded or not.
-
-    Args:
-        source: a folder, a file, or "org/name" on the Hub, as for `open_source`.
-        where: what to take of a folder or repository, and how to reach the Hub.
-
-    Raises:
-        SourceError: the checkpoint is missing, empty, truncated, or contradicts itself.
-        AdapterError: it is an adapter; the message says how to merge it.
+    """Opens a checkpoint as `open_source` does, but takes its tensors as they are stored, encoded
+    or not.
     """
     started = time.perf_counter()
     where = where or SourceOptions()

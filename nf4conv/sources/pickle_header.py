@@ -45,17 +45,11 @@ class _Content:
 
 
 def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
-    """Returns the tensors of a file that `torch.save` wrote from a state dict.
+    """Returns the tensors of a file that `torch.save` wrote from a state dict, in the order of
+    their bytes.
 
     Nothing in the file is executed. Tensors that share memory are each read from there. A tensor
     whose elements are not in order gets an encoding.
-
-    Returns:
-        The tensors in the order of their bytes.
-
-    Raises:
-        SourceError: the file is unreadable or malformed, or holds more than tensors, dicts and
-            numbers.
     """
     try:
         with named(path, SourceError), _BoundedFile(io.FileIO(path)) as file:
@@ -169,13 +163,8 @@ def _read_legacy(file: IO[bytes]) -> _Content:
 def _legacy_storages(
     file: IO[bytes], keys: list[Any], known: Mapping[str, Storage], position: int
 ) -> Iterator[tuple[str, range]]:
-    """Yields where the bytes of each storage are.
-
-    Args:
-        file: the file.
-        keys: the keys of the storages, in the order of their bytes.
-        known: the storages that tensors are views of, by key.
-        position: where the first storage begins.
+    """Yields where the bytes of each storage are, of keys in the order of their bytes from
+    `position` on; `known` are those that tensors are views of.
     """
     size = file.seek(0, 2)
     for key in keys:

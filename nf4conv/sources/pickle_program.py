@@ -191,11 +191,8 @@ def check_call(function: Any, arguments: Any) -> None:
 
 
 def call(function: Name, arguments: tuple[Any, ...]) -> Any:
-    """Returns what a function makes of arguments, both of which `check_call` has let pass.
-
-    Raises:
-        PickleError: the arguments make no sense.
-        TypeError, ValueError, LookupError: there are too few arguments, or too many.
+    """Returns what a function makes of arguments, both of which `check_call` has let pass. Whatever
+    it raises says that they make no sense.
     """
     if function in VIEW_FUNCTIONS:
         return _view(function, arguments)
@@ -263,16 +260,8 @@ _MOST_BITS: Final = 128  # of a number
 
 
 def run_pickle(file: IO[bytes]) -> Any:
-    """Returns the value that a pickle describes.
-
-    Args:
-        file: a file that stands at the first opcode; afterwards it stands behind the last one.
-
-    Returns:
-        Dicts, lists, tuples, texts, numbers and StoredTensors.
-
-    Raises:
-        PickleError: the pickle is malformed, or needs anything else.
+    """Returns the value that a pickle describes: dicts, lists, tuples, texts, numbers and
+    StoredTensors. The file stands at the first opcode, and then behind the last one.
     """
     machine = _Machine()
     try:

@@ -28,14 +28,9 @@ def prefix_of(where: SourceOptions) -> str:
 def from_address(source: str, where: SourceOptions) -> tuple[str, SourceOptions]:
     """Returns the name of a repository, and what to take of it, given the address of a page.
 
-    Args:
-        source: such as "https://huggingface.co/org/name/tree/main/subfolder", or
-            "hf://org/name@revision". Anything that is no address is returned as it is.
-        where: what to take of the repository. An address may name the revision and the subfolder,
-            if `where` names none.
-
-    Raises:
-        SourceError: the address is not that of a model on the Hub.
+    Such are "https://huggingface.co/org/name/tree/main/subfolder" and "hf://org/name@revision".
+    Anything that is no address is returned as it is. An address may name the revision and the
+    subfolder, if `where` names none.
     """
     scheme, separator, rest = source.partition("://")
     if not separator or scheme not in _SCHEMES:

@@ -45,19 +45,10 @@ FoundT = TypeVar("FoundT")
 
 
 def each(find: Callable[[ItemT], FoundT], items: Iterable[ItemT]) -> list[FoundT]:
-    """Makes a small read for each item.
+    """Makes a small read for each item; returns what was found in their order, or raises the first
+    error.
 
     Threads help as soon as a read takes long. Reads from the page cache they would only hinder.
-
-    Args:
-        find: makes the read for one item.
-        items: the items.
-
-    Returns:
-        What was found, in the order of the items.
-
-    Raises:
-        Exception: the first error of a read.
     """
     left = iter(items)
     found: list[FoundT] = []
@@ -98,11 +89,7 @@ class _OpenFile:
         self.is_slow: bool | None = None
 
     def read(self, start: int, buffer: memoryview) -> float:
-        """Fills a buffer with the bytes from `start` on, and returns the seconds that took.
-
-        Raises:
-            SourceError: the file ends early.
-        """
+        """Fills a buffer with the bytes from `start` on, and returns the seconds that took."""
         started = time.perf_counter()
         position = 0
         while position < len(buffer):
@@ -130,11 +117,7 @@ class Reader:
         self._pool = ThreadPoolExecutor(_IN_FLIGHT, "nf4conv-read")
 
     def read_into(self, path: Path, start: int, buffer: memoryview) -> None:
-        """Fills `buffer` with the bytes of `path` from `start` on.
-
-        Raises:
-            SourceError: the file cannot be read, or ends early.
-        """
+        """Fills `buffer` with the bytes of `path` from `start` on."""
         with named(path, SourceError), self._opened(path) as file:
             if file.is_slow is None and len(buffer) > _BLOCK:
                 # the first block tells how to read the others
@@ -202,11 +185,7 @@ class Reader:
 
 
 def read_chunks(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-    """Yields a file, or what is between two places in it, a few megabytes at a time.
-
-    Raises:
-        SourceError: the file cannot be read.
-    """
+    """Yields a file from its beginning to its end, a few megabytes at a time."""
     with named(path, SourceError), path.open("rb") as file:
         file.seek(start)
         while chunk := file.read(_CHUNK if stop is None else min(stop - file.tell(), _CHUNK)):
@@ -214,15 +193,7 @@ def read_chunks(path: Path, start: int = 0, stop: int | None = None) -> Iterator
 
 
 def digest_of(path: Path, digest: "hashlib._Hash | None" = None) -> str:
-    """Returns a digest of a file in hexadecimal.
-
-    Args:
-        path: the file.
-        digest: the digest that the file's bytes are added to; None for a new SHA-256.
-
-    Raises:
-        SourceError: the file cannot be read.
-    """
+    """Returns a digest of a file in hexadecimal, by default the SHA-256."""
     digest = digest or hashlib.sha256()
     for chunk in read_chunks(path):
         digest.update(chunk)
@@ -230,11 +201,7 @@ def digest_of(path: Path, digest: "hashlib._Hash | None" = None) -> str:
 
 
 def read_bytes(tensor: TensorInfo) -> bytes:
-    """Returns the bytes of a small tensor.
-
-    Raises:
-        SourceError: the tensor is not small, or its file cannot be read.
-    """
+    """Returns the bytes of a small tensor."""
     if tensor.nbytes > _LARGEST_READ:
         raise SourceError.about(
             tensor.file, tensor.name, f"{tensor.nbytes:,} bytes, too many for what it is"
@@ -245,29 +212,14 @@ def read_bytes(tensor: TensorInfo) -> bytes:
 
 
 def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
-    """Returns the JSON object in a file.
-
-    Args:
-        path: the file.
-        most: bytes that it may have.
-
-    Raises:
-        SourceError: the file cannot be read, is too large, or holds no JSON object, or one that is
-            nested too deeply.
+    """Returns the JSON object in a file of at most so many bytes; raises a SourceError if there is
+    none, or one that is nested too deeply.
     """
     return parse_object(path, read_small(path, most))
 
 
 def parse_object(path: Path, text: str | bytes) -> dict[str, Any]:
-    """Returns the JSON object that a file holds.
-
-    Args:
-        path: the file, to name it in an error.
-        text: what was read of it.
-
-    Raises:
-        SourceError: it is no JSON object, or one that is nested too deeply.
-    """
+    """Returns the JSON object that was read of a file; raises a SourceError as `read_json` does."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -280,14 +232,8 @@ def parse_object(path: Path, text: str | bytes) -> dict[str, Any]:
 
 
 def read_small(path: Path, most: int = _LARGEST_JSON) -> bytes:
-    """Returns the content of a file that is small, if it is what it should be.
-
-    Args:
-        path: the file.
-        most: bytes that it may have.
-
-    Raises:
-        SourceError: the file cannot be read, is larger, or is a pipe or the like.
+    """Returns the content of a file of at most so many bytes; raises a SourceError if it is larger,
+    or a pipe or the like.
     """
     with named(path, SourceError):
         status = path.stat()
@@ -313,9 +259,7 @@ def _is_deeper(content: dict[str, Any], most: int) -> bool:
 
 def read_ids(path: Path) -> "npt.NDArray[np.integer[Any]]":
     """Reads integers of any type, in one dimension or more; a large file is mapped, not read.
-
-    Raises:
-        PlanError: they are no integers, or cannot be read.
+    Raises a PlanError if they are none.
     """
     import numpy as np  # importing it takes a moment
 

@@ -88,16 +88,7 @@ def record_of(
 ) -> dict[str, Any]:
     """Returns the content of nf4conv.json, but for what verification measured.
 
-    Args:
-        source: what the checkpoint is made from.
-        command: "quantize" or "dequantize".
-        version: the version of nf4conv.
-        options: the options of the command, as they were given.
-        weights: groups of the weights in 4 bits.
-        not_packed: the number of other tensors by their dtype.
-
-    Raises:
-        SourceError: the source cannot be read.
+    `weights` are groups of the weights in 4 bits, `not_packed` counts other tensors by dtype.
     """
     deciding = dict(options)
     deciding.pop("lora", None)  # may be paths; the adapters are described with the source
@@ -148,10 +139,8 @@ def as_bytes(record: Mapping[str, Any]) -> bytes:
 
 
 def read_record(place: Path) -> dict[str, Any] | None:
-    """Returns what a checkpoint says about its making; None if there is no record to be read.
-
-    Args:
-        place: the folder of the checkpoint, or its only file.
+    """Returns what a checkpoint, a folder or its only file, says about its making; None if there is
+    no record to be read.
     """
     try:
         if place.is_file():
@@ -171,11 +160,7 @@ def _checked(record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def recorded_weights(record: Mapping[str, Any]) -> list[GroupOfWeights]:
-    """Returns the groups of weights that a record describes, whoever wrote it.
-
-    Args:
-        record: the content of an nf4conv.json, as `read_record` returns it.
-    """
+    """Returns the groups of weights that a record describes, whoever wrote it."""
     described = record.get("weights")
     if not isinstance(described, list):
         # schema 1: one choice for all weights
@@ -288,12 +273,8 @@ def _scales_or_absmax(scales: object) -> str:
 
 
 def recorded_scales(place: Path) -> Callable[[str], str]:
-    """Returns a function that tells how a weight was scaled, given its name.
-
-    It returns one of RECORDED_SCALES: "absmax" unless the record of the checkpoint says otherwise.
-
-    Args:
-        place: the folder of the checkpoint, or its only file.
+    """Returns a function that tells how a weight was scaled, given its name: "absmax" unless the
+    record of the checkpoint, a folder or its only file, says otherwise.
     """
     return scales_in(read_record(place))
 
@@ -313,11 +294,8 @@ def scales_in(record: Mapping[str, Any] | None) -> Callable[[str], str]:
 def group_finder(names: Sequence[Sequence[str] | None]) -> Callable[[str], int | None]:
     """Returns a function that tells to which group of a record a weight belongs, given its name.
 
-    Args:
-        names: the names of the weights of each group; None for the group that has all others.
-
-    Returns:
-        A function that returns the number of the group, from 0; None for a weight of no group.
+    `names` are those of the weights of each group; None for the group that has all others. The
+    function returns the number of the group, from 0; None for a weight of no group.
     """
     others: int | None = None
     number_of: dict[str, int] = {}

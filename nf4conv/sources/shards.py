@@ -45,14 +45,8 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def stamp_and_head(path: Path) -> tuple[Stamp, bytes]:
-    """Reads both ends of a file.
-
-    Returns:
-        stamp: what the file is now.
-        head: its first bytes, which hold the whole header of a safetensors file.
-
-    Raises:
-        SourceError: the file cannot be read.
+    """Reads both ends of a file; returns what it is now, and its first bytes, which hold the whole
+    header of a safetensors file.
     """
     with named(path, SourceError), path.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -66,14 +60,7 @@ def stamp_and_head(path: Path) -> tuple[Stamp, bytes]:
 
 
 def changed_files(stamps: Mapping[Path, Stamp]) -> list[Path]:
-    """Returns the files that are not what they were.
-
-    Args:
-        stamps: what each file was when its source was opened.
-
-    Raises:
-        SourceError: a file is gone.
-    """
+    """Returns the files that are not what they were when their source was opened."""
     changed = []
     for file, stamp in zip(stamps, each(stamp_of, stamps), strict=True):
         if stamp != stamps[file]:

@@ -116,10 +116,8 @@ class Source:
         return self.root if self.card_beside is None else self.card_beside.parent
 
     def auxiliary(self, *, strays: bool = False) -> tuple[PurePosixPath, ...]:
-        """Lists the files that are copied beside the weights, relative to `folder`.
-
-        Args:
-            strays: True to list the links out of `root` that would be copied otherwise.
+        """Lists the files that are copied beside the weights, relative to `folder`; with `strays`,
+        the links out of `root` that would be copied otherwise.
         """
         if self.config is None:
             return ()
@@ -151,11 +149,9 @@ class Source:
 
 
 def source_stamps(source: Source) -> dict[str, list[int]]:
-    """Returns what tells a changed source from the one that was opened.
-
-    Returns:
-        [size in bytes, time of change in ns] of each weight file; for a source from the Hub its
-        name with the commit, and an empty list.
+    """Returns what tells a changed source from the one that was opened: [size in bytes, time of
+    change in ns] of each weight file; for a source from the Hub its name with the commit, and an
+    empty list.
     """
     stamps: dict[str, list[int]] = {}
     if source.fetched is not None:
@@ -181,11 +177,7 @@ def _relative(source: Source, file: Path) -> str:
 
 
 def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
-    """Returns the bytes of a small tensor, on disk or on the Hub.
-
-    Raises:
-        SourceError: the tensor is not small, or cannot be read.
-    """
+    """Returns the bytes of a small tensor, on disk or on the Hub."""
     fetched = source.fetched
     if fetched is None or fetched.repository is None or tensor.file not in fetched.absent:
         return read_bytes(tensor)
@@ -193,13 +185,8 @@ def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
 
 
 def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, bytes]:
-    """Reads many small tensors; those that are near each other are read at once.
-
-    Returns:
-        The bytes of each tensor, by its name.
-
-    Raises:
-        SourceError: a tensor cannot be read.
+    """Reads many small tensors, of which those that are near each other are read at once; returns
+    the bytes of each by its name.
     """
     groups = _neighbours(tensors)
     spans = [group[0]._replace(stop=group[-1].stop) for group in groups]

@@ -48,11 +48,8 @@ class FinishedFile(NamedTuple):
 
 
 def finished_shards(out: Path, names: Iterable[str] | None = None) -> dict[str, FinishedFile]:
-    """Returns the shards that have been finished so far, by name.
-
-    Args:
-        out: the folder of the result.
-        names: the shards to look for; None for all.
+    """Returns the shards that have been finished so far, by name: all of them, or those that are
+    named.
     """
     folder = out / WORK_FOLDER / SHARDS
     records: list[Path] = []

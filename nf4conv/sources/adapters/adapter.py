@@ -92,28 +92,14 @@ class Adapter(AdapterFiles):
     replaced: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     def rank(self, path: str) -> int:
-        """Returns the rank of a module's factors.
-
-        Args:
-            path: the path of the module, or of the parameter for one of target_parameters.
-
-        Raises:
-            SourceError: the config gives no rank.
-        """
+        """Returns the rank of a module's factors, by the path of the module or parameter."""
         rank = self._value("r", "rank_pattern", path)
         if type(rank) is not int or rank <= 0:
             raise SourceError(f"{self.place}/{ADAPTER_CONFIG}: {path}: {rank!r} is no rank")
         return rank
 
     def scale(self, path: str) -> float:
-        """Returns what the product of a module's factors is multiplied by.
-
-        Args:
-            path: the path of the module, or of the parameter for one of target_parameters.
-
-        Raises:
-            SourceError: the config gives no rank, or no lora_alpha.
-        """
+        """Returns what the product of a module's factors is multiplied by, as `rank` does."""
         rank = self.rank(path)
         alpha = self._value("lora_alpha", "alpha_pattern", path)
         if type(alpha) not in (int, float) or not abs(alpha) < 2**31:
@@ -123,12 +109,8 @@ class Adapter(AdapterFiles):
         return float(alpha / rank)
 
     def _value(self, key: str, patterns: str, path: str) -> Any:
-        """Returns the config's value for a module: that of the first pattern that fits its path.
-
-        Args:
-            key: the key of the value for all other modules.
-            patterns: the key of values by pattern.
-            path: the path of the module.
+        """Returns the config's value for a module: under `patterns` that of the first one that fits
+        its path, or else that under `key`.
         """
         otherwise = self.config.get(key, _DEFAULT)
         if not self.config.get(patterns):
@@ -150,11 +132,7 @@ class Adapter(AdapterFiles):
         return found
 
     def token_indices(self, module: str) -> tuple[int, ...]:
-        """Returns the rows of an embedding that trainable tokens take the place of.
-
-        Raises:
-            SourceError: the config does not list them.
-        """
+        """Returns the rows of an embedding that trainable tokens take the place of."""
         indices = self.config.get("trainable_token_indices") or self.config.get("token_indices")
         if isinstance(indices, Mapping):
             indices = _of_module(indices, module)
@@ -192,15 +170,8 @@ def _of_module(values: Mapping[str, Any], module: str) -> Any:
 
 
 def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
-    """Reads what an adapter consists of.
-
-    Args:
-        place: a folder, or "org/name" on the Hugging Face Hub, with "@revision" or without.
-        where: the token, the cache and the like of the Hub.
-
-    Raises:
-        SourceError: there is no adapter, or its arithmetic is not that of LoRA; the message names
-            the arithmetic.
+    """Reads what an adapter consists of: a folder, or "org/name" on the Hub, with "@revision" or
+    without. Raises a SourceError that names the arithmetic if that is not LoRA's.
     """
     if not place.strip():
         raise SourceError("--lora: empty; give a folder, or the name of an adapter on the Hub")

@@ -54,16 +54,8 @@ class _Place(NamedTuple):
 def changes_of_parameters(
     base: Base, adapter: Adapter, module: str, parts: Sequence[Targeted]
 ) -> Iterator[Change]:
-    """Yields what an adapter does to the parameters of a module.
-
-    Args:
-        base: the source.
-        adapter: the adapter.
-        module: the path of the module in the model.
-        parts: the adapter's tensors for each parameter; the outermost wrapper comes first.
-
-    Raises:
-        SourceError: tensors do not fit, or the source lacks a parameter.
+    """Yields what an adapter does to the parameters of a module, of which the outermost wrapper
+    comes first in `parts`.
     """
     leaves = set()
     for target in adapter.target_parameters:
@@ -184,10 +176,8 @@ def _changes_of_parameter(
 
 
 def _is_transposed(base: Base, adapter: Adapter, part: Targeted, place: _Place) -> bool:
-    """Returns True if the matrices at a place are stored as [in, out].
-
-    Raises:
-        SourceError: they are neither the product of the factors nor that transposed.
+    """Returns True if the matrices at a place are stored as [in, out]; raises a SourceError if they
+    are neither the product of the factors nor that transposed.
     """
     up, down, _ = factors_of(adapter, part)
     made = (up.shape[0] // place.shares, down.shape[1])
@@ -214,10 +204,8 @@ def _is_stack_transposed(base: Base, module: str) -> bool:
 
 
 def _is_expert_major(adapter: Adapter) -> bool:
-    """Returns True if the columns of lora_B are sorted by expert, False if by rank.
-
-    Raises:
-        SourceError: Unsloth made the adapter, and does not say the order.
+    """Returns True if the columns of lora_B are sorted by expert, False if by rank; raises a
+    SourceError if Unsloth made the adapter, and does not say the order.
     """
     marked = adapter.config.get(_ORDER)
     known = " or ".join(_IS_EXPERT_MAJOR)

@@ -32,17 +32,8 @@ from nf4conv.sources.tensors import TensorInfo
 
 
 def open_merged(source: str | Path, where: SourceOptions | None, lora: Sequence[str]) -> Source:
-    """Opens a checkpoint, and merges adapters into its tensors, one after the other.
-
-    Args:
-        source: a folder, a file, or "org/name" on the Hub.
-        where: what to take of a folder or repository, and how to reach the Hub.
-        lora: the adapters: folders, or names on the Hub; may be empty.
-
-    Raises:
-        SourceError: something cannot be read, an adapter changes what the checkpoint lacks, or
-            shapes disagree.
-        PlanError: adapters are given for a diffusers pipeline.
+    """Opens a checkpoint, and merges adapters into its tensors, one after the other. `lora` names
+    folders, or adapters on the Hub.
     """
     try:
         opened = open_source(source, where)
@@ -73,11 +64,7 @@ class _Merging:
         self._notes: list[str] = []
 
     def add(self, adapter: Adapter) -> None:
-        """Merges an adapter into the source as it is by now.
-
-        Raises:
-            SourceError: the adapter changes what the source lacks, or shapes disagree.
-        """
+        """Merges an adapter into the source as it is by now."""
         adapter, note = separate_head(self._base, adapter)
         for name, tensor in adapter.replaced.items():
             self._replace(adapter, name, tensor)
@@ -182,16 +169,8 @@ class _Changed:
 def separate_head(base: Base, adapter: Adapter) -> tuple[Adapter, str]:
     """Gives a tied head a tensor of its own if the adapter was trained to make it differ.
 
-    Args:
-        base: the source; it gets the tensor, and a config that says so.
-        adapter: an adapter.
-
-    Returns:
-        adapter: the adapter, without its changes of a head that is to remain the embedding.
-        note: what to add to the line about the adapter; empty if no tied head is concerned.
-
-    Raises:
-        SourceError: the source has no embedding that the head could be.
+    The base gets the tensor, and a config that says so. Returns the adapter without its changes of
+    a head that is to remain the embedding, and what to add to the line about it.
     """
     changed = _changed_weights(base, adapter)
     if base.config.get("tie_word_embeddings", True) is False:

@@ -104,11 +104,7 @@ class Factors(NamedTuple):
 
 
 def factors_of(adapter: Adapter, part: Targeted) -> Factors:
-    """Returns the factors of a module.
-
-    Raises:
-        SourceError: one of them is missing, or is no matrix.
-    """
+    """Returns the factors of a module; raises a SourceError if one is missing, or no matrix."""
     embedding = ("lora_embedding_B", "lora_embedding_A", True)
     linear = ("lora_B.weight", "lora_A.weight", False)
     for up_role, down_role, is_embedding in (embedding, linear):
@@ -126,10 +122,8 @@ def factors_of(adapter: Adapter, part: Targeted) -> Factors:
 
 
 def shape_made(adapter: Adapter, part: Targeted) -> tuple[int, int] | None:
-    """Returns the shape of the weight that a module's factors are made for.
-
-    Returns:
-        None for a module of which only trainable tokens are given.
+    """Returns the shape of the weight that a module's factors are made for; None for a module of
+    which only trainable tokens are given.
     """
     if part.tensors.keys() == {TOKENS}:
         return None
@@ -142,17 +136,7 @@ def shape_made(adapter: Adapter, part: Targeted) -> tuple[int, int] | None:
 def changes_of_module(
     base: Base, adapter: Adapter, part: Targeted, weight: TensorInfo
 ) -> Iterator[Change]:
-    """Yields what an adapter does to the tensors of a module.
-
-    Args:
-        base: the source.
-        adapter: the adapter.
-        part: its tensors for the module.
-        weight: the weight of the module.
-
-    Raises:
-        SourceError: tensors do not fit, or the source lacks one.
-    """
+    """Yields what an adapter does to the tensors of a module that has a weight."""
     if TOKENS in part.tensors:
         yield from _changes_of_tokens(base, adapter, part, weight)
         if len(part.tensors) == 1:
@@ -213,10 +197,8 @@ def _change_of_bias(
 def _is_product_transposed(
     base: Base, adapter: Adapter, factors: Factors, weight: TensorInfo
 ) -> bool:
-    """Returns True if a matrix on disk is the product of its factors transposed.
-
-    Raises:
-        SourceError: it is neither the product nor that transposed.
+    """Returns True if a matrix on disk is the product of its factors transposed; raises a
+    SourceError if it is neither.
     """
     up, down, is_embedding = factors
     if len(up.shape) == len(down.shape) == len(weight.shape) == 2:

@@ -34,15 +34,8 @@ json.dump(found, sys.stdout)
 def values_by_path(patterns: object, paths: Sequence[str], place: str) -> dict[str, Any]:
     """Returns what the first pattern stands for that fits a path, for each path that one fits.
 
-    A pattern fits the whole path, or the end of it behind a dot (PEFT: get_pattern_key).
-
-    Args:
-        patterns: what each pattern stands for, by pattern.
-        paths: paths of modules and parameters.
-        place: names the patterns in errors.
-
-    Raises:
-        SourceError: one of them is no regular expression, or matching takes too long.
+    A pattern fits the whole path, or the end of it behind a dot (PEFT: get_pattern_key). `place`
+    names the patterns in errors.
     """
     if not isinstance(patterns, Mapping):
         raise SourceError(
@@ -78,10 +71,8 @@ def _first(patterns: Sequence[re.Pattern[str]], path: str) -> int | None:
 
 
 def _first_in_time(patterns: Sequence[str], paths: Sequence[str], place: str) -> list[int | None]:
-    """Returns the number of the first pattern that matches each path.
-
-    Raises:
-        SourceError: it takes too long. Nothing can stop an expression but the end of its process.
+    """Returns the number of the first pattern that matches each path; raises a SourceError if that
+    takes too long. Nothing can stop an expression but the end of its process.
     """
     try:
         done = subprocess.run(

@@ -174,10 +174,8 @@ class Bitsandbytes4bit(Foreign):
 
 
 def packed_in_order(tensor: TensorInfo) -> Bitsandbytes4bit | None:
-    """Returns the encoding of a 4-bit weight whose codes stand in the order of its elements.
-
-    Returns:
-        The encoding; None for a weight that was packed transposed, and for any other tensor.
+    """Returns the encoding of a 4-bit weight whose codes stand in the order of its elements; None
+    for one that was packed transposed, and for any other tensor.
     """
     encoding = tensor.encoding
     if isinstance(encoding, Bitsandbytes4bit) and not encoding.is_transposed:
@@ -198,17 +196,11 @@ def is_in_4_bits(tensor: TensorInfo) -> bool:
 
 
 def packed_spans(elements: int, blocksize: int, most: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Divides the elements of a packed weight into runs that can be decoded one by one.
+    """Divides the elements of a packed weight into runs, (start, stop), that can be decoded one by
+    one.
 
-    Args:
-        elements: how many the weight has.
-        blocksize: elements that share one absmax.
-        most: elements of a run at most; but a run has at least 256 blocks, which share one
-            nested_absmax, and at least one unit.
-        unit: every run begins at a multiple of so many elements.
-
-    Returns:
-        (start, stop) of each run, in elements.
+    A run has at most `most` elements, but at least one `unit`, at a multiple of which it begins,
+    and 256 blocks, which share one nested_absmax.
     """
     together = math.lcm(unit, blocksize * NESTED_BLOCKSIZE)
     step = max(most - most % together, together)
@@ -218,17 +210,11 @@ def packed_spans(elements: int, blocksize: int, most: int, unit: int = 1) -> lis
 def cut_parts(
     parts: Mapping[str, TensorInfo], blocksize: int, start: int, stop: int
 ) -> dict[str, TensorInfo]:
-    """Cuts the parts of a packed weight to what decoding elements start … stop takes.
+    """Cuts the parts of a packed weight, by role, to what decoding elements start … stop takes:
+    multiples of 256 blocks, or the end.
 
-    Args:
-        parts: the tensors of the weight by role: "values", and the suffixes of the components.
-        blocksize: elements that share one absmax.
-        start: the first element, a multiple of 256 blocks.
-        stop: the element after the last one, a multiple of 256 blocks or the end of the weight.
-
-    Returns:
-        The parts by role. The values are bytes, whatever dtype they are stored in; the maps and the
-        quant state stay whole.
+    The values become bytes, whatever dtype they are stored in; the maps and the quant state stay
+    whole.
     """
     first_block = start // blocksize
     last_block = block_count(stop, blocksize)
@@ -294,16 +280,9 @@ def read_weight(
     read: Callable[[TensorInfo], bytes],
     scales: str = "absmax",
 ) -> tuple[Bitsandbytes4bit | None, list[WeightFault]]:
-    """Describes a packed weight.
+    """Describes a packed weight, given its codes and the tensors beside them by suffix.
 
-    Args:
-        values: its packed codes.
-        components: the tensors beside them, by suffix.
-        read: reads a small tensor.
-        scales: how its blocks were scaled.
-
-    Returns:
-        The weight, None if a fault is fatal; and the faults of all but the code maps' values.
+    Returns the weight, None if a fault is fatal; and the faults of all but the code maps' values.
     """
     faults = list(_lacking(values, components))
     if any(fault.severity is Severity.FATAL for fault in faults):

@@ -133,15 +133,9 @@ class Description:
 
 
 def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Description:
-    """Returns what is known about the quantization of a checkpoint.
-
-    Args:
-        config: the content of config.json.
-        exported: the content of hf_quant_config.json, which ModelOpt writes; empty if there is
-            none.
-
-    Raises:
-        UndecodableError: nf4conv does not decode it.
+    """Returns what is known about the quantization of a checkpoint, by its config.json and by
+    hf_quant_config.json, which ModelOpt writes; raises an UndecodableError if nf4conv does not
+    decode it.
     """
     of_mlx = config.get("quantization")
     if isinstance(of_mlx, Mapping) and "bits" in of_mlx and "group_size" in of_mlx:
@@ -182,10 +176,8 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the description of a quantization in a config, at whatever level it stands.
-
-    Returns:
-        The description as it stands in the config; None if there is none.
+    """Returns the description of a quantization in a config, at whatever level it stands; None if
+    there is none.
     """
     for _, level in levels(config):
         for key in LEFTOVERS:
@@ -415,10 +407,8 @@ def _schemes_of_torchao(found: Mapping[str, Any]) -> Iterator[Scheme]:
 
 
 def _bits_in_bytes(found: Mapping[str, Any]) -> int:
-    """Returns how many bits the integers have that torchao stores in a byte each.
-
-    Returns:
-        8, unless all configs of layers name the same dtype of fewer bits.
+    """Returns how many bits the integers have that torchao stores in a byte each: 8, unless all
+    configs of layers name the same dtype of fewer bits.
     """
     named = set()
     for node in _mappings_in(found):

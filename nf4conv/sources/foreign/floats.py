@@ -344,9 +344,7 @@ def _scaled(
 
 def _block_of(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Block]) -> Block | None:
     """Returns the (rows, columns) that share a scale; None where the shape of the scales tells.
-
-    Raises:
-        SourceError: the scales fit neither the values nor any of the blocks.
+    Raises a SourceError if they fit neither the values nor any of the blocks.
     """
     if scale.dtype not in _SCALE_DTYPES:
         raise misfit(tensor, scale)

@@ -70,11 +70,9 @@ class Part(NamedTuple):
 def part(suffixes: str, *forms: str, optional: bool = False) -> Part:
     """Describes a part.
 
-    Args:
-        suffixes: what its name may have after the stem of the weight's, the likeliest first.
-        forms: how it may be stored: dtypes, a colon and dimensions, such as "I32: words(in) out",
-            "U8 I8: out in/2" or "F32:" for a single value.
-        optional: True if weights need not have it.
+    Its name ends with one of the suffixes, the likeliest first, behind the stem of the weight's.
+    Its forms are dtypes, a colon and dimensions, such as "I32: words(in) out", "U8 I8: out in/2" or
+    "F32:" for a single value.
     """
     found = []
     for form in forms:
@@ -181,10 +179,8 @@ class Foreign(Encoding):
 
     @classmethod
     def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-        """Returns the weight that a tensor holds the values of; None if it holds no values.
-
-        Raises:
-            SourceError: a part is missing, or does not fit.
+        """Returns the weight that a tensor holds the values of; None if it holds no values. Raises
+        a SourceError if a part is missing, or does not fit.
         """
         if cls.method not in (None, siblings.description.method):
             return None

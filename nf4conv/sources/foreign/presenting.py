@@ -98,25 +98,11 @@ def decoded_tensors(
     dtype: str,
     read: Callable[[TensorInfo], bytes],
 ) -> tuple[tuple[TensorInfo, ...], tuple[str, ...]]:
-    """Replaces the encoded tensors of a checkpoint by the tensors that they decode to.
+    """Replaces the encoded tensors of a checkpoint by the tensors that they decode to; returns them
+    in their order, and lines for the user.
 
-    No data is read but small descriptions.
-
-    Args:
-        tensors: the tensors as they are stored.
-        config: the content of config.json.
-        exported: the content of hf_quant_config.json, which ModelOpt writes; empty if there is
-            none.
-        dtype: the tag to decode to where the source does not say: "BF16" or "F16".
-        read: reads a small tensor.
-
-    Returns:
-        tensors: in their order; those that are decoded have an `Encoding`.
-        notes: one line for the user if anything is decoded.
-
-    Raises:
-        SourceError: nf4conv does not decode the method, or tensors do not fit together; the
-            message names them.
+    No data is read but small descriptions. `exported` is as of `describe`; `dtype` is the tag to
+    decode to where the source does not say, "BF16" or "F16".
     """
     description = describe(config, exported)
     method = description.method
@@ -166,12 +152,8 @@ def _decoded(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
 def _replaced(
     tensors: Sequence[TensorInfo], found: Mapping[str, TensorInfo], method: str | None
 ) -> tuple[TensorInfo, ...]:
-    """Puts decoded tensors in the place of their values, and drops their other parts.
-
-    Args:
-        tensors: the tensors as they are stored.
-        found: the decoded tensor by the name of its values.
-        method: quant_method of the config.
+    """Puts decoded tensors in the place of their values, by the names of these, and drops their
+    other parts.
     """
     parts = set()
     for logical in found.values():

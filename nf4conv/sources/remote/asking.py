@@ -53,17 +53,8 @@ def timeout() -> float:
 
 
 def patiently(attempt: Callable[[], T], stopped: threading.Event | None = None) -> T | None:
-    """Makes an attempt, and repeats it as long as that may help.
-
-    Args:
-        attempt: what to try.
-        stopped: set when the result is no longer wanted; None if it always is.
-
-    Returns:
-        What the attempt returns; None if it is no longer wanted.
-
-    Raises:
-        One of HUB_ERRORS: trying again does not help, or has not helped.
+    """Makes an attempt, and repeats it as long as that may help; then it raises one of HUB_ERRORS.
+    Returns None if `stopped` says that the result is not wanted any more.
     """
     tries = 0
     while True:
@@ -82,11 +73,7 @@ def patiently(attempt: Callable[[], T], stopped: threading.Event | None = None) 
 
 
 def asked(attempt: Callable[[], T]) -> T:
-    """Makes an attempt whose result is always wanted, and repeats it as long as that may help.
-
-    Raises:
-        One of HUB_ERRORS: trying again does not help, or has not helped.
-    """
+    """Makes an attempt whose result is always wanted, as `patiently` does."""
     return cast("T", patiently(attempt))
 
 
@@ -124,12 +111,10 @@ def _asked_wait(error: Exception) -> float | None:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turns the errors of huggingface_hub into a SourceError: one line, with what the Hub says.
+    """Turns the errors of huggingface_hub into a SourceError: one line, with what the Hub says of
+    `what`, "org/name" or a file of it.
 
     An answer that is not what huggingface_hub expects makes it raise anything.
-
-    Args:
-        what: what is asked for, "org/name" or a file of it; it begins the line.
     """
     try:
         yield
@@ -180,15 +165,10 @@ def one_line(error: Exception) -> str:
 
 
 def get_range(url: str, headers: Mapping[str, str], start: int, stop: int) -> bytes | None:
-    """Asks once for bytes start … stop of a file.
+    """Asks once for bytes start … stop of a file; returns None if the server gives no parts of
+    files, and raises one of HUB_ERRORS if it refuses, is silent, or gives too few.
 
     huggingface_hub is built on requests before 1.0, and on httpx or its successor from then on.
-
-    Returns:
-        The bytes; None if the server gives no parts of files.
-
-    Raises:
-        One of HUB_ERRORS: the server refuses, is silent, or gives another number of bytes.
     """
     session: Any = _utils.get_session()
     headers = {**headers, "Range": f"bytes={start}-{stop - 1}"}

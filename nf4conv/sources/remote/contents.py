@@ -50,9 +50,6 @@ def damaged_files(files: Iterable[tuple[Path, RemoteFile]]) -> dict[RemoteFile, 
     """Returns what is wrong with files of the Hub's cache; only those that are damaged are named.
 
     Files that an earlier run found right are not read again, unless they have changed.
-
-    Args:
-        files: the path of each file, and what the Hub says of it.
     """
     listed = list(files)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:

@@ -93,16 +93,7 @@ class Fetched:
 
 
 def fetch_source(repo: str, where: SourceOptions) -> Fetched:
-    """Fetches what is needed of a repository: weights of one kind, config, files to be copied.
-
-    Args:
-        repo: "org/name".
-        where: what to take of the repository, and how to reach the Hub.
-
-    Raises:
-        SourceError: the repository does not exist, may not be read, is not in the cache when
-            offline, or holds no weights.
-    """
+    """Fetches what is needed of a repository: weights of one kind, config, files to be copied."""
     if where.local_files_only or is_offline():
         return _with_small_files(_from_cache(repo, where))
     repository = Repository(repo, where)
@@ -141,12 +132,8 @@ def _names_below(repository: Repository, prefix: str) -> list[str]:
 
 
 def _small_files(repository: Repository, prefix: str, names: Collection[str]) -> set[str]:
-    """Returns the files that are read beside the weights, or copied.
-
-    Args:
-        repository: the repository; its modules.json is fetched if it has one.
-        prefix: what the names of files in the subfolder begin with.
-        names: the files in the subfolder, without the prefix.
+    """Returns the files that are read beside the weights, or copied, of those in the subfolder; its
+    modules.json is fetched if it has one.
     """
     modules = None
     if "modules.json" in names:
@@ -178,17 +165,10 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def require_content(folder: Path, names: Iterable[str]) -> None:
-    """Checks that files of a snapshot in the cache are more than names.
+    """Raises a SourceError if a file of a snapshot in the cache is no more than a name.
 
-    They are links to blobs. A file whose blob was removed would pass for one that the repository
+    Files are links to blobs. One whose blob was removed would pass for one that the repository
     lacks, and the result would lack it, too.
-
-    Args:
-        folder: the folder of the snapshot.
-        names: the names of the files, relative to the folder.
-
-    Raises:
-        SourceError: the content of a file is gone.
     """
     for name in sorted(names):
         path = folder / name
@@ -206,19 +186,8 @@ def _why_offline() -> str:
 
 
 def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
-    """Fetches an adapter of PEFT.
-
-    Args:
-        repo: "org/name".
-        where: the revision, and how to reach the Hub.
-
-    Returns:
-        folder: the folder in the cache that holds it.
-        origin: the place on the Hub that it came from.
-
-    Raises:
-        SourceError: the repository does not exist, may not be read, is not in the cache when
-            offline, or holds no adapter.
+    """Fetches an adapter of PEFT; returns the folder in the cache that holds it, and where it came
+    from.
     """
     if where.local_files_only or is_offline():
         fetched = _from_cache(repo, where, (ADAPTER_CONFIG,))
@@ -239,18 +208,7 @@ def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
 def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Fetched]:
     """Fetches a GGUF file, all files of a split one; with --stream, nothing of them.
 
-    Args:
-        repo: "org/name".
-        name: the name of the file.
-        where: revision and subfolder, and how to reach the Hub.
-
-    Returns:
-        file: the file in the cache, beside which the others of a split one are.
-        fetched: the place on the Hub that it came from, and which files are still there.
-
-    Raises:
-        SourceError: the repository or the file does not exist, may not be read, or is not in the
-            cache when offline.
+    Returns the file in the cache, beside which the others are, and what is still on the Hub.
     """
     if where.local_files_only or is_offline():
         found = _from_cache(repo, where, (name,))
@@ -282,19 +240,8 @@ def _files_of_gguf(repository: Repository, repo: str, wanted: str) -> set[str]:
 
 
 def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str, ...]]:
-    """Fetches the model_index.json of a diffusers pipeline, and lists its other files.
-
-    Args:
-        repo: "org/name".
-        where: the revision and the subfolder, and how to reach the Hub.
-
-    Returns:
-        fetched: the folder in the cache, and where it came from.
-        names: all files of the pipeline, relative to the folder.
-
-    Raises:
-        SourceError: the repository does not exist, may not be read, or is not in the cache when
-            offline.
+    """Fetches the model_index.json of a diffusers pipeline; returns where it is, and all files of
+    the pipeline, relative to the folder.
     """
     if where.local_files_only or is_offline():
         fetched = _from_cache(repo, where)

@@ -43,17 +43,13 @@ A transfer that stalls is left alone with its own files.
 class Repository:
     """A model repository at the commit that a revision stands for.
 
-    Args:
-        repo: "org/name".
-        where: the revision, and how to reach the Hub.
+    Making it raises a SourceError with the Hub's own message if it does not exist or may not be
+    read.
 
     Attributes:
         repo: "org/name".
         commit: what the revision stood for when the repository was opened.
         files: everything in it, by name.
-
-    Raises:
-        SourceError: the repository does not exist or may not be read; the message is the Hub's own.
     """
 
     def __init__(self, repo: str, where: SourceOptions) -> None:
@@ -80,30 +76,17 @@ class Repository:
         )
 
     def fetch_first(self, names: Sequence[str]) -> Path:
-        """Fetches files and lets the cache note which commit the revision stands for.
+        """Fetches files as `fetch` does, and lets the cache note which commit the revision stands
+        for.
 
-        Without that note the revision would not be found offline.
-
-        Returns:
-            The folder in the cache in which these files now are, with others perhaps.
-
-        Raises:
-            SourceError: the Hub does not give the files, gives other bytes than it states, or the
-                revision has moved meanwhile.
+        Without that note the revision would not be found offline. Raises a SourceError if the
+        revision has moved meanwhile.
         """
         return self._fetch(names, self._where.revision or "main")
 
     def fetch(self, names: Sequence[str]) -> Path:
-        """Fetches files into the cache, and checks that they are what the Hub describes.
-
-        Args:
-            names: the files.
-
-        Returns:
-            The folder in the cache in which these files now are, with others perhaps.
-
-        Raises:
-            SourceError: the Hub does not give the files, or gives other bytes than it states.
+        """Fetches files into the cache, and checks that they are what the Hub describes; returns
+        the folder in which they now are, with others perhaps.
         """
         return self._fetch(names, self.commit)
 
@@ -129,15 +112,8 @@ class Repository:
         return folder
 
     def _require_right(self, files: Mapping[Path, RemoteFile]) -> None:
-        """Checks that files in the cache are what the Hub describes.
-
-        Those that are not are fetched once more.
-
-        Args:
-            files: what the Hub says of each file, by its path in the cache.
-
-        Raises:
-            SourceError: a file is damaged again, or the Hub does not give it.
+        """Checks that files in the cache are what the Hub describes. Those that are not are fetched
+        once more; a SourceError names those that are damaged again.
         """
         damaged = damaged_files(files.items())
         if not damaged:
@@ -162,17 +138,9 @@ class Repository:
     ) -> Path:
         """Fetches a file into a folder of ours, and continues an earlier try that was interrupted.
 
-        Args:
-            file: the file.
-            folder: where to put it.
-            go_on: called now and then from the calling thread; raises what is to end the download.
-            again: True to fetch the whole file, whatever an earlier try left.
-
-        Returns:
-            The path of the file.
-
-        Raises:
-            One of HUB_ERRORS: the Hub did not give the file.
+        `go_on` is called now and then from the calling thread, and raises what is to end the
+        download. With `again`, the whole file is fetched, whatever an earlier try left. Raises one
+        of HUB_ERRORS.
         """
         path = huggingface_hub.hf_hub_download(
             self.repo,
@@ -186,11 +154,7 @@ class Repository:
         return Path(path)
 
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
-        """Returns bytes start … stop of a file, by a request for this range.
-
-        Raises:
-            SourceError: the Hub does not give them.
-        """
+        """Returns bytes start … stop of a file, by a request for this range."""
         url = huggingface_hub.hf_hub_url(self.repo, file.name, revision=self.commit)
         headers = _utils.build_hf_headers(token=self._where.token, library_name=LIBRARY)
         with explained(f"{self.repo}/{file.name}"):
@@ -268,16 +232,7 @@ _TOGETHER: Final = 2**16  # bytes that one call takes of what was fetched
 
 
 def open_ranges(repository: Repository, file: RemoteFile) -> IO[bytes]:
-    """Opens a file of a repository; use it as a context manager.
-
-    Args:
-        repository: the repository.
-        file: the file.
-
-    Returns:
-        A file to read from the beginning on. Reading raises a SourceError if the Hub does not give
-        the bytes.
-    """
+    """Opens a file of a repository, to be read from the beginning on."""
     return io.BufferedReader(_Ranges(repository, file), _TOGETHER)
 
 

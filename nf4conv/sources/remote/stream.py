@@ -31,11 +31,8 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without room
 
 
 class RemoteReader(Reader):
-    """Reads local files from disk, and absent files by ranges from the Hub.
-
-    Args:
-        repository: the repository that holds the absent files.
-        absent: the files in the repository, by the path that they would have.
+    """Reads local files from disk, and absent files by ranges from the Hub: files of the
+    repository, by the path that they would have.
     """
 
     def __init__(self, repository: Repository, absent: Mapping[Path, RemoteFile]) -> None:
@@ -53,13 +50,8 @@ class RemoteReader(Reader):
 class ShardStream(RemoteReader):
     """Fetches absent files in the order of their use; use it as a context manager.
 
-    Args:
-        repository: the repository that holds the absent files.
-        absent: the files in the repository, by the path that they would have.
-        order: the place of every file, absent or not, in the order in which they are expected.
-        needed: the absent files that are fetched; the others are read by ranges.
-        folder: where to put them; what an earlier run left there is used. Whoever owns the folder
-            removes it in the end.
+    `order` has the place of every file, absent or not. Only those that are needed are fetched, into
+    a folder where what an earlier run left is used, and which its owner removes in the end.
     """
 
     def __init__(
@@ -100,11 +92,8 @@ class ShardStream(RemoteReader):
             abort_transfers()
 
     def expect(self, path: Path | None) -> None:
-        """Announces a piece of work.
-
-        Args:
-            path: the file that the work needs; files before it in the order get no more work. None
-                if there is no more work at all.
+        """Announces a piece of work that needs a file, None for the end of all work. Files before
+        it in the order get no more work.
         """
         with self._changed:
             if path is not None:
@@ -115,11 +104,8 @@ class ShardStream(RemoteReader):
                     self._drop_if_done(earlier)
 
     def wait_for(self, path: Path) -> None:
-        """Waits until a file can be read.
-
-        Raises:
-            SourceError: the file could not be fetched, or is no longer wanted.
-            OutputError: there is no room for it.
+        """Waits until a file can be read; raises a SourceError if it could not be fetched, or is no
+        longer wanted, and an OutputError if there is no room for it.
         """
         with self._changed:
             while path in self._fetched and path not in self._ready:
@@ -222,12 +208,7 @@ class ShardStream(RemoteReader):
 
 
 def _remove_others(folder: Path, files: Sequence[RemoteFile]) -> None:
-    """Deletes the files that an earlier run left and that will not be needed first.
-
-    Args:
-        folder: where they are.
-        files: the files that will be needed first; they stay, whole or in parts.
-    """
+    """Deletes what an earlier run left but files, whole or in parts, that are needed first."""
     for path in folder.rglob("*"):
         if not path.is_file() or path.suffix in (".metadata", ".lock"):
             continue
