@@ -21,7 +21,7 @@ from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.output.crc32 import crc32_of_file
 from nf4conv.output.writer import ShardWriter, write_file
 from nf4conv.sources.reader import read_chunks, read_small
-from nf4conv.sources.record import MAKING
+from nf4conv.sources.record import MAKING, as_bytes
 from nf4conv.sources.unfinished import (
     LARGEST_RECORD,
     RECORD,
@@ -252,6 +252,28 @@ class OutputFolder:
             if is_link(path) and path.is_dir():
                 raise OutputError(f"{path}: is a link to another folder; remove it", path=path)
 
+    def finish(
+        self,
+        *,
+        index: Mapping[str, bytes],
+        card: str | None,
+        record: Mapping[str, Any],
+        config: bytes | None,
+        verified: Mapping[str, Any] | None,
+    ) -> None:
+        """Writes the files beside shards that are all there, config.json last.
+
+        Without a card, a config or a verification, each is None.
+        """
+        for name, content in index.items():
+            self.write(name, content)
+        if card is not None:
+            self.write("README.md", card.encode(errors="backslashreplace"))
+        if verified is not None:
+            record = {**record, "verified": verified}
+        self.write(MAKING, as_bytes(record))
+        self.complete({} if config is None else {"config.json": config})
+
     def complete(self, last: Mapping[str, bytes]) -> None:
         """Makes the folder a checkpoint, makes everything durable and removes the work files."""
         with named(self.out, OutputError, inside=True):
@@ -298,3 +320,62 @@ def require_no_dead_link(out: Path) -> None:
 
 def _looks_like_checkpoint(folder: Path) -> bool:
     return is_model(folder) or (folder / WORK_FOLDER).is_dir() or any(folder.glob("*.safetensors"))
+
+
+def index_of(stem: str, total: int, files: Mapping[str, str]) -> dict[str, bytes]:
+    """Returns the index of sharded weights by its file name; nothing for a single file."""
+    if len(set(files.values())) <= 1:
+        return {}
+    weight_map = dict(sorted(files.items()))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, ensure_ascii=False)
+    name = f"{stem}.safetensors.index.json"
+    return {name: f"{text}\n".encode()}
+
+
+# --- whether two runs are the same ----------------------------------------------------------------
+
+
+def require_same_run(
+    out: Path, before: Mapping[str, Any], now: Mapping[str, Any], advice: str
+) -> None:
+    """Checks that a run makes what the one makes that has begun in the same folder."""
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if changed:
+        place, was, found = _first_difference(changed[0], before, now)
+        names = ", ".join(changed)
+        raise OutputError(
+            f"{out}: holds an unfinished run that differs in {names} "
+            f"({place} was {shortened(was)}, is {shortened(found)}); {advice}",
+            path=out,
+        )
+
+
+def _first_difference(
+    key: str, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[str, object, object]:
+    """Finds the first value that differs within one of a fingerprint, such as a file's stamp."""
+    places = [key]
+    was = before.get(key)
+    found = now.get(key)
+    while isinstance(was, Mapping) and isinstance(found, Mapping):
+        names = [name for name in {**was, **found} if was.get(name) != found.get(name)]
+        if not names:  # one of them has a null that the other lacks
+            break
+        places.append(json.dumps(names[0], ensure_ascii=False)[1:-1])
+        was = was.get(names[0])
+        found = found.get(names[0])
+    return f"{': '.join(places):.200}", was, found
+
+
+def as_json(value: Any) -> Any:
+    """Returns a value as it would be read back from JSON, to compare it with one that was."""
+    return json.loads(json.dumps(value))
+
+
+def shortened(value: object) -> str:
+    """Returns a JSON value as a text of at most 60 characters."""
+    if value is None:
+        return "not given"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.errors import OutputError, named
-from nf4conv.output.fingerprints import as_json, require_same_run
-from nf4conv.output.folder import OutputFolder
+from nf4conv.output.folder import OutputFolder, as_json, require_same_run
 from nf4conv.output.writer import write_file
 from nf4conv.plan.jobs import Plan
 from nf4conv.sources.reader import digest_of, read_chunks

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nf4conv.errors import OutputError, named
-from nf4conv.output.fingerprints import as_json, require_same_run
-from nf4conv.output.folder import LOCK, OutputFolder
+from nf4conv.output.folder import LOCK, OutputFolder, as_json, require_same_run
 from nf4conv.output.writer import write_file
 from nf4conv.sources.files import ADAPTER_CONFIG, MARKS_OF_MODELS
 from nf4conv.sources.unfinished import (

@@ -17,7 +17,7 @@ from nf4conv.choose.formats import dominant_dtype
 from nf4conv.choose.selection import select, with_skip_list
 from nf4conv.choose.wishes import is_wanted
 from nf4conv.errors import PlanError
-from nf4conv.format.dtypes import DTYPE_NAMES, FLOAT_TAGS, TAGS
+from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
 from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype, plain_config, without_quantization
 from nf4conv.models.module_names import ModuleNames
@@ -26,11 +26,9 @@ from nf4conv.plan.arrange import arrange
 from nf4conv.plan.fp8 import fp8_config, fp8_groups
 from nf4conv.plan.jobs import CopyJob, Job
 from nf4conv.plan.joining import join_experts
-from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.plan.writing import WritingPlan, notes_on_files, plan_unchanged
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
-from nf4conv.sources.foreign.fp8 import Fp8Scales
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
@@ -53,48 +51,14 @@ class DequantizationPlan(WritingPlan):
 
     options: DequantizeOptions
 
-    def row(self, job: Job, file: str) -> TensorRow:
-        """Describes a weight that is decoded or a tensor that is kept; dtypes are the output's."""
+    def dtype_of(self, job: Job) -> str:
         assert isinstance(job, CopyJob)
-        return TensorRow(
-            name=job.name,
-            action=_action(job),
-            reason=job.reason,
-            dtype=DTYPE_NAMES.get(job.dtype, job.dtype),
-            shape=job.source.shape,
-            parameters=job.elements,
-            bytes_before=0 if _is_scale(job) else job.source_bytes,
-            bytes=job.nbytes,
-            file=file,
-        )
+        return job.dtype
 
-    def totals(self) -> PlanTotals:
-        """Adds up the rows."""
-        shards = self.output.shards
-        jobs = sum(len(shard.jobs) for shard in shards)
-        decoded = sum(1 for job in self.output.jobs if job.source.encoding is not None)
-        scales = [job for job in self.output.jobs if _is_scale(job)]
-        return PlanTotals(
-            decoded=decoded - len(scales),
-            copied=jobs - decoded,
-            shards=len(shards),
-            parameters=self.output.parameters,
-            bytes_before=self.output.bytes_to_read - sum(job.source_bytes for job in scales),
-            bytes_after=self.output.largest_size,
-        )
-
-
-def _is_scale(job: Job) -> bool:
-    """Returns True for scales of a weight that becomes FP8: they are among the weight's parts."""
-    return isinstance(job.source.encoding, Fp8Scales)
-
-
-def _action(job: CopyJob) -> str:
-    if job.source.unmerged is not job.source:
-        return "merge"
-    if job.source.encoding is not None:
-        return "decode"
-    return "copy" if job.dtype == job.source.dtype else "cast"
+    def action_of(self, job: Job) -> str:
+        if job.source.unmerged is not job.source:
+            return "merge"
+        return super().action_of(job) if job.source.encoding is None else "decode"
 
 
 def plan_source(place: object, source: Source, options: DequantizeOptions) -> DequantizationPlan:

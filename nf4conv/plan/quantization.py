@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 
 from nf4conv.choose.formats import Choice, choose, choose_format
 from nf4conv.errors import PlanError
-from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
 from nf4conv.options import DTYPES, QuantizeOptions
 from nf4conv.plan.arrange import make_plan
 from nf4conv.plan.calibration import Calibration
-from nf4conv.plan.jobs import Job, PackJob, Plan
-from nf4conv.plan.rows import PlanTotals, TensorRow
+from nf4conv.plan.jobs import PackJob, Plan
 from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_files, plan_unchanged
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.foreign.config import quantization_of
@@ -77,44 +75,6 @@ class QuantizationPlan(WritingPlan):
         if self.calibrated is not None:
             record["calibrated"] = self.calibrated.described()
         return record
-
-    def row(self, job: Job, file: str) -> TensorRow:
-        """Describes a weight that is packed or a tensor that is kept; dtypes are the source's."""
-        shape = job.matrix.shape if isinstance(job, PackJob) else job.source.shape
-        return TensorRow(
-            name=job.name,
-            action=_action(job),
-            reason=job.reason,
-            dtype=DTYPE_NAMES.get(job.source.dtype, job.source.dtype),
-            shape=shape,
-            parameters=job.elements,
-            bytes_before=job.source_bytes,
-            bytes=job.nbytes,
-            file=file,
-        )
-
-    def totals(self) -> PlanTotals:
-        """Adds up the rows."""
-        weights = [job for job in self.output.jobs if isinstance(job, PackJob)]
-        packed = len(weights)
-        stay = sum(1 for job in weights if job.stored is not None)
-        shards = self.output.shards
-        jobs = sum(len(shard.jobs) for shard in shards)
-        return PlanTotals(
-            packed=packed,
-            stay=stay,
-            copied=jobs - packed,
-            shards=len(shards),
-            parameters=self.output.parameters,
-            bytes_before=self.output.bytes_to_read,
-            bytes_after=self.output.largest_size,
-        )
-
-
-def _action(job: Job) -> str:
-    if isinstance(job, PackJob):
-        return "pack" if job.stored is None else "stay"
-    return "copy" if job.dtype == job.source.dtype else "cast"
 
 
 def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:

@@ -1,6 +1,7 @@
 """Holds everything that is known about an output checkpoint before a weight is read."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, Final
 
 from nf4conv.choose.experts import Readers, readers_of
 from nf4conv.declaring import deciding
+from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format
 from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions, QuantizeOptions
@@ -22,6 +24,7 @@ from nf4conv.plan.provenance import (
     provenance_of,
 )
 from nf4conv.plan.rows import PlanTotals, TensorRow
+from nf4conv.sources.foreign.fp8 import Fp8Scales
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.record import record_of
 from nf4conv.sources.source import Source
@@ -86,11 +89,43 @@ class WritingPlan:
 
     def row(self, job: Job, file: str) -> TensorRow:
         """Describes one job, whose result is in this output file."""
-        raise NotImplementedError
+        dtype = self.dtype_of(job)
+        return TensorRow(
+            name=job.name,
+            action=self.action_of(job),
+            reason=job.reason,
+            dtype=DTYPE_NAMES.get(dtype, dtype),
+            shape=job.matrix.shape if isinstance(job, PackJob) else job.source.shape,
+            parameters=job.elements,
+            bytes_before=job.source_bytes if _is_counted(job) else 0,
+            bytes=job.nbytes,
+            file=file,
+        )
+
+    def dtype_of(self, job: Job) -> str:
+        """Returns the tag of the dtype that a row has."""
+        return job.source.dtype
+
+    def action_of(self, job: Job) -> str:
+        """Returns what becomes of a tensor, as TensorRow has it."""
+        if isinstance(job, PackJob):
+            return "pack" if job.stored is None else "stay"
+        return "copy" if job.dtype == job.source.dtype else "cast"
 
     def totals(self) -> PlanTotals:
         """Adds up the rows."""
-        raise NotImplementedError
+        jobs = [job for job in self.output.jobs if _is_counted(job)]
+        counts = Counter(map(self.action_of, jobs))
+        return PlanTotals(
+            packed=counts["pack"] + counts["stay"],
+            stay=counts["stay"],
+            decoded=counts["decode"] + counts["merge"],
+            copied=counts["copy"] + counts["cast"],
+            shards=len(self.output.shards),
+            parameters=self.output.parameters,
+            bytes_before=sum(job.source_bytes for job in jobs),
+            bytes_after=self.output.largest_size,
+        )
 
     @cached_property
     def config_bytes(self) -> bytes | None:
@@ -144,6 +179,11 @@ class WritingPlan:
     def decided(self) -> dict[str, Any]:
         """Returns what decides the result's bytes beside source and options, as JSON values."""
         return {}
+
+
+def _is_counted(job: Job) -> bool:
+    """Returns False for scales of a weight that becomes FP8: they are among its parts."""
+    return not isinstance(job.source.encoding, Fp8Scales)
 
 
 def plan_unchanged(submodel: Source, format: Format, max_shard_size: int) -> Plan:

@@ -19,8 +19,7 @@ from nf4conv.errors import VerificationError
 from nf4conv.format import units
 from nf4conv.format.layout import Format
 from nf4conv.options import RunOptions
-from nf4conv.output.finishing import LastFiles, finish, index_of
-from nf4conv.output.folder import OutputFolder
+from nf4conv.output.folder import OutputFolder, index_of
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.output.workspace import Workspace
 from nf4conv.output.writer import ShardWriter
@@ -154,14 +153,13 @@ class Filling:
             headers += shard.header_size
             for tensor in shard.tensor_names():
                 files[tensor] = shard.name
-        last = LastFiles(
+        folder.finish(
             index=index_of(plan.source.stem, folder.size - headers, files),
             card=card(folder.size, verification),
             record=plan.record,
             config=plan.config_bytes,
             verified=None if verification is None else verification.to_record(),
         )
-        finish(folder, last)
 
     def _tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Task]:
         """Returns all tasks, of a few shards in turn.

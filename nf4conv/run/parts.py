@@ -11,9 +11,7 @@ from typing import Any
 
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import DequantizeOptions, QuantizeOptions
-from nf4conv.output.fingerprints import as_json
-from nf4conv.output.finishing import LastFiles, finish, index_of
-from nf4conv.output.folder import OutputFolder
+from nf4conv.output.folder import OutputFolder, as_json, index_of
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.plan.fingerprint import named_options
 from nf4conv.plan.rows import PlanTotals
@@ -45,14 +43,13 @@ def _finish(folder: SharedFolder, plan: Mapping[str, Any], *, reread: bool) -> i
     folder.copy_staged(last["auxiliary"])
     verification = verification_of(folder) if plan["--verify"] else None
     config = last["config.json"]
-    files = LastFiles(
+    folder.finish(
         index=_index(folder, last["stem"]),
         card=_card(last, folder.size, verification),
         record=last[MAKING],
         config=None if config is None else config.encode(),
         verified=None if verification is None else verification.to_record(),
     )
-    finish(folder, files)
     return 0
 
 
