@@ -4,13 +4,12 @@ Loaders put the quant states of a layer's experts together: nf4conv those of a p
 those of all. So all of them must have one data type, one nesting, one block size and one shape.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
-from nf4conv.check.structure import Structure
+from nf4conv.check.structure import Structure, unlike_most
 from nf4conv.models.experts import find_stack, single_expert
 from nf4conv.models.families import experts_in, has_uneven_experts, layouts_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
@@ -106,10 +105,8 @@ def _format_of(weight: Bitsandbytes4bit) -> str:
 
 def _unlike(kinds: Mapping[str, Hashable], what: str) -> Iterator[tuple[str, str]]:
     """Yields a weight of each kind but the commonest, and what is to be said about it."""
-    counted = Counter(kinds.values()).most_common()
-    for kind, count in counted[1:]:
-        name = next(name for name, other in kinds.items() if other == kind)
-        text = f"is {kind}, while most of {what} are {counted[0][0]}; loaders join them"
+    for name, kind, count, commonest in unlike_most(kinds):
+        text = f"is {kind}, while most of {what} are {commonest}; loaders join them"
         if count > 1:
             text += f" ({count:,} are like it)"
         yield name, text

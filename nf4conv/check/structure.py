@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import split_component
@@ -91,16 +91,6 @@ class Structure:
             return None
 
 
-@dataclass(frozen=True)
-class _WeightFiles:
-    """Lists the weight files of a folder."""
-
-    # those that are there and belong to the checkpoint
-    files: tuple[Path, ...]
-    # file by tensor, as the index says; None without an index
-    weight_map: Mapping[str, Any] | None
-
-
 def read_structure(path: Path) -> Structure:
     """Looks at the headers of a folder or file, and at what describes its packed weights.
 
@@ -108,18 +98,18 @@ def read_structure(path: Path) -> Structure:
     """
     if path.is_file():
         structure = Structure(path.parent)
-        found = _WeightFiles((path,), None)
+        files, weight_map = [path], None
     elif path.is_dir():
         check_finished(path)
         structure = Structure(path)
-        found = _find_files(structure)
+        files, weight_map = _find_files(structure)
     else:
         raise SourceError(f"{path}: no such file or folder", path=path)
     structure.record = read_record(path)
     structure.scales = scales_in(structure.record)
-    readable = _read_headers(structure, found.files)
-    if found.weight_map is not None:
-        _check_index(structure, found.weight_map, readable)
+    readable = _read_headers(structure, files)
+    if weight_map is not None:
+        _check_index(structure, weight_map, readable)
     return look_at(structure)
 
 
@@ -132,8 +122,11 @@ def structure_of(source: Source) -> Structure:
     return look_at(structure)
 
 
-def _find_files(structure: Structure) -> _WeightFiles:
-    """Finds the weight files of a folder; notes those that are missing and those too many."""
+def _find_files(structure: Structure) -> tuple[list[Path], Mapping[str, Any] | None]:
+    """Finds the weight files of a folder; notes those that are missing and those too many.
+
+    Returns those that are there and belong to the checkpoint, and the index if there is one.
+    """
     folder = structure.folder
     present = {file.name for file in folder.iterdir() if file.is_file()}
     candidates = {name for name in present if not name.endswith(".bin")}
@@ -152,8 +145,7 @@ def _find_files(structure: Structure) -> _WeightFiles:
         if name.endswith(".safetensors"):
             text = "belongs to no index; some loaders read every safetensors file they find"
             structure.note("files", name, "", text)
-    files = tuple(folder / name for name in sorted(names & present))
-    return _WeightFiles(files, weight_map)
+    return [folder / name for name in sorted(names & present)], weight_map
 
 
 def _read_weight_map(structure: Structure, index: Path) -> Mapping[str, Any]:
@@ -263,32 +255,33 @@ def _check_uniform(structure: Structure) -> None:
     transformers 4.57 finds the tensors of a weight by the config's data type, and counts them by
     its nesting. Different block sizes load, and are only worth knowing.
     """
-    quant_types: dict[str, Hashable] = {}
-    nestings: dict[str, Hashable] = {}
-    blocksizes: dict[str, Hashable] = {}
-    dtypes: dict[str, Hashable] = {}
-    for name, weight in structure.weights.items():
-        quant_types[name] = weight.format.quant_type
-        nestings[name] = weight.format.nesting
-        blocksizes[name] = weight.format.blocksize
-        dtypes[name] = weight.values.dtype
-    _check_alike(structure, "data types", quant_types)
-    _check_alike(structure, "nestings", nestings)
-    _check_alike(structure, "block sizes", blocksizes, is_fault=False)
-    _check_alike(structure, "storage dtypes", dtypes)
+    for what, is_fault, kind_of in _UNIFORM:
+        kinds = {name: kind_of(weight) for name, weight in structure.weights.items()}
+        unlike = unlike_most(kinds)
+        if unlike:
+            name, kind, _, commonest = unlike[-1]
+            count = f"{len(unlike) + 1} {what} in one checkpoint"
+            text = f"{kind}, while others are {commonest}: {count}"
+            file = structure.weights[name].values.file
+            structure.note("uniform", file, name, text, is_fault=is_fault)
 
 
-def _check_alike(
-    structure: Structure, what: str, kinds: Mapping[str, Hashable], *, is_fault: bool = True
-) -> None:
-    """Notes a weight of the rarest kind, if there are several."""
-    by_frequency = [kind for kind, _ in Counter(kinds.values()).most_common()]
-    if len(by_frequency) < 2:
-        return
-    commonest = by_frequency[0]
-    rarest = by_frequency[-1]
-    name = next(name for name, kind in kinds.items() if kind == rarest)
-    count = f"{len(by_frequency)} {what} in one checkpoint"
-    text = f"{rarest}, while others are {commonest}: {count}"
-    file = structure.weights[name].values.file
-    structure.note("uniform", file, name, text, is_fault=is_fault)
+_UNIFORM: Final[Sequence[tuple[str, bool, Callable[[Bitsandbytes4bit], Hashable]]]] = (
+    ("data types", True, lambda weight: weight.format.quant_type),
+    ("nestings", True, lambda weight: weight.format.nesting),
+    ("block sizes", False, lambda weight: weight.format.blocksize),
+    ("storage dtypes", True, lambda weight: weight.values.dtype),
+)
+
+
+def unlike_most(kinds: Mapping[str, Hashable]) -> list[tuple[str, Hashable, int, Hashable]]:
+    """Returns the first weight of each kind but the commonest, given the kinds by name.
+
+    Each with its kind, how many are of it, and the commonest kind; the rarest last.
+    """
+    (commonest, _), *others = Counter(kinds.values()).most_common() or [(None, 0)]
+    unlike = []
+    for kind, count in others:
+        name = next(name for name, other in kinds.items() if other == kind)
+        unlike.append((name, kind, count, commonest))
+    return unlike

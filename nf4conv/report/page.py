@@ -18,6 +18,7 @@ from nf4conv.plan.rows import KindRow, distance, kind_of
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.text.tables import count_cell, error_cell
 from nf4conv.report.text.terminal import printable
+from nf4conv.sources.record import name_of
 from nf4conv.version import __version__
 
 _MOST_LINES: Final = 100  # of a group of findings
@@ -137,6 +138,4 @@ def _command(report: VerifyReport) -> str:
 def folder_name(place: str) -> str:
     """Returns the name of a folder without its path. A name on the Hub stays as it is."""
     path = Path(place)
-    if path.is_absolute() or path.exists():
-        return path.resolve().name
-    return place
+    return name_of(path) if path.is_absolute() or path.exists() else place

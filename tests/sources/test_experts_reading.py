@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
 from nf4conv.report.as_json import to_json
-from nf4conv.report.text.lines import inspection_lines, verification_lines
+from nf4conv.report.text.lines import inspection_lines
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -309,22 +309,3 @@ def test_inspect_says_which_layout_it_is_and_what_loads_it(mixtures, tmp_path, l
     assert found.experts in shown
     if layout not in ("portable", "no experts in 4 bits"):
         assert "transformers 5 with nf4conv installed" in found.experts
-
-
-def test_experts_of_a_layer_share_a_row_of_the_largest_errors(mixtures, tmp_path):
-    quantize_checkpoint(mixtures["qwen3_moe"], tmp_path / "out", QuantizeOptions(moe="packed"), CPU)
-    report = verify_checkpoint(tmp_path / "out", mixtures["qwen3_moe"], None, CPU)
-    lines = list(verification_lines(report, None, every=True))
-    start = next(number for number, line in enumerate(lines) if "largest errors" in line)
-    rows = lines[start + 1 : start + 11]
-    name = "model.layers.0.mlp.experts.*.gate_proj.weight"
-    [row] = [row for row in rows if name in row]
-    errors = [
-        weight.error
-        for weight in report.weights
-        if re.fullmatch(r"model.layers.0.mlp.experts.\d.gate_proj.weight", weight.name)
-    ]
-    assert len(errors) == 4
-    assert f"{name} (4)" in row
-    assert f"{min(errors):.4f} … {max(errors):.4f}" in row
-    assert not any(re.search(r"experts\.\d", row) for row in rows)

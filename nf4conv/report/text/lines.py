@@ -3,12 +3,10 @@
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, Final
 
 from nf4conv.format.units import size
-from nf4conv.models.experts import single_expert
-from nf4conv.plan.rows import TensorRow
+from nf4conv.plan.rows import TensorRow, distance
 from nf4conv.plan.writing import NO_CONFIG
 from nf4conv.report.page import folder_name
 from nf4conv.report.results import (
@@ -293,36 +291,17 @@ def _calibration_lines(made: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _worst_weights(rows: Sequence[TensorRow], width: int | None) -> Iterator[str]:
-    """Yields a table of the largest errors; the experts of a layer share a row."""
-    compared = [(row.name, row.errors) for row in rows if row.errors is not None]
-    compared.sort(key=lambda one: -one[1].relative_error)
-    groups: dict[str, list[Any]] = {}
-    for name, errors in compared:
-        groups.setdefault(_name_of_experts(name), []).append(errors)
-    shown = list(islice(groups.items(), _MOST_WEIGHTS))
-    names = [f"{name} ({len(found):,})" if len(found) > 1 else name for name, found in shown]
-    relative = []
-    for _, found in shown:
-        least, worst = error_cell(found[-1].relative_error), error_cell(found[0].relative_error)
-        relative.append(f"{least} … {worst}" if len(found) > 1 else worst)
+    """Yields a table of the largest errors."""
+    compared = [(printable(row.name), row.errors) for row in rows if row.errors is not None]
+    compared.sort(key=lambda one: -distance(one[1].relative_error))
+    shown = compared[:_MOST_WEIGHTS]
     columns = {
-        "largest errors": [printable(name) for name in names],
-        "relative": relative,
-        "max/absmax": [
-            error_cell(max(one.largest_of_absmax for one in found)) for _, found in shown
-        ],
-        "outside": [count_cell(sum(one.outside for one in found)) for _, found in shown],
+        "largest errors": [name for name, _ in shown],
+        "relative": [error_cell(errors.relative_error) for _, errors in shown],
+        "max/absmax": [error_cell(errors.largest_of_absmax) for _, errors in shown],
+        "outside": [count_cell(errors.outside) for _, errors in shown],
     }
     yield from table(columns, width)
-
-
-def _name_of_experts(name: str) -> str:
-    """Returns the name of a weight, with a star in place of the number of an expert."""
-    single = single_expert(name)
-    if single is None:
-        return name
-    rest = name.removeprefix(single.experts).replace(f".{single.expert}.", ".*.", 1)
-    return single.experts + rest
 
 
 # --- evaluate and env ---
