@@ -29,6 +29,12 @@ def environment() -> Environment:
     """
     from huggingface_hub import constants  # importing huggingface_hub takes a while
 
+    try:
+        from nf4conv.inference.moe.entry import status  # not every import of nf4conv is to act
+    except ImportError:
+        experts = "not active: this copy of nf4conv has no nf4conv.inference"
+    else:
+        experts = status()
     gpus, engine = _computing()
     return Environment(
         python=platform.python_version(),
@@ -39,17 +45,8 @@ def environment() -> Environment:
         engine=engine,
         folders={"kernels": str(cache_folder()), "downloads": str(constants.HF_HUB_CACHE)},
         lacking=lacking(),
-        experts=_loader_of_experts(),
+        experts=experts,
     )
-
-
-def _loader_of_experts() -> str:
-    """Says whether transformers loads 4-bit experts here."""
-    try:
-        from nf4conv.inference.moe.entry import status  # not every import of nf4conv is to act
-    except ImportError:
-        return "not active: this copy of nf4conv has no nf4conv.inference"
-    return status()
 
 
 def _computing() -> tuple[tuple[str, ...], str]:
@@ -61,11 +58,9 @@ def _computing() -> tuple[tuple[str, ...], str]:
     except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
         return (), f"none: torch cannot be imported: {type(error).__name__}: {error}"
     if not torch.cuda.is_available():
-        is_gpu_build = torch.version.cuda or torch.version.hip
-        return (
-            (),
-            f"CPU code: {'torch finds no GPU' if is_gpu_build else 'this torch is a CPU build'}",
-        )
+        if torch.version.cuda or torch.version.hip:
+            return (), "CPU code: torch finds no GPU"
+        return (), "CPU code: this torch is a CPU build"
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     gpus = tuple(
         f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.total_memory / 1e9:.1f} GB" for gpu in found

@@ -4,8 +4,6 @@ It looks for faults of text and models first. Importing transformers and loading
 because both take long. A model's answers depend on its kind:
 
     causal      log-probabilities of the next token at every position but the last of a window
-    seq2seq     log-probabilities of the next token in the second half of each window; the encoder
-                reads the first half
     masked      log-probabilities at every seventh position, which is masked; at all positions if
                 there is no mask token
     encoder     last hidden states, compared token by token, and their mean over a window
@@ -15,11 +13,11 @@ import importlib.util
 import math
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +39,7 @@ from nf4conv.sources.reader import read_ids, read_json
 from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source
 
-_WINDOWS: Final = {"causal": 512, "seq2seq": 512, "masked": 512, "encoder": 128}
+_WINDOWS: Final = {"causal": 512, "masked": 512, "encoder": 128}
 """Tokens of a window by the kind of model, unless the model takes fewer."""
 
 _TOKENS: Final = 16384  # that all models read, unless the user asks for another number
@@ -93,17 +91,16 @@ def evaluate(outs: str | Path | Sequence[str | Path], options: EvaluateOptions) 
     stored = [open_stored(out, elsewhere) for out in outs]
     original = open_stored(options.source, where)
     for place, opened in zip((options.source, *outs), (original, *stored), strict=True):
-        _refuse_what_is_no_folder_of_a_model(place, opened)
+        _require_folder_of_model(place, opened)
     question = make_question(stored, options)
     for model in (original, *stored):
         _require_stored(question, model)
     if question.kind == "encoder" and options.max_kl is not None:
         raise PlanError("--max-kl: an encoder gives no probabilities")
     figures = _ask_all(question, original, stored, options)
+    bits = _bits_per_weight(stored)
     evaluations = []
-    for out, model, found, bits in zip(
-        outs, stored, figures, _bits_per_weight(stored), strict=True
-    ):
+    for out, model, found in zip(outs, stored, figures, strict=True):
         one = Evaluation(
             out=str(out),
             source=str(options.source),
@@ -115,19 +112,14 @@ def evaluate(outs: str | Path | Sequence[str | Path], options: EvaluateOptions) 
             arithmetic="float32, weights decoded" if question.device == "cpu" else "as loaded",
             figures=found,
             bytes=sum(tensor.nbytes for tensor in model.tensors),
-            bits_per_weight=bits,
+            bits_per_weight=next(bits),
         )
         evaluations.append(one)
     return Evaluations(all(one.passed for one in evaluations), tuple(evaluations))
 
 
-def _refuse_what_is_no_folder_of_a_model(place: str | Path, opened: Source) -> None:
-    """Refuses GGUF files; and folders with an adapter, of which transformers would load the base.
-
-    Raises:
-        SourceError: it is a GGUF file.
-        PlanError: there is an adapter_config.json.
-    """
+def _require_folder_of_model(place: str | Path, opened: Source) -> None:
+    """Refuses GGUF files, and adapters, of which transformers would load the base."""
     if opened.is_gguf:
         raise SourceError(
             f"{opened}: evaluate runs no GGUF file; `nf4conv dequantize` makes a folder of it, "
@@ -152,31 +144,21 @@ def _ask_all(
     progress = options.progress or (lambda _: None)
     begin(progress, [Step("evaluating", 1, "evaluating", lambda done: f"{100 * done:.0f} %")])
     share = 1 / len(question.ids) / (1 + len(outs))
+    measure = _state_figures if question.kind == "encoder" else _token_figures
+
+    def answers_of(out: Source) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        file.seek(0)
+        for answer, targets in answers(load(question, out.folder), question):
+            stored = bytearray(file.read(answer.numel() * answer.itemsize))
+            before = torch.frombuffer(stored, dtype=torch.float32).view(answer.shape)
+            yield before.to(answer.device), answer, targets
+            progress(len(answer) * share)
+
     with tempfile.TemporaryFile() as file, torch.inference_mode():
         for answer, _ in answers(load(question, original.folder, options.variant), question):
             file.write(answer.cpu().numpy().tobytes())
             progress(len(answer) * share)
-        return [
-            _compare(question, out.folder, file, lambda windows: progress(windows * share))
-            for out in outs
-        ]
-
-
-def _compare(
-    question: "Question", out: Path, file: IO[bytes], progress: Callable[[int], object]
-) -> dict[str, float]:
-    """Asks one model in 4 bits, and compares its answers with those in a file."""
-    measure = _state_distances if question.kind == "encoder" else _token_distances
-    found: dict[str, list[torch.Tensor]] = {}
-    file.seek(0)
-    for answer, targets in answers(load(question, out), question):
-        stored = bytearray(file.read(answer.numel() * answer.itemsize))
-        before = torch.frombuffer(stored, dtype=torch.float32).view(answer.shape)
-        for name, values in measure(before.to(answer.device), answer, targets).items():
-            found.setdefault(name, []).append(values.flatten().double().cpu())
-        progress(len(answer))
-    joined = {name: torch.cat(values).numpy() for name, values in found.items()}
-    return _state_figures(joined) if question.kind == "encoder" else _token_figures(joined)
+        return [measure(answers_of(out)) for out in outs]
 
 
 # --- what all models are asked ----------------------------------------------------------------
@@ -184,30 +166,17 @@ def _compare(
 
 @dataclass(frozen=True)
 class Question:
-    """Holds what all models are asked.
+    """Holds what all models are asked."""
 
-    Attributes:
-        kind: "causal", "seq2seq", "masked" or "encoder".
-        loader: the class of transformers that loads the models.
-        config_class: the class of transformers that parses their configs.
-        ids: token ids, [windows, window] int64.
-        text: where the tokens come from.
-        mask: the id of the mask token; None if no token is to be masked.
-        ends: the ids of the tokens before and after a window that encoders expect; empty if there
-            are none.
-        width: the size of an answer: that of the vocabulary, or of an encoder's hidden states.
-        device: where the models run: "cpu", "cuda" or "cuda:N".
-    """
-
-    kind: str
-    loader: Any
-    config_class: Any
-    ids: torch.Tensor
-    text: str
-    mask: int | None
-    ends: tuple[int, ...]
-    width: int
-    device: str
+    kind: str  # "causal", "masked" or "encoder"
+    loader: Any  # the class of transformers that loads the models
+    config_class: Any  # the class of transformers that parses their configs
+    ids: torch.Tensor  # token ids, [windows, window] int64
+    text: str  # where the tokens come from
+    mask: int | None  # the id of the mask token; None if no token is to be masked
+    ends: tuple[int, ...]  # ids before and after a window that encoders expect; empty for none
+    width: int  # the size of an answer: of the vocabulary, or of an encoder's hidden states
+    device: str  # "cpu", "cuda" or "cuda:N"
 
 
 def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
@@ -227,7 +196,7 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
         _require_alike(first, other)
     text = None if options.text is None else Path(options.text)
     content = _read_content(first.folder, text, options.tokens or _TOKENS)
-    kind, loader = _kind_of_model(first.config or {})
+    kind, loader, config_class = _kind_of_model(first.config or {})
     width = vocabulary
     if kind == "encoder":
         width = _size(first, "hidden_size") or _size(first, "dim") or 1
@@ -241,10 +210,11 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
         ids, mask, ends = _tokenized(first.folder, text, content, wanted)
     else:
         ids = content[:wanted]
+    if kind == "causal":
+        ends = ()
     name = _SHIPPED_TEXT if text is None else text.name
     if ids.size < 2 or ids.min() < 0 or ids.max() >= vocabulary:
         raise PlanError(f"{name}: expected at least two token ids from 0 to {vocabulary - 1:,}")
-    ends = ends if kind in ("encoder", "masked") else ()
     window = min(window - len(ends), ids.size)
     if window < 2:
         raise PlanError(
@@ -254,7 +224,7 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
     return Question(
         kind=kind,
         loader=loader,
-        config_class=_config_class(loader),
+        config_class=config_class,
         ids=torch.from_numpy(ids[:whole].reshape(-1, window)),
         text=name,
         mask=mask if kind == "masked" else None,
@@ -307,8 +277,8 @@ def _require_alike(first: Source, other: Source) -> None:
         )
 
 
-def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Returns the kind of model that a config describes, and the class that loads it."""
+def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    """Returns the kind of model of a config, and the classes that load it and parse its config."""
     try:
         import bitsandbytes  # noqa: F401
         import transformers
@@ -319,29 +289,20 @@ def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     name = architecture_of(config)
     model_type = config.get("model_type")
-    tables = {
-        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "causal": {
-            **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-            **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        },
-        "encoder": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
-    }
+    tables: dict[str, Mapping[str, str]] = {"encoder": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES}
+    has_two_halves = bool(config.get("is_encoder_decoder"))
+    if not has_two_halves:
+        images = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        causal = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **images}
+        tables = {"masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "causal": causal, **tables}
     for kind, table in tables.items():
         if name in table.values() and hasattr(transformers, name):
-            return kind, getattr(transformers, name)
-    if str(model_type) in auto.MODEL_MAPPING_NAMES and not config.get("is_encoder_decoder"):
-        return "encoder", transformers.AutoModel
+            loader = getattr(transformers, name)
+            return kind, loader, getattr(loader, "config_class", None) or transformers.AutoConfig
+    if str(model_type) in auto.MODEL_MAPPING_NAMES and not has_two_halves:
+        return "encoder", transformers.AutoModel, transformers.AutoConfig
     described = name or "a model whose config names no architecture"
     raise PlanError(f"evaluate cannot run {described} ({model_type})")
-
-
-def _config_class(loader: Any) -> Any:
-    """Returns the class that parses the config of what a class of transformers loads."""
-    import transformers
-
-    return getattr(loader, "config_class", None) or transformers.AutoConfig
 
 
 def _read_content(out: Path, text: Path | None, most: int) -> Any:
@@ -364,11 +325,7 @@ def _read_content(out: Path, text: Path | None, most: int) -> Any:
 def _tokenized(
     out: Path, text: Path | None, content: str, wanted: int
 ) -> tuple[Any, int | None, tuple[int, ...]]:
-    """Makes token ids of a text with the model's tokenizer.
-
-    Returns:
-        The ids; the id of the mask token; and those before and after a text, if there are both.
-    """
+    """Returns a text's token ids, the id of the mask token, and those before and after a text."""
     import transformers
 
     try:
@@ -401,9 +358,6 @@ def _require_stored(question: Question, model: Source) -> None:
     """Refuses a checkpoint that cannot hold the model that its config describes.
 
     transformers fills with random values what it does not find in the files.
-
-    Raises:
-        SourceError: it cannot, or transformers cannot build the model.
     """
     config = model.config or {}
     excess = excess_of(config, [tensor.name for tensor in model.tensors])
@@ -516,12 +470,6 @@ def _answer(model: Any, question: Question, ids: torch.Tensor) -> tuple[torch.Te
     """Asks a model about one batch; returns its logits or hidden states, and their tokens."""
     if question.kind == "causal":
         return model(input_ids=ids).logits[:, :-1], ids[:, 1:]
-    if question.kind == "seq2seq":
-        read, targets = ids.chunk(2, dim=1)
-        start = model.generation_config.decoder_start_token_id or 0
-        first = torch.full_like(targets[:, :1], start)
-        shifted = torch.cat((first, targets[:, :-1]), dim=1)
-        return model(input_ids=read, decoder_input_ids=shifted).logits, targets
     places = torch.arange(ids.shape[1], device=ids.device)
     asked = ids.clone()
     if question.mask is not None:
@@ -540,60 +488,53 @@ def _answer(model: Any, question: Question, ids: torch.Tensor) -> tuple[torch.Te
 # --- how far answers are apart, and how large models are --------------------------------------
 
 
-def _token_distances(
-    before: torch.Tensor, after: torch.Tensor, targets: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Compares log-probabilities of the original and of a model in 4 bits, position by position."""
-    # what the source rules out adds nothing
-    terms = torch.where(before.isneginf(), 0, before.exp() * (before - after))
-    divergence = terms.sum(dim=-1, dtype=torch.float64)
-    tokens = targets[..., None]
-    return {
-        "divergence": divergence,  # Kullback-Leibler, in nats
-        "by window": divergence.mean(dim=-1),
-        "agreement": before.argmax(dim=-1) == after.argmax(dim=-1),
-        "loss of source": -before.gather(-1, tokens),  # in nats
-        "loss": -after.gather(-1, tokens),
-    }
+_Answers: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Answers of the original and of a model in 4 bits, and the tokens that they are about."""
 
 
-def _token_figures(found: Mapping[str, Any]) -> dict[str, float]:
+def _token_figures(pairs: _Answers) -> dict[str, float]:
     """Returns what Evaluation.figures holds of a model that predicts tokens."""
-    divergence = found["divergence"]
-    means = found["by window"]
+    divergences, agreements, losses, losses_of_source = [], [], [], []
+    for before, after, targets in pairs:
+        # what the source rules out adds nothing
+        terms = torch.where(before.isneginf(), 0, before.exp() * (before - after))
+        divergences.append(terms.sum(dim=-1, dtype=torch.float64).cpu())  # in nats
+        agreements.append((before.argmax(dim=-1) == after.argmax(dim=-1)).cpu())
+        tokens = targets[..., None]
+        losses_of_source.append(-before.gather(-1, tokens).cpu())
+        losses.append(-after.gather(-1, tokens).cpu())
+    divergence = torch.cat(divergences)  # [windows, positions]
+    means = divergence.mean(dim=-1)
     figures = {"kl": float(divergence.mean())}
-    if means.size > 1:
-        half = _NORMAL_95 * float(means.std(ddof=1)) / math.sqrt(means.size)
+    if len(means) > 1:
+        half = _NORMAL_95 * float(means.std()) / math.sqrt(len(means))
         figures["kl_low"] = figures["kl"] - half
         figures["kl_high"] = figures["kl"] + half
     figures["kl_median"] = float(np.median(divergence))
     figures["kl_99th"] = float(np.quantile(divergence, 0.99))
-    figures["agreement"] = float(found["agreement"].mean())
-    figures["perplexity_source"] = _perplexity(found["loss of source"])
-    figures["perplexity"] = _perplexity(found["loss"])
+    figures["agreement"] = float(torch.cat(agreements).double().mean())
+    figures["perplexity_source"] = _perplexity(losses_of_source)
+    figures["perplexity"] = _perplexity(losses)
     return figures
 
 
-def _perplexity(losses: Any) -> float:
-    return math.exp(min(float(losses.mean()), 700))  # a larger exponent gives no float
+def _perplexity(losses: list[torch.Tensor]) -> float:
+    mean = float(torch.cat(losses).double().mean())
+    return math.exp(min(mean, 700))  # a larger exponent gives no float
 
 
-def _state_distances(
-    before: torch.Tensor, after: torch.Tensor, _targets: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Compares hidden states of two encoders, position by position, and their means by window."""
-    return {
-        "cosine": torch.cosine_similarity(before, after, dim=-1),
-        "pooled": torch.cosine_similarity(before.mean(dim=1), after.mean(dim=1), dim=-1),
-    }
-
-
-def _state_figures(found: Mapping[str, Any]) -> dict[str, float]:
+def _state_figures(pairs: _Answers) -> dict[str, float]:
     """Returns what Evaluation.figures holds of an encoder."""
+    cosines, pooled = [], []
+    for before, after, _ in pairs:
+        cosines.append(torch.cosine_similarity(before, after, dim=-1).double().cpu())
+        means = torch.cosine_similarity(before.mean(dim=1), after.mean(dim=1), dim=-1)
+        pooled.append(means.double().cpu())
+    cosine = torch.cat(cosines)
     return {
-        "cosine": float(found["cosine"].mean()),
-        "cosine_least": float(found["cosine"].min()),
-        "cosine_pooled": float(found["pooled"].mean()),
+        "cosine": float(cosine.mean()),
+        "cosine_least": float(cosine.min()),
+        "cosine_pooled": float(torch.cat(pooled).mean()),
     }
 
 

@@ -464,7 +464,7 @@ class Evaluation:
         out: the model in 4 bits.
         source: the model that it was made from.
         passed: True if `kl` is at most --max-kl, or if no --max-kl was given.
-        kind: the kind of model: "causal", "seq2seq", "masked" or "encoder".
+        kind: the kind of model: "causal", "masked" or "encoder".
         text: where the tokens come from.
         tokens: the number of tokens that both models read.
         device: the device that both models ran on.
