@@ -7,14 +7,11 @@ import math
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
-from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nf4conv import dequantize_4bit, quantize_4bit
 from nf4conv.codec.decode.fp4 import decode_fp4
@@ -179,7 +176,7 @@ def test_int8_rows_by_hand():
     assert decoded.tolist() == [[2.0, -2.0, 0.0], [1.0, 64.0, -128.0]]
 
 
-# --- against the references -----------------------------------------------------------------------
+# --- against the references; tests/sources/test_released.py has those of FP4 ----------------------
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=["e4m3", "e5m2"])
@@ -192,20 +189,6 @@ def test_fp8_blocks_are_those_of_transformers(dtype: torch.dtype, scales: torch.
     scale = exponents.view(scales) if scales.itemsize == 1 else random_scales(3, 2).to(scales)
     expected = Fp8Dequantize(None)._dequantize_one(values, scale, output_dtype=BF16)
     same_bits(decode_scaled(values, scale, (128, 128), BF16), expected)
-
-
-def test_fp4_experts_of_deepseek_are_those_of_transformers():
-    values, scale = random_bytes(64, 128).view(torch.int8), (random_bytes(64, 8, seed=3) >> 3) + 110
-    scale = scale.view(torch.float8_e8m0fnu)
-    expected = Fp8Dequantize(None)._dequantize_one(values, scale, output_dtype=BF16)
-    same_bits(decode_fp4(values, scale, BF16), expected)
-
-
-def test_gpt_oss_experts_are_those_of_transformers():
-    blocks, scales = random_bytes(3, 48, 5, 16), (random_bytes(3, 48, 5, seed=4) >> 2) + 96
-    expected = convert_moe_packed_tensors(blocks, scales)
-    parts = {"values": blocks.flatten(2), "scale": scales}
-    same_bits(decode_fp4(**parts, dtype=BF16, is_transposed=True), expected)
 
 
 def scheme(**weights: object) -> QuantizationScheme:
@@ -250,28 +233,6 @@ def test_int8_is_that_of_compressed_tensors():
         decode_scaled(values, scale, None, BF16),
         expected["weight"].to(BF16),
     )
-
-
-def test_nvfp4_is_that_of_compressed_tensors():
-    values, scale = random_bytes(32, 64), (random_scales(32, 8) * 1000).to(torch.float8_e4m3fn)
-    state = {
-        "weight_packed": values,
-        "weight_scale": scale,
-        "weight_global_scale": torch.tensor([1234.5]),
-    }
-    kind = scheme(num_bits=4, type="float", strategy="tensor_group", group_size=16)
-    expected = NVFP4PackedCompressor.decompress(dict(state), kind)["weight"]
-    parts = {"values": values, "scale": scale, "divisor": state["weight_global_scale"]}
-    same_bits(decode_fp4(**parts, dtype=BF16), expected)
-
-
-def test_mxfp4_is_that_of_compressed_tensors():
-    values, scale = random_bytes(32, 64), (random_bytes(32, 4, seed=5) >> 3) + 110
-    kind = scheme(num_bits=4, type="float", strategy="group", group_size=32)
-    expected = MXFP4PackedCompressor.decompress(
-        {"weight_packed": values, "weight_scale": scale}, kind
-    )["weight"]
-    same_bits(decode_fp4(values, scale, BF16), expected.to(BF16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float32], ids=["f16", "bf16", "f32"])

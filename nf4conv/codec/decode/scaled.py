@@ -8,6 +8,7 @@ E8M0 scales, 2^(byte − 127), are stored as such or as plain bytes (OCP Microsc
 section 5.4.1).
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Final
@@ -106,12 +107,30 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 def byte_values(values: torch.Tensor) -> torch.Tensor:
     """Returns 8-bit values of any dtype as float32, in their shape.
 
-    A table of all 256 is several times as fast as torch's cast on a CPU.
+    On a CPU, a table of all pairs is twice as fast as one of all values, and that several times as
+    fast as torch's cast.
     """
-    all_bytes = torch.arange(256, dtype=torch.uint8, device=values.device)
-    table = all_bytes.view(values.dtype).to(torch.float32)
-    indices = values.reshape(-1).view(torch.uint8).to(torch.int32)
-    return table.index_select(0, indices).view(values.shape)
+    stored = values.reshape(-1).view(torch.uint8)
+    if stored.numel() % 2 or stored.storage_offset() % 2:
+        table = _all_values(values.dtype, values.device)
+        return table.index_select(0, stored.to(torch.int32)).view(values.shape)
+    indices = stored.view(torch.uint16).to(torch.int32)
+    pairs = _all_pairs(values.dtype, values.device).index_select(0, indices)
+    return pairs.view(torch.float32).view(values.shape)
+
+
+def _all_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns what each byte stands for: [256] float32."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    return every.view(dtype).to(torch.float32)
+
+
+@functools.cache
+def _all_pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns what each two bytes stand for: [65536] words of two float32."""
+    values = _all_values(dtype, device)
+    second, first = torch.meshgrid(values, values, indexing="ij")
+    return torch.stack([first, second], dim=-1).view(torch.int64).view(-1)
 
 
 def chunk_size(device: torch.device) -> int:
