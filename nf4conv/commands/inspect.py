@@ -5,10 +5,8 @@ From the Hub only the headers are fetched, and the few bytes of each quant state
 sources ▸ check (quant states and config) ▸ report
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import Finding, Structure, look_at
@@ -56,30 +54,33 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
     tensors: list[TensorRow] = []
     notes: list[str] = []
     findings: list[Finding] = []
-    for submodel, source in sources.items():
-        part = _inspect_one(source)
-        if submodel:
-            part = part.inside(submodel)
-        files.extend(part.files)
-        tensors.extend(part.tensors)
-        notes.extend(part.notes)
-        findings.extend(part.findings)
-    config = _first_quantization(sources.values())
-    made = _first_record(sources.values())
+    configs = [source.config or {} for source in sources.values()]
+    quantized = (quantization_of(config) for config in configs)
+    records = (read_record(source.recorded_in) for source in sources.values())
+    for submodel, stored in sources.items():
+        source = _with_packed_integers(stored)
+        rows, structure = _look_into(source)
+        before = f"{submodel}/" if submodel else ""
+        files += [f"{before}{file.name}" for file in source.files]
+        tensors += [row.inside(submodel) for row in rows] if submodel else rows
+        notes += [f"{before}{note}" for note in unusual((row.name, row.stored) for row in rows)]
+        for found in sorted(structure.findings, key=lambda one: not one.is_fault):
+            findings += [replace(found, file=f"{before}{found.file}")]
     totals = total_of(tensors)
+    is_pipeline = "" not in sources  # its submodels have several types, and experts of their own
     return Inspection(
         path=str(path),
         files=tuple(files),
-        config=config,
-        model_type=_model_type(sources),
-        made=made,
+        config=next((found for found in quantized if found is not None), None),
+        model_type=None if is_pipeline else configs[0].get("model_type"),
+        made=next((record for record in records if record), None),
         notes=tuple(notes),
         gpu_bytes=gpu_bytes(totals.bytes),
         tensors=tuple(tensors),
         kinds=summed(tensors),
         totals=totals,
         findings=tuple(findings),
-        experts=_experts(sources, tensors),
+        experts="" if is_pipeline else layout_of_experts(tensors, configs[0]),
     )
 
 
@@ -95,59 +96,8 @@ def _open(path: str | Path, where: SourceOptions) -> dict[str, Source]:
     return submodels
 
 
-def _first_quantization(sources: Iterable[Source]) -> Mapping[str, Any] | None:
-    """Returns what the first config that mentions a quantization says about it."""
-    for source in sources:
-        found = quantization_of(source.config or {})
-        if found is not None:
-            return found
-    return None
-
-
-def _model_type(sources: Mapping[str, Source]) -> str | None:
-    if "" not in sources:  # the submodels of a pipeline have several
-        return None
-    return (sources[""].config or {}).get("model_type")
-
-
-def _experts(sources: Mapping[str, Source], tensors: Sequence[TensorRow]) -> str:
-    """Returns how experts are stored; those of a pipeline are left out."""
-    if "" not in sources:
-        return ""
-    return layout_of_experts(tensors, sources[""].config or {})
-
-
-def _first_record(sources: Iterable[Source]) -> Mapping[str, Any] | None:
-    for source in sources:
-        record = read_record(source.recorded_in)
-        if record:
-            return record
-    return None
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Holds what is found in one checkpoint, or in one submodel of a pipeline."""
-
-    files: Sequence[str]
-    tensors: Sequence[TensorRow]
-    notes: Sequence[str]
-    findings: Sequence[Finding]
-
-    def inside(self, submodel: str) -> "_Part":
-        """Puts the name of a submodel before all names."""
-        files = [f"{submodel}/{file}" for file in self.files]
-        tensors = [row.inside(submodel) for row in self.tensors]
-        notes = [f"{submodel}/{note}" for note in self.notes]
-        findings = [
-            replace(finding, file=f"{submodel}/{finding.file}") for finding in self.findings
-        ]
-        return _Part(files, tensors, notes, findings)
-
-
-def _inspect_one(stored: Source) -> _Part:
-    """Describes one checkpoint, or one submodel of a pipeline."""
-    source = _with_packed_integers(stored)
+def _look_into(source: Source) -> tuple[list[TensorRow], Structure]:
+    """Describes the tensors of a checkpoint, and checks what is in 4 bits by quant states."""
     small = [tensor for tensor in source.tensors if _describes_a_weight(tensor)]
     contents = read_together(source, small)
     structure = Structure(source.folder, scales=recorded_scales(source.recorded_in))
@@ -155,15 +105,7 @@ def _inspect_one(stored: Source) -> _Part:
         structure.tensors = {tensor.name: tensor for tensor in source.tensors}
         structure.read = lambda tensor: contents[tensor.name]
         check_config(look_at(structure))
-    rows = list(inspected_rows(source.tensors, structure.weights))
-    notes = unusual((row.name, row.stored) for row in rows)
-    names = [file.name for file in source.files]
-    return _Part(
-        files=names,
-        tensors=rows,
-        notes=notes,
-        findings=sorted(structure.findings, key=lambda finding: not finding.is_fault),
-    )
+    return list(inspected_rows(source.tensors, structure.weights)), structure
 
 
 def _with_packed_integers(stored: Source) -> Source:
@@ -176,19 +118,15 @@ def _with_packed_integers(stored: Source) -> Source:
         return stored
     tensors = []
     for tensor in presented.tensors:
-        if tensor.encoding is None or _is_shown_decoded(tensor):
+        encoding = tensor.encoding
+        is_shown_decoded = isinstance(encoding, PackedIntegers)
+        if isinstance(encoding, Scaled):  # its values may have another name
+            is_shown_decoded = encoding.values.name != tensor.name
+        if encoding is None or is_shown_decoded:
             tensors.append(tensor)
         else:
-            tensors.extend(part for _, part in tensor.encoding.parts)
+            tensors.extend(part for _, part in encoding.parts)
     return replace(stored, tensors=tuple(tensors))
-
-
-def _is_shown_decoded(tensor: TensorInfo) -> bool:
-    """Returns True if a weight is packed integers, or if its values have another name."""
-    encoding = tensor.encoding
-    if isinstance(encoding, Scaled):
-        return encoding.values.name != tensor.name
-    return isinstance(encoding, PackedIntegers)
 
 
 def _describes_a_weight(tensor: TensorInfo) -> bool:

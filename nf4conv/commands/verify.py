@@ -10,7 +10,7 @@ nothing    every value is compared, and the user says which difference passes
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -45,7 +45,6 @@ from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers import DiffusersFolder, open_diffusers
 from nf4conv.sources.opening import open_readable, open_source, open_stored
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.machine import usable_cores
 
 _log: Final = logging.getLogger(__name__)
@@ -300,13 +299,13 @@ def _open_submodel(
     """
     if not structure.weights and not options.lora:
         stored = open_stored(origin.place, where)
-        if _headers_of(stored.tensors) == _headers_of(structure.tensors.values()):
+        headers, others = (
+            {(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors}
+            for tensors in (stored.tensors, structure.tensors.values())
+        )
+        if headers == others:
             return stored
     return open_merged(origin.place, where, options.lora)
-
-
-def _headers_of(tensors: Iterable[TensorInfo]) -> set[tuple[str, str, tuple[int, ...]]]:
-    return {(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors}
 
 
 def _verify_values(plan: VerificationPlan) -> VerifyReport:
