@@ -410,6 +410,18 @@ def test_verification(pipeline, tmp_path):
     assert verify_checkpoint(out).passed  # the change is not one that the pipeline itself tells
 
 
+def test_a_record_that_a_component_has_lost(quantized, tmp_path):
+    """The pipeline's card says that it had one; components that are left alone have none."""
+    source = tmp_path / "pipeline"
+    exact = VerifyOptions(exact=True)
+    assert verify_checkpoint(quantized, source, exact, RUN).passed
+    (quantized / "transformer/nf4conv.json").unlink()
+    [fault] = [found for found in verify_checkpoint(quantized, source, exact, RUN).findings]
+    assert (fault.check, fault.file, fault.is_fault) == ("record", "transformer/nf4conv.json", True)
+    assert "README.md says that nf4conv made this" in fault.text
+    assert verify_checkpoint(quantized, source, None, RUN).passed
+
+
 def test_verification_of_what_was_decoded(quantized, tmp_path):
     out = tmp_path / "decoded"
     execute_dequantization(plan_dequantization(quantized), out, RUN)
