@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.run.device.on_torch.backend import TorchBackend
-from nf4conv.sources.record import CalibratedBlock, CalibrationResult
+from nf4conv.sources.record import CalibratedBlock, CalibrationResult, is_gain
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import CALIBRATED, WORK_FOLDER
@@ -105,10 +106,9 @@ class _Work:
     def calibrate_all(self) -> None:
         """Calibrates the blocks that are not finished."""
         for number in self._calibration.targets:
-            kept = self._kept.read(_name(number))
+            kept = self._kept.read(_name(number), _parsed)
             if kept is not None:
-                gains = {name: WeightGain(**gain) for name, gain in kept[1].items()}
-                self._finished[number] = _described(kept[0], gains)
+                self._finished[number] = _described(*kept)
         left = [number for number in self._calibration.targets if number not in self._finished]
         if left:
             self._calibrate(left)
@@ -159,6 +159,15 @@ class _Work:
 def _name(number: int) -> str:
     """Returns the name that a finished block is kept under."""
     return f"block-{number:05d}"
+
+
+def _parsed(facts: Mapping[str, Any]) -> dict[str, WeightGain]:
+    """Reads the gains of a finished block; raises ValueError or TypeError if they are none."""
+    gains = {name: WeightGain(**gain) for name, gain in facts.items()}
+    for one in gains.values():
+        if not is_gain(one.gain) or not (one.tokens is None or type(one.tokens) is int):
+            raise ValueError(f"{one} is no gain")
+    return gains
 
 
 def _described(tensors: Tensors, gains: Mapping[str, WeightGain]) -> CalibratedBlock:

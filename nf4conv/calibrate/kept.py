@@ -11,7 +11,7 @@ match is removed and made again.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,8 +68,10 @@ class KeptFiles:
         content = json.dumps({**record, _DIGEST: _digest_of(record)})
         write_file(self._record(name), [content.encode()])
 
-    def read(self, name: str) -> tuple[Tensors, Any] | None:
-        """Returns tensors in host memory, and the facts in their record.
+    def read(self, name: str, parse: Callable[[Any], Any] = dict) -> tuple[Tensors, Any] | None:
+        """Returns tensors in host memory, and what `parse` makes of the facts in their record.
+
+        It raises ValueError, TypeError or KeyError if they are none.
 
         Returns:
             None if they are missing. If they are not what was written, they are removed, and a note
@@ -92,6 +94,7 @@ class KeptFiles:
             is_intact = digest == _digest_of(record)
             is_intact &= hashlib.sha256(content).hexdigest() == record["sha256"]
             tensors = _tensors(content, paths[0]) if is_intact else None
+            facts, made_by = parse(record["facts"]), dict(record["made_by"])
         except (OSError, SourceError, ValueError, TypeError, KeyError, AttributeError):
             tensors = None  # whatever stands there
         if tensors is None:
@@ -99,8 +102,8 @@ class KeptFiles:
                 _log.warning("%s: is not what was written, and is made again", paths[0])
             self._remove(name)
             return None
-        self._require_same_maker(record["made_by"])
-        return tensors, record["facts"]
+        self._require_same_maker(made_by)
+        return tensors, facts
 
     def tensors(self, name: str) -> dict[str, TensorInfo]:
         """Returns where the tensors of a file are, by their names."""

@@ -241,7 +241,7 @@ def recorded_calibration(record: Mapping[str, Any] | None) -> RecordedCalibratio
     blocks = []
     for block in map(_mapping, _list(found.get("blocks"))):
         gains = _mapping(block.get("gains"))
-        if gains and all(map(_is_gain, gains.values())) and isinstance(block.get("sha256"), str):
+        if gains and all(map(is_gain, gains.values())) and isinstance(block.get("sha256"), str):
             blocks.append(
                 CalibratedBlock(block["sha256"], gains, _mapping(block.get("few_tokens")))
             )
@@ -256,7 +256,8 @@ def recorded_calibration(record: Mapping[str, Any] | None) -> RecordedCalibratio
     )
 
 
-def _is_gain(value: object) -> bool:
+def is_gain(value: object) -> bool:
+    """Returns True for an error relative to a larger one, which is finite."""
     return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
 
 

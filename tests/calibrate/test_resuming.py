@@ -27,7 +27,7 @@ from calibrations import (
 )
 
 from nf4conv.calibrate import calibrating, gradients, hidden
-from nf4conv.calibrate.kept import KeptFiles
+from nf4conv.calibrate.kept import _DIGEST, KeptFiles, _digest_of
 from nf4conv.calibrate.needs import Needs
 from nf4conv.errors import Nf4convError, OutputError
 from nf4conv.options import QuantizeOptions
@@ -186,6 +186,17 @@ def changed_record(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return spoil
 
 
+def other_facts(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Facts with a digest that is right."""
+
+    def edit(record: dict[str, Any]) -> dict[str, Any]:
+        del record[_DIGEST]
+        record["facts"] = change(record["facts"])
+        return {**record, _DIGEST: _digest_of(record)}
+
+    return changed_record(edit)
+
+
 def other_gain(record: dict[str, Any]) -> dict[str, Any]:
     for gain in record["facts"].values():
         gain["gain"] = float("nan")
@@ -202,6 +213,12 @@ SPOILT: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a list as record": ("block-00000.json", changed_record(lambda _: [1])),
     "null as record": ("block-00000.json", changed_record(lambda _: None)),
     "no digest": ("block-00000.json", changed_record(lambda record: record["facts"])),
+    "facts in a list": ("block-00000.json", other_facts(list)),
+    "gains that are words": ("block-00000.json", other_facts(lambda old: dict.fromkeys(old, "1"))),
+    "gains below 0": (
+        "block-00000.json",
+        other_facts(lambda old: {name: {"gain": -1.0, "tokens": None} for name in old}),
+    ),
     "a pipe as record": ("block-00000.json", pipe),
     "no outputs": ("outputs-00001.safetensors", no_file),
     "a pipe as outputs": ("outputs-00001.safetensors", pipe),

@@ -416,7 +416,7 @@ def test_a_record_that_a_component_has_lost(quantized, tmp_path):
     exact = VerifyOptions(exact=True)
     assert verify_checkpoint(quantized, source, exact, RUN).passed
     (quantized / "transformer/nf4conv.json").unlink()
-    [fault] = [found for found in verify_checkpoint(quantized, source, exact, RUN).findings]
+    [fault] = verify_checkpoint(quantized, source, exact, RUN).findings
     assert (fault.check, fault.file, fault.is_fault) == ("record", "transformer/nf4conv.json", True)
     assert "README.md says that nf4conv made this" in fault.text
     assert verify_checkpoint(quantized, source, None, RUN).passed
