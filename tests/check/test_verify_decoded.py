@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from checkpoints import write_source
 from comparing import compared
 from gguf_files import write_gguf
 from safetensors.torch import load_file
-from test_integer_uses import GPTQ, LLAMA_CONFIG, MAKERS_AND_OTHERS, llama
-from test_integer_uses import write as write_integers
+from test_integer_sources import GPTQ, OTHERS, write_tensors
+from test_integer_sources import write as write_integers
 from test_lora import write_adapter
 from test_verify import (
     Damages,
@@ -73,13 +74,11 @@ def write_one(folder: Path, kind: str) -> Path:
         quantize_checkpoint(plain, folder, QuantizeOptions(), CPU)
         return folder
     if kind == "gptq, reordered":
-        tensors = llama(lambda *shape, dtype: integers.gptq(*shape, dtype=dtype, is_reordered=True))
-        return write_integers(folder, tensors, LLAMA_CONFIG, GPTQ)[0]
-    make, description = MAKERS_AND_OTHERS[kind]
-    return write_integers(folder, llama(make), LLAMA_CONFIG, description)[0]
+        return write_integers(folder, partial(integers.gptq, is_reordered=True), GPTQ)[0]
+    return write_integers(folder, *OTHERS[kind])[0]
 
 
-KINDS = ("gguf", "bitsandbytes", "gptq, reordered", *MAKERS_AND_OTHERS)
+KINDS = ("gguf", "bitsandbytes", "gptq, reordered", *OTHERS)
 
 
 def assert_right(report: VerifyReport) -> None:
@@ -398,7 +397,7 @@ def test_stacks_that_were_made_of_single_experts(tmp_path: Path, dtype: Dtype | 
             weight = f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight"
             tensors[weight] = integers.gptq(*shape)
     described = {"model_type": "qwen3_vl_moe_text", "num_experts": 2, "dtype": "float16"}
-    source, _ = write_integers(tmp_path / "source", tensors, described, GPTQ)
+    source, _ = write_tensors(tmp_path / "source", tensors, described, GPTQ)
     out = tmp_path / "out"
     dequantize_checkpoint(source, out, DequantizeOptions(dtype=dtype), CPU)
     assert "model.layers.0.mlp.experts.down_proj" in load_file(shards(out)[0])

@@ -1,12 +1,15 @@
 """A Hub that is silent, breaks off, is busy, or delivers other bytes than it states."""
 
 import json
+import re
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from checkpoints import contents, write_source
 from click.testing import CliRunner
@@ -214,39 +217,71 @@ def test_a_user_without_a_home_is_served(where: SourceOptions, monkeypatch: pyte
     assert open_source(REPO, where).tensors
 
 
-def test_the_index_of_a_hub_is_json(hub: Hub, where: SourceOptions):
-    files = dict(hub.repos[REPO].files)
-    files["model.safetensors.index.json"] = json.dumps({"weight_map": 5}).encode()
-    hub.repos[REPO].commit(files)
-    with pytest.raises(SourceError, match="has no weight_map"):
-        open_source(REPO, where)
-    assert huggingface_hub.__version__
+def of_file(**fields: object) -> bytes:
+    answer = {"id": "a/b", "sha": "a" * 40, "siblings": [{"rfilename": "a", **fields}]}
+    return json.dumps(answer).encode()
 
 
-ANSWERS = [
-    (200, b"<html>Sign in to the hotel's network</html>"),
-    (200, b"null"),
-    (200, b"[]"),
-    (200, b"[" * 5000),
-    (200, b'{"siblings": [5], "sha": "x"}'),
-    (200, b'{"id": "a/b", "sha": "../../x", "siblings": []}'),
-    (200, b'{"id": "a/b", "sha": "%s", "siblings": [{"rfilename": "../x"}]}' % (b"a" * 40)),
-    (200, b'{"id": "a/b", "sha": "%s", "siblings": [{"rfilename": 5}]}' % (b"a" * 40)),
-    (
-        200,
-        b'{"id": "a/b", "sha": "%s", "siblings": [{"rfilename": "a", "size": -1}]}' % (b"a" * 40),
-    ),
-    (
-        200,
-        b'{"id": "a/b", "sha": "%s", "siblings": [{"rfilename": "a", "blobId": 5}]}' % (b"a" * 40),
-    ),
-]
-
-
-@pytest.mark.parametrize(("status", "body"), ANSWERS, ids=repr)
-def test_answers_that_make_no_sense(hub: Hub, where: SourceOptions, status: int, body: bytes):
-    hub.faults = [Fault("GET /api/models", times=99, change=lambda _: (status, body, {}))]
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>Sign in to the hotel's network</html>",
+        b"null",
+        b"[]",
+        b"[" * 5000,
+        b'{"siblings": [5], "sha": "x"}',
+        b'{"id": "a/b", "sha": "../../x", "siblings": []}',
+        of_file(rfilename="../x"),
+        of_file(rfilename=5),
+        of_file(size=-1),
+        of_file(blobId=5),
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_answers_that_make_no_sense(hub: Hub, where: SourceOptions, body: bytes):
+    hub.faults = [Fault("GET /api/models", times=99, change=lambda _: (200, body, {}))]
     error = inspect("--cache-dir", str(where.cache_dir))
     assert error.startswith(f"{REPO}: ")
     assert "bug" not in error
     assert error.count("\n") == 1
+
+
+# --- no network -----------------------------------------------------------------------------------
+
+
+def offline(tmp_path: Path, url: str, *arguments: object) -> str:
+    """Returns the error of a command in a process of its own, because huggingface_hub reads the
+    address when it is imported.
+    """
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    environment = {
+        "HF_ENDPOINT": url.format(port=port),
+        "HF_HOME": str(tmp_path),
+        "HF_TOKEN": "hf_token",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    command = [sys.executable, "-m", "nf4conv", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    return done.stderr
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}", "http://no-such-host.invalid"])
+def test_no_network(tmp_path: Path, url: str):
+    error = offline(tmp_path, url, "inspect", REPO)
+    assert re.fullmatch(
+        rf"Error: {REPO}: .+; you seem offline; what was downloaded before is read with "
+        r"--local-files-only, or HF_HUB_OFFLINE=1\n",
+        error,
+    ), error
+
+
+def test_no_network_to_push_to(tmp_path: Path):
+    """Nothing is computed for a result that cannot be pushed."""
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    asked = ["quantize", source, out, "--device", "cpu", "--push-to-hub", "me/x"]
+    error = offline(tmp_path, "http://127.0.0.1:{port}", *asked)
+    assert re.fullmatch(r"Error: --push-to-hub me/x: .+; you seem offline\n", error)
+    assert not out.exists()

@@ -1,27 +1,36 @@
-"""Checkpoints of compressed-tensors, GPTQ and AWQ as sources: decoded, packed, refused."""
+"""Checkpoints of packed integers as sources: decoded, packed, refused; each command."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from adapters import load, train
 from api import (
     DequantizeOptions,
     QuantizeOptions,
     RunOptions,
     dequantize_checkpoint,
+    describe_plan,
+    inspect_checkpoint,
     plan_dequantization,
     plan_quantization,
     quantize_checkpoint,
     verify_checkpoint,
 )
+from calibrations import make_model, make_text
+from evaluated import evaluated
+from hub_server import Hub, Repo
 from integers import Weight, awq, compressed, gptq, torchao
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nf4conv.errors import Nf4convError, PlanError, SourceError
+from nf4conv.options import SourceOptions
 
 CPU = RunOptions(device="cpu", workers=2, buffer_size=1)
 CONFIG = LlamaConfig(
@@ -32,7 +41,9 @@ CONFIG = LlamaConfig(
     num_key_value_heads=4,
     vocab_size=96,
     dtype="float16",
+    pad_token_id=0,
 )
+LLAMA = CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 PACKED = {
@@ -88,28 +99,44 @@ def write(
     make: Any,
     description: dict[str, Any],
     special: dict[str, Weight] | None = None,
-    **more: Any,
 ) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Writes a small Llama whose layers are quantized.
-
-    Returns:
-        The folder; the tensors that it stands for.
-    """
-    stored, decoded = {}, {}
+    """Writes a small Llama whose layers are quantized; returns the tensors that it stands for."""
+    tensors: dict[str, torch.Tensor | Weight] = {}
     for name, tensor in plain_model().items():
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj"):
+        tensors[name] = tensor
+        if module.endswith("_proj"):
+            made = (special or {}).get(module)
+            tensors[name] = made or make(*tensor.shape, dtype=torch.float16)
+    return write_tensors(folder, tensors, LLAMA, description)
+
+
+def write_tensors(
+    folder: Path,
+    tensors: dict[str, torch.Tensor | Weight],
+    config: dict[str, Any],
+    description: dict[str, Any],
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Writes a checkpoint, some weights of which are quantized; returns what it stands for."""
+    stored: dict[str, torch.Tensor] = {}
+    decoded: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Weight):
+            module = name.removesuffix(".weight")
+            stored |= {f"{module}.{suffix}": part for suffix, part in tensor.parts.items()}
+            decoded[name] = tensor.decoded
+        else:
             stored[name] = decoded[name] = tensor
-            continue
-        weight = (special or {}).get(module) or make(*tensor.shape, dtype=torch.float16, **more)
-        stored |= {f"{module}.{suffix}": part for suffix, part in weight.parts.items()}
-        decoded[name] = weight.decoded
+    return write_plain(folder, stored, config | {"quantization_config": description}), decoded
+
+
+def write_plain(
+    folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] = LLAMA
+) -> Path:
     folder.mkdir()
-    config = CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    config["quantization_config"] = description
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: part.clone().contiguous() for name, part in stored.items()}, folder / FILE)
-    return folder, decoded
+    save_file({name: part.clone().contiguous() for name, part in tensors.items()}, folder / FILE)
+    return folder
 
 
 FILE = "model.safetensors"
@@ -205,21 +232,13 @@ def vision_and_language(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     for expert in range(2):
         name = f"{prefix}.mlp.experts.{expert}.down_proj.weight"
         weights[name] = compressed(64, 128, group_size=32)
-    stored: dict[str, torch.Tensor] = {}
-    decoded: dict[str, torch.Tensor] = {}
-    for name, weight in weights.items():
-        if isinstance(weight, torch.Tensor):
-            stored[name] = decoded[name] = weight
-            continue
-        module = name.removesuffix(".weight")
-        stored |= {f"{module}.{suffix}": part for suffix, part in weight.parts.items()}
-        decoded[name] = weight.decoded
     fp8 = torch.randn(64, 64).to(torch.float8_e4m3fn)
-    stored[f"{prefix}.self_attn.k_proj.weight"] = fp8
-    stored[f"{prefix}.self_attn.k_proj.weight_scale"] = torch.full((64, 1), 0.5).to(bf16)
-    decoded[f"{prefix}.self_attn.k_proj.weight"] = (fp8.float() * 0.5).to(bf16)
-    for cache in ("k_scale", "v_scale"):
-        stored[f"{prefix}.self_attn.{cache}"] = torch.ones(1).to(bf16)
+    key = f"{prefix}.self_attn.k_proj.weight"
+    scale = torch.full((64, 1), 0.5).to(bf16)
+    parts = {"weight": fp8, "weight_scale": scale}
+    weights[key] = Weight(parts, (fp8.float() * 0.5).to(bf16))
+    caches = [f"{prefix}.self_attn.{cache}" for cache in ("k_scale", "v_scale")]
+    weights |= dict.fromkeys(caches, torch.ones(1).to(bf16))
     groups = {}
     for bits, size in ((4, 32), (8, 32), (8, None), (3, 32), (5, 64)):
         weights_of = {"num_bits": bits, "type": "int", "group_size": size}
@@ -230,12 +249,9 @@ def vision_and_language(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
         "model_type": "qwen3_vl_moe",
         "architectures": ["Qwen3VLMoeForConditionalGeneration"],
         "text_config": {"dtype": "bfloat16", "model_type": "qwen3_vl_moe_text"},
-        "quantization_config": description,
     }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: part.clone().contiguous() for name, part in stored.items()}, folder / FILE)
-    return folder, decoded
+    source, decoded = write_tensors(folder, weights, config, description)
+    return source, {name: part for name, part in decoded.items() if name not in caches}
 
 
 def test_a_mixed_model_that_sees(tmp_path: Path):
@@ -388,12 +404,8 @@ def test_gpt2_stores_its_weights_transposed(tmp_path: Path):
     """GPTQ quantizes a Conv1D as if it were a Linear; the model wants [in, out] back."""
     name = "transformer.h.0.attn.c_attn"
     weight = gptq(96, 32, group_size=32)
-    (tmp_path / "source").mkdir()
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32}
-    config["quantization_config"] = GPTQ
-    (tmp_path / "source/config.json").write_text(json.dumps(config))
-    stored = {f"{name}.{suffix}": part for suffix, part in weight.parts.items()}
-    save_file(stored, tmp_path / "source" / FILE)
+    write_tensors(tmp_path / "source", {f"{name}.weight": weight}, config, GPTQ)
     dequantize_checkpoint(tmp_path / "source", tmp_path / "out", None, CPU)
     same_tensors(
         load_file(tmp_path / "out" / FILE), {f"{name}.weight": weight.decoded.t().contiguous()}
@@ -444,6 +456,164 @@ def test_the_card_says_from_what_the_source_was_made(tmp_path: Path):
     link = "[org/Original-2B](https://huggingface.co/org/Original-2B)"
     assert f"| quantized before from | {link}, says the card of the original |" in card
     assert "not | a name" not in card
+
+
+# --- each command, each option: whatever is made of both has the same bytes ----------------------
+
+OTHERS = MAKERS | {
+    "auto-round": (
+        partial(gptq, version=2),
+        AUTO_ROUND | {"packing_format": "auto_round:gptqmodel"},
+    ),
+}
+
+
+def same(one: Path, other: Path) -> None:
+    """Asserts that two folders hold the same tensors, whatever files they are in."""
+    same_tensors(whole(one), whole(other))
+
+
+def whole(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_inspect_names_method_bits_and_groups(tmp_path: Path, method: str):
+    source, decoded = write(tmp_path / "source", *OTHERS[method])
+    plain = write_plain(tmp_path / "plain", decoded)
+    names = {"gptq": "GPTQ", "awq": "AWQ", "compressed": "compressed-tensors", "auto-round": "GPTQ"}
+    found = inspect_checkpoint(source)
+    [kind] = [kind for kind in found.kinds if kind.kind.endswith("mlp.up_proj")]
+    assert kind.formats == (f"{names.get(method, method)} 4-bit, groups of 32",)
+    assert 4 < kind.bits_per_parameter < 6
+    assert found.totals.parameters == inspect_checkpoint(plain).totals.parameters
+
+
+def test_inspect_shows_what_cannot_be_decoded(tmp_path: Path):
+    source, _ = write(tmp_path / "source", gptq, GPTQ | {"checkpoint_format": "marlin"})
+    assert {row.stored for row in inspect_checkpoint(source).tensors} == {"float16", "I32"}
+
+
+def test_a_dry_run_knows_the_size(tmp_path: Path):
+    source, _ = write(tmp_path / "source", gptq, GPTQ)
+    plan = plan_dequantization(source)
+    report = dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    assert plan.totals().bytes_after == report.run.bytes_after
+    assert describe_plan(plan).notes[0].startswith("the source is quantized (gptq): 14 of GPTQ")
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("gptq", "quantize_config.json"), ("awq", "quant_config.json")]
+)
+def test_old_releases_describe_it_in_a_file_of_its_own(tmp_path: Path, method: str, name: str):
+    make, description = MAKERS[method]
+    source, decoded = write(tmp_path / "source", make, description)
+    (source / "config.json").write_text(json.dumps(LLAMA))
+    fields = {key: value for key, value in description.items() if key != "quant_method"}
+    (source / name).write_text(json.dumps(fields))
+    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    same_tensors(whole(tmp_path / "out"), decoded)
+    assert not (tmp_path / "out" / name).exists()
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_adapters_are_merged(tmp_path: Path, method: str):
+    source, decoded = write(tmp_path / "source", *OTHERS[method])
+    plain = write_plain(tmp_path / "plain", decoded)
+    model = load(plain, dtype=torch.float32)
+    train(model, tmp_path / "adapter", target_modules=["q_proj", "up_proj"])
+    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
+    for folder in (source, plain):
+        dequantize_checkpoint(folder, tmp_path / f"{folder.name}-out", options, CPU)
+    same(tmp_path / "source-out", tmp_path / "plain-out")
+    assert "merged" in (tmp_path / "source-out/README.md").read_text()
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed"])
+def test_parts_join_to_the_whole(tmp_path: Path, method: str):
+    source, decoded = write(tmp_path / "source", *MAKERS[method])
+    for part in ("1/2", "2/2"):
+        options = DequantizeOptions(max_shard_size=200_000)
+        dequantize_checkpoint(source, tmp_path / "out", options, replace(CPU, part=part))
+    same_tensors(whole(tmp_path / "out"), decoded)
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_streamed_from_the_hub(tmp_path: Path, hub: Hub, method: str):
+    source, decoded = write(tmp_path / "source", *OTHERS[method])
+    hub.repos["org/model"] = Repo()
+    hub.repos["org/model"].commit({file.name: file.read_bytes() for file in source.iterdir()})
+    where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
+    dequantize_checkpoint("org/model", tmp_path / "out", None, CPU, where=where)
+    same_tensors(whole(tmp_path / "out"), decoded)
+
+
+def test_experts_one_by_one_as_in_kimi_k2(tmp_path: Path):
+    """Experts in groups of 32, everything else in 16 bits, packed straight from their integers."""
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "kimi_k2",
+        "dtype": "bfloat16",
+        "n_routed_experts": 4,
+        "num_hidden_layers": 2,
+        "moe_intermediate_size": 64,
+        "hidden_size": 128,
+    }
+    bf16 = torch.bfloat16
+    layer = "model.layers.1"
+    tensors: dict[str, torch.Tensor | Weight] = {
+        f"{layer}.self_attn.o_proj.weight": torch.randn(128, 128).to(bf16),
+        f"{layer}.mlp.gate.weight": torch.randn(4, 128).to(bf16),
+        f"{layer}.mlp.gate.e_score_correction_bias": torch.randn(4),
+        "vision_tower.blocks.0.wqkv.weight": torch.randn(96, 32).to(bf16),
+    }
+    for expert in range(4):
+        for name, shape in {
+            "gate_proj": (64, 128),
+            "up_proj": (64, 128),
+            "down_proj": (128, 64),
+        }.items():
+            weight = compressed(*shape, dtype=bf16)
+            tensors[f"{layer}.mlp.experts.{expert}.{name}.weight"] = weight
+    source, decoded = write_tensors(tmp_path / "source", tensors, config, PACKED)
+    plain = write_plain(tmp_path / "plain", decoded, config)
+    options = QuantizeOptions(moe="packed")
+    for folder in (source, plain):
+        quantize_checkpoint(folder, tmp_path / f"{folder.name}-out", options, CPU)
+    same(tmp_path / "source-out", tmp_path / "plain-out")
+    packed = load_file(tmp_path / "source-out" / FILE)
+    assert f"{layer}.mlp.experts.3.down_proj.weight.absmax" in packed
+    dequantize_checkpoint(source, tmp_path / "whole", None, CPU)
+    same_tensors(whole(tmp_path / "whole"), decoded)
+
+
+def test_evaluate_says_what_to_give_instead(tmp_path: Path):
+    """transformers loads no GPTQ without a package that the tests do not install."""
+    source, decoded = write(tmp_path / "source", gptq, GPTQ)
+    np.save(tmp_path / "ids.npy", np.arange(256, dtype=np.int32) % 96)
+    said = r"source: transformers cannot load it: .+; `nf4conv dequantize` makes a 16-bit model"
+    with pytest.raises(SourceError, match=said):
+        evaluated(write_plain(tmp_path / "plain", decoded), source, text=tmp_path / "ids.npy")
+
+
+def test_calibrated_by_a_text(tmp_path: Path):
+    """It reads the decoded weights, as from any other source."""
+    tensors: dict[str, torch.Tensor | Weight] = {}
+    for name, tensor in whole(make_model(tmp_path / "model")).items():
+        is_linear = name.endswith("_proj.weight")
+        tensors[name] = gptq(*tensor.shape, dtype=torch.bfloat16) if is_linear else tensor
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    source, decoded = write_tensors(tmp_path / "source", tensors, config, GPTQ)
+    plain = write_plain(tmp_path / "plain", decoded, config)
+    text = make_text(tmp_path / "ids.npy")
+    options = QuantizeOptions(calibrate=str(text), calibration_tokens=512)
+    for folder in (source, plain):
+        run = RunOptions(device="cpu")
+        quantize_checkpoint(folder, tmp_path / f"{folder.name}-out", options, run)
+    same(tmp_path / "source-out", tmp_path / "plain-out")
 
 
 # --- refusals -------------------------------------------------------------------------------------
