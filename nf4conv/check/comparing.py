@@ -4,7 +4,7 @@ the other.
 
 from collections.abc import Sequence
 
-from nf4conv.check.pairing import AlikePair, Pairs, is_dispensable, note_foreign
+from nf4conv.check.pairing import AlikePair, Pairs, note_foreign, note_missing
 from nf4conv.check.structure import Structure
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts import Experts
@@ -26,9 +26,7 @@ def pair_alike(structure: Structure, out: Source, source: Source) -> Pairs:
     for name, original in originals.items():
         tensor = tensors.get(name)
         if tensor is None:
-            is_fault = not is_dispensable(name, source.config or {})
-            text = "is in the source but not here"
-            structure.note("names", original.file, name, text, is_fault=is_fault)
+            note_missing(structure, original, source)
         elif tensor.shape != original.shape:
             text = f"is {list(tensor.shape)}, but the source has {list(original.shape)}"
             structure.note("names", tensor.file, name, text)

@@ -92,11 +92,8 @@ def pair(structure: Structure, source: Source) -> Pairs:
     for name in used & aliases.keys():
         used |= aliases[name].names
     for tensor in source.tensors:
-        if tensor.name in used:
-            continue
-        is_fault = not is_dispensable(tensor.name, source.config or {})
-        text = "is in the source but not here"
-        structure.note("names", tensor.file, tensor.name, text, is_fault=is_fault)
+        if tensor.name not in used:
+            note_missing(structure, tensor, source)
     return Pairs(weights, copies)
 
 
@@ -169,12 +166,16 @@ def note_foreign(structure: Structure, source: Source, paired: int, total: int) 
     return True
 
 
-def is_dispensable(name: str, config: Mapping[str, Any]) -> bool:
-    """Returns True for a tensor that tools may leave out: a tied head, or what is computed."""
-    is_tied = bool(config.get("tie_word_embeddings", True))
-    if is_tied and module_of(name) in HEADS:
-        return True
-    return _BUFFERS.search(name) is not None
+def note_missing(structure: Structure, tensor: TensorInfo, source: Source) -> None:
+    """Notes that a tensor of the source is missing; tools may leave out some.
+
+    They are a head that is the embedding, and what is computed.
+    """
+    is_tied = bool((source.config or {}).get("tie_word_embeddings", True))
+    is_tied_head = is_tied and module_of(tensor.name) in HEADS
+    is_fault = not is_tied_head and _BUFFERS.search(tensor.name) is None
+    text = "is in the source but not here"
+    structure.note("names", tensor.file, tensor.name, text, is_fault=is_fault)
 
 
 class _Alias(NamedTuple):
