@@ -5,6 +5,7 @@ compressed-tensors, 208,093 tensors. The vision tower is left out.
 """
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,47 +95,59 @@ class Kimi:
                     yield f"{path}.weight_shape", "I32", [2]
 
     def write(self, folder: Path, *, has_data: bool) -> int:
-        """Writes the checkpoint; its files have holes where weights would be without data.
+        """Writes the checkpoint, and returns its number of tensors."""
+        return write_checkpoint(
+            folder, list(self.tensors()), self.files, self.config(), has_data=has_data
+        )
 
-        Returns:
-            The number of tensors.
-        """
-        everything = list(self.tensors())
-        size = -(-len(everything) // self.files)
-        weight_map = {}
-        for number, start in enumerate(range(0, len(everything), size), start=1):
-            file = f"model-{number:05d}-of-{self.files:06d}.safetensors"
-            described = everything[start : start + size]
-            self._write_file(folder / file, described, seed=number if has_data else None)
-            weight_map |= dict.fromkeys((name for name, _, _ in described), file)
-        index = {"metadata": {}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        (folder / "config.json").write_text(json.dumps(self.config()))
-        return len(everything)
 
-    def _write_file(
-        self, path: Path, described: list[tuple[str, str, list[int]]], seed: int | None
-    ) -> None:
-        entries, position, shapes = {}, 0, {}
-        for name, dtype, shape in described:
-            size = BYTES[dtype] * int(np.prod(shape))
-            offsets = [position, position + size]
-            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-            if name.endswith("_shape"):
-                sizes = (self.width, self.inner) if "down" in name else (self.inner, self.width)
-                shapes[position] = struct.pack("<2i", *sizes)
-            position += size
-        header = json.dumps(entries).encode()
-        start = 8 + len(header)
-        with path.open("wb") as output:
-            output.write(len(header).to_bytes(8, "little") + header)
-            if seed is None:
-                output.truncate(start + position)
-            else:
-                output.write(_words(position, seed))
-            for place, value in shapes.items():
-                output.seek(start + place)
-                output.write(value)
+def write_checkpoint(
+    folder: Path,
+    tensors: list[tuple[str, str, list[int]]],
+    files: int,
+    config: dict[str, object],
+    *,
+    has_data: bool = False,
+) -> int:
+    """Writes tensors of a name, a dtype and a shape, and returns their number.
+
+    Without data the files have holes where weights would be. A W_shape is that of W_packed.
+    """
+    size = -(-len(tensors) // files)
+    weight_map = {}
+    for number, start in enumerate(range(0, len(tensors), size), start=1):
+        file = f"model-{number:05d}-of-{files:05d}.safetensors"
+        described = tensors[start : start + size]
+        _write_file(folder / file, described, seed=number if has_data else None)
+        weight_map |= dict.fromkeys((name for name, _, _ in described), file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+    return len(tensors)
+
+
+def _write_file(path: Path, described: list[tuple[str, str, list[int]]], seed: int | None) -> None:
+    entries, position, shapes = {}, 0, {}
+    by_name = {name: shape for name, _, shape in described}
+    for name, dtype, shape in described:
+        size = BYTES[dtype] * math.prod(shape)
+        offsets = [position, position + size]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        packed = by_name.get(name.removesuffix("_shape") + "_packed")
+        if name.endswith("_shape") and packed is not None:
+            shapes[position] = struct.pack("<2i", packed[0], 8 * packed[1])
+        position += size
+    header = json.dumps(entries).encode()
+    start = 8 + len(header)
+    with path.open("wb") as output:
+        output.write(len(header).to_bytes(8, "little") + header)
+        if seed is None:
+            output.truncate(start + position)
+        else:
+            output.write(_words(position, seed))
+        for place, value in shapes.items():
+            output.seek(start + place)
+            output.write(value)
 
 
 def _words(size: int, seed: int) -> bytes:

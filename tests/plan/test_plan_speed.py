@@ -2,63 +2,39 @@
 of it, too.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 from api import QuantizeOptions, RunOptions, plan_part, plan_quantization
+from kimi import write_checkpoint
 from pace import units_of
 
 LAYERS, EXPERTS = 80, 416
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "dtype": "bfloat16",
+}
 
 
 def write_headers(folder: Path) -> int:
-    """A mixture of experts, its files without data (they have holes); returns how many tensors it
-    has.
-    """
+    """Writes a mixture of experts without data; returns how many tensors it has."""
     folder.mkdir()
     shapes = {"model.embed_tokens.weight": [1024, 512], "lm_head.weight": [1024, 512]}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
-        shapes |= {f"{prefix}.self_attn.{name}_proj.weight": [512, 512] for name in "qkvo"}
-        shapes |= {
-            f"{prefix}.{name}.weight": [512]
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
+        for name in "qkvo":
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = [512, 512]
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}.{name}.weight"] = [512]
         shapes[f"{prefix}.mlp.gate.weight"] = [EXPERTS, 512]
         for expert in range(EXPERTS):
             experts = f"{prefix}.mlp.experts.{expert}"
-            shapes |= {f"{experts}.{name}_proj.weight": [128, 512] for name in ("gate", "up")}
+            for name in ("gate", "up"):
+                shapes[f"{experts}.{name}_proj.weight"] = [128, 512]
             shapes[f"{experts}.down_proj.weight"] = [512, 128]
-    names = list(shapes)
-    weight_map = {}
-    for number, start in enumerate(range(0, len(names), 100)):
-        file, entries, position = f"model-{number:05d}.safetensors", {}, 0
-        for name in names[start : start + 100]:
-            size = 2
-            for length in shapes[name]:
-                size *= length
-            entries[name] = {
-                "dtype": "BF16",
-                "shape": shapes[name],
-                "data_offsets": [position, position + size],
-            }
-            position += size
-        header = json.dumps(entries).encode()
-        with (folder / file).open("wb") as output:
-            output.write(len(header).to_bytes(8, "little") + header)
-            output.truncate(8 + len(header) + position)
-        weight_map |= dict.fromkeys(entries, file)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return len(names)
+    tensors = [(name, "BF16", shape) for name, shape in shapes.items()]
+    return write_checkpoint(folder, tensors, 1000, CONFIG)
 
 
 @pytest.mark.parametrize("moe", ["portable", "packed"])
