@@ -9,7 +9,7 @@ Written for Triton 3.5 to 3.9. Where a newer one lacks what `prepare_launch` nee
 launched as Triton does, and those that Triton's launch cannot start are not used.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -87,7 +87,7 @@ def prepare_launch(
         behind = (run.launch_cooperative_grid, begins_early, None, None, *behind)
         run = direct
 
-    def launch(programs: int, stream: int, *arguments: float) -> None:
+    def launch(programs: int, stream: int, *arguments: Any) -> None:
         run(programs, 1, 1, stream, function, *behind, *arguments, *constants)
 
     return launch
@@ -127,26 +127,56 @@ class _Pointer:
         return self.address
 
 
+def like(record: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns other values with the names of a record."""
+    if hasattr(record, "_fields"):
+        return type(record)(*values)
+    return tuple(values)
+
+
+def example_of(kind: Any) -> Any:
+    """Returns an argument of a kind, from which Triton infers its type and nothing else.
+
+    `do_not_specialize` does not reach what is in a record: 1 would become a constant, and a
+    multiple of 16 would be known as one.
+    """
+    if not isinstance(kind, tuple):
+        return kind
+    examples: list[Any] = []
+    for one in kind:
+        if isinstance(one, torch.dtype):
+            examples.append(_Pointer(1, one))
+        elif isinstance(one, int):
+            examples.append(3 if one < 1 << 31 else (1 << 40) + 3)
+        else:
+            examples.append(example_of(one))
+    return like(kind, examples)
+
+
 def launch_as_triton_does(
-    kernel: Any,
-    kinds: tuple[torch.dtype | float, ...],
-    constants: tuple[Any, ...],
-    options: Mapping[str, Any],
+    kernel: Any, kinds: tuple[Any, ...], constants: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Launch:
     """Returns Triton's own launch, which compiles again unless its cache has the kernel.
 
     Args:
         kernel: what `triton.jit` returned.
-        kinds: for each run-time argument the dtype that it points to, or any number.
+        kinds: for each run-time argument the dtype that it points to, any number, or a record.
         constants: the constexprs.
         options: Triton's, with which the kernel was compiled.
     """
 
     def launch(programs: int, _stream: int, *arguments: Any) -> None:
-        given = []
-        for argument, kind in zip(arguments, kinds, strict=True):
-            is_address = isinstance(kind, torch.dtype)
-            given.append(_Pointer(argument, kind) if is_address else argument)  # type: ignore[arg-type]
-        kernel[(programs,)](*given, *constants, **options)
+        kernel[(programs,)](*_given(arguments, kinds), *constants, **options)
 
     return launch
+
+
+def _given(arguments: tuple[Any, ...], kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns arguments as Triton's own launch takes them."""
+    given: list[Any] = []
+    for argument, kind in zip(arguments, kinds, strict=True):
+        if isinstance(kind, torch.dtype):
+            given.append(_Pointer(argument, kind))
+        else:
+            given.append(_given(argument, kind) if isinstance(kind, tuple) else argument)
+    return like(kinds, given)

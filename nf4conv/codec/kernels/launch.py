@@ -3,6 +3,8 @@
 A `Launcher` keeps what it compiled; calls pass addresses as integers (internals.py). So kernels
 must not depend on what Triton would infer from argument values: their pointers and sizes are
 declared `do_not_specialize`, and alignment that the host has checked is stated in the kernel.
+
+An argument may be a *record*: a tuple of arguments, which a kernel reads by name if it is named.
 """
 
 import inspect
@@ -22,7 +24,9 @@ from nf4conv.codec.kernels.internals import (
     CannotLaunchError,
     Launch,
     enlarge,
+    example_of,
     launch_as_triton_does,
+    like,
     prepare_launch,
     stream_of,
 )
@@ -53,7 +57,7 @@ def kernel(function: Any) -> Any:
     """Decorates a kernel for a Launcher: `triton.jit`, but only constexprs decide the compilation.
 
     Args:
-        function: its parameters are pointers, named …_ptr, sizes, and constexprs.
+        function: its parameters are pointers, named …_ptr, sizes, records, and constexprs.
     """
     pointers = []
     sizes = []
@@ -91,7 +95,7 @@ class Launcher:
 
         Args:
             programs: the number of programs: the grid.
-            arguments: tensors and numbers, in the kernel's order; the first is a tensor.
+            arguments: tensors, numbers and records, in the kernel's order; the first is a tensor.
             constants: the constexprs, in the kernel's order.
             variant: whatever else decides the compilation: the dtypes of the arguments.
             num_warps: warps of 32 threads of each program.
@@ -105,7 +109,7 @@ class Launcher:
             return
         launch = self._compiled.get((device.index, variant, num_warps, constants))
         if launch is None:
-            kinds = tuple(one if isinstance(one, (int, float)) else one.dtype for one in arguments)
+            kinds = _kinds(arguments)
             launch = self.prepare(
                 device, kinds, constants, variant, num_warps, registers, begins_early
             )
@@ -119,7 +123,7 @@ class Launcher:
     def prepare(
         self,
         device: torch.device,
-        arguments: tuple[torch.dtype | float, ...],
+        arguments: tuple[Any, ...],
         constants: tuple[Hashable, ...],
         variant: Hashable,
         num_warps: int,
@@ -132,7 +136,8 @@ class Launcher:
 
         Args:
             device: a GPU.
-            arguments: the dtypes of the tensors, and any numbers, in the kernel's order.
+            arguments: the dtypes of the tensors, and any numbers, in the kernel's order; records of
+                these, in which a number from 2^31 on stands for 64 bits.
             constants: the constexprs, in the kernel's order.
             variant: whatever else decides the compilation: the dtypes of the arguments.
             num_warps: warps of 32 threads of each program.
@@ -146,7 +151,7 @@ class Launcher:
         Returns:
             A function that launches on the current device, which must be this one. It takes the
             number of programs, or of clusters, the stream, and the run-time arguments: addresses
-            and numbers.
+            and numbers, and tuples of these for records.
 
         Raises:
             CannotLaunchError: this Triton is too new to launch with `shared_bytes` or in a cluster.
@@ -163,7 +168,8 @@ class Launcher:
         }
         # Triton compiles in one thread at a time
         with torch.cuda.device(device), _first_call, outside_of_graphs():
-            compiled = self.kernel.warmup(*arguments, *constants, grid=(1,), **options)
+            examples = [example_of(one) for one in arguments]
+            compiled = self.kernel.warmup(*examples, *constants, grid=(1,), **options)
             if shared_bytes > 0:
                 enlarge(compiled, shared_bytes)
             _ = compiled.run  # loads the machine code
@@ -176,6 +182,25 @@ class Launcher:
         return launch
 
 
-def _addresses(arguments: tuple[torch.Tensor | float, ...]) -> list[float]:
+def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns what `prepare` takes for arguments."""
+    kinds = []
+    for one in arguments:
+        if isinstance(one, tuple):
+            kinds.append(like(one, _kinds(one)))
+        else:
+            kinds.append(one if isinstance(one, (int, float)) else one.dtype)
+    return tuple(kinds)
+
+
+def _addresses(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns arguments as the driver takes them: the addresses of tensors, and numbers."""
-    return [one if isinstance(one, (int, float)) else one.data_ptr() for one in arguments]
+    found: list[Any] = []
+    for one in arguments:
+        if isinstance(one, (int, float)):
+            found.append(one)
+        elif isinstance(one, tuple):
+            found.append(_addresses(one))
+        else:
+            found.append(one.data_ptr())
+    return tuple(found)

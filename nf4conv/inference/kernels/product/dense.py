@@ -16,7 +16,7 @@ from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
 from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.tables import value_table
-from nf4conv.codec.quant_state import Addresses, Form
+from nf4conv.codec.quant_state import PackedWeight, Form
 from nf4conv.inference.kernels.experts.stacks import decoded
 from nf4conv.inference.kernels.product.balancing import MOST_SPLITS
 from nf4conv.inference.kernels.product.launches import (
@@ -89,14 +89,14 @@ def prepare_dense(
     add = prepare_sum(device, dtype, parts, is_hopper(device))
     current_stream = stream_of(device)
 
-    def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         x = readable(x)
         out = x.new_empty(out_shape)
         target = out
         if parts > 1:
             target = x.new_empty(2 * parts * m * n)  # float32, in 16-bit elements
         stream = current_stream()
-        launch(row_tiles * parts, stream, x.data_ptr(), target.data_ptr(), *weight, *behind)
+        launch(row_tiles * parts, stream, x.data_ptr(), target.data_ptr(), weight, *behind)
         if parts > 1:
             add(stream, target.data_ptr(), out.data_ptr(), m * n)
         return out
@@ -108,11 +108,7 @@ def prepare_dense(
 def dense_kernel(
     x_ptr,
     out_ptr,
-    packed_ptr,
-    absmax_ptr,
-    code_ptr,
-    nested_absmax_ptr,
-    offset_ptr,
+    weight,
     table_ptr,
     m: tl.int32,
     n: tl.int32,
@@ -131,11 +127,11 @@ def dense_kernel(
 
     Programs that follow each other share their rows of W, so that these are read from L2.
 
+    weight: a PackedWeight, [n, k], at a multiple of 16 bytes if ALIGNED, otherwise of 4.
+
     Pointers to tensors:
         x_ptr: [m, k] bfloat16 or float16, at a multiple of 16 bytes.
         out_ptr: [parts, m, n] bfloat16, float16 or float32, written.
-        packed_ptr: [n · k / 2] uint8, at a multiple of 16 bytes if ALIGNED, otherwise of 4.
-        absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr: Decoding.pointers().
         table_ptr: [32] int32, tables.value_table.
 
     Scalars:
@@ -153,20 +149,20 @@ def dense_kernel(
     chunks = k // 32
     first = part * steps * CHUNKS
     end = tl.minimum(first + steps * CHUNKS, chunks)
-    stored = (packed_ptr, absmax_ptr, nested_absmax_ptr, block_shift)
     inside = tl.minimum(row, n - 1) * chunks
     if PTX:
         value = lane_entry(tl.zeros((ROWS, CHUNKS * 4), tl.int64) + table_ptr.to(tl.int64), True)
     else:
         value = tl.zeros((ROWS, CHUNKS * 4), tl.int32)
-    offset = tl.load(offset_ptr) if NESTED else 0.0
+    offset = tl.load(weight.offset) if NESTED else 0.0
     x_bits_ptr = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int16)), 16)
     x_line = tl.minimum(column, m - 1) * chunks
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    ahead = _load(stored, inside, first, end, CHUNKS, NESTED, ALIGNED)
+    ahead = _load(weight, block_shift, inside, first, end, CHUNKS, NESTED, ALIGNED)
     for chunk in tl.range(first, end, CHUNKS, num_stages=STAGES):
         words, absmax, nested_absmax = ahead
-        ahead = _load(stored, inside, chunk + CHUNKS, end, CHUNKS, NESTED, ALIGNED)
+        following = chunk + CHUNKS
+        ahead = _load(weight, block_shift, inside, following, end, CHUNKS, NESTED, ALIGNED)
         place = tl.arange(0, CHUNKS * 32)
         # so written, the compiler sees that 16 bytes are there or not, and aligned
         there = (column < m)[:, None] & (chunk + place // 32 < end)[None, :]
@@ -175,10 +171,10 @@ def dense_kernel(
         x = x.to(x_ptr.dtype.element_ty, bitcast=True)
         scale = absmax
         if NESTED:
-            found = tl.load(code_ptr + absmax.to(tl.int32))
+            found = tl.load(weight.code + absmax.to(tl.int32))
             scale = multiply(found, nested_absmax, PTX) + offset
-        weight = decoded(words, scale, value, table_ptr, PTX).to(x.dtype)
-        total = tl.dot(weight, tl.trans(x), total)
+        left = decoded(words, scale, value, table_ptr, PTX).to(x.dtype)
+        total = tl.dot(left, tl.trans(x), total)
     to = (part * m + column).to(tl.int64)[None, :] * n + row[:, None]
     mask = (column < m)[None, :] & (row < n)[:, None]
     tl.store(out_ptr + to, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -189,24 +185,30 @@ launch_dense = Launcher(dense_kernel)
 
 @triton.jit
 def _load(
-    stored, inside, chunk, end, CHUNKS: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr
+    weight,
+    block_shift,
+    inside,
+    chunk,
+    end,
+    CHUNKS: tl.constexpr,
+    NESTED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Loads CHUNKS chunks of rows as they are stored: words, absmax and nested absmax.
 
     inside: [ROWS], the first chunk of each row. Behind the end, the last chunk is read again: there
     x is 0.
     """
-    packed_ptr, absmax_ptr, nested_absmax_ptr, block_shift = stored
     word = tl.arange(0, CHUNKS * 4)
-    word_ptr = packed_ptr.to(tl.pointer_type(tl.int32))
+    word_ptr = weight.packed.to(tl.pointer_type(tl.int32))
     if ALIGNED:
         word_ptr = tl.multiple_of(word_ptr, 16)
     of_word = tl.minimum(chunk + word // 4, end - 1)
     words = tl.load(word_ptr + ((inside[:, None] + of_word[None, :]) * 4 + (word % 4)[None, :]))
     last = tl.minimum(chunk + tl.arange(0, CHUNKS), end - 1)
     block = (inside[:, None] + last[None, :]) >> block_shift
-    absmax = tl.load(absmax_ptr + block)
+    absmax = tl.load(weight.absmax + block)
     nested_absmax = absmax
     if NESTED:
-        nested_absmax = tl.load(nested_absmax_ptr + (block >> 8))
+        nested_absmax = tl.load(weight.nested_absmax + (block >> 8))
     return words, absmax, nested_absmax

@@ -28,11 +28,7 @@ from nf4conv.inference.kernels.product.common import (
 def held_kernel(
     x_ptr,
     out_ptr,
-    packed_ptr,
-    absmax_ptr,
-    code_ptr,
-    nested_absmax_ptr,
-    offset_ptr,
+    weight,
     pair_ptr,
     m: tl.int32,
     n: tl.int32,
@@ -55,22 +51,22 @@ def held_kernel(
     unit = program * share + tl.minimum(program, longer)
     end = unit + share + (program < longer).to(tl.int32)
     last = tl.minimum(end * 8, n)  # the row behind those of the program
-    weight = (packed_ptr, absmax_ptr, nested_absmax_ptr, k, block_shift, last)
-    thread, sums = _start(weight, unit, pair_ptr, thread, SHAPE)
-    offset = tl.load(offset_ptr) if SHAPE.nested else 0.0
-    address, left = _find(weight, unit, thread, SHAPE)
-    ahead = _load(weight, unit, address, left, thread, SHAPE)
+    part = (weight, k, block_shift, last)
+    thread, sums = _start(part, unit, pair_ptr, thread, SHAPE)
+    offset = tl.load(weight.offset) if SHAPE.nested else 0.0
+    address, left = _find(part, unit, thread, SHAPE)
+    ahead = _load(part, unit, address, left, thread, SHAPE)
     x = ()
     for step in tl.static_range(0, 0 + SHAPE.steps, 0 + SHAPE.sharing):
         x = x + _load_x(x_ptr, m, k, step, thread, SHAPE)
-    thread = meet(code_ptr, thread, SHAPE.nested, SHAPE)
+    thread = meet(weight.code, thread, SHAPE.nested, SHAPE)
     held = 0
     while unit < end:
         current = ahead
         address += k.to(tl.int64) * 4
         left -= 8
-        ahead = _load(weight, unit + 1, address, left, thread, SHAPE)
-        totals = _add_unit(current, x, x_ptr, offset, code_ptr, thread, SHAPE)
+        ahead = _load(part, unit + 1, address, left, thread, SHAPE)
+        totals = _add_unit(current, x, x_ptr, offset, weight.code, thread, SHAPE)
         _leave(totals, sums, held, thread, SHAPE)
         if (held == SHAPE.held - 1) | (unit == end - 1):
             _gather(out_ptr, sums, m, last, n, norm, unit - held, held, thread, SHAPE)
@@ -82,17 +78,17 @@ launch_held = Launcher(held_kernel)
 
 
 @triton.jit
-def _start(weight, unit, pair_ptr, thread, SHAPE: tl.constexpr):
+def _start(part, unit, pair_ptr, thread, SHAPE: tl.constexpr):
     """Lays out shared memory and waits for the kernel before; meanwhile brings the first unit's
     codes to L2, which stays up to date.
 
     Returns the thread, so that what uses it comes after this, and the address of `sums`.
     """
     ask: tl.constexpr = text.prefetch_assembly(0 + SHAPE.steps)
-    address, left = _find(weight, unit, thread, SHAPE)
-    stride = thread.to(tl.int64) * 0 + weight[3].to(tl.int64) * 2
+    address, left = _find(part, unit, thread, SHAPE)
+    stride = thread.to(tl.int64) * 0 + part[1].to(tl.int64) * 2
     inputs: tl.constexpr = "ll" + "r" * SHAPE.steps
-    run_assembly(ask, "r", inputs, (address, stride) + _by_step(weight, left, thread, SHAPE))
+    run_assembly(ask, "r", inputs, (address, stride) + _by_step(part, left, thread, SHAPE))
     return lay_out(pair_ptr, thread, SHAPE.nested, SHAPE)
 
 
@@ -103,39 +99,39 @@ def _first_k(step, thread, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _find(weight, unit, thread, SHAPE: tl.constexpr):
+def _find(part, unit, thread, SHAPE: tl.constexpr):
     """Returns where a lane's codes of a unit begin, those of its first slot and step, and how many
     rows there are from that slot's on.
     """
-    packed_ptr, _, _, k, _, last = weight
+    weight, k, _, last = part
     row = unit * 8 + thread // 8 % 4
     first = _first_k(0, thread, SHAPE) + thread % 4 * 32
-    return packed_ptr.to(tl.int64) + (row.to(tl.int64) * k + first) // 2, last - row
+    return weight.packed.to(tl.int64) + (row.to(tl.int64) * k + first) // 2, last - row
 
 
 @triton.jit
-def _by_step(weight, left, thread, SHAPE: tl.constexpr):
+def _by_step(part, left, thread, SHAPE: tl.constexpr):
     """Returns for each step how many rows there are; none behind the last k."""
     lefts = ()
     for step in tl.static_range(0 + SHAPE.steps):
         first = _first_k(step, thread, SHAPE) + thread % 4 * 32
-        lefts = lefts + (tl.where(first < weight[3], left, 0),)
+        lefts = lefts + (tl.where(first < part[1], left, 0),)
     return lefts
 
 
 @triton.jit
-def _load(weight, unit, address, left, thread, SHAPE: tl.constexpr):
+def _load(part, unit, address, left, thread, SHAPE: tl.constexpr):
     """Loads a unit as it is stored, and nothing behind the last row and the last k.
 
     Returns for each step four words of each slot; then for each step what a lane loads of absmax,
     and of nested absmax. A quad needs two scales of each slot, of which lane t loads one.
     """
-    _, absmax_ptr, nested_absmax_ptr, k, block_shift, last = weight
+    weight, k, block_shift, last = part
     read: tl.constexpr = text.unit_assembly(0 + SHAPE.steps)
     outputs: tl.constexpr = "r" * (8 * SHAPE.steps)
     inputs: tl.constexpr = "ll" + "r" * SHAPE.steps
     stride = thread.to(tl.int64) * 0 + k.to(tl.int64) * 2
-    lefts = _by_step(weight, left, thread, SHAPE)
+    lefts = _by_step(part, left, thread, SHAPE)
     words = run_assembly(read, outputs, inputs, (address, stride) + lefts)
     chunks = k >> 6
     t = thread % 4
@@ -148,9 +144,9 @@ def _load(weight, unit, address, left, thread, SHAPE: tl.constexpr):
         chunk += t % 2
         there = (row < last) & (chunk < chunks)
         block = (row * chunks + chunk) >> block_shift
-        codes = codes + (tl.load(absmax_ptr + block, mask=there, other=0),)
+        codes = codes + (tl.load(weight.absmax + block, mask=there, other=0),)
         if SHAPE.nested:
-            one = tl.load(nested_absmax_ptr + (block >> 8), mask=there, other=0.0)
+            one = tl.load(weight.nested_absmax + (block >> 8), mask=there, other=0.0)
             nested = nested + (one,)
         else:
             nested = nested + (block,)

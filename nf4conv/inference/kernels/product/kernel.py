@@ -42,11 +42,7 @@ from nf4conv.inference.kernels.product.wide import gather, leave, wide_stage
 def product_kernel(
     x_ptr,
     out_ptr,
-    packed_ptr,
-    absmax_ptr,
-    code_ptr,
-    nested_absmax_ptr,
-    offset_ptr,
+    weight,
     pair_ptr,
     m: tl.int32,
     n: tl.int32,
@@ -65,11 +61,11 @@ def product_kernel(
     Any other computes units program, program + programs, … of `share`: unit u is part u % splits of
     k and tile u // splits of rows, splits = 1 << split_shift.
 
+    weight: a PackedWeight, [n, k].
+
     Pointers to tensors:
         x_ptr: [m, k] bfloat16 or float16.
         out_ptr: [splits, m, n] bfloat16, float16 or float32, written.
-        packed_ptr: [n, k / 2] uint8.
-        absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr: Decoding.pointers().
         pair_ptr: [256] int32, tables.pair_table.
 
     Scalars:
@@ -87,12 +83,12 @@ def product_kernel(
     stride = SHAPE.unit_rows if SHAPE.wide else programs
     end = tl.minimum(unit + share, n) if SHAPE.wide else share
     split_shift = 0 if SHAPE.wide else split_shift
-    weight = (packed_ptr, absmax_ptr, nested_absmax_ptr, n, k, block_shift, end)
+    part = (weight, n, k, block_shift, end)
     # what follows must come after it: the kernel before may have written all else
-    thread, tiles = _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE)
-    offset = tl.load(offset_ptr) if SHAPE.nested else 0.0
-    ahead = _load_stage(weight, unit, 0, steps, split_shift, thread, SHAPE)
-    thread = meet(code_ptr, thread, SHAPE.wide and SHAPE.nested, SHAPE)
+    thread, tiles = _start(part, unit, steps, split_shift, pair_ptr, thread, SHAPE)
+    offset = tl.load(weight.offset) if SHAPE.nested else 0.0
+    ahead = _load_stage(part, unit, 0, steps, split_shift, thread, SHAPE)
+    thread = meet(weight.code, thread, SHAPE.wide and SHAPE.nested, SHAPE)
     if not SHAPE.wide:
         first = _first_k(unit, 0, steps, split_shift, thread, SHAPE)
         copy_x(x_ptr, tiles, first, m, k, thread, SHAPE)
@@ -108,13 +104,13 @@ def product_kernel(
         done = step == steps - 1
         next_unit = tl.where(done, unit + stride, unit)
         next_step = tl.where(done, 0, step + 1)
-        ahead = _load_stage(weight, next_unit, next_step, steps, split_shift, thread, SHAPE)
+        ahead = _load_stage(part, next_unit, next_step, steps, split_shift, thread, SHAPE)
         following = _first_k(next_unit, next_step, steps, split_shift, thread, SHAPE)
         scales = decode_scales(
             current[SHAPE.words : SHAPE.words + SHAPE.scales],
             current[SHAPE.words + SHAPE.scales :],
             offset,
-            code_ptr,
+            weight.code,
             SHAPE.wide,
             SHAPE,
         )
@@ -147,19 +143,19 @@ launch_product = Launcher(product_kernel)
 
 
 @triton.jit
-def _start(weight, unit, steps, split_shift, pair_ptr, thread, SHAPE: tl.constexpr):
+def _start(part, unit, steps, split_shift, pair_ptr, thread, SHAPE: tl.constexpr):
     """Lays out shared memory and waits for the kernel before; meanwhile brings words to L2, which
     stays up to date.
 
     Returns the thread, so that what uses it comes after this, and the address of `tiles`.
     """
-    packed_ptr, _, _, n, k, _, _ = weight
+    weight, n, k, _, _ = part
     first = _first_k(unit, 0, steps, split_shift, thread, SHAPE) + thread % 4 * 32
     first = tl.minimum(first, k - 1)
     for slot in tl.static_range(0 + SHAPE.slots * SHAPE.wide):
         row = first_row(unit >> split_shift, thread, SHAPE) + slot * SHAPE.apart
         row = tl.minimum(row, n - 1)
-        address = packed_ptr.to(tl.int64) + (row.to(tl.int64) * k + first) // 2
+        address = weight.packed.to(tl.int64) + (row.to(tl.int64) * k + first) // 2
         run_assembly("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "r", "l", (address,))
     return lay_out(pair_ptr, thread, SHAPE.wide and SHAPE.nested, SHAPE)
 
@@ -178,7 +174,7 @@ def _first_k(unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
+def _load_stage(part, unit, step, steps, split_shift, thread, SHAPE: tl.constexpr):
     """Loads a stage as it is stored.
 
     Behind the last row and the last k the last ones are read again: there the sums are not stored,
@@ -188,7 +184,7 @@ def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.conste
     quad needs slots * blocks scales; lane t loads those of index t, t + 4,
     …, for all four.
     """
-    packed_ptr, absmax_ptr, nested_absmax_ptr, n, k, block_shift, end = weight
+    weight, n, k, block_shift, end = part
     # a lane's load is 16 bytes, half a block, if wide, and 8 bytes, a quarter, otherwise
     LOADS: tl.constexpr = 1 if SHAPE.wide else 0 + SHAPE.blocks
     read: tl.constexpr = text.words_assembly(2 * SHAPE.blocks // LOADS, LOADS, SHAPE.wide)
@@ -201,12 +197,12 @@ def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.conste
     for slot in tl.static_range(0 + SHAPE.slots):
         # in pieces of 8 bytes, which are 16 k
         line = tl.minimum(row + slot * SHAPE.apart, n - 1) * (k >> 4)
-        operands = (packed_ptr.to(tl.int64),)
-        for part in tl.static_range(LOADS):
+        operands = (weight.packed.to(tl.int64),)
+        for i in tl.static_range(LOADS):
             if SHAPE.wide:
                 piece = line + (tl.minimum(first + t * 32, k - 32) >> 4)
             else:
-                piece = line + (tl.minimum(first + part * 64 + t * 16, k - 16) >> 4)
+                piece = line + (tl.minimum(first + i * 64 + t * 16, k - 16) >> 4)
             operands = operands + (piece,)
         if SHAPE.wide:
             asked = (unit + slot // 2 * (SHAPE.unit_rows // 2) < end) & (first + t * 32 < k)
@@ -220,8 +216,11 @@ def _load_stage(weight, unit, step, steps, split_shift, thread, SHAPE: tl.conste
         line = tl.minimum(row + slot_of_scale * SHAPE.apart, n - 1) * (k >> 6)
         chunk = tl.minimum((first >> 6) + index % SHAPE.blocks, (k >> 6) - 1)
         block = (line + chunk) >> block_shift
-        codes = codes + (tl.load(absmax_ptr + block),)
-        nested = nested + (tl.load(nested_absmax_ptr + (block >> 8)) if SHAPE.nested else block,)
+        codes = codes + (tl.load(weight.absmax + block),)
+        if SHAPE.nested:
+            nested = nested + (tl.load(weight.nested_absmax + (block >> 8)),)
+        else:
+            nested = nested + (block,)
     return words + codes + nested
 
 

@@ -10,7 +10,7 @@ import torch
 
 from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
-from nf4conv.codec.quant_state import Addresses, Form
+from nf4conv.codec.quant_state import PackedWeight, Form
 from nf4conv.inference.kernels.product.balancing import Division, plan_rows
 from nf4conv.inference.kernels.product.held import launch_held
 from nf4conv.inference.kernels.product.kernel import launch_product
@@ -30,7 +30,7 @@ measured on one of them.
 MOST_ELEMENTS: Final = 1 << 34
 """Of a weight: its pieces of 8 bytes and its blocks of 64 elements are counted in 32 bits."""
 
-Product = Callable[[torch.Tensor, Addresses], torch.Tensor]
+Product = Callable[[torch.Tensor, PackedWeight], torch.Tensor]
 """Multiplies x, of one shape and dtype, with a weight: x, addresses → x · Wᵀ."""
 
 
@@ -83,10 +83,10 @@ def prepare_product(
     count = division.programs
     if shift == 0:
 
-        def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+        def multiply(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
             x = readable(x)
             out = x.new_empty(out_shape)
-            launch(count, current_stream(), x.data_ptr(), out.data_ptr(), *weight, *behind)
+            launch(count, current_stream(), x.data_ptr(), out.data_ptr(), weight, *behind)
             return out
 
         return multiply
@@ -94,26 +94,27 @@ def prepare_product(
     add = prepare_sum(device, dtype, 1 << shift, shape.early)
     parts_size = (2 * m * n) << shift  # float32, in 16-bit elements
 
-    def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+    def multiply_parts(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         x = readable(x)
         out = x.new_empty(out_shape)
         parts = x.new_empty(parts_size)
         target = parts.data_ptr()
         stream = current_stream()
-        launch(count, stream, x.data_ptr(), target, *weight, *behind)
+        launch(count, stream, x.data_ptr(), target, weight, *behind)
         add(stream, target, out.data_ptr(), m * n)
         return out
 
     return multiply_parts
 
 
-def types_of_weight(dtype: torch.dtype, form: Form, in_parts: bool) -> tuple[torch.dtype, ...]:
-    """Returns the types of the tensors that belong to a weight: the result's, or that of its parts;
-    then those of Addresses.
-    """
+def types_of_weight(
+    dtype: torch.dtype, form: Form, in_parts: bool
+) -> tuple[torch.dtype, PackedWeight]:
+    """Returns the dtypes of the result, or of its parts, and of a weight."""
     target = torch.float32 if in_parts else dtype
     absmax = torch.uint8 if form.nested else torch.float32
-    return target, torch.uint8, absmax, torch.float32, torch.float32, torch.float32
+    others = torch.float32
+    return target, PackedWeight(torch.uint8, absmax, others, others, others)
 
 
 def block_shift_of(form: Form) -> int:

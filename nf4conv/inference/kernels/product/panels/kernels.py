@@ -33,27 +33,8 @@ def loop_assembly(dtype: tl.dtype, shape: Any, cluster: int) -> str:
 @kernel
 def panel_kernel(
     out_ptr,
-    packed_ptr,
-    absmax_ptr,
-    code_ptr,
-    nested_absmax_ptr,
-    offset_ptr,
-    x_address: tl.int64,
-    map1: tl.int64,
-    map2: tl.int64,
-    map3: tl.int64,
-    map4: tl.int64,
-    map5: tl.int64,
-    map6: tl.int64,
-    map7: tl.int64,
-    map8: tl.int64,
-    map9: tl.int64,
-    map10: tl.int64,
-    map11: tl.int64,
-    map12: tl.int64,
-    map13: tl.int64,
-    map14: tl.int64,
-    map15: tl.int64,
+    weight,
+    x_map,
     table_ptr,
     m: tl.int32,
     n: tl.int32,
@@ -70,20 +51,19 @@ def panel_kernel(
     The programs of a cluster compute parts of the same tile. Tiles that follow each other share
     their rows of W, so that these are read from L2.
 
-    x_address to map15 are the tensor map of x. The unit that copies tiles wants it at a multiple of
-    64. A Hopper GPU has a kernel's arguments from byte 0x210 of a bank of constants on, so six
-    pointers must stand before it.
+    Records:
+        weight: a PackedWeight, [n, k].
+        x_map: the tensor map of x, [m, k] of DTYPE, at a multiple of 16: its address, then
+            prepare.map_of. The unit that copies tiles wants the map at a multiple of 64. A Hopper
+            GPU has a kernel's arguments from byte 0x210 of a bank of constants on, so six pointers
+            must stand before it.
 
     Pointers to tensors:
         out_ptr: [splits, m, n] of DTYPE or float32, written; begins at a multiple of 16 bytes.
-        packed_ptr: [n · k / 2] uint8.
-        absmax_ptr, code_ptr, nested_absmax_ptr, offset_ptr: Decoding.pointers().
         table_ptr: if sums are scaled, [256] int32, tables.pair_table of DTYPE; otherwise for
             bfloat16 that of float16, and for float16 [32] int32, tables.value_table.
 
     Scalars:
-        x_address: of x, [m, k] of DTYPE; a multiple of 16.
-        map1 … map15: maps.map_of x.
         m, n, k: rows of x, rows of W, columns of both, a multiple of 64.
         splits: clusters that compute one tile; k is divided into CLUSTER · splits parts.
         block_shift: a block of codes has 64 << block_shift elements.
@@ -109,15 +89,15 @@ def panel_kernel(
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",
-        [packed_ptr.to(tl.int64) + near],
+        [weight.packed.to(tl.int64) + near],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
     operands = (
-        thread, packed_ptr.to(tl.int64), absmax_ptr.to(tl.int64), code_ptr.to(tl.int64),
-        nested_absmax_ptr.to(tl.int64), offset_ptr.to(tl.int64), table_ptr.to(tl.int64), column,
-        row, n, k, first, turns, block_shift, norm,
+        thread, weight.packed.to(tl.int64), weight.absmax.to(tl.int64), weight.code.to(tl.int64),
+        weight.nested_absmax.to(tl.int64), weight.offset.to(tl.int64), table_ptr.to(tl.int64),
+        column, row, n, k, first, turns, block_shift, norm,
     )  # fmt: skip
     TEXT: tl.constexpr = loop_assembly(DTYPE, PANEL, CLUSTER)
     LETTERS: tl.constexpr = tiles.LETTERS

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
-from nf4conv.codec.quant_state import Addresses, Form
+from nf4conv.codec.quant_state import PackedWeight, Form
 from nf4conv.inference.kernels.product.launches import (
     Product,
     block_shift_of,
@@ -56,16 +56,19 @@ def prepare_panel(
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     plan = chosen or choose_plan(m, n, k, processors)
     panel, _, splits = plan
-    behind = _arguments(plan, (m, n, k), dtype, device, form)
-    launch = _prepare_launch(plan, dtype, device, form, behind)
+    x_map = map_of(m, k, panel.columns, dtype)
+    table, norm = table_for(panel, dtype, device, form.quant_type)
+    behind = (table.data_ptr(), m, n, k, splits, block_shift_of(form), norm)
+    launch = _prepare_launch(plan, dtype, device, form, behind[1:])
     clusters = -(-m // panel.columns) * -(-n // panel.rows) * splits
     current_stream = stream_of(device)
     if splits == 1:
 
-        def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+        def multiply(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
             x = readable(x)
             out = x.new_empty(out_shape)
-            launch(clusters, current_stream(), out.data_ptr(), *weight, x.data_ptr(), *behind)
+            stream = current_stream()
+            launch(clusters, stream, out.data_ptr(), weight, (x.data_ptr(), *x_map), *behind)
             return out
 
         return multiply
@@ -73,52 +76,34 @@ def prepare_panel(
     add = prepare_sum(device, dtype, splits, early=True)
     parts_size = 2 * splits * m * n  # float32, in 16-bit elements
 
-    def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+    def multiply_parts(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
         x = readable(x)
         out = x.new_empty(out_shape)
         parts = x.new_empty(parts_size)
         target = parts.data_ptr()
         stream = current_stream()
-        launch(clusters, stream, target, *weight, x.data_ptr(), *behind)
+        launch(clusters, stream, target, weight, (x.data_ptr(), *x_map), *behind)
         add(stream, target, out.data_ptr(), m * n)
         return out
 
     return multiply_parts
 
 
-def _arguments(
-    plan: Plan, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, form: Form
-) -> tuple[float, ...]:
-    """Returns what panel_kernel is given behind the address of x; `sizes` are m, n and k."""
-    m, n, k = sizes
-    x_map = map_of(m, k, plan.panel.columns, dtype)
-    table, norm = table_for(plan.panel, dtype, device, form.quant_type)
-    return (*x_map, table.data_ptr(), m, n, k, plan.splits, block_shift_of(form), norm)
-
-
 def _prepare_launch(
-    plan: Plan,
-    dtype: torch.dtype,
-    device: torch.device,
-    form: Form,
-    behind: tuple[float, ...],
+    plan: Plan, dtype: torch.dtype, device: torch.device, form: Form, numbers: tuple[float, ...]
 ) -> Callable[..., None]:
-    """Prepares panel_kernel; `behind` is what _arguments returns."""
+    """Prepares panel_kernel; `numbers` are its scalars."""
     panel, cluster, splits = plan
     if not form.nested:
         panel = panel.plain
     in_parts = splits > 1
-    map_words = MAP_WORDS - 1
-    types: list[torch.dtype | float] = [*types_of_weight(dtype, form, in_parts)]
-    types += [0, *behind[:map_words], torch.int32, *behind[map_words + 1 :]]
-    warps = 4 * panel.groups
-    constants = (panel, TYPES[dtype], cluster)
+    x_map = (1 << 40,) * MAP_WORDS  # words of 64 bits
     return launch_panel.prepare(
         device,
-        tuple(types),
-        constants,
+        (*types_of_weight(dtype, form, in_parts), x_map, torch.int32, *numbers),
+        (panel, TYPES[dtype], cluster),
         in_parts,
-        warps,
+        4 * panel.groups,
         registers=panel.registers,
         begins_early=True,
         shared_bytes=panel.shared_bytes,
