@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from nf4conv.codec.backends import backend, has_kernels
-from nf4conv.codec.quant_state import PackedWeight, Decoding, Form, NestedState
+from nf4conv.codec.quant_state import Decoding, Form, NestedState, PackedWeight
 
 _ARGUMENTS: Final = (
     "Tensor packed, Tensor absmax, Tensor? nested_absmax, Tensor? nested_code, Tensor? offset, "

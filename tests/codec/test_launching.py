@@ -85,3 +85,34 @@ def test_a_triton_without_these_internals_launches_in_its_own_way() -> None:
     assert (grid, rest, options) == ((9,), [3, 64], {"num_warps": 4})
     assert (codes.data_ptr(), codes.dtype) == (1000, torch.uint8)
     assert (scales.data_ptr(), scales.dtype) == (2000, torch.float32)
+
+
+def test_records_keep_their_names_and_tell_triton_types_alone() -> None:
+    """Triton would compile in that a number in a record is 1, or a multiple of 16."""
+
+    class Weight(NamedTuple):
+        codes: Any
+        rows: int
+
+    kinds = (torch.float32, Weight(torch.uint8, 16), (1 << 40,), 0.5, 7)
+    examples = [internals.example_of(one) for one in kinds]
+    assert examples[0] is torch.float32
+    assert examples[3:] == [0.5, 7]
+    codes, rows = examples[1]
+    assert isinstance(examples[1], Weight)
+    assert (codes.dtype, codes.data_ptr() % 2, rows) == (torch.uint8, 1, 3)
+    assert examples[2][0] > 1 << 31
+    assert examples[2][0] % 16
+    calls: list[Any] = []
+
+    class Kernel:
+        """What `triton.jit` returns."""
+
+        def __getitem__(self, _: tuple[int, ...]) -> Any:
+            return lambda *arguments, **_: calls.append(arguments)
+
+    launch = internals.launch_as_triton_does(Kernel(), kinds, (), {})
+    launch(9, 5, 1000, (2000, 32), (4,), 0.25, 1)
+    ((scales, weight, *rest),) = calls
+    assert (scales.data_ptr(), weight.codes.data_ptr(), weight.rows) == (1000, 2000, 32)
+    assert rest == [(4,), 0.25, 1]

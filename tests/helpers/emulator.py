@@ -4,6 +4,8 @@ This is a program of its own, because Triton cannot compile in a process whose k
 interpreted.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
@@ -13,20 +15,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
-from nf4conv.codec.quant_state import QuantState, decoding_of
+from nf4conv.codec.quant_state import PackedWeight, QuantState, decoding_of
 from nf4conv.inference.kernels.product import balancing, held, kernel, shapes
 
 TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  # by Shape.early
 PROCESSORS = 3  # multiprocessors of the GPU that kernels are divided for
-NAMES = ("x", "out", "packed", "absmax", "code", "nested_absmax", "offset", "pair")
 
 
 def compiled(shape: shapes.Shape | shapes.Held, dtype: torch.dtype, out: torch.dtype) -> str:
     """Compiles product_kernel and returns its PTX."""
     kinds = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-    absmax = ("*u8" if shape.nested else "*fp32", "*fp32", "*fp32", "*fp32")
-    pointers = (kinds[dtype], kinds[out], "*u8", *absmax, "*i32")
-    signature = {f"{name}_ptr": kind for name, kind in zip(NAMES, pointers, strict=True)}
+    absmax = "*u8" if shape.nested else "*fp32"
+    weight = PackedWeight("*u8", absmax, "*fp32", "*fp32", "*fp32")
+    signature: dict[str, Any] = {"x_ptr": kinds[dtype], "out_ptr": kinds[out], "weight": weight}
+    signature |= {"pair_ptr": "*i32"}
     signature |= dict.fromkeys(
         ("m", "n", "k", "steps", "share", "programs", "longer", "split_shift", "block_shift"), "i32"
     )

@@ -12,9 +12,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from nf4conv.codec.quant_state import PackedWeight
 from nf4conv.inference.kernels.product.panels.kernels import panel_kernel
 from nf4conv.inference.kernels.product.panels.plans import Plan
-from nf4conv.inference.kernels.product.panels.prepare import TYPES
+from nf4conv.inference.kernels.product.panels.prepare import MAP_WORDS, TYPES
 
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
@@ -42,15 +43,13 @@ def compiled(plan: Plan, dtype: torch.dtype, capped: bool = True) -> Any:
     panel, cluster, splits = plan
     out = "*fp32" if splits > 1 else _POINTERS[dtype]
     absmax = "*u8" if panel.nested else "*fp32"
-    types = {"out_ptr": out, "packed_ptr": "*u8", "absmax_ptr": absmax, "table_ptr": "*i32"}
-    types |= {"x_address": "i64", "norm": "fp32"}
+    types: dict[str, Any] = {"out_ptr": out, "table_ptr": "*i32", "norm": "fp32"}
+    types["weight"] = PackedWeight("*u8", absmax, "*fp32", "*fp32", "*fp32")
+    types["x_map"] = ("i64",) * MAP_WORDS
     constants = {"PANEL": panel, "DTYPE": TYPES[dtype], "CLUSTER": cluster}
     signature = {}
     for name in panel_kernel.arg_names:
-        other = "i64" if name.startswith("map") else "i32"
-        if name.endswith("_ptr"):
-            other = "*fp32"
-        signature[name] = "constexpr" if name in constants else types.get(name, other)
+        signature[name] = "constexpr" if name in constants else types.get(name, "i32")
     options: dict[str, Any] = {"num_warps": 4 * panel.groups, "launch_pdl": True}
     options |= {"enable_fp_fusion": False}
     if capped:

@@ -7,7 +7,7 @@ import torch
 from products import assert_close_to_exact, packed_weight
 
 from nf4conv.codec.kernels.tables import value_table
-from nf4conv.codec.quant_state import decoding_of
+from nf4conv.codec.quant_state import PackedWeight, decoding_of
 from nf4conv.inference.kernels.product.dense import TILES, dense_kernel
 
 
@@ -27,8 +27,9 @@ def test_multiplies(m: int, n: int, k: int, blocksize: int, nested: bool, parts:
     tile = next(one for one in TILES if m <= one.columns)
     steps = -(-k // (32 * tile.chunks * parts))
     found = torch.full((parts, m, n), float("nan"), dtype=torch.float32)
+    weight = PackedWeight(packed, *decoding_of(state).pointers())
     arguments = (
-        x, found, packed, *decoding_of(state).pointers(), value_table("nf4", x.device),
+        x, found, weight, value_table("nf4", x.device),
         m, n, k, steps, (blocksize // 32).bit_length() - 1,
     )  # fmt: skip
     programs = -(-n // tile.rows) * parts

@@ -8,7 +8,6 @@ from own_process import run_compiling
 from test_experts import as_a_stack, one_by_one
 
 from nf4conv.inference.experts import PackedExperts, decode, product, projection
-from nf4conv.inference.experts.product import RowsShape
 from nf4conv.inference.experts.projection import Projection, project
 
 EXPERTS = 3
@@ -19,9 +18,8 @@ INNER = 64
 
 @pytest.fixture(autouse=True)
 def kernels_everywhere(monkeypatch):
-    """The kernels run without a GPU, in few programs: the interpreter takes its time for each."""
+    """The kernels run without a GPU."""
     monkeypatch.setattr(projection, "has_kernels", lambda _: True)
-    monkeypatch.setattr(product, "rows_shape", lambda _: RowsShape(32, 1, 4, early=False))
 
 
 def packed(rows: int, columns: int, layout=one_by_one, nested=True, quant_type="nf4"):
@@ -38,10 +36,16 @@ def products(x: torch.Tensor, ids: torch.Tensor, stack: PackedExperts) -> torch.
     return torch.einsum("pk,pnk->pn", x.float(), matrices(stack)[ids.view(-1)])
 
 
-@pytest.mark.parametrize(
-    ("by", "layout"), [("rows", one_by_one), ("rows", as_a_stack), ("groups", as_a_stack)]
-)
-def test_a_layer_of_experts(by, layout):
+def multiply(x, ids, there, weights=None):
+    """Multiplies each row with its experts, in groups."""
+    pairs, experts = product.group_by_expert(ids, EXPERTS, 16)
+    share = ids.numel() // x.shape[0]
+    factors = None if weights is None else weights.view(-1)
+    return product.multiply_groups(x, pairs, experts, share, ids.numel(), there, factors)
+
+
+@pytest.mark.parametrize("layout", [one_by_one, as_a_stack])
+def test_a_layer_of_experts(layout):
     gate, up, down = (
         packed(*shape, layout) for shape in ((INNER, HIDDEN),) * 2 + ((HIDDEN, INNER),)
     )
@@ -54,15 +58,8 @@ def test_a_layer_of_experts(by, layout):
     hidden = torch.nn.functional.silu(products(spread, ids, gate)) * products(spread, ids, up)
     weighted = products(hidden, ids, down).view(2, TOP_K, HIDDEN) * weights[:, :, None]
     there = Projection(gate, up, INNER, silu=True)
-    if by == "rows":
-        found = product.multiply_rows(x, ids, there)
-        out = product.multiply_rows(found, ids, project(down), weights)
-    else:
-        pairs, experts = product.group_by_expert(ids, EXPERTS, 16)
-        found = product.multiply_groups(x, pairs, experts, TOP_K, ids.numel(), there)
-        factors = weights.view(-1)
-        out = product.multiply_groups(found, pairs, experts, 1, ids.numel(), project(down), factors)
-        out = out.view(2, TOP_K, HIDDEN).sum(1)
+    found = multiply(x, ids, there)
+    out = multiply(found, ids, project(down), weights).view(2, TOP_K, HIDDEN).sum(1)
     # sums of float32 in another order, and values far from 0 that cancel
     torch.testing.assert_close(found, hidden, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(out, weighted.sum(1), rtol=1e-4, atol=1e-5)
@@ -75,7 +72,7 @@ def test_gate_and_up_by_turns_and_an_expert_that_is_not_there(nested, quant_type
     ids = torch.tensor([[1], [EXPERTS]])
     half = INNER // 2
     turns = Projection(both, both, half, up_first_row=1, row_step=2, up_column=half, column_step=1)
-    found = product.multiply_rows(x, ids, turns).float()
+    found = multiply(x, ids, turns).float()
     expected = products(x, ids.clamp(max=1), both)
     # float16 rounds the result to 11 bits
     torch.testing.assert_close(
@@ -83,7 +80,7 @@ def test_gate_and_up_by_turns_and_an_expert_that_is_not_there(nested, quant_type
     )
     assert (found[1] == 0).all()
     apart = Projection(both, both, half, up_first_row=half, up_column=1, column_step=2)
-    found = product.multiply_rows(x, ids, apart).float()
+    found = multiply(x, ids, apart).float()
     in_turns = torch.stack([expected[0, :half], expected[0, half:]], 1).flatten()
     torch.testing.assert_close(found[0], in_turns, rtol=2e-3, atol=2e-3)
 
@@ -117,9 +114,9 @@ def test_decodes_into_the_layout_of_a_grouped_product(dtype):
     assert torch.equal(found[used], decode(gate, used, dtype))
 
 
-def test_few_rows_on_hopper():
-    """The PTX of the kernel for an H200, executed without one: several units and stages, and an
-    expert that does not exist.
+def test_few_rows():
+    """The PTX of the kernel, executed without a GPU: several units and stages, and an expert that
+    does not exist.
     """
     done = run_compiling("tests/helpers/experts_emulator.py")
     assert done.returncode == 0, done.stderr

@@ -8,17 +8,19 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from nf4conv.codec.quant_state import PackedWeight
 from nf4conv.inference.kernels.product import dense, held, kernel, shapes
 
 capability = int(sys.argv[1])
-POINTERS = ["*bf16", "*fp32", "*u8", "*u8", "*fp32", "*fp32", "*fp32", "*i32"]
+WEIGHT = PackedWeight("*u8", "*u8", "*fp32", "*fp32", "*fp32")
+FIRST = ["*bf16", "*fp32", WEIGHT, "*i32"]
 
 
 def compile(function, constants, options):
     runtime = [name for name in function.arg_names if name not in constants]
     signature = dict.fromkeys(function.arg_names, "constexpr")
     for place, name in enumerate(runtime):
-        signature[name] = POINTERS[place] if place < 8 else "i32"
+        signature[name] = FIRST[place] if place < len(FIRST) else "i32"
     if "norm" in signature:
         signature["norm"] = "fp32"
     source = ASTSource(fn=function, signature=signature, constexprs=constants)

@@ -213,23 +213,6 @@ def values_assembly() -> str:
 
 
 @triton.constexpr_function
-def dot_assembly() -> str:
-    """Multiplies the values of a word's codes, without absmax, with x.
-
-    Operands: $0 the sum; $1 the packed codes; $2 this lane's value; $3 … $10 x.
-    """
-    lines = [".reg .f32 v, s;", ".reg .b32 i;"]
-    for element in range(8):
-        lines += look_up(element, "$1", "$2", "v")
-        if element == 0:
-            lines += ["mul.rn.f32 s, v, $3;"]
-        else:
-            lines += [f"fma.rn.f32 s, v, ${3 + element}, s;"]
-    lines += ["mov.f32 $0, s;"]
-    return "\n".join(["{", *lines, "}"])
-
-
-@triton.constexpr_function
 def decode_assembly(dtype: tl.dtype) -> str:
     """Dequantizes one slot.
 

@@ -184,7 +184,7 @@ class Launcher:
 
 def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns what `prepare` takes for arguments."""
-    kinds = []
+    kinds: list[Any] = []
     for one in arguments:
         if isinstance(one, tuple):
             kinds.append(like(one, _kinds(one)))

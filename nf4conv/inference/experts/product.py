@@ -7,23 +7,32 @@ many tokens   decode_active, then torch's grouped product
 These run where the Triton kernels do. `projection.suits_kernels` says of which experts.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
 import torch
 
 from nf4conv.inference.experts.packed import PackedExperts
-from nf4conv.inference.experts.projection import Projection, offset_step
+from nf4conv.inference.experts.projection import Projection
 
 MOST_PAIRS = 1024
 """Pairs up to which one launch finds the groups."""
 
 MOST_STEPS: Final = 3
-"""Steps of a stage of Hopper's kernel: what fits the registers of a program, with one stack."""
+"""Steps of a stage of `multiply_rows`: what fits the registers of a program, with one stack."""
+
+_GROUP_ROWS: Final = 64
+"""Rows of W that a program of `multiply_groups` computes."""
 
 _STEP: Final = 2048  # k of a step: 8 warps with two ranges of 128
 _REGISTERS: Final = 128  # of a thread: two programs on a multiprocessor
+
+
+def suits_rows(x: torch.Tensor, projection: Projection) -> bool:
+    """Returns True if `multiply_rows` can multiply x with a projection."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return projection.rows % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 def multiply_rows(
@@ -35,7 +44,7 @@ def multiply_rows(
     """Multiplies each row with its experts, one by one.
 
     Args:
-        x: [tokens, columns], or [tokens · k, columns]; contiguous.
+        x: [tokens, columns], or [tokens · k, columns]; contiguous; `suits_rows`.
         ids: [tokens, k] int64, the experts of each token; contiguous.
         projection: what is multiplied.
         weights: [tokens, k], what the results of a token are weighted and added up with; by
@@ -44,35 +53,71 @@ def multiply_rows(
     Returns:
         [tokens · k, out_columns], or [tokens, out_columns] with weights.
     """
-    from nf4conv.inference.kernels.experts.rows import (
-        launch_rows,  # importing Triton takes a second
+    from nf4conv.codec.kernels.tables import MULTIPLES, pair_table  # importing Triton is slow
+    from nf4conv.inference.kernels.experts.rows import (  # importing Triton is slow
+        launch_rows,
+        shape_of,
     )
 
     tokens, k = ids.shape
     terms = 1 if weights is None else k
     groups = tokens * k // terms
-    if groups > 0 and suits_wide(x, projection):
-        return multiply_wide(x, ids, projection, weights)
     out = x.new_empty((groups, projection.out_columns))
     if groups == 0:
         return out
     first = projection.stack
-    chunks = first.columns // 64
-    shape = rows_shape(projection)
+    own_units = _own_units(projection, groups)
+    stacks = 1 if projection.up is None else 2
+    steps = -(-terms * (-(-first.columns // 128) * 128) // _STEP)
+    stage = min(steps, MOST_STEPS // stacks)
+    shape = shape_of(
+        terms=terms,
+        row_chunks=first.columns // 64,
+        steps=stage,
+        ahead=own_units > 1 or stage < steps,
+        stacks=stacks,
+        silu=projection.silu,
+        weighted=weights is not None,
+        nested=first.nested,
+        early=_begins_early(x.device),
+    )
+    parts = -(-projection.rows // (8 * own_units))
     factor = x if weights is None else weights
-    programs = groups * -(-projection.rows // shape.rows)
+    table = pair_table(first.quant_type, x.dtype, x.device)
+    norm = 1 / MULTIPLES[first.quant_type, x.dtype]
     share = tokens * k // x.shape[0]
-    arguments = (
-        x, ids, factor, out, *projection.pointers, share, first.experts, *projection.sizes,
-    )  # fmt: skip
-    constants = (
-        terms, chunks, shape.rows, shape.chunks,
-        projection.up is not None, projection.silu, weights is not None, first.nested,
-        shape.early, x.is_cuda,
-    )  # fmt: skip
-    dtypes = (x.dtype, factor.dtype, ids.dtype, first.absmax.dtype)
-    launch_rows(programs, arguments, constants, dtypes, shape.warps, begins_early=shape.early)
+    numbers = (share, first.experts, parts, own_units, norm)
+    launch_rows(
+        groups * parts,
+        (x, ids, factor, out, table, projection.operand, *numbers),
+        (shape,),
+        (x.dtype, factor.dtype, first.absmax.dtype),
+        shape.warps,
+        registers=_REGISTERS,
+        begins_early=shape.early,
+    )
     return out
+
+
+def _own_units(projection: Projection, groups: int) -> int:
+    """Returns the units of a program, if two of them share a multiprocessor."""
+    programs = max(1, 2 * _processors(projection.stack.device) // groups)  # of a group
+    return -(-projection.rows // (8 * programs))
+
+
+@cache
+def _begins_early(device: torch.device) -> bool:
+    """Returns True for a GPU whose kernels may begin before their predecessor has ended."""
+    from nf4conv.inference.kernels.product.launches import is_hopper  # importing Triton is slow
+
+    return is_hopper(device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Returns the multiprocessors of a GPU."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def multiply_groups(
@@ -98,24 +143,34 @@ def multiply_groups(
     Returns:
         [count, out_columns]; 0 for pairs that are in no group.
     """
-    from nf4conv.inference.kernels.experts.groups import (
-        launch_groups,
-    )  # importing Triton takes a second
+    from nf4conv.codec.kernels.tables import value_table  # importing Triton is slow
+    from nf4conv.inference.kernels.experts.groups import launch_groups  # importing Triton is slow
 
     out = x.new_zeros((count, projection.out_columns))
     groups, members = pairs.shape
     first = projection.stack
-    shape = groups_shape(projection, members)
+    chunks = 1
+    if first.columns % 128 == 0 and members <= 32:
+        chunks = 2
     factor = x if weights is None else weights
-    programs = groups * -(-projection.rows // shape.rows)
-    arguments = (x, pairs, experts, factor, out, *projection.pointers, share, *projection.sizes)
-    constants = (
-        first.columns // 64, members, shape.rows, shape.chunks,
-        projection.up is not None, projection.silu, weights is not None, first.nested,
-        x.is_cuda,
-    )  # fmt: skip
-    dtypes = (x.dtype, factor.dtype, first.absmax.dtype)
-    launch_groups(programs, arguments, constants, dtypes, shape.warps)
+    table = value_table(first.quant_type, x.device)
+    launch_groups(
+        groups * -(-projection.rows // _GROUP_ROWS),
+        (x, pairs, experts, factor, out, table, projection.operand, share),
+        (
+            first.columns // 64,
+            members,
+            _GROUP_ROWS,
+            chunks,
+            projection.up is not None,
+            projection.silu,
+            weights is not None,
+            first.nested,
+            x.is_cuda,
+        ),
+        (x.dtype, factor.dtype, first.absmax.dtype),
+        num_warps=4,
+    )
     return out
 
 
@@ -134,9 +189,7 @@ def group_by_expert(
     """
     tokens = ids.shape[0]
     if tokens <= members and ids.numel() <= MOST_PAIRS:
-        from nf4conv.inference.kernels.experts.groups import (
-            gather_pairs,  # importing Triton: slow
-        )
+        from nf4conv.inference.kernels.experts.groups import gather_pairs  # importing Triton: slow
 
         return gather_pairs(ids.view(-1), experts, members)
     return _group_many(ids.view(-1), experts, members)
@@ -219,6 +272,7 @@ def _launch_active(
     """Launches the kernel of active.py."""
     from nf4conv.codec.kernels.decoding.dequantize import CONFIGURATIONS  # importing Triton: slow
     from nf4conv.codec.kernels.slots import configuration  # importing Triton is slow
+    from nf4conv.codec.kernels.tables import value_table  # importing Triton is slow
     from nf4conv.inference.kernels.experts.active import launch_active  # importing Triton is slow
 
     first = stacks[0]
@@ -234,138 +288,13 @@ def _launch_active(
     up_element, row_step = elements, 1
     if alternating:
         up_element, row_step = first.columns, len(stacks)
-    nested_blocks = first.nested_blocks_per_expert or 0
-    arguments = (
-        out, choice, *projection.pointers, elements, first.columns, tiles,
-        elements // first.blocksize, nested_blocks, offset_step(first),
-        elements * len(stacks), up_element, row_step,
-    )  # fmt: skip
-    constants = (first.blocksize, tile, len(stacks), by_ends, first.nested, first.codes.is_cuda)
-    dtypes = (dtype, choice.dtype, first.absmax.dtype)
-    launch_active(count * len(stacks) * tiles, arguments, constants, dtypes, warps)
-    return out
-
-
-@dataclass(frozen=True)
-class RowsShape:
-    """Says how the kernel of rows.py is launched.
-
-    Attributes:
-        rows: of W that a program computes.
-        chunks: that it takes at once.
-        warps: of 32 threads.
-        early: True to begin before the kernel before has ended.
-    """
-
-    rows: int
-    chunks: int
-    warps: int
-    early: bool
-
-
-@dataclass(frozen=True)
-class GroupsShape:
-    """Says how the kernel of groups.py is launched.
-
-    Attributes:
-        rows: of W that a program computes.
-        chunks: that are multiplied at once.
-        warps: of 32 threads.
-    """
-
-    rows: int
-    chunks: int
-    warps: int
-
-
-def rows_shape(projection: Projection) -> RowsShape:
-    """Chooses how rows are multiplied: the fastest of the sweep in docs/kernels.md."""
-    early = _is_hopper(projection.stack.device)
-    if projection.up is not None:
-        return RowsShape(4, 32, 4, early)
-    return RowsShape(8, 32, 4, early)
-
-
-def groups_shape(projection: Projection, members: int) -> GroupsShape:
-    """Chooses how groups of so many members are multiplied."""
-    is_even = projection.stack.columns % 128 == 0
-    return GroupsShape(64, 2 if is_even and members <= 32 else 1, 4)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    """Returns True for a GPU whose kernels may begin before their predecessor has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def suits_wide(x: torch.Tensor, projection: Projection) -> bool:
-    """Returns True if the kernel for Hopper can multiply with a projection."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or not _is_measured(x.device):
-        return False
-    return projection.rows % 8 == 0 and x.data_ptr() % 16 == 0
-
-
-def multiply_wide(
-    x: torch.Tensor, ids: torch.Tensor, projection: Projection, weights: torch.Tensor | None
-) -> torch.Tensor:
-    """Multiplies each row with its experts: `multiply_rows` on Hopper, for float16 and bfloat16."""
-    from nf4conv.codec.kernels.tables import MULTIPLES, pair_table  # importing Triton is slow
-    from nf4conv.inference.kernels.experts.wide import (  # importing Triton is slow
-        launch_wide,
-        shape_of,
-    )
-
-    tokens, k = ids.shape
-    terms = 1 if weights is None else k
-    groups = tokens * k // terms
-    first = projection.stack
-    out = x.new_empty((groups, projection.out_columns))
-    own_units = _own_units(projection, groups)
-    stacks = 1 if projection.up is None else 2
-    steps = -(-terms * (-(-first.columns // 128) * 128) // _STEP)
-    stage = min(steps, MOST_STEPS // stacks)
-    ahead = own_units > 1 or stage < steps
-    shape = shape_of(
-        terms, first.columns // 64, stage, ahead, stacks,
-        projection.silu, weights is not None, first.nested,
-    )  # fmt: skip
-    parts = -(-projection.rows // (8 * own_units))
-    factor = x if weights is None else weights
-    table = pair_table(first.quant_type, x.dtype, x.device)
-    share = tokens * k // x.shape[0]
-    arguments = (
-        x, ids, factor, out, table, *projection.pointers[1:],
-        share, first.experts, *projection.sizes,
-        parts, own_units, 1 / MULTIPLES[first.quant_type, x.dtype],
-    )  # fmt: skip
-    launch_wide(
-        groups * parts,
-        arguments,
-        (shape,),
-        (x.dtype, factor.dtype, first.absmax.dtype),
-        shape.warps,
-        registers=_REGISTERS,
-        begins_early=True,
+    table = value_table(first.quant_type, first.device)
+    numbers = (elements, first.columns, tiles, elements * len(stacks), up_element, row_step)
+    launch_active(
+        count * len(stacks) * tiles,
+        (out, choice, table, projection.operand, *numbers),
+        (first.blocksize, tile, len(stacks), by_ends, first.nested, first.codes.is_cuda),
+        (dtype, choice.dtype, first.absmax.dtype),
+        warps,
     )
     return out
-
-
-def _own_units(projection: Projection, groups: int) -> int:
-    """Returns the units of a program, if two of them share a multiprocessor."""
-    programs = max(1, 2 * _processors(projection.stack.device) // groups)  # of a group
-    return -(-projection.rows // (8 * programs))
-
-
-@cache
-def _is_measured(device: torch.device) -> bool:
-    """Returns True for a GPU on which the kernel was measured."""
-    from nf4conv.inference.kernels.product.launches import is_hopper  # importing Triton is slow
-
-    return device.type == "cuda" and is_hopper(device)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    """Returns the multiprocessors of a GPU."""
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
+from typing import Any, NamedTuple
 
 from nf4conv.codec.backends import has_kernels
 from nf4conv.inference.experts.packed import PackedExperts
@@ -18,7 +17,7 @@ class Projection:
         up: a second stack of the same shape and format, multiplied with the same rows; None
             without one.
         rows: of each matrix that are multiplied, of either stack.
-        first_row, up_first_row: the first of them.
+        up_first_row: the first of them in the second stack; 0 in the first one.
         row_step: from one to the next.
         up_column: the column of the result where that of the second stack begins.
         column_step: from one column of a stack's result to the next.
@@ -28,7 +27,6 @@ class Projection:
     stack: PackedExperts
     up: PackedExperts | None
     rows: int
-    first_row: int = 0
     up_first_row: int = 0
     row_step: int = 1
     up_column: int = 0
@@ -42,14 +40,9 @@ class Projection:
         return 2 * self.rows if both else self.rows
 
     @cached_property
-    def pointers(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that kernels read: values of codes, nested values, and both stacks."""
-        return _pointers(self)
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes, in the order of rows_kernel and groups_kernel."""
-        return _sizes(self)
+    def operand(self) -> "Operand":
+        """What kernels are told of it."""
+        return _operand(self)
 
 
 def project(packed: PackedExperts) -> Projection:
@@ -83,47 +76,81 @@ def offset_step(packed: PackedExperts) -> int:
     return offset.stride(0)
 
 
-def _nested_step(packed: PackedExperts) -> int:
-    """Returns from one expert's nested absmax to the next; 0 if nested blocks run over borders."""
-    nested_absmax = packed.nested_absmax
-    if nested_absmax is None or packed.nested_blocks_per_expert is None:
-        return 0
-    if nested_absmax.dim() == 2:
-        return nested_absmax.stride(0)
-    return packed.nested_blocks_per_expert
+class Stack(NamedTuple):
+    """A stack of experts as kernels read it.
+
+    Attributes:
+        codes, absmax: those of PackedExperts.
+        nested_absmax, offset: likewise; absmax in their place without double quantization.
+        first_row: of each matrix, the first that is multiplied.
+    """
+
+    codes: Any
+    absmax: Any
+    nested_absmax: Any
+    offset: Any
+    first_row: int
 
 
-def _pointers(projection: Projection) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of a projection, as kernels read them."""
-    from nf4conv.codec.kernels.tables import value_table  # importing Triton takes a second
+class Operand(NamedTuple):
+    """What kernels are told of a projection; a chunk is 64 elements of a row.
 
+    Attributes:
+        stack: the first stack.
+        up: the second; the first again without one.
+        nested_code: [256], the values of 8-bit absmax; absmax in its place otherwise.
+        rows: of each matrix, how many are multiplied.
+        row_step: rows of the matrix between two that follow each other in the result: 2 where gate
+            and up take turns.
+        expert_chunks: from one expert to the next.
+        blocks: absmax from one expert to the next.
+        nested_blocks: nested absmax from one expert to the next; 0 if they run over borders.
+        offset_step: offsets from one expert to the next; 0 if all experts share one.
+        block_shift: a block has 64 << block_shift elements.
+        out_columns: of the result.
+        up_column: the column of the result where that of the second stack begins.
+        column_step: from one column of a stack's result to the next.
+    """
+
+    stack: Stack
+    up: Stack
+    nested_code: Any
+    rows: int
+    row_step: int
+    expert_chunks: int
+    blocks: int
+    nested_blocks: int
+    offset_step: int
+    block_shift: int
+    out_columns: int
+    up_column: int
+    column_step: int
+
+
+def _operand(projection: Projection) -> Operand:
+    """Returns what kernels are told of a projection."""
     first = projection.stack
-    second = projection.up or first
     code = first.nested_quant_map
-    table = value_table(first.quant_type, first.device)
-    return (table, first.absmax if code is None else code, *_stack(first), *_stack(second))
+    return Operand(
+        stack=_stack(first, 0),
+        up=_stack(projection.up or first, projection.up_first_row),
+        nested_code=first.absmax if code is None else code,
+        rows=projection.rows,
+        row_step=projection.row_step,
+        expert_chunks=first.codes.stride(0) // 32,
+        blocks=first.absmax.stride(0),
+        nested_blocks=first.nested_blocks_per_expert or 0,
+        offset_step=offset_step(first),
+        block_shift=(first.blocksize // 64).bit_length() - 1,
+        out_columns=projection.out_columns,
+        up_column=projection.up_column,
+        column_step=projection.column_step,
+    )
 
 
-def _stack(packed: PackedExperts) -> tuple[torch.Tensor, ...]:
-    """Returns codes, absmax, nested absmax and offset; absmax in the place of what is not there."""
+def _stack(packed: PackedExperts, first_row: int) -> Stack:
+    """Returns a stack as kernels read it."""
     nested, offset = packed.nested_absmax, packed.nested_offset
     if nested is None or offset is None:
-        return packed.codes, packed.absmax, packed.absmax, packed.absmax
-    return packed.codes, packed.absmax, nested, offset
-
-
-def _sizes(projection: Projection) -> tuple[int, ...]:
-    """Returns the sizes of a projection, in the order of rows_kernel and groups_kernel."""
-    packed = projection.stack
-    in_stacks = (
-        packed.codes.stride(0) // 32,
-        packed.absmax.stride(0),
-        _nested_step(packed),
-        offset_step(packed),
-    )
-    block_shift = (packed.blocksize // 64).bit_length() - 1
-    return (
-        projection.rows, projection.first_row, projection.up_first_row, projection.row_step,
-        *in_stacks, block_shift,
-        projection.out_columns, projection.up_column, projection.column_step,
-    )  # fmt: skip
+        nested = offset = packed.absmax
+    return Stack(packed.codes, packed.absmax, nested, offset, first_row)

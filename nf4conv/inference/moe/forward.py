@@ -21,7 +21,7 @@ from nf4conv.inference.experts.product import (
     group_by_expert,
     multiply_groups,
     multiply_rows,
-    suits_wide,
+    suits_rows,
 )
 from nf4conv.inference.experts.projection import (
     Projection,
@@ -33,11 +33,8 @@ from nf4conv.inference.moe.adapted import PackedLayer, packed_weights
 from nf4conv.inference.moe.tensor import Experts4bit
 from nf4conv.inference.moe.weight import ALTERNATING, SEPARATED, PackedWeight
 
-MOST_TOKENS_BY_ROWS: Final = 16
-"""Tokens up to which each row is multiplied with its experts by itself, but on Hopper."""
-
 FEW_ROWS: Final = 2
-"""Rows of each expert, on average, up to which Hopper multiplies each row by itself."""
+"""Rows of each expert, on average, up to which each row is multiplied by itself."""
 
 MANY_ROWS: Final = 64
 """Rows of each expert, on average, up to which packed experts are multiplied; beyond that decoding
@@ -156,10 +153,8 @@ def multiply(
     ids = ids.to(torch.int64).contiguous()
     weights = weights.contiguous()
     tokens, k = ids.shape
-    few = tokens <= MOST_TOKENS_BY_ROWS
-    if suits_wide(x, up) and suits_wide(x, down):
-        few = tokens * k <= FEW_ROWS * up.stack.experts
-    if few:
+    few = tokens * k <= FEW_ROWS * up.stack.experts
+    if few and suits_rows(x, up) and suits_rows(x, down):
         hidden = multiply_rows(x, ids, up)
         if not up.silu:
             hidden = _activate(module, hidden, ids)

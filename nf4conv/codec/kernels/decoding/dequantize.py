@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import lane_entry, lookup, multiply
-from nf4conv.codec.kernels.assembly import decode_assembly
+from nf4conv.codec.kernels.arithmetic import multiply
+from nf4conv.codec.kernels.decoding.values import plain_values, shuffled_values
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.slots import (
     ELEMENTWISE,
@@ -29,7 +29,7 @@ from nf4conv.codec.kernels.slots import (
     load_packed,
 )
 from nf4conv.codec.kernels.tables import value_table
-from nf4conv.codec.quant_state import PackedWeight, Decoding, Form
+from nf4conv.codec.quant_state import Decoding, Form, PackedWeight
 
 CONFIGURATIONS = {2: (128, 1), 4: (256, 4)}
 """By bytes of an element of the output, slots and warps of a program: the fastest of the sweep in
@@ -211,38 +211,3 @@ def load_absmax(
         return multiply(code, nested_absmax, PTX) + tl.load(offset_ptr), nested_absmax
     else:
         return absmax, tl.zeros((BLOCKS,), tl.float32)
-
-
-@triton.jit
-def shuffled_values(words, scale, table_ptr, DTYPE: tl.constexpr):
-    """Decodes slots by shuffles.
-
-    words: [SLOTS] int32, the packed codes. scale: [SLOTS] float32, absmax. DTYPE: of the elements.
-
-    Returns the elements as words, [SLOTS, 4] int32.
-    """
-    value = lane_entry(tl.zeros(words.shape, tl.int64) + table_ptr.to(tl.int64), True)
-    w0, w1, w2, w3 = tl.inline_asm_elementwise(
-        decode_assembly(DTYPE),
-        "=r,=r,=r,=r,r,f,r",
-        [words, scale, value],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (words.shape[0], 4))
-
-
-@triton.jit
-def plain_values(words, scale, table_ptr, SLOT: tl.constexpr, PTX: tl.constexpr):
-    """Decodes slots without shuffles.
-
-    words: [SLOTS] int32, the packed codes. scale: [SLOTS] float32, absmax.
-
-    Returns the elements of even and of odd index: twice [SLOTS, SLOT / 2] float32.
-    """
-    shift = tl.arange(0, SLOT // 2)[None, :] * 8
-    spread = tl.broadcast_to(scale[:, None], (words.shape[0], SLOT // 2))
-    even = lookup(table_ptr, words[:, None] >> (shift + 4), False).to(tl.float32, bitcast=True)
-    odd = lookup(table_ptr, words[:, None] >> shift, False).to(tl.float32, bitcast=True)
-    return multiply(even, spread, PTX), multiply(odd, spread, PTX)

@@ -8,7 +8,7 @@ So nothing of the choice is needed on the host.
 import triton.language as tl
 
 from nf4conv.codec.kernels.arithmetic import multiply
-from nf4conv.codec.kernels.decoding.dequantize import plain_values, shuffled_values
+from nf4conv.codec.kernels.decoding.values import plain_values, shuffled_values
 from nf4conv.codec.kernels.launch import Launcher, kernel
 
 
@@ -17,21 +17,10 @@ def active_kernel(
     out_ptr,
     choice_ptr,
     table_ptr,
-    nested_code_ptr,
-    codes_ptr,
-    absmax_ptr,
-    nested_absmax_ptr,
-    offset_ptr,
-    up_codes_ptr,
-    up_absmax_ptr,
-    up_nested_absmax_ptr,
-    up_offset_ptr,
+    weight,
     elements: tl.int32,
     columns: tl.int32,
     tiles: tl.int32,
-    blocks: tl.int32,
-    nested_blocks: tl.int32,
-    offset_step: tl.int32,
     out_elements: tl.int64,
     up_element: tl.int64,
     row_step: tl.int32,
@@ -44,14 +33,16 @@ def active_kernel(
 ):
     """Decodes a tile of TILE elements of one matrix.
 
+    weight: an Operand; its second stack is read if STACKS is 2.
+
     Pointers to tensors:
         out_ptr: [.., out_elements] float32, float16 or bfloat16, written: row r of a matrix begins
             at r · row_step · columns, and of the second stack up_element behind it.
         choice_ptr: BY_ENDS, [experts] int32: where the rows of each expert end; those without
             rows are left out. Otherwise [n] int64: the expert of each matrix of the result.
-        The others are those of rows_kernel.
+        table_ptr: [32] int32, tables.value_table.
 
-    Scalars: elements of a matrix, its columns; tiles of a matrix; the rest is stacks.py's layout.
+    Scalars: elements of a matrix, its columns; tiles of a matrix.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     SLOT: tl.constexpr = 4 if DTYPE == tl.float32 else 8
@@ -67,23 +58,29 @@ def active_kernel(
     else:
         expert = tl.load(choice_ptr + to).to(tl.int32)
     out_ptr += to.to(tl.int64) * out_elements
+    codes_ptr = weight.stack.codes
+    absmax_ptr = weight.stack.absmax
+    nested_absmax_ptr = weight.stack.nested_absmax
+    offset_ptr = weight.stack.offset
     if STACKS == 2:  # noqa: SIM102 - known when it compiles
         if which == 1:
-            codes_ptr = up_codes_ptr
-            absmax_ptr = up_absmax_ptr
-            nested_absmax_ptr = up_nested_absmax_ptr
-            offset_ptr = up_offset_ptr
+            codes_ptr = weight.up.codes
+            absmax_ptr = weight.up.absmax
+            nested_absmax_ptr = weight.up.nested_absmax
+            offset_ptr = weight.up.offset
             out_ptr += up_element
     first = tile * TILE
     slot = tl.arange(0, SLOTS)
-    block = tl.minimum(first // BLOCKSIZE + tl.arange(0, TILE // BLOCKSIZE), blocks - 1)
-    absmax = tl.load(absmax_ptr + expert.to(tl.int64) * blocks + block)
+    block = tl.minimum(first // BLOCKSIZE + tl.arange(0, TILE // BLOCKSIZE), weight.blocks - 1)
+    block_of_stack = expert.to(tl.int64) * weight.blocks + block
+    absmax = tl.load(absmax_ptr + block_of_stack)
     if NESTED:
-        of_stack = ((expert.to(tl.int64) * blocks + block) >> 8).to(tl.int32)
-        nested_block = tl.where(nested_blocks > 0, expert * nested_blocks + (block >> 8), of_stack)
-        code = tl.load(nested_code_ptr + absmax.to(tl.int32))
-        nested_absmax = tl.load(nested_absmax_ptr + nested_block)
-        absmax = multiply(code, nested_absmax, PTX) + tl.load(offset_ptr + expert * offset_step)
+        of_expert = expert * weight.nested_blocks + (block >> 8)
+        of_stack = (block_of_stack >> 8).to(tl.int32)
+        nested_block = tl.where(weight.nested_blocks > 0, of_expert, of_stack)
+        code = tl.load(weight.nested_code + absmax.to(tl.int32))
+        offset = tl.load(offset_ptr + expert * weight.offset_step)
+        absmax = multiply(code, tl.load(nested_absmax_ptr + nested_block), PTX) + offset
     spread = tl.broadcast_to(absmax[:, None], (TILE // BLOCKSIZE, BLOCKSIZE // SLOT))
     scale = tl.reshape(spread, (SLOTS,))
     word: tl.constexpr = tl.int32 if SLOT == 8 else tl.int16

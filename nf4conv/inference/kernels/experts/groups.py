@@ -1,16 +1,17 @@
 """x · Wᵀ for groups of rows that chose the same expert, decoded once for each group.
 
 Weights are decoded as decoding/ does, value times absmax rounded to x's dtype, so that the result
-is that of a product with decoded weights, but for the order of float32 sums.
+is that of a product with decoded weights, but for the order of float32 sums. A *chunk* is 64
+elements of a row, 8 words of codes; a block of 64 or more holds whole chunks.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import lane_entry
+from nf4conv.codec.kernels.arithmetic import multiply
+from nf4conv.codec.kernels.decoding.values import lane_values, tile_values
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.inference.kernels.experts.stacks import decoded, load_scales, load_words, scales
 
 
 @kernel
@@ -21,28 +22,8 @@ def groups_kernel(
     factor_ptr,
     out_ptr,
     table_ptr,
-    nested_code_ptr,
-    codes_ptr,
-    absmax_ptr,
-    nested_absmax_ptr,
-    offset_ptr,
-    up_codes_ptr,
-    up_absmax_ptr,
-    up_nested_absmax_ptr,
-    up_offset_ptr,
+    weight,
     share: tl.int32,
-    rows: tl.int32,
-    first_row: tl.int32,
-    up_first_row: tl.int32,
-    row_step: tl.int32,
-    expert_chunks: tl.int32,
-    blocks: tl.int32,
-    nested_blocks: tl.int32,
-    offset_step: tl.int32,
-    block_shift: tl.int32,
-    out_columns: tl.int32,
-    up_column: tl.int32,
-    column_step: tl.int32,
     ROW_CHUNKS: tl.constexpr,
     MEMBERS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -55,78 +36,74 @@ def groups_kernel(
 ):
     """Computes ROWS rows of W for one group of up to MEMBERS pairs of a token and an expert.
 
+    weight: an Operand; its second stack is read if GATED.
+
     Pointers to tensors:
         x_ptr: [.., 64 · ROW_CHUNKS]; pair p has row p // share.
         members_ptr: [groups, MEMBERS] int32, the pairs of each group; -1 for none.
         group_expert_ptr: [groups] int32; -1 for a group that is not there.
         factor_ptr: [pairs], of any float dtype; read if WEIGHTED.
-        out_ptr: [pairs, out_columns], written as rows_kernel writes it.
-        The others are those of rows_kernel.
+        out_ptr: [pairs, out_columns], written: row r of W in column r · column_step. If GATED, up
+            goes to up_column + r · column_step, or with SILU both become one value.
+        table_ptr: [32] int32, tables.value_table.
 
     Constexprs:
         CHUNKS: chunks that are multiplied at once; divides ROW_CHUNKS.
     """
-    tiles = tl.cdiv(rows, ROWS)
+    tiles = tl.cdiv(weight.rows, ROWS)
     group = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    only = tl.load(group_expert_ptr + group)
-    if only < 0:
+    expert = tl.load(group_expert_ptr + group)
+    if expert < 0:
         return
     member = tl.load(members_ptr + group * MEMBERS + tl.arange(0, MEMBERS))
-    layout = (row_step, ROW_CHUNKS, expert_chunks, blocks, nested_blocks, offset_step, block_shift)
-    stack = (codes_ptr, absmax_ptr, nested_absmax_ptr, offset_ptr, first_row)
-    up_stack = (up_codes_ptr, up_absmax_ptr, up_nested_absmax_ptr, up_offset_ptr, up_first_row)
+    has_member = member >= 0
+    x_row = member // share
     row = tile * ROWS + tl.arange(0, ROWS)
-    inside = tl.minimum(row, rows - 1) * row_step
+    line = tl.minimum(row, weight.rows - 1) * weight.row_step
+    value = tl.zeros((ROWS, CHUNKS * 8), tl.int32)
     if PTX:
-        value = lane_entry(tl.zeros((ROWS, CHUNKS * 8), tl.int64) + table_ptr.to(tl.int64), True)
-    else:
-        value = tl.zeros((ROWS, CHUNKS * 8), tl.int32)
+        value = lane_values(table_ptr, value)
     # weights are the left operand: a product has 64 rows of them at least, and may have few of x
     total = tl.zeros((ROWS, MEMBERS), tl.float32)
     up_total = tl.zeros((ROWS, MEMBERS), tl.float32)
-    x_row = member // share
-    ahead = _load(
-        stack,
-        up_stack,
-        layout,
-        x_ptr,
-        x_row,
-        member >= 0,
-        only,
-        inside,
-        0,
-        ROW_CHUNKS,
-        CHUNKS,
-        GATED,
-        NESTED,
-    )
+    ahead = _load(weight, weight.stack, expert, line, 0, ROW_CHUNKS, CHUNKS, NESTED)
+    up_ahead = ahead
+    if GATED:
+        up_ahead = _load(weight, weight.up, expert, line, 0, ROW_CHUNKS, CHUNKS, NESTED)
+    x_ahead = _load_x(x_ptr, x_row, has_member, 0, ROW_CHUNKS, CHUNKS)
     for first in tl.range(0, ROW_CHUNKS, CHUNKS, num_stages=1):
-        words, loaded, up_words, up_loaded, x = ahead
-        ahead = _load(
-            stack, up_stack, layout, x_ptr, x_row, member >= 0, only, inside, first + CHUNKS,
-            ROW_CHUNKS, CHUNKS, GATED, NESTED,
-        )  # fmt: skip
-        scale = scales(loaded, nested_code_ptr, NESTED, PTX)
-        weight = decoded(words, scale, value, table_ptr, PTX).to(x.dtype)
-        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        loaded = ahead
+        up_loaded = up_ahead
+        right = tl.trans(x_ahead)
+        following = first + CHUNKS
+        ahead = _load(weight, weight.stack, expert, line, following, ROW_CHUNKS, CHUNKS, NESTED)
+        up_ahead = ahead
         if GATED:
-            up_scale = scales(up_loaded, nested_code_ptr, NESTED, PTX)
-            up_weight = decoded(up_words, up_scale, value, table_ptr, PTX).to(x.dtype)
-            up_total = tl.dot(up_weight, tl.trans(x), up_total, input_precision="ieee")
+            up_ahead = _load(weight, weight.up, expert, line, following, ROW_CHUNKS, CHUNKS, NESTED)
+        x_ahead = _load_x(x_ptr, x_row, has_member, following, ROW_CHUNKS, CHUNKS)
+        scale = _scales(loaded, weight, NESTED, PTX)
+        left = tile_values(loaded[0], scale, value, table_ptr, PTX).to(right.dtype)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        if GATED:
+            up_scale = _scales(up_loaded, weight, NESTED, PTX)
+            up_left = tile_values(up_loaded[0], up_scale, value, table_ptr, PTX).to(right.dtype)
+            up_total = tl.dot(up_left, right, up_total, input_precision="ieee")
     total = tl.trans(total)
     up_total = tl.trans(up_total)
     if WEIGHTED:
-        factor = tl.load(factor_ptr + member, mask=member >= 0, other=0.0).to(tl.float32)
+        factor = tl.load(factor_ptr + member, mask=has_member, other=0.0).to(tl.float32)
         total = total * factor[:, None]
-    mask = (member >= 0)[:, None] & (row < rows)[None, :]
-    to = member.to(tl.int64)[:, None] * out_columns + row[None, :] * column_step
+    mask = has_member[:, None] & (row < weight.rows)[None, :]
+    to_ptr = out_ptr + member.to(tl.int64)[:, None] * weight.out_columns
+    to_ptr += row[None, :] * weight.column_step
     if GATED:
         if SILU:
             total = total / (1.0 + tl.exp(-total)) * up_total
         else:
-            tl.store(out_ptr + to + up_column, up_total.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptr + to, total.to(out_ptr.dtype.element_ty), mask=mask)
+            up_ptr = to_ptr + weight.up_column
+            tl.store(up_ptr, up_total.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(to_ptr, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 launch_groups = Launcher(groups_kernel)
@@ -134,35 +111,65 @@ launch_groups = Launcher(groups_kernel)
 
 @triton.jit
 def _load(
-    stack, up_stack, layout, x_ptr, x_row, has_row, only, inside, first,
-    ROW_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, GATED: tl.constexpr, NESTED: tl.constexpr,
-):  # fmt: skip
-    """Loads codes, scales and x of CHUNKS chunks from `first` on; nothing behind the last one."""
-    chunk = first + tl.arange(0, CHUNKS)
-    word_chunk = first + tl.arange(0, CHUNKS * 8) // 8
-    is_there = first < ROW_CHUNKS
-    there = (chunk >= 0) & is_there
-    word_there = (word_chunk >= 0) & is_there
-    word_expert = tl.zeros((CHUNKS * 8,), tl.int32) + only
-    expert = tl.zeros((CHUNKS,), tl.int32) + only
-    row = stack[4] + inside
-    words = load_words(stack, layout, word_expert, row, word_chunk, word_there)
-    loaded = load_scales(stack, layout, expert, row, chunk, there, NESTED)
-    if GATED:
-        up_row = up_stack[4] + inside
-        up_words = load_words(up_stack, layout, word_expert, up_row, word_chunk, word_there)
-        up_loaded = load_scales(up_stack, layout, expert, up_row, chunk, there, NESTED)
+    weight,
+    stack,
+    expert,
+    line,
+    first,
+    ROW_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Loads CHUNKS chunks of an expert's rows from `first` on as they are stored; nothing behind
+    the last chunk. `line` is how far each row stands behind the stack's first.
+
+    Returns words of codes, absmax, nested absmax and the offset.
+    """
+    row = stack.first_row + line[:, None]
+    word = first * 8 + tl.arange(0, CHUNKS * 8)[None, :]
+    before = expert.to(tl.int64) * weight.expert_chunks * 8
+    word_ptr = tl.multiple_of(stack.codes.to(tl.pointer_type(tl.int32)), 16) + before
+    place = row * (ROW_CHUNKS * 8) + word
+    there = word < ROW_CHUNKS * 8
+    words = tl.load(word_ptr + place, mask=there, other=0, eviction_policy="evict_first")
+    chunk = first + tl.arange(0, CHUNKS)[None, :]
+    block = (row * ROW_CHUNKS + chunk) >> weight.block_shift
+    there = chunk < ROW_CHUNKS
+    first_block = expert.to(tl.int64) * weight.blocks
+    absmax = tl.load(stack.absmax + first_block + block, mask=there, other=0)
+    nested_absmax = absmax
+    offset = 0.0
+    if NESTED:
+        of_expert = expert * weight.nested_blocks + (block >> 8)
+        of_stack = ((first_block + block) >> 8).to(tl.int32)
+        nested_block = tl.where(weight.nested_blocks > 0, of_expert, of_stack)
+        nested_absmax = tl.load(stack.nested_absmax + nested_block, mask=there, other=0.0)
+        offset = tl.load(stack.offset + expert * weight.offset_step)
+    return words, absmax, nested_absmax, offset
+
+
+@triton.jit
+def _scales(loaded, weight, NESTED: tl.constexpr, PTX: tl.constexpr):
+    """Returns the absmax of chunks as it decodes, of what `_load` returned."""
+    _, absmax, nested_absmax, offset = loaded
+    if NESTED:
+        code = tl.load(weight.nested_code + absmax.to(tl.int32))
+        return multiply(code, nested_absmax, PTX) + offset
     else:
-        up_words = words
-        up_loaded = loaded
+        return absmax
+
+
+@triton.jit
+def _load_x(x_ptr, x_row, has_row, first, ROW_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Loads CHUNKS chunks of rows of x from `first` on; zeros behind the last one."""
     column = first * 64 + tl.arange(0, CHUNKS * 64)
     index = x_row.to(tl.int64)[:, None] * (ROW_CHUNKS * 64) + column[None, :]
-    mask = (has_row & is_there)[:, None]
+    mask = has_row[:, None] & (column < ROW_CHUNKS * 64)[None, :]
     # a hint at the alignment must be at a result, and a cast has one
     bits: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.float32 else tl.int16
     bits_ptr = tl.multiple_of(x_ptr.to(tl.pointer_type(bits)), 16)
-    x = tl.load(bits_ptr + index, mask=mask, other=0).to(x_ptr.dtype.element_ty, bitcast=True)
-    return words, loaded, up_words, up_loaded, x
+    x = tl.load(bits_ptr + index, mask=mask, other=0)
+    return x.to(x_ptr.dtype.element_ty, bitcast=True)
 
 
 def gather_pairs(

@@ -1,26 +1,79 @@
-"""x · Wᵀ for few rows: each row with the experts that it chose, decoded in registers.
+"""x · Wᵀ for few rows: each row with the experts that it chose, by tensor cores.
 
-A program computes some rows of W for one *group* of terms. Going up, a group is one pair of a token
-and an expert, with gate and up at once and the activation behind them. Going down, it is a token
-with all its experts, whose results are weighted and added up here. So nothing is written that is
-read again but the values between the two launches.
+This is the wide kernel of product/ with other addresses. A *unit* is 8 rows of W for one *group* of
+terms. Going up, a group is a pair of a token and an expert, with gate and up at once and the
+activation behind them. Going down, it is a token with all its experts, whose rows of x and columns
+of W stand one behind the other; results are weighted and added up here. So nothing is written that
+is read again but the values between the two launches.
 
-The values of codes sit in the lanes of a warp and are looked up by shuffles, as in decoding/. The
-sum over a chunk, 64 k, is multiplied with its scale in float32.
+All warps share a unit's rows and divide its k: in a *step* a warp takes two ranges of 128. A
+program's units are neighbours, and a *stage* is what it reads at once: some steps of a unit.
+
+Tensors have one element for each thread of a program, as in product/.
 """
+
+from dataclasses import dataclass, field
+from functools import cache
 
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import lane_entry
+import nf4conv.inference.kernels.product.assembly as text
 from nf4conv.codec.kernels.launch import Launcher, kernel
-from nf4conv.inference.kernels.experts.stacks import (
-    DOT,
-    load_scales,
-    load_words,
-    scales,
-    value_of,
-)
+from nf4conv.inference.kernels.product.common import add_waiting, decode_scale, run_assembly
+from nf4conv.inference.kernels.product.wide import leave
+
+
+@dataclass(eq=False)  # told apart by identity, which is faster
+class Shape:
+    """The shape of a product: rows_kernel is compiled once for each.
+
+    Triton's cache on disk tells by repr() alone for which shape a kernel was compiled, so repr has
+    all attributes that the kernel reads.
+
+    Attributes:
+        terms: of a group.
+        row_chunks: chunks of 64 k in a row.
+        steps: of a stage.
+        ahead: True to load a stage ahead; False if each program has one stage.
+        stacks: 2 for gate and up, 1 otherwise.
+        silu: True to write silu(gate) · up.
+        weighted: True going down: terms are weighted and added up.
+        nested: True if absmax is uint8 codes.
+        early: True to begin before the kernel before has ended.
+        warps, ranges, span, sums, held, shared_bytes: those of a wide product.Shape for two rows.
+        padded: k of a term, with what fills its last range.
+        stages: of a unit.
+        holds_x: True if x stays in registers.
+    """
+
+    terms: int
+    row_chunks: int
+    steps: int
+    ahead: bool
+    stacks: int
+    silu: bool
+    weighted: bool
+    nested: bool
+    early: bool
+    warps: int = 8
+    ranges: int = 2
+    span: int = 2048
+    sums: int = 32
+    held: int = 4
+    shared_bytes: int = 8192
+    padded: int = field(init=False)
+    stages: int = field(init=False)
+    holds_x: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.padded = -(-self.row_chunks // 2) * 128
+        self.stages = -(-self.terms * self.padded // (self.span * self.steps))
+        self.holds_x = self.stages * self.steps == 1
+
+
+shape_of = cache(Shape)
+"""Returns the Shape of some attributes, always the same one."""
 
 
 @kernel
@@ -29,236 +82,262 @@ def rows_kernel(
     ids_ptr,
     factor_ptr,
     out_ptr,
-    table_ptr,
-    nested_code_ptr,
-    codes_ptr,
-    absmax_ptr,
-    nested_absmax_ptr,
-    offset_ptr,
-    up_codes_ptr,
-    up_absmax_ptr,
-    up_nested_absmax_ptr,
-    up_offset_ptr,
+    pair_ptr,
+    weight,
     share: tl.int32,
     experts: tl.int32,
-    rows: tl.int32,
-    first_row: tl.int32,
-    up_first_row: tl.int32,
-    row_step: tl.int32,
-    expert_chunks: tl.int32,
-    blocks: tl.int32,
-    nested_blocks: tl.int32,
-    offset_step: tl.int32,
-    block_shift: tl.int32,
-    out_columns: tl.int32,
-    up_column: tl.int32,
-    column_step: tl.int32,
-    TERMS: tl.constexpr,
-    ROW_CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    GATED: tl.constexpr,
-    SILU: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    NESTED: tl.constexpr,
-    EARLY: tl.constexpr,
-    PTX: tl.constexpr,
+    parts: tl.int32,
+    own_units: tl.int32,
+    norm: tl.float32,
+    SHAPE: tl.constexpr,
 ):
-    """Computes ROWS rows for a group: the sum over its terms of x · Wᵀ, weighted. It takes CHUNKS
-    chunks at once, counted over all TERMS, which have ROW_CHUNKS each.
+    """Computes own_units units of a group: the sums over its terms of x · Wᵀ, times norm, weighted.
 
-    Term t of group g has expert ids[g · TERMS + t] and row (g · TERMS + t) // share of x, where
-    share is 1 unless TERMS is. Experts that do not exist contribute 0.
+    Term t of group g has expert ids[g · terms + t] and row (g · terms + t) // share of x, where
+    share is 1 unless `terms` is. Experts that do not exist contribute 0.
+
+    weight: an Operand; its rows are a multiple of 8.
 
     Pointers to tensors:
-        x_ptr: [.., 64 · ROW_CHUNKS] bfloat16, float16 or float32.
-        ids_ptr: [groups · TERMS] int64.
-        factor_ptr: [groups · TERMS], of any float dtype; read if WEIGHTED.
-        out_ptr: [groups, out_columns], written: row r of W in column r · column_step. If GATED, up
-            goes to up_column + r · column_step, or with SILU both become one value.
-        table_ptr: [32] int32, tables.value_table.
-        nested_code_ptr: [256] float32.
-        codes_ptr …, up_codes_ptr …: two stacks; the second is read if GATED.
+        x_ptr: [.., 64 · row_chunks] bfloat16 or float16.
+        ids_ptr: [groups · terms] int64.
+        factor_ptr: [groups · terms], of any float dtype; read if `weighted`.
+        out_ptr: [groups, out_columns], written: row r of W in column r · column_step. With two
+            stacks, up goes to up_column + r · column_step, or with `silu` both become one value.
+        pair_ptr: [256] int32, tables.pair_table.
 
-    Scalars: rows of the result; experts of the stack; the rest is stacks.py's layout.
+    Scalars:
+        experts: of the stack.
+        parts: programs of a group.
+        norm: what sums are multiplied with: 1 / tables.MULTIPLES.
     """
-    tiles = tl.cdiv(rows, ROWS)
-    group = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    layout = (row_step, ROW_CHUNKS, expert_chunks, blocks, nested_blocks, offset_step, block_shift)
-    stack = (codes_ptr, absmax_ptr, nested_absmax_ptr, offset_ptr, first_row)
-    up_stack = (up_codes_ptr, up_absmax_ptr, up_nested_absmax_ptr, up_offset_ptr, up_first_row)
-    if EARLY and GATED:
-        ids_ptr += _wait()
-    STEPS: tl.constexpr = (TERMS * ROW_CHUNKS + CHUNKS - 1) // CHUNKS
-    ahead = _load(
-        stack, up_stack, layout, ids_ptr, group, tile, 0, rows, experts, TERMS, ROW_CHUNKS,
-        ROWS, CHUNKS, GATED, NESTED,
-    )  # fmt: skip
-    if EARLY and not GATED:
-        # codes and the choice of experts are older than the kernel before, x is not
-        x_ptr += _wait()
-    if PTX:
-        value = lane_entry(tl.zeros((ROWS, CHUNKS * 8), tl.int64) + table_ptr.to(tl.int64), True)
-    else:
-        value = tl.zeros((ROWS, CHUNKS * 8), tl.int32)
-    start = group * TERMS // share * (ROW_CHUNKS * 8)
-    total = tl.zeros((ROWS, CHUNKS), tl.float32)
-    up_total = tl.zeros((ROWS, CHUNKS), tl.float32)
-    for step in tl.static_range(STEPS):
-        words, loaded, up_words, up_loaded, there = ahead
-        if step + 1 < STEPS:
-            ahead = _load(
-                stack, up_stack, layout, ids_ptr, group, tile, (step + 1) * CHUNKS, rows, experts,
-                TERMS, ROW_CHUNKS, ROWS, CHUNKS, GATED, NESTED,
-            )  # fmt: skip
-        x = _load_x(x_ptr, start, step * CHUNKS, TERMS * ROW_CHUNKS, CHUNKS)
-        scale = scales(loaded, nested_code_ptr, NESTED, PTX)
-        if WEIGHTED:
-            term = group * TERMS + (step * CHUNKS + tl.arange(0, CHUNKS)) // ROW_CHUNKS
-            factor = tl.load(factor_ptr + term, mask=there, other=0.0).to(tl.float32)
-            scale *= factor[None, :]
-        total = tl.fma(_dots(words, x, value, table_ptr, CHUNKS, PTX), scale, total)
-        if GATED:
-            up_scale = scales(up_loaded, nested_code_ptr, NESTED, PTX)
-            dots = _dots(up_words, x, value, table_ptr, CHUNKS, PTX)
-            up_total = tl.fma(dots, up_scale, up_total)
-    row = tile * ROWS + tl.arange(0, ROWS)
-    out_ptr += group.to(tl.int64) * out_columns + row * column_step
-    _store(out_ptr, up_column, row < rows, total, up_total, GATED, SILU)
+    thread = tl.arange(0, 32 * SHAPE.warps)
+    group = tl.program_id(0) // parts
+    unit = tl.program_id(0) % parts * own_units
+    end = tl.minimum(unit + own_units, weight.rows // 8)
+    chosen = (group, ids_ptr, factor_ptr, experts)
+    thread, sums, places, ahead = _start(weight, chosen, pair_ptr, unit, end, thread, SHAPE)
+    x_rows = (x_ptr, group, share)
+    x = ()
+    if SHAPE.holds_x:
+        x = _load_x(x_rows, 0, thread, SHAPE)
+    totals = ()
+    for _ in tl.static_range(2 * SHAPE.stacks):
+        totals = totals + (tl.zeros(thread.shape, tl.float32),)
+    held = 0
+    stage = 0
+    for _ in range((end - unit) * SHAPE.stages if SHAPE.ahead else 1):
+        current = ahead
+        found = places
+        done = stage == SHAPE.stages - 1
+        if SHAPE.ahead:
+            following = tl.where(done, 0, stage + 1)
+            if SHAPE.stages > 1:
+                places = _find(weight, chosen, following, thread, SHAPE)
+            ahead = _load(places, weight, tl.where(done, unit + 1, unit), end, SHAPE)
+        totals = _add_stage(totals, current, found, x, x_rows, stage, thread, SHAPE)
+        if done:
+            leave(totals if SHAPE.stacks == 2 else totals + totals, sums, held, thread, SHAPE)
+            if (held == SHAPE.held - 1) | (unit == end - 1):
+                _gather(out_ptr, weight, norm, sums, group, unit - held, held, thread, SHAPE)
+        held = tl.where(done, (held + 1) % SHAPE.held, held)
+        kept = ()
+        for i in tl.static_range(2 * SHAPE.stacks):
+            kept = kept + (tl.where(done, 0.0, totals[i]),)
+        totals = kept
+        unit = tl.where(done, unit + 1, unit)
+        stage = tl.where(done, 0, stage + 1)
 
 
 launch_rows = Launcher(rows_kernel)
 
 
 @triton.jit
-def _store(
-    out_ptr, up_column, mask, total, up_total, GATED: tl.constexpr, SILU: tl.constexpr
-):  # fmt: skip
-    """Stores the sums over chunks of [ROWS, CHUNKS] totals, or what SILU makes of them."""
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    sums = tl.sum(total, axis=1)
-    if GATED:
-        up_sums = tl.sum(up_total, axis=1)
-        if SILU:
-            sums = sums / (1.0 + tl.exp(-sums)) * up_sums
-        else:
-            tl.store(out_ptr + up_column, up_sums.to(DTYPE), mask=mask)
-    tl.store(out_ptr, sums.to(DTYPE), mask=mask)
+def _start(weight, chosen, pair_ptr, unit, end, thread, SHAPE: tl.constexpr):
+    """Fills shared memory, waits for the kernel before, and loads the first stage.
 
+    Going down, codes and the choice of experts are older than the kernel before, and only x is not.
+    The kernel behind may begin at once then: it is known to wait before it reads what others write.
 
-@triton.jit
-def _wait():
-    """Waits for the kernel before, and lets the one behind begin. Returns 0; what uses it comes
-    after.
-
-    What the kernel before the last wrote may be read without this: the last one let this one begin
-    after it had itself waited.
+    Returns the thread, so that what uses it comes after this; the address of sums; and what `_find`
+    and `_load` return.
     """
-    return tl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;",
-        "=r",
-        [],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    begin: tl.constexpr = text.start_assembly(SHAPE.warps, SHAPE.shared_bytes, SHAPE.nested)
+    tables = (pair_ptr.to(tl.int64), weight.nested_code.to(tl.int64))
+    if SHAPE.weighted:
+        thread = _signal(thread, SHAPE)
+        places = _find(weight, chosen, 0, thread, SHAPE)
+        ahead = _load(places, weight, unit, end, SHAPE)
+        thread, sums = run_assembly(begin, "rr", "llr", tables + (thread,))
+        thread = _wait(thread, SHAPE)
+        return thread, sums, places, ahead
+    else:
+        thread, sums = run_assembly(begin, "rr", "llr", tables + (thread,))
+        thread = _wait(thread, SHAPE)
+        places = _find(weight, chosen, 0, thread, SHAPE)
+        return thread, sums, places, _load(places, weight, unit, end, SHAPE)
 
 
 @triton.jit
-def _load(
-    stack, up_stack, layout, ids_ptr, group, tile, first, rows, experts,
-    TERMS: tl.constexpr, ROW_CHUNKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
-    GATED: tl.constexpr, NESTED: tl.constexpr,
-):  # fmt: skip
-    """Loads codes and scales of a tile of rows and CHUNKS chunks from `first` on, counted over all
-    terms of a group.
+def _signal(thread, SHAPE: tl.constexpr):
+    """Lets the kernel behind begin."""
+    signal: tl.constexpr = "griddepcontrol.launch_dependents; mov.u32 $0, $1;"
+    if SHAPE.early:
+        thread = run_assembly(signal, "r", "r", (thread,))[0]
+    return thread
+
+
+@triton.jit
+def _wait(thread, SHAPE: tl.constexpr):
+    """Waits for the kernel before, and lets the one behind begin if `_signal` has not."""
+    wait: tl.constexpr = text.wait_assembly(not SHAPE.weighted)
+    if SHAPE.early:
+        thread = run_assembly(wait, "r", "r", (thread,))[0]
+    return thread
+
+
+@triton.jit
+def _place(step, of_range, thread, SHAPE: tl.constexpr):
+    """Returns the term, and in its row the first of 128 k, of each lane's range of a step."""
+    first = step * SHAPE.span + thread // 32 * 256 + of_range * 128
+    if SHAPE.terms == 1:
+        return thread * 0, first
+    else:
+        return first // SHAPE.padded, first % SHAPE.padded
+
+
+@triton.jit
+def _find(weight, chosen, stage, thread, SHAPE: tl.constexpr):
+    """Finds where a lane reads: for each step and stack the address of its codes in the first unit,
+    the chunk of its scale there, blocks and nested blocks before the expert, whether it is there;
+    then the offset and the factor of its scales.
+
+    Behind the last k the last ones are read again; x is 0 there.
     """
-    inside = tl.minimum(tile * ROWS + tl.arange(0, ROWS), rows - 1) * layout[0]
-    at = first + tl.arange(0, CHUNKS)
-    expert, there = _expert_of(ids_ptr, group, at, experts, TERMS, ROW_CHUNKS)
-    by_word = first + tl.arange(0, CHUNKS * 8) // 8
-    word_expert, word_there = _expert_of(ids_ptr, group, by_word, experts, TERMS, ROW_CHUNKS)
-    chunk = at % ROW_CHUNKS
-    word_chunk = by_word % ROW_CHUNKS
-    row = stack[4] + inside
-    words = load_words(stack, layout, word_expert, row, word_chunk, word_there)
-    loaded = load_scales(stack, layout, expert, row, chunk, there, NESTED)
-    if GATED:
-        up_row = up_stack[4] + inside
-        up_words = load_words(up_stack, layout, word_expert, up_row, word_chunk, word_there)
-        up_loaded = load_scales(up_stack, layout, expert, up_row, chunk, there, NESTED)
-    else:
-        up_words = words
-        up_loaded = loaded
-    return words, loaded, up_words, up_loaded, there
+    group, ids_ptr, factor_ptr, experts = chosen
+    t = thread % 4
+    lane_row = thread // 8 % 4
+    places = ()
+    for i in tl.static_range(0 + SHAPE.steps):
+        term, first = _place(stage * SHAPE.steps + i, thread // 4 % 2, thread, SHAPE)
+        pair = group * SHAPE.terms + tl.minimum(term, SHAPE.terms - 1)
+        expert = tl.load(ids_ptr + pair).to(tl.int32)
+        there = (term < SHAPE.terms) & (expert >= 0) & (expert < experts)
+        expert = tl.where(there, expert, 0)
+        factor = there.to(tl.float32)
+        if SHAPE.weighted:
+            factor = tl.load(factor_ptr + pair, mask=there, other=0.0).to(tl.float32)
+        column = tl.minimum(first + t * 32, SHAPE.row_chunks * 64 - 32)
+        chunk = tl.minimum((first >> 6) + t % 2, SHAPE.row_chunks - 1)
+        for which in tl.static_range(0 + SHAPE.stacks):
+            own = weight.up if which == 1 else weight.stack
+            row = own.first_row + lane_row * weight.row_step
+            before = expert.to(tl.int64) * weight.expert_chunks + row * SHAPE.row_chunks
+            address = own.codes.to(tl.int64) + before * 32 + column // 2
+            row = own.first_row + (t // 2 * 4 + lane_row) * weight.row_step
+            offset = factor
+            if SHAPE.nested:
+                offset = tl.load(own.offset + expert * weight.offset_step)
+            places = places + (
+                address,
+                row * SHAPE.row_chunks + chunk,
+                expert.to(tl.int64) * weight.blocks,
+                expert * weight.nested_blocks,
+                there.to(tl.int32),
+                offset,
+                factor,
+            )
+    return places
 
 
 @triton.jit
-def _expert_of(ids_ptr, group, at, experts, TERMS: tl.constexpr, ROW_CHUNKS: tl.constexpr):
-    """Returns the experts of chunks, counted over all terms, and whether they are there."""
-    there = at < TERMS * ROW_CHUNKS
-    if TERMS == 1:
-        expert = tl.zeros(at.shape, tl.int32) + tl.load(ids_ptr + group).to(tl.int32)
-    else:
-        term = group * TERMS + at // ROW_CHUNKS
-        expert = tl.load(ids_ptr + term, mask=there, other=-1).to(tl.int32)
-    there = there & (expert >= 0) & (expert < experts)
-    return tl.where(there, expert, 0), there
-
-
-@triton.jit
-def _load_x(x_ptr, start, first, last, CHUNKS: tl.constexpr):
-    """Loads CHUNKS chunks of x from chunk `first` on, counted from word `start` of x; zeros from
-    chunk `last` on. The rows of a group follow each other.
-
-    Returns for each of the 8 elements of a word [8 · CHUNKS] float32.
+def _load(places, weight, unit, end, SHAPE: tl.constexpr):
+    """Loads a stage of a unit as it is stored: for each step and stack eight words of codes,
+    absmax, and nested absmax; nothing behind the last unit.
     """
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    word = first * 8 + tl.arange(0, CHUNKS * 8)
-    mask = (word < last * 8)[:, None]
-    if DTYPE == tl.float32:
-        index = start.to(tl.int64) * 8 + word[:, None] * 8 + tl.arange(0, 8)[None, :]
-        loaded = tl.load(x_ptr + index, mask=mask, other=0.0)
-        even, odd = tl.split(tl.reshape(loaded, (CHUNKS * 8, 2, 2, 2)))
-    else:
-        pair_ptr = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int32)), 16)
-        index = start.to(tl.int64) * 4 + word[:, None] * 4 + tl.arange(0, 4)[None, :]
-        loaded = tl.load(pair_ptr + index, mask=mask, other=0)
-        pairs = tl.reshape(loaded, (CHUNKS * 8, 2, 2))
-        if DTYPE == tl.bfloat16:
-            even = (pairs << 16).to(tl.float32, bitcast=True)
-            odd = (pairs & -65536).to(tl.float32, bitcast=True)
-        else:
-            even = pairs.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            odd = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    even02, even13 = tl.split(even)
-    odd02, odd13 = tl.split(odd)
-    x0, x4 = tl.split(even02)
-    x2, x6 = tl.split(even13)
-    x1, x5 = tl.split(odd02)
-    x3, x7 = tl.split(odd13)
-    return x0, x1, x2, x3, x4, x5, x6, x7
+    read: tl.constexpr = text.words_assembly(4, 1, True)
+    first = unit * 8 * weight.row_step * SHAPE.row_chunks
+    loaded = ()
+    for i in tl.static_range(SHAPE.steps * SHAPE.stacks):
+        own = weight.up if i % SHAPE.stacks == 1 else weight.stack
+        place = places[i * 7 : i * 7 + 7]
+        address = place[0] + first.to(tl.int64) * 32
+        there = (place[4] != 0) & (unit < end)
+        for slot in tl.static_range(2):
+            piece = place[4] * 0 + slot * 16 * weight.row_step * SHAPE.row_chunks
+            operands = (address, piece, there.to(tl.int32))
+            loaded = loaded + run_assembly(read, "rrrr", "lrr", operands)
+        block = (place[1] + first) >> weight.block_shift
+        absmax = tl.load(own.absmax + place[2] + block, mask=there, other=0)
+        nested_absmax = absmax
+        if SHAPE.nested:
+            of_stack = ((place[2] + block) >> 8).to(tl.int32)
+            of_expert = place[3] + (block >> 8)
+            nested_block = tl.where(weight.nested_blocks > 0, of_expert, of_stack)
+            nested_absmax = tl.load(own.nested_absmax + nested_block, mask=there, other=0.0)
+        loaded = loaded + (absmax, nested_absmax)
+    return loaded
 
 
 @triton.jit
-def _dots(words, x, value, table_ptr, CHUNKS: tl.constexpr, PTX: tl.constexpr):
-    """Returns the sums over chunks of values with x: [ROWS, CHUNKS] float32."""
-    x0, x1, x2, x3, x4, x5, x6, x7 = x
-    shape: tl.constexpr = words.shape
-    if PTX:
-        operands = [
-            words, value,
-            tl.broadcast_to(x0[None, :], shape), tl.broadcast_to(x1[None, :], shape),
-            tl.broadcast_to(x2[None, :], shape), tl.broadcast_to(x3[None, :], shape),
-            tl.broadcast_to(x4[None, :], shape), tl.broadcast_to(x5[None, :], shape),
-            tl.broadcast_to(x6[None, :], shape), tl.broadcast_to(x7[None, :], shape),
-        ]  # fmt: skip
-        sums = tl.inline_asm_elementwise(
-            DOT, "=f,r,r,f,f,f,f,f,f,f,f", operands, dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        sums = tl.zeros(shape, tl.float32)
-        for element in tl.static_range(8):
-            sums += value_of(table_ptr, words, element) * x[element][None, :]
-    return tl.sum(tl.reshape(sums, (words.shape[0], CHUNKS, 8)), axis=2)
+def _load_x(x_rows, step, thread, SHAPE: tl.constexpr):
+    """Loads what a lane gives to its column of x: 16 words, 0 where there is none.
+
+    Column 2 · range + block has the k of that block, and 0 for the other one.
+    """
+    x_ptr, group, share = x_rows
+    read: tl.constexpr = text.x_assembly()
+    g = thread // 4 % 8
+    t = thread % 4
+    term, first = _place(step, g // 2 % 2, thread, SHAPE)
+    column = first + t * 32
+    given = (g % 2 == t // 2) & (g < 4) & (term < SHAPE.terms) & (column < SHAPE.row_chunks * 64)
+    row = (group * SHAPE.terms + term) // share
+    address = x_ptr.to(tl.int64) + (row.to(tl.int64) * (SHAPE.row_chunks * 64) + column) * 2
+    return run_assembly(read, "r" * 16, "l", (tl.where(given, address, 0),))
+
+
+@triton.jit
+def _add_stage(totals, loaded, places, held_x, x_rows, stage, thread, SHAPE: tl.constexpr):
+    """Adds a stage to the totals of the slots, two of each stack, and returns them."""
+    add: tl.constexpr = text.stacks_assembly(x_rows[0].dtype.element_ty, SHAPE.stacks)
+    outputs: tl.constexpr = "f" * (2 * SHAPE.stacks)
+    inputs: tl.constexpr = outputs + "r" * (8 * SHAPE.stacks) + "f" * SHAPE.stacks + "r" * 17
+    lane_bytes = (thread % 32 * 0x04040404,)  # 4 * lane in each byte
+    for i in tl.static_range(0 + SHAPE.steps):
+        x = held_x
+        if not SHAPE.holds_x:
+            x = _load_x(x_rows, stage * SHAPE.steps + i, thread, SHAPE)
+        words = ()
+        scale = ()
+        for which in tl.static_range(0 + SHAPE.stacks):
+            own = loaded[(i * SHAPE.stacks + which) * 10 : (i * SHAPE.stacks + which) * 10 + 10]
+            place = places[(i * SHAPE.stacks + which) * 7 : (i * SHAPE.stacks + which) * 7 + 7]
+            words = words + own[:8]
+            one = decode_scale(own[8], own[9], place[5], None, True, SHAPE)
+            scale = scale + (one * place[6],)
+        totals = run_assembly(add, outputs, inputs, totals + words + scale + lane_bytes + x)
+    return totals
+
+
+@triton.jit
+def _gather(out_ptr, weight, norm, sums, group, first, held, thread, SHAPE: tl.constexpr):
+    """Adds up what all ranges and warps have left of `held` + 1 units, `first` and those behind it,
+    and stores it.
+
+    A unit has SHAPE.sums threads; thread 8 * row + slot has that row of the slot.
+    """
+    found = add_waiting(sums, thread, SHAPE.warps * SHAPE.ranges, SHAPE) * norm
+    unit = thread // SHAPE.sums
+    slot = thread % 4
+    row = (first + unit) * 8 + slot % 2 * 4 + thread % SHAPE.sums // 8
+    to = group.to(tl.int64) * weight.out_columns + row * weight.column_step
+    meant = (unit <= held) & (thread // 4 % 2 == 0)
+    if SHAPE.silu:
+        swap: tl.constexpr = "shfl.sync.bfly.b32 $0, $1, 2, 31, -1;"
+        found = found / (1.0 + tl.exp(-found)) * run_assembly(swap, "f", "f", (found,))[0]
+    elif SHAPE.stacks == 2:
+        to += slot // 2 * weight.up_column
+    if SHAPE.silu or SHAPE.stacks == 1:
+        meant = meant & (slot < 2)
+    tl.store(out_ptr + to, found.to(out_ptr.dtype.element_ty), mask=meant)

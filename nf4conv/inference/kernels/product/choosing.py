@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
 from nf4conv.codec.kernels.internals import CannotLaunchError, stream_of
-from nf4conv.codec.quant_state import PackedWeight, Form
+from nf4conv.codec.quant_state import Form, PackedWeight
 from nf4conv.inference.kernels.product import dense, launches, shapes
 from nf4conv.inference.kernels.product.launches import Product
 from nf4conv.inference.kernels.product.panels.plans import is_faster

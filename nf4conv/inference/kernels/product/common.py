@@ -36,7 +36,9 @@ def shared_value(code):
 def decode_scale(
     absmax, nested_absmax, offset, code_ptr, SHARED: tl.constexpr, SHAPE: tl.constexpr
 ):
-    """Decodes absmax, codes or not; with SHARED their values are in shared memory."""
+    """Decodes absmax, codes or not; with SHARED their values are in shared memory, and code_ptr may
+    be None.
+    """
     if SHAPE.nested:
         code = absmax.to(tl.int32)
         value = shared_value(code) if SHARED else tl.load(code_ptr + code)

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from nf4conv.codec.kernels.arithmetic import lane_entry, multiply
+from nf4conv.codec.kernels.arithmetic import multiply
+from nf4conv.codec.kernels.decoding.values import lane_values, tile_values
 from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.tables import value_table
-from nf4conv.codec.quant_state import PackedWeight, Form
-from nf4conv.inference.kernels.experts.stacks import decoded
+from nf4conv.codec.quant_state import Form, PackedWeight
 from nf4conv.inference.kernels.product.balancing import MOST_SPLITS
 from nf4conv.inference.kernels.product.launches import (
     Product,
@@ -150,10 +150,9 @@ def dense_kernel(
     first = part * steps * CHUNKS
     end = tl.minimum(first + steps * CHUNKS, chunks)
     inside = tl.minimum(row, n - 1) * chunks
+    value = tl.zeros((ROWS, CHUNKS * 4), tl.int32)
     if PTX:
-        value = lane_entry(tl.zeros((ROWS, CHUNKS * 4), tl.int64) + table_ptr.to(tl.int64), True)
-    else:
-        value = tl.zeros((ROWS, CHUNKS * 4), tl.int32)
+        value = lane_values(table_ptr, value)
     offset = tl.load(weight.offset) if NESTED else 0.0
     x_bits_ptr = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int16)), 16)
     x_line = tl.minimum(column, m - 1) * chunks
@@ -173,7 +172,7 @@ def dense_kernel(
         if NESTED:
             found = tl.load(weight.code + absmax.to(tl.int32))
             scale = multiply(found, nested_absmax, PTX) + offset
-        left = decoded(words, scale, value, table_ptr, PTX).to(x.dtype)
+        left = tile_values(words, scale, value, table_ptr, PTX).to(x.dtype)
         total = tl.dot(left, tl.trans(x), total)
     to = (part * m + column).to(tl.int64)[None, :] * n + row[:, None]
     mask = (column < m)[None, :] & (row < n)[:, None]

@@ -10,7 +10,7 @@ import torch
 
 from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
-from nf4conv.codec.quant_state import PackedWeight, Form
+from nf4conv.codec.quant_state import Form, PackedWeight
 from nf4conv.inference.kernels.product.balancing import Division, plan_rows
 from nf4conv.inference.kernels.product.held import launch_held
 from nf4conv.inference.kernels.product.kernel import launch_product

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
-from nf4conv.codec.quant_state import PackedWeight, Form
+from nf4conv.codec.quant_state import Form, PackedWeight
 from nf4conv.inference.kernels.product.launches import (
     Product,
     block_shift_of,
