@@ -8,7 +8,7 @@ state2, nested`), so that `dequantize_4bit` takes either library's state without
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -68,17 +68,8 @@ class Form(NamedTuple):
     nested: bool
 
 
-class PackedWeight(NamedTuple):
-    """A weight as kernels take it: of each tensor the address, or for preparations the dtype.
-
-    Without double quantization, absmax stands in the place of the last three.
-    """
-
-    packed: Any
-    absmax: Any
-    code: Any
-    nested_absmax: Any
-    offset: Any
+Addresses = tuple[int, int, int, int, int]
+"""Of the tensors that kernels read of a weight: packed codes, then `Decoding.pointers`."""
 
 
 class Decoding(NamedTuple):
@@ -105,9 +96,10 @@ class Decoding(NamedTuple):
         """Returns what kernels are prepared for."""
         return Form(self.quant_type, self.blocksize, self.state2 is not None)
 
-    def addresses(self, packed: torch.Tensor) -> PackedWeight:
+    def addresses(self, packed: torch.Tensor) -> Addresses:
         """Returns where kernels find a weight with these packed codes."""
-        return PackedWeight(*[tensor.data_ptr() for tensor in (packed, *self.pointers())])
+        first, second, third, fourth = [tensor.data_ptr() for tensor in self.pointers()]
+        return packed.data_ptr(), first, second, third, fourth
 
     def pointers(self) -> tuple[torch.Tensor, ...]:
         """Returns what kernels read: absmax, and the code, nested absmax and offset that decode it.

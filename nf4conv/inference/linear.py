@@ -17,7 +17,7 @@ import torch
 
 from nf4conv.codec.backends import has_kernels
 from nf4conv.codec.ops import check_decodable
-from nf4conv.codec.quant_state import DTYPE_NAMES, PackedWeight, QuantState, decoding_of
+from nf4conv.codec.quant_state import DTYPE_NAMES, Addresses, QuantState, decoding_of
 from nf4conv.errors import CodecError
 from nf4conv.inference.linear_op import (
     addresses_of,
@@ -213,7 +213,7 @@ class _Weight:
             if state.offset is None or offset() is not state.offset:
                 return False
         # a tensor whose data are replaced is the same object
-        if state.absmax.data_ptr() != self.kernel_addresses.absmax:
+        if state.absmax.data_ptr() != self.kernel_addresses[1]:
             return False
         # bitsandbytes' own class of parameters answers each question in Python, 4 µs or more
         with torch._C.DisableTorchFunctionSubclass():
@@ -255,7 +255,7 @@ class _Weight:
         """Returns which kind of weight this is, for kernels."""
         from nf4conv.inference.kernels.product import choosing  # importing Triton takes a second
 
-        alignment = choosing.alignment_of(self.kernel_addresses.packed)
+        alignment = choosing.alignment_of(self.kernel_addresses[0])
         n, k = self.shape
         return choosing.Matrix(n, k, self.form, alignment)
 
@@ -277,7 +277,7 @@ def multiply_with_gradients(
     bias: torch.Tensor | None,
     multiply: "Multiply",
     decode: "Decode",
-    addresses: PackedWeight,
+    addresses: Addresses,
     tensors: Sequence[torch.Tensor | None],
 ) -> torch.Tensor:
     """Computes x · Wᵀ + bias, with gradients of x and bias.
@@ -309,7 +309,7 @@ class _Product(torch.autograd.Function):
         bias: torch.Tensor | None,
         multiply: "Multiply",
         decode: "Decode",
-        addresses: PackedWeight,
+        addresses: Addresses,
         tensors: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
         ctx.bias_dtype = None if bias is None else bias.dtype

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from nf4conv.codec.backends import backend, has_kernels
-from nf4conv.codec.quant_state import Decoding, Form, NestedState, PackedWeight
+from nf4conv.codec.quant_state import Addresses, Decoding, Form, NestedState
 
 _ARGUMENTS: Final = (
     "Tensor packed, Tensor absmax, Tensor? nested_absmax, Tensor? nested_code, Tensor? offset, "
@@ -60,7 +60,7 @@ def multiply_packed(
 
     addresses = addresses_of(packed, absmax, nested_absmax, nested_code, offset)
     form = Form(quant_type, blocksize, nested_absmax is not None)
-    matrix = choosing.Matrix(n, x.shape[-1], form, choosing.alignment_of(addresses.packed))
+    matrix = choosing.Matrix(n, x.shape[-1], form, choosing.alignment_of(addresses[0]))
     return choosing.prepare_multiply(x.shape, x.dtype, x.device, matrix)(x, addresses, bias)
 
 
@@ -79,13 +79,13 @@ def addresses_of(
     nested_absmax: torch.Tensor | None,
     nested_code: torch.Tensor | None,
     offset: torch.Tensor | None,
-) -> PackedWeight:
+) -> Addresses:
     """Returns what a kernel is told of a weight."""
     first = absmax.data_ptr()
     if nested_absmax is None or nested_code is None or offset is None:
-        return PackedWeight(packed.data_ptr(), first, first, first, first)
+        return packed.data_ptr(), first, first, first, first
     code, nested = nested_code.data_ptr(), nested_absmax.data_ptr()
-    return PackedWeight(packed.data_ptr(), first, code, nested, offset.data_ptr())
+    return packed.data_ptr(), first, code, nested, offset.data_ptr()
 
 
 def _decode(

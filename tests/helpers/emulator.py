@@ -15,8 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nf4conv.codec.kernels import tables
-from nf4conv.codec.quant_state import PackedWeight, QuantState, decoding_of
+from nf4conv.codec.quant_state import QuantState, decoding_of
 from nf4conv.inference.kernels.product import balancing, held, kernel, shapes
+from nf4conv.inference.kernels.product.launches import PackedWeight
 
 TARGETS = {True: GPUTarget("cuda", 90, 32), False: GPUTarget("cuda", 80, 32)}  # by Shape.early
 PROCESSORS = 3  # multiprocessors of the GPU that kernels are divided for

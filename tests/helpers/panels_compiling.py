@@ -12,7 +12,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nf4conv.codec.quant_state import PackedWeight
+from nf4conv.inference.kernels.product.launches import PackedWeight
 from nf4conv.inference.kernels.product.panels.kernels import panel_kernel
 from nf4conv.inference.kernels.product.panels.plans import Plan
 from nf4conv.inference.kernels.product.panels.prepare import MAP_WORDS, TYPES

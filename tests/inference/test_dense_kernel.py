@@ -7,8 +7,9 @@ import torch
 from products import assert_close_to_exact, packed_weight
 
 from nf4conv.codec.kernels.tables import value_table
-from nf4conv.codec.quant_state import PackedWeight, decoding_of
+from nf4conv.codec.quant_state import decoding_of
 from nf4conv.inference.kernels.product.dense import TILES, dense_kernel
+from nf4conv.inference.kernels.product.launches import PackedWeight
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -8,7 +8,7 @@ from products import packed_weight
 from torch.utils.checkpoint import checkpoint
 
 from nf4conv import dequantize_4bit
-from nf4conv.codec.quant_state import PackedWeight, decoding_of
+from nf4conv.codec.quant_state import Addresses, decoding_of
 from nf4conv.inference import linear
 from nf4conv.inference.linear import linear_4bit, multiply_with_gradients
 from nf4conv.inference.linear_op import addresses_of
@@ -18,7 +18,7 @@ WEIGHT = (addresses_of(*TENSORS), TENSORS)
 
 
 def multiply_by(weight: torch.Tensor):
-    def multiply(x: torch.Tensor, _: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(x: torch.Tensor, _: Addresses, bias: torch.Tensor | None) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight, bias)
 
     return multiply
@@ -78,9 +78,9 @@ def test_a_weight_that_moved_since_is_found(nested: bool) -> None:
     packed, state = packed_weight(24, 128, nested=nested)
     decoding = decoding_of(state)
     tensors = (packed, *decoding.tensors())
-    seen: list[PackedWeight] = []
+    seen: list[Addresses] = []
 
-    def decode(addresses: PackedWeight) -> torch.Tensor:
+    def decode(addresses: Addresses) -> torch.Tensor:
         seen.append(addresses)
         return torch.zeros(24, 128)
 
@@ -126,13 +126,13 @@ def test_linear_4bit_says_where_the_weight_is(
     """As on a GPU, with kernels that note what they are given."""
     packed, state = packed_weight(24, 128, nested=nested)
     weight = dequantize_4bit(packed, state, dtype=torch.float32)
-    seen: list[PackedWeight] = []
+    seen: list[Addresses] = []
 
-    def multiply(x: torch.Tensor, given: PackedWeight, _: torch.Tensor | None) -> torch.Tensor:
+    def multiply(x: torch.Tensor, given: Addresses, _: torch.Tensor | None) -> torch.Tensor:
         seen.append(given)
         return x @ weight.T
 
-    def decode(given: PackedWeight) -> torch.Tensor:
+    def decode(given: Addresses) -> torch.Tensor:
         seen.append(given)
         return weight
 

@@ -8,7 +8,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nf4conv.codec.quant_state import PackedWeight
+from nf4conv.inference.kernels.product.launches import PackedWeight
 from nf4conv.inference.kernels.product import dense, held, kernel, shapes
 
 capability = int(sys.argv[1])

@@ -4,7 +4,9 @@ A `Launcher` keeps what it compiled; calls pass addresses as integers (internals
 must not depend on what Triton would infer from argument values: their pointers and sizes are
 declared `do_not_specialize`, and alignment that the host has checked is stated in the kernel.
 
-An argument may be a *record*: a tuple of arguments, which a kernel reads by name if it is named.
+An argument may be a *record*: a tuple of arguments, which a kernel reads by name if it is named. At
+a launch it is a plain tuple of addresses and numbers, which costs the launcher nothing; where
+`__call__` is given a record of tensors, its method `addresses` makes that tuple.
 """
 
 import inspect
@@ -13,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -193,14 +195,19 @@ def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(kinds)
 
 
-def _addresses(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns arguments as the driver takes them: the addresses of tensors, and numbers."""
+_NUMBERS: Final = frozenset((int, float))
+
+
+def _addresses(arguments: tuple[Any, ...]) -> list[Any]:
+    """Returns arguments as the driver takes them: the addresses of tensors, and numbers.
+
+    Asks for types, not isinstance, which takes twice as long for tensors.
+    """
     found: list[Any] = []
     for one in arguments:
-        if isinstance(one, (int, float)):
+        kind = type(one)
+        if kind in _NUMBERS:
             found.append(one)
-        elif isinstance(one, tuple):
-            found.append(_addresses(one))
         else:
-            found.append(one.data_ptr())
-    return tuple(found)
+            found.append(one.addresses() if issubclass(kind, tuple) else one.data_ptr())
+    return found

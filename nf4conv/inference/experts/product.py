@@ -143,7 +143,6 @@ def multiply_groups(
     Returns:
         [count, out_columns]; 0 for pairs that are in no group.
     """
-    from nf4conv.codec.kernels.tables import value_table  # importing Triton is slow
     from nf4conv.inference.kernels.experts.groups import launch_groups  # importing Triton is slow
 
     out = x.new_zeros((count, projection.out_columns))
@@ -153,10 +152,9 @@ def multiply_groups(
     if first.columns % 128 == 0 and members <= 32:
         chunks = 2
     factor = x if weights is None else weights
-    table = value_table(first.quant_type, x.device)
     launch_groups(
         groups * -(-projection.rows // _GROUP_ROWS),
-        (x, pairs, experts, factor, out, table, projection.operand, share),
+        (x, pairs, experts, factor, out, projection.table, projection.operand, share),
         (
             first.columns // 64,
             members,
@@ -272,7 +270,6 @@ def _launch_active(
     """Launches the kernel of active.py."""
     from nf4conv.codec.kernels.decoding.dequantize import CONFIGURATIONS  # importing Triton: slow
     from nf4conv.codec.kernels.slots import configuration  # importing Triton is slow
-    from nf4conv.codec.kernels.tables import value_table  # importing Triton is slow
     from nf4conv.inference.kernels.experts.active import launch_active  # importing Triton is slow
 
     first = stacks[0]
@@ -288,11 +285,10 @@ def _launch_active(
     up_element, row_step = elements, 1
     if alternating:
         up_element, row_step = first.columns, len(stacks)
-    table = value_table(first.quant_type, first.device)
     numbers = (elements, first.columns, tiles, elements * len(stacks), up_element, row_step)
     launch_active(
         count * len(stacks) * tiles,
-        (out, choice, table, projection.operand, *numbers),
+        (out, choice, projection.table, projection.operand, *numbers),
         (first.blocksize, tile, len(stacks), by_ends, first.nested, first.codes.is_cuda),
         (dtype, choice.dtype, first.absmax.dtype),
         warps,

@@ -40,6 +40,13 @@ class Projection:
         return 2 * self.rows if both else self.rows
 
     @cached_property
+    def table(self) -> torch.Tensor:
+        """The values of codes."""
+        from nf4conv.codec.kernels.tables import value_table  # importing Triton takes a second
+
+        return value_table(self.stack.quant_type, self.stack.device)
+
+    @cached_property
     def operand(self) -> "Operand":
         """What kernels are told of it."""
         return _operand(self)
@@ -91,6 +98,12 @@ class Stack(NamedTuple):
     offset: Any
     first_row: int
 
+    def addresses(self) -> tuple[int, ...]:
+        """Returns the stack as it is launched with."""
+        codes, absmax, nested_absmax, offset, first_row = self
+        nested = (nested_absmax.data_ptr(), offset.data_ptr())
+        return codes.data_ptr(), absmax.data_ptr(), *nested, first_row
+
 
 class Operand(NamedTuple):
     """What kernels are told of a projection; a chunk is 64 elements of a row.
@@ -125,6 +138,11 @@ class Operand(NamedTuple):
     out_columns: int
     up_column: int
     column_step: int
+
+    def addresses(self) -> tuple[Any, ...]:
+        """Returns the operand as it is launched with."""
+        stack, up, nested_code, *numbers = self
+        return stack.addresses(), up.addresses(), nested_code.data_ptr(), *numbers
 
 
 def _operand(projection: Projection) -> Operand:

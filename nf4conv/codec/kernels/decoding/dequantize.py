@@ -29,7 +29,7 @@ from nf4conv.codec.kernels.slots import (
     load_packed,
 )
 from nf4conv.codec.kernels.tables import value_table
-from nf4conv.codec.quant_state import Decoding, Form, PackedWeight
+from nf4conv.codec.quant_state import Addresses, Decoding, Form
 
 CONFIGURATIONS = {2: (128, 1), 4: (256, 4)}
 """By bytes of an element of the output, slots and warps of a program: the fastest of the sweep in
@@ -73,7 +73,7 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
 
 def prepare_dequantize(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, form: Form, alignment: int
-) -> Callable[[int, int, PackedWeight], None]:
+) -> Callable[[int, int, Addresses], None]:
     """Prepares to decode all weights of one shape and form into new tensors, for less than a call
     of `dequantize_blocks` takes.
 
@@ -108,7 +108,7 @@ def prepare_dequantize(
     )
     programs = -(-n // tile)
 
-    def decode(stream: int, out: int, weight: PackedWeight) -> None:
+    def decode(stream: int, out: int, weight: Addresses) -> None:
         launch(programs, stream, *weight, table, out, n)
 
     return decode

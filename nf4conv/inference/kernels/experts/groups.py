@@ -67,28 +67,23 @@ def groups_kernel(
     # weights are the left operand: a product has 64 rows of them at least, and may have few of x
     total = tl.zeros((ROWS, MEMBERS), tl.float32)
     up_total = tl.zeros((ROWS, MEMBERS), tl.float32)
-    ahead = _load(weight, weight.stack, expert, line, 0, ROW_CHUNKS, CHUNKS, NESTED)
-    up_ahead = ahead
-    if GATED:
-        up_ahead = _load(weight, weight.up, expert, line, 0, ROW_CHUNKS, CHUNKS, NESTED)
-    x_ahead = _load_x(x_ptr, x_row, has_member, 0, ROW_CHUNKS, CHUNKS)
+    ahead = _load(
+        weight, x_ptr, x_row, has_member, expert, line, 0, ROW_CHUNKS, CHUNKS, GATED, NESTED
+    )
     for first in tl.range(0, ROW_CHUNKS, CHUNKS, num_stages=1):
-        loaded = ahead
-        up_loaded = up_ahead
-        right = tl.trans(x_ahead)
+        loaded, up_loaded, x = ahead
         following = first + CHUNKS
-        ahead = _load(weight, weight.stack, expert, line, following, ROW_CHUNKS, CHUNKS, NESTED)
-        up_ahead = ahead
-        if GATED:
-            up_ahead = _load(weight, weight.up, expert, line, following, ROW_CHUNKS, CHUNKS, NESTED)
-        x_ahead = _load_x(x_ptr, x_row, has_member, following, ROW_CHUNKS, CHUNKS)
+        ahead = _load(
+            weight, x_ptr, x_row, has_member, expert, line, following, ROW_CHUNKS, CHUNKS, GATED,
+            NESTED,
+        )  # fmt: skip
         scale = _scales(loaded, weight, NESTED, PTX)
-        left = tile_values(loaded[0], scale, value, table_ptr, PTX).to(right.dtype)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        left = tile_values(loaded[0], scale, value, table_ptr, PTX).to(x.dtype)
+        total = tl.dot(left, tl.trans(x), total, input_precision="ieee")
         if GATED:
             up_scale = _scales(up_loaded, weight, NESTED, PTX)
-            up_left = tile_values(up_loaded[0], up_scale, value, table_ptr, PTX).to(right.dtype)
-            up_total = tl.dot(up_left, right, up_total, input_precision="ieee")
+            up_left = tile_values(up_loaded[0], up_scale, value, table_ptr, PTX).to(x.dtype)
+            up_total = tl.dot(up_left, tl.trans(x), up_total, input_precision="ieee")
     total = tl.trans(total)
     up_total = tl.trans(up_total)
     if WEIGHTED:
@@ -112,64 +107,88 @@ launch_groups = Launcher(groups_kernel)
 @triton.jit
 def _load(
     weight,
-    stack,
+    x_ptr,
+    x_row,
+    has_row,
     expert,
+    line,
+    first,
+    ROW_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GATED: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    """Loads codes, scales and x of CHUNKS chunks from `first` on; nothing behind the last one.
+
+    line: [ROWS], how far each row stands behind its stack's first.
+    """
+    loaded = _load_stack(weight, weight.stack, expert, line, first, ROW_CHUNKS, CHUNKS, NESTED)
+    up_loaded = loaded
+    if GATED:
+        up_loaded = _load_stack(weight, weight.up, expert, line, first, ROW_CHUNKS, CHUNKS, NESTED)
+    column = first * 64 + tl.arange(0, CHUNKS * 64)
+    index = x_row.to(tl.int64)[:, None] * (ROW_CHUNKS * 64) + column[None, :]
+    mask = (has_row & (first < ROW_CHUNKS))[:, None]
+    # a hint at the alignment must be at a result, and a cast has one
+    bits: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.float32 else tl.int16
+    bits_ptr = tl.multiple_of(x_ptr.to(tl.pointer_type(bits)), 16)
+    x = tl.load(bits_ptr + index, mask=mask, other=0).to(x_ptr.dtype.element_ty, bitcast=True)
+    return loaded, up_loaded, x
+
+
+@triton.jit
+def _load_stack(
+    weight,
+    stack,
+    only,
     line,
     first,
     ROW_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     NESTED: tl.constexpr,
 ):
-    """Loads CHUNKS chunks of an expert's rows from `first` on as they are stored; nothing behind
-    the last chunk. `line` is how far each row stands behind the stack's first.
-
-    Returns words of codes, absmax, nested absmax and the offset.
+    """Loads chunks of an expert's rows as they are stored: words of codes, absmax, nested absmax
+    and offset.
     """
-    row = stack.first_row + line[:, None]
-    word = first * 8 + tl.arange(0, CHUNKS * 8)[None, :]
-    before = expert.to(tl.int64) * weight.expert_chunks * 8
-    word_ptr = tl.multiple_of(stack.codes.to(tl.pointer_type(tl.int32)), 16) + before
-    place = row * (ROW_CHUNKS * 8) + word
-    there = word < ROW_CHUNKS * 8
-    words = tl.load(word_ptr + place, mask=there, other=0, eviction_policy="evict_first")
-    chunk = first + tl.arange(0, CHUNKS)[None, :]
-    block = (row * ROW_CHUNKS + chunk) >> weight.block_shift
-    there = chunk < ROW_CHUNKS
-    first_block = expert.to(tl.int64) * weight.blocks
-    absmax = tl.load(stack.absmax + first_block + block, mask=there, other=0)
+    chunk = first + tl.arange(0, CHUNKS)
+    word = tl.arange(0, CHUNKS * 8)
+    word_chunk = first + word // 8
+    is_there = first < ROW_CHUNKS
+    there = (chunk >= 0) & is_there
+    word_there = (word_chunk >= 0) & is_there
+    expert = tl.zeros((CHUNKS,), tl.int32) + only
+    word_expert = tl.zeros((CHUNKS * 8,), tl.int32) + only
+    row = stack.first_row + line
+    inside = row[:, None] * (ROW_CHUNKS * 8) + (word_chunk * 8 + word % 8)[None, :]
+    place = (word_expert.to(tl.int64) * weight.expert_chunks * 8)[None, :] + inside
+    word_ptr = tl.multiple_of(stack.codes.to(tl.pointer_type(tl.int32)), 16) + place
+    mask = word_there[None, :] & (row >= 0)[:, None]
+    words = tl.load(word_ptr, mask=mask, other=0, eviction_policy="evict_first")
+    mask = there[None, :] & (row >= 0)[:, None]
+    block = (row[:, None] * ROW_CHUNKS + chunk[None, :]) >> weight.block_shift
+    first_block = expert[None, :].to(tl.int64) * weight.blocks
+    absmax = tl.load(stack.absmax + first_block + block, mask=mask, other=0)
     nested_absmax = absmax
-    offset = 0.0
+    offset = absmax
     if NESTED:
-        of_expert = expert * weight.nested_blocks + (block >> 8)
+        of_expert = expert[None, :] * weight.nested_blocks + (block >> 8)
         of_stack = ((first_block + block) >> 8).to(tl.int32)
         nested_block = tl.where(weight.nested_blocks > 0, of_expert, of_stack)
-        nested_absmax = tl.load(stack.nested_absmax + nested_block, mask=there, other=0.0)
-        offset = tl.load(stack.offset + expert * weight.offset_step)
+        nested_absmax = tl.load(stack.nested_absmax + nested_block, mask=mask, other=0.0)
+        offset = tl.load(stack.offset + expert * weight.offset_step, mask=there, other=0.0)
+        offset = tl.broadcast_to(offset[None, :], absmax.shape)
     return words, absmax, nested_absmax, offset
 
 
 @triton.jit
 def _scales(loaded, weight, NESTED: tl.constexpr, PTX: tl.constexpr):
-    """Returns the absmax of chunks as it decodes, of what `_load` returned."""
+    """Returns the absmax of chunks as it decodes, of what `_load_stack` returned."""
     _, absmax, nested_absmax, offset = loaded
     if NESTED:
         code = tl.load(weight.nested_code + absmax.to(tl.int32))
         return multiply(code, nested_absmax, PTX) + offset
     else:
         return absmax
-
-
-@triton.jit
-def _load_x(x_ptr, x_row, has_row, first, ROW_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Loads CHUNKS chunks of rows of x from `first` on; zeros behind the last one."""
-    column = first * 64 + tl.arange(0, CHUNKS * 64)
-    index = x_row.to(tl.int64)[:, None] * (ROW_CHUNKS * 64) + column[None, :]
-    mask = has_row[:, None] & (column < ROW_CHUNKS * 64)[None, :]
-    # a hint at the alignment must be at a result, and a cast has one
-    bits: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.float32 else tl.int16
-    bits_ptr = tl.multiple_of(x_ptr.to(tl.pointer_type(bits)), 16)
-    x = tl.load(bits_ptr + index, mask=mask, other=0)
-    return x.to(x_ptr.dtype.element_ty, bitcast=True)
 
 
 def gather_pairs(

@@ -9,16 +9,16 @@ from torch.nn import functional
 
 from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
 from nf4conv.codec.kernels.internals import CannotLaunchError, stream_of
-from nf4conv.codec.quant_state import Form, PackedWeight
+from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.product import dense, launches, shapes
 from nf4conv.inference.kernels.product.launches import Product
 from nf4conv.inference.kernels.product.panels.plans import is_faster
 from nf4conv.inference.kernels.product.panels.prepare import TensorMapError, prepare_panel
 
-Multiply = Callable[[torch.Tensor, PackedWeight, torch.Tensor | None], torch.Tensor]
+Multiply = Callable[[torch.Tensor, Addresses, torch.Tensor | None], torch.Tensor]
 """x, a weight, a bias or None → x · Wᵀ + bias."""
 
-Decode = Callable[[PackedWeight], torch.Tensor]
+Decode = Callable[[Addresses], torch.Tensor]
 """A weight → W, decoded."""
 
 
@@ -122,7 +122,7 @@ def why_decoded(matrix: Matrix, dtype: torch.dtype) -> str:
 def _with_bias(product: Product) -> Multiply:
     """Adds a bias to a product."""
 
-    def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: Addresses, bias: torch.Tensor | None) -> torch.Tensor:
         out = product(x, weight)
         if bias is not None:
             out.add_(bias)
@@ -161,7 +161,7 @@ def _prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) ->
         write = prepare_dequantize(shape, dtype, device, matrix.form, matrix.alignment)
     current_stream = stream_of(device)
 
-    def decode(weight: PackedWeight) -> torch.Tensor:
+    def decode(weight: Addresses) -> torch.Tensor:
         decoded = torch.empty(shape, dtype=dtype, device=device)
         if write is not None:
             write(current_stream(), decoded.data_ptr(), weight)
@@ -177,7 +177,7 @@ def _prepare_decoded(dtype: torch.dtype, device: torch.device, matrix: Matrix) -
     """
     decode = _prepare_decode(dtype, device, matrix)
 
-    def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: Addresses, bias: torch.Tensor | None) -> torch.Tensor:
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
         return functional.linear(x, decode(weight), bias).to(dtype)

@@ -17,7 +17,7 @@ from nf4conv.codec.kernels.decoding.values import lane_values, tile_values
 from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.codec.kernels.tables import value_table
-from nf4conv.codec.quant_state import Form, PackedWeight
+from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.product.balancing import MOST_SPLITS
 from nf4conv.inference.kernels.product.launches import (
     Product,
@@ -89,7 +89,7 @@ def prepare_dense(
     add = prepare_sum(device, dtype, parts, is_hopper(device))
     current_stream = stream_of(device)
 
-    def multiply(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
         x = readable(x)
         out = x.new_empty(out_shape)
         target = out

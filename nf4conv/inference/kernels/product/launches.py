@@ -4,13 +4,13 @@ Other modules that launch products find here which GPU it is, and x as kernels r
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table
-from nf4conv.codec.quant_state import Form, PackedWeight
+from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.product.balancing import Division, plan_rows
 from nf4conv.inference.kernels.product.held import launch_held
 from nf4conv.inference.kernels.product.kernel import launch_product
@@ -30,7 +30,7 @@ measured on one of them.
 MOST_ELEMENTS: Final = 1 << 34
 """Of a weight: its pieces of 8 bytes and its blocks of 64 elements are counted in 32 bits."""
 
-Product = Callable[[torch.Tensor, PackedWeight], torch.Tensor]
+Product = Callable[[torch.Tensor, Addresses], torch.Tensor]
 """Multiplies x, of one shape and dtype, with a weight: x, addresses → x · Wᵀ."""
 
 
@@ -83,7 +83,7 @@ def prepare_product(
     count = division.programs
     if shift == 0:
 
-        def multiply(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
             x = readable(x)
             out = x.new_empty(out_shape)
             launch(count, current_stream(), x.data_ptr(), out.data_ptr(), weight, *behind)
@@ -94,7 +94,7 @@ def prepare_product(
     add = prepare_sum(device, dtype, 1 << shift, shape.early)
     parts_size = (2 * m * n) << shift  # float32, in 16-bit elements
 
-    def multiply_parts(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
         x = readable(x)
         out = x.new_empty(out_shape)
         parts = x.new_empty(parts_size)
@@ -105,6 +105,19 @@ def prepare_product(
         return out
 
     return multiply_parts
+
+
+class PackedWeight(NamedTuple):
+    """Says of the tensors of a weight, for which Addresses are given, what kernels call them.
+
+    Without double quantization, absmax stands in the place of the last three.
+    """
+
+    packed: Any
+    absmax: Any
+    code: Any
+    nested_absmax: Any
+    offset: Any
 
 
 def types_of_weight(

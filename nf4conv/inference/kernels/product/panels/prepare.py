@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.internals import stream_of
 from nf4conv.codec.kernels.tables import MULTIPLES, pair_table, value_table
-from nf4conv.codec.quant_state import Form, PackedWeight
+from nf4conv.codec.quant_state import Addresses, Form
 from nf4conv.inference.kernels.product.launches import (
     Product,
     block_shift_of,
@@ -64,7 +64,7 @@ def prepare_panel(
     current_stream = stream_of(device)
     if splits == 1:
 
-        def multiply(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
             x = readable(x)
             out = x.new_empty(out_shape)
             stream = current_stream()
@@ -76,7 +76,7 @@ def prepare_panel(
     add = prepare_sum(device, dtype, splits, early=True)
     parts_size = 2 * splits * m * n  # float32, in 16-bit elements
 
-    def multiply_parts(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
         x = readable(x)
         out = x.new_empty(out_shape)
         parts = x.new_empty(parts_size)
