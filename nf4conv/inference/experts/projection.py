@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+
 from nf4conv.codec.backends import has_kernels
 from nf4conv.inference.experts.packed import PackedExperts
 

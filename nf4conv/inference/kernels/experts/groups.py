@@ -72,10 +72,9 @@ def groups_kernel(
     )
     for first in tl.range(0, ROW_CHUNKS, CHUNKS, num_stages=1):
         loaded, up_loaded, x = ahead
-        following = first + CHUNKS
         ahead = _load(
-            weight, x_ptr, x_row, has_member, expert, line, following, ROW_CHUNKS, CHUNKS, GATED,
-            NESTED,
+            weight, x_ptr, x_row, has_member, expert, line, first + CHUNKS,
+            ROW_CHUNKS, CHUNKS, GATED, NESTED,
         )  # fmt: skip
         scale = _scales(loaded, weight, NESTED, PTX)
         left = tile_values(loaded[0], scale, value, table_ptr, PTX).to(x.dtype)
