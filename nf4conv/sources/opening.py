@@ -28,7 +28,7 @@ from nf4conv.sources.files import (
     require_shards,
 )
 from nf4conv.sources.foreign.presenting import decoded_tensors
-from nf4conv.sources.gguf.header import is_gguf
+from nf4conv.sources.gguf.header import FileBytes, is_gguf
 from nf4conv.sources.gguf.opening import card_beside, open_gguf
 from nf4conv.sources.places import from_address, is_repo_id
 from nf4conv.sources.reader import read_json
@@ -218,7 +218,6 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
     if not is_repo_id(str(place)):
         raise SourceError(f"{place}: no such folder{_HINT}")
     from nf4conv.sources.remote.hub import fetch_gguf  # importing it takes long
-    from nf4conv.sources.remote.repository import open_ranges  # importing it takes long
 
     file, fetched = fetch_gguf(str(place), name, where)
     absent = {}
@@ -226,7 +225,8 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
     if fetched.repository is not None:
         beside = tuple(fetched.repository.files)
         for path, remote in fetched.absent.items():
-            absent[path] = partial(open_ranges, fetched.repository, remote)
+            read = partial(fetched.repository.read, remote)
+            absent[path] = FileBytes(remote.size, read)
     opened = open_gguf(file, _folder_of_config(where), absent, beside)
     fetched = replace(fetched, folder=opened.folder)
     card = opened.card_beside

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from nf4conv.errors import SourceError, named
 from nf4conv.format.gguf import BLOCK_TYPES, BlockType
@@ -104,7 +104,8 @@ _SMALLEST_PAIR: Final = 13  # bytes of a key without letters, a type, and a valu
 _SMALLEST_RECORD: Final = 24
 _LONGEST_HEADER: Final = 2**28  # bytes; tokenizers of 260,000 tokens take 20 MB
 _LONGEST_STRING: Final = 2**24
-_READ: Final = 2**20  # bytes at a time; memory of longer reads is not used again by the next one
+_SHORTEST_READ: Final = 2**20  # bytes; most headers have 5 to 20 MB, for they hold tokenizers
+_LONGEST_READ: Final = 2**24
 
 
 _NUMBERS: Final = {
@@ -147,12 +148,25 @@ class GgufHeader:
     tensors: tuple[GgufTensor, ...]  # in the order of their records
 
 
-def read_gguf_header(path: Path, opened: Callable[[], IO[bytes]] | None = None) -> GgufHeader:
-    """Reads the header of a file; `opened` opens one that is not here."""
-    with named(path, SourceError), path.open("rb") if opened is None else opened() as file:
+class FileBytes(NamedTuple):
+    """A file that may not be here."""
+
+    size: int
+    read: Callable[[int, int], bytes]  # bytes start … stop
+
+
+def read_gguf_header(path: Path, remote: FileBytes | None = None) -> GgufHeader:
+    """Reads the header of a file, which may not be here."""
+    if remote is not None:
+        return _Parser(path, _HeaderBytes(path, remote), remote.size).parse()
+    with named(path, SourceError), path.open("rb") as file:
+
+        def read(start: int, stop: int) -> bytes:
+            file.seek(start)
+            return file.read(stop - start)
+
         size = file.seek(0, 2)
-        file.seek(0)
-        return _Parser(path, _HeaderBytes(path, file, size), size).parse()
+        return _Parser(path, _HeaderBytes(path, FileBytes(size, read)), size).parse()
 
 
 def is_gguf(path: Path) -> bool:
@@ -164,10 +178,10 @@ def is_gguf(path: Path) -> bool:
 class _HeaderBytes:
     """The bytes of a header, which are read from the first one on; `position` is the next one's."""
 
-    def __init__(self, path: Path, file: IO[bytes], size: int) -> None:
+    def __init__(self, path: Path, file: FileBytes) -> None:
         self._path = path
         self._file = file
-        self._end = min(size, _LONGEST_HEADER)
+        self._end = min(file.size, _LONGEST_HEADER)
         self._here = bytearray()
         self.position = 0
 
@@ -229,7 +243,10 @@ class _HeaderBytes:
         if stop > self._end:
             raise self._cut_off()
         while len(self._here) < stop:
-            content = self._file.read(min(_READ, self._end - len(self._here)))
+            start = len(self._here)
+            # each read is longer than the last one: each of a file on the Hub is a request
+            count = min(max(_SHORTEST_READ, 2 * start), _LONGEST_READ)
+            content = self._file.read(start, min(start + count, self._end))
             if not content:
                 raise self._cut_off()
             self._here += content

@@ -2,11 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from nf4conv.errors import SourceError, UndecodableError
 from nf4conv.format.dtypes import TAGS
@@ -14,7 +14,7 @@ from nf4conv.format.gguf import PLAIN, RARE
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.files import STEMS, is_file, require_own
 from nf4conv.sources.gguf.families import GgufFamily, architectures, card_of, config_of, family_of
-from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
+from nf4conv.sources.gguf.header import FileBytes, GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
 from nf4conv.sources.reader import read_json
@@ -28,8 +28,8 @@ _MOST_FILES: Final = 10_000
 _SEEING: Final = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 """Architectures of text models that occur only as parts of models that see."""
 
-Absent: TypeAlias = Mapping[Path, Callable[[], IO[bytes]]]
-"""Functions that open files that are not here, by the path that each would have."""
+Absent: TypeAlias = Mapping[Path, FileBytes]
+"""Files that are not here, by the path that each would have."""
 
 
 @dataclass(frozen=True)
