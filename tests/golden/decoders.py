@@ -206,7 +206,7 @@ def llama_nvfp4(_: Path) -> Release:
 
 
 def modelopt_nvfp4(_: Path) -> Release:
-    """Without code 8, minus zero, which ModelOpt takes for zero."""
+    """In float32, and without code 8, minus zero, which ModelOpt takes for zero."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     stored, decoded = {}, {}
@@ -222,7 +222,7 @@ def modelopt_nvfp4(_: Path) -> Release:
         stored |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         packed = NVFP4QTensor(torch.Size([32, 128]), BF16, values)
         decoded[f"{name}.weight"] = packed.dequantize(
-            BF16, scale=scale, double_scale=parts["weight_scale_2"], block_sizes={-1: 16}
+            torch.float32, scale=scale, double_scale=parts["weight_scale_2"], block_sizes={-1: 16}
         )
     quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
     quantization |= {"producer": {"name": "modelopt", "version": "0.41.0"}}
