@@ -13,12 +13,11 @@ from nf4conv.options import DequantizeOptions
 from nf4conv.plan.jobs import CopyJob
 from nf4conv.sources.foreign.config import Block, quantization_of
 from nf4conv.sources.foreign.floats import Scaled
-from nf4conv.sources.foreign.fp8 import GROUP, as_fp8, is_mxfp4
+from nf4conv.sources.foreign.fp8 import GROUP, POWERS_OF_TWO, as_fp8, is_mxfp4
 from nf4conv.sources.source import Source
 
 _ENCODED: Final = "from MXFP4 to FP8"
 _KEPT: Final = "in FP8 already"
-_E8M0: Final = ("F8_E8M0", "U8")
 
 
 def fp8_groups(
@@ -104,7 +103,7 @@ def _jobs_of_fp8(encoding: Scaled, options: DequantizeOptions) -> list[CopyJob]:
         dtype = "F32"
         if scale.dtype == "U8":
             scale = scale._replace(dtype="F8_E8M0")
-    elif options.fp8_scales == "e8m0" and dtype not in _E8M0:
+    elif options.fp8_scales == "e8m0" and dtype not in POWERS_OF_TWO:
         raise PlanError.about(
             scale.file,
             scale.name,

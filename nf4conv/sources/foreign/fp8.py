@@ -14,7 +14,8 @@ from nf4conv.sources.tensors import Encoding, Kernel, TensorInfo, cut_rows
 GROUP: Final = 32
 """Values that share a scale of MXFP4."""
 
-_POWERS_OF_TWO: Final = ("F8_E8M0", "U8")
+POWERS_OF_TWO: Final = ("F8_E8M0", "U8")
+"""Dtypes of scales that are bytes of E8M0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def is_mxfp4(tensor: TensorInfo) -> bool:
     if type(encoding) is not Fp4 or len(tensor.shape) != 2 or encoding.is_transposed:
         return False
     has_more = encoding.divisor is not None or encoding.multiplier is not None
-    return encoding.scale.dtype in _POWERS_OF_TWO and not has_more
+    return encoding.scale.dtype in POWERS_OF_TWO and not has_more
 
 
 def as_fp8(tensor: TensorInfo, block: Block, dtype_of_scales: str) -> list[TensorInfo]:
