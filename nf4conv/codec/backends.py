@@ -39,11 +39,8 @@ def backend(device: torch.device) -> ModuleType:
 
 
 def choose_backend(device_type: str, capability: tuple[int, int] | None) -> ModuleType:
-    """Returns the backend for a kind of device.
-
-    Args:
-        device_type: torch's name of it, such as "cuda".
-        capability: the compute capability of an NVIDIA GPU; None for anything else.
+    """Returns the backend for a kind of device, torch's name of it; `capability` is the compute
+    capability of an NVIDIA GPU, and None for anything else.
     """
     if device_type == "cpu":
         return cpu
@@ -55,11 +52,8 @@ def choose_backend(device_type: str, capability: tuple[int, int] | None) -> Modu
 
 
 def encoder(device: torch.device, scales: str) -> Encoder:
-    """Returns the function that encodes blocks on a device.
-
-    Args:
-        device: of the weights.
-        scales: "absmax" for `quantize_blocks`, "search" for `search_blocks`.
+    """Returns the function that encodes blocks on a device: `quantize_blocks` for the scales
+    "absmax", `search_blocks` for "search".
     """
     functions = backend(device)
     found: Encoder = functions.quantize_blocks if scales == "absmax" else functions.search_blocks
@@ -68,10 +62,7 @@ def encoder(device: torch.device, scales: str) -> Encoder:
 
 def why_plain(capability: tuple[int, int] | None) -> str:
     """Returns why a GPU computes with plain torch and not with the kernels; empty if the kernels
-    run.
-
-    Args:
-        capability: the compute capability of an NVIDIA GPU, such as (9, 0); None for any other.
+    run. `capability` is that of an NVIDIA GPU, such as (9, 0); None for any other.
     """
     if capability is None:
         return "it is not an NVIDIA GPU"

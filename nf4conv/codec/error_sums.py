@@ -61,12 +61,7 @@ class ErrorSums:
 
 
 def half_gaps(quant_type: str, scales: str) -> tuple[float, ...]:
-    """Returns the half_gap of each of the 16 codes, slack included.
-
-    Args:
-        quant_type: "nf4" or "fp4".
-        scales: "absmax" or "search".
-    """
+    """Returns the half_gap of each of the 16 codes, slack included."""
     values = CODEBOOKS[quant_type].values
     ascending = sorted(set(values))
     gaps = [right - left for left, right in pairwise(ascending)]
@@ -80,11 +75,7 @@ def half_gaps(quant_type: str, scales: str) -> tuple[float, ...]:
 
 
 def merged(parts: Sequence[ErrorSums]) -> ErrorSums:
-    """Returns the sums of a tensor from those of its parts, added in their order.
-
-    Args:
-        parts: of consecutive pieces of the tensor; at least one.
-    """
+    """Returns the sums of a tensor from those of its consecutive pieces, added in their order."""
     max_errors = torch.stack([part.max_error for part in parts])
     max_relative_errors = torch.stack([part.max_relative_error for part in parts])
     squared_errors = torch.stack([part.squared_error for part in parts])

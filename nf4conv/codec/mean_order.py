@@ -25,12 +25,8 @@ def threads(count: int) -> int:
 
 
 def thread_blocks(count: int, resident: int) -> int:
-    """Returns the number of thread blocks that share the sum of a vector.
-
-    Args:
-        count: values of the vector.
-        resident: the blocks of `threads(count)` threads that the GPU holds at once:
-            multiprocessors times blocks on each.
+    """Returns the number of thread blocks that share the sum of a vector, of which the GPU holds
+    `resident` at once: multiprocessors times blocks on each.
     """
     per_thread = -(-count // threads(count))
     if per_thread < _MAX_PER_THREAD:

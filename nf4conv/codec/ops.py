@@ -77,15 +77,11 @@ def quantize_4bit(
 
 
 def compress_absmax(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, NestedState]:
-    """Quantizes absmax to 8 bits: the second quantization of double quantization.
+    """Quantizes absmax, [blocks] float32, to 8 bits: the second quantization of double
+    quantization.
 
-    Args:
-        absmax: [blocks] float32.
-
-    Returns:
-        codes: [blocks] uint8.
-        offset: 0-d float32, the mean that was subtracted.
-        state2: a NestedState, which decodes the codes.
+    Returns the codes, [blocks] uint8; the mean that was subtracted, 0-d float32; and what decodes
+    the codes.
     """
     codes = torch.empty(absmax.numel(), dtype=torch.uint8, device=absmax.device)
     nested_absmax = absmax.new_empty(block_count(absmax.numel(), NESTED_BLOCKSIZE))

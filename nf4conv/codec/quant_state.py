@@ -23,12 +23,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @cache
 def code_table(data_type: str, device: torch.device) -> torch.Tensor:
-    """Returns the values of codes, a tensor that is shared: never write to it.
-
-    Args:
-        data_type: "nf4" or "fp4" for [16] float32 (`quant_map` on disk); "dynamic" for the
-            256 values of the dynamic map (`nested_quant_map`).
-        device: of the result.
+    """Returns the values of codes: [16] of "nf4" or "fp4" (`quant_map` on disk), or the 256 of
+    "dynamic" (`nested_quant_map`). The tensor is shared: never write to it.
     """
     values = DYNAMIC_MAP if data_type == "dynamic" else CODEBOOKS[data_type].values
     # a tensor that is made in inference mode, and kept, could not be trained with later

@@ -33,13 +33,8 @@ _Floats = npt.NDArray[np.float32]
 
 
 def cuda_mean(values: torch.Tensor) -> torch.Tensor:
-    """Returns the mean as torch computes it on an H100. The host computes it here.
-
-    Args:
-        values: [n] float32, contiguous. On the GPU they would start at a multiple of 16 bytes.
-
-    Returns:
-        0-d float32, on the device of the values.
+    """Returns the mean of [n] float32 as torch computes it on an H100, on the device of the values.
+    The host computes it here. On the GPU they would start at a multiple of 16 bytes.
     """
     with np.errstate(all="ignore"):
         reciprocal = np.float32(1) / np.float32(values.numel())
@@ -66,14 +61,8 @@ def _cuda_sum(values: _Floats) -> _Floats:
 
 
 def _deal(rows: _Floats, lanes: int) -> _Floats:
-    """Deals rows to accumulators in turn, each of which adds its own in order.
-
-    Args:
-        rows: [n, …].
-        lanes: the number of accumulators.
-
-    Returns:
-        [lanes, …], the sums.
+    """Deals rows, [n, …], to `lanes` accumulators in turn, each of which adds its own in order;
+    returns their sums, [lanes, …].
     """
     totals = np.zeros((lanes, *rows.shape[1:]), dtype=np.float32)
     for start in range(0, rows.shape[0], lanes):

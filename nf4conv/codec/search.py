@@ -88,10 +88,8 @@ def levels(quant_type: str) -> npt.NDArray[np.int32]:
 
 @cache
 def nearest_levels(quant_type: str) -> npt.NDArray[np.int32]:
-    """Returns each candidate's level nearest to each position; of two as near, the lower.
-
-    Returns:
-        [candidates, 2 · UNIT + 1] int32; the first column is position -UNIT.
+    """Returns each candidate's level nearest to each position, [candidates, 2 · UNIT + 1] int32,
+    from position -UNIT on; of two as near, the lower.
     """
     positions = np.arange(-UNIT, UNIT + 1)
     nearest = []

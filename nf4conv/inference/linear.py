@@ -280,15 +280,10 @@ def multiply_with_gradients(
     addresses: Addresses,
     tensors: Sequence[torch.Tensor | None],
 ) -> torch.Tensor:
-    """Computes x · Wᵀ + bias, with gradients of x and bias.
+    """Computes x · Wᵀ + bias, checked operands, with gradients of x and bias.
 
-    Args:
-        x: [..., K], checked.
-        bias: [N], checked, or None.
-        multiply: computes the result.
-        decode: decodes W in the dtype of x, for the gradient.
-        addresses: where the weight is now.
-        tensors: packed codes and `Decoding.tensors`; the graph of the gradients keeps them.
+    `decode` decodes W in the dtype of x, for the gradient. `addresses` are where the weight is now;
+    the graph of the gradients keeps `tensors`, the packed codes and `Decoding.tensors`.
     """
     apply: Any = _Product.apply  # which has no types
     result: torch.Tensor = apply(x, bias, multiply, decode, addresses, tensors)

@@ -35,19 +35,8 @@ def multiply_packed(
     quant_type: str,
     blocksize: int,
 ) -> torch.Tensor:
-    """Computes x · Wᵀ + bias with an [n, K] weight.
-
-    Args:
-        x: [..., K].
-        bias: [n], or None.
-        packed: [n · K / 2] bytes, of any dtype.
-        absmax: the first of `Decoding.tensors`.
-        nested_absmax: the second.
-        nested_code: the third.
-        offset: the fourth.
-        n: rows of the weight.
-        quant_type: of the weight.
-        blocksize: of the weight.
+    """Computes x · Wᵀ + bias with an [n, K] weight: packed codes of any dtype, then
+    `Decoding.tensors`.
     """
     if not has_kernels(x.device):
         k = x.shape[-1]

@@ -29,15 +29,9 @@ def write_chunks(
 ) -> None:
     """Quantizes a weight a chunk at a time, in as many threads as torch uses.
 
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous.
-        packed: [ceil(n / 2)] uint8, written.
-        scales: [ceil(n / blocksize)] float32, written.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one scale.
-        chunk: elements of a chunk, a multiple of the blocksize.
-        write: quantizes the whole blocks of a chunk.
-        write_special: quantizes special blocks, and a partial last one.
+    The weight, its packed codes and its scales are those of `reference.quantize_blocks`. `write`
+    does the whole blocks of a chunk, a multiple of the blocksize; `write_special` does special
+    blocks, and a partial last one.
     """
     codebook = CODEBOOKS[quant_type]
     whole = weight.numel() - weight.numel() % blocksize

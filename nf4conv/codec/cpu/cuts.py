@@ -19,13 +19,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Scratch:
-    """The temporaries of one thread, for chunks of up to n elements.
-
-    Attributes:
-        values: [n] float32, for quotients.
-        magnitudes: [n] float32, for values without signs.
-        hits: [cuts, up to COMPARED] bool: is a value above a cut?
-        codes: [n] uint8.
+    """The temporaries of one thread, for chunks of up to n elements: `values` for quotients,
+    `magnitudes` for values without signs, `codes`; and `hits`, [cuts, up to COMPARED], which says
+    of each value whether it is above a cut.
     """
 
     def __init__(self, elements: int, codebook: Codebook) -> None:
@@ -47,14 +43,8 @@ def without_signs(blocks: torch.Tensor, scratch: Scratch) -> torch.Tensor:
 
 
 def find_absmax(magnitudes: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
-    """Writes the largest magnitude of each row; NaN where there is one.
-
-    Args:
-        magnitudes: [rows, blocksize] without signs, of any float type; float32 may have signs.
-        absmax: [rows] float32, written.
-
-    Returns:
-        The same numbers in the dtype of the magnitudes.
+    """Writes the largest magnitude of each row, NaN where there is one; returns the same numbers in
+    the dtype of the magnitudes, [rows, blocksize] without signs (float32 may have them).
     """
     if magnitudes.dtype == torch.float32:
         largest = torch.amax(magnitudes, dim=1)
@@ -81,17 +71,11 @@ def count_cuts(quotients: torch.Tensor, codebook: Codebook, scratch: Scratch) ->
 
 
 def pair_codes(counts: Bytes, codebook: Codebook) -> npt.NDArray[np.uint16]:
-    """Packs codes, the even one in the high nibble. Overwrites `counts`.
+    """Packs codes, the even one in the high nibble: [n] numbers of cuts, of FP4 plus 8 for a sign,
+    become [n / 2] bytes, each in a word of 16 bits. Overwrites `counts`.
 
     FP4's codes are 0, 1, 6, 7, 4, 5, 2, 3 in the order of their magnitudes: the number of cuts
     below, but with bit 2 turned round where bit 1 is set.
-
-    Args:
-        counts: [n] numbers of cuts, of FP4 plus 8 for a sign.
-        codebook: of the codes.
-
-    Returns:
-        [n / 2] bytes, each held in a word of 16 bits.
     """
     pairs = counts.view("<u2")  # even + 256 · odd
     pairs *= 0x1001  # its high byte is now odd + 16 · even

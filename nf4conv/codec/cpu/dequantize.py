@@ -38,14 +38,7 @@ _MIN_SCALE: Final = 2.0**-100  # times the smallest code value it is still no de
 
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
-    """Decodes a packed weight: the value of each code times the absmax of its block, rounded to the
-    dtype of `out`.
-
-    Args:
-        packed: [ceil(n / 2)] uint8, contiguous.
-        decoding: of the codes.
-        out: [n] float32, float16 or bfloat16, written.
-    """
+    """Decodes a packed weight, as `reference.dequantize_blocks` does."""
     blocksize = decoding.blocksize
     piece_size = CHUNK * blocksize  # the scales of a piece are decoded together
 
@@ -79,13 +72,8 @@ def _decode_piece(
     indices: torch.Tensor,
 ) -> None:
     """Decodes consecutive blocks; special ones, and a partial last one, are left to the reference.
-
-    Args:
-        packed: [ceil(count / 2)] uint8.
-        decoding: of these blocks.
-        out: [count], written.
-        values: [n] float32, a temporary for n elements at a time.
-        indices: [n / 2] int32, another.
+    `values` and `indices` are temporaries for the elements, and the pairs of them, decoded at a
+    time.
     """
     blocksize = decoding.blocksize
     scales = decoded_absmax(decoding)

@@ -27,17 +27,8 @@ _MAX_SQUARED: Final = 2.0**50
 
 
 def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
-    """Compares a weight with its packed form, by the bound that error_sums.py states.
-
-    Squares are added up in float32 within a block, and in float64 from there on.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous: the original.
-        packed: [ceil(n / 2)] uint8, contiguous.
-        decoding: of the codes.
-
-    Returns:
-        Sums and extremes, 0-d tensors.
+    """Compares a weight with its packed form, as `reference.error_sums` does. Squares are added up
+    in float32 within a block, and in float64 from there on.
     """
     scales, shifts = scales_and_shifts(decoding)
     blocksize = decoding.blocksize

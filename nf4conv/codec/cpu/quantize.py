@@ -45,16 +45,7 @@ def quantize_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Quantizes a weight in blocks.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
-            at a block.
-        packed: [ceil(n / 2)] uint8, written.
-        absmax: [ceil(n / blocksize)] float32, written.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax, a power of two from 32 to 4096.
-    """
+    """Quantizes a weight in blocks, as `reference.quantize_blocks` does."""
     write_chunks(
         weight,
         packed,
@@ -110,14 +101,9 @@ def _half_reciprocals(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _add_signs(codes: Bytes, blocks: torch.Tensor, magnitudes: npt.NDArray[np.float32]) -> None:
-    """Adds 8 to the codes of negative values.
+    """Adds 8 to the codes, [n] uint8, of negative values, given the magnitudes of their quotients.
 
     What is flushed to zero, before or after it is divided by absmax, has no sign.
-
-    Args:
-        codes: [n] uint8, written.
-        blocks: n values of any float type.
-        magnitudes: [n], of the quotients.
     """
     bits = _unsigned_bits(blocks)
     # as unsigned numbers, negative floats from this one on are larger; in float16 it is -0

@@ -41,17 +41,7 @@ def search_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Quantizes a weight in blocks, each with the scale that the search finds for it.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
-            at a block.
-        packed: [ceil(n / 2)] uint8, written.
-        scales: [ceil(n / blocksize)] float32, written; they take the place of absmax, and may be
-            negative.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one scale, a power of two from 32 to 4096.
-    """
+    """Quantizes a weight in blocks with searched scales, as `reference.search_blocks` does."""
     write_chunks(
         weight,
         packed,
@@ -100,15 +90,8 @@ def _search_chunk(
 
 
 def _least_squares(values: torch.Tensor, absmax: torch.Tensor, quant_type: str) -> torch.Tensor:
-    """Tries every factor, then makes one step of least squares from the best.
-
-    Args:
-        values: [rows, blocksize] float32, no NaN.
-        absmax: [rows] float32, of these blocks: from 1 to 2.
-        quant_type: "nf4" or "fp4".
-
-    Returns:
-        [rows] float32, the scales.
+    """Tries every factor, then makes one step of least squares from the best: returns the scales of
+    [rows, blocksize] values, without NaN, whose absmax are from 1 to 2.
     """
     costs_table, step_table = _tables(quant_type)
     rows, blocksize = values.shape
@@ -137,10 +120,8 @@ def _by_row(sums: torch.Tensor, rows: int) -> torch.Tensor:
 def _tables(quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what a position adds to the sums that reference/search.py spells out.
 
-    Returns:
-        costs: [positions, candidates] float32, the squared distance from the nearest level.
-        step: [candidates · positions, 2] float32, the distance times the level, and the level's
-            square in 16ths.
+    These are [positions, candidates] costs, the squared distances from the nearest levels; and
+    [candidates · positions, 2] distances times levels, and squares of levels in 16ths; all float32.
     """
     levels = search.nearest_levels(quant_type)
     distances = np.arange(-UNIT, UNIT + 1) - levels
@@ -156,19 +137,11 @@ def _encode(
     codebook: Codebook,
     scratch: Scratch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encodes values by their scales.
+    """Encodes [rows, blocksize] values, without NaN, by the scales of their rows.
 
-    Args:
-        values: [rows, blocksize] float32, no NaN.
-        negative: [rows · blocksize], of FP4, whose smallest negative values have a code of their
-            own: which values are negative and not flushed to zero. None for NF4.
-        scales: [rows] float32.
-        codebook: of the codes.
-        scratch: temporaries.
-
-    Returns:
-        packed: [rows, blocksize / 2] uint8.
-        costs: [rows], sums of squared errors in units of 1 / COST_UNITS.
+    `negative` says of FP4, whose smallest negative values have a code of their own, which values
+    are negative and not flushed to zero; it is None for NF4. Returns packed codes, and for each row
+    the sum of squared errors in units of 1 / COST_UNITS.
     """
     rows, blocksize = values.shape
     quotients = scratch.magnitudes[: values.numel()].view(values.shape)

@@ -34,23 +34,13 @@ def decode_fp4(
     multiplier: torch.Tensor | None = None,
     is_transposed: bool = False,
 ) -> torch.Tensor:
-    """Decodes a matrix, or a stack of matrices.
+    """Decodes a matrix, or a stack of matrices, [..., rows, columns / 2] of two values a byte, the
+    first one in the low nibble.
 
-    Args:
-        values: [..., rows, columns / 2] uint8 or int8: two values each, the first one in the low
-            nibble.
-        scale: [..., rows, groups] float8_e8m0fnu, its bytes as uint8, or float8_e4m3fn.
-        dtype: of the result.
-        divisor: one float32 that all scales are divided by.
-        multiplier: one float32 that all scales are multiplied with.
-        is_transposed: True to return the matrices transposed: gpt-oss stores its experts as
-            [out, in] and loads them as [in, out].
-
-    Returns:
-        [..., rows, columns] `dtype`, or [..., columns, rows] if transposed; contiguous.
-
-    Raises:
-        CodecError: the scales do not fit the values.
+    Scales are [..., rows, groups] float8_e8m0fnu, its bytes as uint8, or float8_e4m3fn; all are
+    divided by `divisor` and multiplied with `multiplier`, one float32 each. Transposed, the result
+    is [..., columns, rows]: gpt-oss stores its experts as [out, in] and loads them as [in, out].
+    Raises CodecError if the scales do not fit the values.
     """
     rows = values.shape[:-1]
     pairs = values.shape[-1]

@@ -28,18 +28,10 @@ from nf4conv.format.gguf import (
 
 
 def decode_ggml(values: torch.Tensor, block_type: str, dtype: torch.dtype) -> torch.Tensor:
-    """Decodes rows of blocks.
+    """Decodes rows of blocks, [..., bytes] uint8, of a type of llama.cpp to [..., values] `dtype`,
+    to which float32 values are rounded once.
 
-    Args:
-        values: [..., bytes] uint8: the blocks of a row one after the other.
-        block_type: the name of the type in llama.cpp.
-        dtype: of the result, to which float32 values are rounded once.
-
-    Returns:
-        [..., values] `dtype`.
-
-    Raises:
-        CodecError: a row is no whole number of blocks.
+    Raises CodecError if a row is no whole number of blocks.
     """
     number = NUMBERS[block_type]
     _, values_of_block, size = BY_NAME[block_type]
@@ -229,15 +221,8 @@ def _scaled(
     scales: torch.Tensor,
     codes: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiplies codes with the scales of their groups.
-
-    Args:
-        scale: [n, 2] uint8: the scale of each block, in half precision.
-        scales: [n, groups] float32: what it is multiplied with.
-        codes: [n, 256] float32.
-
-    Returns:
-        [n, 256] float32.
+    """Multiplies codes, [n, 256] float32, with the scales of their groups: [n, groups], times that
+    of each block, [n, 2] bytes in half precision.
     """
     factors = _halves(scale) * scales
     grouped = codes.view(*scales.shape, -1)
@@ -281,18 +266,10 @@ def _parts(block: torch.Tensor, *sizes: int) -> list[torch.Tensor]:
 
 
 def _fields(block: torch.Tensor, bits: int, run: int) -> torch.Tensor:
-    """Takes fields of a few bits out of bytes.
+    """Takes fields of 1, 2 or 4 bits out of bytes: [n, k] uint8 become [n, k * 8 / bits].
 
     A run of bytes holds the lowest field of each byte first, then the second field of each byte,
-    and so on; runs follow each other.
-
-    Args:
-        block: [n, k] uint8.
-        bits: of a field: 1, 2 or 4.
-        run: bytes of a run, of which k is a multiple.
-
-    Returns:
-        [n, k * 8 / bits] uint8.
+    and so on; runs, of which k is a multiple, follow each other.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=block.device)
     runs = block.reshape(len(block), -1, 1, run)

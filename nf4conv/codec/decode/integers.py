@@ -42,22 +42,14 @@ def decode_integers(
     zeros: torch.Tensor | None = None,
     group_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decodes a matrix, or some rows of one.
+    """Decodes a matrix, or some rows of one, to [rows, columns] `dtype`, contiguous.
 
-    Args:
-        values: the words, int32, in the shape of the packing.
-        scale: [rows, groups] of compressed-tensors, [groups, rows] of the others.
-        layout: how the codes lie.
-        dtype: of the result.
-        zeros: the zero point of each group, packed, or int8 or a float for each; None for
-            2^(bits - 1).
-        group_index: [columns]: the group of each column; None if groups are in order.
+    values: the words, int32, in the shape of the packing. scale: [rows, groups] of compressed-
+    tensors, [groups, rows] of the others. zeros: the zero point of each group, packed, or int8 or a
+    float for each; None for 2^(bits - 1). group_index: [columns], the group of each column; None if
+    groups are in order.
 
-    Returns:
-        [rows, columns] `dtype`, contiguous.
-
-    Raises:
-        CodecError: the group index names a group that there is not.
+    Raises CodecError if the group index names a group that there is not.
     """
     if scale.dim() == 1:
         scale = scale.view(-1, 1)
@@ -86,15 +78,9 @@ def _compute(
     index: torch.Tensor | None,
     group_size: int,
 ) -> None:
-    """Subtracts zero points, multiplies with scales, and adds what is added, in place.
-
-    Args:
-        values: [rows, columns] float32, contiguous.
-        zero_points: [rows, groups] float32, or one for all.
-        factors: [rows, groups] float32.
-        addends: [rows, groups] float32; None for nothing.
-        index: [columns]: the group of each column; None if all groups are whole and in order.
-        group_size: columns of a group in order.
+    """Subtracts zero points, multiplies with scales, and adds what is added, in place, to [rows,
+    columns] float32. The other tensors are [rows, groups] float32, but for a single zero point for
+    all. `index` has the group of each column; None if all groups are whole and in order.
     """
     has_one = zero_points.dim() == 0
     if index is None:
@@ -216,17 +202,10 @@ def _stream(words: torch.Tensor, layout: IntegerLayout) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns the codes in streams of words.
+    """Returns the codes of 1 to 8 bits in streams of words: [streams, words] int32, contiguous,
+    become [streams, words * 32 // bits] uint8.
 
-    Args:
-        words: [streams, words] int32, contiguous.
-        bits: of a code, 1 to 8.
-
-    Returns:
-        [streams, words * 32 // bits] uint8.
-
-    Raises:
-        CodecError: the words of a stream hold no whole number of codes.
+    Raises CodecError if the words of a stream hold no whole number of codes.
     """
     # a single word may have any stride
     raw = words.reshape(-1).view(torch.uint8).view(words.shape[0], 4 * words.shape[1])

@@ -34,24 +34,16 @@ def decode_scaled(
     by_127: bool = False,
     zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decodes 8-bit values.
+    """Decodes [..., rows, columns] float8_e4m3fn, float8_e5m2 or int8.
 
-    Args:
-        values: [..., rows, columns] float8_e4m3fn, float8_e5m2 or int8.
-        scale: the factors: float32, bfloat16, float16, or E8M0 as float8_e8m0fnu or uint8. With a
-            block they are [..., ceil(rows / block rows), ceil(columns / block columns)]; the last
-            blocks may be partial. Without one they are a single value, or [rows], or of a shape
-            that broadcasts against the values'. None for all ones.
-        block: (rows, columns) that share a scale; None where the shape of the scales tells.
-        dtype: of the result.
-        by_127: True to multiply each product by 1 / 127 too, rounded once more.
-        zero: int8, in the shape of the scales of a matrix: what is subtracted first; None for 0.
+    Scales are float32, bfloat16, float16, or E8M0 as float8_e8m0fnu or uint8; None for all ones.
+    With a block of (rows, columns) they are [..., ceil(rows / block rows), ceil(columns / block
+    columns)]; the last blocks may be partial. Without one they are a single value, or [rows], or of
+    a shape that broadcasts against the values'.
 
-    Returns:
-        [..., rows, columns] `dtype`.
-
-    Raises:
-        CodecError: the scales do not fit the values.
+    by_127 multiplies each product by 1 / 127 too, rounded once more. `zero`, int8 in the shape of
+    the scales of a matrix, is subtracted first. Raises CodecError if the scales do not fit the
+    values.
     """
     if scale is None:
         scale = torch.ones((), device=values.device)
@@ -73,21 +65,11 @@ def decode_scaled(
 
 
 def decode_int8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decodes a weight of bitsandbytes' LLM.int8(), whose rows were scaled so that their largest
-    magnitude is 127.
+    """Decodes a weight of bitsandbytes' LLM.int8(), [rows, columns] int8, whose rows were scaled so
+    that their largest magnitude is 127. `scale` holds these magnitudes (`SCB`).
 
-    The result is rounded as bitsandbytes' int8_vectorwise_dequant rounds: twice in float32.
-
-    Args:
-        values: [rows, columns] int8 (`weight`).
-        scale: [rows] float32, the largest magnitudes (`SCB`).
-        dtype: of the result.
-
-    Returns:
-        [rows, columns] `dtype`.
-
-    Raises:
-        CodecError: there is not one scale for each row.
+    The result is rounded as bitsandbytes' int8_vectorwise_dequant rounds: twice in float32. Raises
+    CodecError if there is not one scale for each row.
     """
     if scale.numel() != values.shape[0]:
         raise CodecError(f"{scale.numel()} row scales for a weight of shape {list(values.shape)}")
@@ -139,15 +121,8 @@ def chunk_size(device: torch.device) -> int:
 
 
 def chunks(values: torch.Tensor, columns: int, unit: int = 1) -> Iterator[slice]:
-    """Cuts a tensor's rows into chunks.
-
-    Args:
-        values: [rows, …].
-        columns: values that a row decodes to.
-        unit: the rows of a chunk are a multiple of this.
-
-    Yields:
-        The rows of each chunk.
+    """Cuts a tensor's rows, which decode to so many columns, into chunks; the rows of each but the
+    last are a multiple of `unit`.
     """
     rows = len(values)
     units = max(chunk_size(values.device) // max(columns * unit, 1), 1)
@@ -183,15 +158,8 @@ def _decode_matrix(
     by_127: bool = False,
     zero: torch.Tensor | None = None,
 ) -> None:
-    """Decodes a matrix in plain torch.
-
-    Args:
-        values: [rows, columns] float8_e4m3fn, float8_e5m2 or int8.
-        scale: a scale for each block; with blocks of 1 × 1 a dimension of one is for all.
-        block: (rows, columns) that share a scale.
-        out: [rows, columns] of a float dtype, written.
-        by_127: True to multiply each product by 1 / 127 too.
-        zero: what is subtracted first, in the shape of the scales; None for nothing.
+    """Decodes a matrix into `out`, with a scale for each block; with blocks of 1 × 1 a dimension of
+    one is for all. `zero` has the shape of the scales.
     """
     factors = scale_values(scale)
     for part in chunks(values, values.shape[1], block[0]):

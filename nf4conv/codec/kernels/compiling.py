@@ -17,12 +17,8 @@ _LONGEST: Final = 30
 
 
 class Variant(NamedTuple):
-    """A kernel that is to be compiled.
-
-    Attributes:
-        kernel: the function.
-        arguments: tensors of the right dtypes, any integers, and its constexprs, in its order.
-        num_warps: warps of 32 threads of each program.
+    """A kernel that is to be compiled: its arguments are tensors of the right dtypes, any integers,
+    and its constexprs, in its order.
     """
 
     kernel: Any
@@ -37,16 +33,11 @@ _waiting: list[Variant] = []
 def compile_kernels(
     variants: Sequence[Variant], capability: tuple[int, int]
 ) -> list[dict[str, Any]]:
-    """Compiles kernels, in as many processes as there are cores: Triton holds the interpreter's
-    lock meanwhile.
+    """Compiles kernels for a compute capability, in as many processes as there are cores: Triton
+    holds the interpreter's lock meanwhile.
 
-    Args:
-        variants: the kernels.
-        capability: compute capability of the GPU, such as (9, 0).
-
-    Returns:
-        For each kernel "cubin", the machine code in base64; "entry", its name in there; "shared",
-        bytes of shared memory of each program; and "threads" of each program.
+    Returns for each kernel "cubin", the machine code in base64; "entry", its name in there;
+    "shared", bytes of shared memory of each program; and "threads" of each program.
     """
     _waiting[:] = variants
     tasks = [(number, capability) for number in range(len(variants))]

@@ -30,16 +30,7 @@ TILES = tl.constexpr(8)  # of a program
 
 
 def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
-    """Compares a weight with its packed form, by the bound that codec/error_sums.py states.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous: the original.
-        packed: [ceil(n / 2)] uint8, contiguous.
-        decoding: of the codes.
-
-    Returns:
-        Sums and extremes, on the weight's device.
-    """
+    """Compares a weight with its packed form, as `reference.error_sums` does."""
     quant_type = decoding.quant_type
     blocksize = decoding.blocksize
     n = weight.numel()

@@ -41,14 +41,9 @@ def compile_ahead(
     capability: tuple[int, int],
     num_warps: int,
 ) -> Any:
-    """Compiles a kernel for a compute capability; returns Triton's CompiledKernel.
-
-    Args:
-        kernel: the function.
-        types: of all parameters by their names, as Triton spells them.
-        constants: the constexprs by their places.
-        capability: such as (9, 0).
-        num_warps: of a program.
+    """Compiles a kernel for a compute capability, such as (9, 0); returns Triton's CompiledKernel.
+    `types` has those of all parameters by their names, as Triton spells them; `constants` the
+    constexprs by their places.
     """
     major, minor = capability
     return compile_source(
@@ -68,13 +63,8 @@ def enlarge(compiled: Any, shared_bytes: int) -> None:
 def prepare_launch(
     compiled: Any, constants: tuple[Any, ...], cluster: int, begins_early: bool
 ) -> Launch | None:
-    """Returns the fastest way to launch a kernel; None if this Triton is not as it must be.
-
-    Args:
-        compiled: Triton's CompiledKernel, which is loaded.
-        constants: the constexprs.
-        cluster: programs that run together. Triton does not know of it.
-        begins_early: True if the kernel may begin before its predecessor has ended.
+    """Returns the fastest way to launch a kernel that is loaded; None if this Triton is not as it
+    must be. Triton does not know of a cluster of several programs.
     """
     try:
         run, function, metadata = compiled.run, compiled.function, _metadata_of(compiled, cluster)
@@ -158,11 +148,7 @@ def launch_as_triton_does(
 ) -> Launch:
     """Returns Triton's own launch, which compiles again unless its cache has the kernel.
 
-    Args:
-        kernel: what `triton.jit` returned.
-        kinds: for each run-time argument the dtype that it points to, any number, or a record.
-        constants: the constexprs.
-        options: Triton's, with which the kernel was compiled.
+    `kinds` has for each run-time argument the dtype that it points to, any number, or a record.
     """
 
     def launch(programs: int, _stream: int, *arguments: Any) -> None:

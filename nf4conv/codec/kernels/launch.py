@@ -57,9 +57,7 @@ _find_triton_a_folder()
 
 def kernel(function: Any) -> Any:
     """Decorates a kernel for a Launcher: `triton.jit`, but only constexprs decide the compilation.
-
-    Args:
-        function: its parameters are pointers, named …_ptr, sizes, records, and constexprs.
+    Its parameters are pointers, named …_ptr, sizes, records, and constexprs.
     """
     pointers = []
     sizes = []

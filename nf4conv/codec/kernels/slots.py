@@ -24,12 +24,8 @@ _ELEMENTWISE = tl.constexpr(ELEMENTWISE)
 def configuration(
     dtype: torch.dtype, blocksize: int, configurations: Mapping[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Returns the elements and the warps of a program that takes whole blocks.
-
-    Args:
-        dtype: of the weight.
-        blocksize: elements of a block.
-        configurations: of a kernel: by bytes of an element, slots and warps of a program.
+    """Returns the elements and the warps of a program that takes whole blocks, given for a kernel
+    by bytes of an element the slots and warps of a program.
     """
     slot = 16 // dtype.itemsize
     slots, num_warps = configurations[dtype.itemsize]

@@ -19,14 +19,8 @@ calls them at any size, which is why the reference uses `index_select`.)
 
 
 def padded_blocks(values: torch.Tensor, blocksize: int) -> torch.Tensor:
-    """Cuts values into blocks, with zeros past their end.
-
-    Args:
-        values: [n] of any float type.
-        blocksize: elements of a block.
-
-    Returns:
-        [ceil(n / blocksize), blocksize] float32, flushed.
+    """Cuts [n] values of any float type into blocks, [blocks, blocksize] float32, flushed, with
+    zeros past their end.
     """
     flat = values.float()
     padding = -flat.numel() % blocksize
@@ -42,12 +36,7 @@ def flushed(values: torch.Tensor) -> torch.Tensor:
 def scale_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Divides each block by its absmax: a flushed product with its reciprocal.
 
-    Args:
-        blocks: [rows, blocksize] float32, flushed.
-
-    Returns:
-        quotients: [rows, blocksize] float32; NaN for a block of zeros.
-        absmax: [rows] float32.
+    Returns the quotients, NaN for a block of zeros, and absmax, [rows] float32.
     """
     absmax = find_absmax(blocks)
     quotients = flushed(blocks * reciprocal(absmax)[:, None])

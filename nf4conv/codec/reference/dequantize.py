@@ -84,16 +84,8 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
 
 
 def spread(per_block: torch.Tensor, blocksize: int, start: int, count: int) -> torch.Tensor:
-    """Repeats the values of blocks for their elements.
-
-    Args:
-        per_block: [blocks], of a whole weight.
-        blocksize: elements of a block.
-        start: the first element, which begins a block.
-        count: the number of elements.
-
-    Returns:
-        [count]: the values for elements start, start + 1, …
+    """Repeats the values of blocks, of a whole weight, for `count` of their elements from `start`
+    on, which begins a block.
     """
     first = start // blocksize
     stop = -(-(start + count) // blocksize)

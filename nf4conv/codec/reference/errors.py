@@ -15,11 +15,8 @@ from nf4conv.codec.reference.dequantize import (
 
 
 def scales_and_shifts(decoding: Decoding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns absmax as it decodes, and how far nested quantization may have moved it.
-
-    Returns:
-        scales: [blocks] float32.
-        shifts: [blocks] float32; zeros without double quantization.
+    """Returns absmax as it decodes, and how far nested quantization may have moved it, zeros
+    without: twice [blocks] float32.
     """
     scales = decoded_absmax(decoding)
     if decoding.state2 is None:
@@ -33,16 +30,8 @@ def error_sums(
     decoding: Decoding,
     known: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> ErrorSums:
-    """Compares a weight with its packed form.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous: the original.
-        packed: [ceil(n / 2)] uint8, contiguous.
-        decoding: of the codes.
-        known: the result of `scales_and_shifts`, for a caller who has it already.
-
-    Returns:
-        Sums and extremes, on the weight's device.
+    """Compares a weight, [n], with its packed form, on the weight's device. `known` is the result
+    of `scales_and_shifts`, for a caller who has it already.
     """
     scales, shifts = known or scales_and_shifts(decoding)
     device = weight.device

@@ -79,11 +79,7 @@ class PackedExperts:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "PackedExperts":
-        """Returns the same experts with other tensors.
-
-        Args:
-            tensors: by the names of `tensors`, those that are to replace it.
-        """
+        """Returns the same experts with other tensors, by the names of `tensors`."""
         changed: dict[str, Any] = dict(tensors)
         return replace(self, **changed)
 
@@ -103,14 +99,9 @@ class PackedExperts:
 
 
 def stack_experts(packed: Sequence[torch.Tensor], states: Sequence[QuantState]) -> PackedExperts:
-    """Gathers experts that were packed one by one.
+    """Gathers the codes and states of experts that were packed one by one.
 
-    Args:
-        packed: the codes of each expert, of any shape and dtype.
-        states: what decodes them; all of one shape and format.
-
-    Raises:
-        CodecError: there is none, or two of them differ.
+    Raises CodecError if there is none, or two of them differ in shape or format.
     """
     if not packed or len(packed) != len(states):
         raise CodecError(f"{len(packed)} packed experts and {len(states)} quant states")
@@ -145,8 +136,7 @@ def stack_experts(packed: Sequence[torch.Tensor], states: Sequence[QuantState]) 
 def split_stack(packed: torch.Tensor, state: QuantState) -> PackedExperts:
     """Takes a stack [E, rows, columns] that was packed as one tensor.
 
-    Raises:
-        CodecError: the state is of no stack, or a block belongs to two experts.
+    Raises CodecError if the state is of no stack, or a block belongs to two experts.
     """
     if len(state.shape) != 3:
         raise CodecError(f"the stack has the shape {list(state.shape)}, expected three dimensions")
@@ -224,16 +214,7 @@ def _format_of(state: QuantState) -> str:
 
 
 def decode(packed: PackedExperts, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decodes experts.
-
-    Args:
-        packed: all experts.
-        ids: [n] int64 or int32, which of them, on their device.
-        dtype: of the result: float32, float16 or bfloat16.
-
-    Returns:
-        [n, rows, columns], contiguous.
-    """
+    """Decodes experts, [n] of them, to [n, rows, columns], contiguous."""
     codes = packed.codes.index_select(0, ids)
     absmax = decoded_absmax(packed, ids)
     shape = (codes.shape[0], packed.rows, packed.columns)

@@ -41,17 +41,11 @@ def multiply_rows(
     projection: Projection,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiplies each row with its experts, one by one.
+    """Multiplies each row with its experts, one by one, where `suits_rows`; tensors are contiguous.
 
-    Args:
-        x: [tokens, columns], or [tokens · k, columns]; contiguous; `suits_rows`.
-        ids: [tokens, k] int64, the experts of each token; contiguous.
-        projection: what is multiplied.
-        weights: [tokens, k], what the results of a token are weighted and added up with; by
-            default the result of each pair is returned.
-
-    Returns:
-        [tokens · k, out_columns], or [tokens, out_columns] with weights.
+    x is [tokens, columns], or [tokens · k, columns]; ids are [tokens, k] int64. With weights,
+    [tokens, k], the results of a token are weighted and added up. Returns [tokens · k,
+    out_columns], or [tokens, out_columns] with weights.
     """
     from nf4conv.codec.kernels.tables import MULTIPLES, pair_table  # importing Triton is slow
     from nf4conv.inference.kernels.experts.rows import (  # importing Triton is slow
@@ -131,17 +125,10 @@ def multiply_groups(
 ) -> torch.Tensor:
     """Multiplies groups of rows that chose the same expert.
 
-    Args:
-        x: [.., columns], contiguous; pair p has row p // share.
-        pairs: [groups, members] int32, the pairs of each group; -1 for none.
-        experts: [groups] int32, of each group; -1 for a group that is not there.
-        share: pairs that share a row of x.
-        count: of all pairs.
-        projection: what is multiplied.
-        weights: [count], that the result of each pair is multiplied with; none by default.
-
-    Returns:
-        [count, out_columns]; 0 for pairs that are in no group.
+    Pair p, of `count`, has row p // share of x, [.., columns], contiguous. `pairs`, [groups,
+    members] int32, are those of each group, -1 for none; `experts`, [groups] int32, is -1 for a
+    group that is not there. Results are multiplied with weights, [count]. Returns [count,
+    out_columns]; 0 for pairs that are in no group.
     """
     from nf4conv.inference.kernels.experts.groups import launch_groups  # importing Triton is slow
 
@@ -175,15 +162,11 @@ def multiply_groups(
 def group_by_expert(
     ids: torch.Tensor, experts: int, members: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups pairs by their expert, without waiting for the device.
+    """Groups pairs by their expert, without waiting for the device: returns what `multiply_groups`
+    takes.
 
-    Args:
-        ids: [tokens, k] int64, contiguous; a token has an expert once at most.
-        experts: how many there are.
-        members: of a group, at most; a power of two.
-
-    Returns:
-        pairs, experts: what `multiply_groups` takes.
+    ids are [tokens, k] int64, contiguous; a token has an expert once at most. A group has `members`
+    at most, a power of two.
     """
     tokens = ids.shape[0]
     if tokens <= members and ids.numel() <= MOST_PAIRS:
@@ -224,16 +207,11 @@ def decode_active(
     *,
     alternating: bool = False,
 ) -> torch.Tensor:
-    """Decodes the experts that have rows, in one launch, without waiting for the device.
+    """Decodes the experts that have rows, in one launch, without waiting for the device: [experts,
+    rows, columns], not written where an expert has no rows.
 
-    Args:
-        stacks: one, or gate and up.
-        ends: [experts] int32, where the rows of each expert end.
-        dtype: of the result.
-        alternating: True if the rows of two stacks come by turns, not one above the other.
-
-    Returns:
-        [experts, rows, columns], not written where an expert has no rows.
+    `stacks` is one, or gate and up, whose rows are one above the other, or come by turns if
+    `alternating`. `ends`, [experts] int32, says where the rows of each expert end.
     """
     return _launch_active(stacks, ends, stacks[0].experts, True, dtype, alternating)
 
@@ -245,16 +223,8 @@ def decode_chosen(
     *,
     alternating: bool = False,
 ) -> torch.Tensor:
-    """Decodes chosen experts, in one launch.
-
-    Args:
-        stacks: one, or gate and up.
-        ids: [n] int64.
-        dtype: of the result.
-        alternating: True if the rows of two stacks come by turns, not one above the other.
-
-    Returns:
-        [n, rows, columns].
+    """Decodes chosen experts, [n] int64, in one launch: [n, rows, columns], with stacks as in
+    `decode_active`.
     """
     return _launch_active(stacks, ids, ids.numel(), False, dtype, alternating)
 

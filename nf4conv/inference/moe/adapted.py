@@ -201,15 +201,10 @@ def _grouped_by(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def multiply_groups(x: torch.Tensor, factors: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Multiplies groups of rows with a small matrix each.
+    """Multiplies groups of rows, [rows, k], with a small matrix each, [E, k, n]; one of k and n is
+    a rank, which grouped kernels may not take.
 
-    Args:
-        x: [rows, k].
-        factors: [E, k, n]; one of k and n is a rank, which grouped kernels may not take.
-        offs: [E], where the rows of each expert end.
-
-    Returns:
-        [rows, n]; rows beyond the last end are zero.
+    `offs`, [E], says where the rows of each expert end. Rows beyond the last end are zero.
     """
     aligned = factors.shape[1] % 8 == 0 and factors.shape[2] % 8 == 0
     if aligned and hasattr(functional, "grouped_mm"):
@@ -225,10 +220,8 @@ def multiply_groups(x: torch.Tensor, factors: torch.Tensor, offs: torch.Tensor) 
 
 
 def _refuse_to_merge(target: Any, *_: Any, **__: Any) -> Any:
-    """Says how to merge, when PEFT adds a product to the weights themselves.
-
-    Raises:
-        PlanError: the weights are packed.
+    """Raises PlanError, which says how to merge, when PEFT adds a product to packed weights
+    themselves.
     """
     if not isinstance(target, Experts4bit):
         return NotImplemented

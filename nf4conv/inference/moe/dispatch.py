@@ -46,10 +46,8 @@ def with_packed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_dispatch(interface: Any) -> None:
-    """Wraps what transformers' interface of experts returns; once.
-
-    Args:
-        interface: the class of ALL_EXPERTS_FUNCTIONS.
+    """Wraps what transformers' interface of experts, the class of ALL_EXPERTS_FUNCTIONS, returns;
+    once.
     """
     if getattr(interface, "_nf4conv", False):
         return
@@ -68,10 +66,8 @@ def install_dispatch(interface: Any) -> None:
 
 
 def leave_out_of_graphs(module: torch.nn.Module) -> None:
-    """Has torch.compile call a layer of experts as it stands while gradients are recorded.
-
-    Args:
-        module: a layer whose experts are packed. Others of its class are compiled as before.
+    """Has torch.compile call a layer of packed experts as it stands while gradients are recorded.
+    Others of its class are compiled as before.
     """
     kind: Any = type(module)
     if "_nf4conv_is_packed" not in vars(kind):
@@ -89,12 +85,8 @@ def _trains_packed(module: Any) -> bool:
 def outside_of_graphs(
     forward: Callable[..., Any], reason: str, applies: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    """Wraps a method, so that torch.compile calls it as it stands.
-
-    Args:
-        forward: the method of a class.
-        reason: what torch says where that is not allowed.
-        applies: tells of a module whether it is to be left out; others are compiled as before.
+    """Wraps a method of a class, so that torch.compile calls it as it stands for modules to which
+    it `applies`, others as before. torch gives the reason where that is not allowed.
     """
     disable: Any = torch.compiler.disable
     outside = disable(forward, reason=reason)

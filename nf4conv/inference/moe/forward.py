@@ -63,16 +63,8 @@ def packed_experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Returns what the experts compute, or None to have the chosen implementation do it.
-
-    Args:
-        module: the layer of experts; `adapted.packed_weights` returns its weights.
-        hidden_states: [tokens, hidden].
-        top_k_index: [tokens, k] integers, the experts of each token.
-        top_k_weights: [tokens, k], their weights.
-
-    Returns:
-        [tokens, hidden], or None.
+    """Returns what a layer of experts computes, [tokens, hidden], or None to have the chosen
+    implementation do it. `top_k_index` and `top_k_weights` are [tokens, k].
     """
     if torch.compiler.is_compiling():
         key = getattr(module, "_nf4conv_key", None)
@@ -138,15 +130,7 @@ def multiply(
 ) -> torch.Tensor:
     """Computes a layer with packed experts, but for its last bias; nothing waits for the device.
 
-    Args:
-        module: the layer, for its biases and its activation.
-        projections: the weights that the layer multiplies with.
-        x: [tokens, hidden].
-        ids: [tokens, k]; experts that do not exist contribute nothing.
-        weights: [tokens, k].
-
-    Returns:
-        [tokens, hidden].
+    The module has its biases and its activation. Experts that do not exist contribute nothing.
     """
     up, down = projections
     x = x.contiguous()
@@ -266,17 +250,11 @@ _modules: "weakref.WeakValueDictionary[int, torch.nn.Module]" = weakref.WeakValu
 
 
 def prepare_layers(model: torch.nn.Module) -> int:
-    """Gives layers of packed experts keys, by which compiled code calls them.
+    """Gives layers of packed experts keys, by which compiled code calls them; returns how many.
 
     torch.compile then sees one operator in the place of a layer. A key is a buffer, whose address
     names the layer: unlike a number, it leaves the code of equal layers equal, so that layers which
     are compiled one by one share it.
-
-    Args:
-        model: loaded, with its experts where they stay.
-
-    Returns:
-        The number of layers.
     """
     prepared = 0
     for module in model.modules():
@@ -290,10 +268,8 @@ def prepare_layers(model: torch.nn.Module) -> int:
 
 
 def _module_of(key: torch.Tensor) -> torch.nn.Module:
-    """Returns the layer that a key names, also if it was moved since.
-
-    Raises:
-        CodecError: no layer has this key.
+    """Returns the layer that a key names, also if it was moved since. Raises CodecError if there is
+    none.
     """
     address = key.data_ptr()
     for _ in range(2):

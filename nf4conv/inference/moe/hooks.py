@@ -27,11 +27,7 @@ _SAVING: Final = (
 
 
 def install(quantizer: Any) -> None:
-    """Replaces methods of Bnb4BitHfQuantizer.
-
-    Args:
-        quantizer: the class, which has all of `conditions.HOOKS`.
-    """
+    """Replaces methods of Bnb4BitHfQuantizer, which has all of `conditions.HOOKS`."""
     replacements = (
         _process_model_before_weight_loading,
         update_weight_conversions,

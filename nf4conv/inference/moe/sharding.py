@@ -29,12 +29,7 @@ def fsdp_pre_all_gather(
     shard: Experts4bit,
     mesh: Any,  # noqa: ARG001 - FSDP2 counts the arguments
 ) -> tuple[tuple[torch.Tensor, ...], None]:
-    """Returns the tensors that FSDP2 is to gather from all processes. Is a method of Experts4bit.
-
-    Args:
-        shard: the experts of this process.
-        mesh: the processes.
-    """
+    """Returns what FSDP2 is to gather from all processes. Is a method of Experts4bit."""
     return _shared_tensors(shard), None
 
 
@@ -46,17 +41,11 @@ def fsdp_post_all_gather(
     *,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-    """Makes all experts of the tensors of all processes. Is a method of Experts4bit.
+    """Makes all experts of the tensors of all processes, which are not copied and stay where they
+    are. Is a method of Experts4bit.
 
-    Args:
-        shard: the experts of this process.
-        all_gather_outputs: the tensors, which are not copied and stay where they are.
-        metadata: nothing.
-        param_dtype: the dtype of decoded values.
-        out: what this returned the first time, and shows the tensors already.
-
-    Returns:
-        The experts, and the tensors in them; None if `out` is given.
+    Returns the experts, and the tensors in them; None if `out` is given, what this returned the
+    first time, which shows the tensors already.
     """
     if out is not None:
         return None
@@ -82,11 +71,7 @@ def _shared_tensors(shard: Experts4bit) -> tuple[torch.Tensor, ...]:
 
 
 def _split(tensor: Experts4bit, size: int, dim: int = 0) -> Any:
-    """Cuts experts into pieces of `size` experts.
-
-    Raises:
-        PlanError: the pieces would not be equal.
-    """
+    """Cuts experts into pieces of `size` experts; raises PlanError if they would not be equal."""
     if dim != 0 or not _is_whole(tensor):
         return NotImplemented
     experts = tensor.shape[0]
@@ -96,10 +81,8 @@ def _split(tensor: Experts4bit, size: int, dim: int = 0) -> Any:
 
 
 def _new_empty(tensor: Experts4bit, size: Sequence[int], **_: Any) -> Any:
-    """Refuses to make an empty piece: FSDP2 asks for it if there are more processes than experts.
-
-    Raises:
-        PlanError: an empty piece is wanted.
+    """Raises PlanError for an empty piece: FSDP2 asks for it if there are more processes than
+    experts.
     """
     if list(size) == [0]:
         raise _unequal(tensor)

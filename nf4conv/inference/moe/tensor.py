@@ -76,11 +76,8 @@ class Experts4bit(torch.Tensor):
         return self.decode_some(self.expert_ids(), dtype)
 
     def decode_some(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns some experts of the weight, shown as this shows them, as a plain tensor.
-
-        Args:
-            ids: [n], numbers of experts of the weight.
-            dtype: the dtype of the result; that of this tensor by default.
+        """Returns some experts of the weight, by their numbers, shown as this shows them, as a
+        plain tensor; of this tensor's dtype by default.
         """
         decoded = self.weight.decode(ids, dtype or self.dtype)
         if self.shown.is_transposed:

@@ -52,14 +52,8 @@ class PackedWeight:
         return self.parts[0].device
 
     def decode(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Decodes experts.
-
-        Args:
-            ids: [n] integers, on the device of the parts.
-            dtype: the dtype of the result.
-
-        Returns:
-            [n, rows, columns] of the parameter, bit for bit as bitsandbytes decodes each part.
+        """Decodes experts, [n] integers on the device of the parts: [n, rows, columns] of the
+        parameter, bit for bit as bitsandbytes decodes each part.
         """
         decoded = self._decode_stored(ids, dtype)
         if not self.is_transposed:
@@ -82,15 +76,11 @@ class PackedWeight:
         return decoded[0] if len(decoded) == 1 else torch.cat(decoded, 1)
 
     def decode_active(self, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """Decodes the experts that have rows, without waiting for the device.
+        """Decodes the experts that have rows, without waiting for the device; `ends`, [E], says
+        where the rows of each expert end.
 
-        Args:
-            ends: [E] integers: where the rows of each expert end.
-            dtype: the dtype of the result.
-
-        Returns:
-            [E, rows, columns] of the parameter, anything in the place of experts without rows;
-            None if there is no kernel for it.
+        Returns [E, rows, columns] of the parameter, anything in the place of experts without rows;
+        None if there is no kernel for it.
         """
         if not self._suits_kernels:
             return None

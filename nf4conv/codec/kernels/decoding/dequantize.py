@@ -47,14 +47,7 @@ _ELEMENTWISE = tl.constexpr(ELEMENTWISE)
 
 
 def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tensor) -> None:
-    """Decodes a packed weight: the value of each code times the absmax of its block, rounded to the
-    dtype of `out`.
-
-    Args:
-        packed: ceil(n / 2) uint8, contiguous, of any shape.
-        decoding: of the codes.
-        out: n elements of float32, float16 or bfloat16, contiguous, of any shape; written.
-    """
+    """Decodes a packed weight, of any shape, as `reference.dequantize_blocks` does."""
     n = out.numel()
     if n == 0:
         return
@@ -74,18 +67,11 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
 def prepare_dequantize(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, form: Form, alignment: int
 ) -> Callable[[int, int, Addresses], None]:
-    """Prepares to decode all weights of one shape and form into new tensors, for less than a call
-    of `dequantize_blocks` takes.
+    """Prepares to decode all weights of one shape and form, whose packed codes begin at a multiple
+    of `alignment`, for less than a call of `dequantize_blocks` takes.
 
-    Args:
-        shape: of the weight.
-        dtype: of what is written.
-        device: a GPU.
-        form: how the weight is packed.
-        alignment: of the packed codes in bytes.
-
-    Returns:
-        A function of a stream, the address of the output, which is a multiple of 16, and a weight.
+    Returns a function of a stream, the address of the output, which is a multiple of 16, and a
+    weight.
     """
     n = math.prod(shape)
     tile, num_warps = configuration(dtype, form.blocksize, CONFIGURATIONS)

@@ -45,11 +45,8 @@ _Q5_K = tl.constexpr(13)
 
 
 def constants(number: int, changed: str | None) -> tuple[int, int, int, int, int, bool]:
-    """Returns the constexprs of the kernel, in their order.
-
-    Args:
-        number: of the block type in ggml.h.
-        changed: what llama.cpp's converter did, a word of format/gguf.py; None if nothing.
+    """Returns the constexprs of the kernel, in their order, for a block type's number in ggml.h and
+    what llama.cpp's converter did, a word of format/gguf.py or None.
     """
     _, values, size = BLOCK_TYPES[number]
     order = AS_STORED if changed is None else _ORDERS.get(changed, AS_STORED)

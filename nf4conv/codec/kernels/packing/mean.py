@@ -42,14 +42,8 @@ def short_means(
 ) -> torch.Tensor:
     """Takes the means of many vectors in torch's order of summation.
 
-    Args:
-        values: a flat float32 buffer, which holds the vectors.
-        offsets: [vectors], where each begins: multiples of 4.
-        counts: [vectors], the length of each.
-        launch: launches the kernel "mean".
-
-    Returns:
-        [vectors] float32; NaN for those longer than TORCH_BLOCK.
+    They lie in a flat float32 buffer, each from an offset that is a multiple of 4, and `launch`
+    launches the kernel "mean". Returns [vectors] float32; NaN for those longer than TORCH_BLOCK.
     """
     means = torch.full((len(counts),), torch.nan, device=values.device)
     addresses = values.data_ptr() + 4 * offsets
@@ -62,13 +56,9 @@ def short_means(
 def long_mean(
     values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor, launch: Launch
 ) -> None:
-    """Takes the mean of one vector of more than TORCH_BLOCK values.
-
-    Args:
-        values: [n] float32, at a multiple of 16 bytes.
-        partial: [blocks] float32, scratch: as many blocks as torch would use.
-        mean: [1] float32, written.
-        launch: launches the kernels "mean_part" and "mean_total".
+    """Takes the mean of one vector of more than TORCH_BLOCK values, at a multiple of 16 bytes.
+    `partial` is scratch for the sums of as many blocks as torch would use; `launch` launches the
+    kernels "mean_part" and "mean_total".
     """
     blocks = partial.numel()
     launch("mean_part", blocks, (values, partial, values.numel(), blocks))

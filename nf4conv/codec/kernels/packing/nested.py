@@ -25,17 +25,8 @@ NUM_WARPS = 1
 def compress_absmax(
     absmax: torch.Tensor, codes: torch.Tensor, nested_absmax: torch.Tensor
 ) -> torch.Tensor:
-    """Quantizes absmax to codes of the dynamic map, in blocks of 256, after subtracting its mean.
-
-    Nothing waits for the device.
-
-    Args:
-        absmax: [blocks] float32.
-        codes: [blocks] uint8, written.
-        nested_absmax: [ceil(blocks / 256)] float32, written.
-
-    Returns:
-        The mean, 0-d float32: the offset of the quantization.
+    """Quantizes absmax to 8 bits, as `reference.compress_absmax` does. Nothing waits for the
+    device.
     """
     offset = absmax.mean()
     blocks = absmax.numel()

@@ -19,16 +19,7 @@ def quantize_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Quantizes a weight in blocks.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
-            at a block.
-        packed: [ceil(n / 2)] uint8, written.
-        absmax: [ceil(n / blocksize)] float32, written.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax, a power of two from 32 to 4096.
-    """
+    """Quantizes a weight in blocks, as `reference.quantize_blocks` does."""
     _encode_blocks(weight, packed, absmax, quant_type, blocksize, searches=False)
 
 
@@ -39,17 +30,7 @@ def search_blocks(
     quant_type: str,
     blocksize: int,
 ) -> None:
-    """Quantizes a weight in blocks, each with the scale that the search finds for it.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
-            at a block.
-        packed: [ceil(n / 2)] uint8, written.
-        scales: [ceil(n / blocksize)] float32, written; they take the place of absmax, and may be
-            negative.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one scale, a power of two from 32 to 4096.
-    """
+    """Quantizes a weight in blocks with searched scales, as `reference.search_blocks` does."""
     _encode_blocks(weight, packed, scales, quant_type, blocksize, searches=True)
 
 

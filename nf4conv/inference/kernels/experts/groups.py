@@ -193,16 +193,11 @@ def _scales(loaded, weight, NESTED: tl.constexpr, PTX: tl.constexpr):
 def gather_pairs(
     ids: torch.Tensor, experts: int, members: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes a group of the pairs of each expert.
+    """Makes a group of the pairs of each expert, none of which has more than `members`, a power of
+    two; ids are [pairs] int64.
 
-    Args:
-        ids: [pairs] int64, the expert of each pair; no expert has more than `members`.
-        experts: how many there are.
-        members: of a group, a power of two.
-
-    Returns:
-        pairs: [experts, members] int32; -1 for none.
-        experts: [experts] int32, of each group; -1 if it has no pair.
+    Returns the pairs, [experts, members] int32, -1 for none; and the expert of each group,
+    [experts] int32, -1 if it has no pair.
     """
     pairs = torch.empty((experts, members), dtype=torch.int32, device=ids.device)
     expert = torch.empty(experts, dtype=torch.int32, device=ids.device)

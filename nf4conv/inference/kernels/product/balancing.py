@@ -148,19 +148,12 @@ _BYTES: Final = 4.1e6
 def plan_rows(
     m: int, n: int, k: int, form: Form, processors: int, early: bool
 ) -> tuple[Shape | Held, Division]:
-    """Returns the shape for few rows of x, and how the product is divided among programs.
+    """Returns the shape for up to 64 rows of x, and how the product with an [n, k] weight is
+    divided among programs.
 
     These are the same for 5 to 8, 9 to 16 and 17 to 32 rows of x, so that a row's result does not
-    depend on how many stand beside it.
-
-    Args:
-        m: rows of x, up to 64.
-        n: rows of the weight.
-        k: its columns.
-        form: of the weight.
-        processors: multiprocessors of the GPU.
-        early: True to begin before the kernel before has ended. Only a GPU that does so was
-            measured, so only there a multiprocessor may hold more than two programs.
+    depend on how many stand beside it. Only a GPU that begins kernels early was measured, so only
+    there a multiprocessor may hold more than two programs.
     """
     shape = shape_for(m, n, k, form.nested, early)
     split_shift = None
@@ -173,13 +166,7 @@ def plan_rows(
 
 def _choose_tiles(rows: int, n: int, k: int, processors: int) -> tuple[Shape, int]:
     """Returns the shape and the log2 of the parts of k that take least time by the estimate, or
-    hardly more.
-
-    Args:
-        rows: of x at most, one of PACES.
-        n: rows of the weight.
-        k: its columns.
-        processors: multiprocessors of the GPU.
+    hardly more, for as many rows of x as one of PACES has.
     """
     best = PACES[rows][0].shape, 0
     least = float("inf")

@@ -48,14 +48,7 @@ def alignment_of(address: int) -> int:
 def prepare_multiply(
     x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrix: Matrix
 ) -> Multiply:
-    """Prepares what multiplies all x of one shape and dtype with all weights of one kind.
-
-    Args:
-        x_shape: [..., k].
-        dtype: of x.
-        device: a GPU that runs the kernels.
-        matrix: the kind of weight.
-    """
+    """Prepares what multiplies all x of one shape and dtype with all weights of one kind."""
     way = _way(x_shape[:-1].numel(), matrix, dtype, device)
     n, _, form, alignment = matrix
     if way == "decoded":
@@ -143,13 +136,7 @@ def _prepare_panel(
 
 @functools.lru_cache(maxsize=1024)
 def prepare_decode(dtype: torch.dtype, device: torch.device, matrix: Matrix) -> Decode:
-    """Prepares what decodes all weights of one kind.
-
-    Args:
-        dtype: of the result.
-        device: a GPU that runs the kernels.
-        matrix: the kind of weight.
-    """
+    """Prepares what decodes all weights of one kind to a dtype."""
     return _there(_prepare_decode(dtype, device, matrix), device)
 
 

@@ -53,18 +53,9 @@ TILES: Final = (Tile(64, 16, 4, 3, 4), Tile(64, 32, 4, 3, 4), Tile(64, 64, 2, 3,
 def prepare_dense(
     x_shape: torch.Size, dtype: torch.dtype, device: torch.device, n: int, form: Form, aligned: bool
 ) -> Product:
-    """Prepares to multiply all x of one shape with all weights of one shape.
-
-    Args:
-        x_shape: [..., k], up to 64 rows. k is a multiple of 32.
-        dtype: of x, float16 or bfloat16.
-        device: a GPU.
-        n: rows of the weights.
-        form: of the weights.
-        aligned: True if the packed codes begin at a multiple of 16 bytes; otherwise of 4.
-
-    Returns:
-        A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
+    """Prepares to multiply all x of one shape, [..., k] with up to 64 rows and k a multiple of 32,
+    with all weights of one shape and form. Packed codes are aligned if they begin at a multiple of
+    16 bytes; otherwise at one of 4.
     """
     k = x_shape[-1]
     m = x_shape.numel() // k

@@ -42,20 +42,12 @@ def prepare_product(
     form: Form,
     chosen: tuple[Shape | Held, Division] | None = None,
 ) -> Product:
-    """Prepares to multiply all x of one shape with all weights of one shape.
+    """Prepares to multiply all x of one shape, [..., k] with up to 64 rows, with all weights of one
+    shape and form, of n rows. This compiles: keep the result.
 
-    This compiles: keep the result.
-
-    Args:
-        x_shape: [..., k], up to 64 rows. k is a multiple of 64.
-        dtype: of x, float16 or bfloat16.
-        device: a GPU.
-        n: rows of the weights; n · k is below MOST_ELEMENTS.
-        form: of the weights, not in blocks of 32; the packed codes begin at a multiple of 16 bytes.
-        chosen: which kernel, and how the work is divided; by default what plan_rows says.
-
-    Returns:
-        A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
+    k is a multiple of 64, and n · k below MOST_ELEMENTS; blocks have more than 32 elements; packed
+    codes begin at a multiple of 16 bytes. `chosen` says which kernel, and how the work is divided;
+    plan_rows does by default.
     """
     k = x_shape[-1]
     m = x_shape.numel() // k

@@ -180,14 +180,8 @@ def is_short(k: int, form: Form) -> bool:
 
 @cache
 def shape_for(rows: int, n: int, k: int, nested: bool, early: bool) -> Shape | Held:
-    """Returns the shape for so many rows of x, always the same one.
-
-    Args:
-        rows: of x, up to 64.
-        n: rows of W.
-        k: columns of W.
-        nested: True if absmax is uint8 codes.
-        early: True to begin before the kernel before has ended.
+    """Returns the shape for up to 64 rows of x and an [n, k] weight, always the same one. `early`
+    is to begin before the kernel before has ended.
     """
     for held in HELD_SHAPES if n >= LEAST_HELD else ():
         if rows <= held.rows and k <= held.columns_most:

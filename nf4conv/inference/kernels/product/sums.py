@@ -19,16 +19,10 @@ _TILE: Final = 512
 def prepare_sum(
     device: torch.device, dtype: torch.dtype, splits: int, early: bool
 ) -> Callable[[int, int, int, int], None]:
-    """Prepares to add up the parts of one product at a time.
+    """Prepares to add up the parts of one product at a time. `early` begins before the kernel
+    before has ended.
 
-    Args:
-        device: a GPU.
-        dtype: of the result, float16 or bfloat16.
-        splits: parts of a product.
-        early: True to begin before the kernel before has ended.
-
-    Returns:
-        A function of a stream, the address of the parts, that of the result, and its elements.
+    Returns a function of a stream, the address of the parts, that of the result, and its elements.
     """
     launch = _launch_sum.prepare(
         device,

@@ -37,15 +37,11 @@ class Loading:
 
 
 def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
-    """Reads which weights of a checkpoint are packed.
+    """Reads which weights of a checkpoint are packed; None if it has no packed experts, or if
+    Unsloth, which patches transformers for itself, was imported.
 
-    Returns:
-        None if the checkpoint has no packed experts, or if Unsloth, which patches transformers for
-        itself, was imported.
-
-    Raises:
-        CodecError: this transformers is not as the loader needs it, the family has no loader, or
-            experts are to stay on the disk.
+    Raises CodecError if this transformers is not as the loader needs it, the family has no loader,
+    or experts are to stay on the disk.
     """
     names = read_packed_names(files or ())
     if not names.experts or "unsloth" in sys.modules:
@@ -93,12 +89,8 @@ def expert_parameters(model: Any) -> list[str]:
 
 
 def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) -> list[Any]:
-    """Puts converters for packed experts before those of the model.
-
-    Args:
-        loading: what is known of the checkpoint. It gets the parameters that stay packed.
-        conversions: the converters and renamings of the model and of its quantizer.
-        hf_quantizer: transformers' quantizer.
+    """Puts converters for packed experts before those of the model and its quantizer. `loading`
+    gets the parameters that stay packed.
     """
     from nf4conv.inference.moe.loading.converters import (
         converters_of_experts,
@@ -122,13 +114,11 @@ def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) ->
 
 
 def patch_narrow_layers(model: Any) -> int:
-    """Lets nf4conv compute 4-bit layers on a CPU that bitsandbytes' CPU kernels cannot take.
+    """Lets nf4conv compute 4-bit layers on a CPU that bitsandbytes' CPU kernels cannot take;
+    returns how many.
 
     These kernels stop at rows that are no multiple of 32. They decode columns wrongly that are no
     multiple of a block's 64.
-
-    Returns:
-        The number of layers.
     """
     from nf4conv.inference.patching import patch_linear_4bit
 
@@ -144,11 +134,8 @@ def patch_narrow_layers(model: Any) -> int:
 
 
 def prepare_transformers(model: Any, parameters: Iterable[str]) -> None:
-    """Makes transformers' layers of experts ready for packed weights.
-
-    Args:
-        model: the model, without weights.
-        parameters: the names of the parameters that are packed.
+    """Makes transformers' layers of experts ready for packed weights, given the model without
+    weights and the parameters that are packed.
     """
     from transformers.integrations import moe
 

@@ -81,16 +81,8 @@ class ExpertsConverter(WeightConverter):
 def converters_of_experts(
     conversions: Sequence[Any], parameters: Iterable[str], names: PackedNames, hf_quantizer: Any
 ) -> list[Any]:
-    """Makes the converters for a model.
-
-    Args:
-        conversions: the model's own renamings and converters.
-        parameters: the names of its 3-D parameters of experts.
-        names: what is packed in the files.
-        hf_quantizer: transformers' quantizer.
-
-    Returns:
-        Converters and renamings to put before them.
+    """Makes the converters and renamings to put before the model's own, `conversions`, given the
+    names of its 3-D parameters of experts and what is packed in the files.
     """
     made: list[Any] = []
     leaves = {f".{name}".rpartition(".experts.")[2] for name in parameters}
@@ -173,16 +165,9 @@ def decode_routers(conversions: Iterable[Any]) -> None:
 def parameters_of_packed(
     conversions: Sequence[Any], names: PackedNames, model: Any, parameters: Iterable[str]
 ) -> set[str]:
-    """Returns which parameters of a model the packed experts of the files become.
+    """Returns which parameters of a model, without weights, the packed experts of the files become.
 
-    Args:
-        conversions: all converters and renamings.
-        names: what is in the files.
-        model: the model, without weights.
-        parameters: the names of its 3-D parameters of experts.
-
-    Raises:
-        CodecError: an expert, a projection or a component is missing, by the model's config.
+    Raises CodecError if an expert, a projection or a component is missing, by the model's config.
     """
     mapping = _Mapping(conversions, model)
     packed: dict[tuple[str, ...], dict[str, list[int]]] = defaultdict(dict)

@@ -131,12 +131,8 @@ def check_components(name: str, names: PackedNames) -> None:
 
 
 def check_numbers(name: str, numbers: Sequence[int], expected: int) -> None:
-    """Raises CodecError unless the experts of a projection are those that the config counts.
-
-    Args:
-        name: of one of them.
-        numbers: of all that are there, in order.
-        expected: how many the model has by its config.
+    """Raises CodecError unless the experts of a projection, one of which is named, are those that
+    the config counts.
     """
     for number in range(expected):
         if number not in numbers:

@@ -63,18 +63,11 @@ class ExpertsDeserialize(ConversionOps):
         model: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Makes the parameters that transformers collected these tensors for.
+        """Makes the parameters, by their target patterns, that transformers collected these tensors
+        for: lists by the pattern that their names match.
 
-        Args:
-            input_dict: lists of tensors by the pattern that their names match.
-            source_patterns: all patterns of the converter.
-            target_patterns: the names of parameters, without what stands before.
-            full_layer_name: the whole name of the first of them.
-            model: the model, whose parameters are on the meta device.
-            **kwargs: what the model's own operations want besides.
-
-        Returns:
-            The parameters by their target patterns.
+        `full_layer_name` is the whole name of the first; the model has its parameters on the meta
+        device.
         """
         collected = [_collected(input_dict, source) for source in self.sources]
         if all(len(tensors) == 1 for tensors in collected):  # codes only: in 16 bits
@@ -112,12 +105,8 @@ class ExpertsDeserialize(ConversionOps):
     def _make_parameter(
         self, tensors: list[dict[str, list[torch.Tensor]]], name: str, model: Any
     ) -> Any:
-        """Makes the parameter of this name, in the orientation that the model has.
-
-        Args:
-            tensors: the codes ("") and the components of each part, by suffix.
-            name: the name of the parameter.
-            model: the model that has the parameter.
+        """Makes the parameter of this name, in the orientation that the model has, of the codes
+        ("") and the components of each part, by suffix.
         """
         parts = []
         for source, own in zip(self.sources, tensors, strict=True):
@@ -223,14 +212,11 @@ def _share(
 
 
 def pack_part(tensors: dict[str, list[torch.Tensor]], name: str) -> PackedExperts:
-    """Makes the experts of one projection of what is on disk: single experts, or a stack.
+    """Makes the experts of one projection of what is on disk, single experts or a stack: codes ("")
+    and components by suffix.
 
-    Args:
-        tensors: codes ("") and components by suffix; one of each for each expert, or for a stack.
-        name: the name of the projection, for messages.
-
-    Raises:
-        CodecError: a tensor is missing, contradicts another, or holds what no quantizer writes.
+    Raises CodecError, with the projection's name, if a tensor is missing, contradicts another, or
+    holds what no quantizer writes.
     """
     codes = tensors.get("", [])
     counts = {suffix or "codes": len(found) for suffix, found in tensors.items()}

@@ -33,22 +33,10 @@ def prepare_panel(
     form: Form,
     chosen: Plan | None = None,
 ) -> Product:
-    """Prepares to multiply all x of one shape with all weights of one shape.
+    """Prepares to multiply all x of one shape with all weights of one shape and form, as
+    launches.prepare_product does, on a GPU with `wgmma`. `chosen` is `choose_plan`'s by default.
 
-    Args:
-        x_shape: [..., k]. k is a multiple of 64.
-        dtype: of x, float16 or bfloat16.
-        device: a GPU with `wgmma`.
-        n: rows of the weights; n · k is below launches.MOST_ELEMENTS.
-        form: of the weights; the blocksize is a multiple of 64, the packed codes begin at a
-            multiple of 16 bytes.
-        chosen: by default `choose_plan`'s.
-
-    Returns:
-        A function of x and a weight that returns x · Wᵀ, [..., n] of the dtype of x.
-
-    Raises:
-        TensorMapError: the driver makes no tensor map of x.
+    Raises TensorMapError if the driver makes no tensor map of x.
     """
     k = x_shape[-1]
     m = x_shape.numel() // k
@@ -139,19 +127,13 @@ class TensorMapError(Exception):
 
 
 def map_of(m: int, k: int, columns: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Returns a tensor map of x without its address: words 1 to 15, as signed numbers.
+    """Returns a tensor map of x, [m, k], without its address: words 1 to 15, as signed numbers.
 
-    A tile has 128 k of `columns` rows: 64 k of each row, then the other 64, in pieces of 16 bytes
-    that are swizzled as `wgmma` reads them.
+    A tile has 128 k of up to 256 `columns`, rows of x: 64 k of each row, then the other 64, in
+    pieces of 16 bytes that are swizzled as `wgmma` reads them.
 
-    Args:
-        m: rows of x.
-        k: columns of x, a multiple of 64.
-        columns: rows of a tile, up to 256.
-        dtype: of x, float16 or bfloat16.
-
-    Raises:
-        TensorMapError: the driver knows no tensor maps, refuses this one, or lays it out otherwise.
+    Raises TensorMapError if the driver knows no tensor maps, refuses this one, or lays it out
+    otherwise.
     """
     near = 1 << 20
     far = 3 << 40
