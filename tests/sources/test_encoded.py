@@ -11,6 +11,7 @@ import torch
 from api import (
     QuantizeOptions,
     RunOptions,
+    dequantize_checkpoint,
     plan_quantization,
     quantize_checkpoint,
     verify_checkpoint,
@@ -73,97 +74,106 @@ def spread(scale: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) 
     )
 
 
-def fp8_blocks() -> Encoded:
-    stored, decoded = {}, {}
-    for module, shape in SHAPES.items():
-        values = random(*shape).to(torch.float8_e4m3fn)
-        scale = random(-(-shape[0] // 128), -(-shape[1] // 128)).abs()
-        stored |= {f"{module}.weight": values, f"{module}.weight_scale_inv": scale}
-        decoded[f"{module}.weight"] = (values.float() * spread(scale, shape, (128, 128))).to(BF16)
-    return Encoded(stored, decoded, {"quant_method": "fp8", "weight_block_size": [128, 128]})
-
-
-def fp8_blocks_of_powers_of_two() -> Encoded:
-    stored, decoded = {}, {}
-    for module, shape in SHAPES.items():
-        values = random(*shape).to(torch.float8_e4m3fn)
-        exponents = random_bytes(-(-shape[0] // 64), -(-shape[1] // 32), high=8) + 124
-        stored |= {
-            f"{module}.weight": values,
-            f"{module}.scale": exponents.view(torch.float8_e8m0fnu),
-        }
-        scale = torch.exp2(exponents.float() - 127)
-        decoded[f"{module}.weight"] = (values.float() * spread(scale, shape, (64, 32))).to(BF16)
-    return Encoded(
-        stored,
-        decoded,
-        {"quant_method": "fp8", "weight_block_size": [64, 32], "scale_fmt": "ue8m0"},
-    )
-
-
-def fp8_with(
-    scale_of: Callable[[int], torch.Tensor], suffix: str, description: dict[str, Any] | None
+def of_layers(
+    make: Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]],
+    description: dict[str, Any] | None = None,
+    **more: torch.Tensor,
 ) -> Encoded:
-    stored, decoded = {}, {}
+    """Encodes all weights by a function of their shapes; `more` are parts of Q alone."""
+    stored, decoded = {f"{Q}.{name}": part for name, part in more.items()}, {}
     for module, shape in SHAPES.items():
-        values, scale = random(*shape).to(torch.float8_e4m3fn), scale_of(shape[0])
-        stored |= {f"{module}.weight": values, f"{module}.{suffix}": scale}
-        decoded[f"{module}.weight"] = (values.float() * scale.float().view(-1, 1)).to(BF16)
+        parts, weight = make(*shape)
+        stored |= {f"{module}.{name}": part for name, part in parts.items()}
+        decoded[f"{module}.weight"] = weight.to(BF16)
     return Encoded(stored, decoded, description)
 
 
+def fp8(*shape: int) -> torch.Tensor:
+    return random(*shape).to(torch.float8_e4m3fn)
+
+
+def fp8_blocks() -> Encoded:
+    def make(rows: int, columns: int) -> Any:
+        values, scale = fp8(rows, columns), random(-(-rows // 128), -(-columns // 128)).abs()
+        decoded = values.float() * spread(scale, (rows, columns), (128, 128))
+        return {"weight": values, "weight_scale_inv": scale}, decoded
+
+    return of_layers(make, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+
+def fp8_blocks_of_powers_of_two() -> Encoded:
+    def make(rows: int, columns: int) -> Any:
+        values = fp8(rows, columns)
+        exponents = random_bytes(-(-rows // 64), -(-columns // 32), high=8) + 124
+        scale = torch.exp2(exponents.float() - 127)
+        decoded = values.float() * spread(scale, (rows, columns), (64, 32))
+        return {"weight": values, "scale": exponents.view(torch.float8_e8m0fnu)}, decoded
+
+    description = {"quant_method": "fp8", "weight_block_size": [64, 32], "scale_fmt": "ue8m0"}
+    return of_layers(make, description)
+
+
+def fp8_with(
+    scale_of: Callable[[int], torch.Tensor],
+    suffix: str,
+    description: dict[str, Any] | None,
+    **more: torch.Tensor,
+) -> Encoded:
+    def make(rows: int, columns: int) -> Any:
+        values, scale = fp8(rows, columns), scale_of(rows)
+        return {"weight": values, suffix: scale}, values.float() * scale.float().view(-1, 1)
+
+    return of_layers(make, description, **more)
+
+
 def fp8_per_tensor() -> Encoded:
-    encoded = fp8_with(lambda _: torch.tensor(0.25), "weight_scale_inv", {"quant_method": "fp8"})
-    return encoded._replace(stored=encoded.stored | {f"{Q}.activation_scale": torch.tensor(1.0)})
+    more = {"activation_scale": torch.tensor(1.0)}
+    description = {"quant_method": "fp8"}
+    return fp8_with(lambda _: torch.tensor(0.25), "weight_scale_inv", description, **more)
 
 
 def fp8_fbgemm() -> Encoded:
-    return fp8_with(
-        lambda rows: random(rows, 1).abs(), "weight_scale", {"quant_method": "fbgemm_fp8"}
-    )
+    description = {"quant_method": "fbgemm_fp8"}
+    return fp8_with(lambda rows: random(rows, 1).abs(), "weight_scale", description)
 
 
 def fp8_compressed_tensors() -> Encoded:
     weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     description = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
-        "config_groups": groups,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
-    encoded = fp8_with(lambda rows: random(rows, 1).abs().to(BF16), "weight_scale", description)
-    kv_cache = {
-        "model.layers.0.self_attn.k_scale": torch.ones(1),
-        f"{Q}.input_scale": torch.ones(1),
-    }
-    return encoded._replace(stored=encoded.stored | kv_cache)
+    encoded = fp8_with(
+        lambda rows: random(rows, 1).abs().to(BF16),
+        "weight_scale",
+        description,
+        input_scale=torch.ones(1),
+    )
+    cache = {"model.layers.0.self_attn.k_scale": torch.ones(1)}
+    return encoded._replace(stored=encoded.stored | cache)
 
 
 def fp8_modelopt() -> Encoded:
-    encoded = fp8_with(
-        lambda _: torch.tensor(0.3),
-        "weight_scale",
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-    )
-    return encoded._replace(stored=encoded.stored | {f"{Q}.input_scale": torch.tensor(1.0)})
+    description = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    more = {"input_scale": torch.tensor(1.0)}
+    return fp8_with(lambda _: torch.tensor(0.3), "weight_scale", description, **more)
 
 
 def fp8_casts() -> Encoded:
-    stored = {
-        f"{module}.weight": random(*shape).to(torch.float8_e5m2) for module, shape in SHAPES.items()
-    }
-    return Encoded(stored, {name: values.to(BF16) for name, values in stored.items()})
+    def make(rows: int, columns: int) -> Any:
+        values = random(rows, columns).to(torch.float8_e5m2)
+        return {"weight": values}, values
+
+    return of_layers(make)
 
 
 def int8_compressed_tensors() -> Encoded:
-    stored, decoded = {}, {}
-    for module, shape in SHAPES.items():
-        values, scale = random_bytes(*shape).view(torch.int8), random(shape[0], 1).abs()
-        stored |= {f"{module}.weight": values, f"{module}.weight_scale": scale}
-        decoded[f"{module}.weight"] = (values.float() * scale).to(BF16)
-    return Encoded(
-        stored, decoded, {"quant_method": "compressed-tensors", "format": "int-quantized"}
-    )
+    def make(rows: int, columns: int) -> Any:
+        values, scale = random_bytes(rows, columns).view(torch.int8), random(rows, 1).abs()
+        return {"weight": values, "weight_scale": scale}, values.float() * scale
+
+    return of_layers(make, {"quant_method": "compressed-tensors", "format": "int-quantized"})
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -174,56 +184,40 @@ def unpacked(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def nvfp4_compressed_tensors() -> Encoded:
-    stored, decoded = {}, {}
-    for module, (rows, columns) in SHAPES.items():
+    def make(rows: int, columns: int) -> Any:
         pairs, divisor = random_bytes(rows, columns // 2), torch.tensor([17.0])
         scale = random(rows, columns // 16).abs().to(torch.float8_e4m3fn)
         parts = {"weight_packed": pairs, "weight_scale": scale, "weight_global_scale": divisor}
-        parts["input_global_scale"] = torch.ones(1)
-        stored |= {f"{module}.{name}": part for name, part in parts.items()}
         factors = (scale.float() / divisor).repeat_interleave(16, dim=1)
-        decoded[f"{module}.weight"] = (unpacked(pairs) * factors).to(BF16)
-    return Encoded(
-        stored, decoded, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    )
+        return parts | {"input_global_scale": torch.ones(1)}, unpacked(pairs) * factors
+
+    description = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    return of_layers(make, description)
 
 
 def nvfp4_modelopt() -> Encoded:
-    stored, decoded = {}, {}
-    for module, (rows, columns) in SHAPES.items():
+    def make(rows: int, columns: int) -> Any:
         pairs, factor = random_bytes(rows, columns // 2), torch.tensor(0.07)
         scale = random(rows, columns // 16).abs().to(torch.float8_e4m3fn)
-        parts = {
-            "weight": pairs,
-            "weight_scale": scale,
-            "weight_scale_2": factor,
-            "input_scale": torch.tensor(1.0),
-        }
-        stored |= {f"{module}.{name}": part for name, part in parts.items()}
+        parts = {"weight": pairs, "weight_scale": scale, "weight_scale_2": factor}
         factors = (scale.float() * factor).repeat_interleave(16, dim=1)
-        decoded[f"{module}.weight"] = (unpacked(pairs) * factors).to(BF16)
-    return Encoded(stored, decoded, {"quant_method": "modelopt_fp4"})
+        return parts | {"input_scale": torch.tensor(1.0)}, unpacked(pairs) * factors
+
+    return of_layers(make, {"quant_method": "modelopt_fp4"})
 
 
 def mxfp4_rows() -> Encoded:
     """Encodes experts as DeepSeek-V4 does."""
-    stored, decoded = {}, {}
-    for module, (rows, columns) in SHAPES.items():
-        pairs, exponents = (
-            random_bytes(rows, columns // 2),
-            random_bytes(rows, columns // 32, high=8) + 120,
-        )
-        stored |= {
-            f"{module}.weight": pairs.view(torch.int8),
-            f"{module}.scale": exponents.view(torch.float8_e8m0fnu),
-        }
+
+    def make(rows: int, columns: int) -> Any:
+        pairs = random_bytes(rows, columns // 2)
+        exponents = random_bytes(rows, columns // 32, high=8) + 120
         factors = torch.exp2(exponents.float() - 127).repeat_interleave(32, dim=1)
-        decoded[f"{module}.weight"] = (unpacked(pairs) * factors).to(BF16)
-    return Encoded(
-        stored,
-        decoded,
-        {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
-    )
+        scale = exponents.view(torch.float8_e8m0fnu)
+        return {"weight": pairs.view(torch.int8), "scale": scale}, unpacked(pairs) * factors
+
+    description = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    return of_layers(make, description)
 
 
 def mxfp4_experts() -> Encoded:
@@ -242,41 +236,38 @@ def mxfp4_experts() -> Encoded:
 
 
 def bitsandbytes_4bit() -> Encoded:
-    stored, decoded = {}, {}
-    for module, shape in SHAPES.items():
-        packed, state = quantize_4bit(
-            random(*shape).to(BF16), quant_type="fp4", double_quant=module != Q
-        )
-        stored |= {f"{module}.weight": packed}
-        stored |= {f"{module}.weight.{suffix}": part for suffix, part in state.components().items()}
-        decoded[f"{module}.weight"] = dequantize_4bit(packed, state)
-    return Encoded(stored, decoded, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    def make(*shape: int) -> Any:
+        weight = random(*shape).to(BF16)
+        packed, state = quantize_4bit(weight, quant_type="fp4", double_quant=shape != SHAPES[Q])
+        components = {f"weight.{suffix}": part for suffix, part in state.components().items()}
+        return {"weight": packed} | components, dequantize_4bit(packed, state)
+
+    return of_layers(make, {"quant_method": "bitsandbytes", "load_in_4bit": True})
 
 
 def bitsandbytes_8bit() -> Encoded:
-    stored, decoded = {}, {}
-    for module, shape in SHAPES.items():
-        values, scale = random_bytes(*shape).view(torch.int8), random(shape[0]).abs()
+    def make(rows: int, columns: int) -> Any:
+        values, scale = random_bytes(rows, columns).view(torch.int8), random(rows).abs()
         parts = {
             "weight": values,
             "SCB": scale,
-            "weight_format": torch.tensor(0, dtype=torch.uint8),
+            "weight_format": torch.zeros((), dtype=torch.uint8),
         }
-        stored |= {f"{module}.{name}": part for name, part in parts.items()}
-        decoded[f"{module}.weight"] = (values.float() * scale.view(-1, 1) * (1 / 127)).to(BF16)
-    return Encoded(stored, decoded, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+        return parts, values.float() * scale.view(-1, 1) * (1 / 127)
+
+    return of_layers(make, {"quant_method": "bitsandbytes", "load_in_8bit": True})
 
 
 def integer_weights(
     weight_of: Callable[..., integers.Weight], description: dict[str, Any], **options: Any
 ) -> Encoded:
     """Encodes all weights; in the dtype of the config, so that nothing is cast to another."""
-    stored, decoded = {}, {}
-    for module, shape in SHAPES.items():
+
+    def make(*shape: int) -> Any:
         weight = weight_of(*shape, dtype=BF16, **options)
-        stored |= {f"{module}.{name}": part for name, part in weight.parts.items()}
-        decoded[f"{module}.weight"] = weight.decoded
-    return Encoded(stored, decoded, description)
+        return weight.parts, weight.decoded
+
+    return of_layers(make, description)
 
 
 def pack_quantized(bits: int, **weights: Any) -> dict[str, Any]:
@@ -658,3 +649,88 @@ def test_a_single_pickle_is_a_source(tmp_path: Path):
     assert f"{Q}.weight" in {
         row.name for row in plan_quantization(path).rows() if row.action == "pack"
     }
+
+
+# --- AutoRound 0.16: names and configs are those that it wrote for a Llama ------------------------
+
+AUTO_ROUND = {"quant_method": "auto-round", "autoround_version": "0.16.1", "sym": True}
+AS_COMPRESSED = AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}
+
+
+def fp8_of_rows() -> Encoded:
+    more = {"input_scale": torch.ones(1).to(BF16)}
+    return fp8_with(lambda rows: random(rows).abs().to(BF16), "weight_scale", None, **more)
+
+
+def mxfp4() -> Encoded:
+    def make(rows: int, columns: int) -> Any:
+        pairs, scale = random_bytes(rows, columns // 2), random_bytes(rows, columns // 32, high=8)
+        factors = torch.exp2(scale.float() - 7).repeat_interleave(32, dim=1)
+        return {"weight_packed": pairs, "weight_scale": scale + 120}, unpacked(pairs) * factors
+
+    return of_layers(make)
+
+
+def mxfp8() -> Encoded:
+    def make(rows: int, columns: int) -> Any:
+        values, scale = fp8(rows, columns), random_bytes(rows, columns // 32, high=8)
+        factors = torch.exp2(scale.float() - 7).repeat_interleave(32, dim=1)
+        return {"weight": values, "weight_scale": scale + 120}, values.float() * factors
+
+    return of_layers(make)
+
+
+@pytest.mark.parametrize(
+    ("encode", "description"),
+    [
+        (
+            fp8_blocks,
+            {
+                "packing_format": "auto_round:fp8",
+                "data_type": "fp",
+                "group_size": [128, 128],
+                "weight_block_size": [128, 128],
+            },
+        ),
+        (fp8_of_rows, {"packing_format": "auto_round:fp8_static", "data_type": "fp"}),
+        (mxfp4, AS_COMPRESSED | {"data_type": "mx_fp", "group_size": 32}),
+        (mxfp8, AS_COMPRESSED | {"data_type": "mx_fp", "group_size": 32}),
+        (nvfp4_compressed_tensors, AS_COMPRESSED | {"data_type": "nv_fp", "group_size": 16}),
+    ],
+)
+def test_floats_of_autoround(
+    tmp_path: Path, encode: Callable[[], Encoded], description: dict[str, Any]
+):
+    encoded = encode()
+    source = write(tmp_path / "source", PLAIN | encoded.stored, AUTO_ROUND | description)
+    dequantize_checkpoint(source, tmp_path / "out", None, RunOptions(device="cpu"))
+    found = load_file(tmp_path / "out/model.safetensors")
+    for name, tensor in encoded.decoded.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-e5m3-pack-quantized"},
+            "weight_packed: U8 .* does not go with .*weight_scale, U8",
+        ),
+        (
+            AUTO_ROUND
+            | {"packing_format": "auto_round:llm_compressor_nvfp4_e5m3", "data_type": "nvfp4_v2"},
+            "data_type 'nvfp4_v2'; .* nf4conv decodes int, fp",
+        ),
+    ],
+)
+def test_scales_in_e5m3_are_no_powers_of_two(
+    tmp_path: Path, description: dict[str, Any], message: str
+):
+    stored = {}
+    for module, (rows, columns) in SHAPES.items():
+        stored[f"{module}.weight_packed"] = random_bytes(rows, columns // 2)
+        stored[f"{module}.weight_scale"] = random_bytes(rows, columns // 16)
+    source = write(tmp_path / "source", PLAIN | stored, description)
+    with pytest.raises(SourceError, match=message) as error:
+        dequantize_checkpoint(source, tmp_path / "out", None, RunOptions(device="cpu"))
+    assert "\n" not in str(error.value)
