@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from nf4conv.errors import CodecError
-from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
+from nf4conv.format.layout import QUANT_STATE_PREFIX, split_component
 
 AGAIN: Final = "download or quantize the checkpoint again"
 """The advice to users whose checkpoint is incomplete or damaged."""
@@ -62,18 +62,10 @@ def read_packed_names(files: Iterable[str | Path]) -> PackedNames:
         with safe_open(str(file), "pt") as handle:
             found.tensors.update(handle.keys())
     for name in found.tensors:
-        weight, suffix = _split_component(name)
+        weight, suffix = split_component(name)
         if suffix:
             found.components[weight].add(suffix)
     return found
-
-
-def _split_component(name: str) -> tuple[str, str]:
-    """Returns the weight that a component belongs to, and its suffix; "" if it is none."""
-    for suffix in COMPONENT_SUFFIXES:
-        if name.endswith(f".{suffix}"):
-            return name.removesuffix(f".{suffix}"), suffix
-    return name, ""
 
 
 def is_of_experts(name: str) -> bool:
