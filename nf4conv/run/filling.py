@@ -7,7 +7,6 @@ config.json is last: it makes the folder a checkpoint.
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -60,20 +59,16 @@ class _ShardProgress:
     shard: Shard
     format: Format
     writer: ShardWriter
-    finished: Callable[[int], None]  # called with the size of the file once it is complete
     audit: "AuditOfWritten | None"  # looks at everything that has been written
     reader: Reader  # by which the audit reads the file
+    finish: Callable[["_ShardProgress", int], None]  # takes the size of the file that is complete
+    left: int = 0  # tasks
     _blobs: dict[str, bytes] = field(default_factory=dict)
-    _left: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def measured(self) -> None:
         return None
-
-    def expect(self, tasks: int) -> None:
-        """Sets how many tasks fill this shard."""
-        self._left = tasks
 
     def write(self, offset: int, data: memoryview) -> None:
         self.writer.write(offset, data)
@@ -93,8 +88,8 @@ class _ShardProgress:
     def count_task(self) -> None:
         """Counts a task as done; the last one completes the file."""
         with self._lock:
-            self._left -= 1
-            is_complete = self._left == 0
+            self.left -= 1
+            is_complete = self.left == 0
         if is_complete:
             self._complete()
 
@@ -111,7 +106,7 @@ class _ShardProgress:
         if self.audit is not None:
             # the audit has left it open, and Windows gives no open file another name
             self.reader.forget(self.writer.place(0)[0])
-        self.finished(self.writer.finish(entries, bytes(tail)))
+        self.finish(self, self.writer.finish(entries, bytes(tail)))
 
 
 @dataclass(eq=False)
@@ -125,13 +120,9 @@ class Filling:
     announce: Callable[[str, Path], None]
     run: RunOptions
     told: int  # source bytes of finished shards that have been told as progress
-    _resumed: int = 0  # bytes of the shards that were finished before
-    _started: float = 0.0  # when the first shard was begun, by the performance counter
 
     def write_shards(self) -> None:
         """Writes all shards that are not finished yet."""
-        self._resumed = self.folder.size
-        self._started = time.perf_counter()
         self.folder.check_space(self.plan.space_needed(self.folder.finished))
         with _open_reader(self.plan, self.folder) as reader, ExitStack() as writers:
             self.pipeline.run(self._tasks(writers, reader), reader)
@@ -197,40 +188,29 @@ class Filling:
             from nf4conv.run.audit import AuditOfWritten  # few runs need to import it
 
             audit = AuditOfWritten(self.devices, self.run.tolerance, format, writer)
-        finished = partial(self._finish_shard, shard, writer, audit)
-        progress = _ShardProgress(shard, format, writer, finished, audit, reader)
+        progress = _ShardProgress(shard, format, writer, audit, reader, self._finish_shard)
         tasks = shard_tasks(progress, shard.jobs, self.devices, self.pipeline.piece)
-        progress.expect(len(tasks))
+        progress.left = len(tasks)
         return tasks
 
-    def _finish_shard(
-        self, shard: Shard, writer: ShardWriter, audit: "AuditOfWritten | None", size: int
-    ) -> None:
+    def _finish_shard(self, progress: _ShardProgress, size: int) -> None:
         """Records a shard of this many bytes, whose file is complete."""
-        if audit is not None:
-            self._require_faultless(audit)
+        shard = progress.shard
+        verified = None
+        if progress.audit is not None:
+            self._require_faultless(progress.audit)
+            verified = asdict(progress.audit.summary())
         if isinstance(self.folder, SharedFolder):  # a later part cannot tell what has changed
             files = source_files([shard])
             require_unchanged(self.plan.source, "while it was read; start anew without OUT", files)
-        verified = None if audit is None else asdict(audit.summary())
-        self.folder.record(shard.name, size, writer.crc32, shard.source_bytes, verified)
-        self._log_shard(shard.name, size)
+        crc32 = progress.writer.crc32
+        self.folder.record(shard.name, size, crc32, shard.source_bytes, verified)
+        done, shards = len(self.folder.finished), len(self.plan.output.shards)
+        _log.info("shard %d of %d written: %s, %s", done, shards, shard.name, units.size(size))
         path = self.folder.out / shard.name
         self.announce(shard.name, path)
         if self.plan.output.largest_size > total_memory() // 4:
             let_go(path)  # whoever reads it next would not find all of it in memory anyway
-
-    def _log_shard(self, name: str, nbytes: int) -> None:
-        rate = (self.folder.size - self._resumed) / (time.perf_counter() - self._started)
-        shards = len(self.plan.output.shards)
-        _log.info(
-            "shard %d of %d written: %s, %s; %s/s since the first",
-            len(self.folder.finished),
-            shards,
-            name,
-            units.size(nbytes),
-            units.size(rate),
-        )
 
     def _require_faultless(self, audit: "AuditOfWritten") -> None:
         faults = list(audit.faults())

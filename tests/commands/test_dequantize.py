@@ -349,6 +349,13 @@ def test_what_is_not_quantized_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+STATE_DAMAGES = {
+    "blocksize": (b'"blocksize": 64', b'"blocksize": 63'),
+    "quant_type": (b'"quant_type": "nf4"', b'"quant_type": "fp4"'),
+    "nested_offset": (b"nested_offset", b"nested_offsex"),
+}
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -358,6 +365,7 @@ def test_what_is_not_quantized_is_refused(tmp_path):
         ("transposed", rf"{NAME}.absmax: bfloat16 and transposed \[1, 64\]"),
         ("blocksize", "quant_state.*: blocksize is 63, expected 32 or"),
         ("quant_type", "__nf4: says fp4 inside"),
+        ("nested_offset", f"{NAME}.quant_state.*: lacks nested_offset"),
     ],
 )
 def test_components_that_contradict_each_other_are_refused(tmp_path, damage, message):
@@ -365,13 +373,9 @@ def test_components_that_contradict_each_other_are_refused(tmp_path, damage, mes
     if damage == "transposed":  # what bitsandbytes saves on some CPUs after a forward pass
         stored = pack(NAME, random(64, 64).bfloat16(), double_quant=False)
         stored[f"{NAME}.absmax"] = stored[f"{NAME}.absmax"].bfloat16().view(1, 64)
-    elif damage in ("blocksize", "quant_type"):
+    elif damage in STATE_DAMAGES:
         key = f"{NAME}.quant_state.bitsandbytes__nf4"
-        blob = bytes(stored[key].tolist()).replace(b'"blocksize": 64', b'"blocksize": 63')
-        if damage == "quant_type":
-            blob = bytes(stored[key].tolist()).replace(
-                b'"quant_type": "nf4"', b'"quant_type": "fp4"'
-            )
+        blob = bytes(stored[key].tolist()).replace(*STATE_DAMAGES[damage])
         stored[key] = torch.tensor(list(blob), dtype=torch.uint8)
     elif damage == "nested_absmax":
         stored[f"{NAME}.nested_absmax"] = torch.ones(2)

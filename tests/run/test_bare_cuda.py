@@ -1,5 +1,5 @@
-"""The engine without torch against the one with it, and against bitsandbytes: same bytes. Needs a
-GPU.
+"""The engine without torch against bitsandbytes, and against the engine with torch: the same bytes
+of `quantize` and the same values of `dequantize`. Needs a GPU.
 """
 
 import json
@@ -7,28 +7,39 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from api import plan_quantization, quantize_checkpoint
+from api import (
+    dequantize_checkpoint,
+    plan_dequantization,
+    plan_quantization,
+    quantize_checkpoint,
+)
+from four_bit import pack, write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from nf4conv.codec.ops import quantize_4bit
+from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
+from nf4conv.codec.quant_state import QuantState
 from nf4conv.errors import SourceError
-from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.plan.jobs import Plan
 from nf4conv.run.device.choice import open_devices
-from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.backend import DriverBackend
 
 pytestmark = pytest.mark.gpu
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+}
 SHAPES = {
     "model.layers.0.mlp.down_proj.weight": (1024, 4096),
-    "model.layers.0.mlp.gate_proj.weight": (
-        4096,
-        2304,
-    ),  # more than one piece, mean over several thread blocks
+    # more than one piece, mean over several thread blocks
+    "model.layers.0.mlp.gate_proj.weight": (4096, 2304),
     "model.layers.0.mlp.up_proj.weight": (33, 65),
     "model.layers.0.self_attn.q_proj.weight": (37, 5),
     "model.layers.0.self_attn.k_proj.weight": (64, 130),
@@ -48,15 +59,46 @@ def write_source(folder: Path, dtype: torch.dtype) -> Path:
     }
     tensors["model.layers.0.self_attn.v_proj.weight"][0] = 0
     save_file(tensors, folder / "model.safetensors")
-    name = str(dtype).removeprefix("torch.")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 100,
-        "torch_dtype": name,
-    }
+    config = CONFIG | {"vocab_size": 100, "torch_dtype": str(dtype)[6:]}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+GPU = RunOptions(device="cuda", workers=3, buffer_size=12 * 2**20)
+PACKED = {name: shape for name, shape in SHAPES.items() if "v_proj" not in name and "proj" in name}
+
+
+def packed_checkpoint(folder: Path, dtype: torch.dtype, **options: Any) -> dict[str, torch.Tensor]:
+    """The stored tensors of a checkpoint in that folder."""
+    generator = torch.Generator().manual_seed(1)
+    stored = {"model.norm.weight": torch.ones(64, dtype=dtype)}
+    for name, shape in PACKED.items():
+        weight = (torch.randn(shape, generator=generator) * 0.05).to(dtype)
+        weight.view(-1)[:64] = 0
+        stored |= pack(name, weight, **options)
+    write(folder, stored)
+    return stored
+
+
+def decoded(
+    stored: dict[str, torch.Tensor], name: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Decodes a stored weight with the codec."""
+    prefix = f"{name}."
+    parts = {key[len(prefix) :]: part for key, part in stored.items() if key.startswith(prefix)}
+    return dequantize_4bit(stored[name], QuantState.from_components(parts), dtype=dtype)
+
+
+def is_bare(output: Plan) -> bool:
+    devices = open_devices(lambda: output.jobs, output.format, GPU, is_measured=False)
+    return isinstance(devices.main, DriverBackend)
+
+
+def same_bytes(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    raw = expected.cpu().contiguous().view(-1).view(torch.uint8)
+    assert torch.equal(actual.view(-1).view(torch.uint8), raw)
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
@@ -69,16 +111,13 @@ def test_bytes_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, double
 
     source = write_source(tmp_path / "source", dtype)
     options = QuantizeOptions(quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
-    run = RunOptions(device="cuda", workers=3, buffer_size=12 * 2**20)
-    output = plan_quantization(source, options).output
-    devices = open_devices(lambda: output.jobs, output.format, run, is_measured=False)
-    assert isinstance(devices.main, DriverBackend)
-    report = quantize_checkpoint(source, tmp_path / "out", options, run)
+    assert is_bare(plan_quantization(source, options).output)
+    report = quantize_checkpoint(source, tmp_path / "out", options, GPU)
     assert report.packed == 7
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name, weight in load_file(source / "model.safetensors").items():
         if "proj" not in name:
-            assert torch.equal(written.pop(name).view(torch.uint8), weight.view(torch.uint8)), name
+            same_bytes(written.pop(name), weight)
             continue
         packed, state = bnb.quantize_4bit(
             weight.cuda(),
@@ -86,52 +125,26 @@ def test_bytes_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, double
             quant_type=quant_type,
             compress_statistics=double_quant,
         )
-        expected = {name: packed} | {
-            f"{name}.{key}": part for key, part in state.as_dict(packed=True).items()
-        }
-        for key, part in expected.items():
-            found = written.pop(key)
-            assert found.shape == part.shape, key
-            assert torch.equal(
-                found.view(torch.uint8), part.cpu().contiguous().view(torch.uint8)
-            ), key
+        same_bytes(written.pop(name), packed)
+        for key, part in state.as_dict(packed=True).items():
+            same_bytes(written.pop(f"{name}.{key}"), part)
     assert not written
 
 
-def test_bytes_equal_those_of_the_torch_engine(tmp_path, monkeypatch):
-    source = write_source(tmp_path / "source", torch.bfloat16)
-    run = RunOptions(device="cuda", workers=4, buffer_size=8 * 2**20)
-    quantize_checkpoint(source, tmp_path / "bare", None, run)
-    monkeypatch.setattr(driver, "device_count", lambda: 0)
-    quantize_checkpoint(source, tmp_path / "torch", None, run)
-    bare, by_torch = (
-        (tmp_path / name / "model.safetensors").read_bytes() for name in ("bare", "torch")
-    )
-    assert bare == by_torch
-
-
 def test_kernels_are_compiled_where_there_is_no_c_compiler(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "nf4conv",
-        "quantize",
-        write_source(tmp_path / "source", torch.bfloat16),
-    ]
-    folders = {
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-    }
-    subprocess.run(
-        [*command, tmp_path / "out", "--device", "cuda"],
-        check=True,
-        env=os.environ | folders | {"CC": "false"},
-    )
+    source = write_source(tmp_path / "source", torch.bfloat16)
+    command = [sys.executable, "-m", "nf4conv", "quantize", source, tmp_path / "out"]
+    folders = {"XDG_CACHE_HOME": f"{tmp_path}/cache", "TRITON_CACHE_DIR": f"{tmp_path}/triton"}
+    environment = os.environ | folders | {"CC": "false"}
+    subprocess.run([*command, "--device", "cuda"], check=True, env=environment)
     assert list(tmp_path.glob("cache/nf4conv/*.json"))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.bfloat16, torch.nan), (torch.float16, torch.inf), (torch.float32, -torch.inf)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "name", ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
 )
@@ -156,22 +169,121 @@ def test_more_elements_than_an_int32_counts(tmp_path):
     save_file(
         {"model.layers.0.mlp.up_proj.weight": weight.cpu()}, tmp_path / "source/model.safetensors"
     )
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "torch_dtype": "bfloat16",
-    }
-    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    (tmp_path / "source/config.json").write_text(json.dumps(CONFIG))
     report = quantize_checkpoint(
         tmp_path / "source", tmp_path / "out", None, RunOptions(device="cuda")
     )
     assert report.run.device_peak_bytes < 1.5e9
     written = load_file(tmp_path / "out/model.safetensors")
     packed, state = quantize_4bit(weight)
-    expected = {"": packed} | {f".{suffix}": part for suffix, part in state.components().items()}
-    for suffix, part in expected.items():
-        found = written.pop(f"model.layers.0.mlp.up_proj.weight{suffix}")
-        assert torch.equal(found.view(torch.uint8), part.cpu().contiguous().view(torch.uint8)), (
-            suffix
-        )
+    name = "model.layers.0.mlp.up_proj.weight"
+    same_bytes(written.pop(name), packed)
+    for suffix, part in state.components().items():
+        same_bytes(written.pop(f"{name}.{suffix}"), part)
     assert not written
+
+
+# --- dequantize ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize(
+    ("quant_type", "blocksize"),
+    [("nf4", 64), ("fp4", 64), ("nf4", 32), ("nf4", 4096), ("fp4", 512)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_values_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, double_quant):
+    import bitsandbytes.functional as bnb
+
+    source = tmp_path / "source"
+    stored = packed_checkpoint(
+        source, dtype, quant_type=quant_type, blocksize=blocksize, double_quant=double_quant
+    )
+    assert is_bare(plan_dequantization(source).output)
+    report = dequantize_checkpoint(source, tmp_path / "out", None, GPU)
+    assert report.decoded == len(PACKED)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(written.pop("model.norm.weight"), torch.ones(64, dtype=dtype))
+    for name in PACKED:
+        prefix = f"{name}."
+        parts = {key[len(prefix) :]: stored[key].cuda() for key in stored if key.startswith(prefix)}
+        state = bnb.QuantState.from_dict(parts, torch.device("cuda"))
+        same_bytes(written.pop(name), bnb.dequantize_4bit(stored[name].cuda(), state))
+    assert not written
+
+
+def test_torch_is_not_imported_once_the_kernels_are_compiled(tmp_path):
+    packed_checkpoint(tmp_path / "source", torch.bfloat16)
+    assert is_bare(plan_dequantization(tmp_path / "source").output)  # compiles them
+    program = (
+        "import sys\nfrom nf4conv.cli import main\n"
+        f"main(['dequantize', {str(tmp_path / 'source')!r}, {str(tmp_path / 'out')!r}], "
+        f"standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert (tmp_path / "out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("blocksize", [64, 4096])
+def test_the_smallest_buffers(tmp_path, blocksize):
+    """256 blocks of 4096 are more than a piece: the buffers grow to what cannot be cut."""
+    stored = packed_checkpoint(tmp_path / "source", torch.float32, blocksize=blocksize)
+    dequantize_checkpoint(
+        tmp_path / "source",
+        tmp_path / "out",
+        None,
+        RunOptions(device="cuda", workers=5, buffer_size=1),
+    )
+    written = load_file(tmp_path / "out/model.safetensors")
+    for name in PACKED:
+        same_bytes(written[name], decoded(stored, name))
+
+
+@pytest.mark.parametrize(
+    "variant", ["float storage", "a row", "parts in another shard", "a map of its own"]
+)
+def test_variants(tmp_path, variant):
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = torch.randn(256, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    stored = pack(name, weight)
+    if variant == "a map of its own":
+        stored[f"{name}.nested_quant_map"] = stored[f"{name}.nested_quant_map"].bfloat16().float()
+    expected = decoded(stored, name)
+    shards = [stored]
+    if variant == "float storage":
+        stored[name] = stored[name].view(-1).view(torch.bfloat16).view(-1, 1)
+    elif variant == "a row":
+        stored[name] = stored[name].view(1, -1)
+    elif variant == "parts in another shard":
+        shards = [{name: stored.pop(name)}, stored]
+    source = write(tmp_path / "source", *shards)
+    assert is_bare(plan_dequantization(source).output)
+    dequantize_checkpoint(source, tmp_path / "out", None, GPU)
+    same_bytes(load_file(tmp_path / "out/model.safetensors")[name], expected)
+
+
+def test_thousands_of_small_weights(tmp_path):
+    stored: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for index in range(3000):
+        name = f"model.layers.0.mlp.experts.{index}.up_proj.weight"
+        stored |= pack(name, torch.randn(3, 32 + index % 40, generator=generator).bfloat16())
+    source = write(tmp_path / "source", stored)
+    assert is_bare(plan_dequantization(source).output)
+    dequantize_checkpoint(source, tmp_path / "out", None, GPU)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert len(written) == 3000
+    for name, found in written.items():
+        same_bytes(found, decoded(stored, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_weights_decoded_to_another_dtype_are_rounded_once(tmp_path, dtype):
+    stored = packed_checkpoint(tmp_path / "source", torch.bfloat16)
+    options = DequantizeOptions(dtype=str(dtype)[6:])
+    assert is_bare(plan_dequantization(tmp_path / "source", options).output)
+    dequantize_checkpoint(tmp_path / "source", tmp_path / "out", options, GPU)
+    written = load_file(tmp_path / "out/model.safetensors")
+    for name in PACKED:
+        same_bytes(written[name], decoded(stored, name, dtype))

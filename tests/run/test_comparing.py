@@ -59,8 +59,7 @@ def test_a_copy_is_identical(tmp_path, run):
     assert [*found.statuses.values()] == ["identical"] * 4
 
 
-@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
-@pytest.mark.parametrize("position", [0, 153_599])
+@pytest.mark.parametrize(("run", "position"), [(CPU, 0), (TINY, 153_599)], ids=["first", "last"])
 def test_one_value(tmp_path, run, position):
     changed = tensors()
     changed[UP].view(-1)[position] += 1
@@ -160,7 +159,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {"source": plain(root / "source")}
     for name, options in {
         "nf4": QuantizeOptions(),
-        "again": QuantizeOptions(),
         "plain-scales": QuantizeOptions(double_quant=False),
         "wide": QuantizeOptions(blocksize=128),
         "fp4": QuantizeOptions(quant_type="fp4"),
@@ -171,10 +169,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         dequantize_checkpoint(paths["nf4"], root / dtype, DequantizeOptions(dtype=dtype), CPU)
         paths[dtype] = root / dtype
     return paths
-
-
-def test_two_runs_are_identical(packed):
-    assert not compared(packed["nf4"], packed["again"]).unlike
 
 
 @pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
@@ -367,7 +361,7 @@ def test_torch_is_not_imported_for_values_either_once_the_kernels_are_compiled(p
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 def test_a_device_that_is_not_there(packed, device):
     with pytest.raises(PlanError, match=f"--device {device}: "):
-        compared(packed["nf4"], packed["again"], RunOptions(device=device))
+        compared(packed["nf4"], packed["nf4"], RunOptions(device=device))
 
 
 def test_a_file_that_is_cut_off_while_it_is_read(packed, tmp_path):

@@ -60,19 +60,8 @@ def assert_equals_bitsandbytes(
 def test_random_weights_of_any_size(
     quant_type: str, dtype: str, blocksize: int, double_quant: bool
 ) -> None:
-    for elements in (
-        2,
-        7,
-        63,
-        64,
-        65,
-        1000,
-        4096,
-        8192 + 8,
-        8192 * 3 + 5,
-        256 * blocksize + 1,
-        1 << 20,
-    ):
+    sizes = (2, 7, 63, 64, 65, 1000, 4096, 8192 + 8, 8192 * 3 + 5, 256 * blocksize + 1, 1 << 20)
+    for elements in sizes:
         weight = random_weight(elements, DTYPES[dtype], seed=elements).to(CUDA)
         assert_equals_bitsandbytes(weight, quant_type, blocksize, double_quant)
 
@@ -158,13 +147,10 @@ def test_more_than_two_to_the_thirty_one_elements() -> None:
     piece, piece_state = ops.quantize_4bit(weight[start:], double_quant=False)
     assert_same_bits(packed[start // 2 :], piece)
     out = ops.dequantize_4bit(packed, state)
-    scales = torch.empty(state.absmax.numel() - start // 64, device=CUDA)
-    scales = (
-        state.state2.code[state.absmax[start // 64 :].int()]
-        * state.state2.absmax[start // 64 // 256 :].repeat_interleave(256)[: scales.numel()]
-        + state.offset
-    )
-    piece_state.absmax = scales
+    codes = state.absmax[start // 64 :]
+    nested_absmax = state.state2.absmax[start // 64 // 256 :].repeat_interleave(256)
+    scales = state.state2.code[codes.int()] * nested_absmax[: codes.numel()]
+    piece_state.absmax = scales + state.offset
     assert_same_bits(out[start:], ops.dequantize_4bit(piece, piece_state))
     sums = error_sums(weight, packed, state)
     assert sums.outside.item() == 0
@@ -182,9 +168,8 @@ def test_inline_assembly_equals_plain_triton(
         special_weight(DTYPES[dtype], blocksize).to(CUDA),
         tie_weight(DTYPES[dtype], blocksize, quant_type).to(CUDA),
     ):
-        fast, plain = (
-            encode_and_decode(weight, quant_type, blocksize, ptx) for ptx in (True, False)
-        )
+        fast = encode_and_decode(weight, quant_type, blocksize, True)
+        plain = encode_and_decode(weight, quant_type, blocksize, False)
         for ours, theirs in zip(fast, plain, strict=True):
             assert_same_bits(ours, theirs)
 
@@ -278,33 +263,18 @@ def test_nothing_is_written_behind_the_end() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_batch_equals_the_loop(quant_type: str, dtype: str) -> None:
-    sizes = [
-        (2048, 768),
-        (7,),
-        (0,),
-        (64, 64),
-        (5, 1001),
-        (1, 1),
-        (1024, 1024),
-        (4096, 3000),
-        (9, 999),
-    ]
-    tensors = [
-        random_weight(int(np.prod(s)), DTYPES[dtype], seed=i).view(s).to(CUDA)
-        for i, s in enumerate(sizes)
-    ]
+    sizes = [(2048, 768), (7,), (0,), (64, 64), (5, 1001), (1, 1), (1024, 1024), (4096, 3000)]
+    tensors = []
+    for seed, shape in enumerate([*sizes, (9, 999)]):
+        weight = random_weight(int(np.prod(shape)), DTYPES[dtype], seed=seed)
+        tensors.append(weight.view(shape).to(CUDA))
     for tensor, found in zip(tensors, quantize_batch(tensors, quant_type, 64), strict=True):
         if not tensor.numel():
             continue
         packed, state = ops.quantize_4bit(tensor, quant_type, 64, double_quant=False)
         _, nested = ops.quantize_4bit(tensor, quant_type, 64)
-        expected = (
-            packed.view(-1),
-            state.absmax,
-            nested.absmax,
-            nested.state2.absmax,
-            nested.offset,
-        )
+        scales = (nested.absmax, nested.state2.absmax, nested.offset)
+        expected = (packed.view(-1), state.absmax, *scales)
         for part, other in zip(found, expected, strict=True):
             assert_same_bits(part, other)
 
@@ -332,12 +302,9 @@ def test_error_sums_equal_a_materialised_comparison(
         sums, again = (error_sums(weight, packed, state) for _ in range(2))
         error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
         assert sums.max_error.item() == error.abs().max().item()
-        assert sums.squared_error.item() == pytest.approx(
-            error.double().square().sum().item(), rel=1e-12
-        )
-        assert sums.squared_weight.item() == pytest.approx(
-            weight.double().square().sum().item(), rel=1e-12
-        )
+        for found, values in ((sums.squared_error, error), (sums.squared_weight, weight)):
+            expected = values.double().square().sum().item()
+            assert found.item() == pytest.approx(expected, rel=1e-12)
         assert sums.outside.item() == 0
         assert all(torch.equal(getattr(sums, name), getattr(again, name)) for name in vars(sums))
         packed[elements // 4] ^= 0x88
@@ -369,10 +336,8 @@ def test_uses_the_current_stream_of_the_calling_thread() -> None:
 def test_reference_equals_the_kernels() -> None:
     for quant_type in QUANT_TYPES:
         weight = special_weight(torch.bfloat16, 64, "nan")
-        packed, absmax = (
-            torch.zeros(-(-weight.numel() // 2), dtype=torch.uint8),
-            torch.zeros(-(-weight.numel() // 64)),
-        )
+        packed = torch.zeros(-(-weight.numel() // 2), dtype=torch.uint8)
+        absmax = torch.zeros(-(-weight.numel() // 64))
         reference.quantize_blocks(weight, packed, absmax, quant_type, 64)
         ours, state = ops.quantize_4bit(weight.to(CUDA), quant_type, 64, False)
         assert_same_bits(ours.cpu().view(-1), packed)
@@ -393,16 +358,9 @@ def test_takes_our_state_and_bitsandbytes_state_alike() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     weight = random_weight(96 * 100, torch.float16).to(CUDA).view(96, 100)
     packed, theirs = functional.quantize_4bit(weight, quant_type="fp4", compress_statistics=True)
-    ours = QuantState(
-        theirs.absmax,
-        theirs.shape,
-        theirs.dtype,
-        theirs.blocksize,
-        theirs.quant_type,
-        theirs.code,
-        theirs.offset,
-        NestedState(theirs.state2.absmax, theirs.state2.code),
-    )
+    what = (theirs.shape, theirs.dtype, theirs.blocksize, theirs.quant_type, theirs.code)
+    nested = NestedState(theirs.state2.absmax, theirs.state2.code)
+    ours = QuantState(theirs.absmax, *what, theirs.offset, nested)
     out = torch.empty(96, 100, dtype=torch.float32, device=CUDA)
     assert ops.dequantize_4bit(packed, theirs, out=out) is out
     assert_same_bits(ops.dequantize_4bit(packed, ours, dtype=torch.float32), out)

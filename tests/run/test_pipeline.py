@@ -7,22 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from nf4conv.errors import PlanError
 from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.options import RunOptions
-from nf4conv.run.loop import (
-    LARGEST_PIECE,
-    Pipeline,
-    make_pipeline,
-    piece_size,
-)
+from nf4conv.run.loop import LARGEST_PIECE, Pipeline, make_pipeline, piece_size
 from nf4conv.run.pieces import aligned, interleave
 from nf4conv.run.worker import Activity, Worker
 from nf4conv.sources.reader import Reader
+from nf4conv.system.machine import resident
 
 
 class PlainBackend:
@@ -186,7 +181,8 @@ def test_an_interrupt_while_threads_start_waits_for_those_that_have(monkeypatch)
 
 
 def test_progress_counts_the_bytes_read(tmp_path):
-    (tmp_path / "file").write_bytes(bytes(range(256)) * 64)
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(256)) * 64)
     seen: list[int] = []
 
     class Read:
@@ -195,17 +191,13 @@ def test_progress_counts_the_bytes_read(tmp_path):
 
         def __call__(self, worker: Worker) -> None:
             host = memoryview(bytearray(128))
-            worker.fill(
-                host,
-                [(tmp_path / "file", self.start, self.start + 30), (tmp_path / "file", 0, 6)],
-                [0, 64],
-            )
-            assert host[:30] == (tmp_path / "file").read_bytes()[self.start : self.start + 30]
+            ranges = [(file, self.start, self.start + 30), (file, 0, 6)]
+            worker.fill(host, ranges, [0, 64])
+            assert host[:30] == file.read_bytes()[self.start : self.start + 30]
             assert host[64:70] == bytes(range(6))
 
-    Pipeline([PlainBackend()], workers=3, buffer_size=2**20, advance=seen.append).run(
-        [Read(at) for at in range(50)]
-    )
+    reading = Pipeline([PlainBackend()], workers=3, buffer_size=2**20, advance=seen.append)
+    reading.run([Read(at) for at in range(50)])
     assert sum(seen) == 50 * 36
 
 
@@ -255,14 +247,6 @@ def test_numbers_that_make_no_sense(run):
 def test_memory_of_this_process_is_seen_to_grow():
     running = pipeline()
     before = running.memory().host
-    ballast = bytearray(os.urandom(1024)) * (max(before - _resident(), 0) // 1024 + 65_536)
+    ballast = bytearray(os.urandom(1024)) * (max(before - resident(), 0) // 1024 + 65_536)
     assert running.memory().host - before >= 60 * 2**20
     assert len(ballast) >= 2**26
-
-
-def _resident() -> int:
-    status = Path("/proc/self/status").read_text()
-    return (
-        int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
-        * 1024
-    )

@@ -7,8 +7,6 @@ CPU.
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -46,7 +44,7 @@ from nf4conv.run.device.on_driver.backend import DriverBackend
 from nf4conv.run.device.on_driver.buffers import DriverBuffers
 from nf4conv.run.device.on_driver.device import DriverDevice
 from nf4conv.run.device.on_torch import device as torch_device
-from nf4conv.run.device.on_torch.backend import ImportCost, TorchBackend
+from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice
 from nf4conv.sources.header import build_header
 
@@ -142,6 +140,21 @@ def same(one: Path, other: Path) -> None:
     assert ours == theirs
 
 
+def both(command: Callable[..., Any], source: Path, options: Any = None, run: Any = BARE) -> Any:
+    """Runs a command without torch, and by torch: the same bytes; returns the first report."""
+    name = f"{command.__name__} {source.name}"
+    bare, other = source.parent / f"bare {name}", source.parent / f"torch {name}"
+    by_torch(command, source, other, options)
+    report = command(source, bare, options, run)
+    same(bare, other)
+    return report
+
+
+def same_weights(one: Path, other: Path) -> None:
+    a, b = (folder / "model.safetensors" for folder in (one, other))
+    assert a.read_bytes() == b.read_bytes()
+
+
 @pytest.mark.parametrize(("dtype", "options"), [
     (torch.float16, QuantizeOptions()),
     (torch.float32, QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False)),
@@ -150,10 +163,7 @@ def same(one: Path, other: Path) -> None:
 def test_packing(
     tmp_path: Path, gpu: list[DriverBackend], dtype: torch.dtype, options: QuantizeOptions
 ):
-    source = write(tmp_path / "source", weights(dtype), dtype=dtype)
-    by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
-    quantize_checkpoint(source, tmp_path / "bare", options, BARE)
-    same(tmp_path / "bare", tmp_path / "torch")
+    both(quantize_checkpoint, write(tmp_path / "source", weights(dtype), dtype=dtype), options)
     assert len(gpu) == 1
 
 
@@ -235,10 +245,7 @@ def test_encoded_sources(tmp_path: Path, gpu: list[DriverBackend], kind: str):
         tensors |= {
             f"model.layers.0.{name}.{suffix}": part for suffix, part in parts(*shape).items()
         }
-    source = write(tmp_path / "source", tensors, description)
-    by_torch(quantize_checkpoint, source, tmp_path / "torch", None)
-    quantize_checkpoint(source, tmp_path / "bare", None, BARE)
-    same(tmp_path / "bare", tmp_path / "torch")
+    both(quantize_checkpoint, write(tmp_path / "source", tensors, description))
     assert len(gpu) == 1
 
 
@@ -289,10 +296,7 @@ def integer_source(folder: Path, kind: str) -> Path:
 def test_packed_integers(
     tmp_path: Path, gpu: list[DriverBackend], kind: str, command: Callable[..., Any]
 ):
-    source = integer_source(tmp_path / "source", kind)
-    by_torch(command, source, tmp_path / "torch", None)
-    command(source, tmp_path / "bare", None, BARE)
-    same(tmp_path / "bare", tmp_path / "torch")
+    both(command, integer_source(tmp_path / "source", kind))
     assert len(gpu) == 1
 
 
@@ -360,17 +364,10 @@ def test_a_group_index_out_of_range(tmp_path: Path):
 def test_four_bit_sources_repacked_and_decoded(
     tmp_path: Path, gpu: list[DriverBackend], double_quant: bool
 ):
-    source = write(tmp_path / "source", weights(torch.float16))
-    by_torch(
-        quantize_checkpoint, source, tmp_path / "packed", QuantizeOptions(double_quant=double_quant)
-    )
-    for command, options, name in (
-        (quantize_checkpoint, QuantizeOptions(blocksize=128), "again"),
-        (dequantize_checkpoint, None, "plain"),
-    ):
-        command(tmp_path / "packed", tmp_path / f"bare {name}", options, BARE)
-        by_torch(command, tmp_path / "packed", tmp_path / f"torch {name}", options)
-        same(tmp_path / f"bare {name}", tmp_path / f"torch {name}")
+    source, packed = write(tmp_path / "source", weights(torch.float16)), tmp_path / "packed"
+    by_torch(quantize_checkpoint, source, packed, QuantizeOptions(double_quant=double_quant))
+    both(quantize_checkpoint, packed, QuantizeOptions(blocksize=128))
+    both(dequantize_checkpoint, packed)
     assert len(gpu) == 2
 
 
@@ -411,26 +408,14 @@ def test_casts(
     }
     source, packed = write(tmp_path / "source", tensors, dtype=stored), tmp_path / "packed"
     by_torch(quantize_checkpoint, source, packed, None)
-    for command, origin, options, name in (
-        (quantize_checkpoint, source, QuantizeOptions(dtype=dtype), "quantized"),
-        (
-            quantize_checkpoint,
-            packed,
-            QuantizeOptions(dtype=dtype, blocksize=128, exclude=("*q_proj*",)),
-            "again",
-        ),
-        (dequantize_checkpoint, packed, DequantizeOptions(dtype=dtype), "dequantized"),
-    ):
-        command(origin, tmp_path / f"bare {name}", options, BARE)
-        by_torch(command, origin, tmp_path / f"torch {name}", options)
-        same(tmp_path / f"bare {name}", tmp_path / f"torch {name}")
+    quantized = both(quantize_checkpoint, source, QuantizeOptions(dtype=dtype)).run.out
+    again = QuantizeOptions(dtype=dtype, blocksize=128, exclude=("*q_proj*",))
+    both(quantize_checkpoint, packed, again)
+    both(dequantize_checkpoint, packed, DequantizeOptions(dtype=dtype))
     without_torch(monkeypatch)
-    assert verify_checkpoint(
-        tmp_path / "bare quantized", source, VerifyOptions(exact=True), BARE
-    ).passed
-    quantize_checkpoint(
-        source, tmp_path / "audited", QuantizeOptions(dtype=dtype), replace(BARE, verify=True)
-    )
+    assert verify_checkpoint(Path(quantized), source, VerifyOptions(exact=True), BARE).passed
+    audited = replace(BARE, verify=True)
+    quantize_checkpoint(source, tmp_path / "audited", QuantizeOptions(dtype=dtype), audited)
     assert len(gpu) == 5
 
 
@@ -449,9 +434,7 @@ def test_encoded_tensors_that_are_kept(
     }
     source = write(tmp_path / "source", tensors, description)
     options = QuantizeOptions(dtype=dtype, exclude=("*o_proj*", "*down_proj*"))
-    by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
-    quantize_checkpoint(source, tmp_path / "bare", options, BARE)
-    same(tmp_path / "bare", tmp_path / "torch")
+    both(quantize_checkpoint, source, options)
     without_torch(monkeypatch)
     quantize_checkpoint(source, tmp_path / "audited", options, replace(BARE, verify=True))
     assert len(gpu) == 2
@@ -477,24 +460,19 @@ def test_experts_of_gpt_oss(
     monkeypatch.setattr(
         DriverBuffers, "fetch", lambda *given: (fetched.append(given[1:]), genuine(*given))[1]
     )
-    by_torch(quantize_checkpoint, source, tmp_path / "torch", None)
-    quantize_checkpoint(source, tmp_path / "bare", None, BARE)
-    same(tmp_path / "bare", tmp_path / "torch")
+    both(quantize_checkpoint, source)
     assert any(start for start, *_ in fetched)
     if dtype == torch.float16:  # which cannot hold all that is stored
         tensors[f"{experts}.gate_up_proj_scales"][0, 5, 7] = 150
         lost = write(tmp_path / "lost", tensors, {"quant_method": "mxfp4"}, dtype)
-        with pytest.raises(
-            SourceError, match=r"experts\.gate_up_proj: has values too large for float16"
-        ):
+        refused = r"experts\.gate_up_proj: has values too large for float16"
+        with pytest.raises(SourceError, match=refused):
             quantize_checkpoint(lost, tmp_path / "out", None, BARE)
     with monkeypatch.context() as patch:
         without_torch(patch)
         quantize_checkpoint(source, tmp_path / "audited", None, replace(BARE, verify=True))
     found = compared_alike(source, tmp_path / "audited")
-    assert [found[f"{experts}.{name}"] for name in ("down_proj", "gate_up_proj")] == [
-        "equal in value"
-    ] * 2
+    assert found[f"{experts}.down_proj"] == found[f"{experts}.gate_up_proj"] == "equal in value"
     assert len(gpu) == (5 if dtype == torch.float16 else 4)
 
 
@@ -519,16 +497,11 @@ def test_stacks_of_8_bit_matrices_are_compared(tmp_path: Path, scale: tuple[int,
 )
 def test_values_that_a_cast_makes_infinite(tmp_path: Path, gpu: list[DriverBackend], name: str):
     tensors = weights(torch.float32)
-    tensors["model.layers.0.input_layernorm.weight"] = torch.tensor(
-        [torch.inf, -torch.inf, torch.nan, 65519.0, 6e-8]
-    )
-    source, options = (
-        write(tmp_path / "source", tensors, dtype=torch.float32),
-        QuantizeOptions(dtype="float16"),
-    )
-    quantize_checkpoint(
-        source, tmp_path / "kept", options, BARE
-    )  # what is infinite in the source may stay so
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 65519.0, 6e-8])
+    tensors["model.layers.0.input_layernorm.weight"] = special  # what is infinite may stay so
+    source = write(tmp_path / "source", tensors, dtype=torch.float32)
+    options = QuantizeOptions(dtype="float16")
+    quantize_checkpoint(source, tmp_path / "kept", options, BARE)
     tensors[name].view(-1)[-1] = 65520.0
     save_file(tensors, source / "model.safetensors")
     refusal = (
@@ -556,13 +529,8 @@ def test_decoded_values_too_large_for_the_dtype(tmp_path: Path, stored: torch.dt
     tensors = load_file(packed / "model.safetensors")
     tensors[f"{DOWN}.absmax"][3] = 1e38
     save_file(tensors, packed / "model.safetensors")
-    for engine, command in (
-        ("bare", lambda *given: dequantize_checkpoint(*given, BARE)),
-        (
-            "torch",
-            lambda *given: by_torch(dequantize_checkpoint, *given),
-        ),
-    ):
+    without = lambda *given: dequantize_checkpoint(*given, BARE)  # noqa: E731
+    for engine, command in (("bare", without), ("torch", partial(by_torch, dequantize_checkpoint))):
         command(packed, tmp_path / f"{engine} wide", DequantizeOptions(dtype="float32"))
         refused = pytest.raises(SourceError, match=rf"{DOWN}: .* values are too large for float16")
         with nullcontext() if stored == torch.float16 else refused:
@@ -577,26 +545,13 @@ class Asked:
         self.torch: set[str] = set()
         self.driver: set[str] = set()
         for device, names in ((TorchDevice, self.torch), (DriverDevice, self.driver)):
-            self._watch(monkeypatch, device, names)
+            for method in ("pack", "convert", "subtract"):
+                watched = partial(self._watched, getattr(device, method), names)
+                monkeypatch.setattr(device, method, lambda *given, watched=watched: watched(*given))
 
-    def _watch(self, monkeypatch: pytest.MonkeyPatch, device: Any, names: set[str]) -> None:
-        pack, convert, subtract = device.pack, device.convert, device.subtract
-
-        def packing(mine: Any, pieces: Any, *others: Any) -> Any:
-            names.update(piece.job.name for piece in pieces)
-            return pack(mine, pieces, *others)
-
-        def converting(mine: Any, parts: Any) -> Any:
-            names.update(part.job.name for part in parts)
-            return convert(mine, parts)
-
-        def subtracting(mine: Any, pairs: Any) -> Any:
-            names.update(pair.a.name for pair in pairs)
-            return subtract(mine, pairs)
-
-        monkeypatch.setattr(device, "pack", packing)
-        monkeypatch.setattr(device, "convert", converting)
-        monkeypatch.setattr(device, "subtract", subtracting)
+    def _watched(self, genuine: Any, names: set[str], device: Any, items: Any, *others: Any) -> Any:
+        names.update(item.a.name if hasattr(item, "a") else item.job.name for item in items)
+        return genuine(device, items, *others)
 
 
 MIXED = RunOptions(device="auto", workers=2, buffer_size=2 * PIECE)
@@ -669,12 +624,9 @@ def test_a_weight_that_is_merged_with_an_adapter(
     by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
     with monkeypatch.context() as patch:
         asked = Asked(patch)
-        report = quantize_checkpoint(
-            source, tmp_path / "bare", options, replace(MIXED, verify=True)
-        )
-    assert (tmp_path / "bare/model.safetensors").read_bytes() == (
-        tmp_path / "torch/model.safetensors"
-    ).read_bytes()
+        audited = replace(MIXED, verify=True)
+        report = quantize_checkpoint(source, tmp_path / "bare", options, audited)
+    same_weights(tmp_path / "bare", tmp_path / "torch")
     assert asked.torch == {f"{module}.weight"}
     assert "model.layers.0.mlp.gate_proj.weight" in asked.driver
     assert "1 of 7 tensors took torch (merged with an adapter)" in report.run.notes
@@ -683,28 +635,10 @@ def test_a_weight_that_is_merged_with_an_adapter(
     assert len(gpu) == 1
 
 
-def test_what_importing_torch_took_is_said():
-    program = (
-        "from nf4conv.run.device.on_torch.backend import TorchBackend\n"
-        "backend = TorchBackend('cpu')\n"
-        "assert backend.import_cost is None\n"
-        "assert backend.name == 'cpu'\n"
-        "print(*backend.import_cost)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    )
-    seconds, size = map(float, done.stdout.split())
-    assert seconds > 0.01
-    assert size > 2**24
-    torch_backend = TorchBackend("cpu")
-    torch_backend.import_cost = ImportCost(2.34, 310_200_000)
+def test_why_tensors_took_torch_is_said():
     reasons = dict.fromkeys("abc", "stored transposed") | {"d": "stored in F64"}
-    devices = Devices(torch_backend, SimpleNamespace(), reasons, 300)  # type: ignore[arg-type]
-    assert devices.notes() == (
-        "4 of 300 tensors took torch (stored transposed, stored in F64): "
-        "importing it took 2.3 s and 310 MB",
-    )
+    devices = Devices(TorchBackend("cpu"), SimpleNamespace(), reasons, 300)  # type: ignore[arg-type]
+    assert devices.notes() == ("4 of 300 tensors took torch (stored transposed, stored in F64)",)
 
 
 def test_weights_in_4_bits_among_others(tmp_path: Path, gpu: list[DriverBackend]):
@@ -798,11 +732,10 @@ def test_what_is_right_is_proved(
 ):
     description, parts = KINDS[kind or "fp8 channels"]
     encoded = {f"model.layers.0.mlp.up_proj.{role}": part for role, part in parts(136, 160).items()}
-    source = write(
-        tmp_path / "source",
-        encoded if kind else weights(torch.float16),
-        description if kind else None,
-    )
+    if kind is None:
+        source = write(tmp_path / "source", weights(torch.float16))
+    else:
+        source = write(tmp_path / "source", encoded, description)
     audited = replace(BARE, verify=True)
     by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
     with monkeypatch.context() as patch:
@@ -812,9 +745,7 @@ def test_what_is_right_is_proved(
     assert len(gpu) == 2
     assert found.passed
     assert found.identical
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (
-        tmp_path / "torch/model.safetensors"
-    ).read_bytes()
+    same_weights(tmp_path / "out", tmp_path / "torch")
     other = by_torch(verify_checkpoint, tmp_path / "out", source, VerifyOptions(exact=True))
     same_figures(found, other)
     assert written.verification is not None
@@ -839,13 +770,11 @@ def test_what_is_wrong_is_found_as_by_torch(tmp_path: Path, gpu: list[DriverBack
     damaged = tensors[name].view(-1).view(torch.uint8)
     damaged[damaged.numel() // 2] ^= 1
     save_file(tensors, file)
-    run = RunOptions(device="auto", workers=2, buffer_size=2 * PIECE)
-    found = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), run)
+    exact = VerifyOptions(exact=True)
+    found = verify_checkpoint(tmp_path / "out", source, exact, MIXED)
     assert len(gpu) == 2
     assert not found.passed
-    same_figures(
-        found, by_torch(verify_checkpoint, tmp_path / "out", source, VerifyOptions(exact=True))
-    )
+    same_figures(found, by_torch(verify_checkpoint, tmp_path / "out", source, exact))
 
 
 @pytest.mark.parametrize("suffix", ["", ".absmax"], ids=["codes", "absmax"])
@@ -927,18 +856,10 @@ def test_values_compared(tmp_path: Path, gpu: list[DriverBackend], run: RunOptio
     sides[0]["shape"], sides[1]["shape"] = torch.ones(2, 3), torch.ones(3, 2)
     a, b = (write(tmp_path / name, side) for name, side in zip("ab", sides, strict=True))
     found = compared_alike(a, b, run, both_ways=run is BARE)
-    assert {*found.values()} == {
-        "identical",
-        "equal in value",
-        "different",
-        "alone",
-    }
+    assert {*found.values()} == {"identical", "equal in value", "different", "alone"}
     assert len(gpu) == (2 if run is BARE else 1)
-    assert (
-        found["specials alike.float32.bfloat16"]
-        == found["empty.float32.float16"]
-        == "equal in value"
-    )
+    assert found["specials alike.float32.bfloat16"] == "equal in value"
+    assert found["empty.float32.float16"] == "equal in value"
 
 
 def test_packed_integers_compared(tmp_path: Path, gpu: list[DriverBackend]):
@@ -990,25 +911,19 @@ def test_packed_values_compared(tmp_path: Path, gpu: list[DriverBackend], option
 def test_torch_compares_only_what_takes_it(
     tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
 ):
-    name, run = (
-        "h.0.attn.c_attn.weight",
-        RunOptions(device="auto", workers=2, buffer_size=2 * PIECE),
-    )
+    name = "h.0.attn.c_attn.weight"
     tensors = {name: torch.randn(64, 192, generator=GENERATOR).half(), "bias": torch.ones(7)}
     numbers = {"numbers": torch.arange(10), "double": torch.linspace(0, 1, 9).double()}
     source = write(tmp_path / "source", tensors | numbers)
-    config = json.loads((source / "config.json").read_text()) | {
-        "architectures": ["GPT2LMHeadModel"]
-    }
-    (source / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    in_family(source, "GPT2LMHeadModel", "gpt2")
     by_torch(quantize_checkpoint, source, tmp_path / "packed", None)
     changed = {name: values + 1 for name, values in numbers.items()}
     other = write(tmp_path / "other", tensors | changed | {"bias": torch.ones(7).half()})
-    assert compared_alike(source, tmp_path / "packed", run, with_torch=True)[name] == "different"
-    assert compared_alike(source, other, run, with_torch=True)["bias"] == "equal in value"
+    assert compared_alike(source, tmp_path / "packed", MIXED, with_torch=True)[name] == "different"
+    assert compared_alike(source, other, MIXED, with_torch=True)["bias"] == "equal in value"
     with monkeypatch.context() as patch:
         asked = Asked(patch)
-        compared(source, other, run)
+        compared(source, other, MIXED)
     assert asked.torch == {"double", "numbers"}
     assert asked.driver == {"bias"}
     assert gpu

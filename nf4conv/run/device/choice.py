@@ -76,11 +76,7 @@ class Devices:
             return ()
         counted = Counter(self._reasons.values())
         why = ", ".join(reason for reason, _ in counted.most_common(3))
-        text = f"{len(self._reasons):,} of {self._number:,} tensors took torch ({why})"
-        cost = self.torch.import_cost
-        if cost is not None:
-            text += f": importing it took {cost.seconds:.1f} s and {cost.bytes / 1e6:.0f} MB"
-        return (text,)
+        return (f"{len(self._reasons):,} of {self._number:,} tensors took torch ({why})",)
 
 
 def open_devices(

@@ -32,52 +32,36 @@ class CudaOutOfMemoryError(CudaError):
     """The device, or what the host may pin, is full."""
 
 
+_ADDRESS: Final = ctypes.c_uint64  # on the device
+_POINTER: Final = ctypes.c_void_p  # on the host, or a handle
+_SIZE: Final = ctypes.c_size_t
+_ARGUMENTS: Final = {
+    "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuLaunchKernel": (_POINTER, *[ctypes.c_uint] * 7, *[_POINTER] * 3),
+    "cuMemcpyHtoDAsync_v2": (_ADDRESS, _POINTER, _SIZE, _POINTER),
+    "cuMemcpyDtoHAsync_v2": (_POINTER, _ADDRESS, _SIZE, _POINTER),
+    "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, _SIZE, _POINTER),
+    "cuMemAlloc_v2": (ctypes.POINTER(_ADDRESS), _SIZE),
+    "cuMemHostAlloc": (ctypes.POINTER(_POINTER), _SIZE, ctypes.c_uint),
+    "cuMemFreeHost": (_POINTER,),
+    "cuModuleLoadData": (ctypes.POINTER(_POINTER), ctypes.c_char_p),
+    "cuModuleGetFunction": (ctypes.POINTER(_POINTER), _POINTER, ctypes.c_char_p),
+    "cuFuncSetAttribute": (_POINTER, ctypes.c_int, ctypes.c_int),
+    "cuStreamCreate": (ctypes.POINTER(_POINTER), ctypes.c_uint),
+    "cuStreamSynchronize": (_POINTER,),
+    "cuStreamDestroy_v2": (_POINTER,),
+    "cuCtxSetCurrent": (_POINTER,),
+}
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     try:
         library = cuda_driver()
     except OSError as error:
         raise CudaError("no NVIDIA driver on this machine") from error
-    library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
-    library.cuLaunchKernel.argtypes = [
-        ctypes.c_void_p,
-        *[ctypes.c_uint] * 7,
-        *[ctypes.c_void_p] * 3,
-    ]
-    library.cuMemcpyHtoDAsync_v2.argtypes = [
-        ctypes.c_uint64,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ]
-    library.cuMemcpyDtoHAsync_v2.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_uint64,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ]
-    library.cuMemsetD8Async.argtypes = [
-        ctypes.c_uint64,
-        ctypes.c_ubyte,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ]
-    library.cuMemAlloc_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t]
-    library.cuMemHostAlloc.argtypes = [
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.c_size_t,
-        ctypes.c_uint,
-    ]
-    library.cuModuleLoadData.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p]
-    library.cuModuleGetFunction.argtypes = [
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-    ]
-    library.cuFuncSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    library.cuStreamCreate.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint]
-    for name in ("cuMemFreeHost", "cuStreamSynchronize", "cuStreamDestroy_v2", "cuCtxSetCurrent"):
-        getattr(library, name).argtypes = [ctypes.c_void_p]
+    for name, types in _ARGUMENTS.items():
+        getattr(library, name).argtypes = types
     return library
 
 

@@ -58,8 +58,7 @@ def _decoding_purpose(tensor: TensorInfo, tag: str) -> Purpose | None:
     kernel = tensor.encoding.kernel(tensor)
     if kernel is None:
         return None
-    of_4_bits = isinstance(tensor.encoding, Bitsandbytes4bit)
-    return Purpose(kernel.maker, (DTYPE_NAMES[tag] if of_4_bits else tag, *kernel.details))
+    return Purpose(kernel.maker, (tag, *kernel.details))
 
 
 def add_tensor(batch: BatchInput, tensor: TensorInfo) -> Places:

@@ -8,10 +8,10 @@ those that are stored. Everything comes down in one copy.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
@@ -37,62 +37,68 @@ _MEAN_ROOM: Final = 4 * 2**16
 """Bytes that the mean of a long vector needs for the sums of its parts."""
 
 
-class _OutputLayout:
-    """Divides a thread's output among the results of weights; the head is before them.
+class _Region(NamedTuple):
+    """A part of a thread's output, divided among weights; in bytes."""
 
-    packed codes, sums of errors, codes of absmax, nested_absmax, offsets | absmax, part sums
-    packed codes, sums of errors, absmax (without double quantization)
+    start: int
+    starts: Sequence[int]  # of each weight in the region, and where it ends
 
-    What is before the bar comes down to the host. Each region begins at a byte, and each weight in
-    it at one of the `starts`, the last of which is where the region ends; those of codes,
-    nested_absmax and absmax are counted in values.
+    def addresses(self, base: int) -> list[int]:
+        """Returns where each weight is on the GPU, given where the output is."""
+        return [base + self.start + start for start in self.starts[:-1]]
+
+    def of(self, view: memoryview) -> memoryview:
+        """Returns what has come down to the host."""
+        return view[self.start : self.start + self.starts[-1]]
+
+
+class _Layout:
+    """Divides a thread's output; the head is before all regions."""
+
+    def __init__(self) -> None:
+        self.size = HEAD
+
+    def add(self, sizes: Iterable[int]) -> _Region:
+        """Adds a region, given the bytes of each weight."""
+        region = _Region(self.size, starts(sizes))
+        size = region.starts[-1]
+        self.size += size + -size % 256
+        return region
+
+
+class _ScalesOut:
+    """The regions of what becomes of the absmax of weights.
+
+    With double quantization these are 8-bit codes, nested_absmax and offsets; absmax that are not
+    gathered elsewhere, and what means need, stay on the GPU behind them.
     """
 
-    def __init__(self, sizes: Sequence[int], blocksize: int) -> None:
-        self.size = HEAD  # bytes that are used so far
-        self.visible = HEAD  # how many of them come down to the host
-        self.sizes = sizes
-        self.blocks = [block_count(size, blocksize) for size in sizes]
-        nested_blocks = [block_count(count, NESTED_BLOCKSIZE) for count in self.blocks]
-        self.packed_starts = starts(-(-size // 2) for size in sizes)
-        self.codes_starts = starts(self.blocks)
-        self.nested_starts = starts(nested_blocks)
-        self.absmax_starts = self.codes_starts
-        self.sums_starts: list[int] = []
-
-    def add_codes(self) -> None:
-        """Makes room for packed codes."""
-        self.packed = self._take(self.packed_starts[-1])
-        self.visible = self.size
-
-    def add_sums(self, tile: int) -> None:
-        """Makes room for the sums of programs that each look at so many elements."""
-        programs = [-(-size // tile) for size in self.sizes]
-        self.sums_starts = starts(_SUMS * count for count in programs)
-        self.sums = self._take(self.sums_starts[-1])
-        self.visible = self.size
-
-    def add_scales(self, double_quant: bool, *, is_gathered: bool = False) -> None:
-        """Makes room for all that becomes of the absmax, and for itself unless it is elsewhere."""
+    def __init__(
+        self, layout: _Layout, blocks: Sequence[int], double_quant: bool, is_gathered: bool = False
+    ) -> None:
+        self.blocks = blocks
+        self.is_nested = double_quant
         if not double_quant:
-            self.absmax = self._take(4 * self.absmax_starts[-1])
-            self.visible = self.size
+            self.absmax = layout.add(4 * count for count in blocks)
+            self.visible = layout.size  # bytes of the output that come down to the host
             return
-        self.codes = self._take(self.codes_starts[-1])
-        self.nested_absmax = self._take(4 * self.nested_starts[-1])
-        self.offsets = self._take(4 * len(self.blocks))
-        self.visible = self.size
+        self.codes = layout.add(blocks)
+        self.nested_absmax = layout.add(
+            4 * block_count(count, NESTED_BLOCKSIZE) for count in blocks
+        )
+        self.offsets = layout.add(4 for _ in blocks)
+        self.visible = layout.size
         if not is_gathered:
             # torch's mean begins at a multiple of 16 bytes
-            rooms = [count + -count % 4 for count in self.blocks]
-            self.absmax_starts = starts(rooms)
-            self.absmax = self._take(4 * self.absmax_starts[-1])
-        self.scratch = self._take(_MEAN_ROOM)
+            self.absmax = layout.add(4 * (count + -count % 4) for count in blocks)
+        self.scratch = layout.add([_MEAN_ROOM])
 
-    def _take(self, size: int) -> int:
-        start = self.size
-        self.size += size + -size % 256
-        return start
+    def fetched(self, view: memoryview) -> Scales:
+        """Returns the scales that have come down to the host."""
+        if not self.is_nested:
+            return Scales(self.absmax.of(view), None, None)
+        offsets = self.offsets.of(view).cast("f").tolist()
+        return Scales(self.codes.of(view), self.nested_absmax.of(view), offsets)
 
 
 @dataclass(frozen=True)
@@ -114,28 +120,27 @@ class _Measurement:
     def __init__(
         self,
         batch: BatchInput,
+        layout: _Layout,
         pieces: Sequence[WeightPiece],
         format: Format,
         stored: Sequence[Bitsandbytes4bit],
     ) -> None:
         self._batch = batch
         self._kernels = batch.buffers.gpu.kernels[measuring_purpose(format)]
-        self.tile = self._kernels.numbers["tile"]  # elements that a program looks at
+        self._tile = self._kernels.numbers["tile"]  # elements that a program looks at
         self._scales = []
         for weight, piece in zip(stored, pieces, strict=True):
             self._scales.append(_add_scales(batch, weight, piece))
+        self._sums = layout.add(_SUMS * -(-piece.elements // self._tile) for piece in pieces)
 
-    def launches(self, out: _OutputLayout, rows: Sequence[Row]) -> list[Launch]:
+    def launches(self, rows: Sequence[Row]) -> list[Launch]:
         """Returns the launches that measure; rows are those of the weights that are packed."""
-        base = self._batch.buffers.output.address + out.sums
-        launches = []
-        for row, scales, place in zip(rows, self._scales, out.sums_starts, strict=False):
-            launches.append(self._launch(row, scales, base + place))
-        return launches
+        places = self._sums.addresses(self._batch.buffers.output.address)
+        return [self._launch(*each) for each in zip(rows, self._scales, places, strict=True)]
 
     def _launch(self, row: Row, scales: _StoredScales, sums: int) -> Launch:
         tables = self._kernels.tables
-        programs = -(-row.elements // self.tile)
+        programs = -(-row.elements // self._tile)
         nested_offset = self._batch.put(scales.nested_offset, scales.offset)
         nested_absmax = nested_offset  # which is not read without double quantization
         if scales.nested_absmax is not None:
@@ -157,12 +162,10 @@ class _Measurement:
         )
         return Launch(self._kernels.functions["compare"], programs, arguments)
 
-    def errors(self, view: memoryview, out: _OutputLayout) -> list[Errors]:
+    def errors(self, view: memoryview) -> list[Errors]:
         """Returns what has been measured of each weight."""
-        found = []
-        for start, stop in pairwise(out.sums_starts):
-            found.append(_errors_of(view[out.sums + start : out.sums + stop]))
-        return found
+        sums = self._sums.of(view)
+        return [_errors_of(sums[start:stop]) for start, stop in pairwise(self._sums.starts)]
 
 
 def _add_scales(batch: BatchInput, weight: Bitsandbytes4bit, piece: WeightPiece) -> _StoredScales:
@@ -202,54 +205,53 @@ def pack(
 ) -> Packed:
     """Packs weights, or a piece of a large one, as device/protocol.py says."""
     batch = BatchInput(buffers)
-    measurement = _Measurement(batch, pieces, format, stored) if stored else None
-    out = _OutputLayout([piece.elements for piece in pieces], format.blocksize)
-    out.add_codes()
-    if measurement is not None:
-        out.add_sums(measurement.tile)
+    layout = _Layout()
+    codes = layout.add(-(-piece.elements // 2) for piece in pieces)
+    measurement = _Measurement(batch, layout, pieces, format, stored) if stored else None
+    visible = layout.size
+    scales = None
     if gathered is None:
-        out.add_scales(format.double_quant)
-    buffers.reserve(result=out.size)
+        blocks = [block_count(piece.elements, format.blocksize) for piece in pieces]
+        scales = _ScalesOut(layout, blocks, format.double_quant)
+        visible = scales.visible
+    buffers.reserve(result=layout.size)
     tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
     loaded = load(batch, tensors, packing_steps(pieces[0].job.source, format))
     kernels = buffers.gpu.kernels[packing_purpose(format)]
-    addresses = loaded.addresses
+    weights = loaded.addresses
     launches = loaded.launches
     with buffers.timed(Activity.COMPUTE):
-        first_block = pieces[0].start // format.blocksize
-        absmax = _absmax_addresses(buffers, out, first_block, gathered)
-        rows = _packing_rows(buffers, out, addresses, absmax)
-        first = addresses[0]
-        end = addresses[-1]
-        launches.append(_look_for_non_finite(buffers, kernels, first, end))
+        base = buffers.output.address
+        if scales is not None:
+            absmax = scales.absmax.addresses(base)
+        else:
+            assert gathered is not None
+            absmax = [_place_in(gathered, pieces[0].start // format.blocksize, buffers)]
+        rows = []
+        for number, place in enumerate(codes.addresses(base)):
+            elements = pieces[number].elements
+            rows.append(Row(weights[number], place, absmax[number], elements))
+        launches.append(_look_for_non_finite(buffers, kernels, weights[0], weights[-1]))
         launches += _quantize(batch, kernels, rows)
-        if gathered is None and format.double_quant:
-            launches += _compress(batch, kernels, out, absmax)
+        if scales is not None and scales.is_nested:
+            launches += _compress(batch, kernels, scales, absmax)
         if measurement is not None:
-            launches += measurement.launches(out, rows)
-        buffers.execute(batch.stop, launches, out.visible)
-    _check_finite(buffers, kernels, pieces, addresses)
+            launches += measurement.launches(rows)
+        buffers.execute(batch.stop, launches, visible)
+    _check_finite(buffers, kernels, pieces, weights)
     view = buffers.result.view
-    codes = _region(view, out.packed, out.packed_starts[-1])
-    scales = None
-    if gathered is None:
-        scales = _scales(view, out, format)
-    errors = []
-    if measurement is not None:
-        errors = measurement.errors(view, out)
-    return Packed(codes, scales, errors)
+    return Packed(
+        codes.of(view),
+        None if scales is None else scales.fetched(view),
+        [] if measurement is None else measurement.errors(view),
+    )
 
 
-def _packing_rows(
-    buffers: DriverBuffers, out: _OutputLayout, weights: Sequence[int], absmax: Sequence[int]
-) -> list[Row]:
-    """Returns the row of each weight, given the addresses of the weights and of their absmax."""
-    codes = buffers.output.address + out.packed
-    rows = []
-    for number, elements in enumerate(out.sizes):
-        address = codes + out.packed_starts[number]
-        rows.append(Row(weights[number], address, absmax[number], elements))
-    return rows
+def _place_in(gathered: Gathered, first_block: int, buffers: DriverBuffers) -> int:
+    """Returns where a piece of a large weight writes its absmax, from some block on."""
+    whole = gathered.memory(lambda blocks: buffers.gpu.allocate(4 * blocks))
+    address: int = whole.address + 4 * first_block
+    return address
 
 
 def compress(buffers: DriverBuffers, gathered: Gathered, format: Format) -> Scales:
@@ -257,30 +259,17 @@ def compress(buffers: DriverBuffers, gathered: Gathered, format: Format) -> Scal
     memory = gathered.take()
     with buffers.timed(Activity.COMPUTE):
         batch = BatchInput(buffers)
-        out = _OutputLayout([gathered.blocks * format.blocksize], format.blocksize)
-        out.add_scales(format.double_quant, is_gathered=True)
-        buffers.reserve(result=out.size)
-        if format.double_quant:
+        layout = _Layout()
+        scales = _ScalesOut(layout, [gathered.blocks], format.double_quant, is_gathered=True)
+        buffers.reserve(result=layout.size)
+        if scales.is_nested:
             kernels = buffers.gpu.kernels[packing_purpose(format)]
-            launches = _compress(batch, kernels, out, [memory.address])
-            buffers.execute(batch.stop, launches, out.visible)
+            launches = _compress(batch, kernels, scales, [memory.address])
+            buffers.execute(batch.stop, launches, scales.visible)
         else:
-            buffers.fetch(out.absmax, memory.address, 4 * out.blocks[0])
+            buffers.fetch(scales.absmax.start, memory.address, 4 * gathered.blocks)
     buffers.gpu.give_back(memory)
-    return _scales(buffers.result.view, out, format)
-
-
-def _absmax_addresses(
-    buffers: DriverBuffers, out: _OutputLayout, first_block: int, gathered: Gathered | None
-) -> list[int]:
-    """Returns where the absmax of each weight is written, or of a piece from some block on."""
-    if gathered is None:
-        base = buffers.output.address + out.absmax
-        starts = out.absmax_starts[:-1]
-        return [base + 4 * start for start in starts]
-    whole = gathered.memory(lambda blocks: buffers.gpu.allocate(4 * blocks))
-    place = whole.address + 4 * first_block
-    return [place]
+    return scales.fetched(buffers.result.view)
 
 
 def _look_for_non_finite(
@@ -331,24 +320,23 @@ def _quantize(batch: BatchInput, kernels: Kernels[int], rows: Sequence[Row]) -> 
 
 
 def _compress(
-    batch: BatchInput, kernels: Kernels[int], out: _OutputLayout, absmax: Sequence[int]
+    batch: BatchInput, kernels: Kernels[int], out: _ScalesOut, absmax: Sequence[int]
 ) -> list[Launch]:
     """Returns the launches that quantize the absmax of weights, given their addresses."""
     base = batch.buffers.output.address
+    means = base + out.offsets.start
     launches = _average(batch, kernels, out, absmax)
-    rows = []
-    for number, blocks in enumerate(out.blocks):
-        codes = base + out.codes + out.codes_starts[number]
-        nested_absmax = base + out.nested_absmax + 4 * out.nested_starts[number]
-        rows.append(Row(absmax[number], codes, nested_absmax, blocks))
+    codes = out.codes.addresses(base)
+    nested_absmax = out.nested_absmax.addresses(base)
+    rows = [Row(*row) for row in zip(absmax, codes, nested_absmax, out.blocks, strict=True)]
     table = batch.tiled_table(rows, kernels.numbers["nested_tile"])
-    arguments = (table.address, base + out.offsets, kernels.tables["middles"], len(rows))
+    arguments = (table.address, means, kernels.tables["middles"], len(rows))
     launches.append(Launch(kernels.functions["compress"], table.tiles, arguments))
     return launches
 
 
 def _average(
-    batch: BatchInput, kernels: Kernels[int], out: _OutputLayout, absmax: Sequence[int]
+    batch: BatchInput, kernels: Kernels[int], out: _ScalesOut, absmax: Sequence[int]
 ) -> list[Launch]:
     """Returns the launches that take the mean of each weight's absmax.
 
@@ -356,13 +344,12 @@ def _average(
     """
     functions = kernels.functions
     base = batch.buffers.output.address
-    means = base + out.offsets
-    scratch = base + out.scratch
+    means = base + out.offsets.start
+    scratch = base + out.scratch.start
     counts = out.blocks
     threads_of_each = [threads(count) for count in counts]
     table = batch.table([absmax, counts, threads_of_each])
-    arguments = (table, means, len(counts))
-    launches = [Launch(functions["mean"], len(counts), arguments)]
+    launches = [Launch(functions["mean"], len(counts), (table, means, len(counts)))]
     for number, count in enumerate(counts):
         if count <= TORCH_BLOCK:
             continue
@@ -372,18 +359,3 @@ def _average(
         launches.append(Launch(functions["mean_part"], blocks, part))
         launches.append(Launch(functions["mean_total"], 1, total))
     return launches
-
-
-def _scales(view: memoryview, out: _OutputLayout, format: Format) -> Scales:
-    """Returns the scales that have come down to the host."""
-    if not format.double_quant:
-        absmax = _region(view, out.absmax, 4 * out.absmax_starts[-1])
-        return Scales(absmax, None, None)
-    codes = _region(view, out.codes, out.codes_starts[-1])
-    nested_absmax = _region(view, out.nested_absmax, 4 * out.nested_starts[-1])
-    offsets = _region(view, out.offsets, 4 * len(out.blocks))
-    return Scales(codes, nested_absmax, offsets.cast("f").tolist())
-
-
-def _region(view: memoryview, start: int, size: int) -> memoryview:
-    return view[start : start + size]

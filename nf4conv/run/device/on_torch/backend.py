@@ -1,19 +1,17 @@
 """torch on one device, as all threads of a run share it. Imports torch once it is needed."""
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.run.pieces import aligned
 from nf4conv.run.worker import Worker
 from nf4conv.sources.foreign.bitsandbytes import packed_in_order
-from nf4conv.system.machine import resident
 
 if TYPE_CHECKING:  # importing torch takes seconds
     import torch
@@ -22,13 +20,6 @@ if TYPE_CHECKING:  # importing torch takes seconds
     from nf4conv.run.device.on_torch.device import TorchDevice
 
 _log: Final = logging.getLogger(__name__)
-
-
-class ImportCost(NamedTuple):
-    """Says what importing torch took."""
-
-    seconds: float
-    bytes: int  # of host memory
 
 
 class TorchBackend:
@@ -41,7 +32,6 @@ class TorchBackend:
         self._found: torch.device | None = None
         self._finding = threading.Lock()
         self._shared: SharedTensors | None = None
-        self.import_cost: ImportCost | None = None  # None if this backend did not import it
 
     @property
     def torch_device(self) -> "torch.device":
@@ -52,17 +42,12 @@ class TorchBackend:
             return self._found
 
     def _import_and_find(self) -> "torch.device":
-        is_new = "torch" not in sys.modules
         started = time.perf_counter()
-        before = resident()
         from nf4conv.run.device.on_torch.device import find_device  # importing torch takes seconds
 
-        if is_new:
-            seconds = time.perf_counter() - started
-            self.import_cost = ImportCost(seconds, max(resident() - before, 0))
-            _log.info("imported torch in %.1f s", seconds)
+        imported = time.perf_counter() - started
         found = find_device(self._wanted)
-        _log.info("torch computes on %s", found)
+        _log.info("torch computes on %s, imported in %.1f s", found, imported)
         return found
 
     @property
