@@ -293,7 +293,7 @@ def read_weight(
     if fields is None:
         return None, faults
     weight = described_weight(values, components, fields, scales)
-    faults += [*_codes_faults(weight), *_component_faults(weight)]
+    faults += [*_codes_faults(weight), *_component_faults(weight, components)]
     if any(fault.severity is Severity.FATAL for fault in faults):
         return None, faults
     return weight, faults
@@ -400,12 +400,13 @@ def _codes_faults(weight: Bitsandbytes4bit) -> Iterator[WeightFault]:
         yield WeightFault("layout", values, text, Severity.FATAL)
 
 
-def _component_faults(weight: Bitsandbytes4bit) -> Iterator[WeightFault]:
+def _component_faults(
+    weight: Bitsandbytes4bit, components: Mapping[str, TensorInfo]
+) -> Iterator[WeightFault]:
     """Yields components whose dtype or shape is not the one that the weight requires."""
-    parts = dict(weight.parts)
     # the first component is the codes, the last the quant state
     for expected in layout.components(weight.format, weight.shape)[1:-1]:
-        part = parts.get(expected.suffix)
+        part = components.get(expected.suffix)
         if part is None or (part.dtype == expected.dtype and part.shape == expected.shape):
             continue
         wanted = f"{expected.dtype} {list(expected.shape)}"
@@ -430,10 +431,12 @@ def _map_faults(
     if part is None or part.dtype != "F32" or part.elements != len(values):
         return
     stored = struct.unpack(f"<{len(values)}f", read(part))
+    if stored == tuple(values):
+        return
     wrong = [place for place, value in enumerate(values) if stored[place] != value]
     is_nested = values is DYNAMIC_MAP
     far = _distance(stored, values)
-    if not wrong or (is_nested and far <= _NEARLY_EQUAL):
+    if is_nested and far <= _NEARLY_EQUAL:
         return
     severity = Severity.LASTING
     text = f"value {wrong[0]} is not that of {name}"
