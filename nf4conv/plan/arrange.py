@@ -161,10 +161,17 @@ def _header_size(job: Job) -> int:
 
 
 def _place(name: str, content: _Content) -> Shard:
-    """Gives every tensor of a shard its offset."""
+    position = place(content.jobs)
+    packed = [job for job in content.jobs if isinstance(job, PackJob)]
+    blobs_size = sum(job.footprint.sizes[-1] for job in packed)
+    return Shard(name, tuple(content.jobs), _padded_header(content), position, blobs_size)
+
+
+def place(jobs: Sequence[Job]) -> int:
+    """Gives every tensor of a shard its offset, and returns the bytes of all but JSON blobs."""
     copies: defaultdict[Kind, list[CopyJob]] = defaultdict(list)
     packed: list[PackJob] = []
-    for job in content.jobs:
+    for job in jobs:
         if isinstance(job, CopyJob):
             copies[Kind(-ALIGNMENTS[job.dtype], "copy", 0)].append(job)
         else:
@@ -183,8 +190,7 @@ def _place(name: str, content: _Content) -> Shard:
             for job in packed:
                 job.offsets[kind.component] = position
                 position += job.footprint.sizes[kind.component]
-    blobs_size = sum(job.footprint.sizes[-1] for job in packed)
-    return Shard(name, tuple(content.jobs), _padded_header(content), position, blobs_size)
+    return position
 
 
 def _padded_header(content: _Content) -> int:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, TypeAlias
@@ -73,11 +74,8 @@ class Pipeline:
         piece in hand. However the call ends, no worker is left. The caller closes the reader, which
         local files do not need.
         """
-        if reader is not None:
-            self._run(tasks, reader)
-            return
-        with Reader() as local_files:
-            self._run(tasks, local_files)
+        with nullcontext(reader) if reader is not None else Reader() as opened:
+            self._run(tasks, opened)
 
     def _run(self, tasks: Iterable[Task], reader: Reader) -> None:
         """Does all tasks; raises what one of them raises, when all threads have stopped."""

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Final
 
@@ -16,7 +17,7 @@ from nf4conv.run.comparing import compare
 from nf4conv.run.device.choice import open_devices
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline, open_reader
-from nf4conv.run.tasks.prove import CheckpointProof
+from nf4conv.run.tasks.prove import checkpoint_proof, is_kept, prove_kept_weight
 from nf4conv.run.tasks.scan import count_values
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
@@ -57,15 +58,21 @@ def _prove(
     reader: Reader,
 ) -> Measured:
     """Makes once more what the pairs say, and diagnoses what does not come out the same."""
-    proof = CheckpointProof(pairs, reader, progress)
+    proof = checkpoint_proof(pairs, reader, progress)
+    kept = [(WeightResult(weight), job) for weight, job in pairs.weights if is_kept(weight, job)]
     devices = open_devices(lambda: proof.jobs, proof.format, run, is_measured=True)
     started = time.perf_counter()
-    proved: Mapping[str, WeightResult] = {}
+    proved: dict[str, WeightResult] = {}
     same: set[str] = set()
     if pairs.weights or pairs.copies:
         pipeline = make_pipeline(devices.backends, run, progress)
-        pipeline.run(proof.tasks(devices, pipeline.piece), reader)
+        piece = pipeline.piece
+        of_kept = [partial(prove_kept_weight, result, job, piece) for result, job in kept]
+        pipeline.run(chain(proof.tasks(devices, piece), of_kept), reader)
         proved = proof.proved()
+        for result, job in kept:
+            if result.scales is not None:
+                proved[job.name] = result
         same = proof.same_copies()
         for result in proved.values():  # whose scales need not be looked at on their own
             progress(result.weight.nbytes - result.weight.values.nbytes)

@@ -32,7 +32,7 @@ from nf4conv.plan.rows import Errors
 from nf4conv.report.measured import CopyResult, ScaleErrors, WeightResult
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice, device_of, difference
-from nf4conv.run.device.on_torch.packing import part_of, piece_errors, read_weights
+from nf4conv.run.device.on_torch.packing import piece_errors, read_weights, room_for_absmax
 from nf4conv.run.device.on_torch.reading import (
     TORCH_DTYPES,
     read_values,
@@ -130,8 +130,7 @@ def _compare_weight(
     [weight], raws = read_weights(device, [piece], DTYPES[stored.format.dtype], _ranges(parts))
     packed, state = _stored_piece(stored, parts, raws)
     with device.timed(Activity.COMPUTE):
-        last_block = block_count(stop, blocksize)
-        absmax = part_of(gathered, piece.start // blocksize, last_block, device.torch_device)
+        absmax = room_for_absmax(piece, blocksize, gathered, weight.device)
         if stored.format.scales == "calibrated":
             errors = _compare_calibrated(weight, packed, state)
         else:

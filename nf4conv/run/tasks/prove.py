@@ -12,7 +12,7 @@ from typing import Final
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.format.layout import Format
-from nf4conv.plan.arrange import arrange
+from nf4conv.plan.arrange import place
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.plan.rows import Errors
 from nf4conv.report.measured import (
@@ -129,72 +129,36 @@ class Proof:
         return {job.name for job in self.jobs if isinstance(job, CopyJob)} - self.unlike
 
 
-class CheckpointProof:
-    """The proof of a whole checkpoint, and of weights that its source has in the same format.
+def checkpoint_proof(pairs: Pairs, reader: Reader, advance: Callable[[int], None]) -> Proof:
+    """Returns the proof of a checkpoint; `advance` is told how many stored bytes have been read.
 
-    Left out are weights that are not laid out as bitsandbytes would store them, those that are
-    calibrated, as no second rounding gives the same bytes without the text, and all that would have
-    to be packed if they are in several formats.
+    Left out are weights that its source has in the same format, those that are not laid out as
+    bitsandbytes would store them, those that are calibrated, as no second rounding gives the same
+    bytes without the text, and all that would have to be packed if they are in several formats.
     """
-
-    def __init__(self, pairs: Pairs, reader: Reader, advance: Callable[[int], None]) -> None:
-        """`advance` is told how many stored bytes have been read."""
-        self._kept: list[tuple[WeightResult, PackJob]] = []
+    packed = []
+    for weight, job in pairs.weights:
+        is_calibrated = weight.format.scales == "calibrated"
+        if not (is_kept(weight, job) or is_calibrated) and _is_laid_out_alike(weight, job):
+            packed.append((weight, job))
+    formats = {weight.format for weight, _ in packed}
+    if len(formats) > 1:
         packed = []
-        for pair in pairs.weights:
-            if _is_kept(pair.weight, pair.job):
-                self._kept.append((WeightResult(pair.weight), pair.job))
-            elif pair.weight.format.scales != "calibrated" and _is_laid_out_alike(*pair):
-                packed.append(pair)
-        formats = {pair.weight.format for pair in packed}
-        if len(formats) > 1:
-            packed = []
-        self.format = packed[0].weight.format if packed else _ANY_FORMAT
-        weights = {pair.weight.values.name: pair.weight for pair in packed}
-        copies = {pair.tensor.name: pair.tensor for pair in pairs.copies}
-        jobs: list[Job] = [pair.job for pair in packed]
-        jobs += [CopyJob(pair.original, pair.tensor.dtype, "") for pair in pairs.copies]
-        self._proofs = []
-        for shard in arrange([[job] for job in jobs], self.format, max_shard_size=2**62).shards:
-            places: dict[int, TensorInfo] = {}
-            for job in shard.jobs:
-                if isinstance(job, CopyJob):
-                    places[job.offset] = copies[job.name]
-                else:
-                    parts = _parts(weights[job.name], job)
-                    places.update(zip(job.offsets, parts, strict=True))
-            places = {offset: part for offset, part in places.items() if part.nbytes}
-            stored = StoredBytes(reader, places, advance)
-            self._proofs.append(Proof(self.format, shard.jobs, stored, weights))
-
-    @property
-    def jobs(self) -> list[Job]:
-        """What is packed or converted once more."""
-        return [job for proof in self._proofs for job in proof.jobs]
-
-    def tasks(self, devices: Devices, piece: int) -> Iterator[Task]:
-        """Yields what compares everything, in pieces of so many bytes."""
-        for proof in self._proofs:
-            yield from proof.tasks(devices, piece)
-        for result, job in self._kept:
-            yield partial(prove_kept_weight, result, job, piece)
-
-    def proved(self) -> dict[str, WeightResult]:
-        """Returns the weights that are right, by name."""
-        found = {}
-        for proof in self._proofs:
-            found.update(proof.proved())
-        for result, _ in self._kept:
-            if result.scales is not None:
-                found[result.weight.values.name] = result
-        return found
-
-    def same_copies(self) -> set[str]:
-        """Returns the names of kept tensors that came out as they are stored."""
-        return {name for proof in self._proofs for name in proof.same_copies()}
+    copies = [CopyJob(original, tensor.dtype, "") for tensor, original in pairs.copies]
+    jobs: list[Job] = [*(job for _, job in packed), *copies]
+    place(jobs)
+    stored: dict[int, TensorInfo] = {}
+    for weight, job in packed:
+        stored.update(zip(job.offsets, _parts(weight, job), strict=True))
+    for copy, (tensor, _) in zip(copies, pairs.copies, strict=True):
+        stored[copy.offset] = tensor
+    stored = {offset: part for offset, part in stored.items() if part.nbytes}
+    format = packed[0][0].format if packed else _ANY_FORMAT
+    weights = {job.name: weight for weight, job in packed}
+    return Proof(format, jobs, StoredBytes(reader, stored, advance), weights)
 
 
-def _is_kept(weight: Bitsandbytes4bit, job: PackJob) -> bool:
+def is_kept(weight: Bitsandbytes4bit, job: PackJob) -> bool:
     """Returns True if the source has a weight in the format that it is stored in."""
     encoding = job.source.encoding
     if not isinstance(encoding, Bitsandbytes4bit):

@@ -37,7 +37,7 @@ def pack(
         codes = []
         all_absmax = []
         for piece, weight in zip(pieces, weights, strict=True):
-            absmax = _room_for_absmax(device, piece, format, gathered)
+            absmax = room_for_absmax(piece, format.blocksize, gathered, weight.device)
             packed = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device=weight.device)
             encode = encoder(weight.device, format.scales)
             encode(weight, packed, absmax, format.quant_type, format.blocksize)
@@ -96,25 +96,20 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(tensors))
 
 
-def _room_for_absmax(
-    device: TorchBuffers, piece: WeightPiece, format: Format, gathered: Gathered | None
+def room_for_absmax(
+    piece: WeightPiece, blocksize: int, gathered: Gathered | None, device: torch.device
 ) -> torch.Tensor:
-    """Returns where the absmax of a piece is written: [blocks] float32."""
+    """Returns where the absmax of a whole weight is written, or of a piece of one: float32."""
+    first = piece.start // blocksize
+    last = block_count(piece.start + piece.elements, blocksize)
+
+    def allocate(blocks: int) -> torch.Tensor:
+        return torch.empty(blocks, dtype=torch.float32, device=device)
+
     if gathered is None:
-        return new_absmax(block_count(piece.elements, format.blocksize), device.torch_device)
-    first = piece.start // format.blocksize
-    last = block_count(piece.start + piece.elements, format.blocksize)
-    return part_of(gathered, first, last, device.torch_device)
-
-
-def new_absmax(blocks: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(blocks, dtype=torch.float32, device=device)
-
-
-def part_of(gathered: Gathered, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Returns where a piece of a weight writes its share of the absmax: [stop - start] float32."""
-    whole: torch.Tensor = gathered.memory(lambda blocks: new_absmax(blocks, device))
-    return whole[start:stop]
+        return allocate(last)
+    whole: torch.Tensor = gathered.memory(allocate)
+    return whole[first:last]
 
 
 def _check_finite(pieces: Sequence[WeightPiece], weights: Sequence[torch.Tensor]) -> None:
