@@ -4,7 +4,7 @@ every scale.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -200,57 +200,49 @@ NAMES = {
 }
 
 
-def parts_of(weight: Weight, packing: str) -> Iterator[torch.Tensor | None]:
-    """Words, scales, zero points and group index."""
-    for name in NAMES[packing]:
-        part = weight.parts.get(name)
-        yield part.view(torch.int32) if name == "_weight_qdata" else part
+Described = tuple[IntegerLayout, list[torch.Tensor | None]]
+
+
+def described(case: str, weight: Weight) -> Described:
+    """Returns how codes lie; and words, scales, zero points and group index."""
+    packing = case.split()[0].replace("rows", "compressed-tensors")
+    parts = [weight.parts.get(name) for name in NAMES[packing]]
+    if packing == "torchao":
+        parts[0] = parts[0].view(torch.int32)
+    found = re.search("in ([0-9]) bits", case)
+    columns = weight.decoded.shape[1]
+    group_size = columns // parts[1].shape[1] if packing == "compressed-tensors" else 32
+    less_one = packing == "GPTQ" and "version 2" not in case
+    bits = int(found[1]) if found else 4
+    signed = case in SIGNED
+    return IntegerLayout(packing, bits, columns, group_size, less_one, is_signed=signed), parts
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", INTEGERS)
 def test_packed_integers(case: str, dtype: torch.dtype):
     weight = INTEGERS[case](dtype)
-    packing = case.split()[0].replace("rows", "compressed-tensors")
-    values, scale, zeros, index = parts_of(weight, packing)
-    bits = int(re.search("in ([0-9]) bits", case)[1]) if "bits" in case else 4
-    columns = weight.decoded.shape[1]
-    if packing == "compressed-tensors":
-        group_size = columns // scale.shape[1]
-    else:
-        group_size = 32
-    less_one = packing == "GPTQ" and "version 2" not in case
+    layout, (values, scale, zeros, index) = described(case, weight)
     dtypes = [None if part is None else part.dtype for part in (zeros, index)]
-    layout = (packing, bits, dtypes[0], less_one, dtypes[1], case in SIGNED)
-    codec = integer_decoder(DEVICE, dtype, scale.dtype, *layout)
+    codec = integer_decoder(
+        DEVICE, dtype, scale.dtype, layout.packing, layout.bits, dtypes[0], layout.zeros_less_one,
+        dtypes[1], layout.is_signed,
+    )  # fmt: skip
     pointers = [values if part is None else part for part in (values, scale, zeros, index)]
     lines = [part.shape[1] if part.dim() == 2 else 1 for part in pointers[:3]]
-    found = by_kernel(codec, pointers, weight.decoded.shape, *lines, group_size)
+    found = by_kernel(codec, pointers, weight.decoded.shape, *lines, layout.group_size)
     same_bits(found, weight.decoded)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", INTEGERS)
-def test_packed_integers_on_both_devices(case: str, dtype: torch.dtype):
+def test_packed_integers_by_torch_on_a_gpu(case: str, dtype: torch.dtype):
     weight = INTEGERS[case](dtype)
-    packing = case.split()[0].replace("rows", "compressed-tensors")
-    values, scale, zeros, index = parts_of(weight, packing)
-    bits = int(re.search("in ([0-9]) bits", case)[1]) if "bits" in case else 4
-    columns = weight.decoded.shape[1]
-    group_size = columns // scale.shape[1] if packing == "compressed-tensors" else 32
-    less_one = packing == "GPTQ" and "version 2" not in case
-    layout = IntegerLayout(packing, bits, columns, group_size, less_one, is_signed=case in SIGNED)
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        decoded = decode_integers(
-            values.to(device),
-            scale.to(device),
-            layout,
-            dtype,
-            zeros=None if zeros is None else zeros.to(device),
-            group_index=None if index is None else index.to(device),
-        )
-        same_bits(decoded, weight.decoded)
+    layout, parts = described(case, weight)
+    values, scale, zeros, index = [None if part is None else part.cuda() for part in parts]
+    decoded = decode_integers(values, scale, layout, dtype, zeros=zeros, group_index=index)
+    same_bits(decoded, weight.decoded)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from batched import launch_mean, quantize_batch
-from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
+from weights import DTYPES, SPECIAL_BLOCKS, random_weight, spread_values
 
 from nf4conv.codec import kernels, ops, reference
 from nf4conv.codec.kernels import tables, vectors
@@ -59,20 +59,6 @@ def test_quantize_any_size(quant_type: str, dtype: str, blocksize: int, elements
     assert_quantizes_like_the_reference(
         random_weight(elements, DTYPES[dtype]), quant_type, blocksize
     )
-
-
-@pytest.mark.parametrize("tail", ["", "nan", "all-nan", "zero"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_quantize_special_blocks(quant_type: str, dtype: str, tail: str) -> None:
-    assert_quantizes_like_the_reference(special_weight(DTYPES[dtype], 64, tail), quant_type, 64)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_quantize_quotients_on_a_cut(quant_type: str, dtype: str) -> None:
-    weight = tie_weight(DTYPES[dtype], 64, quant_type)
-    assert_quantizes_like_the_reference(weight, quant_type, 64)
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])

@@ -11,22 +11,6 @@ from nf4conv.codec.ops import quantize_4bit
 from nf4conv.format.layout import Format, block_count, components, quant_state_json
 
 
-def test_json_without_double_quantization():
-    blob = quant_state_json(Format("nf4", 64, False, "bfloat16"), (192, 128))
-    assert (
-        blob == b'{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [192, 128]}'
-    )
-
-
-def test_json_with_double_quantization():
-    blob = quant_state_json(Format("fp4", 128, True, "float32"), (3,), 0.08713658899068832)
-    assert blob == (
-        b'{"quant_type": "fp4", "blocksize": 128, "dtype": "float32", "shape": [3], '
-        b'"nested_blocksize": 256,'
-        b' "nested_dtype": "float32", "nested_offset": 0.08713658899068832}'
-    )
-
-
 @given(pattern=st.integers(0, 2**32 - 1))
 @example(pattern=0x80000001)
 @example(pattern=0xFF7FFFFF)

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import contents
-from evaluated import evaluated
 from safetensors.torch import save_file
 from torch import nn
 
@@ -130,14 +128,3 @@ def test_commands_under_the_state_of_the_caller(state: str, tmp_path: Path) -> N
             nf4conv.dequantize(out / "nf4", out / "decoded", device="cpu", workers=2)
     for folder in ("nf4", "decoded"):
         assert contents(tmp_path / state / folder) == contents(tmp_path / "plain" / folder)
-
-
-@pytest.mark.oracle
-@pytest.mark.skipif(not LM.is_dir(), reason="needs the language model of the working folder")
-def test_evaluate_a_language_model(tmp_path: Path) -> None:
-    out = tmp_path / "nf4"
-    nf4conv.quantize(LM, out, device="cpu")
-    ids = tmp_path / "ids.npy"
-    np.save(ids, np.arange(512) % 256)
-    found = evaluated(out, LM, text=ids, tokens=512)
-    assert found.figures["kl"] < 1

@@ -36,16 +36,6 @@ def test_is_the_product(
 
 
 @pytest.mark.oracle
-def test_takes_the_state_of_bitsandbytes() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    packed, state = functional.quantize_4bit(
-        torch.randn(40, 128), quant_type="nf4", compress_statistics=True
-    )
-    x = torch.randn(3, 128)
-    assert_close_to_exact(nf4conv.linear_4bit(x, packed, state), x, packed, state)
-
-
-@pytest.mark.oracle
 @pytest.mark.parametrize("trains", [False, True], ids=["", "trains"])
 def test_a_patched_layer_of_bitsandbytes_means_the_same(trains: bool) -> None:
     modules = pytest.importorskip("bitsandbytes.nn")
@@ -100,16 +90,6 @@ def test_custom_op_is_registered_correctly() -> None:
     torch.library.opcheck(linear_op.linear_op, (x.detach(), *arguments))
     decoded = (packed, state.absmax, *nested, 24, 128, torch.float32, "nf4", 64)
     torch.library.opcheck(linear_op.decode_op, decoded)
-
-
-def test_compiles_as_one_graph() -> None:
-    packed, state = quantize_4bit(torch.randn(24, 128, device=DEVICE))
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(nf4conv.linear_4bit(x * 2, packed, state))
-
-    x = torch.randn(2, 128, device=DEVICE)
-    assert torch.equal(torch.compile(block, fullgraph=True, backend="aot_eager")(x), block(x))
 
 
 def test_notices_what_has_been_replaced_and_forgets_what_is_gone() -> None:

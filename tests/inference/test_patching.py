@@ -65,16 +65,6 @@ def test_layers_that_have_run_on_a_cpu_stay_with_bitsandbytes(monkeypatch) -> No
         assert nf4conv.decoded_linear_4bit(model)
 
 
-def test_compiles_with_no_gradients_recorded() -> None:
-    model = packed_model()
-    nf4conv.patch_linear_4bit(model)
-    torch._dynamo.reset()
-    x = torch.randn(2, 128)
-    with torch.no_grad():
-        expected = model(x)
-        assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
-
-
 def test_a_compiled_graph_sees_new_codes_and_scales() -> None:
     model = packed_model()
     nf4conv.patch_linear_4bit(model)
