@@ -61,24 +61,6 @@ def test_every_fp8_value_by_its_definition():
     same_bits(decode_scaled(values, None, None, torch.float32), expected)
 
 
-def test_blocks_by_hand_with_partial_ones_at_both_edges():
-    values = torch.ones(3, 5).to(torch.float8_e4m3fn)
-    scale = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]])
-    expected = torch.tensor([[2, 2, 3, 3, 5], [2, 2, 3, 3, 5], [7, 7, 11, 11, 13]], dtype=BF16)
-    same_bits(decode_scaled(values, scale, (2, 2), BF16), expected)
-
-
-def test_the_block_comes_from_the_config_not_from_the_grid():
-    """576 rows in blocks of 128 are 5 rows of scales, the last for 64 (DeepSeek-V3's
-    kv_a_proj_with_mqa).
-    """
-    values = torch.ones(576, 128).to(torch.float8_e4m3fn)
-    decoded = decode_scaled(values, torch.arange(1.0, 6.0).view(5, 1), (128, 128), BF16)
-    assert (
-        decoded[:, 0].tolist() == [1.0] * 128 + [2.0] * 128 + [3.0] * 128 + [4.0] * 128 + [5.0] * 64
-    )
-
-
 @pytest.mark.parametrize("stored_as", [torch.uint8, torch.float8_e8m0fnu], ids=["bytes", "e8m0"])
 def test_e8m0_scales_are_powers_of_two(stored_as: torch.dtype):
     values = torch.full((1, 128), 1.5).to(torch.float8_e4m3fn)
@@ -168,12 +150,6 @@ def test_gpt_oss_experts_come_out_transposed():
 def test_stacks_without_elements(experts: int, rows: int):
     parts = {"values": random_bytes(experts, rows, 32), "scale": random_bytes(experts, rows, 2)}
     assert decode_fp4(**parts, dtype=BF16, is_transposed=True).shape == (experts, 64, rows)
-
-
-def test_int8_rows_by_hand():
-    values = torch.tensor([[127, -127, 0], [1, 64, -128]], dtype=torch.int8)
-    decoded = decode_int8_rows(values, torch.tensor([2.0, 127.0]), BF16)
-    assert decoded.tolist() == [[2.0, -2.0, 0.0], [1.0, 64.0, -128.0]]
 
 
 # --- against the references; tests/sources/test_released.py has those of FP4 ----------------------
