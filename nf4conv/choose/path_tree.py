@@ -4,25 +4,28 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from typing import TypeAlias
+
+Place: TypeAlias = str | None
+"""A path, or the beginning of one up to a dot; None is above all of them."""
 
 
 class PathTree:
     """A tree of paths, of which a checkpoint of experts may have several 100,000.
 
-    A place in it is a path, or the beginning of one up to a dot; None is above all of them. No
-    object stands for a place: that would take more memory than all the rest of a plan.
+    No object stands for a place: that would take more memory than all the rest of a plan.
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
         # the parts that follow a place, and whether a path ends with them
-        self._below: dict[str | None, dict[str, bool]] = {None: {}}
-        self._sorted: dict[str | None, list[str]] = {}  # the parts of places that were asked for
+        self._below: dict[Place, dict[str, bool]] = {None: {}}
+        self._sorted: dict[Place, list[str]] = {}  # the parts of places that were asked for
         parts: dict[str, str] = {}  # so that memory holds each once
         for path in paths:
             above, dot, part = path.rpartition(".")
             self._made(above if dot else None)[parts.setdefault(part, part)] = True
 
-    def _made(self, place: str | None) -> dict[str, bool]:
+    def _made(self, place: Place) -> dict[str, bool]:
         """Returns what is below a place, which is made if there is none."""
         found = self._below.get(place)
         if found is None:
@@ -32,7 +35,7 @@ class PathTree:
             self._made(above if dot else None).setdefault(part, False)
         return found
 
-    def below(self, place: str | None) -> Mapping[str, bool]:
+    def below(self, place: Place) -> Mapping[str, bool]:
         """Returns the parts that follow a place, and whether a path ends with them."""
         return self._below.get(place, {})
 
@@ -86,16 +89,16 @@ class PathTree:
                     yield f"{place}.{last}"
 
     @cached_property
-    def _places_above(self) -> dict[str, dict[str, list[str | None]]]:
+    def _places_above(self) -> dict[str, dict[str, list[Place]]]:
         """Returns the places that a part follows, by the part and by the last part of the place."""
-        found: dict[str, dict[str, list[str | None]]] = {}
+        found: dict[str, dict[str, list[Place]]] = {}
         for place, parts in self._below.items():
             own = "" if place is None else place.rpartition(".")[2]
             for part in parts:
                 found.setdefault(part, {}).setdefault(own, []).append(place)
         return found
 
-    def begun_by(self, name: str, place: str | None = None) -> Iterator[str]:
+    def begun_by(self, name: str, place: Place = None) -> Iterator[str]:
         """Yields the places below at which a path begins with a name, a dot being any character.
 
         The name may end inside a part.
@@ -114,13 +117,13 @@ class PathTree:
             elif name[size] == ".":
                 yield from self.begun_by(name[size + 1 :], _joined(place, part))
 
-    def _in_order(self, place: str | None) -> list[str]:
+    def _in_order(self, place: Place) -> list[str]:
         """Returns the parts that follow a place, sorted."""
         if place not in self._sorted:
             self._sorted[place] = sorted(self.below(place))
         return self._sorted[place]
 
-    def ends_in(self, path: str, start: int = 0, place: str | None = None) -> Iterator[int]:
+    def ends_in(self, path: str, start: int = 0, place: Place = None) -> Iterator[int]:
         """Yields where the paths below end in a path that begins with them from `start` on.
 
         To them, and not to that path, a dot is any character.
@@ -137,7 +140,7 @@ class PathTree:
                 yield from self.ends_in(path, stop + 1, _joined(place, part))
 
 
-def _joined(place: str | None, part: str) -> str:
+def _joined(place: Place, part: str) -> str:
     return part if place is None else f"{place}.{part}"
 
 

@@ -7,6 +7,7 @@ module as skipped: that always loads.
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Final
 
@@ -14,14 +15,14 @@ from nf4conv.choose import skip_list
 from nf4conv.choose.decisions import Keep, Pack, PackedMatrix, Selection
 from nf4conv.choose.evidence import FEWEST_ROWS, Evidence, Why
 from nf4conv.choose.experts import Experts, alike_in_layers, check_layout, readers_of
-from nf4conv.choose.wishes import why_unwanted
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import FLOAT_DTYPES
 from nf4conv.format.units import size
 from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
-from nf4conv.options import QuantizeOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
 _HINTS: Final = {
@@ -244,3 +245,51 @@ def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) 
     for why, hint in _HINTS.items():
         if kept[why]:
             yield f"{size(kept[why])} of {size(total)} stay in 16 bits: {hint}"
+
+
+# --- what the user asked for by names: --include and --exclude ------------------------------------
+
+
+def why_unwanted(name: str, options: QuantizeOptions) -> str | None:
+    """Returns why the user does not want a tensor to be packed; None if nothing is against it."""
+    if _matches(name, options.exclude):
+        return "excluded by the user"
+    if options.include and not _matches(name, options.include):
+        return "not included by the user"
+    return None
+
+
+def is_wanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Returns True if the globs let a tensor pass; no include glob at all includes everything."""
+    is_included = not include or _matches(name, include)
+    return is_included and not _matches(name, exclude)
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    """Returns True if a name matches one of the globs."""
+    # most runs have no globs, and a checkpoint may have 100,000 tensors
+    return bool(globs) and any(fnmatchcase(name, glob) for glob in globs)
+
+
+def unmatched(
+    options: QuantizeOptions | DequantizeOptions, sources: Sequence[tuple[str, Source]]
+) -> Iterator[str]:
+    """Yields a line for each pattern of the user that matches nothing, which is likely a typo.
+
+    A pattern such as "transformer/*.attn.*" is about one submodel of a diffusers pipeline, which is
+    named beside its source; a checkpoint of its own has the name "".
+    """
+    for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
+        for pattern in patterns:
+            if not _matches_any_tensor(pattern, sources):
+                yield f"{option} {pattern!r} matches no tensor"
+
+
+def _matches_any_tensor(pattern: str, sources: Sequence[tuple[str, Source]]) -> bool:
+    owner, _, glob = pattern.rpartition("/")
+    for name, source in sources:
+        if owner and not fnmatchcase(name, owner):
+            continue
+        if any(fnmatchcase(tensor.name, glob) for tensor in source.tensors):
+            return True
+    return False

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from nf4conv.choose.wishes import unmatched
+from nf4conv.choose.selection import unmatched
 from nf4conv.commands.writing import (
     describe,
     open_unchanged,

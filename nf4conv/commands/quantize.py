@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from nf4conv.choose.experts import Experts
-from nf4conv.choose.wishes import unmatched
+from nf4conv.choose.selection import unmatched
 from nf4conv.commands.writing import (
     bytes_on_disk,
     describe,

@@ -14,8 +14,7 @@ from nf4conv.choose.decisions import Keep, Pack, PackedMatrix
 from nf4conv.choose.evidence import Evidence
 from nf4conv.choose.experts import check_whole
 from nf4conv.choose.formats import dominant_dtype
-from nf4conv.choose.selection import select, with_skip_list
-from nf4conv.choose.wishes import is_wanted
+from nf4conv.choose.selection import is_wanted, select, with_skip_list
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
 from nf4conv.format.layout import Format

@@ -218,7 +218,8 @@ class KindRow:
     @property
     def fate(self) -> str:
         """Says what becomes of them, in a few words."""
-        return f"{_FATES[self.action]}: {self.reason}"
+        fate = _FATES[self.action]
+        return fate if self.reason == fate else f"{fate}: {self.reason}"
 
 
 def kind_of(name: str) -> str:

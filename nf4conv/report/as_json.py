@@ -1,5 +1,6 @@
 """Writes results as JSON, in one form for all commands. docs/options.md describes it."""
 
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -48,7 +49,10 @@ def to_json(result: Result) -> str:
     Example:
         >>> print(nf4conv.to_json(nf4conv.inspect("model")))
     """
-    return json.dumps(content_of(result), indent=2, allow_nan=False) + "\n"
+    text = io.StringIO()  # json.dumps would hold a list of all pieces, ten for each tensor
+    json.dump(content_of(result), text, indent=2, allow_nan=False)
+    text.write("\n")
+    return text.getvalue()
 
 
 def content_of(result: Result) -> dict[str, Any]:
