@@ -137,17 +137,18 @@ def _group_size(parts: Mapping[str, TensorInfo], sizes: Sizes, description: Desc
 
 def _check_groups(parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description) -> None:
     """Raises a SourceError if the config names groups, and those of the weight are none of them."""
-    values, scale = parts["values"], parts["scale"]
-    named = {size for _, size in description.schemes if size is not None}
-    expected = {-(-sizes["in"] // size) for size in named}
-    is_open = any(size is None for _, size in description.schemes)
-    if is_open or not named or sizes["groups"] in expected:
+    columns, groups = sizes["in"], sizes["groups"]
+    for _, size in description.schemes:
+        if size is None or -(-columns // size) == groups:
+            return
+    if not description.schemes:
         return
-    listed = " or ".join(str(size) for size in sorted(named))
+    values, scale = parts["values"], parts["scale"]
+    listed = " or ".join(sorted({str(size) for _, size in description.schemes}))
     raise SourceError.about(
         values.file,
         values.name,
-        f"has {sizes['in']:,} columns, and {scale.name} has {sizes['groups']:,} groups of them; "
+        f"has {columns:,} columns, and {scale.name} has {groups:,} groups of them; "
         f"the config says groups of {listed}",
     )
 
