@@ -32,9 +32,9 @@ class WeightPiece(NamedTuple):
 
 
 def whole_weight(job: PackJob) -> WeightPiece:
-    """Returns a weight in one piece."""
-    [piece] = weight_pieces(job, ENOUGH, ENOUGH, 1)
-    return piece
+    """Returns a weight in one piece; a stack of encoded experts, cut at each, as a whole matrix."""
+    first, *others = weight_pieces(job, ENOUGH, ENOUGH, 1)
+    return WeightPiece(job, 0, job.elements, None) if others else first
 
 
 def weight_pieces(job: PackJob, piece: int, most: int, unit: int) -> list[WeightPiece]:
