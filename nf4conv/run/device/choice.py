@@ -7,21 +7,28 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
+from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format
 from nf4conv.options import MachineOptions
-from nf4conv.plan.jobs import Job, PackJob
+from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.on_driver.backend import DECODED, DriverBackend, gpu_named, open_gpu
-from nf4conv.run.device.on_driver.capability import (
-    kernels_for_job,
-    kernels_for_pair,
-    why_torch,
+from nf4conv.run.device.on_driver.kernels import (
+    Purpose,
+    measuring_purpose,
+    packing_purpose,
+    packing_steps,
 )
-from nf4conv.run.device.on_driver.kernels import Purpose
+from nf4conv.run.device.on_driver.loading import kernels_for_tensor
 from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.pieces import ENOUGH, located, pieces_of, whole_weight
 from nf4conv.run.worker import Backend
+from nf4conv.sources.arranged import Excerpt, Joined, Merged, StackedExperts
+from nf4conv.sources.cutting import pieces_alike
 
 _log: Final = logging.getLogger(__name__)
+
+_NOTHING: Final = frozenset[Purpose]()
 
 _NOT_COMPILED: Final = "the kernels cannot be compiled here (`nf4conv env` says why)"
 
@@ -93,9 +100,9 @@ def open_devices(
     kernels = {}
     reasons = {}
     for job in listed:
-        kernels[job.name] = kernels_for_job(job, format, is_measured=is_measured)
+        kernels[job.name] = _kernels_for_job(job, format, is_measured=is_measured)
         if kernels[job.name] is None:
-            reasons[job.name] = why_torch(job)
+            reasons[job.name] = _why_torch(job)
     return _open(run, number, kernels, reasons, format, _returned(listed))
 
 
@@ -104,7 +111,7 @@ def open_devices_for_pairs(results: Sequence[TensorDifference], run: MachineOpti
     number = gpu_named(run.device)
     if number is None:
         return _torch_alone(run, _no_gpu(run))
-    kernels = {result.b.name: kernels_for_pair(result) for result in results}
+    kernels = {result.b.name: _kernels_for_pair(result) for result in results}
     without = [name for name, found in kernels.items() if found is None]
     return _open(run, number, kernels, dict.fromkeys(without, "other formats"), None, 0.0)
 
@@ -153,3 +160,56 @@ def _returned(jobs: Iterable[Job]) -> float:
     if any(job.source.encoding is not None for job in weights):
         return _RETURNED * DECODED
     return _RETURNED
+
+
+def _kernels_for_job(job: Job, format: Format, *, is_measured: bool) -> frozenset[Purpose] | None:
+    """Tells which kernels a job takes; None if there are none for it, so that it takes torch."""
+    if isinstance(job, CopyJob):
+        if not job.is_changed:
+            return _NOTHING
+        # all pieces are as the first one
+        first = next(iter(pieces_of(job.source, ENOUGH)), None)
+        return _NOTHING if first is None else kernels_for_tensor(first.tensor, job.steps)
+    if job.stored is not None:
+        return _NOTHING
+    if job.source.encoding is not None and len(job.matrix.shape) > 2:
+        return None  # a stack is decoded matrix by matrix, and packed as a whole
+    whole = whole_weight(job)
+    if whole.tensor is None:
+        return None
+    found = kernels_for_tensor(whole.tensor, packing_steps(job.source, format))
+    if found is None:
+        return None
+    purposes = {packing_purpose(format)}
+    if is_measured:
+        purposes.add(measuring_purpose(format))
+    return found | purposes
+
+
+def _kernels_for_pair(result: TensorDifference) -> frozenset[Purpose] | None:
+    """Tells which kernels subtract two tensors; None if there are none for them."""
+    dtypes = (result.a.dtype, result.b.dtype)
+    if dtypes[0] not in DTYPE_NAMES or dtypes[1] not in DTYPE_NAMES:
+        return None
+    found = {Purpose("subtractor", dtypes)}
+    _, *pieces = next(pieces_alike(result.a, result.b, ENOUGH))
+    for piece in pieces:
+        of_piece = kernels_for_tensor(piece, (piece.dtype,))
+        if of_piece is None:
+            return None
+        found |= of_piece
+    return frozenset(found)
+
+
+def _why_torch(job: Job) -> str:
+    """Says in a few words why there are no kernels for a job."""
+    source = job.source
+    if isinstance(job, PackJob) and located(job)[1].transpose:
+        return "stored transposed"
+    if isinstance(source.encoding, Merged | Joined | StackedExperts | Excerpt):
+        return source.encoding.name
+    if isinstance(job, PackJob) and (job.matrix.columns is not None or job.matrix.step > 1):
+        return "cut out of a larger tensor"
+    if source.encoding is not None:
+        return f"stored as {source.encoding.name}"
+    return f"stored in {source.dtype}"

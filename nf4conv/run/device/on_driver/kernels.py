@@ -21,8 +21,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from nf4conv import codec, format
 from nf4conv.errors import OutputError
+from nf4conv.format.dtypes import TAGS
+from nf4conv.format.layout import Format
 from nf4conv.output.writer import write_file
 from nf4conv.run.device.on_driver.driver import CudaError, Device, Function, Stream
+from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.files import cache_folder, read_private
 
 T = TypeVar("T")
@@ -34,6 +37,22 @@ class Purpose(NamedTuple):
     maker: str  # the function of codec.kernels.ahead that makes them
     # its arguments. dtypes are tags, but those of packed weights are names
     details: tuple[Any, ...]
+
+
+def packing_purpose(format: Format) -> Purpose:
+    details = (format.dtype, format.quant_type, format.blocksize, format.scales)
+    return Purpose("encoder", details)
+
+
+def measuring_purpose(format: Format) -> Purpose:
+    details = (format.dtype, format.quant_type, format.blocksize, format.scales)
+    return Purpose("comparer", (*details, format.double_quant))
+
+
+def packing_steps(source: TensorInfo, format: Format) -> tuple[str, ...]:
+    """Returns the dtypes that a weight goes through before it is packed."""
+    tag = TAGS[format.dtype]
+    return (tag,) if source.dtype == tag else (source.dtype, tag)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.layout import Format, block_count
 from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_driver.buffers import FLAG, HEAD, BatchInput, DriverBuffers, Launch, Row
-from nf4conv.run.device.on_driver.capability import (
+from nf4conv.run.device.on_driver.kernels import (
+    Kernels,
     measuring_purpose,
     packing_purpose,
     packing_steps,
 )
-from nf4conv.run.device.on_driver.kernels import Kernels
 from nf4conv.run.device.on_driver.loading import load
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Packed, Scales
 from nf4conv.run.pieces import WeightPiece, starts
