@@ -14,19 +14,29 @@ import pytest
 import torch
 import transformers
 from api import dequantize_checkpoint, inspect_checkpoint, quantize_checkpoint, verify_checkpoint
-from checkpoints import tensors_of
+from checkpoints import contents, tensors_of
+from comparing import compared
+from hub_server import Repo
 from packed_experts import (
     CLASSES,
+    EXPERTS,
     encode,
     make_mixture,
     pack_as_unsloth_does_gpt_oss,
     pack_one_by_one,
     pack_stacked,
+    save,
 )
 from safetensors.torch import save_file
 
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
+from nf4conv.options import (
+    DequantizeOptions,
+    QuantizeOptions,
+    RunOptions,
+    SourceOptions,
+    VerifyOptions,
+)
 from nf4conv.report.as_json import to_json
 from nf4conv.report.text.lines import inspection_lines
 
@@ -123,7 +133,7 @@ def test_layers_that_stay_in_4_bits_stay_one_by_one(mixtures, tmp_path):
     assert "model.layers.1.mlp.experts.3.up_proj.weight.absmax" in found
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- what does not fit ---------------------------------------------------------------------------
 
 EXPERT = "model.layers.0.mlp.experts.2.up_proj.weight"
 
@@ -262,7 +272,7 @@ def test_verify_names_the_expert_whose_codes_are_damaged(mixtures, tmp_path, fam
     assert {finding.tensor for finding in report.findings if finding.is_fault} == {EXPERT}
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- what is told --------------------------------------------------------------------------------
 
 
 def as_transformers_4(source: Path, folder: Path) -> None:
@@ -309,3 +319,101 @@ def test_inspect_says_which_layout_it_is_and_what_loads_it(mixtures, tmp_path, l
     assert found.experts in shown
     if layout not in ("portable", "no experts in 4 bits"):
         assert "transformers 5 with nf4conv installed" in found.experts
+
+
+# --- `verify --source` between layouts; parts and streams -----------------------------------------
+
+ABOUT = ("components", "quant state", "layout", "one shard", "code maps", "uniform", "experts")
+VALUES = ("scales", "names", "copies", "codes", "bound", "tolerance")
+
+
+def pack_stacks_of_qwen3(source: Path, folder: Path) -> None:
+    """As Unsloth does: stacks, of a family that stores experts one by one."""
+    tensors = tensors_of(source)
+    written: dict[str, torch.Tensor] = {}
+    for layer in range(2):
+        path = f"model.layers.{layer}.mlp.experts"
+        gate_up, down = [], []
+        for expert in range(EXPERTS):
+            gate = tensors.pop(f"{path}.{expert}.gate_proj.weight")
+            gate_up.append(torch.cat([gate, tensors.pop(f"{path}.{expert}.up_proj.weight")]))
+            down.append(tensors.pop(f"{path}.{expert}.down_proj.weight"))
+        encode(written, f"{path}.gate_up_proj", torch.stack(gate_up))
+        encode(written, f"{path}.down_proj", torch.stack(down))
+    save(source, folder, written | tensors)
+
+
+PACKED: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
+    "one by one": ("gpt_oss", lambda source, out: pack_one_by_one("gpt_oss", source, out)),
+    "stacked": ("gpt_oss", pack_stacked),
+    "Unsloth's names": ("gpt_oss", pack_as_unsloth_does_gpt_oss),
+    "stacked qwen3": ("qwen3_moe", pack_stacks_of_qwen3),
+}
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_a_layout_beside_its_source(mixtures, tmp_path, layout):
+    family, make = PACKED[layout]
+    source, packed = mixtures[family], tmp_path / "nf4"
+    make(source, packed)
+    for a, b in ((source, packed), (packed, source)):
+        assert compared(a, b, CPU).within(0.12)
+    report = verify_checkpoint(packed, source, None, CPU)
+    for name in (*ABOUT, *VALUES):
+        faults = [finding.line() for finding in report.findings if finding.check == name]
+        assert report.checks[name].passed, faults
+    assert {row.error is not None for row in report.weights} == {True}
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_another_model_does_not_pass(mixtures, tmp_path, layout):
+    family, make = PACKED[layout]
+    make(make_mixture(family, tmp_path / "other", seed=1), tmp_path / "nf4")
+    report = verify_checkpoint(tmp_path / "nf4", mixtures[family], None, CPU)
+    assert report.checks["names"].passed
+    assert not report.checks["source"].passed
+    assert not compared(tmp_path / "nf4", mixtures[family], CPU).within(0.12)
+
+
+def test_single_experts_beside_stacks_in_4_bits(mixtures, tmp_path):
+    pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "one")
+    pack_stacked(mixtures["gpt_oss"], tmp_path / "stacked")
+    for a, b in (("one", "stacked"), ("stacked", "one")):
+        found = compared(tmp_path / a, tmp_path / b, CPU)
+        assert found.within(0.2)
+        assert found.statuses["model.layers.0.mlp.experts.gate_up_proj"] == "different"
+
+
+def test_a_stack_of_what_only_the_other_has_singly_is_reported(mixtures, tmp_path):
+    pack_stacked(mixtures["gpt_oss"], tmp_path / "stacked")
+    written = pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "one")
+    assert written
+    found = tensors_of(tmp_path / "one")
+    for key in [key for key in found if ".layers.0.mlp.experts.1." in key]:
+        del found[key]
+    save(mixtures["gpt_oss"], tmp_path / "less", found)
+    assert not compared(tmp_path / "less", tmp_path / "stacked", CPU).within(0.2)
+
+
+def test_parts_make_the_bytes_of_the_whole(mixtures, tmp_path):
+    source = mixtures["gpt_oss"]
+    options = QuantizeOptions(moe="packed", max_shard_size=60_000)
+    quantize_checkpoint(source, tmp_path / "packed", options, CPU)
+    back = DequantizeOptions(max_shard_size=150_000)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "whole", back, CPU)
+    for part in ("1/2", "2/2"):
+        run = RunOptions(device="cpu", workers=1, buffer_size=65536, part=part)
+        dequantize_checkpoint(tmp_path / "packed", tmp_path / "parts", back, run)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 2
+
+
+def test_a_stream_from_the_hub_is_stacked_too(hub, mixtures, tmp_path):
+    options = QuantizeOptions(moe="packed", max_shard_size=60_000)
+    quantize_checkpoint(mixtures["gpt_oss"], tmp_path / "packed", options, CPU)
+    dequantize_checkpoint(tmp_path / "packed", tmp_path / "expected", run=CPU)
+    hub.repos["org/packed"] = Repo()
+    hub.repos["org/packed"].commit(contents(tmp_path / "packed"))
+    where = SourceOptions(stream=True, cache_dir=tmp_path / "cache")
+    dequantize_checkpoint("org/packed", tmp_path / "out", run=CPU, where=where)
+    assert_equal(tmp_path / "out", tensors_of(tmp_path / "expected"))
