@@ -2,7 +2,7 @@
 
 A tensor that is stored as it is has a dtype, a shape and a range of bytes. Any other tensor has an
 `Encoding` besides, which names the tensors that it is decoded from. foreign/ has those of other
-quantizations, gguf/blocks.py llama.cpp's, arranged.py and merged.py what nf4conv itself arranges.
+quantizations, gguf/blocks.py llama.cpp's, arranged.py what nf4conv itself arranges.
 run/device/on_torch/reading.py and run/device/on_driver/loading.py read and decode it.
 """
 

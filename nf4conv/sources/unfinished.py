@@ -42,7 +42,7 @@ class FinishedFile(NamedTuple):
     size: int  # bytes
     crc32: int  # of its content
     source_bytes: int = 0  # bytes of the source that it stands for
-    # a VerificationSummary, see report/rows/weights.py; None without --verify
+    # a VerificationSummary, see report/results.py; None without --verify
     verified: Mapping[str, Any] | None = None
     plan: str = ""  # SHA-256 of the run.json by which it was made
 
