@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from nf4conv.sources.arranged import Columns
-from nf4conv.sources.foreign.bitsandbytes import packed_in_order, packed_part, packed_spans
+from nf4conv.sources.foreign.bitsandbytes import packed_in_order, packed_spans
 from nf4conv.sources.tensors import TensorInfo, cut_elements
 
 
@@ -49,7 +49,8 @@ def packed_pieces(tensor: TensorInfo, most: int, unit: int = 1) -> list[Piece]:
         spans.append((0, 0))
     pieces = []
     for start, stop in spans:
-        pieces.append(Piece(packed_part(tensor, start, stop), start))
+        run = tensor._replace(shape=(stop - start,), encoding=encoding.run(start, stop))
+        pieces.append(Piece(run, start))
     return pieces
 
 

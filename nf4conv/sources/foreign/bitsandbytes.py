@@ -183,13 +183,6 @@ def packed_in_order(tensor: TensorInfo) -> Bitsandbytes4bit | None:
     return None
 
 
-def packed_part(tensor: TensorInfo, start: int, stop: int) -> TensorInfo:
-    """Cuts a run of elements out of a weight that is packed in order; its shape becomes flat."""
-    encoding = packed_in_order(tensor)
-    assert encoding is not None
-    return tensor._replace(shape=(stop - start,), encoding=encoding.run(start, stop))
-
-
 def is_in_4_bits(tensor: TensorInfo) -> bool:
     """Returns True if bitsandbytes packed the tensor, or what adapters are merged into."""
     return isinstance(tensor.unmerged.encoding, Bitsandbytes4bit)
