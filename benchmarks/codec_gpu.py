@@ -160,7 +160,9 @@ def search_rows(dtype: torch.dtype, quant_type: str) -> list[dict[str, object]]:
         torch.empty(1 << 22, device="cuda"),
     )
     timed = {
-        "nf4conv": loop(partial(kernels.search_blocks, weight, *results, quant_type, 64), 10),
+        "nf4conv": loop(
+            partial(kernels.quantize_blocks, weight, *results, quant_type, 64, True), 10
+        ),
         "nf4conv, absmax": loop(
             partial(kernels.quantize_blocks, weight, *results, quant_type, 64), 20
         ),

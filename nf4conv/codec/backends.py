@@ -24,9 +24,7 @@ constexpr_function.
 """
 
 Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str, int], None]
-"""`quantize_blocks` or `search_blocks` of a backend: takes a weight, its packed codes and its
-scales, both written, its quant_type and its blocksize.
-"""
+"""Takes a weight, its packed codes and its scales, both written, its quant_type and blocksize."""
 
 
 @functools.cache
@@ -52,11 +50,11 @@ def choose_backend(device_type: str, capability: tuple[int, int] | None) -> Modu
 
 
 def encoder(device: torch.device, scales: str) -> Encoder:
-    """Returns the function that encodes blocks on a device: `quantize_blocks` for the scales
-    "absmax", `search_blocks` for "search".
-    """
+    """Returns `quantize_blocks` on a device, which searches for the scales "search"."""
     functions = backend(device)
-    found: Encoder = functions.quantize_blocks if scales == "absmax" else functions.search_blocks
+    if scales == "search":
+        return functools.partial(functions.quantize_blocks, searches=True)
+    found: Encoder = functions.quantize_blocks
     return found
 
 

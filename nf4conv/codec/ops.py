@@ -158,10 +158,8 @@ def dequantize_op(
     """Calls the backend's `dequantize_blocks`; torch.compile sees an opaque operator that writes
     `out`.
     """
-    state2 = None
-    if nested_absmax is not None and nested_code is not None:
-        state2 = NestedState(nested_absmax, nested_code)
-    decoding = Decoding(absmax, state2, offset, quant_type, blocksize)
+    tensors = (absmax, nested_absmax, nested_code, offset)
+    decoding = Decoding.from_tensors(*tensors, quant_type, blocksize)
     backend(out.device).dequantize_blocks(packed.view(-1), decoding, out.view(-1))
 
 

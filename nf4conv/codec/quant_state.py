@@ -114,6 +114,22 @@ class Decoding(NamedTuple):
             return self.absmax, None, None, self.offset
         return self.absmax, self.state2.absmax, self.state2.code, self.offset
 
+    @classmethod
+    def from_tensors(
+        cls,
+        absmax: torch.Tensor,
+        nested_absmax: torch.Tensor | None,
+        nested_code: torch.Tensor | None,
+        offset: torch.Tensor | None,
+        quant_type: str,
+        blocksize: int,
+    ) -> "Decoding":
+        """Makes it again of what `tensors` returned."""
+        state2 = None
+        if nested_absmax is not None and nested_code is not None:
+            state2 = NestedState(nested_absmax, nested_code)
+        return cls(absmax, state2, offset, quant_type, blocksize)
+
 
 @dataclass
 class QuantState:

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from nf4conv.codec.backends import backend, has_kernels
-from nf4conv.codec.quant_state import Addresses, Decoding, Form, NestedState
+from nf4conv.codec.quant_state import Addresses, Decoding, Form
 
 _ARGUMENTS: Final = (
     "Tensor packed, Tensor absmax, Tensor? nested_absmax, Tensor? nested_code, Tensor? offset, "
@@ -90,10 +90,8 @@ def _decode(
     blocksize: int,
 ) -> torch.Tensor:
     """Returns the decoded weight, [n, k]."""
-    state2 = None
-    if nested_absmax is not None and nested_code is not None:
-        state2 = NestedState(nested_absmax, nested_code)
-    decoding = Decoding(absmax, state2, offset, quant_type, blocksize)
+    tensors = (absmax, nested_absmax, nested_code, offset)
+    decoding = Decoding.from_tensors(*tensors, quant_type, blocksize)
     out = torch.empty((n, k), dtype=dtype, device=packed.device)
     codes = packed.contiguous().view(-1).view(torch.uint8)
     backend(out.device).dequantize_blocks(codes, decoding, out.view(-1))

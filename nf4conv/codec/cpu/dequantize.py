@@ -6,8 +6,7 @@ from typing import Final
 import torch
 
 from nf4conv.codec import reference
-from nf4conv.codec.cpu.quantize import CHUNK as QUANTIZE_CHUNK
-from nf4conv.codec.cpu.threads import share
+from nf4conv.codec.cpu.threads import THREAD_CHUNK, share
 from nf4conv.codec.quant_state import Decoding, NestedState
 from nf4conv.codec.reference.blocks import CHUNK
 from nf4conv.codec.reference.dequantize import decoded_absmax, decoded_values
@@ -51,7 +50,7 @@ def dequantize_blocks(packed: torch.Tensor, decoding: Decoding, out: torch.Tenso
             piece = _decoding_of_blocks(decoding, at // blocksize, -(-end // blocksize))
             _decode_piece(packed[at // 2 : (end + 1) // 2], piece, out[at:end], values, indices)
 
-    share(out.numel(), max(QUANTIZE_CHUNK, NESTED_BLOCKSIZE * blocksize), dequantize_range)
+    share(out.numel(), max(THREAD_CHUNK, NESTED_BLOCKSIZE * blocksize), dequantize_range)
 
 
 def _decoding_of_blocks(decoding: Decoding, first: int, last: int) -> Decoding:

@@ -1,4 +1,4 @@
-"""Weight → packed codes and absmax."""
+"""Blocks → packed codes and absmax."""
 
 from functools import cache
 from typing import Final
@@ -7,8 +7,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nf4conv.codec import reference
-from nf4conv.codec.cpu.chunks import write_chunks
 from nf4conv.codec.cpu.cuts import (
     COMPARED,
     TINIEST,
@@ -22,43 +20,12 @@ from nf4conv.codec.cpu.cuts import (
 from nf4conv.codec.reciprocal import reciprocal
 from nf4conv.format.codebook import Codebook
 
-CHUNK: Final = 1 << 20
-"""Elements a thread quantizes at a time: 10 MB of temporaries. Smaller chunks make two threads wait
-for each other: with 2^18 they reach 420 million elements a second, with 2^20 550, where one alone
-reaches 390.
-"""
-
-_CHUNK_ALONE: Final = 1 << 18
-"""Elements that it quantizes at a time where torch has one thread: temporaries that stay in the
-cache save it an eighth of the time.
-"""
-
 # What is flushed, less than 2^-126, then scales to less than 2^-26: no cut is that near 0.
 _MIN_ABSMAX: Final = 2.0**-100
 _MAX_ABSMAX: Final = 2.0**126  # the reciprocal of anything larger is flushed
 
 
-def quantize_blocks(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    absmax: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
-) -> None:
-    """Quantizes a weight in blocks, as `reference.quantize_blocks` does."""
-    write_chunks(
-        weight,
-        packed,
-        absmax,
-        quant_type,
-        blocksize,
-        chunk=_CHUNK_ALONE if torch.get_num_threads() == 1 else CHUNK,
-        write=_quantize_chunk,
-        write_special=reference.quantize_blocks,
-    )
-
-
-def _quantize_chunk(
+def write_quantized(
     blocks: torch.Tensor,
     packed: torch.Tensor,
     absmax: torch.Tensor,

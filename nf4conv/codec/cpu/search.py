@@ -1,4 +1,4 @@
-"""Weight → packed codes and searched scales.
+"""Blocks → packed codes and searched scales.
 
 A candidate is a column of a table with a row for each position, so the sums of all of them over a
 group of elements are a sum of rows: torch's embedding_bag, which adds whole vector registers. The
@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import embedding_bag
 
-from nf4conv.codec import reference, search
-from nf4conv.codec.cpu.chunks import write_chunks
+from nf4conv.codec import search
 from nf4conv.codec.cpu.cuts import (
     TINIEST,
     Scratch,
@@ -29,32 +28,11 @@ from nf4conv.codec.reciprocal import reciprocal
 from nf4conv.codec.search import ROUND, UNIT
 from nf4conv.format.codebook import Codebook
 
-_CHUNK: Final = 1 << 18  # elements a thread works on at a time: 8 MB of temporaries
 _POSITIONS: Final = 2 * UNIT + 1
 _ROUND_BITS: Final = int(np.float32(ROUND).view(np.int32))
 
 
-def search_blocks(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
-) -> None:
-    """Quantizes a weight in blocks with searched scales, as `reference.search_blocks` does."""
-    write_chunks(
-        weight,
-        packed,
-        scales,
-        quant_type,
-        blocksize,
-        chunk=_CHUNK,
-        write=_search_chunk,
-        write_special=reference.search_blocks,
-    )
-
-
-def _search_chunk(
+def write_searched(
     blocks: torch.Tensor,
     packed: torch.Tensor,
     scales: torch.Tensor,

@@ -10,6 +10,12 @@ from nf4conv.codec.reference.blocks import CHUNK
 
 _MAX_THREADS: Final = 8  # more would mostly wait for the interpreter lock
 
+THREAD_CHUNK: Final = 1 << 20
+"""Elements a thread quantizes at a time: 10 MB of temporaries. Smaller chunks make two threads wait
+for each other: with 2^18 they reach 420 million elements a second, with 2^20 550, where one alone
+reaches 390.
+"""
+
 
 def share(elements: int, unit: int, work: Callable[[int, int], None]) -> None:
     """Calls `work(start, stop)` so that the ranges cover all elements, in as many threads as torch

@@ -19,4 +19,3 @@ from nf4conv.codec.reference.dequantize import dequantize_blocks as dequantize_b
 from nf4conv.codec.reference.errors import error_sums as error_sums
 from nf4conv.codec.reference.quantize import compress_absmax as compress_absmax
 from nf4conv.codec.reference.quantize import quantize_blocks as quantize_blocks
-from nf4conv.codec.reference.search import search_blocks as search_blocks

@@ -1,10 +1,11 @@
-"""Blocks of float32, flushed, and the quotients of their elements by absmax."""
+"""Blocks of float32, flushed; the quotients of their elements by absmax; and their codes."""
 
 from typing import Final
 
 import torch
 
 from nf4conv.codec.reciprocal import reciprocal
+from nf4conv.format.codebook import Codebook
 
 _TINIEST: Final = torch.finfo(torch.float32).tiny
 _FLT_MAX: Final = torch.finfo(torch.float32).max
@@ -50,3 +51,32 @@ def find_absmax(blocks: torch.Tensor) -> torch.Tensor:
     """
     magnitudes = blocks.abs()
     return magnitudes.where(~magnitudes.isnan(), -_FLT_MAX).amax(dim=1)
+
+
+def nearest_codes(quotients: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Returns the codes of elements that were divided by absmax: uint8, in the same shape."""
+    if codebook.signed_cuts:
+        return _cuts_below(quotients, codebook)
+    passed = _cuts_below(quotients.abs(), codebook)
+    ranks = torch.tensor(codebook.ranks, dtype=torch.uint8, device=quotients.device)
+    codes = ranks.index_select(0, passed.view(-1).int()).view(passed.shape)
+    return codes + 8 * (quotients < 0).to(torch.uint8)
+
+
+def _cuts_below(values: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Counts the cuts below each value: uint8, in the same shape."""
+    passed = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    for cut in codebook.cuts:
+        passed += values > cut
+    return passed
+
+
+def store_codes(codes: torch.Tensor, packed: torch.Tensor) -> None:
+    """Packs codes, [rows, blocksize] uint8, in their order into as many bytes as there are.
+
+    The codes of padding behind an odd end fill the last byte; the others behind the end are
+    dropped.
+    """
+    pairs = codes.view(-1, 2)
+    all_bytes = (pairs[:, 0] << 4) | pairs[:, 1]
+    packed.copy_(all_bytes[: packed.numel()])

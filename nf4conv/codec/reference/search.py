@@ -1,45 +1,17 @@
-"""Weight → packed codes and searched scales. codec/search.py says what is computed here."""
+"""Blocks → codes and searched scales. codec/search.py says what is computed here."""
 
 import torch
 
 from nf4conv.codec import search
 from nf4conv.codec.reciprocal import reciprocal
-from nf4conv.codec.reference.blocks import CHUNK, find_absmax, flushed, padded_blocks
+from nf4conv.codec.reference.blocks import find_absmax, flushed, nearest_codes
 from nf4conv.codec.reference.dequantize import decoded_values
-from nf4conv.codec.reference.quantize import nearest_codes, store_codes
 from nf4conv.format.codebook import CODEBOOKS
 
 _EXPONENT_BITS = 0x7F800000  # of a float32; alone they are the power of two at or below a number
 
 
-def search_blocks(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
-) -> None:
-    """Quantizes a weight in blocks, each with the scale that the search finds for it.
-
-    Args:
-        weight: [n] float32, float16 or bfloat16, contiguous. A piece of a larger weight must begin
-            at a block.
-        packed: [ceil(n / 2)] uint8, written.
-        scales: [ceil(n / blocksize)] float32, written; they take the place of absmax, and may be
-            negative.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one scale, a power of two from 32 to 4096.
-    """
-    for start in range(0, weight.numel(), CHUNK):
-        stop = start + CHUNK
-        blocks = padded_blocks(weight[start:stop], blocksize)
-        found, codes = _search(blocks, quant_type)
-        store_codes(codes, packed[start // 2 : stop // 2])
-        first_block = start // blocksize
-        scales[first_block : first_block + found.numel()].copy_(found)
-
-
-def _search(blocks: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+def search_scales(blocks: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Searches the scales of flushed blocks, [rows, blocksize] float32.
 
     Returns:

@@ -50,7 +50,7 @@ class Projection:
 
     @cached_property
     def operand(self) -> "Operand":
-        """What kernels are told of it."""
+        """It as kernels take it."""
         return _operand(self)
 
 
@@ -108,7 +108,7 @@ class Stack(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """What kernels are told of a projection; a chunk is 64 elements of a row.
+    """A projection as kernels take it; a chunk is 64 elements of a row.
 
     Attributes:
         stack: the first stack.
@@ -148,7 +148,7 @@ class Operand(NamedTuple):
 
 
 def _operand(projection: Projection) -> Operand:
-    """Returns what kernels are told of a projection."""
+    """Returns a projection as kernels take it."""
     first = projection.stack
     code = first.nested_quant_map
     return Operand(

@@ -22,14 +22,19 @@ KNOWN: Final = "5.8 to 5.24"
 QUANTIZER: Final = "transformers.quantizers.quantizer_bnb_4bit"
 _CLASS: Final = "Bnb4BitHfQuantizer"
 
-HOOKS: Final[dict[str, dict[str, tuple[int, tuple[str, ...]]]]] = {
-    QUANTIZER: {
-        f"{_CLASS}._process_model_before_weight_loading": (2, ("device_map", "checkpoint_files")),
-        f"{_CLASS}.update_weight_conversions": (2, ()),
-        f"{_CLASS}.param_element_size": (3, ()),
-        f"{_CLASS}.get_state_dict_and_metadata": (2, ()),
-        f"{_CLASS}._process_model_after_weight_loading": (2, ()),
-    },
+Filled = dict[str, tuple[int, tuple[str, ...]]]
+"""By names, how many positions and which keywords of a call are filled."""
+
+_METHODS: Final[Filled] = {
+    f"{_CLASS}._process_model_before_weight_loading": (2, ("device_map", "checkpoint_files")),
+    f"{_CLASS}.update_weight_conversions": (2, ()),
+    f"{_CLASS}.param_element_size": (3, ()),
+    f"{_CLASS}.get_state_dict_and_metadata": (2, ()),
+    f"{_CLASS}._process_model_after_weight_loading": (2, ()),
+}
+
+HOOKS: Final[dict[str, Filled]] = {
+    QUANTIZER: _METHODS,
     "transformers.core_model_loading": {
         "ConversionOps": (0, ()),
         "ErnieFuseAndSplitTextVisionExperts": (0, ()),
@@ -44,9 +49,7 @@ HOOKS: Final[dict[str, dict[str, tuple[int, tuple[str, ...]]]]] = {
         "grouped_mm_experts_forward": (4, ()),
     },
 }
-"""By modules of transformers and names in them, how many positions and which keywords of a call are
-filled.
-"""
+"""What the loader hooks into, by modules of transformers."""
 
 log = logging.getLogger("nf4conv.inference.moe")
 

@@ -15,35 +15,12 @@ from nf4conv.codec.kernels.tables import bucket_table, search_table
 def quantize_blocks(
     weight: torch.Tensor,
     packed: torch.Tensor,
-    absmax: torch.Tensor,
+    scales: torch.Tensor,
     quant_type: str,
     blocksize: int,
+    searches: bool = False,
 ) -> None:
     """Quantizes a weight in blocks, as `reference.quantize_blocks` does."""
-    _encode_blocks(weight, packed, absmax, quant_type, blocksize, searches=False)
-
-
-def search_blocks(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
-) -> None:
-    """Quantizes a weight in blocks with searched scales, as `reference.search_blocks` does."""
-    _encode_blocks(weight, packed, scales, quant_type, blocksize, searches=True)
-
-
-def _encode_blocks(
-    weight: torch.Tensor,
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    quant_type: str,
-    blocksize: int,
-    *,
-    searches: bool,
-) -> None:
-    """Launches quantize_kernel."""
     n = weight.numel()
     if n == 0:
         return

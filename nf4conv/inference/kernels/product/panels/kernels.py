@@ -4,30 +4,13 @@ Some warps decode weights into registers while the tensor cores multiply those o
 with the weight as the left operand.
 """
 
-from typing import Any
-
-import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import Launcher, kernel
 from nf4conv.inference.kernels.product.assembly import constraints
 from nf4conv.inference.kernels.product.panels import tiles
-from nf4conv.inference.kernels.product.panels.loops import (
-    multiply_scaled_sums,
-    multiply_scaled_weights,
-)
+from nf4conv.inference.kernels.product.panels.loops import multiply_turns
 from nf4conv.inference.kernels.product.panels.sums import WAIT_FOR_CLUSTER, leave, store_tile
-
-
-@triton.constexpr_function
-def loop_assembly(dtype: tl.dtype, shape: Any, cluster: int) -> str:
-    """Returns a program's loop over k, which leaves the sums in shared memory."""
-    end = leave(shape, cluster)
-    if shape.scales_sums:
-        text: str = multiply_scaled_sums(dtype, shape, end)
-    else:
-        text = multiply_scaled_weights(dtype, shape, end)
-    return text
 
 
 @kernel
@@ -99,7 +82,7 @@ def panel_kernel(
         weight.nested_absmax.to(tl.int64), weight.offset.to(tl.int64), table_ptr.to(tl.int64),
         column, row, n, k, first, turns, block_shift, norm,
     )  # fmt: skip
-    TEXT: tl.constexpr = loop_assembly(DTYPE, PANEL, CLUSTER)
+    TEXT: tl.constexpr = multiply_turns(DTYPE, PANEL, leave(PANEL, CLUSTER))
     LETTERS: tl.constexpr = tiles.LETTERS
     CONSTRAINTS: tl.constexpr = constraints("r", LETTERS)
     sums = tl.inline_asm_elementwise(

@@ -31,14 +31,24 @@ from nf4conv.inference.kernels.product.panels.tiles import refill, say_free, wai
 
 
 @triton.constexpr_function
-def multiply_scaled_sums(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
+def multiply_turns(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
     """Multiplies all turns of a part; `end` stores the totals in shared memory, at `tiles`."""
+    registers: list[str] = []
+    before: list[str] = []
+    behind: list[str] = []
+    if shape.scales_sums:
+        registers = _declare_sums(shape)
+        before = _begin_sums(shape)
+        turn = _turn_of_sums(dtype, shape)
+        behind = _add_scaled(shape)
+    else:
+        turn = _turn_of_weights(dtype, shape)
     lines = [
-        *begin(dtype, shape, _declare_sums(shape)),
-        *_begin_sums(shape),
-        *all_turns(shape, _turn_of_sums(dtype, shape)),
+        *begin(dtype, shape, registers),
+        *before,
+        *all_turns(shape, turn),
         wait_for_products(0),
-        *_add_scaled(shape),
+        *behind,
         *end,
         "mov.b32 $0, tiles;",
         "}",
@@ -85,20 +95,6 @@ def _turn_of_sums(dtype: tl.dtype, shape: Any) -> list[str]:
 def _add_scaled(shape: Any) -> list[str]:
     """Adds the sums of the unit before, times its scales, to the totals."""
     return [f"fma.rn.f32 c{i}, d{i}, u{i // 2 % 2}, c{i};" for i in range(shape.totals)]
-
-
-@triton.constexpr_function
-def multiply_scaled_weights(dtype: tl.dtype, shape: Any, end: list[str]) -> str:
-    """Multiplies all turns of a part; `end` stores the sums in shared memory, at `tiles`."""
-    lines = [
-        *begin(dtype, shape, []),
-        *all_turns(shape, _turn_of_weights(dtype, shape)),
-        wait_for_products(0),
-        *end,
-        "mov.b32 $0, tiles;",
-        "}",
-    ]
-    return "\n".join(lines)
 
 
 @triton.constexpr_function
