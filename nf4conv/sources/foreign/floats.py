@@ -159,6 +159,7 @@ class PlainFp4(Fp4):
 
     __slots__ = ()
 
+    only_in = "U8 I8"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "U8 I8: out in/2"),
         "scale": part(_SCALES, *_FORMS_OF_SCALES),
@@ -167,7 +168,7 @@ class PlainFp4(Fp4):
 
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
-        if tensor.dtype not in ("U8", "I8") or tensor.name.endswith("_packed"):
+        if tensor.name.endswith("_packed"):
             return False
         scale = siblings.find(*named(tensor.name, _SCALES.split()))
         if scale is None:
@@ -192,6 +193,7 @@ class Scaled(Foreign):
     """8-bit values times scales that blocks of them share, or without any: FP8, MXFP8, INT8."""
 
     decoder: ClassVar[str] = "nf4conv.codec.decode.scaled:decode_scaled"
+    only_in: ClassVar[str] = "F8_E4M3 F8_E5M2 I8"
 
     values: TensorInfo  # [..., rows, columns]
     # one for all, one for each row, one for each block, or any shape that broadcasts against the
@@ -243,8 +245,6 @@ class Scaled(Foreign):
 
     @classmethod
     def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-        if tensor.dtype not in (*_FLOAT8, "I8"):
-            return None
         description = siblings.description
         scale = siblings.find(*named(tensor.name, _SCALES.split()))
         zero = siblings.find(f"{tensor.name}_zero_point")
@@ -306,12 +306,15 @@ class TorchaoBytes(Scaled):
 
     __slots__ = ()
 
+    method = "torchao"
+    only_in: ClassVar[str] = ""
+
     @classmethod
     def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
         stored = tensor.name.removesuffix("_qdata")
         module, is_field, weight = stored.rpartition("._")
         description = siblings.description
-        if description.method != "torchao" or stored == tensor.name or not is_field:
+        if stored == tensor.name or not is_field:
             return None
         scale = siblings.find(f"{stored}_scale")
         is_matrix = len(tensor.shape) == 2 and tensor.dtype in (*_FLOAT8, "I8")
@@ -424,6 +427,7 @@ class Bitsandbytes8bit(Foreign):
 
     stored: ClassVar[str] = "weight"
     weight: ClassVar[str] = "weight"
+    only_in: ClassVar[str] = "I8"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "I8: out in"),
         "scale": part("SCB", f"{FLOATS}: out", f"{FLOATS}: out 1"),
@@ -447,7 +451,7 @@ class Bitsandbytes8bit(Foreign):
 
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
-        if tensor.dtype != "I8" or f"{stem}SCB" not in siblings.by_name:
+        if f"{stem}SCB" not in siblings.by_name:
             return False
         order = siblings.find(f"{stem}weight_format")
         if order is not None and any(siblings.read(order)):

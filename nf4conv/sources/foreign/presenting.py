@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import FLOAT_TAGS
-from nf4conv.format.layout import COMPONENT_SUFFIXES
+from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 from nf4conv.models.families import families_of
 from nf4conv.models.module_names import module_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
@@ -116,8 +116,9 @@ def decoded_tensors(
             families=families_of(config),
             read=read,
         )
+        has_states = any(QUANT_STATE_PREFIX in name for name in siblings.by_name)
         for tensor in tensors:
-            logical = _decoded(tensor, siblings)
+            logical = _decoded(tensor, siblings, has_states)
             if logical is not None:
                 found[tensor.name] = logical
     if not found and method is None:
@@ -127,21 +128,30 @@ def decoded_tensors(
 
 
 @lru_cache(maxsize=4096)  # models have few ends of names and many tensors
-def _formats_of(end: str, method: str | None) -> tuple[type[Foreign], ...]:
-    """Returns the formats of a method whose values may have names that end so."""
-    found = [kind for kind in FORMATS if kind.method in (None, method)]
-    return tuple(kind for kind in found if end.endswith(kind.stored) or kind.stored.endswith(end))
+def _formats_of(
+    end: str, dtype: str, method: str | None, has_states: bool
+) -> tuple[type[Foreign], ...]:
+    """Returns the formats of a method whose values may have such a dtype, and names that end so."""
+    formats = FORMATS if has_states else [kind for kind in FORMATS if kind is not Bitsandbytes4bit]
+    if dtype in FLOAT_TAGS:  # they hold codes only for FSDP
+        formats = [kind for kind in formats if kind is Bitsandbytes4bit]
+    found = []
+    for kind in formats:
+        has_name = end.endswith(kind.stored) or kind.stored.endswith(end)
+        has_dtype = not kind.only_in or dtype in kind.only_in.split()
+        if has_name and has_dtype and kind.method in (None, method):
+            found.append(kind)
+    return tuple(found)
 
 
-def _decoded(tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
+def _decoded(tensor: TensorInfo, siblings: SiblingTensors, has_states: bool) -> TensorInfo | None:
     """Returns the tensor that values decode to; None if a tensor holds no encoded values."""
-    if tensor.name.endswith(_COMPONENT_ENDS) or siblings.is_scale(tensor):
+    name = tensor.name
+    may_be = _formats_of(
+        name[name.rfind(".") + 1 :], tensor.dtype, siblings.description.method, has_states
+    )
+    if not may_be or name.endswith(_COMPONENT_ENDS) or siblings.is_scale(tensor):
         return None
-    # floats hold codes only for FSDP; a checkpoint has many, such as scales
-    may_be: tuple[type[Foreign], ...] = (Bitsandbytes4bit,)
-    if tensor.dtype not in FLOAT_TAGS:
-        end = tensor.name[tensor.name.rfind(".") + 1 :]
-        may_be = _formats_of(end, siblings.description.method)
     for kind in may_be:
         found = kind.recognised(tensor, siblings)
         if found is not None:
