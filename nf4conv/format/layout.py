@@ -224,7 +224,7 @@ def read_quant_state(
         return None, [StateFault(f"not JSON: {error}")]
     if not isinstance(table, dict):
         return None, [StateFault("not a JSON object")]
-    faults = [*_key_faults(table, is_nested), *_value_faults(table)]
+    faults = [*_key_faults(table, is_nested), *_value_faults(table, is_nested)]
     if is_nested and "nested_offset" in table:
         faults += _offset_faults(table["nested_offset"])
     if any(fault.is_fatal for fault in faults):
@@ -252,10 +252,12 @@ def _key_faults(table: Mapping[str, Any], is_nested: bool) -> Iterator[StateFaul
         yield StateFault(text, is_fatal=False, is_unknown_key=is_unknown)
 
 
-def _value_faults(table: Mapping[str, Any]) -> Iterator[StateFault]:
+def _value_faults(table: Mapping[str, Any], is_nested: bool) -> Iterator[StateFault]:
     """Yields what is wrong with the values of a quant state, but for nested_offset."""
     for key, allowed in _ALLOWED.items():
         value = table.get(key, allowed[0])
+        if key in _NESTED_JSON_KEYS and not is_nested:
+            continue
         if type(value) not in (str, int) or value not in allowed:  # 64.0 is not 64
             expected = " or ".join(map(str, allowed))
             yield StateFault(f"{key} is {value!r:.100}, expected {expected}")

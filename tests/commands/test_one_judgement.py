@@ -84,7 +84,9 @@ def test_a_stale_nested_offset_is_repaired_as_the_error_says(vae_in_4_bits, tmp_
     assert found.passed, found.verdict
 
 
-@pytest.mark.parametrize("fields", [{"nested_offset": 0.0123}, {"made_by": "somebody"}])
+@pytest.mark.parametrize(
+    "fields", [{"nested_offset": 0.0123}, {"nested_blocksize": 64}, {"made_by": "somebody"}]
+)
 def test_a_quant_state_that_says_more_decodes_in_every_command(tmp_path, fields):
     source = write_pipeline(tmp_path / "plain") / "transformer"
     api.quantize_checkpoint(source, tmp_path / "odd", QuantizeOptions(double_quant=False), CPU)
