@@ -52,19 +52,16 @@ def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -
     double_quant = options.double_quant
     if double_quant is None:
         double_quant = default.double_quant
+    # other weights beside those that a source has calibrated are searched
+    scales = "search" if default.scales == "calibrated" else default.scales
     return Format(
         quant_type=options.quant_type or default.quant_type,
         blocksize=options.blocksize or default.blocksize,
         double_quant=double_quant,
         dtype=dtype,
         quant_storage=options.quant_storage or default.quant_storage,
-        scales=options.scales or _searched_if_calibrated(default.scales),
+        scales=options.scales or scales,
     )
-
-
-def _searched_if_calibrated(scales: str) -> str:
-    """Returns how other weights are scaled beside those that a source has calibrated."""
-    return "search" if scales == "calibrated" else scales
 
 
 def _choose_dtype(source: Source, selection: Selection, options: QuantizeOptions) -> str:

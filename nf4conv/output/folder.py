@@ -95,7 +95,8 @@ class OutputFolder:
                 f"{self.out}: exists and is not empty; choose another folder, or --overwrite",
                 path=self.out,
             )
-        if overwrite and not _looks_like_checkpoint(self.out):
+        has_weights = is_model(self.out) or any(self.out.glob("*.safetensors"))
+        if overwrite and not has_weights and not self._work.is_dir():
             raise OutputError(
                 f"{self.out}: does not look like a checkpoint, so --overwrite will not delete it",
                 path=self.out,
@@ -206,11 +207,7 @@ class OutputFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a small file of the result."""
-        self._write(name, [content])
-
-    def write_pieces(self, name: str, pieces: Iterable[bytes]) -> None:
-        """Writes a file of the result as `write` does, piece by piece."""
-        self._write(name, pieces)
+        self.write_pieces(name, [content])
 
     def require_name(self, name: str) -> None:
         """Checks that a file or folder can have a name here."""
@@ -229,7 +226,7 @@ class OutputFolder:
         if reason is not None:
             self.left_out.append(f"{name}: {reason}; it is not copied")
             return False
-        self._write(name, read_chunks(source))
+        self.write_pieces(name, read_chunks(source))
         return True
 
     @cached_property
@@ -237,7 +234,8 @@ class OutputFolder:
         """The names that are taken in the folder, once its work folder is there."""
         return FolderNames(self._work, OWN_NAMES)
 
-    def _write(self, name: str, chunks: Iterable[bytes]) -> None:
+    def write_pieces(self, name: str, chunks: Iterable[bytes]) -> None:
+        """Writes a file of the result piece by piece."""
         path = self.out / name
         self._require_no_link_to_a_folder(name)
         with named(path, OutputError, inside=True):
@@ -316,10 +314,6 @@ def require_no_dead_link(out: Path) -> None:
     """Checks that an output folder is not a link to what does not exist."""
     if is_link(out) and not out.exists():
         raise OutputError(f"{out}: is a link that leads nowhere; remove it", path=out)
-
-
-def _looks_like_checkpoint(folder: Path) -> bool:
-    return is_model(folder) or (folder / WORK_FOLDER).is_dir() or any(folder.glob("*.safetensors"))
 
 
 def index_of(stem: str, total: int, files: Mapping[str, str]) -> dict[str, bytes]:

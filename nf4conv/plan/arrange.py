@@ -164,7 +164,9 @@ def _place(name: str, content: _Content) -> Shard:
     position = place(content.jobs)
     packed = [job for job in content.jobs if isinstance(job, PackJob)]
     blobs_size = sum(job.footprint.sizes[-1] for job in packed)
-    return Shard(name, tuple(content.jobs), _padded_header(content), position, blobs_size)
+    header = LENGTH_BYTES + len(json.dumps({METADATA_KEY: {"format": "pt"}})) + content.header
+    header += -header % 8
+    return Shard(name, tuple(content.jobs), header, position, blobs_size)
 
 
 def place(jobs: Sequence[Job]) -> int:
@@ -191,10 +193,3 @@ def place(jobs: Sequence[Job]) -> int:
                 job.offsets[kind.component] = position
                 position += job.footprint.sizes[kind.component]
     return position
-
-
-def _padded_header(content: _Content) -> int:
-    """Returns the bytes that a shard's header may take, a multiple of 8."""
-    metadata = json.dumps({METADATA_KEY: {"format": "pt"}})
-    size = LENGTH_BYTES + len(metadata) + content.header
-    return size + -size % 8

@@ -87,7 +87,8 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
         stem=source.stem,
     )
     if config is not None and not still_packed:
-        config = _decoded_config(config, dtype)
+        is_of_diffusers = "_class_name" in config  # whose configs name no dtype
+        config = without_quantization(config) if is_of_diffusers else plain_config(config, dtype)
     notes = tuple(notes_on_files(source, output))
     is_of_others = any(tensor.is_quantized and not is_in_4_bits(tensor) for tensor in tensors)
     if options.lora or is_of_others or source.is_gguf:
@@ -134,13 +135,6 @@ def _dtype_of_model(config: Mapping[str, Any], tensors: Sequence[TensorInfo]) ->
     return "bfloat16" if has_kept else dominant
 
 
-def _decoded_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns the config of a checkpoint in which nothing is left in 4 bits."""
-    if "_class_name" in config:  # a config of diffusers names no dtype
-        return without_quantization(config)
-    return plain_config(config, dtype)
-
-
 def plan_unchanged_submodel(source: Source, options: DequantizeOptions) -> DequantizationPlan:
     """Plans a submodel of a diffusers pipeline in which nothing is decoded."""
     format = Format("nf4", 64, False, dominant_dtype(source.tensors))
@@ -175,7 +169,9 @@ def _partly_packed(
     for tensor in source.tensors:
         rule = rules[tensor.name]
         if tensor.name in packed:
-            decisions[tensor.name] = _stay_packed(tensor)
+            rows = tensor.shape[0]
+            matrix = PackedMatrix(tensor.name, (rows, tensor.elements // rows))
+            decisions[tensor.name] = Pack((matrix,), _STAYS)
         elif isinstance(rule, Pack) or is_in_4_bits(tensor):
             decisions[tensor.name] = Keep(_KEPT, is_linear=True)
         else:
@@ -191,11 +187,6 @@ def _partly_packed(
         if isinstance(decision, Pack):
             still_packed.add(name)
     return config, frozenset(still_packed)
-
-
-def _stay_packed(tensor: TensorInfo) -> Pack:
-    rows = tensor.shape[0]
-    return Pack((PackedMatrix(tensor.name, (rows, tensor.elements // rows)),), _STAYS)
 
 
 def _groups(
