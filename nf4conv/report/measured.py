@@ -20,20 +20,23 @@ from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import TensorInfo
 
 
+class Wrong(NamedTuple):
+    """Counts the values of a component that do not follow from the source."""
+
+    number: int
+    first: int  # the index of the first of them
+
+
 class ScaleErrors(NamedTuple):
-    """The differences between the scales of a weight and those that its source gives.
+    """The differences between a weight and what its source gives, by the component.
 
     Attributes:
-        wrong: the number of absmax, or of their codes, that do not follow from the source.
-        first: the index of the first of them.
-        wrong_nested: the number of nested_absmax, and of nested offsets, that do not follow.
-        differing: the number of bytes that quantizing the source would make otherwise, by the
-            component, scales, code maps and quant state.
+        wrong: the scales that do not follow from the source.
+        differing: the number of bytes that quantizing the source would make otherwise: of scales,
+            code maps and quant state.
     """
 
-    wrong: int = 0
-    first: int = 0
-    wrong_nested: int = 0
+    wrong: Mapping[str, Wrong] = MappingProxyType({})
     differing: Mapping[str, int] = MappingProxyType({})
 
 
@@ -113,7 +116,12 @@ class WeightResult(_Pieces):
         errors = row.errors
         if errors is None or self.scales is None:
             return
-        yield from _scale_faults(self.scales)
+        if self.scales.wrong:
+            found = [
+                f"{number:,} of {name}, the first at {first:,}"
+                for name, (number, first) in self.scales.wrong.items()
+            ]
+            yield "scales", f"scales do not follow from the source: {'; '.join(found)}"
         weight = self.weight
         if errors.not_nearest:
             text = f"{errors.not_nearest:,} of {weight.elements:,} codes are not the nearest"
@@ -136,21 +144,6 @@ class WeightResult(_Pieces):
         expected = (values.elements, 1)
         if values.shape != expected:
             yield "exact", f"the codes are {list(values.shape)}, expected {list(expected)}"
-
-
-def _scale_faults(scales: ScaleErrors) -> Iterator[tuple[str, str]]:
-    """Yields what is wrong with the scales of a weight, compared with its source."""
-    if scales.wrong:
-        yield (
-            "scales",
-            f"{scales.wrong:,} scales do not follow from the source; "
-            f"the first is of block {scales.first:,}",
-        )
-    if scales.wrong_nested:
-        text = (
-            f"{scales.wrong_nested:,} nested scales, or the offset, do not follow from the source"
-        )
-        yield "scales", text
 
 
 @dataclass

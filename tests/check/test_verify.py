@@ -537,6 +537,18 @@ def test_exact_is_every_byte_of_what_describes_a_weight(
     assert "exact" not in {finding.check for finding in without.findings}
 
 
+@pytest.mark.parametrize(
+    ("component", "index", "size"), [("absmax", 7, 1), ("nested_absmax", 0, 4)]
+)
+def test_the_first_wrong_scale_has_a_place(
+    damaged: Path, source: Path, component: str, index: int, size: int
+):
+    change(f"{UP}.{component}", flipped(size * index + size - 1, 6))(damaged)
+    found = verify_checkpoint(damaged, source, None, CPU).findings
+    [line] = [one.line() for one in found if one.check == "scales" and "source" in one.text]
+    assert f"1 of {component}, the first at {index}" in line
+
+
 # --- what is right --------------------------------------------------------------------------------
 
 

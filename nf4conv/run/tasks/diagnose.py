@@ -29,7 +29,7 @@ from nf4conv.format.layout import (
 )
 from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.rows import Errors
-from nf4conv.report.measured import CopyResult, ScaleErrors, WeightResult
+from nf4conv.report.measured import CopyResult, ScaleErrors, WeightResult, Wrong
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice, device_of, difference
 from nf4conv.run.device.on_torch.packing import piece_errors, read_weights, room_for_absmax
@@ -222,15 +222,15 @@ def _compare_scales(
     _, state = _stored_piece(weight, parts, raws)
     with device.timed(Activity.COMPUTE):
         offset = weight.nested_offset
-        wrong = wrong_nested = torch.zeros(1, dtype=torch.bool)
+        wrong = {}
         expected = {}
         if weight.format.scales == "calibrated":
             pass  # no second rounding tells which scales are right
         elif state.state2 is None:
-            wrong = _unlike(state.absmax, absmax)
+            wrong = {"absmax": _unlike(state.absmax, absmax)}
             expected["absmax"] = absmax
         else:
-            wrong, wrong_nested = _wrong_nested(absmax, state)
+            wrong = _wrong_nested(absmax, state)
             codes, mean, state2 = compress_absmax(absmax)
             expected = {"absmax": codes, "nested_absmax": state2.absmax}
             offset = float(mean.item())
@@ -242,12 +242,12 @@ def _compare_scales(
         for role, right in expected.items():
             if role in stored:
                 differing[role] = _count_differing(stored[role], right)
-        return ScaleErrors(
-            wrong=int(wrong.sum()),
-            first=int(wrong.int().argmax()),
-            wrong_nested=int(wrong_nested.sum()),
-            differing=differing,
-        )
+        found = {}
+        for role, mask in wrong.items():
+            count = int(mask.sum())
+            if count:
+                found[role] = Wrong(count, int(mask.int().argmax()))
+        return ScaleErrors(found, differing)
 
 
 def _expected_descriptions(
@@ -278,7 +278,7 @@ def _unlike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a != b) & ~((a - b).abs() < SMALLEST_NORMAL)
 
 
-def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> tuple[torch.Tensor, torch.Tensor]:
+def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> dict[str, torch.Tensor]:
     """Tells which 8-bit codes and which nested absmax do not follow from the source's absmax and
     the stored offset.
     """
@@ -289,13 +289,12 @@ def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> tuple[torch.Tensor
     blocks = torch.nn.functional.pad(centred, (0, padding)).view(-1, NESTED_BLOCKSIZE)
     largest = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dim=1)
     nested = state.state2.absmax
-    wrong_nested = _unlike(largest, nested)
     scaled = centred / nested.repeat_interleave(NESTED_BLOCKSIZE)[: centred.numel()]
     values = state.state2.code
     nearest = torch.bucketize(scaled.nan_to_num(nan=-2.0), (values[:-1] + values[1:]) / 2)
     far = (scaled - values[state.absmax.int()]).abs()
     near = (scaled - values[nearest]).abs()
-    return far > near + _NESTED_TIE, wrong_nested
+    return {"absmax": far > near + _NESTED_TIE, "nested_absmax": _unlike(largest, nested)}
 
 
 def compare_copy(
