@@ -18,12 +18,10 @@ from api import (
     verify_checkpoint,
 )
 from checkpoints import contents, tensors_of
-from click.testing import CliRunner
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
-from nf4conv.cli import main
-from nf4conv.errors import OutputError, PlanError
+from nf4conv.errors import PlanError
 
 EXPERTS = "model.layers.{}.mlp.experts"
 NUMBER = 4
@@ -273,68 +271,20 @@ def test_damaged_layers_are_refused_before_anything_is_written(case, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_line_refuses_in_one_line(tmp_path):
-    source = write(tmp_path / "source", "qwen2_moe", without(*LAST))
-    done = CliRunner().invoke(main, ["quantize", str(source), str(tmp_path / "out")])
-    assert done.exit_code == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "experts.3.down_proj.weight is missing" in done.stderr
-
-
-# --- ways to run ----------------------------------------------------------------------------------
-
-SMALL = QuantizeOptions(max_shard_size=20_000)
-WAYS = [
-    ("qwen2_moe", "packed"),
-    ("gpt_oss", "packed"),
-]
-
-
-@pytest.fixture
-def expected(tmp_path: Path) -> Callable[[str, str], dict[str, bytes]]:
-    def make(model_type: str, moe: str) -> dict[str, bytes]:
-        write(tmp_path / "source", model_type)
-        options = replace(SMALL, moe=moe)
-        quantize_checkpoint(tmp_path / "source", tmp_path / "single", options, CPU)
-        return contents(tmp_path / "single")
-
-    return make
-
-
-@pytest.mark.parametrize(("model_type", "moe"), WAYS)
-def test_parts_give_the_bytes_of_a_single_run(model_type, moe, expected, tmp_path):
-    single = expected(model_type, moe)
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_parts_and_a_streamed_source_give_the_bytes_of_a_single_run(model_type, tmp_path, hub: Hub):
+    options = replace(PACKED, max_shard_size=20_000)
+    source = write(tmp_path / "source", model_type)
+    quantize_checkpoint(source, tmp_path / "single", options, CPU)
+    single = contents(tmp_path / "single")
     for name in ("3/3", "1/3", "2/3"):
-        run = replace(CPU, part=name)
-        options = replace(SMALL, moe=moe)
-        quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, run)
-    assert contents(tmp_path / "out") == single
+        quantize_checkpoint(source, tmp_path / "parts", options, replace(CPU, part=name))
+    assert contents(tmp_path / "parts") == single
 
-
-@pytest.mark.parametrize(("model_type", "moe"), WAYS)
-def test_a_streamed_source_gives_the_same_bytes(model_type, moe, expected, tmp_path, hub: Hub):
-    single = expected(model_type, moe)
     hub.repos[REPO] = Repo()
-    hub.repos[REPO].commit(contents(tmp_path / "source"))
+    hub.repos[REPO].commit(contents(source))
     where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
-    quantize_checkpoint(REPO, tmp_path / "out", replace(SMALL, moe=moe), CPU, where=where)
-    files = contents(tmp_path / "out")
+    quantize_checkpoint(REPO, tmp_path / "streamed", options, CPU, where=where)
+    files = contents(tmp_path / "streamed")
     for name in files.keys() - {"README.md", "nf4conv.json"}:
         assert files[name] == single[name], name
-
-
-def test_a_run_of_another_layout_is_not_gone_on_with(tmp_path):
-    source = write(tmp_path / "source", "gpt_oss")
-
-    def stop(count: int) -> None:
-        if count:  # what an earlier run has done is told first, here 0 bytes
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(source, tmp_path / "out", replace(SMALL, moe="packed"), CPU, stop)
-    with pytest.raises(OutputError):
-        quantize_checkpoint(source, tmp_path / "out", replace(SMALL, moe="portable"), CPU)
-    report = quantize_checkpoint(source, tmp_path / "out", replace(SMALL, moe="packed"), CPU)
-    single = quantize_checkpoint(source, tmp_path / "single", replace(SMALL, moe="packed"), CPU)
-    assert report.packed == single.packed
-    assert contents(tmp_path / "out") == contents(tmp_path / "single")

@@ -90,9 +90,7 @@ def test_options_that_are_left_out_are_those_of_the_source(tmp_path, format):
     assert config["bnb_4bit_quant_type"] == format["quant_type"]
     assert config["bnb_4bit_use_double_quant"] == format["double_quant"]
     assert report.packed == 2
-    found = verify_checkpoint(
-        tmp_path / "out", source, VerifyOptions(exact=True), RunOptions(device="cpu")
-    )
+    found = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), CPU)
     assert found.passed, [finding.line() for finding in found.findings]
     assert found.identical
 
@@ -136,7 +134,7 @@ def test_another_dtype_is_packed_anew(tmp_path):
     plan = plan_quantization(source, QuantizeOptions(dtype="float16"))
     assert {row.action for row in plan.rows() if row.name in NAMES} == {"pack"}
     quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype="float16"), CPU)
-    assert verify_checkpoint(tmp_path / "out", run=RunOptions(device="cpu")).passed
+    assert verify_checkpoint(tmp_path / "out", run=CPU).passed
 
 
 def test_what_the_source_computes_in_stays(tmp_path):
@@ -269,7 +267,7 @@ def test_a_bad_save_is_named_by_inspect_and_repaired_without_a_bit_of_codes_and_
     assert not [
         finding for finding in inspect_checkpoint(tmp_path / "out").findings if finding.is_fault
     ]
-    assert verify_checkpoint(tmp_path / "out", run=RunOptions(device="cpu")).passed
+    assert verify_checkpoint(tmp_path / "out", run=CPU).passed
 
 
 def test_what_is_damaged_beyond_repair_is_packed_anew_or_refused(tmp_path):
@@ -352,7 +350,7 @@ def test_the_same_bytes_are_stored_as_another_dtype(tmp_path, storage):
         )
     config = json.loads((stored / "config.json").read_text())["quantization_config"]
     assert config["bnb_4bit_quant_storage"] == storage
-    report = verify_checkpoint(stored, source, VerifyOptions(exact=True), RunOptions(device="cpu"))
+    report = verify_checkpoint(stored, source, VerifyOptions(exact=True), CPU)
     assert report.passed, [finding.line() for finding in report.findings]
     assert {
         row.format.quant_storage for row in inspect_checkpoint(stored).tensors if row.format
@@ -389,7 +387,7 @@ def test_part_of_a_stored_checkpoint_stays_in_its_storage(tmp_path):
     dequantize_checkpoint(
         tmp_path / "fsdp", tmp_path / "part", DequantizeOptions(include=("*layers.0*",)), CPU
     )
-    assert verify_checkpoint(tmp_path / "part", run=RunOptions(device="cpu")).passed
+    assert verify_checkpoint(tmp_path / "part", run=CPU).passed
 
 
 def test_a_weight_whose_bytes_do_not_divide_stays_in_16_bits(tmp_path):
