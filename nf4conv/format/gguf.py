@@ -4,6 +4,7 @@ The numbers of the types are those of ggml_type in llama.cpp's ggml.h. A tensor 
 blocks; a block of a type that is not quantized is one value.
 """
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 
@@ -39,6 +40,80 @@ _COMMON: Final = {
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
 }
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Says where fields of a few bits are.
+
+    A run of bytes holds the lowest field of each byte first, then the second field of each byte,
+    and so on; runs follow each other.
+
+    Attributes:
+        first: the byte of the block where they begin.
+        bits: of a field: 1, 2, 4 or 8; 0 if there are none.
+        run: bytes of a run.
+    """
+
+    first: int
+    bits: int
+    run: int
+
+
+# How the scales of groups are stored.
+NIBBLES: Final = "nibbles"  # the scale in the low one of a byte, the minimum in the high one
+SPLIT: Final = "split"  # 6 bits less 32: 16 times 4 bits, then 16 times 2 bits above them
+PACKED: Final = "packed"  # 8 scales and 8 minimums of 6 bits in 12 bytes
+SIGNED: Final = "signed"  # bytes
+
+
+@dataclass(frozen=True)
+class Layout:  # no tuple, which Triton would take apart
+    """Says how a block holds values: scale · (code - center) + minimum, or where groups of values
+    have scales of their own, scale · group's · (code - center) - minimum · group's.
+
+    Attributes:
+        scale: the byte of the scale, in half precision.
+        low: the lower bits of codes; 8 bits are signed.
+        high: the bits above them.
+        center: what is subtracted from codes.
+        has_minimum: True if a minimum in half precision stands behind the scale.
+        kind: how the scales of groups are stored; empty if there are no groups.
+        first: the byte where these begin.
+        group: values of a group.
+    """
+
+    scale: int
+    low: Fields
+    high: Fields = Fields(0, 0, 1)
+    center: int = 0
+    has_minimum: bool = False
+    kind: str = ""
+    first: int = 0
+    group: int = 0
+
+
+LAYOUTS: Final = {
+    "Q4_0": Layout(0, Fields(2, 4, 16), center=8),
+    "Q4_1": Layout(0, Fields(4, 4, 16), has_minimum=True),
+    "Q5_0": Layout(0, Fields(6, 4, 16), Fields(2, 1, 1), center=16),
+    "Q5_1": Layout(0, Fields(8, 4, 16), Fields(4, 1, 1), has_minimum=True),
+    "Q8_0": Layout(0, Fields(2, 8, 32)),
+    "Q2_K": Layout(80, Fields(16, 2, 32), has_minimum=True, kind=NIBBLES, first=0, group=16),
+    "Q3_K": Layout(
+        108, Fields(32, 2, 32), Fields(0, 1, 32), center=4, kind=SPLIT, first=96, group=16
+    ),
+    "Q4_K": Layout(0, Fields(16, 4, 32), has_minimum=True, kind=PACKED, first=4, group=32),
+    "Q5_K": Layout(
+        0, Fields(48, 4, 32), Fields(16, 1, 32), has_minimum=True, kind=PACKED, first=4, group=32
+    ),
+    "Q6_K": Layout(
+        208, Fields(0, 4, 64), Fields(128, 2, 32), center=32, kind=SIGNED, first=192, group=16
+    ),
+}
+"""The layouts of the types that nf4conv decodes itself, by ggml-common.h and ggml-quants.c in
+llama.cpp.
+"""
 
 _RARE: Final = {
     16: BlockType("IQ2_XXS", 256, 66),

@@ -17,15 +17,15 @@ from test_decode_kernels import DEVICE, DTYPES, by_kernel, same_bits
 from test_two_engines import BARE, by_torch, same, without_torch
 from test_two_engines import gpu as gpu
 
-from nf4conv.codec.decode.ggml import DECODERS, decode_ggml
+from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.codec.kernels.ahead import ggml_decoder
-from nf4conv.format.gguf import BY_NAME, NUMBERS, PLAIN, RARE
+from nf4conv.format.gguf import BY_NAME, LAYOUTS, NUMBERS, PLAIN, RARE
 from nf4conv.run.device.on_driver.backend import DriverBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize("block_type", DECODERS)
+@pytest.mark.parametrize("block_type", LAYOUTS)
 def test_every_type(block_type: str):
     """More rows than a program has, and columns that are no whole number of programs."""
     values_of_block = BY_NAME[block_type].values
@@ -41,7 +41,7 @@ def test_every_type(block_type: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block_type", DECODERS)
+@pytest.mark.parametrize("block_type", LAYOUTS)
 def test_every_type_on_both_devices(block_type: str):
     raw = blocks_of(block_type, 67, 20)
     for dtype in (torch.bfloat16, torch.float32):
@@ -182,7 +182,7 @@ def test_a_model_of_all_types(
             if name.startswith("blk.0.") and len(shape) == 2:
                 rows = 5120 if layer == 0 else 320
                 shapes[name.replace(".0.", f".{layer}.")] = (rows, 512)
-    types = dict(zip([name for name in shapes if "blk" in name], cycle([*DECODERS, *PLAIN, *RARE])))
+    types = dict(zip([name for name in shapes if "blk" in name], cycle([*LAYOUTS, *PLAIN, *RARE])))
     path = write_gguf(tmp_path / "model.gguf", {**LLAMA, "llama.block_count": 4}, types, shapes)
     command(path, tmp_path / "cpu", None, replace(BARE, device="cpu"), where=where)
     by_torch(lambda run: command(path, tmp_path / "torch", None, run, where=where))

@@ -10,9 +10,9 @@ from command_line import run
 from gguf_files import blocks_of, write_gguf
 
 from nf4conv.codec.decode import ggml
-from nf4conv.codec.decode.ggml import DECODERS, decode_ggml
+from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.errors import CodecError
-from nf4conv.format.gguf import BLOCK_TYPES, BY_NAME, PLAIN, RARE
+from nf4conv.format.gguf import BLOCK_TYPES, BY_NAME, LAYOUTS, PLAIN, RARE
 from nf4conv.sources.gguf import opening
 
 
@@ -21,10 +21,10 @@ def test_the_table_of_types_is_that_of_gguf():
         kind = gguf.GGMLQuantizationType(number)
         assert (kind.name, *gguf.GGML_QUANT_SIZES[kind]) == block_type
     assert {kind.name for kind in gguf.quants._type_traits} <= BY_NAME.keys()
-    assert {*DECODERS, *RARE, *PLAIN} == BY_NAME.keys()
+    assert {*LAYOUTS, *RARE, *PLAIN} == BY_NAME.keys()
 
 
-@pytest.mark.parametrize("block_type", [*DECODERS, *RARE])
+@pytest.mark.parametrize("block_type", [*LAYOUTS, *RARE])
 def test_every_type_decodes_like_gguf(block_type: str):
     """Bytes of any value; scales that are subnormal, infinite, NaN, minus 0."""
     raw = blocks_of(block_type, 64, 40)

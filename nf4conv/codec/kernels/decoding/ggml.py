@@ -11,7 +11,18 @@ import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import kernel
-from nf4conv.format.gguf import BLOCK_TYPES, FUSED, PLUS_ONE, ROTARY, TRANSPOSED
+from nf4conv.format.gguf import (
+    BLOCK_TYPES,
+    FUSED,
+    LAYOUTS,
+    NIBBLES,
+    PLUS_ONE,
+    ROTARY,
+    SIGNED,
+    SPLIT,
+    TRANSPOSED,
+    Layout,
+)
 
 TILE_ROWS = tl.constexpr(4)  # of a program
 TILE_COLUMNS = tl.constexpr(512)  # of a program
@@ -29,35 +40,18 @@ AS_COLUMNS = tl.constexpr(3)
 _ORDERS: Final = {ROTARY: IN_HALVES, FUSED: IN_GROUPS, TRANSPOSED: AS_COLUMNS}
 """Where rows are written to undo what llama.cpp's converter did."""
 
-# How a type is decoded: constexprs of kernels.
-PLAIN = tl.constexpr(0)  # a value is stored as it is
-ONE_SCALE = tl.constexpr(1)
-NESTED_SCALES = tl.constexpr(2)
-
-_Q4_0 = tl.constexpr(2)
-_Q4_1 = tl.constexpr(3)
-_Q5_0 = tl.constexpr(6)
-_Q5_1 = tl.constexpr(7)
-_Q2_K = tl.constexpr(10)
-_Q3_K = tl.constexpr(11)
-_Q4_K = tl.constexpr(12)
-_Q5_K = tl.constexpr(13)
+_SIGNED = tl.constexpr(SIGNED)
+_NIBBLES = tl.constexpr(NIBBLES)
+_SPLIT = tl.constexpr(SPLIT)
 
 
-def constants(number: int, changed: str | None) -> tuple[int, int, int, int, int, bool]:
+def constants(number: int, changed: str | None) -> tuple[int, Layout | None, int, int, int, bool]:
     """Returns the constexprs of the kernel, in their order, for a block type's number in ggml.h and
     what llama.cpp's converter did, a word of format/gguf.py or None.
     """
-    _, values, size = BLOCK_TYPES[number]
+    name, values, size = BLOCK_TYPES[number]
     order = AS_STORED if changed is None else _ORDERS.get(changed, AS_STORED)
-    return _kind_of(number), number, values, size, int(order.value), changed == PLUS_ONE
-
-
-def _kind_of(number: int) -> int:
-    """Returns how a type is decoded, by its number."""
-    if BLOCK_TYPES[number].values == 1:
-        return int(PLAIN.value)
-    return int(NESTED_SCALES.value if BLOCK_TYPES[number].values == 256 else ONE_SCALE.value)
+    return number, LAYOUTS.get(name), values, size, int(order.value), changed == PLUS_ONE
 
 
 @kernel
@@ -70,8 +64,8 @@ def ggml_kernel(
     row_bytes: tl.int64,
     heads: tl.int64,
     key_value_heads: tl.int64,
-    KIND: tl.constexpr,
     TYPE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     VALUES: tl.constexpr,
     SIZE: tl.constexpr,
     ORDER: tl.constexpr,
@@ -89,8 +83,8 @@ def ggml_kernel(
         key_value_heads: those of the keys, and of the values, of IN_GROUPS.
 
     Constexprs:
-        KIND: PLAIN, ONE_SCALE or NESTED_SCALES.
         TYPE: the number of the block type.
+        LAYOUT: how its blocks hold values; None for those of one value.
         VALUES, SIZE: values and bytes of a block.
         ORDER: one of the above.
         SUBTRACTS_ONE: True to subtract 1 before a value is rounded.
@@ -102,7 +96,7 @@ def ggml_kernel(
     in_row = column.to(tl.int32)
     stored_row = _stored_row(row, rows, heads, key_value_heads, ORDER)
     block_ptr = values_ptr + stored_row * row_bytes + in_row // VALUES * SIZE
-    value = _value(block_ptr, in_row % VALUES, inside, KIND, TYPE)
+    value = _value(block_ptr, in_row % VALUES, inside, TYPE, LAYOUT)
     if SUBTRACTS_ONE:
         value = value - 1.0
     if ORDER == AS_COLUMNS:
@@ -137,12 +131,10 @@ def _stored_row(row, rows, heads, key_value_heads, ORDER: tl.constexpr):
 
 
 @triton.jit
-def _value(block_ptr, place, inside, KIND: tl.constexpr, TYPE: tl.constexpr):
+def _value(block_ptr, place, inside, TYPE: tl.constexpr, LAYOUT: tl.constexpr):
     """Returns values in float32, given the addresses of their blocks and their places there."""
-    if KIND == ONE_SCALE:
-        return _simple_value(block_ptr, place, inside, TYPE)
-    elif KIND == NESTED_SCALES:
-        return _nested_value(block_ptr, place, inside, TYPE)
+    if LAYOUT is not None:
+        return _value_of_block(block_ptr, place, inside, LAYOUT)
     elif TYPE == _F32:
         return _word_32(block_ptr, 0, inside).to(tl.float32, bitcast=True)
     elif TYPE == _F16:
@@ -152,91 +144,60 @@ def _value(block_ptr, place, inside, KIND: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _simple_value(block_ptr, place, inside, TYPE: tl.constexpr):
-    """Returns values of types with one scale for a block."""
-    if TYPE == _Q4_0:
-        code = _field(block_ptr, 2, place, 4, 16, inside)
-        return _half(block_ptr, 0, inside) * (code - 8).to(tl.float32)
-    elif TYPE == _Q4_1:
-        code = _field(block_ptr, 4, place, 4, 16, inside)
-        product = _half(block_ptr, 0, inside) * code.to(tl.float32)
-        return product + _half(block_ptr, 2, inside)
-    elif TYPE == _Q5_0:
-        code = _five_bits(block_ptr, 2, place, inside)
-        return _half(block_ptr, 0, inside) * (code - 16).to(tl.float32)
-    elif TYPE == _Q5_1:
-        code = _five_bits(block_ptr, 4, place, inside)
-        product = _half(block_ptr, 0, inside) * code.to(tl.float32)
-        return product + _half(block_ptr, 2, inside)
-    else:  # Q8_0
-        code = _signed_byte(block_ptr, 2 + place, inside)
-        return code.to(tl.float32) * _half(block_ptr, 0, inside)
+def _value_of_block(block_ptr, place, inside, LAYOUT: tl.constexpr):
+    """Returns values of blocks that have a scale."""
+    LOW: tl.constexpr = LAYOUT.low
+    HIGH: tl.constexpr = LAYOUT.high
+    code = _field(block_ptr, place, inside, LOW)
+    if LOW.bits == 8:
+        code = (code << 24) >> 24
+    if HIGH.bits > 0:
+        code = code | (_field(block_ptr, place, inside, HIGH) << LOW.bits)
+    code = code - LAYOUT.center
+    scale = _half(block_ptr, LAYOUT.scale, inside)
+    if LAYOUT.kind == "":
+        value = scale * code.to(tl.float32)
+        if LAYOUT.has_minimum:
+            value = value + _half(block_ptr, LAYOUT.scale + 2, inside)
+    else:
+        group = place // LAYOUT.group
+        nested_scale, nested_minimum = _scales_of_group(block_ptr, group, inside, LAYOUT)
+        value = (scale * nested_scale.to(tl.float32)) * code.to(tl.float32)
+        if LAYOUT.has_minimum:
+            minimum = _half(block_ptr, LAYOUT.scale + 2, inside)
+            value = value - minimum * nested_minimum.to(tl.float32)
+    return value
 
 
 @triton.jit
-def _five_bits(block_ptr, first, place, inside):
-    """Returns codes whose 32 fifth bits begin at byte `first`, before the other four."""
-    fifth = _field(block_ptr, first, place, 1, 1, inside)
-    return _field(block_ptr, first + 4, place, 4, 16, inside) | (fifth << 4)
-
-
-@triton.jit
-def _nested_value(block_ptr, place, inside, TYPE: tl.constexpr):
-    """Returns values of types whose blocks of 256 have quantized scales."""
-    if TYPE == _Q2_K:
-        nested = _byte(block_ptr, place // 16, inside)
-        code = _field(block_ptr, 16, place, 2, 32, inside)
-        value = _scaled(_half(block_ptr, 80, inside), nested & 15, code)
-        return value - _half(block_ptr, 82, inside) * (nested >> 4).to(tl.float32)
-    elif TYPE == _Q3_K:
-        scale = _scale_of_q3_k(block_ptr, place // 16, inside)
-        missing = 1 - _field(block_ptr, 0, place, 1, 32, inside)
-        code = _field(block_ptr, 32, place, 2, 32, inside) - 4 * missing
-        return _scaled(_half(block_ptr, 108, inside), scale, code)
-    elif TYPE == _Q4_K:
-        code = _field(block_ptr, 16, place, 4, 32, inside)
-        return _scaled_less_minimum(block_ptr, place // 32, code, inside)
-    elif TYPE == _Q5_K:
-        fifth = _field(block_ptr, 16, place, 1, 32, inside)
-        code = _field(block_ptr, 48, place, 4, 32, inside) | (fifth << 4)
-        return _scaled_less_minimum(block_ptr, place // 32, code, inside)
-    else:  # Q6_K
-        high = _field(block_ptr, 128, place, 2, 32, inside)
-        code = _field(block_ptr, 0, place, 4, 64, inside) | (high << 4)
-        scale = _signed_byte(block_ptr, 192 + place // 16, inside)
-        return _scaled(_half(block_ptr, 208, inside), scale, code - 32)
-
-
-@triton.jit
-def _scaled(scale, nested, code):
-    """Returns scale * nested scale * code; `nested` and `code` are int32."""
-    return (scale * nested.to(tl.float32)) * code.to(tl.float32)
-
-
-@triton.jit
-def _scale_of_q3_k(block_ptr, group, inside):
-    """Returns the scales of groups, whose low 4 bits and high 2 bits stand apart."""
-    low = _field(block_ptr, 96, group, 4, 8, inside)
-    high = _field(block_ptr, 104, group, 2, 4, inside)
-    return (low | (high << 4)) - 32
-
-
-@triton.jit
-def _scaled_less_minimum(block_ptr, group, code, inside):
-    """Returns values of Q4_K and Q5_K.
-
-    The scales and minimums of the first four groups are whole in bytes 4 to 11. The other four have
-    their low bits in bytes 12 to 15 and their high bits above the first four.
+def _scales_of_group(block_ptr, group, inside, LAYOUT: tl.constexpr):
+    """Returns the scales and the minimums of groups, int32; anything for minimums that there are
+    not.
     """
-    in_four = group % 4
-    is_whole = group < 4
-    first = _byte(block_ptr, 4 + in_four, inside)
-    second = _byte(block_ptr, 8 + in_four, inside)
-    mixed = _byte(block_ptr, 12 + in_four, inside)
-    nested_scale = tl.where(is_whole, first & 63, (mixed & 15) | (first >> 2 & 48))
-    nested_minimum = tl.where(is_whole, second & 63, (mixed >> 4) | (second >> 2 & 48))
-    minimum = _half(block_ptr, 2, inside) * nested_minimum.to(tl.float32)
-    return _scaled(_half(block_ptr, 0, inside), nested_scale, code) - minimum
+    block_ptr += LAYOUT.first
+    if LAYOUT.kind == _SIGNED:
+        scale = (_byte(block_ptr, group, inside) << 24) >> 24
+        minimum = scale
+    elif LAYOUT.kind == _NIBBLES:
+        both = _byte(block_ptr, group, inside)
+        scale = both & 15
+        minimum = both >> 4
+    elif LAYOUT.kind == _SPLIT:
+        low = _unpacked(block_ptr, group, 4, 8, inside)
+        high = _unpacked(block_ptr + 8, group, 2, 4, inside)
+        scale = (low | (high << 4)) - 32
+        minimum = scale
+    else:
+        # those of the first four groups are whole in bytes 0 to 7; the other four have their low
+        # bits in bytes 8 to 11, and their high bits above the first four
+        in_four = group % 4
+        is_whole = group < 4
+        first = _byte(block_ptr, in_four, inside)
+        second = _byte(block_ptr, 4 + in_four, inside)
+        mixed = _byte(block_ptr, 8 + in_four, inside)
+        scale = tl.where(is_whole, first & 63, (mixed & 15) | (first >> 2 & 48))
+        minimum = tl.where(is_whole, second & 63, (mixed >> 4) | (second >> 2 & 48))
+    return scale, minimum
 
 
 # Bytes and numbers of blocks. Each function takes, for each value of a tile, the address of a block
@@ -247,12 +208,6 @@ def _scaled_less_minimum(block_ptr, group, code, inside):
 def _byte(block_ptr, number, inside):
     """Returns a byte as int32."""
     return tl.load(block_ptr + number, mask=inside, other=0).to(tl.int32)
-
-
-@triton.jit
-def _signed_byte(block_ptr, number, inside):
-    """Returns an int8 as int32."""
-    return (_byte(block_ptr, number, inside) << 24) >> 24
 
 
 @triton.jit
@@ -276,13 +231,19 @@ def _half(block_ptr, number, inside):
 
 
 @triton.jit
-def _field(block_ptr, first, number, BITS: tl.constexpr, RUN: tl.constexpr, inside):
-    """Returns a field of a few bits, by its number among those that begin at byte `first`.
+def _field(block_ptr, place, inside, FIELDS: tl.constexpr):
+    """Returns the fields of values by their places in a block."""
+    BITS: tl.constexpr = FIELDS.bits
+    RUN: tl.constexpr = FIELDS.run
+    return _unpacked(block_ptr + FIELDS.first, place, BITS, RUN, inside)
 
-    A run of RUN bytes holds the lowest field of each byte first, then the second field of each
-    byte, and so on; runs follow each other.
+
+@triton.jit
+def _unpacked(first_ptr, number, BITS: tl.constexpr, RUN: tl.constexpr, inside):
+    """Returns a field of a few bits, by its number among those that begin at an address, in runs of
+    RUN bytes.
     """
     FIELDS: tl.constexpr = 8 // BITS
     run = number // (RUN * FIELDS)
-    found = _byte(block_ptr, first + run * RUN + number % RUN, inside)
+    found = _byte(first_ptr, run * RUN + number % RUN, inside)
     return (found >> (number // RUN % FIELDS * BITS)) & ((1 << BITS) - 1)
