@@ -259,12 +259,11 @@ def check_weight(
             found.append(WeightFault("one shard", part, text, Severity.REPAIRED))
     weight, faults = read_weight(values, components, read, scales)
     found += faults
-    if weight is not None:
-        quant_type = weight.quant_type
-        book = CODEBOOKS[quant_type].values
-        found += _map_faults(weight.quant_map, book, quant_type, read)
-        found += _map_faults(weight.nested_quant_map, DYNAMIC_MAP, "the dynamic map", read)
-    return weight, found
+    for quant_type, book in CODEBOOKS.items():
+        if f"{QUANT_STATE_PREFIX}{quant_type}" in components:
+            found += _map_faults(components.get("quant_map"), book.values, quant_type, read)
+    nested = components.get("nested_quant_map")
+    return weight, [*found, *_map_faults(nested, DYNAMIC_MAP, "the dynamic map", read)]
 
 
 def read_weight(
@@ -384,13 +383,13 @@ def _codes_faults(weight: Bitsandbytes4bit) -> Iterator[WeightFault]:
         severity = Severity.LASTING if values.dtype == "I8" else Severity.FATAL
         text = f"is {values.dtype}, expected U8 or, for FSDP, a float dtype"
         yield WeightFault("layout", values, text, severity)
-    elif len(values.shape) != 2 or values.shape[1] != 1:
-        text = f"packed as {list(values.shape)}, not as [n, 1]: diffusers refuses it"
-        yield WeightFault("layout", values, text, Severity.NOTE)
     if values.nbytes != packed_bytes:
         expected = f"{packed_bytes:,} for {list(weight.shape)}"
         text = f"{values.nbytes:,} bytes of codes, expected {expected}"
         yield WeightFault("layout", values, text, Severity.FATAL)
+    elif len(values.shape) != 2 or values.shape[1] != 1:
+        text = f"packed as {list(values.shape)}, not as [n, 1]: diffusers refuses it"
+        yield WeightFault("layout", values, text, Severity.NOTE)
 
 
 def _component_faults(
@@ -403,8 +402,11 @@ def _component_faults(
         if part is None or (part.dtype == expected.dtype and part.shape == expected.shape):
             continue
         wanted = f"{expected.dtype} {list(expected.shape)}"
-        is_needed = expected.suffix != "quant_map" or part.elements != math.prod(expected.shape)
-        severity = Severity.FATAL if is_needed else Severity.LASTING
+        severity = Severity.FATAL
+        if expected.suffix == "quant_map" and part.elements == math.prod(expected.shape):
+            # decoding does not need it; where only its shape is wrong, its values are looked at
+            is_readable = part.dtype == expected.dtype
+            severity = Severity.REPAIRED if is_readable else Severity.LASTING
         text = f"{part.dtype} {list(part.shape)}, expected {wanted}"
         if expected.suffix == "absmax" and part.dtype == "BF16":
             text = (
