@@ -202,6 +202,15 @@ def flat(parts: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     return [{name: part.view(1, -1) if name in NAMES else part for name, part in parts.items()}]
 
 
+def flat_map(parts: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [
+        {
+            name: part.view(1, -1) if name.endswith(".quant_map") else part
+            for name, part in parts.items()
+        }
+    ]
+
+
 def edited(parts: dict[str, torch.Tensor], **fields: Any) -> list[dict[str, torch.Tensor]]:
     def edit(blob: torch.Tensor) -> torch.Tensor:
         content = json.dumps(json.loads(bytes(blob.tolist())) | fields).encode()
@@ -223,6 +232,7 @@ BAD = {
     "spread over shards": (spread, {}, "is apart from its weight"),
     "no code map": (without_map, {}, "quant_map is missing"),
     "code map in low precision": (low_map, {}, "nf4 in low precision"),
+    "code map in one row": (flat_map, {}, r"F32 \[1, 16\], expected F32 \[16\]"),
     "codes in one row": (flat, {}, r"packed as \[1, 6144\], not as \[n, 1\]"),
     "nested dtype": (low_nested_dtype, {}, "nested_dtype is 'bfloat16'"),
     "a key too many": (more_keys, {}, "has the key 'made_by'"),
