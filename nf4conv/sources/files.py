@@ -54,6 +54,9 @@ MARKS_OF_MODELS: Final = ("config.json", MODEL_INDEX)
 _PICKLE_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model")
 
 
+# --- weights --------------------------------------------------------------------------------------
+
+
 class WeightFile(NamedTuple):
     """The file to begin with."""
 
@@ -158,6 +161,8 @@ def require_shards(index: Path, weight_map: Mapping[str, str], absent: Collectio
                 index, name, f"the shard {file} is missing; the download is incomplete"
             )
 
+
+# --- files beside the weights ---------------------------------------------------------------------
 
 QUANTIZATION_LEFTOVERS: Final = (
     "hf_quant_config.json",
@@ -268,6 +273,24 @@ def _module_folders(description: bytes | None) -> frozenset[str]:
     return frozenset(folders)
 
 
+_TOKENIZER_FILES: Final = (
+    "tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "bpe"
+)  # fmt: skip
+_TOKENIZER_SUFFIXES: Final = (".model", ".tiktoken", ".spm", ".vocab", ".bpe")
+"""How the names of files begin, or end, of which one at least belongs to every tokenizer."""
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Returns False if no file in a folder has a name that files of tokenizers have."""
+    for file in folder.iterdir():
+        if file.name.startswith(_TOKENIZER_FILES) or file.suffix in _TOKENIZER_SUFFIXES:
+            return True
+    return False
+
+
+# --- files of the folder itself, and links --------------------------------------------------------
+
+
 def is_file(path: Path) -> bool:
     """Returns True if there is a regular file, or a link to one.
 
@@ -325,18 +348,3 @@ def own_files(folder: Path, root: Path) -> tuple[list[str], list[str]]:
         else:
             strays.append(name)
     return own, strays
-
-
-_TOKENIZER_FILES: Final = (
-    "tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "bpe"
-)  # fmt: skip
-_TOKENIZER_SUFFIXES: Final = (".model", ".tiktoken", ".spm", ".vocab", ".bpe")
-"""How the names of files begin, or end, of which one at least belongs to every tokenizer."""
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Returns False if no file in a folder has a name that files of tokenizers have."""
-    for file in folder.iterdir():
-        if file.name.startswith(_TOKENIZER_FILES) or file.suffix in _TOKENIZER_SUFFIXES:
-            return True
-    return False

@@ -38,7 +38,7 @@ class Join:
     """A tensor of transformers that the converter took apart."""
 
     name: str
-    put_together: Callable[[joining.Parts, _Sizes], joining.Joined]
+    put_together: Callable[[joining.Parts, _Sizes], joining.Stack]
     parts: tuple[str, ...]  # the names of the tensors in the file
 
 

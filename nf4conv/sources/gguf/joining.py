@@ -24,21 +24,21 @@ _MOST_GROUPS: Final = 2**16
 """Experts or heads of a layer, many more than any model has."""
 
 
-Joined: TypeAlias = tuple[StackedExperts, tuple[int, ...]]
+Stack: TypeAlias = tuple[StackedExperts, tuple[int, ...]]
 """How the parts are put together, and the shape of the whole.
 
 Groups are those of each expert or head: matrices above each other.
 """
 
 
-def join_experts(parts: Parts, _sizes: Sizes) -> Joined:
+def join_experts(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [experts, rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
     groups = _groups_of_experts(parts)
     rows = sum(part.shape[1] for part in parts)
     return StackedExperts(groups), (len(groups), rows, *parts[0].shape[2:])
 
 
-def join_transposed_experts(parts: Parts, _sizes: Sizes) -> Joined:
+def join_transposed_experts(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [experts, in, rows]: the transpose of what `join_experts` returns (Llama4Model)."""
     groups = _groups_of_experts(parts)
     rows = sum(part.shape[1] for part in parts)
@@ -46,7 +46,7 @@ def join_transposed_experts(parts: Parts, _sizes: Sizes) -> Joined:
     return StackedExperts(groups, is_transposed=True), shape
 
 
-def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Joined:
+def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [experts, in, rows], of biases [experts, rows]: rows of the parts alternate.
 
     Source: GptOssModel.
@@ -60,14 +60,14 @@ def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Joined:
     return StackedExperts(groups, is_transposed=is_matrix, is_interleaved=True), shape
 
 
-def join_rows(parts: Parts, _sizes: Sizes) -> Joined:
+def join_rows(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
     _require_alike(parts)
     rows = sum(part.shape[0] for part in parts)
     return StackedExperts((tuple(parts),)), (rows, *parts[0].shape[1:])
 
 
-def join_latent_heads(parts: Parts, _sizes: Sizes) -> Joined:
+def join_latent_heads(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [heads · (key + value), latent] of [heads, latent, key] and [heads, value, latent].
 
     Source: DeepseekV2Model, which takes kv_b_proj apart.
@@ -85,7 +85,7 @@ def join_latent_heads(parts: Parts, _sizes: Sizes) -> Joined:
     return StackedExperts(tuple(groups)), shape
 
 
-def join_grouped_queries(parts: Parts, sizes: Sizes) -> Joined:
+def join_grouped_queries(parts: Parts, sizes: Sizes) -> Stack:
     """Returns the queries that share a key and a value, that key, that value, group by group.
 
     Source: InternLM2Model, which puts the halves of rotated heads side by side as well.
@@ -115,7 +115,7 @@ def join_grouped_queries(parts: Parts, sizes: Sizes) -> Joined:
     return StackedExperts(tuple(groups)), shape
 
 
-def join_apart_halves(parts: Parts, sizes: Sizes) -> Joined:
+def join_apart_halves(parts: Parts, sizes: Sizes) -> Stack:
     """Returns rows of heads whose rotated pairs lie side by side; in the file, halves do.
 
     Source: Glm4Model.normal_to_neox, which it uses for GLM-4.1V. What is not rotated stays.
@@ -139,7 +139,7 @@ def join_apart_halves(parts: Parts, sizes: Sizes) -> Joined:
     return StackedExperts(tuple(groups), is_interleaved=True), tensor.shape
 
 
-def join_linear_attention(parts: Parts, sizes: Sizes) -> Joined:
+def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:
     """Returns query, key, values and gates of each key head, one head after the other.
 
     The first part has all queries, all keys and all values; the second all gates. Source:
@@ -168,7 +168,7 @@ def join_linear_attention(parts: Parts, sizes: Sizes) -> Joined:
     return StackedExperts(tuple(groups)), (rows, *width)
 
 
-def join_tiled_heads(parts: Parts, sizes: Sizes) -> Joined:
+def join_tiled_heads(parts: Parts, sizes: Sizes) -> Stack:
     """Returns rows of value heads sorted by the keys that they share.
 
     Rows of queries and keys may stand before them. Source: _LinearAttentionVReorderBase.
@@ -177,13 +177,13 @@ def join_tiled_heads(parts: Parts, sizes: Sizes) -> Joined:
     return StackedExperts((_untiled(tensor, sizes, None),)), tensor.shape
 
 
-def join_tiled_states(parts: Parts, sizes: Sizes) -> Joined:
+def join_tiled_states(parts: Parts, sizes: Sizes) -> Stack:
     """Returns logarithms sorted as by `join_tiled_heads`; the converter stored -exp of them."""
     [tensor] = parts
     return StackedExperts((_untiled(tensor, sizes, NEGATIVE_EXP),)), tensor.shape
 
 
-def join_tiled_channels(parts: Parts, sizes: Sizes) -> Joined:
+def join_tiled_channels(parts: Parts, sizes: Sizes) -> Stack:
     """Returns convolutions, [channels, 1, width], sorted as by `join_tiled_heads`."""
     [tensor] = parts
     if len(tensor.shape) != 2:
@@ -192,7 +192,7 @@ def join_tiled_channels(parts: Parts, sizes: Sizes) -> Joined:
     return StackedExperts((_untiled(tensor, sizes, None),)), (channels, 1, width)
 
 
-def join_tiled_columns(parts: Parts, sizes: Sizes) -> Joined:
+def join_tiled_columns(parts: Parts, sizes: Sizes) -> Stack:
     """Returns a matrix whose columns are sorted as `join_tiled_heads` sorts rows."""
     [tensor] = parts
     keys, shared = _heads_of_keys(sizes)
