@@ -85,8 +85,9 @@ class _ShardProgress:
         if self.audit is not None:
             self.audit.check_copy(worker, job, piece)
 
-    def count_task(self) -> None:
-        """Counts a task as done; the last one completes the file."""
+    def run(self, task: Task, worker: Worker) -> None:
+        """Runs a task of the shard; the last one that is done completes the file."""
+        task(worker)
         with self._lock:
             self.left -= 1
             is_complete = self.left == 0
@@ -161,7 +162,7 @@ class Filling:
         shards = self._shard_tasks(writers, reader)
         fetched = self.plan.source.fetched
         if fetched is None or not fetched.absent:
-            return interleave(shards, _SHARDS_AT_A_TIME)
+            return (task.run for task in interleave(shards, _SHARDS_AT_A_TIME))
         return _streamed(shards, cast("ShardStream", reader))
 
     def _count_finished(self) -> None:
@@ -191,7 +192,7 @@ class Filling:
         progress = _ShardProgress(shard, format, writer, audit, reader, self._finish_shard)
         tasks = shard_tasks(progress, shard.jobs, self.devices, self.pipeline.piece)
         progress.left = len(tasks)
-        return tasks
+        return [ShardTask(task.file, partial(progress.run, task.run)) for task in tasks]
 
     def _finish_shard(self, progress: _ShardProgress, size: int) -> None:
         """Records a shard of this many bytes, whose file is complete."""
@@ -262,6 +263,6 @@ def _run_streamed(task: ShardTask, stream: "ShardStream", worker: Worker) -> Non
     """Runs a task whose source file may have to be fetched first."""
     stream.wait_for(task.file)
     try:
-        task(worker)
+        task.run(worker)
     finally:
         stream.done(task.file)

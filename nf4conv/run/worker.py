@@ -56,9 +56,6 @@ class Destination(Writable, Protocol):
     def finish_copy(self, worker: "Worker", job: CopyJob, piece: Piece) -> None:
         """Takes note that a kept tensor, or a piece of it, has been written."""
 
-    def count_task(self) -> None:
-        """Takes note that a task is done, after all that it has written is finished."""
-
 
 class Backend(Protocol):
     """A device that all workers of a run share."""

@@ -26,7 +26,6 @@ def convert(
         write_converted(destination, backend, parts, worker)
         for job, piece in parts:
             destination.finish_copy(worker, job, piece)
-    destination.count_task()
 
 
 def write_converted(
@@ -49,7 +48,6 @@ def copy_as_it_is(destination: Destination, parts: Sequence[CopyPart], worker: W
         offset = job.offset + start_in_tensor
         worker.copy(part.file, part.start, part.stop, destination, offset)
         destination.finish_copy(worker, job, piece)
-    destination.count_task()
 
 
 def copy_stored_weight(destination: Destination, job: PackJob, piece: int, worker: Worker) -> None:
@@ -72,7 +70,6 @@ def copy_stored_weight(destination: Destination, job: PackJob, piece: int, worke
             _copy_tensor(target, offset, part, piece, worker)
     assert stored.blob is not None
     destination.finish_weights(worker, [job], {job.name: stored.blob})
-    destination.count_task()
 
 
 class _FiniteScales:

@@ -24,7 +24,6 @@ def pack_batch(
     Raises a NonFiniteError if a weight holds NaN or infinity, or its scales are too large.
     """
     _pack(destination, backend, [whole_weight(job) for job in jobs], None, worker)
-    destination.count_task()
 
 
 def pack_pieces(
@@ -40,7 +39,6 @@ def pack_pieces(
     """
     for piece in pieces:
         _pack(destination, backend, [piece], gathered, worker)
-    destination.count_task()
 
 
 def _pack(

@@ -93,13 +93,10 @@ class Proof:
     def finish_copy(self, worker: Worker, job: CopyJob, piece: Piece) -> None:
         """Does nothing: the bytes of a kept tensor have been compared."""
 
-    def count_task(self) -> None:
-        """Does nothing: nobody waits for the last task."""
-
     def tasks(self, devices: Devices, piece: int) -> Iterator[Task]:
         """Yields what compares everything, in pieces of so many bytes."""
         for task in shard_tasks(self, self.jobs, devices, piece):
-            yield partial(self._attempt, task)
+            yield partial(self._attempt, task.run)
 
     def _attempt(self, task: Task, worker: Worker) -> None:
         """Runs a task; what is not finite, or not once it is cast, stays unproved."""

@@ -1,10 +1,10 @@
 """Divides the work of a shard into tasks: what is taken together, and what piece by piece."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.dtypes import DTYPE_BITS
@@ -22,19 +22,15 @@ from nf4conv.run.pieces import (
 )
 from nf4conv.run.tasks.keep import convert, copy_as_it_is, copy_stored_weight
 from nf4conv.run.tasks.pack import pack_batch, pack_pieces
-from nf4conv.run.worker import Backend, Destination, Worker
+from nf4conv.run.worker import Backend, Destination
 from nf4conv.sources.cutting import share_parts
 
 
-@dataclass(frozen=True)
-class ShardTask:
+class ShardTask(NamedTuple):
     """A task of a shard."""
 
     file: Path  # the source file that most of what it reads is in
     run: Task
-
-    def __call__(self, worker: Worker) -> None:
-        self.run(worker)
 
 
 def shard_tasks(
