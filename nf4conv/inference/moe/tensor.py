@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nf4conv.inference.moe.weight import PackedWeight, is_traced
+from nf4conv.inference.moe.weight import PackedWeight
 
 aten = torch.ops.aten
 
@@ -302,7 +302,7 @@ def _bmm(left: Any, right: Any) -> torch.Tensor:
 
 def decode_repeated(packed: Experts4bit, ids: torch.Tensor) -> torch.Tensor:
     """Decodes experts that may be named several times, each once."""
-    if ids.shape[0] <= 1 or is_traced(ids):
+    if ids.shape[0] <= 1:
         return packed.decode_some(ids)
     once, place = torch.unique(ids, return_inverse=True)
     if once.shape[0] == ids.shape[0]:
@@ -316,8 +316,6 @@ def _grouped_mm(
     """Multiplies groups of rows with one expert each; decodes those that have rows."""
     if not isinstance(weight, Experts4bit) or isinstance(x, Experts4bit) or offs is None:
         return NotImplemented
-    if is_traced(offs):
-        return func(x, weight.decoded(), offs, *args, **kwargs)
     decoded = _decode_active(weight, offs)
     if decoded is not None:
         return func(x, decoded, offs, *args, **kwargs)

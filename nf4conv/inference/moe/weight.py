@@ -1,6 +1,5 @@
 """PackedWeight holds one 3-D parameter of experts in 4 bits, as the parts that are on disk."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,11 +63,9 @@ class PackedWeight:
 
     def _decode_stored(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Decodes experts in the orientation of the parts."""
-        traced = is_traced(ids)
-        if self._suits_kernels and not traced:
+        if self._suits_kernels:
             return self._by_kernel(decode_chosen, ids, dtype)
-        decode_part = decode_traced if traced else decode
-        decoded = [decode_part(part, ids, dtype) for part in self.parts]
+        decoded = [decode(part, ids, dtype) for part in self.parts]
         if self.rows == ALTERNATING:
             return torch.stack(decoded, 2).flatten(1, 2)
         if self.rows == SEPARATED:
@@ -141,54 +138,3 @@ class PackedWeight:
             }
             made.append(PackedExperts(**own, **fields))
         return cls(tuple(made), rows, is_transposed)
-
-
-# ---------------------------------------------------------------- under torch.compile
-
-
-def is_traced(tensor: torch.Tensor) -> bool:
-    """Returns whether there are no values to look at: torch.compile traces."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    if torch.compiler.is_compiling():
-        return True
-    return isinstance(tensor, FakeTensor) or get_proxy_mode() is not None
-
-
-def decode_traced(part: PackedExperts, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decodes as `decode` does, in one operator that a graph calls and does not look into."""
-    tensors = part.tensors()
-    settings = json.dumps(part.settings())
-    decoded: torch.Tensor = _decode_op(
-        list(tensors.values()), " ".join(tensors), settings, ids, dtype
-    )
-    return decoded
-
-
-@torch.library.custom_op("nf4conv::decode_experts", mutates_args=())
-def _decode_op(
-    tensors: list[torch.Tensor],
-    names: str,
-    settings: str,
-    ids: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Decodes as `decode` does, given what an operator of torch can take: no dataclass."""
-    part = PackedExperts(
-        **dict(zip(names.split(), tensors, strict=True)),  # type: ignore[arg-type]
-        **json.loads(settings),
-    )
-    return decode(part, ids, dtype)
-
-
-@_decode_op.register_fake
-def _(
-    tensors: list[torch.Tensor],  # noqa: ARG001 - those of the operator
-    names: str,  # noqa: ARG001
-    settings: str,
-    ids: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    fields = json.loads(settings)
-    return ids.new_empty((ids.shape[0], fields["rows"], fields["columns"]), dtype=dtype)
