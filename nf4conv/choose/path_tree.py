@@ -23,7 +23,11 @@ class PathTree:
         parts: dict[str, str] = {}  # so that memory holds each once
         for path in paths:
             above, dot, part = path.rpartition(".")
-            self._made(above if dot else None)[parts.setdefault(part, part)] = True
+            place = above if dot else None
+            below = self._below.get(place)
+            if below is None:
+                below = self._made(place)
+            below[parts.setdefault(part, part)] = True
 
     def _made(self, place: Place) -> dict[str, bool]:
         """Returns what is below a place, which is made if there is none."""

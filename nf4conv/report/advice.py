@@ -26,12 +26,13 @@ def advice(jobs: Iterable[Job]) -> str:
     packed_before = packed_parameters = 0
     kept: Counter[str] = Counter()
     for job in jobs:
-        before += job.source_bytes
+        size_before, elements = job.source_bytes, job.elements
+        before += size_before
         after += job.nbytes
-        parameters += job.elements
+        parameters += elements
         if isinstance(job, PackJob):
-            packed_before += job.source_bytes
-            packed_parameters += job.elements
+            packed_before += size_before
+            packed_parameters += elements
             kept[job.reason] += 0
         else:
             kept[job.reason] += job.nbytes

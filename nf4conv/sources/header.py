@@ -172,8 +172,9 @@ def _parse_entry(
         raise SourceError.about(
             path, name, f"{found:,} bytes, expected {-(-expected // 8):,} for {shape} {dtype}"
         )
-    once = shapes.setdefault(tuple(shape), tuple(shape))
-    return TensorInfo(name, dtype, once, path, data_start + start, data_start + stop)
+    sizes = tuple(shape)
+    sizes = shapes.setdefault(sizes, sizes)
+    return TensorInfo(name, dtype, sizes, path, data_start + start, data_start + stop)
 
 
 def _are_sizes(values: Any) -> bool:
