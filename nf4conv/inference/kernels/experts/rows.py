@@ -258,7 +258,7 @@ def _load(places, weight, unit, end, SHAPE: tl.constexpr):
     read: tl.constexpr = text.words_assembly(4, 1, True)
     first = unit * 8 * weight.row_step * SHAPE.row_chunks
     loaded = ()
-    for i in tl.static_range(SHAPE.steps * SHAPE.stacks):
+    for i in tl.static_range(0 + SHAPE.steps * SHAPE.stacks):
         own = weight.up if i % SHAPE.stacks == 1 else weight.stack
         place = places[i * 7 : i * 7 + 7]
         address = place[0] + first.to(tl.int64) * 32
