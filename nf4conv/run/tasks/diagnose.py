@@ -204,8 +204,10 @@ def _count_not_nearest(
         elements, found = elements[inside], places[inside]
         scale = absmax[elements // state.blocksize]
         original = weight[elements].float()
-        far = (original - values[((packed[found] >> shift) & 15).int()] * scale).abs()
-        near = (original - values[((expected[found] >> shift) & 15).int()] * scale).abs()
+        mine = (packed[found] >> shift) & 15
+        best = (expected[found] >> shift) & 15
+        far = (original - values[mine.int()] * scale).abs()
+        near = (original - values[best.int()] * scale).abs()
         total += int((far > near + _TIE * scale.abs() + SMALLEST_NORMAL).sum())
     return total
 
@@ -267,7 +269,8 @@ def _vector(content: bytes | bytearray) -> torch.Tensor:
 
 def _count_differing(stored: torch.Tensor, expected: torch.Tensor) -> int:
     """Counts the bytes that are not the expected ones, and those that there are too many or few."""
-    right = expected.view(torch.uint8).to(stored.device)
+    right = expected.view(torch.uint8)
+    right = right.to(stored.device)
     common = min(stored.numel(), right.numel())
     differing = int((stored[:common] != right[:common]).sum())
     return differing + abs(stored.numel() - right.numel())
@@ -289,9 +292,11 @@ def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> dict[str, torch.Te
     blocks = torch.nn.functional.pad(centred, (0, padding)).view(-1, NESTED_BLOCKSIZE)
     largest = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dim=1)
     nested = state.state2.absmax
-    scaled = centred / nested.repeat_interleave(NESTED_BLOCKSIZE)[: centred.numel()]
+    scales = nested.repeat_interleave(NESTED_BLOCKSIZE)
+    scaled = centred / scales[: centred.numel()]
     values = state.state2.code
-    nearest = torch.bucketize(scaled.nan_to_num(nan=-2.0), (values[:-1] + values[1:]) / 2)
+    middles = (values[:-1] + values[1:]) / 2
+    nearest = torch.bucketize(scaled.nan_to_num(nan=-2.0), middles)
     far = (scaled - values[state.absmax.int()]).abs()
     near = (scaled - values[nearest]).abs()
     return {"absmax": far > near + _NESTED_TIE, "nested_absmax": _unlike(largest, nested)}

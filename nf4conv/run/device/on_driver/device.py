@@ -64,7 +64,8 @@ class DriverDevice(DriverBuffers):
         view = self.result.view
         for part, address in zip(parts, loaded.addresses, strict=False):
             start = address - base
-            yield Converted(part.job, _start(part), view[start : start + _size(part)])
+            stop = start + _size(part)
+            yield Converted(part.job, _start(part), view[start:stop])
 
     def _bit_by_bit(self, part: CopyPart) -> Iterator[Converted]:
         """Converts what cannot be cut, and is larger than the buffer that it comes down to."""
@@ -73,11 +74,12 @@ class DriverDevice(DriverBuffers):
         with self.timed(Activity.COMPUTE):
             self.execute(batch.stop, loaded.launches, HEAD)
         room = self.result.view[HEAD:]
+        address = loaded.addresses[0]
         size = _size(part)
         for at in range(0, size, len(room)):
             values = room[: size - at]
             with self.timed(Activity.COMPUTE):
-                self.fetch(HEAD, loaded.addresses[0] + at, len(values))
+                self.fetch(HEAD, address + at, len(values))
             yield Converted(part.job, _start(part) + at, values)
 
     def subtract(self, pairs: Sequence[PairOfPieces]) -> list[Errors]:
@@ -90,21 +92,23 @@ class DriverDevice(DriverBuffers):
         batch.read()
         with self.timed(Activity.COMPUTE):
             launches, addresses = self._decode(batch, tensors, placed)
-            kernels = self.gpu.kernels[Purpose("subtractor", (pairs[0].a.dtype, pairs[0].b.dtype))]
+            first = pairs[0]
+            dtypes = (first.a.dtype, first.b.dtype)
+            kernels = self.gpu.kernels[Purpose("subtractor", dtypes)]
+            function = kernels.functions["subtract"]
             programs = [-(-pair.a.elements // kernels.numbers["tile"]) for pair in pairs]
             places = [HEAD + _SUMS * place for place in starts(programs)]
             self.reserve(result=places[-1])
             for number, pair in enumerate(pairs):
-                arguments = (
-                    addresses[2 * number],
-                    addresses[2 * number + 1],
-                    self.output.address + places[number],
-                    pair.a.elements,
-                    programs[number],
-                )
-                launches.append(Launch(kernels.functions["subtract"], programs[number], arguments))
+                count = programs[number]
+                a = addresses[2 * number]
+                b = addresses[2 * number + 1]
+                result = self.output.address + places[number]
+                arguments = (a, b, result, pair.a.elements, count)
+                launches.append(Launch(function, count, arguments))
             self.execute(batch.stop, launches, places[-1])
-        return [_added_up(self.result.view[start:stop]) for start, stop in pairwise(places)]
+        view = self.result.view
+        return [_added_up(view[start:stop]) for start, stop in pairwise(places)]
 
     def _decode(
         self, batch: BatchInput, tensors: Sequence[TensorInfo], placed: Sequence[Places]
@@ -144,9 +148,13 @@ def _added_up(view: memoryview) -> Errors:
     """Adds up the sums of all programs: four rows, with a column for each program."""
     sums = view.cast("d").tolist()
     programs = len(sums) // 4
+    squares = sums[:programs]
+    values = sums[programs : 2 * programs]
+    largest = sums[2 * programs : 3 * programs]
+    differing = sums[3 * programs :]
     return Errors(
-        squared_error=fsum(sums[:programs]),
-        squared_weight=fsum(sums[programs : 2 * programs]),
-        largest=max(sums[2 * programs : 3 * programs]),
-        differing=round(sum(sums[3 * programs :])),
+        squared_error=fsum(squares),
+        squared_weight=fsum(values),
+        largest=max(largest),
+        differing=round(sum(differing)),
     )

@@ -35,15 +35,19 @@ class CudaOutOfMemoryError(CudaError):
 _ADDRESS: Final = ctypes.c_uint64  # on the device
 _POINTER: Final = ctypes.c_void_p  # on the host, or a handle
 _SIZE: Final = ctypes.c_size_t
-_ARGUMENTS: Final = {
-    "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
-    "cuLaunchKernel": (_POINTER, *[ctypes.c_uint] * 7, *[_POINTER] * 3),
+_OF_MEMORY: Final = {
     "cuMemcpyHtoDAsync_v2": (_ADDRESS, _POINTER, _SIZE, _POINTER),
     "cuMemcpyDtoHAsync_v2": (_POINTER, _ADDRESS, _SIZE, _POINTER),
     "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, _SIZE, _POINTER),
     "cuMemAlloc_v2": (ctypes.POINTER(_ADDRESS), _SIZE),
     "cuMemHostAlloc": (ctypes.POINTER(_POINTER), _SIZE, ctypes.c_uint),
     "cuMemFreeHost": (_POINTER,),
+}
+"""The types of the arguments of calls, by their names."""
+
+_OTHERS: Final = {
+    "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuLaunchKernel": (_POINTER, *[ctypes.c_uint] * 7, *[_POINTER] * 3),
     "cuModuleLoadData": (ctypes.POINTER(_POINTER), ctypes.c_char_p),
     "cuModuleGetFunction": (ctypes.POINTER(_POINTER), _POINTER, ctypes.c_char_p),
     "cuFuncSetAttribute": (_POINTER, ctypes.c_int, ctypes.c_int),
@@ -60,7 +64,7 @@ def _library() -> ctypes.CDLL:
         library = cuda_driver()
     except OSError as error:
         raise CudaError("no NVIDIA driver on this machine") from error
-    for name, types in _ARGUMENTS.items():
+    for name, types in (_OF_MEMORY | _OTHERS).items():
         getattr(library, name).argtypes = types
     return library
 
