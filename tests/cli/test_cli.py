@@ -15,6 +15,7 @@ from importlib.metadata import version
 
 import api
 import click
+import command_line
 import pytest
 import torch
 from checkpoints import contents, write_source
@@ -54,7 +55,7 @@ def test_version():
 
 
 def test_v_is_short_for_version():
-    assert CliRunner().invoke(main, ["-V"]).stdout == f"nf4conv {nf4conv.__version__}\n"
+    assert command_line.run("-V").stdout == f"nf4conv {nf4conv.__version__}\n"
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
@@ -72,9 +73,7 @@ def test_every_option_has_a_sentence_and_a_group(name):
 
 def test_commands_are_listed_in_the_order_of_use():
     listed = re.findall(
-        r"^  (\w+)  ",
-        CliRunner().invoke(main, ["--help"]).stdout.partition("Commands:")[2],
-        re.MULTILINE,
+        r"^  (\w+)  ", command_line.run("--help").stdout.partition("Commands:")[2], re.MULTILINE
     )
     assert listed[:5] == ["inspect", "quantize", "verify", "evaluate", "dequantize"]
     assert set(listed) == set(main.commands)
@@ -133,9 +132,7 @@ def test_summary(tmp_path):
 
 def test_dry_run_shows_every_tensor_with_its_reason_and_writes_nothing(tmp_path):
     source = write_source(tmp_path / "source")
-    result = CliRunner().invoke(
-        main, ["quantize", str(source), str(tmp_path / "out"), "--dry-run", "--json"]
-    )
+    result = command_line.run("quantize", source, tmp_path / "out", "--dry-run", "--json")
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
     assert len(plan["tensors"]) == 19
@@ -144,20 +141,16 @@ def test_dry_run_shows_every_tensor_with_its_reason_and_writes_nothing(tmp_path)
     assert sum(row["bytes_before"] for row in plan["tensors"]) == plan["totals"]["bytes_before"]
     assert plan["config"]["quantization_config"]["quant_method"] == "bitsandbytes"
     assert not (tmp_path / "out").exists()
-    text = (
-        CliRunner()
-        .invoke(main, ["quantize", str(source), str(tmp_path / "out"), "--dry-run"])
-        .stdout
-    )
+    text = command_line.run("quantize", source, tmp_path / "out", "--dry-run").stdout
     assert "12 weights packed, 7 tensors kept, 1 files" in text
 
 
 def test_the_plan_s_size_is_the_result_s_but_for_a_few_digits(tmp_path):
     source = write_source(tmp_path / "source")
     command = ["quantize", str(source), str(tmp_path / "out"), "--json"]
-    dry = CliRunner().invoke(main, [*command, "--dry-run"])
+    dry = command_line.run(*command, "--dry-run")
     planned = json.loads(dry.stdout)["totals"]["bytes_after"]
-    done = CliRunner().invoke(main, [*command, "--device", "cpu"])
+    done = command_line.run(*command, "--device", "cpu")
     written = json.loads(done.stdout)["run"]["bytes_after"]
     assert planned - 12 * 8 <= written <= planned
 
@@ -171,9 +164,7 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["5 giraffes", "-1GB", "0GB", "GB", "", "5"])
 def test_sizes_that_are_none(tmp_path, text):
-    result = CliRunner().invoke(
-        main, ["quantize", str(tmp_path), str(tmp_path), "--max-shard-size", text]
-    )
+    result = command_line.run("quantize", tmp_path, tmp_path, "--max-shard-size", text)
     assert result.exit_code == 2
     assert "--max-shard-size" in result.stderr
     assert ("needs a unit, such as 5GB" in result.stderr) == (text == "5")
@@ -203,7 +194,7 @@ def test_short_names_of_dtypes(short, dtype):
 )
 def test_an_option_that_would_be_ignored_is_refused(tmp_path, options, said):
     source = write_source(tmp_path / "source")
-    refused = CliRunner().invoke(main, ["quantize", str(source), str(tmp_path / "out"), *options])
+    refused = command_line.run("quantize", source, tmp_path / "out", *options)
     assert refused.exit_code == 2
     assert said in refused.stderr
     assert not (tmp_path / "out").exists()
@@ -211,18 +202,10 @@ def test_an_option_that_would_be_ignored_is_refused(tmp_path, options, said):
 
 def test_a_pattern_that_matches_nothing_is_named(tmp_path):
     source = write_source(tmp_path / "source")
-    patterns = [
-        "--exclude",
-        "*up_prj*",
-        "--exclude",
-        "*q_proj*",
-        "--dry-run",
-    ]
-    shown = CliRunner().invoke(main, ["quantize", str(source), str(tmp_path / "out"), *patterns])
+    patterns = ["--exclude", "*up_prj*", "--exclude", "*q_proj*", "--dry-run"]
+    shown = command_line.run("quantize", source, tmp_path / "out", *patterns)
     notes = [line for line in shown.stdout.splitlines() if line.startswith("Note: --")]
-    assert notes == [
-        "Note: --exclude '*up_prj*' matches no tensor",
-    ]
+    assert notes == ["Note: --exclude '*up_prj*' matches no tensor"]
 
 
 def test_paths_are_completed():
@@ -257,7 +240,7 @@ def test_json_has_one_head_in_all_commands(tmp_path, command):
         "inspect": [source],
         "env": [],
     }[command]
-    done = CliRunner().invoke(main, [command, *map(str, arguments), "--json"])
+    done = command_line.run(command, *arguments, "--json")
     content = json.loads(done.stdout)
     head = {"schema_version": 2, "nf4conv": nf4conv.__version__, "command": command}
     assert dict(list(content.items())[:3]) == head
@@ -355,13 +338,13 @@ def test_names_in_a_file_neither_break_lines_nor_drive_the_terminal(tmp_path):
         {"model.layers.0.mlp.up_proj.weight": torch.ones(64, 64), name: torch.ones(4)},
         source / "model.safetensors",
     )
-    shown = CliRunner().invoke(main, ["quantize", str(source), "out", "--dry-run"])
+    shown = command_line.run("quantize", source, "out", "--dry-run")
     assert shown.exit_code == 0
     assert "model.norm\\n\\x1b[2J\\x9b\\u202e" in shown.stdout
     assert len(shown.stdout.split("\n")) == 8 == len(shown.stdout.splitlines()) + 1
     content = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(content.replace(b"[4]", b"[5]"))
-    refused = CliRunner().invoke(main, ["quantize", str(source), "out"])
+    refused = command_line.run("quantize", source, "out")
     assert refused.exit_code == 2
     [line] = refused.stderr.splitlines()
     assert "model.norm\\n\\x1b[2J\\x9b\\u202e.weight: 16 bytes, expected 20" in line

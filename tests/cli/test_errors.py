@@ -9,11 +9,10 @@ import pytest
 import torch
 from api import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from checkpoints import write_source
-from click.testing import CliRunner
+from command_line import run
 from safetensors.torch import load_file, save_file
 
 from nf4conv import Nf4convError, OutputError, SourceError
-from nf4conv.cli import main
 from nf4conv.errors import named
 
 CPU = RunOptions(device="cpu")
@@ -119,6 +118,6 @@ def test_another_process_gets_the_place_too():
 def test_json_has_the_place(tmp_path: Path):
     source = write_source(tmp_path / "source")
     file = with_header(source, UP, dtype="F128")
-    done = CliRunner().invoke(main, ["inspect", str(source), "--json"])
+    done = run("inspect", source, "--json")
     found = json.loads(done.stdout)
     assert (found["path"], found["tensor"]) == (str(file), UP)

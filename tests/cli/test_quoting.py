@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import write_source
-from click.testing import CliRunner
+from command_line import run
 
-from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.report.card import code
 from nf4conv.sources.adapters.adapter import open_adapter
@@ -25,7 +24,7 @@ def test_the_advice_of_inspect(tmp_path: Path):
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"]["llm_int8_skip_modules"] = ["q_proj"]
     (out / "config.json").write_text(json.dumps(config))
-    done = CliRunner().invoke(main, ["inspect", str(out)])
+    done = run("inspect", out)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("nf4conv quantize")]
     assert shlex.split(line)[2] == str(out)
 

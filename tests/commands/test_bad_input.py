@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import contents, write_source
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import run
 from safetensors.torch import load_file, save_file
-
-from nf4conv.cli import main
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def quantize(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["quantize", *map(str, arguments), "--device", "cpu"])
+    return run("quantize", *arguments, "--device", "cpu")
 
 
 def refused(result: Result) -> str:
@@ -182,10 +181,7 @@ def already_quantized(source: Path) -> None:
 
 
 DAMAGES = [
-    (
-        truncate,
-        rf"{SECOND}: model\S+: the file ends 1,000 bytes early; the download is incomplete",
-    ),
+    (truncate, rf"{SECOND}: model\S+: the file ends 1,000 bytes early; the download is incomplete"),
     (
         cut_into_header,
         f"{SECOND}: claims a header of [0-9,]+ bytes but the file has only 100; the download is "
@@ -371,9 +367,7 @@ def test_a_symbolic_link_to_the_source_is_seen_through(tmp_path):
 )
 def test_options_that_cannot_be_met_are_refused(tmp_path, option, message):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    result = CliRunner().invoke(
-        main, ["quantize", str(source), str(out), "--device", "cpu", *option]
-    )
+    result = run("quantize", source, out, "--device", "cpu", *option)
     assert refused(result).endswith(message)
     assert not (out / "config.json").exists()
 

@@ -19,6 +19,7 @@ from api import (
 )
 from checkpoints import contents
 from click.testing import CliRunner
+from command_line import run
 from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
@@ -481,7 +482,7 @@ def test_two_pipelines_in_16_bits(pipeline, tmp_path):
 def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
     for out, source in ((pipeline, pipeline / other), (pipeline / other, pipeline)):
         words = ["verify", str(out), "--source", str(source), "--device", "cpu"]
-        result = CliRunner().invoke(main, words)
+        result = run(*words)
         assert result.exit_code == 2
         assert len(result.stderr.splitlines()) == 1
 
@@ -510,14 +511,7 @@ def test_commands(pipeline, tmp_path):
     assert not Path(out).exists()
     for command in (
         ["quantize", str(pipeline), out, "--device", "cpu"],
-        [
-            "verify",
-            out,
-            "--source",
-            str(pipeline),
-            "--device",
-            "cpu",
-        ],
+        ["verify", out, "--source", str(pipeline), "--device", "cpu"],
         ["verify", out, "--device", "cpu", "--report", str(tmp_path / "report.html"), "--quiet"],
         ["inspect", out],
         ["dequantize", out, str(tmp_path / "back"), "--device", "cpu"],

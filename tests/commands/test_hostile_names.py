@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from command_line import run
 from pace import time_limit
 from safetensors.torch import load_file, save_file
 
 from nf4conv.choose.skip_list import build_skip_modules
-from nf4conv.cli import main
 from nf4conv.errors import PlanError
 
 GOOD = "model.layers.0.mlp.up_proj.weight"
@@ -40,7 +40,7 @@ def write(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
 
 
 def command(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [*map(str, arguments), "--device", "cpu"])
+    return run(*arguments, "--device", "cpu")
 
 
 def packed(out: Path) -> set[str]:

@@ -9,13 +9,12 @@ import pytest
 import torch
 from api import QuantizeOptions, RunOptions, inspect_checkpoint, quantize_checkpoint
 from checkpoints import contents, write_source
-from click.testing import CliRunner
+from command_line import run
 from four_bit import CONFIG, pack, write
 from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.cli import main
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format
 from nf4conv.options import SourceOptions
@@ -134,21 +133,21 @@ def test_a_model_on_the_hub_by_ranges(hub: Hub, packed: Path, tmp_path: Path):
 
 
 def test_the_command(packed: Path):
-    shown = CliRunner().invoke(main, ["inspect", str(packed)])
+    shown = run("inspect", packed)
     assert shown.exit_code == 0
     first, *others = shown.stdout.splitlines()
     assert first.startswith("19 tensors, 12 of them in 4 bits, in ")
     assert re.search(r"^model.layers.\*.mlp.up_proj +6 +nf4\+/64 ", shown.stdout, re.MULTILINE)
     assert f"made by nf4conv {nf4conv.__version__}, quantize, from source" in others
     assert UP not in shown.stdout
-    assert UP in CliRunner().invoke(main, ["inspect", str(packed), "--json"]).stdout
-    parsed = json.loads(CliRunner().invoke(main, ["inspect", str(packed), "--json"]).stdout)
+    assert UP in run("inspect", packed, "--json").stdout
+    parsed = json.loads(run("inspect", packed, "--json").stdout)
     assert parsed["totals"]["packed"] == 12
 
 
 def test_what_is_not_there(tmp_path: Path):
     with pytest.raises(SourceError, match="no such file or folder"):
         inspect_checkpoint(tmp_path / "nothing")
-    done = CliRunner().invoke(main, ["inspect", str(tmp_path / "nothing")])
+    done = run("inspect", tmp_path / "nothing")
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1

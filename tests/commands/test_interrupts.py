@@ -213,11 +213,7 @@ def test_a_signal_that_a_shell_has_turned_off_stays_off(tmp_path: Path):
 def test_a_full_disk_that_is_written_to_as_output(tmp_path: Path):
     """Both click and the commands write to stdout."""
     source = write_source(tmp_path / "source")
-    for command in (
-        ["--version"],
-        ["quantize", "--help"],
-        ["inspect", source],
-    ):
+    for command in (["--version"], ["quantize", "--help"], ["inspect", source]):
         arguments = [sys.executable, "-m", "nf4conv", *map(str, command)]
         with Path("/dev/full").open("w") as full:
             done = subprocess.run(

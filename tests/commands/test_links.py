@@ -80,10 +80,7 @@ def test_links_into_the_blobs_of_the_hub_s_cache_are_followed(tmp_path: Path):
     repo = tmp_path / "hub/models--org--name"
     (repo / "blobs").mkdir(parents=True)
     # as huggingface-cli once made them
-    for snapshot in (
-        repo / "snapshots/0123",
-        tmp_path / "a local folder",
-    ):
+    for snapshot in (repo / "snapshots/0123", tmp_path / "a local folder"):
         snapshot.mkdir(parents=True)
         for number, (name, content) in enumerate(files.items()):
             (repo / f"blobs/{number}").write_bytes(content)

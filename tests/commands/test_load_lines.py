@@ -17,6 +17,7 @@ import pytest
 import transformers
 from checkpoints import contents, write_source
 from click.testing import CliRunner
+from command_line import run
 from hub_server import Hub
 from load_lines import KINDS, TOKEN, allows, jobs_of, loads, quantize, run_all, write_reference
 
@@ -117,9 +118,9 @@ def test_without_config_json_a_note_says_so_and_nothing_is_pushed(tmp_path: Path
     source = write_source(tmp_path / "source")
     (source / "config.json").unlink()
     arguments = ["quantize", str(source), str(tmp_path / "out")]
-    planned = CliRunner().invoke(main, [*arguments, "--dry-run"])
+    planned = run(*arguments, "--dry-run")
     assert f"Note: {NO_CONFIG}" in planned.stdout.splitlines()
-    done = CliRunner().invoke(main, [*arguments, "--device", "cpu"])
+    done = run(*arguments, "--device", "cpu")
     assert f"Note: {NO_CONFIG}" in done.stderr.splitlines()
     assert f"Note: {NO_CONFIG}" in done.stdout.splitlines()
     assert not [line for line in done.stdout.splitlines() if line.startswith(("push:", "load:"))]

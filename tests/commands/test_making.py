@@ -8,11 +8,10 @@ import pytest
 import torch
 from api import QuantizeOptions, RunOptions, quantize_checkpoint, verify_checkpoint
 from checkpoints import contents, write_source
-from click.testing import CliRunner
+from command_line import run
 from safetensors.torch import save_file
 
 import nf4conv
-from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError, VerificationError
 
 CPU = RunOptions(device="cpu")
@@ -73,17 +72,12 @@ def test_a_rerun_of_a_finished_job_does_nothing(source: Path, tmp_path: Path, co
         str(source if command == "quantize" else tmp_path / "packed"),
         str(tmp_path / "out"),
     ]
-    assert CliRunner().invoke(main, arguments).exit_code == 0
+    assert run(*arguments).exit_code == 0
     before = stamps(tmp_path / "out")
-    again = CliRunner().invoke(main, arguments)
+    again = run(*arguments)
     assert again.exit_code == 0
     assert "; already complete, nothing was done" in again.stdout
-    assert (
-        json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)["run"][
-            "already_complete"
-        ]
-        is True
-    )
+    assert json.loads(run(*arguments, "--json").stdout)["run"]["already_complete"] is True
     assert stamps(tmp_path / "out") == before
 
 
@@ -155,7 +149,7 @@ def test_an_unfinished_result_is_recognised(source: Path, tmp_path: Path, comman
     with pytest.raises(SourceError, match="NaN"):
         quantize_checkpoint(source, tmp_path / "out", run=CPU)
     target = [str(tmp_path / "again")] if command == "quantize" else []
-    done = CliRunner().invoke(main, [command, str(tmp_path / "out"), *target])
+    done = run(command, tmp_path / "out", *target)
     assert done.exit_code == 2
     assert "an unfinished run of nf4conv, in which " in done.stderr
     assert "the same command as before goes on with it" in done.stderr
@@ -172,7 +166,7 @@ def test_a_record_of_somebody_else_s_making_stops_nothing(
     quantize_checkpoint(source, tmp_path / "out", run=CPU)
     (tmp_path / "out/nf4conv.json").write_bytes(content)
     for command in ("inspect", "verify"):
-        done = CliRunner().invoke(main, [command, str(tmp_path / "out")])
+        done = run(command, tmp_path / "out")
         assert done.exit_code == 0, done.output
     assert verify_checkpoint(tmp_path / "out", source, run=CPU).passed
 

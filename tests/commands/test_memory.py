@@ -153,8 +153,7 @@ def run_commands(folder: Path, weights: int) -> Made:
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["quantize", "verify", "dequantize", "verify decoded", "merge", "merge into 4 bits"],
+    "command", ["quantize", "verify", "dequantize", "verify decoded", "merge", "merge into 4 bits"]
 )
 def test_nothing_is_kept_of_what_is_done(made, command, tmp_path_factory):
     """The absmax alone of 235 MB more weights are 14.7 MB. An adapter, which is kept, has 1 MB

@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import command_line
 import numpy as np
 import pytest
 import torch
 import transformers
 from api import QuantizeOptions, RunOptions, quantize_checkpoint
-from click.testing import CliRunner, Result
+from click.testing import Result
 from hostile import command, refused, strict_and_in_no_time
 
-from nf4conv.cli import main
 from nf4conv.models.parsing import excess_of
 
 assert strict_and_in_no_time
@@ -107,7 +107,7 @@ def test_a_gpu_that_is_not_there(here: Path):
     words = ("--source", here / "source", "--text", here / "ids.npy")
     for device, reason in (("cuda", "torch finds 0 CUDA devices"), ("cuda:x", "expected auto")):
         listed = ["evaluate", here / "out", *words, "--device", device]
-        done = CliRunner().invoke(main, [str(word) for word in listed])
+        done = command_line.run(*[str(word) for word in listed])
         assert reason in refused(done)
 
 

@@ -9,20 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
-from click.testing import CliRunner
 from test_parts import part_killed_at_its_end
 
-from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError, SourceError
-from nf4conv.sources.unfinished import (
-    WORK_FOLDER,
-    describe_finished,
-    finished_shards,
-    record_name,
-)
+from nf4conv.sources.unfinished import WORK_FOLDER, describe_finished, finished_shards, record_name
 from nf4conv.system import folders
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
@@ -262,7 +256,7 @@ def test_tampered_plans_and_records_are_refused_in_one_line(
                 forged = describe_finished(one, file._replace(plan=plan))
                 (out / WORK_FOLDER / "shards" / record_name(one)).write_bytes(forged)
         words = ["quantize", str(GONE), str(out), "--max-shard-size", "60kB"]
-        done = CliRunner().invoke(main, words)
+        done = command_line.run(*words)
         known = done.exception is None or isinstance(done.exception, SystemExit | Nf4convError)
         assert known, (name, changed, done.exception)
         assert contents(victim) == before

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 from api import (
     DequantizeOptions,
@@ -30,13 +31,11 @@ from api import (
     quantize_checkpoint,
 )
 from checkpoints import contents, write_source
-from click.testing import CliRunner
 from hub_server import Hub, Repo
 
 import nf4conv.plan.fingerprint as fingerprint_module
 import nf4conv.plan.writing as writing_module
 import nf4conv.sources.remote.stream as stream_module
-from nf4conv.cli import main
 from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.sources.remote.contents import RemoteFile
@@ -194,7 +193,7 @@ def test_the_source_is_gone_and_a_file_is_missing(source: Path, tmp_path: Path):
     before = contents(tmp_path / "out")
     source.rename(tmp_path / "elsewhere")
     words = ["quantize", str(source), str(tmp_path / "out"), "--max-shard-size", "60kB"]
-    done = CliRunner().invoke(main, words)
+    done = command_line.run(*words)
     assert done.exit_code == 2
     assert str(source) in done.stderr
     assert contents(tmp_path / "out") == before
@@ -444,7 +443,7 @@ def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Pat
         "--push-to-hub",
         "me/it",
     ]
-    done = CliRunner().invoke(main, arguments)
+    done = command_line.run(*arguments)
     assert done.exit_code == 2
     assert (
         "--push-to-hub does not go with --part, --ray or several GPUs: push what is made of all "
@@ -488,7 +487,7 @@ def test_a_single_run_and_parts_keep_out_of_each_other_s_folder(source: Path, tm
 def test_a_folder_of_parts_is_no_model_yet(source: Path, tmp_path: Path, command: str):
     part(source, tmp_path / "out", "1/2")
     target = [str(tmp_path / "again")] if command == "quantize" else []
-    done = CliRunner().invoke(main, [command, str(tmp_path / "out"), *target])
+    done = command_line.run(command, tmp_path / "out", *target)
     assert done.exit_code == 2
     assert "the same command as before goes on with it" in done.stderr
 
@@ -556,7 +555,7 @@ def test_a_damaged_plan_is_one_clear_line(
     record.write_text(json.dumps(run))
     source.rename(tmp_path / "elsewhere")
     words = ["quantize", str(source), str(tmp_path / "out"), "--max-shard-size", "60kB"]
-    done = CliRunner().invoke(main, words)
+    done = command_line.run(*words)
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert not (tmp_path / "out/config.json").exists()
 

@@ -27,11 +27,10 @@ from api import (
     verify_checkpoint,
 )
 from checkpoints import contents
-from click.testing import CliRunner
+from command_line import run
 from four_bit import CONFIG, pack, write
 from safetensors.torch import load_file, save_file
 
-from nf4conv.cli import main
 from nf4conv.declaring import deciding
 from nf4conv.errors import OutputError, PlanError
 from nf4conv.format.codebook import SCALES
@@ -362,7 +361,7 @@ class Expected:
         record = record_of(out)
         assert inspected.made == record
         assert not [finding for finding in inspected.findings if finding.is_fault]
-        shown = CliRunner().invoke(main, ["inspect", str(out)]).stdout
+        shown = run("inspect", out).stdout
         for group in record["weights"]:
             scales = {"absmax": "absmax", "search": "searched scales"}[group["scales"]]
             line = f"{group['count']} weights {group['origin']}, from {group['from']}, {scales}"
@@ -525,7 +524,7 @@ def test_weights_in_a_record_of_somebody_else_s_making_stop_nothing(
     shutil.copytree(world.sources["nf4"], out)
     record = record_of(out) | {"weights": weights}
     (out / "nf4conv.json").write_text(json.dumps(record))
-    assert CliRunner().invoke(main, ["inspect", str(out)]).exit_code == 0
+    assert run("inspect", out).exit_code == 0
     assert all(fault.startswith("nf4conv.json: ") for fault in faults(out, world.plain, exact=True))
     with pytest.raises(OutputError, match="holds the result of another job"):
         quantize_checkpoint(world.plain, out, run=CPU)

@@ -286,8 +286,7 @@ def test_finite_weights_whose_sum_is_not_are_packed(tmp_path):
 def test_include_and_exclude(tmp_path):
     source = write_source(tmp_path / "source")
     options = QuantizeOptions(
-        include=("*.up_proj.*", "model.layers.0.*"),
-        exclude=("*.3.*", "model.layers.4.mlp.*"),
+        include=("*.up_proj.*", "model.layers.0.*"), exclude=("*.3.*", "model.layers.4.mlp.*")
     )
     quantize_checkpoint(source, tmp_path / "out", options, CPU)
     packed = {

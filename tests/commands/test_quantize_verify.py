@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import torch
 from api import (
@@ -17,11 +18,9 @@ from api import (
     verify_checkpoint,
 )
 from checkpoints import contents, write_source
-from click.testing import CliRunner
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
-from nf4conv.cli import main
 from nf4conv.errors import VerificationError
 from nf4conv.options import SourceOptions
 from nf4conv.output.writer import ShardWriter
@@ -199,7 +198,7 @@ def test_the_command(source: Path, tmp_path: Path, tolerance: str, code: int):
         "--tolerance",
         tolerance,
     ]
-    done = CliRunner().invoke(main, command)
+    done = command_line.run(*command)
     assert done.exit_code == code, done.output
     if code:
         assert "verification failed: model.layers." in done.stderr

@@ -202,10 +202,7 @@ def test_negative_scales_are_a_fault_where_nothing_says_that_they_were_searched(
     searched, plain, tmp_path
 ):
     # the first it has is its nested_offset
-    for folder, fault in (
-        (searched, "quant state"),
-        (plain, "scales"),
-    ):
+    for folder, fault in ((searched, "quant state"), (plain, "scales")):
         quiet = Path(shutil.copytree(folder, tmp_path / folder.name))
         (quiet / "nf4conv.json").unlink()
         assert fault in faults(quiet)

@@ -36,10 +36,7 @@ OF_THE_RUN = {
     "pipeline_seconds",
     "seconds_by_activity",
     "host_baseline_bytes",
-} | {
-    "host_peak_bytes",
-    "verification",
-}
+} | {"host_peak_bytes", "verification"}
 """Fields of a report that differ from run to run, or name the output."""
 
 SLOW = """
@@ -333,10 +330,7 @@ class ForeignError(ValueError):
     ],
 )
 def test_errors_of_parts_travel(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-    kind: type[Exception],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
 ):
     """The driver of several processes gets them pickled."""
     monkeypatch.chdir(tmp_path)

@@ -6,15 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import command_line
 import pytest
 import torch
 from api import dequantize_checkpoint, verify_checkpoint
 from checkpoints import contents, tensors_of
-from click.testing import CliRunner
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
-from nf4conv.cli.main import main
 from nf4conv.errors import Nf4convError, PlanError
 from nf4conv.options import (
     DequantizeOptions,
@@ -226,7 +225,7 @@ def test_a_block_too_wide_is_refused_by_name(tmp_path: Path):
     scale[130, 5] = 150
     source = write(tmp_path / "source", tensors)
     words = ["dequantize", str(source), str(tmp_path / "out"), "--dtype", "fp8", "--device", "cpu"]
-    done = CliRunner().invoke(main, [*words, "--quiet"])
+    done = command_line.run(*words, "--quiet")
     assert done.exit_code == 2
     [line] = done.stderr.splitlines()
     assert f"{WEIGHT}: " in line
