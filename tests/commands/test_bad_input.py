@@ -16,6 +16,8 @@ from click.testing import Result
 from command_line import run
 from safetensors.torch import load_file, save_file
 
+INDEX = "model.safetensors.index.json"
+Damage = Callable[[Path], object]
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -44,112 +46,57 @@ def rewrite_header(
     file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + raw[8 + length :])
 
 
-def truncate(source: Path) -> None:
-    file = source / SECOND
-    file.write_bytes(file.read_bytes()[:-1000])
+def resized(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    """Changes the content of a file."""
+    return lambda source: (source / name).write_bytes(change((source / name).read_bytes()))
 
 
-def cut_into_header(source: Path) -> None:
-    file = source / SECOND
-    file.write_bytes(file.read_bytes()[:100])
+def in_header(**fields: object) -> Damage:
+    """Changes what a header says of a weight."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    return lambda source: rewrite_header(source / FIRST, lambda header: header[name].update(fields))
 
 
-def empty_file(source: Path) -> None:
-    (source / SECOND).write_bytes(b"")
+def in_index(place: Callable[[Path], str]) -> Damage:
+    """Changes the file in which the index says that a weight is."""
+
+    def damage(source: Path) -> None:
+        shutil.copy(source / SECOND, source.parent / "elsewhere.safetensors")
+        index = json.loads((source / INDEX).read_text())
+        index["weight_map"]["model.layers.5.mlp.up_proj.weight"] = place(source)
+        (source / INDEX).write_text(json.dumps(index))
+
+    return damage
 
 
-def huge_header(source: Path) -> None:
-    file = source / FIRST
-    file.write_bytes(struct.pack("<Q", 2**40) + file.read_bytes()[8:])
+def in_config(**fields: object) -> Damage:
+    def damage(source: Path) -> None:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | fields))
+
+    return damage
 
 
 def overlap(source: Path) -> None:
     def change(header: dict[str, dict[str, object]]) -> None:
-        names = sorted(
-            (name for name in header if name != "__metadata__"),
-            key=lambda n: header[n]["data_offsets"][0],
-        )
-        for name in names[1:2]:
-            begin, end = header[name]["data_offsets"]
-            header[name]["data_offsets"] = [begin - 2, end - 2]
+        names = [name for name in header if name != "__metadata__"]
+        second = sorted(names, key=lambda name: header[name]["data_offsets"][0])[1]
+        begin, end = header[second]["data_offsets"]
+        header[second]["data_offsets"] = [begin - 2, end - 2]
 
     rewrite_header(source / FIRST, change)
 
 
 def hole(source: Path) -> None:
-    def change(header: dict[str, dict[str, object]]) -> None:
-        del header["model.layers.1.input_layernorm.weight"]
-
-    rewrite_header(source / FIRST, change)
-
-
-def unknown_dtype(source: Path) -> None:
     rewrite_header(
-        source / FIRST,
-        lambda header: header["model.layers.1.mlp.up_proj.weight"].update(dtype="BF17"),
+        source / FIRST, lambda header: header.pop("model.layers.1.input_layernorm.weight")
     )
-
-
-def wrong_shape(source: Path) -> None:
-    rewrite_header(
-        source / FIRST,
-        lambda header: header["model.layers.1.mlp.up_proj.weight"].update(shape=[512, 127]),
-    )
-
-
-def boolean_shape(source: Path) -> None:
-    rewrite_header(
-        source / FIRST,
-        lambda header: header["model.layers.1.mlp.up_proj.weight"].update(shape=[True, 65536]),
-    )
-
-
-def header_not_json(source: Path) -> None:
-    file = source / FIRST
-    raw = bytearray(file.read_bytes())
-    raw[8] = ord("[")
-    file.write_bytes(raw)
-
-
-def missing_shard(source: Path) -> None:
-    (source / SECOND).unlink()
-
-
-def index_outside(source: Path) -> None:
-    shutil.copy(source / SECOND, source.parent / "elsewhere.safetensors")
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.layers.5.mlp.up_proj.weight"] = "../elsewhere.safetensors"
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def index_absolute(source: Path) -> None:
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.layers.5.mlp.up_proj.weight"] = str(source / SECOND)
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def index_wrong(source: Path) -> None:
-    index = json.loads((source / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.layers.5.mlp.up_proj.weight"] = FIRST
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def index_not_json(source: Path) -> None:
-    (source / "model.safetensors.index.json").write_text("{")
-
-
-def index_without_map(source: Path) -> None:
-    (source / "model.safetensors.index.json").write_text("{}")
 
 
 def duplicate_tensor(source: Path) -> None:
     tensors = load_file(source / SECOND)
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(4, 4, dtype=torch.bfloat16)
     save_file(tensors, source / SECOND)
-
-
-def config_not_json(source: Path) -> None:
-    (source / "config.json").write_text("{'model_type': 'llama'}")
 
 
 def not_finite(source: Path) -> None:
@@ -162,104 +109,96 @@ def not_finite(source: Path) -> None:
 
 def float64_weight(source: Path) -> None:
     tensors = load_file(source / SECOND)
-    tensors["model.layers.4.mlp.up_proj.weight"] = tensors[
-        "model.layers.4.mlp.up_proj.weight"
-    ].double()
-    save_file(tensors, source / SECOND)
+    name = "model.layers.4.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].double()}, source / SECOND)
 
 
-def float64_config(source: Path) -> None:
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"dtype": "float64"}))
-
-
-def already_quantized(source: Path) -> None:
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "aqlm"}})
-    )
-
-
-DAMAGES = [
-    (truncate, rf"{SECOND}: model\S+: the file ends 1,000 bytes early; the download is incomplete"),
-    (
-        cut_into_header,
-        f"{SECOND}: claims a header of [0-9,]+ bytes but the file has only 100; the download is "
-        f"incomplete",
+UP_1, UP_4, UP_5 = (f"model.layers.{number}.mlp.up_proj.weight" for number in (1, 4, 5))
+INCOMPLETE = "the download is incomplete"
+CASTS = "--dtype bfloat16, float16, float32"
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "truncated": (
+        resized(SECOND, lambda content: content[:-1000]),
+        rf"{SECOND}: model\S+: the file ends 1,000 bytes early; {INCOMPLETE}",
     ),
-    (
-        empty_file,
-        f"{SECOND}: 0 bytes, too short for a safetensors file; the download is incomplete",
+    "cut into the header": (
+        resized(SECOND, lambda content: content[:100]),
+        f"{SECOND}: claims a header of [0-9,]+ bytes but the file has only 100; {INCOMPLETE}",
     ),
-    (
-        huge_header,
+    "empty": (
+        resized(SECOND, lambda _: b""),
+        f"{SECOND}: 0 bytes, too short for a safetensors file; {INCOMPLETE}",
+    ),
+    "huge header": (
+        resized(FIRST, lambda content: struct.pack("<Q", 2**40) + content[8:]),
         f"{FIRST}: claims a header of 1,099,511,627,776 bytes; this is not a safetensors file",
     ),
-    (overlap, rf"{FIRST}: model\S+: its bytes overlap those of model\S+"),
-    (hole, rf"{FIRST}: model\S+: 128 unused bytes before it"),
-    (
-        unknown_dtype,
-        f"{FIRST}: model.layers.1.mlp.up_proj.weight: unknown dtype 'BF17'; a newer nf4conv may "
-        f"know it",
+    "header is no JSON": (
+        resized(FIRST, lambda content: content[:8] + b"[" + content[9:]),
+        f"{FIRST}: the safetensors header is malformed: .*",
     ),
-    (
-        wrong_shape,
-        rf"{FIRST}: model.layers.1.mlp.up_proj.weight: 131,072 bytes, expected 130,048 for \[512, "
-        rf"127\] BF16",
+    "overlap": (overlap, rf"{FIRST}: model\S+: its bytes overlap those of model\S+"),
+    "hole": (hole, rf"{FIRST}: model\S+: 128 unused bytes before it"),
+    "unknown dtype": (
+        in_header(dtype="BF17"),
+        f"{FIRST}: {UP_1}: unknown dtype 'BF17'; a newer nf4conv may know it",
     ),
-    (boolean_shape, rf"{FIRST}: model.layers.1.mlp.up_proj.weight: \[True, 65536\] is not a shape"),
-    (header_not_json, f"{FIRST}: the safetensors header is malformed: .*"),
-    (
-        missing_shard,
-        rf"model.safetensors.index.json: model\S+: the shard {SECOND} is missing; the download is "
-        rf"incomplete",
+    "wrong shape": (
+        in_header(shape=[512, 127]),
+        rf"{FIRST}: {UP_1}: 131,072 bytes, expected 130,048 for \[512, 127\] BF16",
     ),
-    (
-        index_outside,
-        r"index.json: model.layers.5.mlp.up_proj.weight: '../elsewhere.safetensors' is outside "
-        r"the folder",
+    "boolean shape": (
+        in_header(shape=[True, 65536]),
+        rf"{FIRST}: {UP_1}: \[True, 65536\] is not a shape",
     ),
-    (
-        index_absolute,
-        r"model.safetensors.index.json: model.layers.5.mlp.up_proj.weight: '/\S+' is outside the "
-        r"folder",
+    "missing shard": (
+        lambda source: (source / SECOND).unlink(),
+        rf"{INDEX}: model\S+: the shard {SECOND} is missing; {INCOMPLETE}",
     ),
-    (
-        index_wrong,
-        f"{FIRST}: model.layers.5.mlp.up_proj.weight: the index places this tensor here, but the "
-        f"file lacks it",
+    "index leads outside": (
+        in_index(lambda _: "../elsewhere.safetensors"),
+        rf"{INDEX}: {UP_5}: '../elsewhere.safetensors' is outside the folder",
     ),
-    (index_not_json, "model.safetensors.index.json: not JSON: .*"),
-    (index_without_map, "model.safetensors.index.json: has no weight_map"),
-    (duplicate_tensor, f"{SECOND}: model.layers.0.mlp.up_proj.weight: also in {FIRST}"),
-    (config_not_json, "config.json: not JSON: .*"),
-    (
+    "index with an absolute path": (
+        in_index(lambda source: str(source / SECOND)),
+        rf"{INDEX}: {UP_5}: '/\S+' is outside the folder",
+    ),
+    "index with the wrong file": (
+        in_index(lambda _: FIRST),
+        f"{FIRST}: {UP_5}: the index places this tensor here, but the file lacks it",
+    ),
+    "index is no JSON": (resized(INDEX, lambda _: b"{"), f"{INDEX}: not JSON: .*"),
+    "index without a map": (resized(INDEX, lambda _: b"{}"), f"{INDEX}: has no weight_map"),
+    "duplicate tensor": (
+        duplicate_tensor,
+        f"{SECOND}: model.layers.0.mlp.up_proj.weight: also in {FIRST}",
+    ),
+    "config is no JSON": (
+        resized("config.json", lambda _: b"{'model_type': 'llama'}"),
+        "config.json: not JSON: .*",
+    ),
+    "not finite": (
         not_finite,
-        f"{SECOND}: model.layers.4.mlp.up_proj.weight: 3 of 65,536 values are NaN or infinite; "
-        f"repair the checkpoint, or leave it unquantized with --exclude",
+        f"{SECOND}: {UP_4}: 3 of 65,536 values are NaN or infinite; repair the checkpoint, or "
+        f"leave it unquantized with --exclude",
     ),
-    (
-        float64_config,
-        "config.json: float64 is not a dtype that can be packed; give --dtype bfloat16, float16, "
-        "float32",
+    "float64 in the config": (
+        in_config(dtype="float64"),
+        f"config.json: float64 is not a dtype that can be packed; give {CASTS}",
     ),
-    (
+    "a weight in float64": (
         float64_weight,
-        f"{SECOND}: model.layers.4.mlp.up_proj.weight: float64 cannot be packed; say what to cast "
-        f"it to: "
-        "--dtype bfloat16, float16, float32",
+        f"{SECOND}: {UP_4}: float64 cannot be packed; say what to cast it to: {CASTS}",
     ),
-    (
-        already_quantized,
+    "already quantized": (
+        in_config(quantization_config={"quant_method": "aqlm"}),
         ".*already quantized: quant_method aqlm; give the checkpoint that it was made from: a "
         "codebook of its own",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES]
-)
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_source_is_refused(tmp_path, damage, message):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     damage(source)
