@@ -5,26 +5,23 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import api
 import pytest
 import torch
 from api import (
-    execute_dequantization,
     execute_quantization,
     inspect_checkpoint,
-    plan_dequantization,
     plan_quantization,
     verify_checkpoint,
 )
 from checkpoints import contents
-from click.testing import CliRunner
-from command_line import run
+from command_line import done, run
 from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.cli import main
 from nf4conv.errors import OutputError, PlanError, SourceError
 from nf4conv.options import (
     DequantizeOptions,
@@ -47,6 +44,11 @@ INDEX = {
     "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
     "tokenizer": ["transformers", "CLIPTokenizer"],
     "safety_checker": [None, None],
+}
+WEIGHTS = {
+    "transformer": "diffusion_pytorch_model.safetensors",
+    "text_encoder": "model.safetensors",
+    "vae": "diffusion_pytorch_model.safetensors",
 }
 PACKED = {
     "transformer/transformer_blocks.0.attn.to_q.weight",
@@ -106,26 +108,28 @@ def pipeline(tmp_path: Path) -> Path:
     return folder
 
 
+def quantize(source: object, out: Path, *options: Any) -> nf4conv.QuantizeReport:
+    return api.quantize_checkpoint(source, out, RUN, *options)
+
+
+def dequantize(source: object, out: Path, *options: Any) -> nf4conv.DequantizeReport:
+    return api.dequantize_checkpoint(source, out, RUN, *options)
+
+
 def packed(plan) -> set[str]:
     return {row.name for row in plan.rows() if row.action == "pack"}
 
 
 def test_layout_and_contents(pipeline, tmp_path):
     out = tmp_path / "out"
-    report = execute_quantization(plan_quantization(pipeline), out, RUN)
+    report = quantize(pipeline, out)
     found = contents(out)
     assert set(found) == {
         "model_index.json",
         "README.md",
-        *(
-            f"transformer/{name}"
-            for name in ("config.json", "diffusion_pytorch_model.safetensors", "nf4conv.json")
-        ),
-        *(f"text_encoder/{name}" for name in ("config.json", "model.safetensors", "nf4conv.json")),
-        *(
-            f"vae/{name}"
-            for name in ("config.json", "diffusion_pytorch_model.safetensors", "nf4conv.json")
-        ),
+        *(f"{name}/config.json" for name in WEIGHTS),
+        *(f"{name}/nf4conv.json" for name in WEIGHTS),
+        *(f"{name}/{file}" for name, file in WEIGHTS.items()),
         *("scheduler/scheduler_config.json", "tokenizer/vocab.json"),
     }
     assert found["model_index.json"] == (pipeline / "model_index.json").read_bytes()
@@ -140,9 +144,7 @@ def test_layout_and_contents(pipeline, tmp_path):
 
 
 def test_searched_scales_of_every_component(pipeline, tmp_path):
-    execute_quantization(
-        plan_quantization(pipeline, QuantizeOptions(scales="search")), tmp_path / "out", RUN
-    )
+    quantize(pipeline, tmp_path / "out", QuantizeOptions(scales="search"))
     for name in PACKED:
         folder, weight = name.split("/")
         before, after = (
@@ -165,12 +167,12 @@ def recorded(folder: Path, submodel: str) -> list[tuple[str, str, int]]:
 def test_a_search_is_of_the_components_in_16_bits(pipeline, tmp_path):
     """A text encoder in 4 bits stays as it is, and is not said to be searched."""
     quantized, mixed, out = (tmp_path / name for name in ("quantized", "mixed", "out"))
-    execute_quantization(plan_quantization(pipeline), quantized, RUN)
+    quantize(pipeline, quantized)
     shutil.copytree(pipeline, mixed)
     shutil.rmtree(mixed / "text_encoder")
     shutil.copytree(quantized / "text_encoder", mixed / "text_encoder")
     search = QuantizeOptions(scales="search")
-    report = execute_quantization(plan_quantization(mixed, search), out, RUN)
+    report = quantize(mixed, out, search)
     assert report.stay == 1
     assert any("text_encoder: 1 weights keep scales" in note for note in report.run.notes)
     assert recorded(out, "text_encoder") == [("kept as found", "absmax", 1)]
@@ -187,23 +189,23 @@ def test_a_search_is_of_the_components_in_16_bits(pipeline, tmp_path):
 def test_a_component_that_is_left_alone_keeps_its_provenance(pipeline, tmp_path):
     searched, out, decoded = (tmp_path / name for name in ("searched", "out", "decoded"))
     options = QuantizeOptions(scales="search", quant_type="fp4", double_quant=False)
-    execute_quantization(plan_quantization(pipeline, options), searched, RUN)
+    quantize(pipeline, searched, options)
     only = QuantizeOptions(include=("transformer/*",), quant_type="nf4", scales="absmax")
-    execute_quantization(plan_quantization(searched, only), out, RUN)
+    quantize(searched, out, only)
     assert recorded(out, "text_encoder") == [("kept as found", "search", 1)]
     assert recorded(out, "transformer") == [("packed", "absmax", 2)]
     card = (out / "README.md").read_text()
     assert "| 4-bit data type | NF4 (2 weights), FP4 (1 weights) |" in card
     assert verify_checkpoint(out, searched, VerifyOptions(), RUN).passed
     part = DequantizeOptions(include=("transformer/*",))
-    execute_dequantization(plan_dequantization(searched, part), decoded, RUN)
+    dequantize(searched, decoded, part)
     assert recorded(decoded, "text_encoder") == [("kept as found", "search", 1)]
     assert recorded(decoded, "transformer") == []
     assert verify_checkpoint(decoded, run=RUN).passed
 
 
 def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):
-    execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
+    quantize(pipeline, tmp_path / "out")
     configs = {
         name: json.loads((tmp_path / "out" / name / "config.json").read_bytes())
         for name in INDEX
@@ -221,34 +223,22 @@ def test_what_is_packed(pipeline):
     assert packed(plan_quantization(pipeline)) == PACKED
 
 
+OF_TRANSFORMER = {name for name in PACKED if name.startswith("transformer/")}
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (
-            QuantizeOptions(include=("transformer/*",)),
-            {name for name in PACKED if name.startswith("transformer/")},
-        ),
-        (QuantizeOptions(include=("*.attn.*",)), {name for name in PACKED if ".attn." in name}),
-        (
-            QuantizeOptions(exclude=("text_*/*",)),
-            {name for name in PACKED if name.startswith("transformer/")},
-        ),
-        (
-            QuantizeOptions(exclude=("transformer/*proj_mlp*",)),
-            {name for name in PACKED if "proj_mlp" not in name},
-        ),
-        (QuantizeOptions(exclude=("text_encoder/*proj_mlp*",)), PACKED),
+        ({"include": ("transformer/*",)}, OF_TRANSFORMER),
+        ({"include": ("*.attn.*",)}, {name for name in PACKED if ".attn." in name}),
+        ({"exclude": ("text_*/*",)}, OF_TRANSFORMER),
+        ({"exclude": ("transformer/*proj_mlp*",)}, {one for one in PACKED if "proj" not in one}),
+        ({"exclude": ("text_encoder/*proj_mlp*",)}, PACKED),
     ],
-    ids=[
-        "include a component",
-        "include in all",
-        "exclude",
-        "exclude in a component",
-        "exclude elsewhere",
-    ],
+    ids=str,
 )
 def test_choosing(pipeline, options, expected):
-    assert packed(plan_quantization(pipeline, options)) == expected
+    assert packed(plan_quantization(pipeline, QuantizeOptions(**options))) == expected
 
 
 @pytest.mark.parametrize(
@@ -291,36 +281,16 @@ def test_choosing_nothing_is_refused(pipeline):
         plan_quantization(pipeline, QuantizeOptions(include=("vae/*",)))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "transformer",
-        "transformer_2",
-        "unconditional_transformer",
-        "unet",
-        "prior",
-        "controlnet",
-        "text_encoder_3",
-    ],
-)
-def test_packed_by_default(name):
-    assert is_packed_by_default(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["vae", "image_encoder", "safety_checker", "vqvae", "text_encoder_x"]
-)
-def test_kept_by_default(name):
-    assert not is_packed_by_default(name)
+def test_packed_and_kept_by_default():
+    packed = "transformer transformer_2 unconditional_transformer unet prior controlnet"
+    assert all(map(is_packed_by_default, [*packed.split(), "text_encoder_3"]))
+    kept = "vae image_encoder safety_checker vqvae text_encoder_x"
+    assert not any(map(is_packed_by_default, kept.split()))
 
 
 def test_a_component_alone_gives_the_same_weights(pipeline, tmp_path):
-    execute_quantization(plan_quantization(pipeline), tmp_path / "all", RUN)
-    execute_quantization(
-        plan_quantization(pipeline, where=SourceOptions(subfolder="transformer")),
-        tmp_path / "one",
-        RUN,
-    )
+    quantize(pipeline, tmp_path / "all")
+    quantize(pipeline, tmp_path / "one", SourceOptions(subfolder="transformer"))
     one, whole = contents(tmp_path / "one"), contents(tmp_path / "all" / "transformer")
     del one["README.md"]
     assert one == whole
@@ -328,34 +298,24 @@ def test_a_component_alone_gives_the_same_weights(pipeline, tmp_path):
 
 @pytest.mark.parametrize("after", ["text_encoder", "vae"])
 def test_resuming_keeps_finished_components(pipeline, tmp_path, after):
-    execute_quantization(plan_quantization(pipeline), tmp_path / "whole", RUN)
+    quantize(pipeline, tmp_path / "whole")
     out = tmp_path / "out"
-    shard = (
-        out
-        / after
-        / (
-            "model.safetensors"
-            if after == "text_encoder"
-            else "diffusion_pytorch_model.safetensors"
-        )
-    )
 
     def stop(_count: int) -> None:
-        if shard.parent.is_dir():
+        if (out / after).is_dir():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute_quantization(plan_quantization(pipeline), out, RUN, stop)
+        quantize(pipeline, out, stop)
     assert not (out / "model_index.json").exists()
-    before = (out / "transformer" / "diffusion_pytorch_model.safetensors").stat()
+    kept = out / "transformer" / WEIGHTS["transformer"]
+    before = kept.stat()
     with pytest.raises(OutputError, match="an unfinished run that differs in"):
-        execute_quantization(plan_quantization(pipeline, QuantizeOptions(blocksize=128)), out, RUN)
+        quantize(pipeline, out, QuantizeOptions(blocksize=128))
     seen: list[int] = []
     plan = plan_quantization(pipeline)
     report = execute_quantization(plan, out, RUN, seen.append)
-    assert (
-        out / "transformer" / "diffusion_pytorch_model.safetensors"
-    ).stat().st_mtime_ns == before.st_mtime_ns
+    assert kept.stat().st_mtime_ns == before.st_mtime_ns
     assert report.run.shards_resumed == ["text_encoder", "vae"].index(after) + 1
     assert (report.packed, sum(seen)) == (3, plan.totals().bytes_before)
     assert contents(out) == contents(tmp_path / "whole")
@@ -363,11 +323,11 @@ def test_resuming_keeps_finished_components(pipeline, tmp_path, after):
 
 def test_another_pipeline_is_not_overwritten_unasked(pipeline, tmp_path):
     out = tmp_path / "out"
-    execute_quantization(plan_quantization(pipeline), out, RUN)
+    quantize(pipeline, out)
     whole = contents(out)
     (out / ".nf4conv").mkdir()  # as a run leaves it that is killed before its last removal
     (out / ".nf4conv/lock").touch()
-    assert execute_quantization(plan_quantization(pipeline), out, RUN).run.already_complete
+    assert quantize(pipeline, out).run.already_complete
     assert contents(out) == whole
     other = plan_quantization(pipeline, QuantizeOptions(blocksize=128))
     with pytest.raises(OutputError, match="blocksize was 64 and is 128 now"):
@@ -378,8 +338,8 @@ def test_another_pipeline_is_not_overwritten_unasked(pipeline, tmp_path):
 
 
 def test_there_and_back(pipeline, tmp_path):
-    execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
-    report = execute_dequantization(plan_dequantization(tmp_path / "out"), tmp_path / "back", RUN)
+    quantize(pipeline, tmp_path / "out")
+    report = dequantize(tmp_path / "out", tmp_path / "back")
     assert report.decoded == 3
     for name in ("transformer", "text_encoder", "vae"):
         [before], [after] = (
@@ -396,7 +356,7 @@ def test_there_and_back(pipeline, tmp_path):
 
 def test_verification(pipeline, tmp_path):
     out = tmp_path / "out"
-    execute_quantization(plan_quantization(pipeline), out, RUN)
+    quantize(pipeline, out)
     found = verify_checkpoint(out, pipeline, VerifyOptions(exact=True))
     assert found.passed
     assert found.identical
@@ -425,7 +385,7 @@ def test_a_record_that_a_component_has_lost(quantized, tmp_path):
 
 def test_verification_of_what_was_decoded(quantized, tmp_path):
     out = tmp_path / "decoded"
-    execute_dequantization(plan_dequantization(quantized), out, RUN)
+    dequantize(quantized, out)
     exact = VerifyOptions(exact=True)
     report = verify_checkpoint(out, quantized, exact, RUN)
     assert report.passed
@@ -448,7 +408,7 @@ def test_verification_of_what_was_decoded(quantized, tmp_path):
 def test_verification_of_a_part_that_was_decoded(quantized, tmp_path):
     out = tmp_path / "decoded"
     part = DequantizeOptions(include=("transformer/*",))
-    execute_dequantization(plan_dequantization(quantized, part), out, RUN)
+    dequantize(quantized, out, part)
     report = verify_checkpoint(out, quantized, VerifyOptions(exact=True), RUN)
     assert report.passed
     assert report.relation == "quantized"
@@ -457,7 +417,7 @@ def test_verification_of_a_part_that_was_decoded(quantized, tmp_path):
 
 @pytest.fixture
 def quantized(pipeline, tmp_path) -> Path:
-    execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
+    quantize(pipeline, tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -481,14 +441,13 @@ def test_two_pipelines_in_16_bits(pipeline, tmp_path):
 @pytest.mark.parametrize("other", ["text_encoder", "scheduler", "nowhere"])
 def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
     for out, source in ((pipeline, pipeline / other), (pipeline / other, pipeline)):
-        words = ["verify", str(out), "--source", str(source), "--device", "cpu"]
-        result = run(*words)
+        result = run("verify", out, "--source", source, "--device", "cpu")
         assert result.exit_code == 2
         assert len(result.stderr.splitlines()) == 1
 
 
 def test_inspection(pipeline, tmp_path):
-    execute_quantization(plan_quantization(pipeline), tmp_path / "out", RUN)
+    quantize(pipeline, tmp_path / "out")
     found = inspect_checkpoint(tmp_path / "out")
     assert {row.name for row in found.tensors if row.format} == PACKED
     assert found.totals.packed == 3
@@ -502,21 +461,18 @@ def test_from_python(pipeline, tmp_path):
 
 
 def test_commands(pipeline, tmp_path):
-    out = str(tmp_path / "out")
-    runner = CliRunner()
-    dry = runner.invoke(
-        main, ["quantize", str(pipeline), out, "--dry-run", "--json"], catch_exceptions=False
-    )
+    out = tmp_path / "out"
+    dry = done("quantize", pipeline, out, "--dry-run", "--json")
     assert json.loads(dry.stdout)["totals"]["packed"] == 3
-    assert not Path(out).exists()
+    assert not out.exists()
     for command in (
-        ["quantize", str(pipeline), out, "--device", "cpu"],
-        ["verify", out, "--source", str(pipeline), "--device", "cpu"],
-        ["verify", out, "--device", "cpu", "--report", str(tmp_path / "report.html"), "--quiet"],
+        ["quantize", pipeline, out, "--device", "cpu"],
+        ["verify", out, "--source", pipeline, "--device", "cpu"],
+        ["verify", out, "--device", "cpu", "--report", tmp_path / "report.html", "--quiet"],
         ["inspect", out],
-        ["dequantize", out, str(tmp_path / "back"), "--device", "cpu"],
+        ["dequantize", out, tmp_path / "back", "--device", "cpu"],
     ):
-        assert runner.invoke(main, command, catch_exceptions=False).exit_code == 0, command
+        done(*command)
 
 
 def test_a_missing_component(pipeline):
@@ -538,8 +494,8 @@ def test_of_the_hub_only_what_is_needed_is_fetched(hub: Hub, tmp_path, pipeline,
         files | {fp16: files["transformer/diffusion_pytorch_model.safetensors"]}
     )
     where = SourceOptions(cache_dir=tmp_path / "cache", stream=stream)
-    execute_quantization(plan_quantization("org/model", where=where), tmp_path / "out", RUN)
-    execute_quantization(plan_quantization(pipeline), tmp_path / "local", RUN)
+    quantize("org/model", tmp_path / "out", where)
+    quantize(pipeline, tmp_path / "local")
     from_hub, from_disk = contents(tmp_path / "out"), contents(tmp_path / "local")
     for name in [name for name in from_hub if name.endswith(("README.md", "nf4conv.json"))]:
         assert from_hub.pop(name) != from_disk.pop(name)  # which names the source
