@@ -25,6 +25,8 @@ TINY = RunOptions(device="cpu", workers=3, buffer_size=1)
 # pieces of at most 361 blocks of 128 values
 UNEVEN = RunOptions(device="cpu", workers=1, buffer_size=3 * 2**16)
 
+both_buffers = pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+
 UP = "model.layers.0.mlp.up_proj.weight"
 NORM = "model.norm.weight"
 TEN_DIGITS = 1e-9  # of sums: the others depend on how a device adds
@@ -53,7 +55,7 @@ def plain(folder: Path, content: dict[str, torch.Tensor] | None = None, **config
     return folder
 
 
-@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@both_buffers
 def test_a_copy_is_identical(tmp_path, run):
     found = compared(plain(tmp_path / "a"), plain(tmp_path / "b"), run)
     assert [*found.statuses.values()] == ["identical"] * 4
@@ -171,7 +173,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@both_buffers
 @pytest.mark.parametrize("component", ["", ".absmax", ".nested_absmax"])
 def test_one_byte_of_a_packed_weight(packed, tmp_path, run, component):
     content = load_file(packed["nf4"] / "model.safetensors")
@@ -192,14 +194,14 @@ def test_a_component_that_no_value_depends_on(packed, tmp_path, component):
     assert found.unlike == {UP: "equal in value"}
 
 
-@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@both_buffers
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_packed_weight_has_the_values_of_its_decoded_form(packed, dtype, run):
     for sides in ((packed["nf4"], packed[dtype]), (packed[dtype], packed["nf4"])):
         assert compared(*sides, run).statuses[UP] == "equal in value"
 
 
-@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@both_buffers
 def test_a_packed_weight_and_its_source(packed, run):
     found = compared(packed["source"], packed["nf4"], run)
     weight = load_file(packed["source"] / "model.safetensors")[UP].double()
@@ -248,7 +250,7 @@ def test_weights_that_a_family_stores_transposed(tmp_path):
     assert compared(tmp_path / "packed", tmp_path / "decoded").within(0)
 
 
-@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@both_buffers
 def test_experts_that_one_of_the_two_stacks(tmp_path, run):
     layer = "model.layers.0.feed_forward.experts"
     generator = torch.Generator().manual_seed(0)
@@ -291,7 +293,7 @@ def test_a_checkpoint_on_the_hub(hub, tmp_path):
     assert not compared("org/model", source, where=cache).unlike
 
 
-@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@both_buffers
 @pytest.mark.parametrize("rows", [128, 1], ids=["blocks", "rows"])
 def test_a_weight_that_another_method_encodes(tmp_path, run, rows):
     scale = torch.rand(-(-300 // rows), 4 if rows > 1 else 1) + 0.5
@@ -316,7 +318,7 @@ def test_a_weight_that_another_method_encodes(tmp_path, run, rows):
     assert again.differences[UP].differing == found.differences[UP].differing
 
 
-@pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
+@both_buffers
 def test_two_encodings_that_cannot_be_cut_at_the_same_places(tmp_path, run):
     values, name = tensors()[UP].to(torch.float8_e4m3fn), f"{UP}_scale_inv"
     method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
