@@ -27,16 +27,20 @@ from nf4conv.options import QuantizeOptions, RunOptions
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
 ONE = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
 TWO = replace(ONE, device="cpu,cpu")
-OF_THE_RUN = {
-    "out",
-    "loading",
-    "push",
-    "run",
-    "seconds",
-    "pipeline_seconds",
-    "seconds_by_activity",
-    "host_baseline_bytes",
-} | {"host_peak_bytes", "verification"}
+OF_THE_RUN = set(
+    [
+        "out",
+        "loading",
+        "push",
+        "run",
+        "seconds",
+        "pipeline_seconds",
+        "seconds_by_activity",
+        "host_baseline_bytes",
+        "host_peak_bytes",
+        "verification",
+    ]
+)
 """Fields of a report that differ from run to run, or name the output."""
 
 SLOW = """
@@ -62,20 +66,10 @@ class Run:
         path = os.pathsep.join(
             [str(source.parent / "slow"), str(Path(nf4conv.__file__).parents[1])]
         )
-        command = [
-            "quantize",
-            source,
-            out,
-            "--device",
-            "cpu,cpu",
-            "--max-shard-size",
-            "60kB",
-            "--workers",
-            "1",
-        ]
+        options = "--device cpu,cpu --max-shard-size 60kB --workers 1 --json"
         self.out = out
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "nf4conv", *map(str, command), "--json"],
+            [sys.executable, "-m", "nf4conv", "quantize", source, out, *options.split()],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -162,9 +156,8 @@ def test_overwriting(tmp_path: Path, source: Path):
     other = QuantizeOptions(max_shard_size=60_000, quant_type="fp4")
     api.quantize_checkpoint(source, tmp_path / "out", other, ONE)
     api.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
-    report = api.quantize_checkpoint(
-        source, tmp_path / "out", OPTIONS, replace(TWO, overwrite=True)
-    )
+    over = replace(TWO, overwrite=True)
+    report = api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, over)
     assert not report.run.already_complete
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
