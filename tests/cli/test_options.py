@@ -236,7 +236,7 @@ def test_formats_are_those_of_the_codebook():
     ("arguments", "line"),
     [
         (["--blocksize", "100"], "--blocksize 100: expected one of 32, 64, "),
-        (["--device", "gpu"], "--device gpu: expected auto, cpu, cuda or cuda:N (cuda is an"),
+        (["--device", "mps"], "--device mps: expected auto, cpu, cuda or cuda:N (cuda is an"),
         (["--part", "4/3"], "--part 4/3: expected I/N"),
         (["--verify", "--tolerance", "-1"], "--tolerance -1.0: expected a relative error"),
         (["--tolerance", "0.1"], "--tolerance means nothing without --verify"),

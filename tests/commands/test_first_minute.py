@@ -99,16 +99,6 @@ def test_a_gguf_file_is_named(tmp_path: Path):
     assert "model.gguf: is cut off in its header; the download is incomplete" in error
 
 
-@pytest.mark.parametrize(
-    ("device", "hint"), [("mps", "anywhere else, cpu is the one"), ("gpu", "cuda is an NVIDIA GPU")]
-)
-def test_other_devices(tmp_path: Path, device: str, hint: str):
-    source = write_source(tmp_path / "source")
-    error = command("quantize", source, tmp_path / "out", "--device", device).stderr
-    assert f"--device {device}: expected auto, cpu, cuda or cuda:N (" in error
-    assert hint in error
-
-
 # --- options of other tools -----------------------------------------------------------------------
 
 

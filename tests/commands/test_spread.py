@@ -27,20 +27,10 @@ from nf4conv.options import QuantizeOptions, RunOptions
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
 ONE = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
 TWO = replace(ONE, device="cpu,cpu")
-OF_THE_RUN = set(
-    [
-        "out",
-        "loading",
-        "push",
-        "run",
-        "seconds",
-        "pipeline_seconds",
-        "seconds_by_activity",
-        "host_baseline_bytes",
-        "host_peak_bytes",
-        "verification",
-    ]
-)
+OF_THE_RUN = {
+    *("out", "loading", "push", "run", "seconds", "pipeline_seconds", "seconds_by_activity"),
+    *("host_baseline_bytes", "host_peak_bytes", "verification"),
+}
 """Fields of a report that differ from run to run, or name the output."""
 
 SLOW = """
