@@ -37,12 +37,12 @@ def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "model.embed_tokens"],
     }
 
 
 # what benchmarks.encoded calls a layout, and the quantization_config that others need
-LAYOUTS: dict[str, dict[str, Any] | None] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "fp8 blocks": {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
@@ -51,7 +51,6 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
     "int4 g32": compressed("pack-quantized", INT4),
     "mxfp4": compressed("mxfp4-pack-quantized", MXFP4),
     "nvfp4": compressed("nvfp4-pack-quantized", NVFP4),
-    "gguf Q4_K": None,
 }  # fmt: skip
 
 PEAK = """
@@ -85,13 +84,10 @@ model.save_pretrained(out)
 
 def commands(layout: str, source: Path, out: Path) -> dict[str, list[str]]:
     """Returns the words of each contestant's command."""
-    file = source / "model.gguf" if layout.startswith("gguf") else source
     python = [sys.executable, "-c"]
-    places = [str(file), str(out)]
+    places = [str(source), str(out)]
     ours = [sys.executable, "-m", "nf4conv", "dequantize", *places, "--json", "--quiet"]
     description = LAYOUTS[layout]
-    if description is None:
-        return {"nf4conv": ours}
     is_fp8 = description["quant_method"] == "fp8"
     config = "FineGrainedFP8Config" if is_fp8 else "CompressedTensorsConfig"
     load = LOAD.format(config=config, description=description)
@@ -178,10 +174,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
             source = Path(folder) / layout
             write_source(shape, layout, source)
-            if LAYOUTS[layout] is not None:
-                config = json.loads((source / "config.json").read_text())
-                config["quantization_config"] = LAYOUTS[layout]
-                (source / "config.json").write_text(json.dumps(config))
+            config = json.loads((source / "config.json").read_text())
+            config["quantization_config"] = LAYOUTS[layout]
+            (source / "config.json").write_text(json.dumps(config))
             rows.append(measure(layout, Path(folder), chosen.runs))
         print(json.dumps(rows[-1], indent=1), flush=True)
         keep(chosen.out, {"rows": rows}, "torch", "transformers", "compressed-tensors")
