@@ -11,7 +11,7 @@ NF4CONV_PLANTED names it. So one run of all tests, by `reach`, tells which tests
 fault, in child processes too. `find` wakes one fault after the other, and runs the tests that come
 by it, quick ones first, until one fails. Words behind `reach` are those of pytest.
 
-planted/ then holds faults.json, reached.txt, tests.txt and found.json.
+planted/ then holds faults.json, reached.txt, tests.txt and found-1.json.
 
 Kernels of Triton are left out, for Triton reads their source: `kernels` plants faults in these one
 by one, and runs all tests of their room.
@@ -246,8 +246,8 @@ def run_pytest(words: list[str], **environment: str) -> subprocess.CompletedProc
     )
 
 
-def find() -> None:
-    """Wakes each fault, and writes which test finds it."""
+def find(share: int, shares: int) -> None:
+    """Wakes each fault of a share, and writes which test finds it."""
     faults = json.loads((FOLDER / "faults.json").read_text())
     times: dict[str, float] = {}
     failing = set()
@@ -260,11 +260,11 @@ def find() -> None:
     for line in (FOLDER / "reached.txt").read_text().splitlines():
         number, test = line.split(" ", 1)
         reached[int(number)].add(test)
-    path = FOLDER / "found.json"
+    path = FOLDER / f"found-{share}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for fault in faults:
         number = fault["number"]
-        if str(number) in found:
+        if str(number) in found or number % shares != share - 1:
             continue
         tests = sorted((reached[number] & times.keys()) - failing, key=lambda test: times[test])
         found[str(number)] = fault | {"tests": len(tests), "found": _finder(number, tests)}
@@ -277,10 +277,10 @@ def _finder(number: int, tests: list[str]) -> str | None:
     for part in (tests[:QUICK], tests[QUICK:MOST]):
         if not part:
             continue
-        words = FOLDER / "words.txt"
+        words = FOLDER / f"words-{number}.txt"
         words.write_text("\n".join(part))
         try:
-            done = run_pytest(["-x", "--timeout=300", f"@{words}"], NF4CONV_PLANTED=str(number))
+            done = run_pytest(["-x", f"@{words}"], NF4CONV_PLANTED=str(number))
         except subprocess.TimeoutExpired:
             return "no test ends"
         if done.returncode:
@@ -315,6 +315,7 @@ def main() -> None:
     parser.add_argument("step", choices=["plant", "reach", "find", "kernels"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=80)
+    parser.add_argument("--share", default="1/1", help="I/N: the faults that `find` wakes")
     chosen, words = parser.parse_known_args()
     if chosen.step == "plant":
         plant(choose(chosen.seed, chosen.count, of_kernels=False))
@@ -326,7 +327,8 @@ def main() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "planted_faults", *words]
         subprocess.run(command, cwd=ROOT, check=False)
     elif chosen.step == "find":
-        find()
+        share, shares = (int(part) for part in chosen.share.split("/"))
+        find(share, shares)
     else:
         find_in_kernels(chosen.seed, chosen.count)
 
