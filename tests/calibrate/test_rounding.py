@@ -7,7 +7,7 @@ import torch
 
 import nf4conv
 from nf4conv.calibrate import rounding
-from nf4conv.calibrate.rounding import calibrated
+from nf4conv.calibrate.rounding import calibrated, steps
 from nf4conv.calibrate.rounding.levels import ascending, levels_of
 from nf4conv.calibrate.rounding.scales import StorableScales
 from nf4conv.errors import CodecError
@@ -191,3 +191,14 @@ def test_levels_are_the_values_of_codes(quant_type: str):
     nearest = (halves[:, None] - levels.values).abs().amin(dim=1)
     chosen = (halves - levels.decode(levels.ranks(halves))).abs()
     assert torch.allclose(chosen, nearest, atol=1e-6)
+
+
+def test_a_step_leaves_the_threads_of_torch_as_they_were():
+    """A step computes on one thread; what runs behind it has all of them again."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        steps._on_one_thread(lambda: None)()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)

@@ -35,7 +35,8 @@ import pytest
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "planted"
 
-SWITCH: Final = '''"""Wakes the planted fault that NF4CONV_PLANTED names, or notes who comes by which."""
+SWITCH: Final = '''\
+"""Wakes the planted fault that NF4CONV_PLANTED names, or notes who comes by which."""
 
 import os
 
@@ -108,9 +109,10 @@ def wrong_versions(source: str, node: ast.expr) -> Iterator[tuple[str, str]]:
                 yield "sign", f"({text(left)}) {other} ({text(right)})"
         case ast.Constant(value=int() as value) if not isinstance(value, bool):
             yield "off by one", str(value + 1)
-        case ast.Call(func=func, args=[first, second], keywords=[]) if (
-            text(func).rpartition(".")[2] not in EASY
-            and all(isinstance(argument, ast.Name | ast.Attribute) for argument in (first, second))
+        case ast.Call(func=func, args=[first, second], keywords=[]) if text(func).rpartition(".")[
+            2
+        ] not in EASY and all(
+            isinstance(argument, ast.Name | ast.Attribute) for argument in (first, second)
         ):
             yield "swapped arguments", f"{text(func)}({text(second)}, {text(first)})"
         case ast.IfExp(test=test, body=body, orelse=orelse):
@@ -230,7 +232,7 @@ class Times:
         notes = os.environ.get("NF4CONV_TESTS")
         is_controller = "PYTEST_XDIST_WORKER" not in os.environ
         if notes and report.when == "call" and not (is_controller and hasattr(report, "node")):
-            with open(notes, "a") as file:
+            with Path(notes).open("a") as file:
                 file.write(f"{report.duration:.3f} {report.outcome} {report.nodeid}\n")
 
 
