@@ -22,7 +22,9 @@ from click.testing import Result
 from evaluated import evaluated
 from hub_server import Hub, Repo
 
+import nf4conv
 from nf4conv.errors import PlanError, SourceError
+from nf4conv.report.text.lines import evaluation_lines
 
 pytestmark = pytest.mark.oracle
 
@@ -118,6 +120,8 @@ def test_a_language_model(tmp_path, ids):
     )
     kl = (before.exp() * (before - after)).sum(-1).flatten()
     found = evaluated(out, source, text=ids)
+    lines = "\n".join(evaluation_lines(nf4conv.Evaluations(True, (found, found)), None))
+    assert f"{source.name} itself: perplexity {found.figures['perplexity_source']:.5g}" in lines
     assert found.kind == "causal"
     assert found.tokens == 640
     assert found.figures["kl"] == pytest.approx(float(kl.mean()), rel=1e-4)

@@ -49,10 +49,21 @@ def test_of_a_model_on_the_hub(hub: Hub, tmp_path: Path):
         "pipeline_tag": "text-generation",
         "tags": ["chat", "bitsandbytes", "4-bit", "fp4", "nf4conv"],
     }
+    assert f"(https://huggingface.co/{REPO}) at commit [" in body
     assert f"https://huggingface.co/{REPO}/tree/{commit}" in body
     assert "| 4-bit data type | FP4 |" in body
     assert f"--source {REPO}" in body
     assert "AutoModelForCausalLM" in body
+
+
+def test_of_a_subfolder_on_the_hub(hub: Hub, tmp_path: Path):
+    files = contents(write_source(tmp_path / "published"))
+    hub.repos[REPO] = Repo()
+    hub.repos[REPO].commit({f"half/{name}": content for name, content in files.items()})
+    where = SourceOptions(cache_dir=tmp_path / "cache", subfolder="half")
+    quantize_checkpoint(REPO, tmp_path / "out", None, CPU, where=where)
+    _, body = parts(tmp_path / "out")
+    assert f"(https://huggingface.co/{REPO}), `half`, at commit [" in body
 
 
 def test_sizes_are_those_on_disk(tmp_path: Path):

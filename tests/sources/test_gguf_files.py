@@ -617,3 +617,9 @@ def _opened_or_refused(path: Path) -> str:
         return str(error)
     assert all(tensor.start >= 0 for tensor in source.tensors)
     return str(source)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    path = tmp_path / "gone.gguf"
+    with pytest.raises(SourceError, match=re.escape(str(path))):
+        read_gguf_header(path)

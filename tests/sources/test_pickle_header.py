@@ -456,6 +456,8 @@ STORAGE = (
         ),
         (b"\x8b\x00\x00\x10\x00" + b"\x7f" * 2**20 + b".", "more than 128 bits"),
         (b"}X\x04\x00\x00\x00\xed\xa0\x80aK\x01s.", "not a tensor"),
+        (ORDERED + b"]R.", "other arguments than it takes"),
+        (ORDERED + b"(" + b"K\x01" * 20 + b"tR.", "other arguments than it takes"),
     ],
     ids=[
         *(
@@ -481,7 +483,7 @@ STORAGE = (
             "long",
             "copies",
         ),
-        *("dimensions", "number of bytes", "half a character"),
+        *("dimensions", "number of bytes", "half a character", "no arguments", "many arguments"),
     ],
 )
 def test_a_program_that_would_take_for_ever_is_refused_at_once(
