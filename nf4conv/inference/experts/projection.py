@@ -111,9 +111,9 @@ class Operand(NamedTuple):
     """A projection as kernels take it; a chunk is 64 elements of a row.
 
     Attributes:
+        nested_code: [256], the values of 8-bit absmax; absmax in its place otherwise.
         stack: the first stack.
         up: the second; the first again without one.
-        nested_code: [256], the values of 8-bit absmax; absmax in its place otherwise.
         rows: of each matrix, how many are multiplied.
         row_step: rows of the matrix between two that follow each other in the result: 2 where gate
             and up take turns.
@@ -127,9 +127,11 @@ class Operand(NamedTuple):
         column_step: from one column of a stack's result to the next.
     """
 
+    # first: the order decides which numbers the assembler loads in pairs. Elsewhere groups_kernel
+    # took 171 registers on Hopper with Triton 3.6, and two programs fit a multiprocessor, not three
+    nested_code: Any
     stack: Stack
     up: Stack
-    nested_code: Any
     rows: int
     row_step: int
     expert_chunks: int
@@ -143,8 +145,8 @@ class Operand(NamedTuple):
 
     def addresses(self) -> tuple[Any, ...]:
         """Returns the operand as it is launched with."""
-        stack, up, nested_code, *numbers = self
-        return stack.addresses(), up.addresses(), nested_code.data_ptr(), *numbers
+        nested_code, stack, up, *numbers = self
+        return nested_code.data_ptr(), stack.addresses(), up.addresses(), *numbers
 
 
 def _operand(projection: Projection) -> Operand:
@@ -152,9 +154,9 @@ def _operand(projection: Projection) -> Operand:
     first = projection.stack
     code = first.nested_quant_map
     return Operand(
+        nested_code=first.absmax if code is None else code,
         stack=_stack(first, 0),
         up=_stack(projection.up or first, projection.up_first_row),
-        nested_code=first.absmax if code is None else code,
         rows=projection.rows,
         row_step=projection.row_step,
         expert_chunks=first.codes.stride(0) // 32,
