@@ -61,7 +61,15 @@ def write_sparse(folder: Path, sizes: dict[str, int]) -> Path:
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "verify", "inspect"])
 def test_a_quant_state_of_gigabytes_is_not_read(tmp_path: Path, name: str):
     source = write_sparse(
-        tmp_path / "source", {UP: 8, f"{UP}.absmax": 4, f"{UP}.quant_map": 64, STATE: 3 * 2**30}
+        tmp_path / "source",
+        {
+            UP: 8,
+            f"{UP}.absmax": 4,
+            f"{UP}.quant_map": 64,
+            f"{UP}.nested_absmax": 4,
+            f"{UP}.nested_quant_map": 1024,
+            STATE: 3 * 2**30,
+        },
     )
     arguments = {"verify": [source], "inspect": [source]}
     code, errors, peak = measured(name, *arguments.get(name, [source, tmp_path / "out"]))
