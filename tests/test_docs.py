@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,12 +89,25 @@ def test_the_api_in_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write_source(tmp_path / "model")
     names: dict[str, object] = {}
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$", (DOCS / "python.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    blocks = blocks_of_python()
     assert len(blocks) >= 6
     for block in blocks:
         exec(compile(block, "docs/python.md", "exec"), names)
+
+
+def test_the_api_in_examples_passes_strict_type_checks(tmp_path: Path):
+    pytest.importorskip("mypy")
+    file = tmp_path / "examples.py"
+    file.write_text("\n".join(blocks_of_python()))
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(file)]
+    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def blocks_of_python() -> list[str]:
+    return re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / "python.md").read_text(), re.MULTILINE | re.DOTALL
+    )
 
 
 MARKED = r"^<!-- (runnable|parsed)[^\n]*-->\n```(\w+)\n(.*?)^```$"

@@ -120,7 +120,7 @@ def test_summary(tmp_path):
     )
     assert re.fullmatch(sizes, second), second
     assert re.fullmatch(
-        r"\d+.\d s on cpu, \d+.\d\d GB/s \(all workers: .*read \d.\d s.*\)", third
+        r"\d+.\d s on cpu, \d+.\d\d [GM]B/s \(all workers: .*read \d.\d s.*\)", third
     ), third
     assert install == 'install: pip install "transformers>=4.57" accelerate bitsandbytes'
     assert load == (

@@ -135,10 +135,11 @@ def _kept_from_before(run: RunReport) -> str:
 
 
 def _timing(run: RunReport, count: int) -> str:
-    rate = count / run.seconds / 1e9
+    rate = count / run.seconds
+    said = f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.2f} MB/s"
     activities = sorted(run.seconds_by_activity.items())
     split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in activities)
-    return f"{run.seconds:.1f} s on {run.device}, {rate:.2f} GB/s (all workers: {split})"
+    return f"{run.seconds:.1f} s on {run.device}, {said} (all workers: {split})"
 
 
 def _gpu_line(count: int) -> str:
