@@ -11,9 +11,10 @@ import shlex
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
 
@@ -72,9 +73,7 @@ class Push:
         disable_progress_bars()  # uploads go on beside our own bar
         self.repo = repo
         self._api = HfApi(token=token, library_name=LIBRARY)
-        session = get_session()
-        if hasattr(session, "timeout"):  # by httpx; huggingface_hub would wait for ever
-            session.timeout = _SILENCE * timeout()
+        _limit_silence(get_session(), _SILENCE * timeout())
         # files to upload; None ends the uploads
         self._queue: SimpleQueue[_FileToUpload | None] = SimpleQueue()
         self._uploaded: dict[str, CommitOperationAdd] = {}
@@ -183,6 +182,14 @@ class Push:
         addition = patiently(upload, self._stopped)
         if addition is not None:
             self._uploaded[file.name] = addition
+
+
+def _limit_silence(session: Any, seconds: float) -> None:
+    """Lets requests give up on a Hub that is silent so long; huggingface_hub waits for ever."""
+    if hasattr(session, "timeout"):
+        session.timeout = seconds
+    else:  # requests, before huggingface_hub 1.0
+        session.request = partial(session.request, timeout=seconds)
 
 
 def _files_in(folder: Path) -> dict[str, Path]:
