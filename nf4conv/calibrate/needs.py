@@ -19,8 +19,8 @@ _GPU_SECONDS_AT_START: Final = 25.0  # kernels are compiled, and CUDA begins
 _GPU_SECONDS_OF_WEIGHT: Final = 10e-9  # to round it
 _GPU_SECONDS_OF_WEIGHT_AND_TOKEN: Final = 8e-14
 
-_CPU_OPERATIONS_OF_WEIGHT: Final = 130_000.0
-_CPU_OPERATIONS_OF_WEIGHT_AND_TOKEN: Final = 5.0
+_CPU_OPERATIONS_OF_WEIGHT: Final = 250_000.0
+_CPU_OPERATIONS_OF_WEIGHT_AND_TOKEN: Final = 9.5
 _PROBE: Final = 1024  # rows and columns of the matrices by which the speed of a CPU is measured
 _PROBES: Final = 4  # products of them: on a busy CPU one alone may be lucky
 
