@@ -278,3 +278,16 @@ def test_diffusers(text: Path, tmp_path: Path):
 def test_options(model: Path, text: Path, tmp_path: Path, words: tuple[str, ...], error: str):
     assert error in refused("quantize", model, tmp_path / "out", "--calibrate", text, *words)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_does_not_go_with_the_weights(model: Path, tmp_path: Path):
+    """The code of the model fails, in a block, with any error."""
+    source = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    config["num_key_value_heads"] = config["num_attention_heads"]
+    (source / "config.json").write_text(json.dumps(config))
+    np.save(tmp_path / "ids.npy", np.arange(4000) % 90)
+    words = ("quantize", source, tmp_path / "out", "--device", "cpu", "-q")
+    line = refused(*words, "--calibrate", tmp_path / "ids.npy", "--calibration-tokens", 1024)
+    assert "LlamaDecoderLayer cannot be run, as if config.json did not belong" in line

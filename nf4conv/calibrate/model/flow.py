@@ -9,15 +9,18 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from nf4conv.calibrate.model.building import BlockList, set_tensor
-from nf4conv.errors import PlanError, first_line
+from nf4conv.errors import Nf4convError, PlanError, first_line
 
 _NAME = "hidden_states"
+
+_FAILURES: Final = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
+"""Raised by the code of a model that gets other weights or arguments than it expects."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,18 @@ class Call:
 
     def run(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the hidden states that a block makes of others."""
-        if self.is_named:
-            found = block(*self.args, **{_NAME: hidden}, **self.kwargs)
-        else:
-            found = block(hidden, *self.args, **self.kwargs)
+        try:
+            if self.is_named:
+                found = block(*self.args, **{_NAME: hidden}, **self.kwargs)
+            else:
+                found = block(hidden, *self.args, **self.kwargs)
+        except (Nf4convError, torch.OutOfMemoryError):
+            raise
+        except _FAILURES as error:
+            raise PlanError(
+                f"--calibrate: {type(block).__name__} cannot be run, as if config.json did not "
+                f"belong to these weights: {first_line(error)}"
+            ) from error
         made: torch.Tensor = found[0] if isinstance(found, (tuple, list)) else found
         return made
 
@@ -68,7 +79,7 @@ class Flow:
         """
         try:
             return _caught(self.model, self.blocks, ids, is_tuple=self.is_tuple).result()
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        except _FAILURES as error:
             raise PlanError(
                 f"--calibrate: {type(self.model).__name__} cannot be run on token ids alone: "
                 f"{first_line(error)}"
