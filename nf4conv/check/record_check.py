@@ -91,7 +91,10 @@ def check_card(structure: Structure) -> None:
     if structure.record is None or not card.is_file() or card.stat().st_size > _LARGEST_CARD:
         return
     text = card.read_text(encoding="utf-8", errors="replace")
-    claimed = {row["label"]: row["text"] for row in _ROW.finditer(text)}
+    claimed: dict[str, str] = {}
+    for row in _ROW.finditer(text):
+        # the original's own words stand below, with a table of its own perhaps
+        claimed.setdefault(row["label"], row["text"])
     formats = [weight.format for weight in structure.weights.values()]
     stored = {
         "4-bit data type": {format.quant_type.upper() for format in formats},
