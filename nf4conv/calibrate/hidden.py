@@ -101,7 +101,7 @@ class HiddenStates:
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
-            left = _bytes_of(hidden.to(filed.dtype))
+            left = bytes_of(hidden.to(filed.dtype))
             self._file.seek(filed.position)
             while left:
                 left = left[self._file.write(left) :]
@@ -109,7 +109,7 @@ class HiddenStates:
     def _read(self, filed: _Filed) -> torch.Tensor:
         assert self._file is not None
         found = torch.empty(filed.shape, dtype=filed.dtype)
-        left = _bytes_of(found)
+        left = bytes_of(found)
         with named(self._folder, OutputError):
             self._file.seek(filed.position)
             while left:
@@ -120,7 +120,7 @@ class HiddenStates:
         return found
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a tensor; those of one in host memory are not copied."""
     array = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(array.data)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from nf4conv.calibrate.hidden import bytes_of
 from nf4conv.calibrate.rounding import Rounded
 from nf4conv.errors import OutputError, SourceError, named
 from nf4conv.format.dtypes import STORAGE_DTYPES
@@ -150,11 +151,7 @@ def _chunks(tensors: Tensors) -> Iterator[bytes]:
         position = stop
     yield build_header(entries)
     for tensor in tensors.values():
-        yield _bytes_of(tensor)
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        yield bytes(bytes_of(tensor))
 
 
 def _tensors(content: bytearray, path: Path) -> Tensors:
@@ -186,7 +183,7 @@ def digest_of_components(tensors: Tensors) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         if not name.endswith("quant_map"):
-            digest.update(_bytes_of(tensor))
+            digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 

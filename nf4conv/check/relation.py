@@ -6,15 +6,13 @@ nf4conv.json says it, or the config, or weights in 4 bits do.
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
 from nf4conv.check.structure import Structure
 from nf4conv.errors import OptionError, PlanError
+from nf4conv.format.layout import has_components
 from nf4conv.options import DequantizeOptions, VerifyOptions
 from nf4conv.sources.record import MAKING
-
-_OF_WEIGHTS: Final = ("components", "layout", "quant state")
-"""Checks that weights in 4 bits fail which cannot be decoded."""
 
 
 class Relation(StrEnum):
@@ -32,9 +30,10 @@ def relation_of(structure: Structure) -> Relation:
     command = (structure.record or {}).get("command")
     if command == "dequantize":
         return Relation.DECODED
-    # weights in 4 bits that cannot be decoded
-    has_broken_weights = any(finding.check in _OF_WEIGHTS for finding in structure.findings)
-    if command == "quantize" or has_broken_weights:
+    # such as weights in 4 bits that cannot be decoded, or codes without what stands beside them
+    has_parts = has_components(structure.tensors)
+    has_lost_tensors = any(finding.check == "components" for finding in structure.findings)
+    if command == "quantize" or has_parts or has_lost_tensors:
         return Relation.QUANTIZED
     said = (structure.config or {}).get("quantization_config")
     is_in_4_bits = isinstance(said, Mapping) and said.get("load_in_4bit") is True

@@ -50,7 +50,7 @@ def select(
 ) -> Selection:
     """Decides for every tensor of a checkpoint.
 
-    What the user asks for adds to the rules and replaces none of them.
+    Globs of the user add to the rules; they replace none of them.
     """
     evidence = Evidence.gather(tensors, config)
     experts = Experts.gather(tensors, config)

@@ -74,10 +74,8 @@ def weights_that_stay(
 ) -> dict[str, Bitsandbytes4bit | str]:
     """Finds the weights of a 4-bit source that are to be packed and can stay as they are.
 
-    Reads the small tensors beside them.
-
-    Of each weight in 4 bits that is to be packed it says what the components are copied from, or
-    why it has to be packed anew.
+    Reads the small tensors beside them. Returns, for each weight in 4 bits that is to be packed,
+    what its components are copied from, or why it has to be packed anew.
     """
     packed: list[tuple[TensorInfo, Bitsandbytes4bit]] = []
     for tensor in source.tensors:

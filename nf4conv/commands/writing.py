@@ -17,7 +17,7 @@ from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import structure_of
 from nf4conv.declaring import deciding
 from nf4conv.errors import PlanError
-from nf4conv.format.layout import split_component
+from nf4conv.format.layout import has_components
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
@@ -122,7 +122,7 @@ def open_unchanged(folder: DiffusersFolder, name: str, where: SourceOptions) -> 
         PlanError: it has weights in 4 bits in which `verify` finds a fault. They would keep it.
     """
     stored = open_stored(folder.place, where)
-    if not any(split_component(tensor.name)[1] for tensor in stored.tensors):
+    if not has_components(tensor.name for tensor in stored.tensors):
         return stored
     structure = structure_of(stored)
     check_config(structure)

@@ -18,7 +18,7 @@ Nothing here imports torch, so that a plan can be made, and sized, before torch 
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -296,3 +296,8 @@ def split_component(name: str) -> tuple[str, str]:
             return name[: -len(suffix) - 1], suffix
     head, found, tail = name.partition(f".{QUANT_STATE_PREFIX}")
     return (head, f"{QUANT_STATE_PREFIX}{tail}") if found else (name, "")
+
+
+def has_components(names: Iterable[str]) -> bool:
+    """Returns True if one of these tensors stands beside a weight in 4 bits."""
+    return any(split_component(name)[1] for name in names)

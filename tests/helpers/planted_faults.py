@@ -224,19 +224,14 @@ def _with_import(source: str) -> str:
     return "".join([*lines[:behind], line, *lines[behind:]])
 
 
-class Times:
-    """Notes how long each test takes, and whether it passes; a plugin of pytest."""
-
-    @staticmethod
-    def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-        notes = os.environ.get("NF4CONV_TESTS")
-        is_controller = "PYTEST_XDIST_WORKER" not in os.environ
-        if notes and report.when == "call" and not (is_controller and hasattr(report, "node")):
-            with Path(notes).open("a") as file:
-                file.write(f"{report.duration:.3f} {report.outcome} {report.nodeid}\n")
-
-
-pytest_runtest_logreport = Times.pytest_runtest_logreport
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Notes how long each test takes, and whether it passes: this module is a plugin of pytest."""
+    notes = os.environ.get("NF4CONV_TESTS")
+    # the controller of several processes hears of all tests once more
+    is_heard_twice = "PYTEST_XDIST_WORKER" not in os.environ and hasattr(report, "node")
+    if notes and report.when == "call" and not is_heard_twice:
+        with Path(notes).open("a") as file:
+            file.write(f"{report.duration:.3f} {report.outcome} {report.nodeid}\n")
 
 
 def run_pytest(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

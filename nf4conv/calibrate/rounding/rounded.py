@@ -54,14 +54,10 @@ def layer_cost(weight: torch.Tensor, rounded: Rounded, moments: torch.Tensor) ->
 
 def relative_error(weight: torch.Tensor, rounded: Rounded) -> float:
     """Returns ‖W - Ŵ‖ / ‖W‖, summed in float64; 0 for a weight of zeros."""
-    total, size = 0.0, 0.0
-    values = rounded.values(torch.float32)
-    rows = max(1, _CHUNK // weight.shape[1])
-    for start in range(0, weight.shape[0], rows):
-        part = weight[start : start + rows].float()
-        total += float((part - values[start : start + rows]).square().sum(dtype=torch.float64))
-        size += float(part.square().sum(dtype=torch.float64))
-    return (total / size) ** 0.5 if size else 0.0
+    errors = weight.float() - rounded.values(torch.float32)
+    distance = float(torch.linalg.vector_norm(errors, dtype=torch.float64))
+    length = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
+    return distance / length if length else 0.0
 
 
 def pack(

@@ -66,23 +66,15 @@ def _bytes_of(table: torch.Tensor) -> bytes:
 def encoder(
     device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int, scales: str
 ) -> Codec:
-    """Returns what packs weights of one dtype.
+    """Returns what packs weights of one dtype; `scales` are "absmax" or "search".
 
-    Args:
-        device: of the kernels.
-        dtype: of the weights: float32, float16 or bfloat16.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one scale.
-        scales: "absmax" or "search".
-
-    Returns:
-        kernels: "quantize_aligned", "quantize_any", "compress", "mean", "mean_part", "mean_total",
-            "finite".
-        tables: "codes", "middles".
-        numbers: "tile", elements that a program of the quantizing kernels encodes; "nested_tile",
-            absmax values that one of "compress" encodes; "slot", elements whose multiples
-            "quantize_aligned" takes; "finite_tile", words that one of "finite" looks at;
-            "resident_blocks", see mean_order.thread_blocks.
+    kernels: "quantize_aligned", "quantize_any", "compress", "mean", "mean_part", "mean_total",
+        "finite".
+    tables: "codes", "middles".
+    numbers: "tile", elements that a program of the quantizing kernels encodes; "nested_tile",
+        absmax values that one of "compress" encodes; "slot", elements whose multiples
+        "quantize_aligned" takes; "finite_tile", words that one of "finite" looks at;
+        "resident_blocks", see mean_order.thread_blocks.
     """
     on_gpu = device.type == "cuda"
     searches = scales == "search"
@@ -125,17 +117,10 @@ def encoder(
 def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize: int) -> Codec:
     """Returns what unpacks weights to one dtype.
 
-    Args:
-        device: of the kernels.
-        dtype: of the result: float32, float16 or bfloat16.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one absmax.
-
-    Returns:
-        kernels: "plain_aligned", "plain_any", "nested_aligned", "nested_any".
-        tables: "values".
-        numbers: "tile", elements that a program decodes; "slot", elements whose multiples the
-            aligned kernels take.
+    kernels: "plain_aligned", "plain_any", "nested_aligned", "nested_any".
+    tables: "values".
+    numbers: "tile", elements that a program decodes; "slot", elements whose multiples the
+        aligned kernels take.
     """
     tile, num_warps = configuration(dtype, blocksize, dequantize.CONFIGURATIONS)
     kernels = {}
@@ -161,18 +146,9 @@ def comparer(
 ) -> Codec:
     """Returns what measures the error of weights that `encoder` has packed.
 
-    Args:
-        device: of the kernels.
-        dtype: of the weights: float32, float16 or bfloat16.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements that share one scale.
-        scales: "absmax" or "search".
-        double_quant: True if the scales are quantized too.
-
-    Returns:
-        kernels: "compare".
-        tables: "values", "bounds"; "nested", the values of 8-bit scales.
-        numbers: "tile", elements that a program looks at.
+    kernels: "compare".
+    tables: "values", "bounds"; "nested", the values of 8-bit scales.
+    numbers: "tile", elements that a program looks at.
     """
     tile, num_warps = configuration(dtype, blocksize, error.CONFIGURATIONS)
     absmax = torch.uint8 if double_quant else torch.float32
@@ -291,14 +267,9 @@ def integer_decoder(
 def ggml_decoder(
     _device: torch.device, out: torch.dtype, number: int, changed: str | None
 ) -> Codec:
-    """Returns what decodes the blocks of GGUF.
+    """Returns what decodes the blocks of GGUF, whose type has this number in ggml.h.
 
-    Args:
-        _device: of the kernels, which are the same on all.
-        out: dtype of the result.
-        number: of the block type in ggml.h.
-        changed: what llama.cpp's converter did, and the kernel undoes: a word of format/gguf.py;
-            None if it did nothing.
+    `changed` is a word of format/gguf.py for what llama.cpp's converter did, and the kernel undoes.
     """
     constants = ggml.constants(number, changed)
     kernel = _variant(ggml.ggml_kernel, (torch.uint8, out), constants, ggml.NUM_WARPS)
