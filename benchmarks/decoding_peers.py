@@ -5,7 +5,7 @@ reported: time on the wall and of processors, start-up included, and the largest
 mapped files included. `floor` reads and writes the same bytes and computes nothing
 (benchmarks/floor.py); it is compared with nf4conv's pipeline. Random bytes serve as weights.
 
-Usage: python -m benchmarks.decoding_peers [--shape 1b] [--runs 3] [--out FILE.json] [LAYOUT ...]
+Usage: python -m benchmarks.decoding_peers [--shape 1b] [--runs 3] [--alone] [LAYOUT ...]
 """
 
 import argparse
@@ -42,7 +42,7 @@ def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 # what benchmarks.encoded calls a layout, and the quantization_config that others need
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any] | None] = {
     "fp8 blocks": {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
@@ -51,6 +51,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "int4 g32": compressed("pack-quantized", INT4),
     "mxfp4": compressed("mxfp4-pack-quantized", MXFP4),
     "nvfp4": compressed("nvfp4-pack-quantized", NVFP4),
+    "gguf Q4_K": None,
 }  # fmt: skip
 
 PEAK = """
@@ -82,12 +83,26 @@ model.save_pretrained(out)
 """
 
 
+LOAD_GGUF = """
+import sys, torch, transformers
+source, out = sys.argv[1:]
+config = transformers.GgufConfig(gguf_file="model.gguf", dequantize=True)
+model = transformers.AutoModelForCausalLM.from_pretrained(
+    source, gguf_file="model.gguf", quantization_config=config, dtype=torch.bfloat16
+)
+model.save_pretrained(out)
+"""
+
+
 def commands(layout: str, source: Path, out: Path) -> dict[str, list[str]]:
     """Returns the words of each contestant's command."""
     python = [sys.executable, "-c"]
-    places = [str(source), str(out)]
-    ours = [sys.executable, "-m", "nf4conv", "dequantize", *places, "--json", "--quiet"]
     description = LAYOUTS[layout]
+    path = source if description else source / "model.gguf"
+    ours = [sys.executable, "-m", "nf4conv", "dequantize", str(path), str(out), "--json", "--quiet"]
+    places = [str(source), str(out)]
+    if description is None:
+        return {"nf4conv": ours, "transformers": [*python, LOAD_GGUF + PEAK, *places]}
     is_fp8 = description["quant_method"] == "fp8"
     config = "FineGrainedFP8Config" if is_fp8 else "CompressedTensorsConfig"
     load = LOAD.format(config=config, description=description)
@@ -111,9 +126,11 @@ def bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if file.suffix != ".json")
 
 
-def measure(layout: str, scratch: Path, runs: int) -> dict[str, Any]:
+def measure(layout: str, scratch: Path, runs: int, alone: bool) -> dict[str, Any]:
     source, out = scratch / layout, scratch / "out"
     contestants = commands(layout, source, out)
+    if alone:
+        contestants = {"nf4conv": contestants["nf4conv"]}
     defaults = make_pipeline([TorchBackend("cpu")], RunOptions(device="cpu"), lambda _: None)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in [*contestants, "floor"]}
     wrong: dict[str, str] = {}
@@ -162,9 +179,10 @@ def measure(layout: str, scratch: Path, runs: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), metavar="LAYOUT")
-    parser.add_argument("--shape", default="1b", choices=("8b", "1b"))
+    parser.add_argument("--shape", default="1b", choices=("8b", "1b", "tiny"))
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--alone", action="store_true", help="only nf4conv and the floor")
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
     shape = SHAPES[chosen.shape]
@@ -174,10 +192,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
             source = Path(folder) / layout
             write_source(shape, layout, source)
-            config = json.loads((source / "config.json").read_text())
-            config["quantization_config"] = LAYOUTS[layout]
-            (source / "config.json").write_text(json.dumps(config))
-            rows.append(measure(layout, Path(folder), chosen.runs))
+            if LAYOUTS[layout]:
+                config = json.loads((source / "config.json").read_text())
+                config["quantization_config"] = LAYOUTS[layout]
+                (source / "config.json").write_text(json.dumps(config))
+            rows.append(measure(layout, Path(folder), chosen.runs, chosen.alone))
         print(json.dumps(rows[-1], indent=1), flush=True)
         keep(chosen.out, {"rows": rows}, "torch", "transformers", "compressed-tensors")
 

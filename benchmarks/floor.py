@@ -1,12 +1,12 @@
 """The floor under nf4conv's commands: moves the same bytes with the same threads and computes
 nothing.
 
-Reads every shard of a checkpoint in pieces, passes them over the device (pinned, one stream a
+Reads every shard or GGUF file of a folder in pieces, passes them over the device (pinned, one stream a
 thread), brings KEPT bytes back for each byte read, and writes those to files as large, and as many
 at a time, as nf4conv does, because one file takes the writes of one thread at a time. Prints the
 seconds from the first read to the last write, without start-up, as JSON.
 
-Usage: python -m benchmarks.floor SOURCE OUT DEVICE THREADS PIECE_BYTES KEPT
+Usage: python -m benchmarks.floor FOLDER OUT DEVICE THREADS PIECE_BYTES KEPT
 """
 
 import json
@@ -22,6 +22,7 @@ import torch
 
 from nf4conv.run.pieces import interleave
 
+SUFFIXES = {".safetensors", ".gguf"}
 SHARD_SIZE = 1_000_000_000
 """`--max-shard-size` of nf4conv, unless it is told otherwise."""
 FILES_AT_A_TIME = 8
@@ -106,7 +107,8 @@ def main() -> None:
     # what becomes larger is taken in pieces that become a piece
     piece, returned = int(piece / max(kept_ratio, 1)), int(piece * min(kept_ratio, 1))
     out.mkdir(parents=True)
-    jobs = plan(sorted(source.glob("*.safetensors")), out, piece, kept_ratio)
+    sources = sorted(path for path in source.iterdir() if path.suffix in SUFFIXES)
+    jobs = plan(sources, out, piece, kept_ratio)
     started, ended = move(jobs, device, threads, piece, returned)
     print(json.dumps({"seconds": ended - started, "bytes": sum(job.length for job in jobs)}))
 

@@ -160,6 +160,7 @@ SHAPES = {
     "8b": Llama(),
     "16b": Llama(layers=68),
     "1b": Llama(hidden=2048, layers=16, intermediate=8192, key_value=512),
+    "tiny": Llama(hidden=512, layers=2, intermediate=1024, key_value=128, vocabulary=4096),
     "experts": Experts(),
     "giant": Giant(),
 }
