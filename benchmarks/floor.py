@@ -1,10 +1,10 @@
 """The floor under nf4conv's commands: moves the same bytes with the same threads and computes
 nothing.
 
-Reads every shard or GGUF file of a folder in pieces, passes them over the device (pinned, one stream a
-thread), brings KEPT bytes back for each byte read, and writes those to files as large, and as many
-at a time, as nf4conv does, because one file takes the writes of one thread at a time. Prints the
-seconds from the first read to the last write, without start-up, as JSON.
+Reads every shard or GGUF file of a folder in pieces, passes them over the device (pinned, one
+stream a thread), brings KEPT bytes back for each byte read, and writes those to files as large, and
+as many at a time, as nf4conv does, because one file takes the writes of one thread at a time.
+Prints the seconds from the first read to the last write, without start-up, as JSON.
 
 Usage: python -m benchmarks.floor FOLDER OUT DEVICE THREADS PIECE_BYTES KEPT
 """
