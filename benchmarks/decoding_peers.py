@@ -1,4 +1,4 @@
-"""Decodes one model to bfloat16 by nf4conv and by other programs on a CPU, side by side.
+"""Decodes one model to bfloat16 by nf4conv, on a GPU or a CPU, and by other programs, side by side.
 
 Every run is a fresh process on files in memory. The contestants take turns, and medians are
 reported: time on the wall and of processors, start-up included, and the largest resident memory,
@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.encoded import write_source
 from benchmarks.end_to_end import keep, run
@@ -94,12 +96,13 @@ model.save_pretrained(out)
 """
 
 
-def commands(layout: str, source: Path, out: Path) -> dict[str, list[str]]:
+def commands(layout: str, source: Path, out: Path, device: str) -> dict[str, list[str]]:
     """Returns the words of each contestant's command."""
     python = [sys.executable, "-c"]
     description = LAYOUTS[layout]
     path = source if description else source / "model.gguf"
-    ours = [sys.executable, "-m", "nf4conv", "dequantize", str(path), str(out), "--json", "--quiet"]
+    words = ["dequantize", str(path), str(out), "--device", device, "--json", "--quiet"]
+    ours = [sys.executable, "-m", "nf4conv", *words]
     places = [str(source), str(out)]
     if description is None:
         return {"nf4conv": ours, "transformers": [*python, LOAD_GGUF + PEAK, *places]}
@@ -126,12 +129,12 @@ def bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if file.suffix != ".json")
 
 
-def measure(layout: str, scratch: Path, runs: int, alone: bool) -> dict[str, Any]:
+def measure(layout: str, scratch: Path, runs: int, alone: bool, device: str) -> dict[str, Any]:
     source, out = scratch / layout, scratch / "out"
-    contestants = commands(layout, source, out)
+    contestants = commands(layout, source, out, device)
     if alone:
         contestants = {"nf4conv": contestants["nf4conv"]}
-    defaults = make_pipeline([TorchBackend("cpu")], RunOptions(device="cpu"), lambda _: None)
+    defaults = make_pipeline([TorchBackend(device)], RunOptions(device=device), lambda _: None)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in [*contestants, "floor"]}
     wrong: dict[str, str] = {}
     for _ in range(runs):
@@ -149,7 +152,7 @@ def measure(layout: str, scratch: Path, runs: int, alone: bool) -> dict[str, Any
                 ratio = bytes_in(out) / bytes_in(source)
             print(layout, name, results[name][-1]["wall_seconds"], file=sys.stderr, flush=True)
         shutil.rmtree(out, ignore_errors=True)
-        moved = [str(source), str(out), "cpu", str(defaults.workers), str(defaults.piece)]
+        moved = [str(source), str(out), device, str(defaults.workers), str(defaults.piece)]
         floor = [sys.executable, "-m", "benchmarks.floor", *moved, str(ratio)]
         results["floor"].append(timed(floor))
     shutil.rmtree(out, ignore_errors=True)
@@ -166,9 +169,14 @@ def measure(layout: str, scratch: Path, runs: int, alone: bool) -> dict[str, Any
                 theirs["wall_seconds"] / ours["wall_seconds"]
                 for theirs, ours in zip(results[name], results["nf4conv"], strict=True)
             )
+    found["device"] = device
     found["pipeline_seconds"] = median("nf4conv", "pipeline_seconds")
     found["floor_seconds"] = median("floor", "seconds")
     found["floor_cpu_seconds"] = median("floor", "cpu_seconds")
+    found["wall_over_floor"] = statistics.median(
+        ours["wall_seconds"] / floor["seconds"]
+        for ours, floor in zip(results["nf4conv"], results["floor"], strict=True)
+    )
     found["pipeline_over_floor"] = statistics.median(
         ours["pipeline_seconds"] / floor["seconds"]
         for ours, floor in zip(results["nf4conv"], results["floor"], strict=True)
@@ -182,6 +190,7 @@ def main() -> None:
     parser.add_argument("--shape", default="1b", choices=("8b", "1b", "tiny"))
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--alone", action="store_true", help="only nf4conv and the floor")
     parser.add_argument("--out", type=Path, help="file for the result")
     chosen = parser.parse_args()
@@ -196,7 +205,7 @@ def main() -> None:
                 config = json.loads((source / "config.json").read_text())
                 config["quantization_config"] = LAYOUTS[layout]
                 (source / "config.json").write_text(json.dumps(config))
-            rows.append(measure(layout, Path(folder), chosen.runs, chosen.alone))
+            rows.append(measure(layout, Path(folder), chosen.runs, chosen.alone, chosen.device))
         print(json.dumps(rows[-1], indent=1), flush=True)
         keep(chosen.out, {"rows": rows}, "torch", "transformers", "compressed-tensors")
 
