@@ -129,7 +129,10 @@ class Display:
     def show(self, result: Any, lines: Iterable[str]) -> None:
         """Prints a result as JSON or as `lines`."""
         if self.as_json:
-            click.echo(nf4conv.to_json(result), nl=False)
+            from nf4conv.report.as_json import write_json  # importing it holds up --help
+
+            write_json(result, sys.stdout)
+            sys.stdout.flush()
         elif not self.quiet:
             text = "\n".join(coloured(_wrapped(line)) for line in lines)
             if text:

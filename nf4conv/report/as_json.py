@@ -3,10 +3,10 @@
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TextIO, TypeAlias
 
 from nf4conv.declaring import Checked, options_of
 from nf4conv.report.results import (
@@ -49,14 +49,16 @@ def to_json(result: Result) -> str:
     Example:
         >>> print(nf4conv.to_json(nf4conv.inspect("model")))
     """
-    text = io.StringIO()  # json.dumps would hold a list of all pieces, ten for each tensor
-    json.dump(content_of(result), text, indent=2, allow_nan=False)
-    text.write("\n")
+    text = io.StringIO()
+    write_json(result, text)
     return text.getvalue()
 
 
-def content_of(result: Result) -> dict[str, Any]:
-    """Returns what `to_json` writes, as a dictionary of JSON values."""
+def write_json(result: Result, file: TextIO) -> None:
+    """Writes what `to_json` returns, each row on a line of its own.
+
+    Neither all rows nor all lines are held: a plan may have 200,000 rows.
+    """
     content: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "nf4conv": __version__,
@@ -64,16 +66,38 @@ def content_of(result: Result) -> dict[str, Any]:
     }
     if isinstance(result, VerifyReport):
         content["verdict"] = result.verdict
-    return {**content, **_spelled(result)}
+    before = "{"
+    for name, value in {**content, **_fields_of(result)}.items():
+        file.write(f'{before}\n  "{name}": ')
+        before = ","
+        if isinstance(value, list) and value and is_dataclass(value[0]):
+            _write_rows(value, file)
+        else:
+            text = json.dumps(value, indent=2, allow_nan=False, default=_fields_of)
+            file.write(text.replace("\n", "\n  "))
+    file.write("\n}\n")
+
+
+def _write_rows(rows: Sequence[Any], file: TextIO) -> None:
+    encoder = json.JSONEncoder(allow_nan=False, default=_fields_of)
+    before = "["
+    for row in rows:
+        file.write(f"{before}\n    {encoder.encode(row)}")
+        before = ","
+    file.write("\n  ]")
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass by name; of the options of a command, those for users."""
+    if isinstance(value, Checked):
+        names = [one.name for one in options_of(type(value)) if not one.said.in_python]
+    else:
+        names = [field.name for field in fields(value)]
+    return {name: _spelled(getattr(value, name)) for name in names}
 
 
 def _spelled(value: Any) -> Any:
-    """Returns a value of JSON: dataclasses as objects, numbers that JSON lacks as strings."""
-    if isinstance(value, Checked):
-        options = [one.name for one in options_of(type(value)) if not one.said.in_python]
-        return {name: _spelled(getattr(value, name)) for name in options}
-    if is_dataclass(value):
-        return {field.name: _spelled(getattr(value, field.name)) for field in fields(value)}
+    """Returns a value in which numbers that JSON lacks are strings; dataclasses stay in it."""
     if isinstance(value, Mapping):
         return {key: _spelled(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,5 +1,6 @@
 """Plans of Kimi K2.6, whose 208,093 tensors include experts in INT4, in bounded memory and time."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +32,14 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "words",
-    [("inspect",), ("dequantize", "OUT", "--dry-run"), ("quantize", "OUT", "--dry-run")],
-    ids=lambda words: words[0],
+    [
+        ("inspect",),
+        ("inspect", "--json"),
+        ("dequantize", "OUT", "--dry-run"),
+        ("quantize", "OUT", "--dry-run"),
+        ("quantize", "OUT", "--dry-run", "--json"),
+    ],
+    ids=" ".join,
 )
 def test_a_plan_is_quick_and_small(kimi: Path, tmp_path: Path, words: tuple[str, ...]):
     command, *others = (str(tmp_path / "out") if word == "OUT" else word for word in words)
@@ -42,6 +49,9 @@ def test_a_plan_is_quick_and_small(kimi: Path, tmp_path: Path, words: tuple[str,
         text=True,
         check=True,
     )
+    if "--json" in words:
+        rows = json.loads(done.stdout)["tensors"]
+        assert len(rows) == 69_853  # three tensors a weight in INT4
     seconds, kilobytes = map(float, done.stderr.split()[-2:])
     print(f"{command}: {seconds:.1f} s of processor, {kilobytes / 1000:.0f} MB")
     assert kilobytes * 1024 < MOST_MEMORY
