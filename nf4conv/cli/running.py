@@ -18,7 +18,6 @@ from typing import Any, Final, NoReturn
 
 import click
 
-import nf4conv
 from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.options import SourceOptions
 from nf4conv.report.text.progress_bar import ProgressBar
