@@ -36,9 +36,9 @@ from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.units import size
 from nf4conv.options import SourceOptions, VerifyOptions
 from nf4conv.plan.dequantization import DequantizationPlan
+from nf4conv.report.measured import join_reports, verification_report
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.text.progress_bar import Step, begin
-from nf4conv.report.verified import join_reports, verification_report
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.verifying import verify_values
 from nf4conv.sources.adapters.merging import open_merged

@@ -1,4 +1,4 @@
-"""Gathers what verification measures of a tensor, and judges it.
+"""Gathers what verification measures of tensors, judges it, and composes the report.
 
 Several workers look at the pieces of one tensor, in any order. What each piece adds is kept by the
 place where the piece starts, and summed up in that order, so that results do not depend on who was
@@ -7,17 +7,66 @@ first.
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from nf4conv.check.relation import Relation
+from nf4conv.check.structure import Finding, Structure
 from nf4conv.options import VerifyOptions
-from nf4conv.plan.rows import Errors, TensorRow
-from nf4conv.report.results import ComparedTensors
-from nf4conv.report.tolerance import tolerance_of
+from nf4conv.plan.rows import Errors, TensorRow, distance
+from nf4conv.report.results import CheckResult, ComparedTensors, VerifyReport
+from nf4conv.report.tolerance import FOREIGN_ERROR, tolerance_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import TensorInfo
+
+CHECKS: Final[Mapping[str, tuple[str, str]]] = {
+    # what is found in the headers and small tensors of the checkpoint itself
+    "files": ("every weight file is a whole safetensors file, and no other lies beside them", ""),
+    "index": ("the index and the headers name the same tensors in the same files", ""),
+    "components": ("every packed weight has all its tensors, and none is left over", "made"),
+    "quant state": ("every quant state is what bitsandbytes reads", "weights"),
+    "layout": ("dtypes and shapes of the tensors of a weight agree", "weights"),
+    "one shard": ("the tensors of a weight are in one file", "weights"),
+    "code maps": ("the stored code values are those of the data type", "weights"),
+    "uniform": ("one data type and one nesting for the whole checkpoint", "weights"),
+    "experts": ("the experts of each layer are whole, and packed alike", "weights"),
+    "config": ("config.json describes what is stored", "made"),
+    "skip list": (
+        "every loader would make those modules 4-bit that are packed, and no others",
+        "weights",
+    ),
+    # what is found in the values, most of it with the source beside the checkpoint
+    "scales": (
+        "every scale is finite and, if not searched, not negative; "
+        "with a source, it is that of the source",
+        "weights",
+    ),
+    "finite": ("no value of a tensor that is compared with nothing is NaN or infinite", "alone"),
+    "source": ("the source is the model that this was made from", "source"),
+    "names": ("the tensors are those of the source", "source"),
+    "model config": ("config.json describes the model of the source", "made source"),
+    "record": ("nf4conv.json says what is stored", "made record"),
+    "copied files": ("the files beside the weights are those of the source", "made source"),
+    "copies": ("tensors that are not packed equal the source's", "made source"),
+    "codes": ("every code is the nearest to its value in the source", "weights source"),
+    "bound": ("every value is within the format's worst-case error", "weights source"),
+    "calibrated": (
+        "the bytes of calibrated weights are those that nf4conv.json has the SHA-256 of",
+        "calibrated source",
+    ),
+    "tolerance": ("the relative error of every weight is within the tolerance", "weights source"),
+    "values": ("no value differs from the source's by more than --tolerance allows", "alike"),
+    "exact": (
+        "the bytes are those that quantizing the source gives, or that calibration recorded",
+        "weights source exact",
+    ),
+}
+"""What each check holds a checkpoint to, and what there must be for it to run, in the order in
+which reports list them. `_ran` says what the words mean.
+"""
 
 
 class Wrong(NamedTuple):
@@ -147,50 +196,12 @@ class WeightResult(_Pieces):
 
 
 @dataclass
-class CopyResult:
-    """Gathers what is measured of one tensor that is not packed.
-
-    Attributes:
-        tensor: the tensor as it is stored.
-        differing: the number of elements that differ from those of the source.
-        largest_difference: the largest |difference| of such an element, if they are floats.
-    """
-
-    tensor: TensorInfo
-    differing: int = 0
-    largest_difference: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, differing: int, largest_difference: float) -> None:
-        """Counts elements that differ from those of the source; from any thread."""
-        with self._lock:
-            self.differing += differing
-            self.largest_difference = max(self.largest_difference, largest_difference)
-
-    @property
-    def fault(self) -> str:
-        """Says how many of its values are wrong; empty if none is."""
-        if not self.differing:
-            return ""
-        return f"{self.differing:,} of {self.tensor.elements:,} values are not the source's"
-
-    def compared(self) -> ComparedTensors:
-        return ComparedTensors(
-            compared=1,
-            differing=1 if self.differing else 0,
-            values=self.tensor.elements,
-            values_differing=self.differing,
-            largest_difference=self.largest_difference,
-        )
-
-
-@dataclass
 class TensorDifference(_Pieces):
-    """Gathers the differences between the tensors of one name in two checkpoints.
+    """Gathers the differences between a tensor that is not packed and that of the source.
 
     Attributes:
-        a: the tensor in the first checkpoint, with the dtype that it is decoded to.
-        b: the tensor in the second checkpoint, with the dtype that it is decoded to.
+        a: the tensor of the source. With `b` it is compared as both are decoded, or cast to `b`.
+        b: the tensor as it is stored.
         is_identical: True if all bytes are equal. None if the two are not stored alike, or were
             not compared yet.
     """
@@ -220,6 +231,14 @@ class TensorDifference(_Pieces):
             f"{errors.relative_error:.4g}, largest difference {errors.largest:.4g}"
         )
 
+    @property
+    def fault(self) -> str:
+        """Says how many values are not those that were to be copied; empty if all are."""
+        errors = self.errors
+        if errors is None or not errors.differing:
+            return ""
+        return f"{errors.differing:,} of {self.b.elements:,} values are not the source's"
+
     def compared(self) -> ComparedTensors:
         errors = self.errors
         return ComparedTensors(
@@ -230,3 +249,235 @@ class TensorDifference(_Pieces):
             largest_difference=0.0 if errors is None else errors.largest,
             largest_relative_error=self.relative_error,
         )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that was measured of the values of a checkpoint.
+
+    Attributes:
+        device: the device that measured it.
+        weights: what was measured of each packed weight, by its name.
+        copies: what was measured of each tensor that is not packed, by its name. Empty without a
+            source.
+        not_finite: how many values of a tensor that is compared with nothing are NaN or infinite,
+            by its name.
+        alike: how far each tensor is from that of a source from which nothing says how it was made.
+    """
+
+    device: str
+    weights: Mapping[str, WeightResult]
+    copies: Mapping[str, TensorDifference]
+    not_finite: Mapping[str, int] = field(default_factory=dict)
+    alike: Mapping[str, TensorDifference] = field(default_factory=dict)
+
+
+def verification_report(
+    path: str,
+    source: str | None,
+    options: VerifyOptions,
+    structure: Structure,
+    measured: Measured,
+    *,
+    relation: Relation,
+    started: float,
+) -> VerifyReport:
+    """Composes the report of one checkpoint, given the name of its source if there is one.
+
+    `structure` has what is wrong with headers, small tensors and config; the faults of values are
+    added to it. `started` is `time.perf_counter()` when the verification began.
+    """
+    if relation is Relation.NONE:
+        allowed = 0.0 if options.exact else options.tolerance
+        compared = measured.alike
+    else:
+        _note_faults(structure, measured, options, source)
+        allowed = 0.0
+        compared = measured.copies
+    _note_differences(structure, measured.alike, allowed)
+    findings = _in_order(structure.findings)
+    rows = tuple(result.row(options) for result in measured.weights.values())
+    tensors = None
+    if source is not None:
+        tensors = ComparedTensors.sum_up(result.compared() for result in compared.values())
+        if relation is not Relation.NONE:  # bits are compared, and no errors measured
+            tensors = replace(tensors, largest_relative_error=None)
+    identical = None
+    if relation is Relation.QUANTIZED and source is not None:
+        identical = all(row.errors is not None and row.errors.differing == 0 for row in rows)
+        identical &= not any(finding.check == "calibrated" for finding in findings)
+    elif tensors is not None:
+        identical = tensors.differing == 0
+    return VerifyReport(
+        path=path,
+        source=source,
+        checks=_check_results(_ran(source, options, structure, measured, relation), findings),
+        findings=findings,
+        made=structure.record,
+        weights=rows,
+        tensors=tensors,
+        relation=str(relation),
+        sizes=_sizes(structure),
+        parameters=_parameters(structure),
+        identical=identical,
+        options=replace(options, token=None, progress=None),
+        device=measured.device,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _note_differences(
+    structure: Structure, found: Mapping[str, TensorDifference], tolerance: float | None
+) -> None:
+    """Notes every tensor that differs, the one with the largest error first."""
+    for name in sorted(found, key=lambda name: -distance(found[name].relative_error)):
+        result = found[name]
+        if result.text:
+            is_fault = tolerance is not None and not result.relative_error <= tolerance
+            structure.note("values", result.b.file, name, result.text, is_fault=is_fault)
+
+
+def _ran(
+    source: str | None,
+    options: VerifyOptions,
+    structure: Structure,
+    measured: Measured,
+    relation: Relation,
+) -> set[str]:
+    """Returns the names of the checks that were made: those for which everything is there."""
+    is_made = relation is not Relation.NONE
+    weights = structure.weights.values()
+    there = {
+        "made": is_made,  # it says how it was made
+        "weights": relation is Relation.QUANTIZED,
+        "source": source is not None,
+        "alone": relation is Relation.DECODED and source is None,
+        "alike": not is_made or bool(measured.alike),
+        "record": structure.record is not None,
+        "calibrated": any(weight.format.scales == "calibrated" for weight in weights),
+        "exact": options.exact,
+    }
+    ran = set()
+    for name, (_, needs) in CHECKS.items():
+        if all(there[need] for need in needs.split()):
+            ran.add(name)
+    return ran
+
+
+def _note_faults(
+    structure: Structure, measured: Measured, options: VerifyOptions, source: str | None
+) -> None:
+    """Adds what is wrong with values to the findings."""
+    foreign = _what_is_foreign(measured)
+    if foreign:
+        structure.note("source", "", "", f"{source} is not what this was made from: {foreign}")
+        return
+    for result in measured.weights.values():
+        for check, text in result.faults(options):
+            structure.note(check, result.weight.values.file, result.weight.values.name, text)
+    for copy in measured.copies.values():
+        if copy.fault:
+            structure.note("copies", copy.b.file, copy.b.name, copy.fault)
+    for name, count in measured.not_finite.items():
+        if count:
+            tensor = structure.tensors[name]
+            text = f"{count:,} of {tensor.elements:,} values are NaN or infinite"
+            structure.note("finite", tensor.file, name, text)
+
+
+def _what_is_foreign(measured: Measured) -> str:
+    """Returns in a few words that most values have nothing to do with the source; or nothing."""
+    errors = [result.errors for result in measured.weights.values()]
+    compared = [found.relative_error for found in errors if found is not None]
+    far = sum(not error <= FOREIGN_ERROR for error in compared)
+    if 2 * far > len(compared):
+        return f"{far:,} of {len(compared):,} weights are far from those in it"
+    copies = [copy.compared() for copy in measured.copies.values()]
+    differing = sum(copy.values_differing for copy in copies)
+    values = sum(copy.values for copy in copies)
+    if not measured.weights and 2 * differing > values:
+        return f"{differing:,} of {values:,} values are others"
+    return ""
+
+
+def _in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Sorts findings by their checks, as CHECKS lists them."""
+    order = {check: number for number, check in enumerate(CHECKS)}
+    return tuple(sorted(findings, key=lambda finding: order[finding.check]))
+
+
+def _check_results(ran: set[str], findings: Iterable[Finding]) -> dict[str, CheckResult]:
+    """Returns the results of the checks that ran, and of any other that found a fault."""
+    failed = {finding.check for finding in findings if finding.is_fault}
+    results = {}
+    for name, (meaning, _) in CHECKS.items():
+        if name in ran or name in failed:
+            results[name] = CheckResult(meaning, name not in failed)
+    return results
+
+
+def _sizes(structure: Structure) -> dict[str, int]:
+    """Returns the bytes of a checkpoint by their use."""
+    codes = 0
+    scales = 0
+    tables = 0
+    for weight in structure.weights.values():
+        codes += weight.values.nbytes
+        for role, part in weight.parts:
+            if role in ("absmax", "nested_absmax"):
+                scales += part.nbytes
+            elif role != "values":
+                tables += part.nbytes
+    not_packed = sum(tensor.nbytes for tensor in structure.plain.values())
+    return {"codes": codes, "scales": scales, "tables": tables, "not_packed": not_packed}
+
+
+def _parameters(structure: Structure) -> int:
+    packed = sum(weight.elements for weight in structure.weights.values())
+    return packed + sum(tensor.elements for tensor in structure.plain.values())
+
+
+def join_reports(
+    path: str,
+    source: str | None,
+    reports: Mapping[str, VerifyReport],
+    around: Sequence[Finding],
+    started: float,
+) -> VerifyReport:
+    """Joins the reports of a diffusers pipeline into one, whose names begin with the submodel.
+
+    What was made how, and with which options, is told for the first submodel. `around` is what is
+    wrong with the files beside them.
+    """
+    first = next(iter(reports.values()))
+    sizes = dict.fromkeys(first.sizes, 0)
+    findings: list[Finding] = [*around]
+    weights: list[TensorRow] = []
+    for submodel, report in reports.items():
+        for use, size in report.sizes.items():
+            sizes[use] += size
+        findings.extend(
+            replace(finding, file=f"{submodel}/{finding.file}") for finding in report.findings
+        )
+        weights.extend(row.inside(submodel) for row in report.weights)
+    tensors = [report.tensors for report in reports.values() if report.tensors is not None]
+    relation = first.relation
+    if weights:
+        relation = "quantized"
+    elif any(report.relation == "decoded" for report in reports.values()):
+        relation = "decoded"
+    ran = {name for report in reports.values() for name in report.checks}
+    return replace(
+        first,
+        path=path,
+        source=source,
+        checks=_check_results(ran, findings),
+        findings=tuple(findings),
+        weights=tuple(weights),
+        tensors=ComparedTensors.sum_up(tensors) if tensors else None,
+        relation=relation,
+        sizes=sizes,
+        parameters=sum(report.parameters for report in reports.values()),
+        identical=None if source is None else all(one.identical for one in reports.values()),
+        seconds=time.perf_counter() - started,
+    )

@@ -7,15 +7,14 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import Any, Final
+from typing import Final
 
 import jinja2
 
-from nf4conv.format.layout import split_component
 from nf4conv.format.units import size
 from nf4conv.output.writer import write_result
 from nf4conv.plan.rows import KindRow, distance, kind_of
-from nf4conv.report.results import VerifyReport
+from nf4conv.report.results import VerifyReport, grouped, where
 from nf4conv.report.text.tables import count_cell, error_cell
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.record import name_of
@@ -54,7 +53,7 @@ def page(report: VerifyReport, when: datetime | None = None) -> str:
         report=report,
         name=printable(folder_name(report.path)),
         source=report.source and printable(folder_name(report.source)),
-        groups=_grouped(report),
+        groups=grouped(report.findings),
         kinds=list(_pictures(report, scale)),
         scale=scale,
         rows=rows[:_MOST_ROWS],
@@ -71,6 +70,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
         "printable": printable,
+        "where": where,
         "size": size,
         "count": count_cell,
         "error": error_cell,
@@ -104,21 +104,6 @@ def _place(error: float, scale: float) -> int:
     """Returns where an error stands in a picture; NaN and all beyond the scale at its end."""
     share = error / scale
     return round(_WIDTH * share) if share < 1 else _WIDTH - 4
-
-
-def _grouped(report: VerifyReport) -> list[dict[str, Any]]:
-    """Returns the findings by check and kind of module, faults first."""
-    name = folder_name(report.path)
-    groups: dict[tuple[bool, str, str], list[str]] = {}
-    for finding in report.findings:
-        weight, _ = split_component(finding.tensor)
-        kind = kind_of(weight) if weight else ""
-        line = finding.line().replace(report.path, name)
-        groups.setdefault((finding.is_fault, finding.check, kind), []).append(line)
-    found = []
-    for (is_fault, check, kind), lines in groups.items():
-        found.append({"check": check, "is_fault": is_fault, "kind": kind, "lines": lines})
-    return sorted(found, key=lambda group: not group["is_fault"])
 
 
 def _command(report: VerifyReport) -> str:

@@ -1,13 +1,17 @@
 """The results of all commands. docs/generate.py describes them by the `Attributes` below."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from nf4conv.check.structure import Finding
+from nf4conv.format.layout import split_component
 from nf4conv.options import VerifyOptions
-from nf4conv.plan.rows import KindRow, PlanTotals, TensorRow, bits_per_parameter, summed
+from nf4conv.plan.rows import KindRow, PlanTotals, TensorRow, bits_per_parameter, kind_of, summed
 from nf4conv.report.tolerance import expected_errors
+
+_NUMBERS: Final = re.compile(r"\d[\d.,]*")
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,23 @@ class CheckResult:
 
     meaning: str
     passed: bool
+
+
+def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Groups findings that differ only in the layer or expert, and in numbers; faults first."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in sorted(findings, key=lambda finding: not finding.is_fault):
+        _, component = split_component(finding.tensor)
+        text = _NUMBERS.sub("", finding.text)
+        key = (str(finding.is_fault), finding.check, where(finding), component, text)
+        groups.setdefault(key, []).append(finding)
+    return list(groups.values())
+
+
+def where(finding: Finding) -> str:
+    """Returns the kind of modules that a finding is about, or its file."""
+    weight, _ = split_component(finding.tensor)
+    return kind_of(weight) if weight else finding.file
 
 
 @dataclass(frozen=True)

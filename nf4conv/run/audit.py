@@ -15,7 +15,7 @@ from nf4conv.options import VerifyOptions
 from nf4conv.output.writer import ShardWriter
 from nf4conv.plan.jobs import CopyJob, PackJob, component_name, format_of
 from nf4conv.plan.rows import distance
-from nf4conv.report.measured import CopyResult, WeightResult
+from nf4conv.report.measured import TensorDifference, WeightResult
 from nf4conv.report.results import VerificationSummary
 from nf4conv.run.device.choice import Devices
 from nf4conv.run.device.protocol import CopyPart
@@ -39,7 +39,7 @@ class AuditOfWritten:
         self._format = format
         self._place = writer.place
         self._weights: dict[str, WeightResult] = {}
-        self._copies: dict[str, CopyResult] = {}
+        self._copies: dict[str, TensorDifference] = {}
         self._lock = threading.Lock()
 
     def check_weights(
@@ -110,14 +110,14 @@ class AuditOfWritten:
             worker.copy(*piece.tensor.file_range, stored, offset)
         return not stored.unlike
 
-    def _copy(self, job: CopyJob) -> CopyResult:
+    def _copy(self, job: CopyJob) -> TensorDifference:
         """Returns what is known of a kept tensor, pieces of which several workers look at."""
         with self._lock:
             if job.name not in self._copies:
                 file, start = self._place(job.offset)
                 stop = start + job.nbytes
                 stored = TensorInfo(job.name, job.dtype, job.source.shape, file, start, stop)
-                self._copies[job.name] = CopyResult(stored)
+                self._copies[job.name] = TensorDifference(job.source, stored)
             return self._copies[job.name]
 
     def _stored(self, job: PackJob, blob: bytes) -> Bitsandbytes4bit:
@@ -145,7 +145,7 @@ class AuditOfWritten:
                 yield f"{result.weight.values.name}: {text}"
         for copy in self._copies.values():
             if copy.fault:
-                yield f"{copy.tensor.name}: {copy.fault}"
+                yield f"{copy.b.name}: {copy.fault}"
 
     def summary(self) -> VerificationSummary:
         rows = [self._weights[name].row(self._options) for name in sorted(self._weights)]

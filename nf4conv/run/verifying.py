@@ -11,8 +11,7 @@ from typing import Final
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.options import MachineOptions
-from nf4conv.report.measured import CopyResult, TensorDifference, WeightResult
-from nf4conv.report.verified import Measured
+from nf4conv.report.measured import Measured, TensorDifference, WeightResult
 from nf4conv.run.comparing import compare
 from nf4conv.run.device.choice import open_devices
 from nf4conv.run.device.on_torch.backend import TorchBackend
@@ -87,7 +86,7 @@ def _prove(
     results = {}
     for name, weight in weights.items():
         results[name] = proved.get(name) or WeightResult(weight)
-    copies = {pair.tensor.name: CopyResult(pair.tensor) for pair in pairs.copies}
+    copies = {tensor.name: TensorDifference(original, tensor) for tensor, original in pairs.copies}
     unproved = {name: result for name, result in results.items() if name not in proved}
     if not unproved and copies.keys() <= same:
         return Measured(devices.name, results, copies)
@@ -112,7 +111,7 @@ def _look_at_values(
 
 def _diagnose(
     results: Mapping[str, WeightResult],
-    copies: Mapping[str, CopyResult],
+    copies: Mapping[str, TensorDifference],
     pairs: Pairs,
     torch: TorchBackend,
     run: MachineOptions,
@@ -129,8 +128,5 @@ def _diagnose(
         name = weight_pair.weight.values.name
         if name in results:
             tasks.append(diagnose.weight_tasks(results[name], weight_pair.job, torch, piece))
-    for copy_pair in pairs.copies:
-        name = copy_pair.tensor.name
-        if name in copies:
-            tasks.append(diagnose.copy_tasks(copies[name], copy_pair.original, torch, piece))
+    tasks += [diagnose.copy_tasks(copy, torch, piece) for copy in copies.values()]
     pipeline.run(chain.from_iterable(tasks), reader)

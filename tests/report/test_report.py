@@ -23,6 +23,7 @@ from nf4conv.check.structure import Finding
 from nf4conv.report.as_json import to_json
 from nf4conv.report.page import page, write_page
 from nf4conv.report.results import VerifyReport
+from nf4conv.report.text.lines import verification_lines
 
 CPU = RunOptions(device="cpu")
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -119,9 +120,25 @@ def test_faults_are_grouped_by_check_and_kind_of_module(reports: dict[str, Verif
     notes = [Finding("names", "m.safetensors", "", "made otherwise", is_fault=False)]
     text = parsed(page(dataclasses.replace(report, findings=(*notes, *many)))).text
     fault = text.index("fault: scales, model.layers.*.mlp.up_proj (140)")
-    assert fault < text.index("note: names (1)")
+    assert fault < text.index("note: names, m.safetensors (1)")
     assert text.count(": negative") == 100
     assert "… and 40 more" in text
+
+
+def test_a_person_gets_one_screen(reports: dict[str, VerifyReport]):
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    damage = [
+        Finding(check, "m.safetensors", f"model.layers.{n}.{module}.weight", f"{n + 1} are wrong")
+        for module in modules
+        for n in range(64)
+        for check in ("codes", "bound", "tolerance")
+    ]
+    notes = [Finding("copied files", "README.md", "", "not the source's", is_fault=False)]
+    report = dataclasses.replace(reports["failed"], findings=(*notes, *damage))
+    lines = list(verification_lines(report, 80))
+    assert len(lines) < 24
+    assert "model.layers.0.q_proj.weight: 1 are wrong; and 63 more like it" in lines[0]
+    assert "… and 321 more; --json lists them all" in lines
 
 
 def test_it_says_when_and_by_which_command_and_versions(reports: dict[str, VerifyReport]):

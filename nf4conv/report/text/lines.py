@@ -2,9 +2,10 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from nf4conv.check.structure import Finding
 from nf4conv.format.units import size
 from nf4conv.plan.rows import TensorRow, distance
 from nf4conv.plan.writing import NO_CONFIG
@@ -19,13 +20,14 @@ from nf4conv.report.results import (
     QuantizeReport,
     RunReport,
     VerifyReport,
+    grouped,
 )
 from nf4conv.report.text.tables import count_cell, error_cell, table
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.record import recorded_calibration, recorded_weights
 from nf4conv.version import __version__
 
-_MOST_FINDINGS: Final = 50  # lines
+_MOST_LINES: Final = 16  # about what is wrong: with the verdict they fit on a screen
 _MOST_WEIGHTS: Final = 10  # rows of a table
 
 _SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
@@ -166,10 +168,10 @@ def inspection_lines(inspection: Inspection, width: int | None) -> Iterator[str]
         yield ""
     for note in inspection.notes:
         yield f"Note: {printable(note)}"
-    for finding in inspection.findings[:_MOST_FINDINGS]:
-        outcome = "wrong" if finding.is_fault else "note"
-        yield f"{outcome}: {printable(finding.line())}"
-    yield from _count_the_rest(inspection.findings)
+    yield from _finding_lines(
+        inspection.findings,
+        lambda found: f"{'wrong' if found.is_fault else 'note'}: {found.line()}",
+    )
     if any(finding.is_fault for finding in inspection.findings):
         path = printable(shlex.quote(inspection.path))
         yield f"nf4conv quantize {path} OUT repairs what can be decoded; --dry-run says what"
@@ -223,10 +225,15 @@ def _quantization_text(config: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _count_the_rest(found: Sequence[object]) -> Iterator[str]:
-    """Yields a line that counts what is left of a list after the most that is shown."""
-    if len(found) > _MOST_FINDINGS:
-        yield f"… and {len(found) - _MOST_FINDINGS:,} more; --json lists them all"
+def _finding_lines(findings: Sequence[Finding], line_of: Callable[[Finding], str]) -> Iterator[str]:
+    """Yields a line for each fault of a kind of modules: no more than a person reads at once."""
+    shown = grouped(findings)[:_MOST_LINES]
+    for group in shown:
+        line = printable(line_of(group[0]))
+        yield line if len(group) == 1 else f"{line}; and {len(group) - 1:,} more like it"
+    rest = len(findings) - sum(map(len, shown))
+    if rest:
+        yield f"… and {rest:,} more; --json lists them all"
 
 
 # --- verify ---
@@ -245,10 +252,10 @@ def verification_lines(
             yield f"{outcome}  {name:12} {check.meaning}"
         if report.findings:
             yield ""
-    for finding in report.findings[:_MOST_FINDINGS]:
-        outcome = "FAIL" if finding.is_fault else "note"
-        yield f"{outcome}  {finding.check:12} {printable(finding.line())}"
-    yield from _count_the_rest(report.findings)
+    yield from _finding_lines(
+        report.findings,
+        lambda found: f"{'FAIL' if found.is_fault else 'note'}  {found.check:12} {found.line()}",
+    )
     if every:
         yield from _worst_weights(report.weights, width)
         kinds = report.kinds

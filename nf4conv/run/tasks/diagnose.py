@@ -29,7 +29,7 @@ from nf4conv.format.layout import (
 )
 from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.rows import Errors
-from nf4conv.report.measured import CopyResult, ScaleErrors, WeightResult, Wrong
+from nf4conv.report.measured import ScaleErrors, TensorDifference, WeightResult, Wrong
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice, device_of, difference
 from nf4conv.run.device.on_torch.packing import piece_errors, read_weights, room_for_absmax
@@ -79,12 +79,11 @@ def weight_tasks(
         yield partial(_compare_weight, torch, result, gathered, one)
 
 
-def copy_tasks(
-    result: CopyResult, source: TensorInfo, torch: TorchBackend, piece: int
-) -> Iterator[Task]:
+def copy_tasks(result: TensorDifference, torch: TorchBackend, piece: int) -> Iterator[Task]:
     """Yields the tasks that compare a tensor that is not packed with that of its source."""
+    source = result.a
     if source.encoding is None:
-        most = piece * 8 // (DTYPE_BITS[result.tensor.dtype] + DTYPE_BITS[source.dtype])
+        most = piece * 8 // (DTYPE_BITS[result.b.dtype] + DTYPE_BITS[source.dtype])
     else:
         most = piece // 4
     for part in pieces_of(source, most):
@@ -303,12 +302,12 @@ def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> dict[str, torch.Te
 
 
 def compare_copy(
-    torch_backend: TorchBackend, result: CopyResult, piece: Piece, worker: Worker
+    torch_backend: TorchBackend, result: TensorDifference, piece: Piece, worker: Worker
 ) -> None:
     """Compares a tensor that is not packed, or a piece of it, with that of its source."""
     device = device_of(worker, torch_backend)
     source, start = piece
-    stored = cut_elements(result.tensor, start, start + source.elements)
+    stored = cut_elements(result.b, start, start + source.elements)
     if source.encoding is not None:
         original = read_values(device, source).to(TORCH_DTYPES[stored.dtype]).clone()
         [found] = device.read([stored.file_range])
@@ -324,4 +323,4 @@ def compare_copy(
         if differing and stored.dtype in FLOAT_TAGS:
             dtype = TORCH_DTYPES[stored.dtype]
             largest = difference(found.view(dtype), expected.flatten().view(dtype)).largest
-        result.add(differing, largest)
+    result.add_piece(start, Errors(0.0, 0.0, largest, differing))

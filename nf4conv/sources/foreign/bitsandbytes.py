@@ -236,7 +236,7 @@ class Severity(IntEnum):
 class WeightFault(NamedTuple):
     """Something that is wrong with a packed weight, or worth knowing."""
 
-    check: str  # of check/checks.py
+    check: str  # of report/measured.py
     part: TensorInfo  # the tensor that it concerns
     text: str  # what was found, and what was expected
     severity: Severity
