@@ -44,7 +44,8 @@ ROOMS["commands"].add("codec")
 ROOMS["codec"] = {"errors", "format", "system"}
 ROOMS["inference"] = {"codec", "errors", "format", "system"}
 ROOMS["commands"].add("inference")
-ROOMS["cli"] = {"errors", "declaring", "options", "plan", "report.text", "system", "commands"}
+ROOMS["cli"] = {"errors", "declaring", "options", "plan", "system", "commands"}
+ROOMS["cli"] |= {"report.text", "report.as_json"}
 ROOMS["__main__"] = {"cli", "system"}
 
 # what the converter imports of each wing, late
