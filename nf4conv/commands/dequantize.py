@@ -22,7 +22,6 @@ from nf4conv.plan import dequantization
 from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.diffusers import DiffusersPlan, for_submodel, is_included
 from nf4conv.plan.parts import in_parts, plan_part
-from nf4conv.report.loading import loading_of_plan
 from nf4conv.report.results import DequantizeReport, PlanReport
 from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
@@ -193,4 +192,4 @@ def _card(plan: DequantizationPlan, *_figures: object) -> str | None:
         return None
     from nf4conv.report.card import merged_card  # importing YAML takes a moment
 
-    return merged_card(plan, loading_of_plan(plan))
+    return merged_card(plan)

@@ -32,13 +32,7 @@ from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.report.advice import advice
-from nf4conv.report.loading import (
-    Loading,
-    gpu_bytes,
-    loading_of_pipeline,
-    loading_of_plan,
-    push_command,
-)
+from nf4conv.report.loading import gpu_bytes, loading_of_plan, push_command
 from nf4conv.report.results import PlanReport, QuantizeReport, RunReport, VerificationSummary
 from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
 from nf4conv.run.device.protocol import NonFiniteError
@@ -50,7 +44,6 @@ from nf4conv.sources.diffusers import (
     is_packed_by_default,
     open_diffusers,
 )
-from nf4conv.sources.source import Source
 from nf4conv.system.machine import uncollected
 
 if TYPE_CHECKING:
@@ -291,11 +284,9 @@ def execute(plan: AnyPlan, out: Path, options: QuantizeOptions) -> QuantizeRepor
     with _open_push(options) as repository:
         if isinstance(plan, DiffusersPlan):
             report = _write_pipeline(plan, out, options, repository)
-        elif repository is None:
-            report = _write_one(plan, out, options)
         else:
-            plan = replace(plan, repo=repository.repo)
-            report = _write_one(plan, out, options, repository.offer)
+            offer = None if repository is None else repository.offer
+            report = _write_one(plan, out, options, offer)
         if repository is not None:
             report = _pushed(report, repository, out, plan)
     return replace(report, run=replace(report.run, seconds=time.perf_counter() - started))
@@ -326,10 +317,10 @@ def _write_one(
         raise unpackable(error.job, plan.output.format, options, plan.source) from error
     run = written.report
     if plan.part is None:
-        run = replace(run, bytes_before=_source_bytes(plan.source))
+        run = replace(run, bytes_before=sum(tensor.nbytes for tensor in plan.source.tensors))
         if run.already_complete and options.verify:
             _verify_again(plan, out, options)
-    return _report_of(plan, run, loading_of_plan(plan), written.verification)
+    return _report_of(plan, run, written.verification)
 
 
 def _card(
@@ -338,24 +329,17 @@ def _card(
     """Writes the model card; None for a submodel."""
     if plan.is_submodel:
         return None
-    from nf4conv.report.card import Figures, model_card  # importing YAML takes a moment
+    from nf4conv.report.card import model_card  # importing YAML takes a moment
 
-    figures = Figures(_source_bytes(plan.source), bytes_after, verified)
-    return model_card(plan, figures, loading_of_plan(plan), plan.options.base_model, plan.repo)
-
-
-def _source_bytes(source: Source) -> int:
-    return sum(tensor.nbytes for tensor in source.tensors)
+    return model_card(plan, bytes_after, verified)
 
 
 def _report_of(
-    plan: AnyPlan,
-    run: RunReport,
-    loading: Loading | None,
-    verification: VerificationSummary | None,
+    plan: AnyPlan, run: RunReport, verification: VerificationSummary | None
 ) -> QuantizeReport:
     """Adds what a plan tells to the report of what came of it."""
     report = replace(_report(run, plan.totals()), advice=advice(plan.jobs))
+    loading = loading_of_plan(plan)
     if loading is not None:
         report = replace(report, loading=loading.code(run.out), install=loading.install)
     if plan.config is not None:
@@ -417,10 +401,9 @@ def _write_pipeline(
         )
 
     def join(run: RunReport, reports: Sequence[QuantizeReport]) -> QuantizeReport:
-        return _report_of(plan, run, loading_of_pipeline(plan), _verification(plan, reports))
+        return _report_of(plan, run, _verification(plan, reports))
 
-    repo = None if repository is None else repository.repo
-    return write_submodels(plan, out, options, write, join, partial(_pipeline_card, plan, repo))
+    return write_submodels(plan, out, options, write, join, partial(_pipeline_card, plan))
 
 
 def _verification(
@@ -451,26 +434,13 @@ def _verification(
     )
 
 
-def _pipeline_card(
-    plan: DiffusersPlan[QuantizationPlan], repo: str | None, report: QuantizeReport
-) -> str:
+def _pipeline_card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport) -> str:
     """Writes the model card of a diffusers pipeline."""
-    from nf4conv.report.card import Figures, diffusers_card  # importing YAML takes a moment
+    from nf4conv.report.card import diffusers_card  # importing YAML takes a moment
 
-    figures = {}
-    for name, part in plan.submodels.items():
-        after = bytes_on_disk(Path(report.run.out), name, part)
-        figures[name] = Figures(part.totals().bytes_before, after)
-    first = next(iter(plan.submodels.values()))
-    return diffusers_card(
-        plan.front,
-        loading_of_pipeline(plan),
-        plan.submodels,
-        figures,
-        report.verification,
-        first.options.base_model,
-        repo,
-    )
+    out = Path(report.run.out)
+    sizes = {name: bytes_on_disk(out, name, part) for name, part in plan.submodels.items()}
+    return diffusers_card(plan, sizes, report.verification)
 
 
 # --- uploading ----------------------------------------------------------------------------------
@@ -492,30 +462,16 @@ def _open_push(options: QuantizeOptions) -> "AbstractContextManager[Push | None]
 
 def _pushed(report: QuantizeReport, repository: "Push", out: Path, plan: AnyPlan) -> QuantizeReport:
     """Commits what has been uploaded, and adds the address to the report."""
-    loading: Loading | None
-    if isinstance(plan, DiffusersPlan):
-        loading = loading_of_pipeline(plan)
-        quant_type = next(iter(plan.submodels.values())).output.format.quant_type
-    else:
-        loading = loading_of_plan(plan)
-        quant_type = plan.output.format.quant_type
-    if loading is not None and report.run.already_complete:
-        _name_repository(out, loading, repository.repo)
-    address = repository.commit(out, f"Quantize to {quant_type} with nf4conv")
-    report = replace(report, pushed=address, push="")
-    if loading is None:
-        return report
-    return replace(report, loading=loading.code(repository.repo))
-
-
-def _name_repository(out: Path, loading: Loading, repo: str) -> None:
-    """Writes the repository's name into the code of a card that was made without it."""
     from nf4conv.report.card import with_repository  # importing YAML takes a moment
 
+    first = next(iter(plan.submodels.values())) if isinstance(plan, DiffusersPlan) else plan
+    loading = loading_of_plan(plan)
     card = out / "README.md"
-    if not card.is_file():
-        return
-    before = card.read_text(encoding="utf-8")
-    after = with_repository(before, loading, repo)
-    if after != before:
-        write_file(card, [after.encode()])
+    if loading is not None:
+        report = replace(report, loading=loading.code(repository.repo))
+        if card.is_file():
+            text = with_repository(card.read_text(encoding="utf-8"), loading, repository.repo)
+            write_file(card, [text.encode()])
+    quant_type = first.output.format.quant_type
+    address = repository.commit(out, f"Quantize to {quant_type} with nf4conv")
+    return replace(report, pushed=address, push="")

@@ -31,7 +31,6 @@ class QuantizationPlan(WritingPlan):
         options: the options that the user gave.
         is_submodel: True for a submodel of a diffusers pipeline: it gets no card, and may have
             nothing to pack.
-        repo: the repository that the result is pushed to. None if it is not.
         calibration: how weights are calibrated. None if they are not.
         calibrated: what came of calibrating. None before.
     """
@@ -40,7 +39,6 @@ class QuantizationPlan(WritingPlan):
 
     options: QuantizeOptions
     is_submodel: bool = False
-    repo: str | None = None
     calibration: Calibration | None = None
     calibrated: CalibrationResult | None = None
 

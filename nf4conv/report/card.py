@@ -16,10 +16,12 @@ import jinja2
 import yaml
 
 from nf4conv.format.dtypes import DTYPE_NAMES
+from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.plan.provenance import Provenance, not_packed
+from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.loading import Loading
+from nf4conv.report.loading import Loading, loading_of_plan
 from nf4conv.report.results import VerificationSummary
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.original_card import OWN_TAGS, OriginalCard, read_front_matter
@@ -78,21 +80,6 @@ _MEANINGS: Final = {
 
 
 @dataclass(frozen=True)
-class Figures:
-    """The figures that are known only when all weights are written.
-
-    Attributes:
-        bytes_before: the size of all tensors of the source.
-        bytes_after: the size of the output's weight files.
-        verified: what `--verify` measured. None without it.
-    """
-
-    bytes_before: int
-    bytes_after: int
-    verified: VerificationSummary | None = None
-
-
-@dataclass(frozen=True)
 class _Original:
     """The original as a card names it: never by a path of this machine."""
 
@@ -144,77 +131,60 @@ def card_of(source: Source) -> tuple[OriginalCard, tuple[str, ...]]:
 
 
 def model_card(
-    plan: WritingPlan,
-    figures: Figures,
-    loading: Loading | None,
-    base_model: str | None = None,
-    repo: str | None = None,
+    plan: QuantizationPlan, bytes_after: int, verified: VerificationSummary | None
 ) -> str:
-    """Returns the card of a quantized checkpoint.
-
-    `base_model` is what the user calls the original; `repo` is where the result is pushed to.
-    """
+    """Returns the card of a quantized checkpoint, given the size of its weight files."""
     source = plan.source
-    library = "transformers" if source.stem == "model" else "diffusers"
-    if loading is not None:
-        library = loading.library
+    jobs = list(plan.whole.jobs)
     weights = Counter(plan.weights.values()).most_common()
-    packed = _Packed(weights, list(plan.whole.jobs), list(not_packed(plan.whole, plan.weights)))
     quantization = (plan.config or {}).get("quantization_config") or {}
-    compute_dtype = quantization.get("bnb_4bit_compute_dtype")
     return _quantized_card(
-        _name_original(source, plan.front, base_model),
-        packed,
-        figures,
-        library,
-        compute_dtype=compute_dtype,
-        pipeline_tag=_pipeline_tag(loading),
-        loading=loading,
+        _name_original(source, plan.front, plan.options.base_model),
+        _Packed(weights, jobs, list(not_packed(plan.whole, plan.weights))),
+        measured_rows(_source_bytes(source), bytes_after, verified, _parameters(jobs)),
+        loading_of_plan(plan),
+        library="transformers" if source.stem == "model" else "diffusers",
+        compute_dtype=quantization.get("bnb_4bit_compute_dtype"),
         readers=plan.readers,
-        repo=repo,
     )
 
 
 def diffusers_card(
-    original: OriginalCard,
-    loading: Loading,
-    submodels: Mapping[str, WritingPlan],
-    figures: Mapping[str, Figures],
+    plan: DiffusersPlan[QuantizationPlan],
+    sizes: Mapping[str, int],
     verified: VerificationSummary | None,
-    base_model: str | None = None,
-    repo: str | None = None,
 ) -> str:
-    """Returns the card of a quantized diffusers pipeline, given its submodels by their names."""
+    """Returns the card of a quantized diffusers pipeline, given the sizes of its submodels."""
     weights: Counter[Provenance] = Counter()
     jobs: list[Job] = []
     kept: list[CopyJob] = []
     components = []
-    for name, plan in submodels.items():
-        weights.update(plan.weights.values())
-        jobs += plan.output.jobs
-        kept += not_packed(plan.output, plan.weights)
-        packed = sum(isinstance(job, PackJob) for job in plan.output.jobs)
-        sizes = figures[name]
-        components.append((name, f"{packed:,}", sizes.bytes_before, sizes.bytes_after))
-    bytes_before = sum(part.bytes_before for part in figures.values())
-    bytes_after = sum(part.bytes_after for part in figures.values())
-    first = next(iter(submodels.values())).source
+    before = 0
+    for name, part in plan.submodels.items():
+        weights.update(part.weights.values())
+        jobs += part.output.jobs
+        kept += not_packed(part.output, part.weights)
+        packed = sum(isinstance(job, PackJob) for job in part.output.jobs)
+        bytes_before = part.totals().bytes_before
+        before += bytes_before
+        components.append((name, f"{packed:,}", bytes_before, sizes[name]))
+    first = next(iter(plan.submodels.values()))
+    base_model = first.options.base_model or plan.front.base_of_ours
     return _quantized_card(
-        _name_pipeline(first, original, base_model or original.base_of_ours),
+        _name_original(first.source, plan.front, base_model, in_pipeline=True),
         _Packed(weights.most_common(), jobs, kept),
-        Figures(bytes_before, bytes_after, verified),
-        "diffusers",
+        measured_rows(before, sum(sizes.values()), verified, _parameters(jobs)),
+        loading_of_plan(plan),
         components=components,
-        loading=loading,
-        repo=repo,
     )
 
 
-def merged_card(plan: WritingPlan, loading: Loading | None) -> str:
+def merged_card(plan: WritingPlan) -> str:
     """Returns the card of a model that adapters are merged into, and that is not packed.
 
     Some of its weights may have stayed in 4 bits.
     """
+    loading = loading_of_plan(plan)
     original = _name_original(plan.source, plan.front, None)
     packed = _Packed(Counter(plan.weights.values()).most_common(), (), ())
     origin = original.origin
@@ -227,7 +197,7 @@ def merged_card(plan: WritingPlan, loading: Loading | None) -> str:
     if packed.weights:
         tags += ["bitsandbytes", "4-bit", *packed.quant_types]
     return _rendered(
-        front=_front_matter(original, "transformers", _pipeline_tag(loading), tags),
+        front=_front_matter(original, "transformers", loading, tags),
         title="A merged model",
         introduction=made,
         kept=None,
@@ -237,7 +207,7 @@ def merged_card(plan: WritingPlan, loading: Loading | None) -> str:
 
 
 def with_repository(card: str, loading: Loading, repo: str) -> str:
-    """Returns a card whose code loads the model from the Hub, given one that did not know where."""
+    """Returns a card whose code loads the model from the Hub."""
     here = f"{loading.call(_HERE)}\n{_ELSEWHERE}\n"
     return card.replace(here, f"{loading.call(repo)}\n")
 
@@ -245,11 +215,11 @@ def with_repository(card: str, loading: Loading, repo: str) -> str:
 def _quantized_card(
     original: _Original,
     packed: _Packed,
-    figures: Figures,
-    library: str,
+    measured: str,
+    loading: Loading | None,
     *,
+    library: str = "diffusers",
     compute_dtype: object = None,
-    pipeline_tag: str = "",
     **facts: Any,
 ) -> str:
     """Fills the template for a quantized checkpoint or pipeline."""
@@ -258,18 +228,16 @@ def _quantized_card(
     if all(weight.origin == KEPT for weight, _ in packed.weights):
         made = f"its linear layers in bitsandbytes {quant_types}, kept bit for bit by"
     tags = [*original.card.tags, "bitsandbytes", "4-bit", *packed.quant_types]
-    settings = {
-        **_settings(original, packed, compute_dtype),
-        **_measured(figures, sum(job.elements for job in packed.jobs)),
-    }
     return _rendered(
-        front=_front_matter(original, library, pipeline_tag, tags),
+        front=_front_matter(original, library, loading, tags),
         title=f"{_escaped(original.short)} in 4 bits",
         introduction=f"{original.link}{_merged_with(original)}, {made} nf4conv {__version__}.",
-        settings=settings,
+        settings=_settings(original, packed, compute_dtype),
+        measured=measured,
         kept=_kept(packed.jobs),
         meanings=list(_meanings(packed)),
         check=f"nf4conv verify . --source {_source_arguments(original)}",
+        loading=loading,
         original=original.card,
         **facts,
     )
@@ -289,7 +257,9 @@ def _template() -> jinja2.Template:
     return environment.from_string(Path(__file__).with_name("card.md.jinja").read_text("utf-8"))
 
 
-def _front_matter(original: _Original, library: str, pipeline_tag: str, tags: Sequence[str]) -> str:
+def _front_matter(
+    original: _Original, library: str, loading: Loading | None, tags: Sequence[str]
+) -> str:
     """Returns YAML for the Hub, which files the result under its `base_model`."""
     front: dict[str, Any] = {}
     if original.base_model is not None and original.adapters:
@@ -304,43 +274,36 @@ def _front_matter(original: _Original, library: str, pipeline_tag: str, tags: Se
         value = original.card.fields.get(key)
         if value:
             front[key] = value
-    front.setdefault("library_name", library)
-    if pipeline_tag:
-        front.setdefault("pipeline_tag", pipeline_tag)
+    front.setdefault("library_name", library if loading is None else loading.library)
+    if loading is not None and loading.class_name in _TASKS:
+        front.setdefault("pipeline_tag", _TASKS[loading.class_name])
     front["tags"] = list(dict.fromkeys([*tags, "nf4conv"]))
     return str(yaml.safe_dump(front, sort_keys=False, allow_unicode=True))
 
 
-def _pipeline_tag(loading: Loading | None) -> str:
-    """Returns the Hub's task for the class that loads a model; empty for classes of many tasks."""
-    return "" if loading is None else _TASKS.get(loading.class_name, "")
+def _name_original(
+    source: Source, card: OriginalCard, base_model: str | None, *, in_pipeline: bool = False
+) -> _Original:
+    """Names the original by the user's word, its place on the Hub, its card or its config.
 
-
-def _name_original(source: Source, card: OriginalCard, base_model: str | None) -> _Original:
-    """Names the original by the user's word, its place on the Hub, its card or its config."""
+    That of a pipeline is named by one of its submodels.
+    """
     origin = None if source.fetched is None else source.fetched.origin
+    folder = source.folder
+    stated = str((source.config or {}).get("_name_or_path", ""))
+    if in_pipeline:
+        folder = folder.parent
+        stated = ""
+        if origin is not None:
+            origin = replace(origin, subfolder=origin.subfolder.rpartition("/")[0])
     if base_model is None and origin is not None:
         base_model = origin.repo
     elif base_model is None and is_repo_id(card.base_of_ours or ""):
         base_model = card.base_of_ours
-    elif base_model is None:
-        stated = str((source.config or {}).get("_name_or_path", ""))
-        if is_repo_id(stated) and not Path(stated).exists():
-            base_model = stated
-    name = base_model or name_of(source.folder)
+    elif base_model is None and is_repo_id(stated) and not Path(stated).exists():
+        base_model = stated
+    name = base_model or name_of(folder)
     return _Original(card, origin, base_model, name.rpartition("/")[2], source.adapters)
-
-
-def _name_pipeline(source: Source, card: OriginalCard, base_model: str | None) -> _Original:
-    """Names a pipeline, given one of its submodels."""
-    origin = None
-    if source.fetched is not None:
-        part = source.fetched.origin
-        origin = replace(part, subfolder=part.subfolder.rpartition("/")[0])
-    if base_model is None and origin is not None:
-        base_model = origin.repo
-    name = base_model or name_of(source.folder.parent)
-    return _Original(card, origin, base_model, name.rpartition("/")[2])
 
 
 def _merged_with(original: _Original) -> str:
@@ -360,8 +323,8 @@ def _merged_with(original: _Original) -> str:
 def _settings(original: _Original, packed: _Packed, compute_dtype: object) -> dict[str, str]:
     """Returns what is known of a result before its weights are written, by names of rows."""
     jobs = [job for job in packed.jobs if isinstance(job, PackJob)]
-    parameters = sum(job.elements for job in packed.jobs)
-    share = 100 * sum(job.elements for job in jobs) / parameters
+    parameters = _parameters(packed.jobs)
+    share = 100 * _parameters(jobs) / parameters
     rows = {
         "4-bit data type": _shared(packed, lambda weight: weight.format.quant_type.upper()),
         "block size": _shared(packed, lambda weight: str(weight.format.blocksize)),
@@ -394,24 +357,26 @@ def _settings(original: _Original, packed: _Packed, compute_dtype: object) -> di
     return rows
 
 
-def measured_rows(figures: Figures, parameters: int) -> str:
+def measured_rows(
+    bytes_before: int, bytes_after: int, verified: VerificationSummary | None, parameters: int
+) -> str:
     """Returns the rows of the settings that are known only when all weights are written."""
-    rows = _measured(figures, parameters)
-    return "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+    bits = 8 * bytes_after / parameters
+    row = f"| size | {_size(bytes_before)} → {_size(bytes_after)}, {bits:.2f} bits a parameter |"
+    if verified is None:
+        return row
+    return (
+        f"{row}\n| verified | every value against the original: relative error at most "
+        f"{verified.largest_relative_error:.4f}, median {verified.median_relative_error:.4f} |"
+    )
 
 
-def _measured(figures: Figures, parameters: int) -> dict[str, str]:
-    size = f"{_size(figures.bytes_before)} → {_size(figures.bytes_after)}"
-    bits = 8 * figures.bytes_after / parameters
-    rows = {"size": f"{size}, {bits:.2f} bits a parameter"}
-    verified = figures.verified
-    if verified is not None:
-        rows["verified"] = (
-            f"every value against the original: relative error at most "
-            f"{verified.largest_relative_error:.4f}, "
-            f"median {verified.median_relative_error:.4f}"
-        )
-    return rows
+def _source_bytes(source: Source) -> int:
+    return sum(tensor.nbytes for tensor in source.tensors)
+
+
+def _parameters(jobs: Sequence[Job]) -> int:
+    return sum(job.elements for job in jobs)
 
 
 def _shared(packed: _Packed, value_of: Callable[[Provenance], str]) -> str:

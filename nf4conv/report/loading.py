@@ -130,8 +130,15 @@ def diffusers_loading(class_name: str, dtype: str) -> Loading:
     return Loading("diffusers", class_name, arguments, variable=variable)
 
 
-def loading_of_plan(plan: WritingPlan) -> Loading | None:
-    """Returns how the result of a plan is loaded; None if nothing says how, or nothing loads it."""
+def loading_of_plan(plan: WritingPlan | DiffusersPlan[Any]) -> Loading | None:
+    """Returns how the result of a plan is loaded; None if nothing says how, or nothing loads it.
+
+    A diffusers pipeline is loaded in the dtype of what the plan changes in it.
+    """
+    if isinstance(plan, DiffusersPlan):
+        parts = plan.submodels.values()
+        dtypes = [part.output.format.dtype for part in parts if part.changes_weights()]
+        return diffusers_loading(plan.class_name, dtypes[0] if dtypes else "bfloat16")
     beside = [str(name) for name in plan.auxiliary]
     loading = loading_of(plan.config, beside, plan.output.format.dtype)
     if loading is None:
@@ -140,14 +147,6 @@ def loading_of_plan(plan: WritingPlan) -> Loading | None:
     if plan.readers is None:
         return loading
     return replace(loading, needs_nf4conv=True) if plan.readers.has_loader else None
-
-
-def loading_of_pipeline(plan: DiffusersPlan[Any]) -> Loading:
-    """Returns how a diffusers pipeline is loaded, in the dtype of what the plan changes in it."""
-    for submodel in plan.submodels.values():
-        if submodel.changes_weights():
-            return diffusers_loading(plan.class_name, submodel.output.format.dtype)
-    return diffusers_loading(plan.class_name, "bfloat16")
 
 
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str | None:

@@ -68,11 +68,11 @@ def _card(last: Mapping[str, Any], size: int, verified: VerificationSummary | No
     """Puts the figures of all parts into the card that the first part has prepared."""
     if last["model card"] is None:
         return None
-    from nf4conv.report.card import Figures, measured_rows  # importing YAML takes a moment
+    from nf4conv.report.card import measured_rows  # importing YAML takes a moment
 
     parameters = last["totals"]["parameters"]
-    prepared = measured_rows(Figures(last["bytes"], 0), parameters)
-    measured = measured_rows(Figures(last["bytes"], size, verified), parameters)
+    prepared = measured_rows(last["bytes"], 0, None, parameters)
+    measured = measured_rows(last["bytes"], size, verified, parameters)
     return str(last["model card"]).replace(prepared, measured, 1)
 
 
