@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from nf4conv.calibrate import rounding
+from nf4conv.calibrate.moments import SecondMoments
 from nf4conv.calibrate.rounding import calibrated
 from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.levels import levels_of
@@ -90,7 +91,7 @@ def tokens_of(inputs: int, count: int) -> torch.Tensor:
 def factor_of(inputs: int, row: dict[str, object]) -> rounding.Factor:
     """Makes the factor of some inputs, and notes what it took."""
     tokens = tokens_of(inputs, 8192)
-    moments = rounding.SecondMoments.zeros(inputs, torch.device("cuda"))
+    moments = SecondMoments.zeros(inputs, torch.device("cuda"))
     row["moments of 8192 tokens"], _ = timed(lambda: moments.add(tokens))
     moments.add(tokens_of(inputs, 2 * inputs))
     mean = moments.mean()
@@ -125,7 +126,7 @@ def times(outputs: tuple[int, ...], inputs: int) -> dict[str, object]:
 def two_sided(row: dict[str, object], weight: torch.Tensor, factor: rounding.Factor) -> None:
     """Times rounding that knows the outputs, of the first of the matrices."""
     outputs = weight.shape[0]
-    gradients = rounding.SecondMoments.zeros(outputs, torch.device("cuda"))
+    gradients = SecondMoments.zeros(outputs, torch.device("cuda"))
     gradients.add(tokens_of(outputs, 2 * outputs))
     mean = gradients.mean()
     torch.cuda.reset_peak_memory_stats()

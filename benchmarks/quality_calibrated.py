@@ -31,8 +31,8 @@ import torch
 
 import nf4conv
 from benchmarks import int4_peers, language_models
+from nf4conv.calibrate.moments import SecondMoments
 from nf4conv.calibrate.rounding import (
-    SecondMoments,
     factor,
     round_calibrated,
     round_two_sided,

@@ -3,7 +3,8 @@
     embed all windows ▸ for each block: fill it, round its weights stage by stage, run it once more
 
 Finished blocks stand in the output's work folder. They are not computed again: a run that resumes
-fills them with their weights in 4 bits, and runs them. So it ends in the same bytes.
+fills them with their weights in 4 bits, and runs them. So it ends in the same bytes. The run that
+writes them copies their components, as it does with those of a source in 4 bits.
 """
 
 import platform
@@ -12,31 +13,28 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from nf4conv.calibrate.block import WeightGain, calibrate_block, restore_block
+from nf4conv.calibrate.block import calibrate_block, restore_block
 from nf4conv.calibrate.gradients import find_output_moments, output_moments
-from nf4conv.calibrate.hidden import Budget, HiddenStates
-from nf4conv.calibrate.kept import (
-    KeptFiles,
-    Tensors,
-    components_of,
-    digest_of_components,
-)
+from nf4conv.calibrate.hidden import HiddenStates
+from nf4conv.calibrate.kept import parts_of
 from nf4conv.calibrate.model.flow import Call
-from nf4conv.calibrate.model.weights import open_reader
 from nf4conv.calibrate.moments import BlockAtWork
-from nf4conv.calibrate.overlay import with_calibrated_weights
-from nf4conv.calibrate.session import PreparedCalibration, Session, dtype_on
+from nf4conv.calibrate.session import PreparedCalibration, Session, open_session
+from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.errors import Nf4convError
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
+from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.run.device.on_torch.backend import TorchBackend
-from nf4conv.sources.record import CalibratedBlock, CalibrationResult, is_gain
+from nf4conv.sources.foreign.bitsandbytes import as_written_anew, read_weight
+from nf4conv.sources.header import read_header
+from nf4conv.sources.reader import read_bytes
+from nf4conv.sources.record import CalibratedBlock, CalibrationResult
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import CALIBRATED, WORK_FOLDER
@@ -54,106 +52,92 @@ def calibrate(
     stamps = source_changes(plan.source)
     require_unchanged(plan.source, "since it was planned; run again")
     assert isinstance(plan.calibration, PreparedCalibration)
-    budget = Budget(plan.calibration.needs.memory_left(device))
     made_by = _made_by(device, plan.calibration.transformers)
-    kept = KeptFiles(out / WORK_FOLDER / CALIBRATED, made_by)
     asked = fingerprint(plan, str(device))
-    dtype = dtype_on(device, plan.output.format)
+    kept = out / WORK_FOLDER / CALIBRATED
     with (
+        open_session(plan, device, kept, made_by, progress) as session,
         Workspace(out, asked, stamps, overwrite=run.overwrite) as folder,
-        open_reader(device, dtype) as reader,
+        _naming_memory(device),
+        _full_precision(),
+        torch.no_grad(),
     ):
-        work = _Work(Session(plan, device, reader, kept, budget), progress)
-        folder.check_space(plan.space_needed(folder.finished) + work.space_needed(dtype))
-        with _naming_memory(device), torch.no_grad():
-            work.calibrate_all()
-        result = CalibrationResult(made_by, work.blocks())
-        return replace(with_calibrated_weights(plan, work.components()), calibrated=result)
+        folder.check_space(plan.space_needed(folder.finished) + _space_needed(session))
+        finished = _calibrate_all(session)
+        components: dict[str, TensorInfo] = {}
+        for number in finished:
+            for tensor in read_header(session.kept.file(_name(number))):
+                components[tensor.name] = tensor
+    result = CalibrationResult(made_by, tuple(finished[number] for number in sorted(finished)))
+    return replace(with_calibrated_weights(plan, components), calibrated=result)
 
 
-class _Work:
-    """Calibrates the blocks of one plan on one device."""
+def _space_needed(session: Session) -> int:
+    """Returns the bytes that will be written to disk beside the result."""
+    needs = session.calibration.needs
+    there = 0
+    for number in session.calibration.targets:
+        file = session.kept.file(_name(number))
+        there += file.stat().st_size if file.is_file() else 0
+    hidden = needs.hidden_elements * session.dtype.itemsize
+    return needs.disk_bytes - there + max(hidden - session.memory, 0)
 
-    def __init__(self, session: Session, progress: Callable[[int], None]) -> None:
-        self._session = session
-        self._calibration = session.calibration
-        self._kept = session.kept
-        self._progress = progress
-        self._told = 0
-        self._finished: dict[int, CalibratedBlock] = {}
 
-    def space_needed(self, dtype: torch.dtype) -> int:
-        """Returns the bytes that will be written to disk beside the result."""
-        needs = self._calibration.needs
-        hidden = needs.hidden_elements * dtype.itemsize
-        there = 0
-        for number in self._calibration.targets:
-            file = self._kept.file(_name(number))
-            there += file.stat().st_size if file.is_file() else 0
-        return needs.disk_bytes - there + max(hidden - self._session.budget.left, 0)
-
-    def blocks(self) -> tuple[CalibratedBlock, ...]:
-        """Returns what came of all blocks."""
-        return tuple(self._finished[number] for number in sorted(self._finished))
-
-    def components(self) -> dict[str, TensorInfo]:
-        """Returns where the components of all weights are, by their names."""
-        found: dict[str, TensorInfo] = {}
-        for number in self._finished:
-            found |= self._kept.tensors(_name(number))
-        return found
-
-    def calibrate_all(self) -> None:
-        """Calibrates the blocks that are not finished."""
-        for number in self._calibration.targets:
-            kept = self._kept.read(_name(number), _parsed)
-            if kept is not None:
-                self._finished[number] = _described(*kept)
-        left = [number for number in self._calibration.targets if number not in self._finished]
-        if left:
-            self._calibrate(left)
-        # what had been done before counts as well
-        self._progress(self._calibration.bytes_to_read - self._told)
-
-    def _calibrate(self, left: list[int]) -> None:
-        """Calibrates some blocks; those before the last of them are run."""
-        if self._calibration.outputs is not None:
-            find_output_moments(self._session, left, self._tell)
-        hidden, calls = self._session.embed()
+def _calibrate_all(session: Session) -> dict[int, CalibratedBlock]:
+    """Calibrates the blocks that are not finished, and returns what came of all, by number."""
+    calibration = session.calibration
+    finished = {}
+    left = []
+    for number in calibration.targets:
+        kept = session.kept.read(_name(number))
+        if kept is None:
+            left.append(number)
+        else:
+            finished[number] = CalibratedBlock(**kept[1])
+    if left:
+        if calibration.outputs is not None:
+            find_output_moments(session, left)
+        hidden, calls = session.embed(session.memory)
+        # blocks behind the last of them need not be run
         for number in range(max(left) + 1):
-            self._work_on(number, hidden, calls)
+            made = _work_on(session, number, hidden, calls)
+            if made is not None:
+                finished[number] = made
         hidden.remove()
+    session.tell(calibration.bytes_to_read - session.told)  # what had been done before counts
+    return finished
 
-    def _tell(self, count: int) -> None:
-        """Tells the bytes of the source that have been worked through since the last call."""
-        self._told += count
-        self._progress(count)
 
-    def _work_on(self, number: int, hidden: HiddenStates, calls: list[list[Call]]) -> None:
-        """Calibrates a block, or fills it with what it was calibrated to, and runs it."""
-        contents = self._session.fill_block(number)
-        block = BlockAtWork(
-            path=f"{self._calibration.flow.blocks.path}.{number}",
-            module=self._session.blocks[number],
-            contents=contents,
-            targets=self._calibration.targets.get(number, ()),
-            calls=[of_batch[number] for of_batch in calls],
-            hidden=hidden,
-            calibrating=self._session.calibrating_batches,
-            format=self._session.plan.output.format,
-        )
-        kept = self._kept.read(_name(number)) if block.targets else None
-        if kept is not None:
-            restore_block(block, kept[0])
-        elif block.targets:
-            weights, gains = calibrate_block(block, output_moments(self._session, number))
-            tensors = components_of(weights, block.format)
-            facts = {name: asdict(gain) for name, gain in gains.items()}
-            self._kept.write(_name(number), tensors, facts)
-            self._finished[number] = _described(tensors, gains)
-        block.run()
-        contents.release()
-        self._tell(self._calibration.block_bytes[number])
+def _work_on(
+    session: Session, number: int, hidden: HiddenStates, calls: list[list[Call]]
+) -> CalibratedBlock | None:
+    """Fills a block, calibrates it unless that has been done or cannot be, and runs it.
+
+    Returns what came of calibrating it now.
+    """
+    calibration = session.calibration
+    contents = session.fill_block(number)
+    block = BlockAtWork(
+        path=f"{calibration.flow.blocks.path}.{number}",
+        module=session.blocks[number],
+        contents=contents,
+        targets=calibration.targets.get(number, ()),
+        calls=[of_batch[number] for of_batch in calls],
+        hidden=hidden,
+        calibrating=session.calibrating_batches,
+        format=session.plan.output.format,
+    )
+    made = None
+    kept = session.kept.read(_name(number)) if block.targets else None
+    if kept is not None:
+        restore_block(block, kept[0])
+    elif block.targets:
+        tensors, made = calibrate_block(block, output_moments(session, number))
+        session.kept.write(_name(number), tensors, asdict(made))
+    block.run()
+    contents.release()
+    session.tell(calibration.block_bytes[number])
+    return made
 
 
 def _name(number: int) -> str:
@@ -161,21 +145,25 @@ def _name(number: int) -> str:
     return f"block-{number:05d}"
 
 
-def _parsed(facts: Mapping[str, Any]) -> dict[str, WeightGain]:
-    """Reads the gains of a finished block; raises ValueError or TypeError if they are none."""
-    gains = {name: WeightGain(**gain) for name, gain in facts.items()}
-    for one in gains.values():
-        if not is_gain(one.gain) or not (one.tokens is None or type(one.tokens) is int):
-            raise ValueError(f"{one} is no gain")
-    return gains
+def with_calibrated_weights(
+    plan: QuantizationPlan, components: Mapping[str, TensorInfo]
+) -> QuantizationPlan:
+    """Returns a plan whose calibrated weights are copied from finished blocks.
 
+    `components` says where the components of all these weights are, by their names.
+    """
 
-def _described(tensors: Tensors, gains: Mapping[str, WeightGain]) -> CalibratedBlock:
-    """Returns what nf4conv.json says of a finished block."""
-    few = {name: gain.tokens for name, gain in gains.items() if gain.tokens is not None}
-    return CalibratedBlock(
-        digest_of_components(tensors), {name: gain.gain for name, gain in gains.items()}, few
-    )
+    def finished_job(job: Job) -> Job:
+        if not isinstance(job, PackJob) or job.original is None:
+            return job
+        values = components[job.name]
+        weight, _ = read_weight(values, parts_of(job.name, components), read_bytes, "calibrated")
+        assert weight is not None
+        source = values._replace(dtype=weight.dtype, shape=job.matrix.shape, encoding=weight)
+        matrix = PackedMatrix(job.name, job.matrix.shape)
+        return replace(job, source=source, matrix=matrix, stored=as_written_anew(weight))
+
+    return replace(plan, output=plan.output.with_jobs(finished_job))
 
 
 def _made_by(device: torch.device, transformers: str) -> dict[str, str]:
@@ -206,3 +194,14 @@ def _naming_memory(device: torch.device) -> Iterator[None]:
             f"command goes on with them when more is free. Fewer --calibration-tokens take less, "
             f"and so does another --device; both start anew, with --overwrite"
         ) from error
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Lets products of float32 matrices keep float32's precision: no TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -7,7 +7,9 @@ The second moments of the gradients at a weight's outputs, G = Σ g·gᵀ, are k
 folder. An interrupted pass begins anew; one that is finished is not repeated.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nf4conv.calibrate.hidden import HiddenStates, give_back
 from nf4conv.calibrate.kept import Tensors
 from nf4conv.calibrate.model.flow import Call
-from nf4conv.calibrate.rounding import SecondMoments
+from nf4conv.calibrate.moments import SecondMoments
 from nf4conv.calibrate.session import Session
 from nf4conv.calibrate.stages import Target, find_stages
 from nf4conv.calibrate.windows import SEED
@@ -34,55 +36,48 @@ def output_moments(session: Session, number: int) -> Tensors:
     return {name: square.to(session.device) for name, square in found[0].items()}
 
 
-def find_output_moments(
-    session: Session, blocks: Iterable[int], progress: Callable[[int], None]
-) -> None:
+def find_output_moments(session: Session, blocks: Iterable[int]) -> None:
     """Makes the backward pass, unless it has been made for all of some blocks."""
     calibration = session.calibration
     if all(session.kept.read(_name(number)) is not None for number in blocks):
         return
-    inputs, calls = _run_forward(session, progress)
+    # hidden states before each block, behind the last, and the gradients
+    memory = session.memory // (calibration.blocks + 2)
+    inputs, calls = _run_forward(session, memory)
     give_back(session.device)
-    gradients = _gradients_behind(session, inputs[-1])
+    gradients = _gradients_behind(session, inputs[-1], memory)
     give_back(session.device)
     inputs.pop().remove()
     for number in reversed(range(calibration.blocks)):
         _go_back(session, number, inputs.pop(), calls, gradients)
         give_back(session.device)
-        progress(calibration.block_bytes[number])
+        session.tell(calibration.block_bytes[number])
     gradients.remove()
 
 
-def _hidden_states(session: Session) -> HiddenStates:
-    """Returns room for the hidden states of all windows, beside those before other blocks."""
-    return HiddenStates(session.device, 0, session.budget, session.kept.folder)
-
-
-def _run_forward(
-    session: Session, progress: Callable[[int], None]
-) -> tuple[list[HiddenStates], list[list[Call]]]:
+def _run_forward(session: Session, memory: int) -> tuple[list[HiddenStates], list[list[Call]]]:
     """Returns the hidden states before each block and behind the last, and the calls."""
-    embedded, calls = session.embed()
+    embedded, calls = session.embed(memory)
     inputs = [embedded]
     for number, block in enumerate(session.blocks):
         contents = session.fill_block(number)
-        behind = _hidden_states(session)
+        behind = HiddenStates(session.device, 0, memory, session.kept.folder)
         for batch, hidden in enumerate(inputs[-1].batches()):
             behind.append(calls[batch][number].run(block, hidden))
         inputs.append(behind)
         contents.release()
-        progress(session.calibration.block_bytes[number])
+        session.tell(session.calibration.block_bytes[number])
     return inputs, calls
 
 
-def _gradients_behind(session: Session, hidden: HiddenStates) -> HiddenStates:
+def _gradients_behind(session: Session, hidden: HiddenStates, memory: int) -> HiddenStates:
     """Returns the gradients behind the last block, for labels that the model would draw."""
     flow = session.calibration.flow
     contents = session.outside()
     flow.model.tie_weights()  # type: ignore[operator]
     generator = torch.Generator(session.device)
     generator.manual_seed(SEED)
-    gradients = _hidden_states(session)
+    gradients = HiddenStates(session.device, 0, memory, session.kept.folder)
     for ids, states in zip(session.batches, hidden.batches(), strict=True):
         found = []
         # one window at a time: the outputs of the head are the largest tensors
@@ -120,22 +115,31 @@ def _go_back(
     pairs = zip(inputs.batches(), gradients.batches(), strict=True)
     for batch, (hidden, behind) in enumerate(pairs):
         leaf = hidden.detach().requires_grad_()
-        adds = batch < session.calibrating_batches
-        handles = [_watch(block, target, moments) for target in targets if adds]
         # other ways to compute attention add gradients in an order that nobody knows
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with ExitStack() as stack:
+            if batch < session.calibrating_batches:
+                for target in targets:
+                    module = block.get_submodule(target.path)
+                    hook = partial(_hook, moments[target.job.name])
+                    stack.callback(module.register_forward_hook(hook).remove)
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             made = calls[batch][number].run(block, leaf)
             (before,) = torch.autograd.grad(made, leaf, behind)
-        for handle in handles:
-            handle.remove()
         gradients.replace(batch, before)
     inputs.remove()
     contents.release()
+    means = {}
     for name, found in moments.items():
         if not bool(found.sums.diagonal().sum().isfinite()):
             raise SourceError(f"{name}: the gradients at its outputs hold NaN or infinity")
-    means = {name: found.mean() for name, found in moments.items()}
+        means[name] = found.mean().cpu()
     session.kept.write(_name(number), means, {})
+
+
+def _hook(moments: SecondMoments, module: nn.Module, args: object, made: torch.Tensor) -> None:  # noqa: ARG001
+    """Adds the gradients at the outputs of a module, once they are computed."""
+    made.register_hook(lambda gradient: moments.add(gradient.detach()))  # type: ignore[no-untyped-call]
 
 
 def _chosen(session: Session, number: int, call: Call, hidden: torch.Tensor) -> Sequence[Target]:
@@ -144,23 +148,9 @@ def _chosen(session: Session, number: int, call: Call, hidden: torch.Tensor) -> 
     targets = [one for one in calibration.targets.get(number, ()) if one.expert is None]
     if calibration.outputs == "all" or not targets:
         return targets
-    return find_stages(session.blocks[number], call, hidden, targets)[0].targets
+    return find_stages(session.blocks[number], call, hidden, targets)[0]
 
 
 def _name(number: int) -> str:
     """Returns the name that the moments of a block are kept under."""
     return f"outputs-{number:05d}"
-
-
-def _watch(
-    block: nn.Module, target: Target, moments: Mapping[str, SecondMoments]
-) -> "torch.utils.hooks.RemovableHandle":
-    """Adds the gradients at the outputs of a weight's module, once they are computed."""
-
-    def add(gradient: torch.Tensor) -> None:
-        moments[target.job.name].add(gradient.detach())
-
-    def hook(module: nn.Module, args: object, made: torch.Tensor) -> None:  # noqa: ARG001
-        made.register_hook(add)  # type: ignore[no-untyped-call]
-
-    return block.get_submodule(target.path).register_forward_hook(hook)

@@ -2,9 +2,8 @@
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
 
 import torch
 
@@ -13,15 +12,7 @@ from nf4conv.errors import OutputError, named
 _SHARE_OF_GPU: Final = 8  # hidden states stay on a GPU if they take no more than 1/8 of its memory
 
 
-@dataclass
-class Budget:
-    """Counts the bytes of host memory that hidden states may still take."""
-
-    left: int
-
-
-@dataclass(frozen=True)
-class _Filed:
+class _Filed(NamedTuple):
     """Says where the hidden states of a batch are in the file."""
 
     position: int
@@ -32,32 +23,31 @@ class _Filed:
 class HiddenStates:
     """Keeps hidden states, batch by batch, in the dtype that the model computes in.
 
+    Where they are changes no byte of the result.
+
     Args:
         device: the device that computes.
         batches: the number of batches; if all fit well on a GPU, they stay there. 0 keeps them in
             host memory anyhow.
-        budget: the host memory that is left for them. What it has no room for goes to a file.
+        room: the bytes of host memory that they may take. What has no room goes to a file.
         folder: the folder of that file, which has no name: no other program finds it.
     """
 
-    def __init__(self, device: torch.device, batches: int, budget: Budget, folder: Path) -> None:
+    def __init__(self, device: torch.device, batches: int, room: int, folder: Path) -> None:
         self._device = device
         self._expected = batches
-        self._budget = budget
+        self._room = room
         self._folder = folder
         self._batches: list[torch.Tensor | _Filed] = []
         self._file: IO[bytes] | None = None
         self._end = 0  # of the file
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
     def append(self, hidden: torch.Tensor) -> None:
         """Keeps the hidden states of the next batch."""
         if self._fit_on_device(hidden):
             self._batches.append(hidden.clone())
-        elif hidden.nbytes <= self._budget.left:
-            self._budget.left -= hidden.nbytes
+        elif hidden.nbytes <= self._room:
+            self._room -= hidden.nbytes
             self._batches.append(hidden.to("cpu", copy=True))
         else:
             filed = _Filed(self._end, hidden.shape, hidden.dtype)
@@ -81,9 +71,6 @@ class HiddenStates:
 
     def remove(self) -> None:
         """Lets everything go."""
-        for batch in self._batches:
-            if isinstance(batch, torch.Tensor) and batch.device.type == "cpu":
-                self._budget.left += batch.nbytes
         self._batches.clear()
         if self._file is not None:
             self._file.close()
@@ -96,27 +83,22 @@ class HiddenStates:
         return self._expected * hidden.nbytes <= total // _SHARE_OF_GPU
 
     def _write(self, filed: _Filed, hidden: torch.Tensor) -> None:
-        """Writes a batch; a disk that is full is an OutputError."""
+        """Writes a batch; a full disk is an OutputError, not a signal as of mapped files."""
         with named(self._folder, OutputError):
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
-            left = bytes_of(hidden.to(filed.dtype))
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
             self._file.seek(filed.position)
-            while left:
-                left = left[self._file.write(left) :]
+            self._file.write(bytes_of(hidden.to(filed.dtype)))
+            self._file.flush()
 
     def _read(self, filed: _Filed) -> torch.Tensor:
         assert self._file is not None
         found = torch.empty(filed.shape, dtype=filed.dtype)
-        left = bytes_of(found)
         with named(self._folder, OutputError):
             self._file.seek(filed.position)
-            while left:
-                count = self._file.readinto(left)  # type: ignore[attr-defined]
-                if not count:
-                    raise OSError("hidden states that were written are missing")
-                left = left[count:]
+            if self._file.readinto(bytes_of(found)) < found.nbytes:  # type: ignore[attr-defined]
+                raise OSError("hidden states that were written are missing")
         return found
 
 

@@ -1,10 +1,14 @@
-"""Adds up the second moments of what goes into a stage, or into each expert of one.
+"""Adds up the second moments of what goes into a stage, or into each expert of one: H = Σ x·xᵀ.
+
+The mean squared error of a layer's outputs, for weights that are off by E, is tr(E·H·Eᵀ) divided by
+the number of tokens. So H is all that rounding needs to know of the activations.
 
 The sums of a batch are added in the order of the batches, so they are the same whenever they are
 computed on the same device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,10 +18,14 @@ from torch import nn
 from nf4conv.calibrate.hidden import HiddenStates
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.model.weights import Contents
-from nf4conv.calibrate.rounding import SecondMoments
-from nf4conv.calibrate.stages import Stage, Target, inputs_of, inputs_of_experts
+from nf4conv.calibrate.stages import Stage, Target, inputs_of
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format
+
+ENOUGH_TOKENS: Final = 2
+"""Tokens for each input feature from which on second moments stand alone. Experts of a mixture see
+fewer than other layers.
+"""
 
 _MOST_ENERGY: Final = 64.0
 """The most energy that a token may have, relative to the median; a token with more is scaled down.
@@ -27,6 +35,54 @@ In large models, the first tokens of a text have activations that would hide all
 
 _MOST_BYTES: Final = 4 * 10**9
 """The most bytes of second moments of experts that are added up at a time."""
+
+
+@dataclass
+class SecondMoments:
+    """Second moments of the inputs of one layer, or of several layers with the same inputs.
+
+    Attributes:
+        sums: [in_features, in_features] float32, Σ x·xᵀ.
+        tokens: the number of tokens in the sums.
+    """
+
+    sums: torch.Tensor
+    tokens: int
+
+    @classmethod
+    def zeros(cls, in_features: int, device: torch.device) -> "SecondMoments":
+        """Returns the moments of no token."""
+        return cls(torch.zeros((in_features, in_features), device=device), 0)
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Adds tokens. The same calls in the same order give the same bits on the same device.
+
+        They have any float type, [..., in_features].
+        """
+        rows = inputs.reshape(-1, self.sums.shape[0]).float()
+        self.sums.addmm_(rows.T, rows)
+        self.tokens += rows.shape[0]
+
+    def mean(self) -> torch.Tensor:
+        """Returns the sums over the number of tokens, [in_features, in_features] float32."""
+        return self.sums / max(self.tokens, 1)
+
+    def is_enough(self) -> bool:
+        """Returns True if there are tokens enough for these moments to stand alone."""
+        return self.tokens >= ENOUGH_TOKENS * self.sums.shape[0]
+
+    def blended(self, layer: "SecondMoments") -> "SecondMoments":
+        """Returns these moments, filled up with those of the whole layer if the tokens are few.
+
+        The result is a mean of both, in which the weight of these grows with their tokens.
+        """
+        if self.is_enough():
+            return self
+        if self.tokens == 0:
+            return layer
+        weight = self.tokens / (ENOUGH_TOKENS * self.sums.shape[0])
+        mean = weight * self.mean() + (1 - weight) * layer.mean()
+        return SecondMoments(mean * self.tokens, self.tokens)
 
 
 @dataclass
@@ -59,28 +115,41 @@ class BlockAtWork:
             self.hidden.replace(number, self.calls[number].run(self.module, hidden))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Moments:
-    """The second moments of what goes into weights.
+    """The second moments of what goes into some weights with the same inputs.
 
     Attributes:
+        targets: the weights.
         calibrating: the moments over the windows that calibrate.
         judging: the moments over the windows that judge.
+        few_tokens: the number of tokens that reach an expert, if that is too few; the moments of
+            all experts are blended in then. Otherwise None.
     """
 
+    targets: Sequence[Target]
     calibrating: SecondMoments
     judging: SecondMoments
+    few_tokens: int | None = None
 
     @classmethod
-    def zeros(cls, width: int, device: torch.device) -> "Moments":
+    def zeros(cls, targets: Sequence[Target], device: torch.device) -> "Moments":
         """Returns the moments of no token."""
-        return cls(SecondMoments.zeros(width, device), SecondMoments.zeros(width, device))
+        width = targets[0].job.matrix.shape[1]
+        calibrating = SecondMoments.zeros(width, device)
+        return cls(targets, calibrating, SecondMoments.zeros(width, device))
 
     def add(self, inputs: torch.Tensor, *, calibrates: bool) -> None:
         """Adds the tokens of a batch, [tokens, in_features]."""
         if len(inputs):
             of_batch = self.calibrating if calibrates else self.judging
             of_batch.add(_capped(inputs))
+
+    def blended(self, pooled: "Moments") -> "Moments":
+        """Returns the moments of an expert; those of all experts are blended in if they are few."""
+        few = None if self.calibrating.is_enough() else self.calibrating.tokens
+        calibrating = self.calibrating.blended(pooled.calibrating)
+        return Moments(self.targets, calibrating, self.judging.blended(pooled.judging), few)
 
 
 def _capped(inputs: torch.Tensor) -> torch.Tensor:
@@ -93,85 +162,50 @@ def _capped(inputs: torch.Tensor) -> torch.Tensor:
     return inputs.float() * shrunk[:, None]
 
 
-def moments_of(block: BlockAtWork, stage: Stage) -> Moments:
-    """Returns the second moments of what goes into a stage."""
-    moments: Moments | None = None
-    for number, hidden in enumerate(block.hidden.batches()):
-        inputs = inputs_of(block.module, stage, block.calls[number], hidden)
-        if moments is None:
-            moments = Moments.zeros(inputs.shape[1], inputs.device)
-        moments.add(inputs, calibrates=number < block.calibrating)
-    assert moments is not None
-    _require_finite(block, stage, moments)
-    return moments
-
-
-@dataclass(frozen=True)
-class ExpertMoments:
-    """The second moments of what goes into one expert.
-
-    Attributes:
-        expert: the number of the expert.
-        moments: its moments. If too few tokens reach it, those of all experts are blended in.
-        few_tokens: the number of tokens that reach it, if that is too few. Otherwise None.
-    """
-
-    expert: int
-    moments: Moments
-    few_tokens: int | None
-
-
-def moments_of_experts(block: BlockAtWork, stage: Stage) -> Iterator[ExpertMoments]:
-    """Yields the second moments of what goes into each expert of a stage.
+def moments_of(block: BlockAtWork, stage: Stage) -> Iterator[Moments]:
+    """Yields the second moments of what goes into a stage, or into each of its experts.
 
     All are of the same state of the block: what is put into it meanwhile must not change what goes
-    into this stage.
+    into this stage. Nothing that is yielded is kept here: no tensors are larger.
     """
-    experts = list(stage.by_expert)
-    width = stage.targets[0].job.matrix.shape[1]
-    step = max(_MOST_BYTES // (8 * width * width), 1)
-    pooled: Moments | None = None
+    device = block.contents.device
+    members: defaultdict[int, list[Target]] = defaultdict(list)
+    for target in stage:
+        members[target.expert or 0].append(target)
+    experts = sorted(members)
+    pooled = None if stage[0].expert is None else Moments.zeros(stage, device)
+    step = max(_MOST_BYTES // (8 * stage[0].job.matrix.shape[1] ** 2), 1)
     for start in range(0, len(experts), step):
         mine = experts[start : start + step]
-        found, all_of_them = _sums(block, stage, mine, width, is_pooled=pooled is None)
-        pooled = pooled or all_of_them
-        _require_finite(block, stage, pooled)
+        found = {expert: Moments.zeros(members[expert], device) for expert in mine}
+        _add_all(block, stage, found, pooled if start == 0 else None)
+        if start == 0:
+            _require_finite(block, stage, pooled or found[0])
         for expert in mine:
-            yield _blended(expert, found[expert], pooled)
+            if pooled is None:
+                yield found.pop(expert)
+            else:
+                yield found.pop(expert).blended(pooled)
 
 
-def _sums(
-    block: BlockAtWork, stage: Stage, experts: Sequence[int], width: int, *, is_pooled: bool
-) -> tuple[dict[int, Moments], Moments]:
-    """Adds up what goes into some experts, and, if asked, what goes into all."""
-    device = block.contents.device
-    found = {expert: Moments.zeros(width, device) for expert in experts}
-    pooled = Moments.zeros(width, device)
+def _add_all(
+    block: BlockAtWork, stage: Stage, found: Mapping[int, Moments], pooled: Moments | None
+) -> None:
+    """Adds what goes into some experts, and to `pooled`, if it is given, what goes into all."""
     for number, hidden in enumerate(block.hidden.batches()):
-        inputs = inputs_of_experts(block.module, stage, block.calls[number], hidden)
+        calibrates = number < block.calibrating
+        inputs = inputs_of(block.module, stage, block.calls[number], hidden)
         for expert in sorted(inputs):
-            calibrates = number < block.calibrating
             if expert in found:
                 found[expert].add(inputs[expert], calibrates=calibrates)
-            if is_pooled:
+            if pooled is not None:
                 pooled.add(inputs[expert], calibrates=calibrates)
-    return found, pooled
-
-
-def _blended(expert: int, moments: Moments, pooled: Moments) -> ExpertMoments:
-    """Returns the moments of an expert; those of all experts are blended in if they are few."""
-    tokens = moments.calibrating.tokens
-    few = None if moments.calibrating.is_enough() else tokens
-    blended = Moments(
-        moments.calibrating.blended(pooled.calibrating), moments.judging.blended(pooled.judging)
-    )
-    return ExpertMoments(expert, blended, few)
 
 
 def _require_finite(block: BlockAtWork, stage: Stage, moments: Moments) -> None:
     if not bool(moments.calibrating.sums.diagonal().sum().isfinite()):
         raise SourceError(
-            f"{block.path}.{stage.path}: what goes into it holds NaN or infinity, so it cannot be "
-            f"calibrated; --exclude the weights of the block that makes them, or leave "
+            f"{block.path}.{stage[0].path}: what goes into it holds NaN or infinity, so it cannot "
+            f"be calibrated; --exclude the weights of the block that makes them, or leave "
             f"--calibrate out"
         )

@@ -1,28 +1,35 @@
 """Runs parts of one model on one device: what calibration and the backward pass share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
 
-from nf4conv.calibrate.hidden import Budget, HiddenStates
+from nf4conv.calibrate.hidden import HiddenStates
 from nf4conv.calibrate.kept import KeptFiles
 from nf4conv.calibrate.model.flow import Call, Flow
 from nf4conv.calibrate.model.names import Filling
-from nf4conv.calibrate.model.weights import Contents, WeightReader
+from nf4conv.calibrate.model.weights import Contents
 from nf4conv.calibrate.needs import Needs
 from nf4conv.calibrate.stages import Target
 from nf4conv.calibrate.windows import Windows
 from nf4conv.codec.quant_state import DTYPES
-from nf4conv.format.layout import Format
 from nf4conv.plan.calibration import Calibration
 from nf4conv.plan.fingerprint import require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.run.device.on_torch.buffers import SharedTensors, TorchBuffers
+from nf4conv.run.device.on_torch.reading import read_values
+from nf4conv.run.worker import Worker
+from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import TensorInfo
 
 _BATCH_TOKENS: Final = {"cuda": 8192, "cpu": 4096}
 """Tokens that go through a block together. They decide the order of sums, and so the bytes."""
+
+_BUFFER: Final = 2**25  # bytes of host memory to read into
 
 
 @dataclass(frozen=True)
@@ -51,24 +58,27 @@ class Session:
     Args:
         plan: a plan with a calibration.
         device: the device that computes.
-        reader: reads the checkpoint.
+        buffers: bring bytes of local files to the device.
         kept: the files that are kept.
-        budget: the memory that is left for hidden states. It changes no byte of the result.
+        progress: is called with the source bytes that have been worked through since the last call.
 
     Attributes:
         calibration: what is to be done.
         blocks: the blocks of the model.
+        memory: the bytes of host memory that hidden states may take.
+        dtype: the dtype that the model computes in: on a GPU that of its weights.
         batches: the tokens of all windows, [windows, length] int64 each.
         calibrating_batches: the number of the first batches, which calibrate; the others judge.
+        told: the source bytes that `progress` was told.
     """
 
     def __init__(
         self,
         plan: QuantizationPlan,
         device: torch.device,
-        reader: WeightReader,
+        buffers: TorchBuffers,
         kept: KeptFiles,
-        budget: Budget,
+        progress: Callable[[int], None],
     ) -> None:
         assert isinstance(plan.calibration, PreparedCalibration)
         self.plan = plan
@@ -76,9 +86,14 @@ class Session:
         self.blocks = plan.calibration.flow.blocks.blocks
         self.device = device
         self.kept = kept
-        self.budget = budget
-        self._reader = reader
-        # token ids, [windows, length] int64; no batch holds windows of both kinds
+        self.memory = plan.calibration.needs.memory_left(device)
+        self.dtype = torch.float32
+        if device.type == "cuda":
+            self.dtype = DTYPES[plan.output.format.dtype]
+        self.told = 0
+        self._buffers = buffers
+        self._progress = progress
+        # no batch holds windows of both kinds
         step = max(_BATCH_TOKENS[device.type] // self.calibration.window, 1)
         windows = self.calibration.windows
         ids = torch.from_numpy(windows.ids)
@@ -86,15 +101,21 @@ class Session:
         self.batches = (*calibrating, *torch.split(ids[windows.calibrating :], step))
         self.calibrating_batches = len(calibrating)
 
-    def embed(self) -> tuple[HiddenStates, list[list[Call]]]:
+    def tell(self, nbytes: int) -> None:
+        """Tells the bytes of the source that have been worked through since the last call."""
+        self.told += nbytes
+        self._progress(nbytes)
+
+    def embed(self, memory: int) -> tuple[HiddenStates, list[list[Call]]]:
         """Embeds all windows.
 
         Returns:
-            The hidden states before the first block, and the calls of the blocks by batch.
+            The hidden states before the first block, which take at most `memory` bytes of the host;
+            and the calls of the blocks by batch.
         """
         flow = self.calibration.flow
         contents = self.outside(flow.needed)
-        hidden = HiddenStates(self.device, len(self.batches), self.budget, self.kept.folder)
+        hidden = HiddenStates(self.device, len(self.batches), memory, self.kept.folder)
         calls: list[list[Call]] = []
         for ids in self.batches:
             embedded, of_blocks = flow.calls(ids.to(self.device))
@@ -127,13 +148,31 @@ class Session:
         return contents
 
     def _read(self, tensor: TensorInfo, parameter: str) -> torch.Tensor:
-        """Reads a tensor in the dtype that its parameter has in the model."""
+        """Reads a tensor, floats in the dtype that its parameter has in the model.
+
+        Nobody else has the memory of what it returns.
+        """
+        values = read_values(self._buffers, tensor).view(tensor.shape)
+        dtype = self.dtype
         strict = getattr(self.calibration.flow.model, "_keep_in_fp32_modules_strict", None)
         if any(name in parameter for name in strict or ()):
-            return self._reader.read(tensor, torch.float32)
-        return self._reader.read(tensor)
+            dtype = torch.float32
+        return values.to(dtype if values.is_floating_point() else values.dtype, copy=True)
 
 
-def dtype_on(device: torch.device, format: Format) -> torch.dtype:
-    """Returns the dtype that a model computes in: on a GPU that of its weights."""
-    return DTYPES[format.dtype] if device.type == "cuda" else torch.float32
+@contextmanager
+def open_session(
+    plan: QuantizationPlan,
+    device: torch.device,
+    folder: Path,
+    made_by: Mapping[str, str],
+    progress: Callable[[int], None],
+) -> Iterator[Session]:
+    """Opens a session that keeps files in a folder; Session and KeptFiles describe the rest."""
+    with Reader() as reader, Worker(reader, _BUFFER, _ignore) as worker:
+        buffers = TorchBuffers(device, SharedTensors(), None, worker)
+        yield Session(plan, device, buffers, KeptFiles(folder, made_by), progress)
+
+
+def _ignore(count: int) -> None:
+    """Counts nothing: progress is told by blocks."""

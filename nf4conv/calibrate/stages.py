@@ -6,11 +6,11 @@ which the block reaches them: what goes into one depends on those before it, whi
 then.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from torch import nn
 from nf4conv.calibrate.model.experts import ExpertWatch
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.plan.jobs import PackJob
+
+Note: TypeAlias = Callable[[str, int | None, torch.Tensor], None]
+"""Is told what goes into a weight: path and expert of its targets, and the inputs."""
 
 
 @dataclass(frozen=True)
@@ -36,29 +39,8 @@ class Target:
     expert: int | None = None
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Weights of a block that multiply the same inputs, or those of all experts."""
-
-    targets: tuple[Target, ...]
-
-    @property
-    def path(self) -> str:
-        """The module whose inputs stand for those of all, or the stacked parameter."""
-        return self.targets[0].path
-
-    @property
-    def is_of_experts(self) -> bool:
-        return self.targets[0].expert is not None
-
-    @property
-    def by_expert(self) -> Mapping[int, Sequence[Target]]:
-        """The weights of each expert, in the order of experts."""
-        found: defaultdict[int, list[Target]] = defaultdict(list)
-        for target in self.targets:
-            if target.expert is not None:
-                found[target.expert].append(target)
-        return {expert: found[expert] for expert in sorted(found)}
+Stage: TypeAlias = Sequence[Target]
+"""Weights of a block that multiply the same inputs, or those of all experts."""
 
 
 class _Stop(Exception):  # noqa: N818 - it is no error
@@ -75,88 +57,57 @@ def find_stages(
     # inputs are kept, so that no other tensor gets the memory of one of them
     inputs: list[torch.Tensor] = []
     members: dict[object, list[Target]] = {}
+    left = list(targets)
 
-    def note_module(target: Target, found: torch.Tensor) -> None:
-        inputs.append(found)
-        place = (found.data_ptr(), found.numel(), found.dtype)
-        known = members.setdefault(place, [])
-        if target not in known:
-            known.append(target)
+    def note(path: str, expert: int | None, found: torch.Tensor) -> None:
+        place: object = path
+        if expert is None:
+            inputs.append(found)
+            place = (found.data_ptr(), found.numel(), found.dtype)
+        for target in [target for target in left if target.path == path]:
+            left.remove(target)
+            members.setdefault(place, []).append(target)
 
-    def note_expert(path: str, expert: int, found: torch.Tensor) -> None:  # noqa: ARG001
-        if path not in members:
-            members[path] = [target for target in targets if target.path == path]
-
-    alone = [target for target in targets if target.expert is None]
-    stacked = {target.path for target in targets if target.expert is not None}
-    with _watching(block, alone, note_module), _experts(block, stacked, note_expert):
+    with _watching(block, targets, note):
         call.run(block, hidden)
-    return [Stage(tuple(of_stage)) for of_stage in members.values()]
+    return list(members.values())
 
 
-def inputs_of(block: nn.Module, stage: Stage, call: Call, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns what goes into a stage, [tokens, in_features]; the block runs no further than that.
+def inputs_of(
+    block: nn.Module, stage: Stage, call: Call, hidden: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """Returns what goes into each expert of a stage, [tokens, in_features]; 0 is a stage without.
 
     The weights of earlier stages are in 4 bits by now.
     """
-    caught: list[torch.Tensor] = []
-
-    def note(target: Target, found: torch.Tensor) -> None:  # noqa: ARG001
-        caught.append(found)
-        raise _Stop
-
-    with _watching(block, stage.targets[:1], note), suppress(_Stop):
-        call.run(block, hidden)
-    return caught[0].reshape(-1, caught[0].shape[-1])
-
-
-def inputs_of_experts(
-    block: nn.Module, stage: Stage, call: Call, hidden: torch.Tensor
-) -> dict[int, torch.Tensor]:
-    """Returns what goes into each expert of a stage, [tokens, in_features]."""
     caught: dict[int, torch.Tensor] = {}
 
-    def note(path: str, expert: int, found: torch.Tensor) -> None:  # noqa: ARG001
-        caught.setdefault(expert, found)
+    def note(path: str, expert: int | None, found: torch.Tensor) -> None:  # noqa: ARG001
+        caught.setdefault(expert or 0, found.reshape(-1, found.shape[-1]))
+        if expert is None:
+            raise _Stop
 
-    with _experts(block, [stage.path], note):
+    with _watching(block, stage[:1], note), suppress(_Stop):
         call.run(block, hidden)
     return caught
 
 
 @contextmanager
-def _experts(
-    block: nn.Module, paths: Collection[str], note: Callable[[str, int, torch.Tensor], None]
-) -> Iterator[None]:
-    """Tells of what goes into experts of stacked parameters."""
-    if not paths:
+def _watching(block: nn.Module, targets: Sequence[Target], note: Note) -> Iterator[None]:
+    """Tells of what goes into weights, before they are used."""
+    with ExitStack() as stack:
+        stacked = {}
+        for target in targets:
+            if target.expert is not None:
+                stacked[target.path] = block.get_parameter(target.path)
+                continue
+            hook = partial(_hook, note, target.path)
+            handle = block.get_submodule(target.path).register_forward_pre_hook(hook)
+            stack.callback(handle.remove)
+        if stacked:
+            stack.enter_context(ExpertWatch(stacked, note))
         yield
-        return
-    parameters = {path: block.get_parameter(path) for path in paths}
-    with ExpertWatch(parameters, note):
-        yield
 
 
-@contextmanager
-def _watching(
-    block: nn.Module, targets: Sequence[Target], note: Callable[[Target, torch.Tensor], None]
-) -> Iterator[None]:
-    """Tells of the inputs of modules, before they run."""
-    handles = []
-    for target in targets:
-        module = block.get_submodule(target.path)
-        handles.append(module.register_forward_pre_hook(_hook(target, note)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hook(
-    target: Target, note: Callable[[Target, torch.Tensor], None]
-) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001
-        note(target, args[0])
-
-    return hook
+def _hook(note: Note, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001
+    note(path, None, args[0])

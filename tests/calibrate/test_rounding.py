@@ -7,6 +7,7 @@ import torch
 
 import nf4conv
 from nf4conv.calibrate import rounding
+from nf4conv.calibrate.moments import SecondMoments
 from nf4conv.calibrate.rounding import calibrated, steps
 from nf4conv.calibrate.rounding.levels import ascending, levels_of
 from nf4conv.calibrate.rounding.scales import StorableScales
@@ -21,13 +22,13 @@ FORMATS = [
 ] + [("nf4", 1024, True)]
 
 
-def moments_of(inputs: int, tokens: int = 0, seed: int = 0) -> rounding.SecondMoments:
+def moments_of(inputs: int, tokens: int = 0, seed: int = 0) -> SecondMoments:
     """Returns the moments of tokens whose features are correlated and differ in size."""
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(inputs, inputs, generator=generator) / inputs**0.5
     mixing = mixed + torch.diag(torch.rand(inputs, generator=generator) + 0.2)
     tokens = tokens or 4 * inputs
-    found = rounding.SecondMoments.zeros(inputs, CPU)
+    found = SecondMoments.zeros(inputs, CPU)
     found.add(torch.randn(tokens, inputs, generator=generator) @ mixing)
     return found
 
@@ -154,7 +155,7 @@ def test_moments_of_few_tokens_are_blended():
     layer = moments_of(32, tokens=1000)
     few = moments_of(32, tokens=16, seed=1)
     enough = moments_of(32, tokens=64, seed=2)
-    none = rounding.SecondMoments.zeros(32, CPU)
+    none = SecondMoments.zeros(32, CPU)
     assert enough.blended(layer) is enough
     assert none.blended(layer) is layer
     expected = 0.25 * few.mean() + 0.75 * layer.mean()
@@ -163,7 +164,7 @@ def test_moments_of_few_tokens_are_blended():
 
 def test_moments_are_sums_over_tokens():
     inputs = torch.randn(3, 5, 32, dtype=torch.bfloat16)
-    found = rounding.SecondMoments.zeros(32, CPU)
+    found = SecondMoments.zeros(32, CPU)
     found.add(inputs[:2])
     found.add(inputs[2])
     flat = inputs.view(-1, 32).double()

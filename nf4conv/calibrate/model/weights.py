@@ -1,8 +1,6 @@
 """Fills a model with weights of a checkpoint: read, decoded and merged as for every other run."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Final
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -10,53 +8,10 @@ from torch import nn
 from nf4conv.calibrate.model.building import release, set_tensor
 from nf4conv.calibrate.model.names import Filling
 from nf4conv.choose.decisions import PackedMatrix
-from nf4conv.run.device.on_torch.buffers import SharedTensors, TorchBuffers
-from nf4conv.run.device.on_torch.reading import read_values
-from nf4conv.run.worker import Worker
-from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import TensorInfo
-
-_BUFFER: Final = 2**25  # bytes of host memory to read into
 
 Values = dict[str, torch.Tensor]
 """Values of tensors of the checkpoint, by their names."""
-
-
-class WeightReader:
-    """Reads tensors of a checkpoint to a device.
-
-    Args:
-        buffers: the buffers that bring bytes to the device.
-        dtype: the dtype that the model computes in.
-    """
-
-    def __init__(self, buffers: TorchBuffers, dtype: torch.dtype) -> None:
-        self._buffers = buffers
-        self._dtype = dtype
-
-    def read(self, tensor: TensorInfo, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns the values of a tensor, of which nobody else has the memory.
-
-        Floats get the dtype that is given, or else that of the model.
-        """
-        values = read_values(self._buffers, tensor).view(tensor.shape)
-        wanted = dtype or self._dtype
-        if not values.is_floating_point():
-            wanted = values.dtype
-        return values.to(wanted, copy=True)
-
-
-@contextmanager
-def open_reader(device: torch.device, dtype: torch.dtype) -> Iterator[WeightReader]:
-    """Opens a reader of local files."""
-    with ExitStack() as stack:
-        reader = stack.enter_context(Reader())
-        worker = stack.enter_context(Worker(reader, _BUFFER, _ignore))
-        yield WeightReader(TorchBuffers(device, SharedTensors(), None, worker), dtype)
-
-
-def _ignore(count: int) -> None:
-    """Counts nothing: progress is told by blocks."""
 
 
 class Contents:

@@ -3,7 +3,6 @@
 from nf4conv.calibrate.rounding.calibrated import round_calibrated as round_calibrated
 from nf4conv.calibrate.rounding.factor import Factor as Factor
 from nf4conv.calibrate.rounding.factor import factor as factor
-from nf4conv.calibrate.rounding.moments import SecondMoments as SecondMoments
 from nf4conv.calibrate.rounding.rounded import Rounded as Rounded
 from nf4conv.calibrate.rounding.rounded import layer_cost as layer_cost
 from nf4conv.calibrate.rounding.rounded import relative_error as relative_error

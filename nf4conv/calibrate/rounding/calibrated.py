@@ -18,7 +18,6 @@ import nf4conv.calibrate.rounding.steps as plain_steps
 from nf4conv.calibrate.rounding.draft import Draft, empty_draft
 from nf4conv.calibrate.rounding.factor import Factor
 from nf4conv.calibrate.rounding.levels import Levels, levels_of
-from nf4conv.calibrate.rounding.moments import full_precision
 from nf4conv.calibrate.rounding.rounded import Rounded, pack
 from nf4conv.calibrate.rounding.scales import StorableScales, with_room
 from nf4conv.codec.backends import has_kernels
@@ -48,12 +47,11 @@ def round_calibrated(
     """
     levels = levels_of(searched[0].state.quant_type, factor.order.device)
     storable = StorableScales.beside([one.state for one in searched]).in_order(groups_of(factor))
-    with full_precision():
-        draft = first_draft(ordered(weights, factor), factor, storable, levels)
-        if sweeps:
-            gradient = factor.moments @ (ordered(weights, factor) - draft.values(levels))
-            for _ in range(sweeps):
-                sweep(draft, gradient, factor, storable, levels)
+    draft = first_draft(ordered(weights, factor), factor, storable, levels)
+    if sweeps:
+        gradient = factor.moments @ (ordered(weights, factor) - draft.values(levels))
+        for _ in range(sweeps):
+            sweep(draft, gradient, factor, storable, levels)
     return packed(searched, draft, factor)
 
 

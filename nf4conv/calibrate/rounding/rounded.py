@@ -6,7 +6,6 @@ from typing import Final
 import torch
 
 from nf4conv.calibrate.rounding.levels import levels_of
-from nf4conv.calibrate.rounding.moments import full_precision
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.codec.quant_state import NestedState, QuantState, code_table
 
@@ -45,10 +44,9 @@ def layer_cost(weight: torch.Tensor, rounded: Rounded, moments: torch.Tensor) ->
     errors = weight.float() - rounded.values(torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=errors.device)
     rows = max(1, _CHUNK // errors.shape[1])
-    with full_precision():
-        for start in range(0, errors.shape[0], rows):
-            part = errors[start : start + rows]
-            total += (part @ moments).mul_(part).sum(dtype=torch.float64)
+    for start in range(0, errors.shape[0], rows):
+        part = errors[start : start + rows]
+        total += (part @ moments).mul_(part).sum(dtype=torch.float64)
     return float(total)
 
 

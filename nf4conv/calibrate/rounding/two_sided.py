@@ -27,7 +27,6 @@ from nf4conv.calibrate.rounding.calibrated import (
 from nf4conv.calibrate.rounding.draft import Draft, empty_draft
 from nf4conv.calibrate.rounding.factor import Factor, factor
 from nf4conv.calibrate.rounding.levels import Levels, levels_of
-from nf4conv.calibrate.rounding.moments import full_precision
 from nf4conv.calibrate.rounding.rounded import Rounded
 from nf4conv.calibrate.rounding.scales import StorableScales
 
@@ -64,13 +63,12 @@ def round_two_sided(
     """
     levels = levels_of(searched.state.quant_type, weight.device)
     storable = StorableScales.beside([searched.state]).in_order(groups_of(inputs))
-    with full_precision():
-        outputs = factor(output_moments, 1, OUTPUT_DAMPING)
-        storable = storable.of(outputs.order)
-        target = ordered([weight], inputs).index_select(1, outputs.order)
-        draft = _first_draft(target.clone(), inputs, outputs, storable, levels)
-        if sweeps:
-            draft = _swept(target, draft, inputs, outputs, storable, levels, sweeps)
+    outputs = factor(output_moments, 1, OUTPUT_DAMPING)
+    storable = storable.of(outputs.order)
+    target = ordered([weight], inputs).index_select(1, outputs.order)
+    draft = _first_draft(target.clone(), inputs, outputs, storable, levels)
+    if sweeps:
+        draft = _swept(target, draft, inputs, outputs, storable, levels, sweeps)
     (result,) = packed([searched], draft.ordered(outputs.order.argsort()), inputs)
     return result
 
@@ -87,11 +85,10 @@ def two_sided_cost(
     """
     errors = (weight.float() - rounded.values(torch.float32)).T.contiguous()
     total = torch.zeros((), dtype=torch.float64, device=errors.device)
-    with full_precision():
-        spread = input_moments @ errors
-        for block in _blocks(errors.shape[1]):
-            products = errors[:, block].T @ spread
-            total += (products * output_moments[block]).sum(dtype=torch.float64)
+    spread = input_moments @ errors
+    for block in _blocks(errors.shape[1]):
+        products = errors[:, block].T @ spread
+        total += (products * output_moments[block]).sum(dtype=torch.float64)
     return float(total)
 
 
