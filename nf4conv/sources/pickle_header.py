@@ -10,38 +10,37 @@ _legacy_save).
 """
 
 import io
-import math
 import mmap
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from io import BytesIO
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final, TypeAlias, cast
 
 from nf4conv.errors import SourceError, named
 from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS
 from nf4conv.sources.arranged import Strided
 from nf4conv.sources.header import check_name
-from nf4conv.sources.pickle_program import PickleError, Storage, StoredTensor, run_pickle
+from nf4conv.sources.pickle_program import PickleError, StoredTensor, run_pickle
 from nf4conv.sources.tensors import TensorInfo
 
 _LARGEST_PICKLE: Final = 2**26
 _LARGEST_READ: Final = 2**26  # bytes: zipfile reads a directory of half a million storages at once
 _LOCAL_HEADER: Final = 30
 _STRANGE_FLAGS: Final = 0x61  # encrypted, patched, strongly encrypted
+_DAMAGES: Final = (
+    zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError, OverflowError, LookupError
+)  # fmt: skip
+"""What zipfile raises about damaged archives."""
+
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL: Final = 1001
 
 
-@dataclass(frozen=True)
-class _Content:
-    """The content of a file."""
-
-    state: Any  # the state dict, as its pickle describes it
-    storages: Mapping[str, range]  # where in the file the bytes of each storage are, by key
+_Content: TypeAlias = tuple[Any, Mapping[str, range]]
+"""What the pickle describes, and where in the file the bytes of each storage are, by its key."""
 
 
 def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
@@ -53,20 +52,13 @@ def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:
     """
     try:
         with named(path, SourceError), _BoundedFile(io.FileIO(path)) as file:
-            content = _read_zip(file) if zipfile.is_zipfile(file) else _read_legacy(file)
-            tensors = []
-            for name, tensor in _tensors(content.state):
-                tensors.append(_describe(path, name, tensor, content.storages))
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        RuntimeError,
-        ValueError,
-        EOFError,
-        OverflowError,
-        LookupError,
-    ) as error:
-        # all of them from zipfile, about damaged archives
+            size = file.seek(0, 2)
+            read = _read_zip if zipfile.is_zipfile(file) else _read_legacy
+            state, storages = read(file, size)
+        tensors = []
+        for name, tensor in _tensors(state):
+            tensors.append(_describe(path, size, name, tensor, storages))
+    except _DAMAGES as error:
         raise SourceError(
             f"{path}: a damaged zip archive: {error}; download it again", path=path
         ) from error
@@ -90,7 +82,7 @@ class _BoundedFile(io.BufferedReader):
         return super().read(size)
 
 
-def _read_zip(file: IO[bytes]) -> _Content:
+def _read_zip(file: IO[bytes], _size: int) -> _Content:
     """Reads a file of torch 1.6 or newer."""
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -110,7 +102,7 @@ def _read_zip(file: IO[bytes]) -> _Content:
     for name, entry in entries.items():
         if name.startswith(prefix):
             storages[name.removeprefix(prefix)] = _locate(file, entry)
-    return _Content(state, storages)
+    return state, storages
 
 
 def _check_plain(entry: zipfile.ZipInfo) -> None:
@@ -139,9 +131,8 @@ def _locate(file: IO[bytes], entry: zipfile.ZipInfo) -> range:
     return range(start, start + entry.file_size)
 
 
-def _read_legacy(file: IO[bytes]) -> _Content:
+def _read_legacy(file: IO[bytes], size: int) -> _Content:
     """Reads a file of torch before 1.6."""
-    size = file.seek(0, 2)
     if size == 0:
         raise PickleError("an empty file")
     with mmap.mmap(file.fileno(), min(size, _LARGEST_PICKLE), access=mmap.ACCESS_READ) as mapped:
@@ -157,17 +148,8 @@ def _read_legacy(file: IO[bytes]) -> _Content:
     if not machine.get("little_endian", True):
         raise PickleError("big-endian data")
     known = {tensor.storage.key: tensor.storage for _, tensor in _tensors(state)}
-    return _Content(state, dict(_legacy_storages(file, keys, known, position)))
-
-
-def _legacy_storages(
-    file: IO[bytes], keys: list[Any], known: Mapping[str, Storage], position: int
-) -> Iterator[tuple[str, range]]:
-    """Yields where the bytes of each storage are, of keys in the order of their bytes from
-    `position` on; `known` are those that tensors are views of.
-    """
-    size = file.seek(0, 2)
-    for key in keys:
+    storages = {}
+    for key in keys:  # in the order of their bytes
         if not isinstance(key, str) or position > size:
             raise PickleError(
                 "a storage without a name, or beyond the end of the file; the download may be "
@@ -179,7 +161,8 @@ def _legacy_storages(
             raise PickleError(f"a storage of {elements:,} elements that no tensor describes")
         start = position + 8
         position = start + known[key].nbytes
-        yield key, range(start, position)
+        storages[key] = range(start, position)
+    return state, storages
 
 
 def _tensors(state: Any) -> Iterator[tuple[str, StoredTensor]]:
@@ -195,57 +178,41 @@ def _tensors(state: Any) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _describe(
-    path: Path, name: str, tensor: StoredTensor, storages: Mapping[str, range]
+    path: Path, size: int, name: str, tensor: StoredTensor, storages: Mapping[str, range]
 ) -> TensorInfo:
-    """Returns where a tensor's bytes are; raises an error unless they are all in the file."""
+    """Returns where a tensor's bytes are; raises an error unless they are all in the file, which
+    has `size` bytes.
+    """
     check_name(path, name)
-    if len(tensor.shape) != len(tensor.stride):
-        raise PickleError(
-            f"{name}: shape {tensor.shape} and strides {tensor.stride} make no tensor"
-        )
+    shape, stride = tensor.shape, tensor.stride
+    if len(shape) != len(stride):
+        raise PickleError(f"{name}: shape {shape} and strides {stride} make no tensor")
     itemsize = DTYPE_BITS[tensor.dtype] // 8
     storage = storages.get(tensor.storage.key)
-    if storage is None or storage.stop - storage.start < tensor.storage.nbytes:
+    if storage is None or len(storage) < tensor.storage.nbytes:
         raise PickleError(f"{name}: the bytes of its storage are missing")
-    size = path.stat().st_size
-    length = _reach(tensor)
+    is_empty = 0 in shape
+    length = 0 if is_empty else 1  # elements from the tensor's first to its last
+    in_order = 1  # the stride of a dimension if elements stand one after the other
+    is_in_order = True
+    for count, step in zip(reversed(shape), reversed(stride), strict=True):
+        if not is_empty:
+            length += (count - 1) * step
+            is_in_order &= count == 1 or step == in_order
+        in_order *= count
     start = storage.start + tensor.offset * itemsize
     stop = start + length * itemsize
     if stop - storage.start > tensor.storage.nbytes or stop > size:
         raise SourceError.about(
             path, name, "reaches beyond the end of its storage; the download is incomplete"
         )
-    info = TensorInfo(name, tensor.dtype, tensor.shape, path, start, stop)
-    if _is_contiguous(tensor):
+    info = TensorInfo(name, tensor.dtype, shape, path, start, stop)
+    if is_in_order:
         return info
-    if math.prod(tensor.shape) * itemsize > size:
+    if info.elements * itemsize > size:
         raise PickleError(
-            f"{name}: {list(tensor.shape)} {tensor.dtype} of {length:,} values, more than the "
-            f"file holds"
+            f"{name}: {list(shape)} {tensor.dtype} of {length:,} values, more than the file holds"
         )
     if tensor.dtype not in FLOAT_TAGS:
         raise PickleError(f"{name}: {tensor.dtype} whose elements are not in order")
-    stored = info._replace(shape=(length,))
-    return info._replace(encoding=Strided(stored, tensor.stride))
-
-
-def _reach(tensor: StoredTensor) -> int:
-    """Returns the number of elements of the storage from the tensor's first to its last."""
-    if math.prod(tensor.shape) == 0:
-        return 0
-    reach = 1
-    for size, stride in zip(tensor.shape, tensor.stride, strict=True):
-        reach += (size - 1) * stride
-    return reach
-
-
-def _is_contiguous(tensor: StoredTensor) -> bool:
-    """Returns True if a tensor's elements stand one after the other, in order."""
-    if math.prod(tensor.shape) == 0:
-        return True
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return info._replace(encoding=Strided(info._replace(shape=(length,)), stride))
