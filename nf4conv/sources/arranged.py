@@ -58,15 +58,6 @@ class Strided(Encoding):
 
 
 @dataclass(frozen=True, slots=True)
-class Joined(Encoding):
-    """The rows of several tensors, encoded or not, one after the other."""
-
-    name: ClassVar[str] = "joined"
-
-    tensors: tuple[TensorInfo, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Excerpt(Encoding):
     """A run of the elements of a larger tensor, which is decoded for it."""
 

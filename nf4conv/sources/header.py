@@ -63,20 +63,10 @@ def header_stop(path: Path, head: bytes, size: int) -> int:
             f"that folder",
             path=path,
         )
-    if size < LENGTH_BYTES:
+    if length > min(size - LENGTH_BYTES, LONGEST_HEADER):
         raise SourceError(
-            f"{path}: {size} bytes, too short for a safetensors file; the download is incomplete",
-            path=path,
-        )
-    if length > LONGEST_HEADER:
-        raise SourceError(
-            f"{path}: claims a header of {length:,} bytes; this is not a safetensors file",
-            path=path,
-        )
-    if length > size - LENGTH_BYTES:
-        raise SourceError(
-            f"{path}: claims a header of {length:,} bytes but the file has only {size:,}; the "
-            f"download is incomplete",
+            f"{path}: claims a header of {length:,} bytes, and the file has {size:,}; it is no "
+            f"safetensors file, or the download is incomplete",
             path=path,
         )
     if length > max(_SHORT_HEADER, size - length):

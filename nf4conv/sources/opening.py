@@ -193,18 +193,18 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     for file in files:
         if file not in absent:
             require_own(file, root)
-    headers = read_headers(files, fetched)
+    tensors, stamps = read_headers(files, fetched)
     if weight_map:
         by_name = dict(zip(file_names, files, strict=True))
-        check_index(folder, weight_map, by_name, headers.tensors)
+        check_index(folder, weight_map, by_name, tensors)
     return Source(
         folder=folder,
         root=root,
         files=files,
-        tensors=headers.tensors,
+        tensors=tensors,
         config=_read_config(folder, root),
         stem=weights.stem,
-        stamps=headers.stamps,
+        stamps=stamps,
     )
 
 
@@ -267,16 +267,15 @@ def _open_file(path: Path) -> Source:
             raise SourceError(
                 f"{path}: one shard of those that {index.name} lists; give the folder", path=path
             )
-    headers = read_headers((path,))
-    config = _read_config(folder, folder)
+    tensors, stamps = read_headers((path,))
     return Source(
         folder=folder,
         root=folder,
         files=(path,),
-        tensors=headers.tensors,
-        config=config,
+        tensors=tensors,
+        config=_read_config(folder, folder),
         stem=STEMS[0],
-        stamps=headers.stamps,
+        stamps=stamps,
         is_file=True,
     )
 

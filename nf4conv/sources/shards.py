@@ -6,7 +6,6 @@ Notices a file that has changed since its header was read.
 import os
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from nf4conv.sources.remote.hub import Fetched
 
 _ENDS: Final = 2**14  # bytes at either end of a file whose checksum is taken
+_HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
 
 
 class Stamp(NamedTuple):
@@ -83,27 +83,26 @@ def check_index(
             )
 
 
-_HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
+def read_headers(
+    files: tuple[Path, ...], fetched: "Fetched | None" = None
+) -> tuple[tuple[TensorInfo, ...], dict[Path, Stamp]]:
+    """Reads the headers of all weight files.
 
-
-@dataclass(frozen=True)
-class Headers:
-    """The headers of all weight files."""
-
-    tensors: tuple[TensorInfo, ...]  # in the order of files and of bytes within a file
-    stamps: Mapping[Path, Stamp]  # what the files were then; none of a commit
-
-
-def read_headers(files: tuple[Path, ...], fetched: "Fetched | None" = None) -> Headers:
-    """Reads the headers of all weight files; raises a SourceError if two have the same tensor."""
+    Returns the tensors, in the order of files and of bytes within a file, and what the files were
+    then: of a commit nothing, for it cannot change. Raises a SourceError if two files have the same
+    tensor.
+    """
     seen: dict[str, TensorInfo] = {}
     stamps: dict[Path, Stamp] = {}
     # threads wait for files, but would hinder each other in looking at what they have read
     heads = each(partial(_read_head, fetched), files)
-    for file, head in zip(files, heads, strict=True):
-        if head.stamp is not None:
-            stamps[file] = head.stamp
-        tensors = _tensors_of(file, head)
+    for file, (head, size, stamp) in zip(files, heads, strict=True):
+        if stamp is not None:
+            stamps[file] = stamp
+        if file.suffix == ".safetensors":
+            tensors = parse_header(head[LENGTH_BYTES : header_stop(file, head, size)], file, size)
+        else:
+            tensors = read_pickle_header(file)
         if len(seen) + len(tensors) > MOST_TENSORS:
             raise SourceError(
                 f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model "
@@ -116,37 +115,23 @@ def read_headers(files: tuple[Path, ...], fetched: "Fetched | None" = None) -> H
             seen[tensor.name] = tensor
     if not seen:
         raise SourceError(f"{', '.join(str(file) for file in files)}: no tensors")
-    return Headers(tuple(seen.values()), stamps)
+    return tuple(seen.values()), stamps
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The beginning of a weight file."""
-
-    content: bytes  # its first bytes, with the whole header of a safetensors file
-    size: int  # bytes of the file
-    stamp: Stamp | None  # what the file was then; None for a commit, which cannot change
-
-
-def _read_head(fetched: "Fetched | None", path: Path) -> _Head:
-    """Reads the beginning of a weight file, on disk or on the Hub."""
+def _read_head(fetched: "Fetched | None", path: Path) -> tuple[bytes, int, Stamp | None]:
+    """Reads the beginning of a weight file, on disk or on the Hub, with the whole header of a
+    safetensors file; returns it with the size of the file, and what the file is now.
+    """
     if fetched is None or fetched.repository is None or path not in fetched.absent:
-        stamp, content = stamp_and_head(path)
-        return _Head(content, stamp.size, stamp if fetched is None else None)
+        stamp, head = stamp_and_head(path)
+        return head, stamp.size, stamp if fetched is None else None
     if path.suffix != ".safetensors":
         raise SourceError(
             f"{path}: only safetensors can be streamed; run without --stream", path=path
         )
     file = fetched.absent[path]
-    content = fetched.repository.read(file, 0, min(file.size, _HEAD))
-    stop = header_stop(path, content, file.size)
-    if stop > len(content):
-        content += fetched.repository.read(file, len(content), stop)
-    return _Head(content, file.size, None)
-
-
-def _tensors_of(file: Path, head: _Head) -> tuple[TensorInfo, ...]:
-    if file.suffix != ".safetensors":
-        return read_pickle_header(file)
-    stop = header_stop(file, head.content, head.size)
-    return parse_header(head.content[LENGTH_BYTES:stop], file, head.size)
+    head = fetched.repository.read(file, 0, min(file.size, _HEAD))
+    stop = header_stop(path, head, file.size)
+    if stop > len(head):
+        head += fetched.repository.read(file, len(head), stop)
+    return head, file.size, None

@@ -123,15 +123,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "cut into the header": (
         resized(SECOND, lambda content: content[:100]),
-        f"{SECOND}: claims a header of [0-9,]+ bytes but the file has only 100; {INCOMPLETE}",
+        f"{SECOND}: claims a header of [0-9,]+ bytes, and the file has 100; {NO_HEADER}",
     ),
     "empty": (
         resized(SECOND, lambda _: b""),
-        f"{SECOND}: 0 bytes, too short for a safetensors file; {INCOMPLETE}",
+        f"{SECOND}: claims a header of 0 bytes, and the file has 0; {NO_HEADER}",
     ),
     "huge header": (
         resized(FIRST, lambda content: struct.pack("<Q", 2**40) + content[8:]),
-        f"{FIRST}: claims a header of 1,099,511,627,776 bytes; this is not a safetensors file",
+        f"{FIRST}: claims a header of 1,099,511,627,776 bytes, and the file has [0-9,]+; {NO_HEADER}",
     ),
     "header is no JSON": (
         resized(FIRST, lambda content: content[:8] + b"[" + content[9:]),

@@ -23,7 +23,7 @@ from nf4conv.run.device.on_driver.loading import kernels_for_tensor
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.pieces import ENOUGH, located, pieces_of, whole_weight
 from nf4conv.run.worker import Backend
-from nf4conv.sources.arranged import Excerpt, Joined, Merged, StackedExperts
+from nf4conv.sources.arranged import Excerpt, Merged, StackedExperts
 from nf4conv.sources.cutting import pieces_alike
 
 _log: Final = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ def _why_torch(job: Job) -> str:
     source = job.source
     if isinstance(job, PackJob) and located(job)[1].transpose:
         return "stored transposed"
-    if isinstance(source.encoding, Merged | Joined | StackedExperts | Excerpt):
+    if isinstance(source.encoding, Merged | StackedExperts | Excerpt):
         return source.encoding.name
     if isinstance(job, PackJob) and (job.matrix.columns is not None or job.matrix.step > 1):
         return "cut out of a larger tensor"

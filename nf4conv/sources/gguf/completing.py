@@ -35,10 +35,7 @@ def add_scale_of_gemma(_sizes: Sizes, _names: Names, config: Config) -> None:
 def add_layer_types(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds which layers attend to a window alone."""
     pattern = sizes.get("attention.sliding_window_pattern")
-    if not isinstance(pattern, list):
-        return
-    kinds = ("full_attention", "sliding_attention")
-    config["layer_types"] = [kinds[bool(is_sliding)] for is_sliding in pattern]
+    _set_kinds(config, "layer_types", pattern, ("full_attention", "sliding_attention"))
 
 
 def add_no_window(_sizes: Sizes, _names: Names, config: Config) -> None:
@@ -71,12 +68,11 @@ def add_heads_of_gemma_4(sizes: Sizes, names: Names, config: Config) -> None:
     """
     config.pop("partial_rotary_factor", None)
     config.pop("rope_theta", None)
-    config["attention_k_eq_v"] = False
-    for layer in _layers(names, config):
-        has_keys = f"blk.{layer}.attn_k.weight" in names
-        has_values = f"blk.{layer}.attn_v.weight" in names
-        if has_keys and not has_values:
-            config["attention_k_eq_v"] = True
+    keys = _layers_with("attn_k.weight", names, config)
+    values = _layers_with("attn_v.weight", names, config)
+    config["attention_k_eq_v"] = any(
+        key and not value for key, value in zip(keys, values, strict=True)
+    )
     heads = counts_of(sizes, "attention.head_count_kv")
     types = config.get("layer_types", [])
     for kind, key in (
@@ -89,9 +85,7 @@ def add_heads_of_gemma_4(sizes: Sizes, names: Names, config: Config) -> None:
     widths = counts_of(sizes, "feed_forward_length")
     if widths:
         config["intermediate_size"] = min(widths)
-        config["use_double_wide_mlp"] = max(widths) > min(widths)
-    else:
-        config["use_double_wide_mlp"] = False
+    config["use_double_wide_mlp"] = len(set(widths)) > 1
 
 
 def add_sizes_of_latents(sizes: Sizes, _names: Names, config: Config) -> None:
@@ -128,11 +122,9 @@ def add_sizes_of_minicpm(sizes: Sizes, _names: Names, config: Config) -> None:
     config.pop("partial_rotary_factor", None)
     key = positive(sizes, "attention.key_length")
     rotated = positive(config, "qk_rope_head_dim")
-    heads = positive(config, "num_attention_heads")
-    hidden = positive(config, "hidden_size")
     if key is not None and rotated is not None:
         config["qk_nope_head_dim"] = key - rotated
-    _divide(config, "v_head_dim", hidden, heads)
+    _divide(config, "v_head_dim", sizes, "embedding_length", "attention.head_count")
 
 
 def add_norm_of_queries(_sizes: Sizes, _names: Names, config: Config) -> None:
@@ -172,8 +164,7 @@ def add_scaling_of_ministral(sizes: Sizes, _names: Names, config: Config) -> Non
 def add_layers_with_attention(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds which layers of LFM2 have attention: those with heads of keys."""
     heads = counts_of(sizes, "attention.head_count_kv")
-    types = ["full_attention" if count else "conv" for count in heads]
-    config["layer_types"] = types
+    _set_kinds(config, "layer_types", heads, ("conv", "full_attention"))
     config["num_key_value_heads"] = max(heads, default=0)
 
 
@@ -201,18 +192,14 @@ def add_layers_of_granite(sizes: Sizes, names: Names, config: Config) -> None:
     Only models without rotary embeddings have such layers: llama.cpp says so by
     `rope.scaling.finetuned`.
     """
-    layers = _layers(names, config)
-    types = ["mamba" if f"blk.{layer}.ssm_a" in names else "attention" for layer in layers]
-    config["layer_types"] = types
+    has_states = _layers_with("ssm_a", names, config)
+    _set_kinds(config, "layer_types", has_states, ("attention", "mamba"))
     heads = counts_of(sizes, "attention.head_count_kv")
     if heads:
         config["num_key_value_heads"] = max(heads)
     config["position_embedding_type"] = "rope" if sizes.get("rope.scaling.finetuned") else None
-    width = positive(sizes, "ssm.inner_size")
-    states = positive(sizes, "ssm.time_step_rank")
-    hidden = positive(config, "hidden_size")
-    _divide(config, "mamba_d_head", width, states)
-    _divide(config, "mamba_expand", width, hidden)
+    _divide(config, "mamba_d_head", sizes, "ssm.inner_size", "ssm.time_step_rank")
+    _divide(config, "mamba_expand", sizes, "ssm.inner_size", "embedding_length")
 
 
 def add_layers_of_bamba(sizes: Sizes, names: Names, config: Config) -> None:
@@ -227,29 +214,21 @@ def add_layers_of_bamba(sizes: Sizes, names: Names, config: Config) -> None:
 
 def add_heads_of_states(sizes: Sizes, names: Names, config: Config) -> None:
     """Adds the sizes of Mamba 2's heads."""
-    width = positive(sizes, "ssm.inner_size")
-    heads = positive(sizes, "ssm.time_step_rank")
-    hidden = positive(config, "hidden_size")
-    _divide(config, "head_dim", width, heads)
-    _divide(config, "expand", width, hidden)
+    _divide(config, "head_dim", sizes, "ssm.inner_size", "ssm.time_step_rank")
+    _divide(config, "expand", sizes, "ssm.inner_size", "embedding_length")
     config["use_conv_bias"] = "blk.*.ssm_conv1d.bias" in names
 
 
 def add_linear_attention(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds which layers of Qwen3-Next have linear attention, and the size of its values."""
-    width = positive(sizes, "ssm.inner_size")
-    heads = positive(sizes, "ssm.time_step_rank")
-    _divide(config, "linear_value_head_dim", width, heads)
+    _divide(config, "linear_value_head_dim", sizes, "ssm.inner_size", "ssm.time_step_rank")
     recurrent = sizes.get("attention.recurrent_layers")
-    if isinstance(recurrent, list):
-        types = ["linear_attention" if is_linear else "full_attention" for is_linear in recurrent]
-        config["layer_types"] = types[: positive(config, "num_hidden_layers")]
+    _set_kinds(config, "layer_types", recurrent, ("full_attention", "linear_attention"))
 
 
-def add_size_of_heads(_sizes: Sizes, _names: Names, config: Config) -> None:
+def add_size_of_heads(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds the size of a head of GLM, which the converter takes for granted (ChatGLMModel)."""
-    heads = positive(config, "num_attention_heads")
-    _divide(config, "head_dim", positive(config, "hidden_size"), heads)
+    _divide(config, "head_dim", sizes, "embedding_length", "attention.head_count")
 
 
 def add_full_rotation(_sizes: Sizes, _names: Names, config: Config) -> None:
@@ -262,11 +241,8 @@ def add_full_rotation(_sizes: Sizes, _names: Names, config: Config) -> None:
 
 def add_kinds_of_networks(_sizes: Sizes, names: Names, config: Config) -> None:
     """Adds which layers have experts: those with a router."""
-    kinds = []
-    for layer in _layers(names, config):
-        has_router = f"blk.{layer}.ffn_gate_inp.weight" in names
-        kinds.append("sparse" if has_router else "dense")
-    config["mlp_layer_types"] = kinds
+    has_router = _layers_with("ffn_gate_inp.weight", names, config)
+    _set_kinds(config, "mlp_layer_types", has_router, ("dense", "sparse"))
 
 
 def add_choice_of_experts(sizes: Sizes, _names: Names, config: Config) -> None:
@@ -292,41 +268,47 @@ def add_rotation_of_each_kind(sizes: Sizes, _names: Names, config: Config) -> No
 
 def add_kinds_of_indexers(sizes: Sizes, _names: Names, config: Config) -> None:
     """Adds which layers of GLM-5 choose tokens themselves, and which share a choice."""
-    own = sizes.get("attention.indexer.types")
-    if isinstance(own, list):
-        kinds = ["full" if is_own else "shared" for is_own in own]
-        config["indexer_types"] = kinds[: positive(config, "num_hidden_layers")]
+    _set_kinds(config, "indexer_types", sizes.get("attention.indexer.types"), ("shared", "full"))
 
 
 def add_layers_of_nemotron(sizes: Sizes, names: Names, config: Config) -> None:
     """Adds what each layer of Nemotron-H is, and the sizes of its states and heads."""
+    has_states = _layers_with("ssm_a", names, config)
+    attends = _layers_with("attn_q.weight", names, config)
+    has_router = _layers_with("ffn_gate_inp.weight", names, config)
     kinds = []
-    for layer in _layers(names, config):
-        kind = "mlp"
-        for tensor, found in (("ssm_a", "mamba"), ("attn_q.weight", "attention")):
-            if f"blk.{layer}.{tensor}" in names:
-                kind = found
-        if f"blk.{layer}.ffn_gate_inp.weight" in names:
-            kind = "moe"
-        kinds.append(kind)
+    for is_state, is_attention, is_mixture in zip(has_states, attends, has_router, strict=True):
+        if is_mixture:
+            kinds.append("moe")
+        elif is_attention:
+            kinds.append("attention")
+        else:
+            kinds.append("mamba" if is_state else "mlp")
     config["layers_block_type"] = kinds
     config["num_key_value_heads"] = max(counts_of(sizes, "attention.head_count_kv"), default=0)
     widths = counts_of(sizes, "feed_forward_length")
     if any(widths):
         config["intermediate_size"] = max(widths)
-    width = positive(sizes, "ssm.inner_size")
-    heads = positive(sizes, "ssm.time_step_rank")
-    _divide(config, "mamba_head_dim", width, heads)
+    _divide(config, "mamba_head_dim", sizes, "ssm.inner_size", "ssm.time_step_rank")
     config.pop("partial_rotary_factor", None)
 
 
-def _divide(config: Config, key: str, whole: int | None, count: int | None) -> None:
+def _divide(config: Config, key: str, sizes: Sizes, whole: str, count: str) -> None:
     """Sets a key to the size of one of so many equal parts, if both numbers are known."""
-    if whole is not None and count is not None:
-        config[key] = whole // count
+    size = positive(sizes, whole)
+    parts = positive(sizes, count)
+    if size is not None and parts is not None:
+        config[key] = size // parts
 
 
-def _layers(names: Names, config: Config) -> range:
-    """Returns the numbers of the layers, of which a file has no more than tensors."""
+def _set_kinds(config: Config, key: str, flags: Any, kinds: tuple[str, str]) -> None:
+    """Sets a key to the kind of each layer, by a list of flags, if it is one."""
+    if isinstance(flags, list):
+        layers = positive(config, "num_hidden_layers")
+        config[key] = [kinds[bool(flag)] for flag in flags[:layers]]
+
+
+def _layers_with(tensor: str, names: Names, config: Config) -> list[bool]:
+    """Returns for each layer whether it has a tensor; a file has no more layers than tensors."""
     layers = positive(config, "num_hidden_layers") or 0
-    return range(min(layers, len(names)))
+    return [f"blk.{layer}.{tensor}" in names for layer in range(min(layers, len(names)))]

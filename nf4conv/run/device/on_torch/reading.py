@@ -22,7 +22,6 @@ from nf4conv.sources.arranged import (
     Columns,
     Delta,
     Excerpt,
-    Joined,
     LowRankDelta,
     Merged,
     RowsDelta,
@@ -61,9 +60,6 @@ def read_decoded(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
         base = _read_whole(device, encoding.base._replace(dtype=tensor.dtype))
         run = base.view(-1)[encoding.first : encoding.first + tensor.elements]
         return run.view(tensor.shape)
-    if isinstance(encoding, Joined):
-        # the parts are copied, since the next one is read into the same buffer
-        return torch.cat([_read_whole(device, part).clone() for part in encoding.tensors])
     raws = _read_parts(device, encoding.parts)
     with device.timed(Activity.COMPUTE):
         views = {}
