@@ -28,7 +28,7 @@ from nf4conv.sources.files import (
     require_shards,
 )
 from nf4conv.sources.foreign.presenting import decoded_tensors
-from nf4conv.sources.gguf.header import FileBytes, is_gguf
+from nf4conv.sources.gguf.header import FileBytes
 from nf4conv.sources.gguf.opening import card_beside, open_gguf
 from nf4conv.sources.places import from_address, is_repo_id
 from nf4conv.sources.reader import read_json
@@ -255,8 +255,6 @@ def _folder_of_config(where: SourceOptions) -> Path | None:
 
 def _open_file(path: Path) -> Source:
     """Opens a single weight file: safetensors, or a pickle."""
-    if is_gguf(path):
-        raise SourceError(f"{path}: is a GGUF file; its name must end with .gguf", path=path)
     if path.suffix not in (".safetensors", *PICKLE_SUFFIXES):
         raise SourceError(f"{path}: neither a .safetensors file nor a torch pickle", path=path)
     folder = path.parent

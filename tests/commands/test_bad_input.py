@@ -115,6 +115,7 @@ def float64_weight(source: Path) -> None:
 
 UP_1, UP_4, UP_5 = (f"model.layers.{number}.mlp.up_proj.weight" for number in (1, 4, 5))
 INCOMPLETE = "the download is incomplete"
+NO_HEADER = f"it is no safetensors file, or {INCOMPLETE}"
 CASTS = "--dtype bfloat16, float16, float32"
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "truncated": (

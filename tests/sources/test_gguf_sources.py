@@ -309,12 +309,14 @@ def test_a_byte_level_tokenizer_comes_back(
     from tokenizers import trainers
 
     from nf4conv.sources.gguf.header import Texts
-    from nf4conv.sources.gguf.tokenizing import Vocabulary, tokenizer_json
+    from nf4conv.sources.gguf.tokenizing import tokenizer_json
 
     source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    metadata = {"tokenizer.ggml.pre": kind, "tokenizer.ggml.merges": Texts(b"", 0)}
-    like = json.loads(b"".join(tokenizer_json(Vocabulary("gpt2", [b"a"], metadata))))
+    none = Texts(b"", 0)
+    metadata = {"tokenizer.ggml.pre": kind, "tokenizer.ggml.merges": none}
+    metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": none}
+    like = json.loads(b"".join(tokenizer_json(metadata)))
     whole = json.loads(tokenizer.to_str()) | {
         key: like[key] for key in ("normalizer", "pre_tokenizer", "decoder")
     }

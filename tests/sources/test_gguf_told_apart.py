@@ -143,7 +143,7 @@ def test_what_cannot_be_read_is_refused_by_name(
 
 def stored(path: Path, name: str) -> torch.Tensor:
     """A matrix of a file, as it is stored in float32."""
-    [tensor] = [one for one in read_gguf_header(path).tensors if one.name == name]
+    [tensor] = [one for one in read_gguf_header(path)[1] if one.name == name]
     content = path.read_bytes()[tensor.start : tensor.start + tensor.nbytes]
     return torch.frombuffer(bytearray(content), dtype=torch.float32).view(tensor.shape)
 

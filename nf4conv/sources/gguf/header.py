@@ -9,11 +9,10 @@ Anything may stand in the metadata. A number that is none, or is beyond sense, i
 absent.
 """
 
-import array
 import math
 import struct
-import sys
 from collections.abc import Callable, Iterator, Mapping
+from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -40,20 +39,12 @@ class Texts:
 
     def __iter__(self) -> Iterator[str]:
         """Yields the strings. What is not UTF-8 in them is replaced."""
-        for text in self.encoded():
-            yield text.decode(errors="replace")
-
-    def encoded(self) -> list[bytes]:
-        """Returns the strings as they are in the file."""
-        content = self.content
-        found = []
         stop = 0
         for _ in range(self.count):
-            [length] = _LENGTH.unpack_from(content, stop)
+            [length] = _LENGTH.unpack_from(self.content, stop)
             start = stop + 8
             stop = start + length
-            found.append(content[start:stop])
-        return found
+            yield self.content[start:stop].decode(errors="replace")
 
 
 def positive(values: Mapping[str, Any], key: str) -> int | None:
@@ -79,22 +70,14 @@ def shortest(value: float) -> float:
 
     A number that is too large for float32 is returned as it is: GGUF also has float64.
     """
-    stored = _in_float32(value)
-    if stored is None:
+    stored = c_float(value).value
+    if math.isinf(stored):
         return value
     for digits in range(1, 10):
         rounded = float(f"{value:.{digits}g}")
-        if _in_float32(rounded) == stored:
+        if c_float(rounded).value == stored:
             return rounded
     return value
-
-
-def _in_float32(value: float) -> bytes | None:
-    """Returns the bytes of a number in float32; None if it is too large for that."""
-    try:
-        return struct.pack("<f", value)
-    except OverflowError:
-        return None
 
 
 MAGIC: Final = b"GGUF"
@@ -116,12 +99,12 @@ _NUMBERS: Final = {
     4: "I",
     5: "i",
     6: "f",
+    7: "?",
     10: "Q",
     11: "q",
     12: "d",
 }
-"""Formats of struct by type of a value; the others are bool, string and array."""
-_BOOL: Final = 7
+"""Formats of struct by type of a value; the others are string and array."""
 _STRING: Final = 8
 _ARRAY: Final = 9
 
@@ -140,14 +123,6 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape) // self.block_type.values * self.block_type.size
 
 
-@dataclass(frozen=True)
-class GgufHeader:
-    """The header of a file."""
-
-    metadata: Mapping[str, Any]  # numbers, strings, lists of numbers, and `Texts`
-    tensors: tuple[GgufTensor, ...]  # in the order of their records
-
-
 class FileBytes(NamedTuple):
     """A file that may not be here."""
 
@@ -155,10 +130,16 @@ class FileBytes(NamedTuple):
     read: Callable[[int, int], bytes]  # bytes start … stop
 
 
-def read_gguf_header(path: Path, remote: FileBytes | None = None) -> GgufHeader:
-    """Reads the header of a file, which may not be here."""
+def read_gguf_header(
+    path: Path, remote: FileBytes | None = None
+) -> tuple[Mapping[str, Any], tuple[GgufTensor, ...]]:
+    """Reads the header of a file, which may not be here.
+
+    Returns the metadata, numbers, strings, lists of numbers, and `Texts`; and the tensors, in the
+    order of their records.
+    """
     if remote is not None:
-        return _Parser(path, _HeaderBytes(path, remote), remote.size).parse()
+        return _Header(path, remote).parsed()
     with named(path, SourceError), path.open("rb") as file:
 
         def read(start: int, stop: int) -> bytes:
@@ -166,17 +147,11 @@ def read_gguf_header(path: Path, remote: FileBytes | None = None) -> GgufHeader:
             return file.read(stop - start)
 
         size = file.seek(0, 2)
-        return _Parser(path, _HeaderBytes(path, FileBytes(size, read)), size).parse()
+        return _Header(path, FileBytes(size, read)).parsed()
 
 
-def is_gguf(path: Path) -> bool:
-    """Returns True for a file that begins as GGUF files do, whatever its name is."""
-    with named(path, SourceError), path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
-
-
-class _HeaderBytes:
-    """The bytes of a header, which are read from the first one on; `position` is the next one's."""
+class _Header:
+    """A header that is read from its first byte on; `position` is that of the next one."""
 
     def __init__(self, path: Path, file: FileBytes) -> None:
         self._path = path
@@ -185,31 +160,62 @@ class _HeaderBytes:
         self._here = bytearray()
         self.position = 0
 
-    @property
-    def left(self) -> int:
-        """Returns how many bytes the rest of the header can have."""
-        return self._end - self.position
+    def parsed(self) -> tuple[Mapping[str, Any], tuple[GgufTensor, ...]]:
+        """Reads the whole header."""
+        if self._take(4) != MAGIC:
+            raise self._error("is no GGUF file")
+        version = self._number("I")
+        if version not in (2, 3):
+            swapped = int.from_bytes(struct.pack("<I", version), "big")
+            if swapped in (2, 3):
+                raise self._error("is a GGUF file in big-endian order, which is not read")
+            raise self._error(f"is a GGUF file of version {version}; 2 and 3 are read")
+        tensor_count = self._number("Q")
+        pair_count = self._number("Q")
+        if tensor_count > MOST_TENSORS:
+            raise self._error(f"claims {tensor_count:,} tensors, as no model has")
+        self._check_count(pair_count, _SMALLEST_PAIR, "metadata entries")
+        metadata: dict[str, Any] = {}
+        for _ in range(pair_count):
+            key = self._text()
+            metadata[key] = self._value(self._number("I"))
+        self._check_count(tensor_count, _SMALLEST_RECORD, "tensors")
+        records = [self._record() for _ in range(tensor_count)]
+        return metadata, self._placed(records, metadata)
 
-    def take(self, count: int) -> bytes:
-        """Reads the next bytes."""
-        start = self.position
-        stop = start + count
-        self._need(stop)
-        self.position = stop
-        return bytes(self._here[start:stop])
+    # --- metadata ------------------------------------------------------------------------------
 
-    def number(self, code: str) -> Any:
-        """Reads a number, by its format of struct."""
-        [number] = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
-        return number
+    def _value(self, kind: int) -> Any:
+        """Reads a value of the metadata."""
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._array()
+        raise self._error(f"has a value of type {kind}, which GGUF does not define")
 
-    def text(self) -> str:
+    def _array(self) -> list[Any] | Texts:
+        """Reads an array of numbers, bools or strings."""
+        kind = self._number("I")
+        count = self._number("Q")
+        if kind in _NUMBERS:
+            code = _NUMBERS[kind]
+            size = struct.calcsize(f"<{code}")
+            self._check_count(count, size, "numbers in an array")
+            return list(struct.unpack(f"<{count}{code}", self._take(count * size)))
+        if kind == _STRING:
+            self._check_count(count, 8, "strings in an array")
+            return self._texts(count)
+        raise self._error(f"has an array of type {kind}, which is not read")
+
+    def _text(self) -> str:
         """Reads a string. What is not UTF-8 in it is replaced, as in tokens of other encodings."""
-        length = self.number("Q")
+        length = self._number("Q")
         self._check_length(length)
-        return self.take(length).decode(errors="replace")
+        return self._take(length).decode(errors="replace")
 
-    def texts(self, count: int) -> Texts:
+    def _texts(self, count: int) -> Texts:
         """Reads strings that follow each other, of which only the lengths are looked at."""
         start = self.position
         passed = self._pass_texts(count)
@@ -238,113 +244,18 @@ class _HeaderBytes:
         self.position = position
         return passed
 
-    def _need(self, stop: int) -> None:
-        """Reads on until the bytes before `stop` are here."""
-        if stop > self._end:
-            raise self._cut_off()
-        while len(self._here) < stop:
-            start = len(self._here)
-            # each read is longer than the last one: each of a file on the Hub is a request
-            count = min(max(_SHORTEST_READ, 2 * start), _LONGEST_READ)
-            content = self._file.read(start, min(start + count, self._end))
-            if not content:
-                raise self._cut_off()
-            self._here += content
-
-    def _check_length(self, length: int) -> None:
-        if length > _LONGEST_STRING:
-            raise SourceError(
-                f"{self._path}: has a string of {length:,} bytes, which is too long",
-                path=self._path,
-            )
-
-    def _cut_off(self) -> SourceError:
-        return SourceError(
-            f"{self._path}: is cut off in its header; the download is incomplete", path=self._path
-        )
-
-
-class _Parser:
-    """Reads one header from its first byte to its last."""
-
-    def __init__(self, path: Path, content: _HeaderBytes, size: int) -> None:
-        self._path = path
-        self._content = content
-        self._size = size
-
-    def parse(self) -> GgufHeader:
-        """Reads the header."""
-        if self._content.take(4) != MAGIC:
-            raise self._error("is no GGUF file")
-        version = self._content.number("I")
-        if version not in (2, 3):
-            swapped = int.from_bytes(struct.pack("<I", version), "big")
-            if swapped in (2, 3):
-                raise self._error("is a GGUF file in big-endian order, which is not read")
-            raise self._error(f"is a GGUF file of version {version}; 2 and 3 are read")
-        tensor_count = self._content.number("Q")
-        pair_count = self._content.number("Q")
-        if tensor_count > MOST_TENSORS:
-            raise self._error(f"claims {tensor_count:,} tensors, as no model has")
-        self._check_count(pair_count, _SMALLEST_PAIR, "metadata entries")
-        metadata: dict[str, Any] = {}
-        for _ in range(pair_count):
-            key = self._content.text()
-            metadata[key] = self._value(self._content.number("I"))
-        self._check_count(tensor_count, _SMALLEST_RECORD, "tensors")
-        records = [self._record() for _ in range(tensor_count)]
-        return GgufHeader(metadata, self._placed(records, metadata))
-
-    # --- metadata ------------------------------------------------------------------------------
-
-    def _value(self, kind: int) -> Any:
-        """Reads a value of the metadata."""
-        if kind in _NUMBERS:
-            return self._content.number(_NUMBERS[kind])
-        if kind == _BOOL:
-            return self._content.number("B") != 0
-        if kind == _STRING:
-            return self._content.text()
-        if kind == _ARRAY:
-            return self._array()
-        raise self._error(f"has a value of type {kind}, which GGUF does not define")
-
-    def _array(self) -> list[Any] | Texts:
-        """Reads an array of numbers, bools or strings."""
-        kind = self._content.number("I")
-        count = self._content.number("Q")
-        if kind in _NUMBERS:
-            code = _NUMBERS[kind]
-            size = struct.calcsize(f"<{code}")
-            self._check_count(count, size, "numbers in an array")
-            return self._numbers(code, self._content.take(count * size))
-        if kind == _BOOL:
-            self._check_count(count, 1, "bools in an array")
-            return [byte != 0 for byte in self._content.take(count)]
-        if kind == _STRING:
-            self._check_count(count, 8, "strings in an array")
-            return self._content.texts(count)
-        raise self._error(f"has an array of type {kind}, which is not read")
-
-    def _numbers(self, code: str, content: bytes) -> list[Any]:
-        """Reads numbers that stand one after the other."""
-        numbers = array.array(code, content)
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return numbers.tolist()
-
     # --- tensors -------------------------------------------------------------------------------
 
     def _record(self) -> tuple[str, tuple[int, ...], BlockType, int]:
         """Reads the record of a tensor: its name, shape, block type and offset."""
-        name = self._content.text()
+        name = self._text()
         check_name(self._path, name)
-        dimensions = self._content.number("I")
+        dimensions = self._number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise self._error(f"{name}: has {dimensions} dimensions", name)
-        sizes = [self._content.number("Q") for _ in range(dimensions)]
-        number = self._content.number("I")
-        offset = self._content.number("Q")
+        sizes = [self._number("Q") for _ in range(dimensions)]
+        number = self._number("I")
+        offset = self._number("Q")
         block_type = BLOCK_TYPES.get(number)
         if block_type is None:
             raise self._error(f"{name}: is of type {number}, which nf4conv does not decode", name)
@@ -359,7 +270,7 @@ class _Parser:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
             raise self._error(f"has an alignment of {alignment!r:.40}")
-        data = self._content.position + -self._content.position % alignment
+        data = self.position + -self.position % alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, block_type, offset in records:
             if name in tensors:
@@ -374,16 +285,48 @@ class _Parser:
                     name,
                 )
             tensor = GgufTensor(name, shape, block_type, self._path, data + offset)
-            if tensor.start + tensor.nbytes > self._size:
+            if tensor.start + tensor.nbytes > self._file.size:
                 raise self._error(
                     f"{name}: reaches beyond the end of the file; the download is incomplete", name
                 )
             tensors[name] = tensor
         return tuple(tensors.values())
 
+    # --- bytes ---------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> bytes:
+        """Reads the next bytes."""
+        start = self.position
+        stop = start + count
+        self._need(stop)
+        self.position = stop
+        return bytes(self._here[start:stop])
+
+    def _number(self, code: str) -> Any:
+        """Reads a number, by its format of struct."""
+        [number] = struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))
+        return number
+
+    def _need(self, stop: int) -> None:
+        """Reads on until the bytes before `stop` are here."""
+        while len(self._here) < stop:
+            start = len(self._here)
+            # each read is longer than the last one: each of a file on the Hub is a request
+            count = min(max(_SHORTEST_READ, 2 * start), _LONGEST_READ)
+            content = b""
+            if stop <= self._end:
+                content = self._file.read(start, min(start + count, self._end))
+            if not content:
+                raise self._error("is cut off in its header; the download is incomplete")
+            self._here += content
+
+    def _check_length(self, length: int) -> None:
+        if length > _LONGEST_STRING:
+            raise self._error(f"has a string of {length:,} bytes, which is too long")
+
     def _check_count(self, count: int, smallest: int, what: str) -> None:
         """Refuses a count of things that the rest of the file cannot hold."""
-        if count * smallest > self._content.left:
+        if count * smallest > self._end - self.position:
             raise self._error(f"claims {count:,} {what}, more than the file holds")
 
     def _error(self, what: str, tensor: str | None = None) -> SourceError:

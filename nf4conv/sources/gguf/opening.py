@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -32,19 +32,6 @@ Absent: TypeAlias = Mapping[Path, FileBytes]
 """Files that are not here, by the path that each would have."""
 
 
-@dataclass(frozen=True)
-class _TextModel:
-    """A text model whose headers have been read."""
-
-    path: Path  # that the user named
-    files: tuple[Path, ...]
-    metadata: Mapping[str, Any]  # of the first file
-    tensors: tuple[GgufTensor, ...]  # of all files
-    sizes: Mapping[str, Any]  # the metadata without the architecture's name in its keys
-    names: Collection[str]  # of the tensors, also with `*` for the number of a layer
-    family: GgufFamily
-
-
 @uncollected()
 def open_gguf(
     path: Path,
@@ -58,43 +45,45 @@ def open_gguf(
     are made of the metadata. `beside` names files that lie beside those that are absent.
     """
     absent = {} if absent is None else absent
-    model = _read_headers(path, absent)
-    _check_types(model)
-    files = model.files
+    files = _files_of(path, absent)
+    headers = [read_gguf_header(file, absent.get(file)) for file in files]
+    metadata = headers[0][0]
+    tensors = [tensor for _, of_file in headers for tensor in of_file]
+    _check_split(path, files, metadata, tensors)
+    _check_types(tensors)
+    sizes = sizes_of(metadata)
+    names = names_of(tensors)
+    family = _family(path, sizes, names)
     config: Mapping[str, Any] = {}
     if borrowed is not None:
         config = read_json(require_own(borrowed / "config.json", borrowed))
-        _check_model_type(path, config, model.family)
-    dtype = _dtype_of(model.tensors, config)
-    presented = present(model.tensors, model.family, model.sizes, dtype)
+        _check_model_type(path, config, family)
+    dtype = _dtype_of(tensors, config)
+    presented = present(tensors, family, sizes, dtype)
     number = {file: number for number, file in enumerate(files)}
     folder = path / path.stem if borrowed is None else borrowed
     opened = Source(
         folder=folder,
         root=folder,
-        files=files,
+        files=tuple(files),
         tensors=tuple(sorted(presented, key=lambda one: (number[one.file], one.start))),
         config=config,
         stem=STEMS[0],
-        notes=(_note_on_types(model.tensors), *_notes_on_tower(model, beside)),
+        notes=(_note_on_types(tensors), *_notes_on_tower(path, sizes, beside)),
         stamps={file: stamp_of(file) for file in files if file not in absent},
         place=str(path),
         card_beside=card_beside(files[0]),
     )
-    return opened if borrowed is not None else _with_own_files(opened, model, dtype)
-
-
-def _with_own_files(opened: Source, model: _TextModel, dtype: str) -> Source:
-    """Adds config.json, a tokenizer and a card, made of the metadata."""
-    _check_direction(model)
-    made = tokenizer_files(model.metadata)
-    note = _note_on_metadata(model.tensors, has_tokenizer=made is not None)
+    if borrowed is not None:
+        return opened
+    _check_direction(path, sizes, family)
+    made = tokenizer_files(metadata)
     return replace(
         opened,
-        config=config_of(model.sizes, model.names, model.family, opened.tensors, dtype),
-        notes=(*opened.notes, note),
+        config=config_of(sizes, names, family, presented, dtype),
+        notes=(*opened.notes, _note_on_metadata(tensors, has_tokenizer=made is not None)),
         made=made or MadeFiles({}, 0),
-        stated=None if opened.card_beside is not None else card_of(model.metadata),
+        stated=None if opened.card_beside is not None else card_of(metadata),
     )
 
 
@@ -102,19 +91,6 @@ def card_beside(file: Path) -> Path | None:
     """Returns the model card in the folder of a GGUF file; None if there is none."""
     card = file.parent / "README.md"
     return card if card.is_file() else None
-
-
-def _read_headers(path: Path, absent: Absent) -> _TextModel:
-    """Reads the headers of a text model's files."""
-    files = _files_of(path, absent)
-    headers = [read_gguf_header(file, absent.get(file)) for file in files]
-    metadata = headers[0].metadata
-    tensors = [tensor for header in headers for tensor in header.tensors]
-    _check_split(path, files, metadata, tensors)
-    sizes = sizes_of(metadata)
-    names = names_of(tensors)
-    family = _family(path, sizes, names)
-    return _TextModel(path, tuple(files), metadata, tuple(tensors), sizes, names, family)
 
 
 def _files_of(path: Path, absent: Collection[Path]) -> list[Path]:
@@ -195,9 +171,9 @@ def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> Ggu
     return family
 
 
-def _check_types(model: _TextModel) -> None:
+def _check_types(tensors: Sequence[GgufTensor]) -> None:
     """Refuses types that only the package `gguf` decodes, where it is not installed."""
-    for tensor in model.tensors:
+    for tensor in tensors:
         if tensor.block_type.name in RARE and find_spec("gguf") is None:
             raise UndecodableError(
                 f"{tensor.file}: {tensor.name}: is in {tensor.block_type.name}, which llama.cpp's "
@@ -207,16 +183,16 @@ def _check_types(model: _TextModel) -> None:
             )
 
 
-def _check_direction(model: _TextModel) -> None:
+def _check_direction(path: Path, sizes: Mapping[str, Any], family: GgufFamily) -> None:
     """Refuses a decoder whose tokens see those behind them, if config.json has to be made.
 
     No key of config.json tells transformers about that.
     """
-    if model.sizes.get("attention.causal") is False and not model.family.is_encoder:
+    if sizes.get("attention.causal") is False and not family.is_encoder:
         raise UndecodableError(
-            f"{model.path}: a {model.family.model_type} in which tokens see those behind them; "
-            f"--config-from REPO takes config and code of the original, which make it so",
-            path=model.path,
+            f"{path}: a {family.model_type} in which tokens see those behind them; --config-from "
+            f"REPO takes config and code of the original, which make it so",
+            path=path,
         )
 
 
@@ -251,11 +227,11 @@ def _note_on_types(tensors: Sequence[GgufTensor]) -> str:
     return f"the source is a GGUF file: {types}"
 
 
-def _notes_on_tower(model: _TextModel, beside: Collection[str]) -> Iterator[str]:
+def _notes_on_tower(path: Path, sizes: Mapping[str, Any], beside: Collection[str]) -> Iterator[str]:
     """Yields a line for a model that sees or hears, of which its tower is in another file."""
-    names = {*beside, *(file.name for file in model.path.parent.glob("*.gguf"))}
+    names = {*beside, *(file.name for file in path.parent.glob("*.gguf"))}
     has_tower = any("mmproj" in name and name.endswith(".gguf") for name in names)
-    if has_tower or model.sizes.get("general.architecture") in _SEEING:
+    if has_tower or sizes.get("general.architecture") in _SEEING:
         yield "the text model alone: the tower that sees or hears is in the original's safetensors"
 
 

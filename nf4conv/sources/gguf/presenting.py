@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
@@ -22,14 +21,6 @@ _COMPUTED: Final = (
 """Tensors that a converter computed, and that no checkpoint of transformers has."""
 
 _IN_LAYER: Final = re.compile(r"((?:enc\.|dec\.)?blk)\.(\d+)\.(.+)")
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Counts the attention heads of a model."""
-
-    queries: int
-    keys: int  # and values
 
 
 def sizes_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,17 +83,19 @@ def _add(found: dict[str, TensorInfo], presented: TensorInfo, tensor: TensorInfo
     found[presented.name] = presented
 
 
-def _heads_of(sizes: Mapping[str, Any]) -> Heads:
-    """Returns the attention heads that the metadata names; 1 and 1 if it names none."""
+def _heads_of(sizes: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many heads of queries, and of keys and values, the metadata names; 1 and 1 if it
+    names none.
+    """
     queries = positive(sizes, "attention.head_count")
     if queries is None:
-        return Heads(1, 1)
+        return 1, 1
     keys = positive(sizes, "attention.head_count_kv")
     if keys is None:  # those of each layer, 0 where it has no attention
         keys = max(counts_of(sizes, "attention.head_count_kv"), default=queries)
     if keys == 0 or queries % keys != 0:
         keys = queries
-    return Heads(queries, keys)
+    return queries, keys
 
 
 def _pattern_and_layer(name: str) -> tuple[str, str]:
@@ -121,7 +114,9 @@ def _split(name: str) -> tuple[str, str]:
     return name, ""  # such as blk.0.ssm_a
 
 
-def _presented(tensor: TensorInfo, family: GgufFamily, heads: Heads) -> Iterator[TensorInfo]:
+def _presented(
+    tensor: TensorInfo, family: GgufFamily, heads: tuple[int, int]
+) -> Iterator[TensorInfo]:
     """Yields what one tensor of the file stands for: itself, or one matrix for each expert."""
     pattern, layer = _pattern_and_layer(tensor.name)
     module, ending = _split(pattern)
@@ -177,12 +172,11 @@ def _joined(
     return first._replace(name=name, shape=shape, encoding=encoding)
 
 
-def _changed(tensor: TensorInfo, module: str, change: str, heads: Heads) -> TensorInfo:
+def _changed(tensor: TensorInfo, module: str, change: str, heads: tuple[int, int]) -> TensorInfo:
     """Returns a tensor that the converter changed, as it was before."""
-    of_rows = heads.queries
-    groups = heads.keys
+    of_rows, groups = heads
     if change == ROTARY and module.endswith("attn_k"):
-        of_rows = heads.keys
+        of_rows = groups
     if change == TRANSPOSED and len(tensor.shape) != 2:
         raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no matrix")
     together = of_rows * 2 if change == ROTARY else of_rows + 2 * groups

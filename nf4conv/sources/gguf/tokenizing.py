@@ -7,8 +7,7 @@ others `tokenizer_files` returns nothing. The layout is that of the library toke
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -70,71 +69,40 @@ _ROLES: Final = {
 }
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """Describes what a tokenizer is made of."""
-
-    kind: str  # what llama.cpp calls the tokenizer: "gpt2" or "llama"
-    encoded: Sequence[bytes]  # the tokens in the order of their numbers, in UTF-8
-    metadata: Mapping[str, Any]
-
-    @cached_property
-    def tokens(self) -> list[str]:
-        """Returns the tokens in the order of their numbers. What is not UTF-8 is replaced."""
-        return [token.decode(errors="replace") for token in self.encoded]
-
-
 def tokenizer_files(metadata: Mapping[str, Any]) -> MadeFiles | None:
     """Returns the files of a tokenizer; None if nf4conv cannot make them of the metadata."""
-    vocabulary = read_vocabulary(metadata)
-    if vocabulary is None:
+    if not _is_known(metadata):
+        return None
+    tokens = list(metadata["tokenizer.ggml.tokens"])
+    if len(set(tokens)) != len(tokens):
         return None
     texts = (value for value in metadata.values() if isinstance(value, Texts))
-    largest = 32 * len(vocabulary.encoded) + sum(3 * len(text.content) for text in texts)
+    largest = 32 * len(tokens) + sum(3 * len(text.content) for text in texts)
     makers = {
-        "tokenizer.json": partial(tokenizer_json, vocabulary),
-        "tokenizer_config.json": partial(tokenizer_config, vocabulary),
+        "tokenizer.json": partial(tokenizer_json, metadata),
+        "tokenizer_config.json": partial(_tokenizer_config, metadata),
     }
     return MadeFiles(makers, largest)
 
 
-def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary | None:
-    """Returns what a tokenizer is made of; None if nf4conv cannot make one of the metadata."""
-    kind = str(metadata.get("tokenizer.ggml.model"))
-    texts = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(texts, Texts) or not _is_known(metadata, kind, len(texts)):
-        return None
-    vocabulary = Vocabulary(kind, texts.encoded(), metadata)
-    return vocabulary if _are_distinct(vocabulary) else None
-
-
-def _are_distinct(vocabulary: Vocabulary) -> bool:
-    """Returns True if no two tokens are the same, what is not UTF-8 in them being replaced."""
-    encoded = vocabulary.encoded
-    if len(set(encoded)) != len(encoded):
-        return False
-    try:
-        b" ".join(encoded).decode()  # all at once, which takes a tenth of the time
-    except UnicodeDecodeError:
-        return len(set(vocabulary.tokens)) == len(encoded)
-    return True
-
-
-def _is_known(metadata: Mapping[str, Any], kind: str, count: int) -> bool:
+def _is_known(metadata: Mapping[str, Any]) -> bool:
     """Returns True if metadata has all of a tokenizer that can be made."""
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, Texts):
+        return False
     if kind == "gpt2":
         pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
         has_merges = isinstance(metadata.get("tokenizer.ggml.merges"), Texts)
         return has_merges and isinstance(pre, str) and pre in _CUTS
     scores = metadata.get("tokenizer.ggml.scores")
-    return kind == "llama" and isinstance(scores, list) and len(scores) == count
+    return kind == "llama" and isinstance(scores, list) and len(scores) == len(tokens)
 
 
-def tokenizer_json(vocabulary: Vocabulary) -> Iterator[bytes]:
+def tokenizer_json(metadata: Mapping[str, Any]) -> Iterator[bytes]:
     """Yields the content of tokenizer.json, in pieces: lists of all merges would be large."""
-    is_of_sentencepiece = vocabulary.kind == "llama"
-    tokens = vocabulary.tokens
-    metadata = vocabulary.metadata
+    is_of_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
+    tokens = list(metadata["tokenizer.ggml.tokens"])
     if is_of_sentencepiece:
         made = _of_sentencepiece(metadata, tokens)
         merges = _merges_by_score(tokens, metadata["tokenizer.ggml.scores"])
@@ -151,12 +119,12 @@ def tokenizer_json(vocabulary: Vocabulary) -> Iterator[bytes]:
         **made,
     }
     # the model is the last of the whole, and its merges are the last of the model
-    yield json.dumps(whole).removesuffix("}}").encode()
-    separator = ', "merges": ['
+    yield json.dumps(whole).removesuffix("}}").encode() + b', "merges": ['
+    separator = ""
     while some := list(islice(merges, _AT_A_TIME)):
         yield f"{separator}{json.dumps(some)[1:-1]}".encode()
         separator = ", "
-    yield b"]}}\n" if separator == ", " else b', "merges": []}}\n'
+    yield b"]}}\n"
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,10 +234,9 @@ def _post_processor(
     }
 
 
-def tokenizer_config(vocabulary: Vocabulary) -> Iterator[bytes]:
+def _tokenizer_config(metadata: Mapping[str, Any]) -> Iterator[bytes]:
     """Yields the content of tokenizer_config.json."""
-    tokens = vocabulary.tokens
-    metadata = vocabulary.metadata
+    tokens = list(metadata["tokenizer.ggml.tokens"])
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for role in _ROLES:
         token = _token(metadata, tokens, role)
