@@ -132,7 +132,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "huge header": (
         resized(FIRST, lambda content: struct.pack("<Q", 2**40) + content[8:]),
-        f"{FIRST}: claims a header of 1,099,511,627,776 bytes, and the file has [0-9,]+; {NO_HEADER}",
+        f"{FIRST}: claims a header of 1,099,511,627,776 bytes, and the file has .+; {NO_HEADER}",
     ),
     "header is no JSON": (
         resized(FIRST, lambda content: content[:8] + b"[" + content[9:]),
