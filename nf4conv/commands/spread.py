@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from nf4conv import errors
 from nf4conv.commands.writing import OptionsT, ReportT, sum_of_seconds, tell_what_is_read
@@ -38,8 +38,8 @@ from nf4conv.sources.record import read_record
 from nf4conv.sources.unfinished import finished_shards
 from nf4conv.system.machine import cores_beside, keep_to, usable_cores
 from nf4conv.system.signals import (
-    hold_interrupts_back,
     ignore_interrupts,
+    interrupts_held_back,
     restore_stop_handler,
     stop_handler,
 )
@@ -74,7 +74,7 @@ def carry_out(
     started = time.perf_counter()
     shards = plan.totals().shards
     alone = replace(options, ray=False, device="cpu", overwrite=False, progress=None)
-    opened: AbstractContextManager[_Crew]
+    opened: AbstractContextManager[Crew]
     if options.ray:
         asked_by = "--ray"
         opened = open_ray(options)
@@ -108,7 +108,7 @@ def carry_out(
 
 
 def _make_parts(
-    crew: "_Crew",
+    crew: "Crew",
     plan: Any,
     execute: Callable[[Any, Path, OptionsT], ReportT],
     out: Path,
@@ -190,15 +190,11 @@ class PartWork:
     options: RunOptions
 
 
-class _Crew(Protocol):
-    """Workers that make parts."""
+class Crew(NamedTuple):
+    """Knows workers: how many parts keep all of them busy, and how one is made to make a part."""
 
-    @property
-    def parts(self) -> int:
-        """Number of parts that keeps all workers busy."""
-
-    def submit(self, work: PartWork) -> "Future[Made]":
-        """Has a worker make a part."""
+    parts: int
+    submit: Callable[[PartWork], "Future[Made]"]
 
 
 def make_part(work: PartWork) -> Made:
@@ -281,62 +277,42 @@ def _cores_beside(device: str) -> frozenset[int]:
     return usable & cores_beside(bus_id(int(number))) or usable
 
 
-class ProcessCrew:
-    """Starts a process for each part, at most one at a time for each place."""
-
-    def __init__(self, places: list[Place], threads: ThreadPoolExecutor) -> None:
-        self.parts = len(places)
-        self._threads = threads
-        self._context = get_context("spawn")
-        self._places = cycle(places)
-        self._lock = threading.Lock()  # held while a process starts
-        self._processes: list[SpawnProcess] = []
-        self._is_over = False
-
-    def submit(self, work: PartWork) -> "Future[Made]":
-        """Has a process make a part once a place is free."""
-        return self._threads.submit(self._call, work)
-
-    def _call(self, work: PartWork) -> Made:
-        """Starts a process at the next place, and waits for its report or its error."""
-        place = next(self._places)
-        answer, theirs = self._context.Pipe()
-        mine = replace(work, options=replace(work.options, device=place.device))
-        # the process has no answer of its own to an interrupt before it runs `_serve`
-        hold_interrupts_back()
-        # not a daemon, which could start no process to compile kernels
-        process = self._context.Process(target=_serve, args=(theirs, place.cores, mine))
-        with self._lock:
-            if self._is_over:  # an error has ended the run while this part was waiting
-                return Nf4convError("the run is over; the same command resumes")
-            process.start()
-            self._processes.append(process)
-        theirs.close()
-        try:
-            return cast("Made", answer.recv())
-        except (EOFError, OSError):
-            return Nf4convError(
-                "a worker process was killed, perhaps for want of memory; the same command resumes"
-            )
-
-    def kill(self) -> None:
-        """Ends all processes; no other one starts."""
-        with self._lock:
-            self._is_over = True
-        for process in self._processes:
-            process.kill()
-
-
 @contextmanager
-def open_processes(places: list[Place]) -> Iterator[ProcessCrew]:
-    """Opens a crew of processes, which end with this one, however it ends."""
+def open_processes(places: list[Place]) -> Iterator[Crew]:
+    """Opens a crew of a process for each place; they end with this process, however it ends."""
+    context = get_context("spawn")
+    turns = cycle(places)
+    processes: list[SpawnProcess] = []
+
+    def submit(work: PartWork) -> "Future[Made]":
+        place = next(turns)
+        mine = replace(work, options=replace(work.options, device=place.device))
+        answer, theirs = context.Pipe()
+        # not a daemon, which could start no process to compile kernels
+        process = context.Process(target=_serve, args=(theirs, place.cores, mine))
+        # it has no answer of its own to an interrupt before it runs `_serve`
+        with interrupts_held_back():
+            process.start()
+        processes.append(process)
+        theirs.close()
+        return threads.submit(_receive, answer)
+
     with ThreadPoolExecutor(len(places)) as threads:
-        crew = ProcessCrew(places, threads)
         try:
-            yield crew
+            yield Crew(len(places), submit)
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            crew.kill()
+            for process in processes:
+                process.kill()
+
+
+def _receive(answer: Connection) -> Made:
+    """Waits for the report of a process, or its error."""
+    try:
+        return cast("Made", answer.recv())
+    except (EOFError, OSError):
+        return Nf4convError(
+            "a worker process was killed, perhaps for want of memory; the same command resumes"
+        )
 
 
 def _serve(driver: Connection, cores: frozenset[int], work: PartWork) -> None:
@@ -356,24 +332,8 @@ def _end_with(driver: Connection) -> None:
 # --- tasks of a Ray cluster ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _RayCrew:
-    """Has tasks of Ray make parts."""
-
-    parts: int
-    device: str
-    workers: int
-    task: Any  # remote function of Ray's
-
-    def submit(self, work: PartWork) -> "Future[Made]":
-        """Has a task make a part."""
-        options = replace(work.options, device=self.device, workers=self.workers)
-        future: Future[Made] = self.task.remote(replace(work, options=options)).future()
-        return future
-
-
 @contextmanager
-def open_ray(run: RunOptions) -> Iterator[_RayCrew]:
+def open_ray(run: RunOptions) -> Iterator[Crew]:
     """Opens the cluster that RAY_ADDRESS names, or else one on this machine.
 
     The cluster on this machine ends with this process. Each task takes one GPU, or up to eight
@@ -401,7 +361,7 @@ def open_ray(run: RunOptions) -> Iterator[_RayCrew]:
             ray.shutdown()
 
 
-def _crew_of(ray: Any, hosts: list[dict[str, float]], run: RunOptions) -> _RayCrew:
+def _crew_of(ray: Any, hosts: list[dict[str, float]], run: RunOptions) -> Crew:
     """Chooses what each task takes, given the resources of all hosts."""
     has_gpus = any("GPU" in host for host in hosts)
     device = "cuda" if has_gpus and run.device != "cpu" else "cpu"
@@ -413,8 +373,12 @@ def _crew_of(ray: Any, hosts: list[dict[str, float]], run: RunOptions) -> _RayCr
     for host in hosts:
         cores = min(cores, int(host.get("CPU", 0) // host.get("GPU", 1)))
     cores = max(1, cores)
-    fitting = 0
-    for host in hosts:
-        fitting += int(host[kind] // (cores if device == "cpu" else 1))
+    fitting = sum(int(host[kind] // (cores if device == "cpu" else 1)) for host in hosts)
     task = ray.remote(num_cpus=cores, num_gpus=int(device == "cuda"))(make_part)
-    return _RayCrew(_PARTS_PER_TASK * fitting, device, run.workers or cores, task)
+
+    def submit(work: PartWork) -> "Future[Made]":
+        options = replace(work.options, device=device, workers=run.workers or cores)
+        future: Future[Made] = task.remote(replace(work, options=options)).future()
+        return future
+
+    return Crew(_PARTS_PER_TASK * fitting, submit)

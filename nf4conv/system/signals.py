@@ -8,7 +8,8 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, TypeAlias
 
@@ -65,17 +66,24 @@ def ignore_interrupts() -> None:
     signal.signal(INTERRUPT, signal.SIG_IGN)
 
 
-def hold_interrupts_back() -> None:
-    """Keeps interrupts from this thread, and from processes that it starts.
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Keeps interrupts from this thread for a while, and from processes that it starts meanwhile.
 
     Such a process is not interrupted while it is being set up. Does nothing on Windows.
     """
-    if IS_POSIX:
-        from multiprocessing import resource_tracker  # which is seldom needed
+    if not IS_POSIX:
+        yield
+        return
+    from multiprocessing import resource_tracker  # which is seldom needed
 
-        # a process that every first one brings along, and at whose start interrupts are let through
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {INTERRUPT})
+    # a process that every first one brings along, and at whose start interrupts are let through
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {INTERRUPT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def is_unread(error: OSError) -> bool:

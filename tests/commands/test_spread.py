@@ -20,8 +20,8 @@ from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.commands.spread import PartWork, find_places, make_part, open_processes
-from nf4conv.errors import Nf4convError, OptionError, PlanError, SourceError
+from nf4conv.commands.spread import PartWork, find_places, make_part
+from nf4conv.errors import OptionError, PlanError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 
 OPTIONS = QuantizeOptions(max_shard_size=60_000)
@@ -220,15 +220,6 @@ def test_an_interrupt_while_workers_start_is_said_once(tmp_path: Path, source: P
         time.sleep(0.02)
     os.killpg(run.group, signal.SIGINT)
     assert run.end() == (130, "", "Error: interrupted; the same command resumes\n")
-
-
-def test_a_part_that_waits_for_a_place_begins_nothing_once_the_run_is_over(tmp_path: Path):
-    work = PartWork(tmp_path, dict, dict, tmp_path / "out", ONE)  # type: ignore[arg-type]
-    with open_processes(find_places("cpu,cpu")) as crew:
-        crew.kill()
-        error = crew.submit(work).result(60)
-    assert isinstance(error, Nf4convError)
-    assert "the run is over" in str(error)
 
 
 def test_an_error_of_one_worker_is_that_of_the_run(tmp_path: Path, source: Path):
