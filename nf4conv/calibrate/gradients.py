@@ -137,7 +137,12 @@ def _go_back(
     session.kept.write(_name(number), means, {})
 
 
-def _hook(moments: SecondMoments, module: nn.Module, args: object, made: torch.Tensor) -> None:  # noqa: ARG001
+def _hook(
+    moments: SecondMoments,
+    module: nn.Module,  # noqa: ARG001
+    args: object,  # noqa: ARG001
+    made: torch.Tensor,
+) -> None:
     """Adds the gradients at the outputs of a module, once they are computed."""
     made.register_hook(lambda gradient: moments.add(gradient.detach()))  # type: ignore[no-untyped-call]
 
