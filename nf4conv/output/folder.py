@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from nf4conv.errors import OutputError, SourceError, named
-from nf4conv.output.crc32 import crc32_of_file
+from nf4conv.output.digest import digest_of_file
 from nf4conv.output.writer import ShardWriter, write_file
 from nf4conv.sources.reader import read_chunks, read_small
 from nf4conv.sources.record import MAKING, as_bytes
@@ -137,7 +137,7 @@ class OutputFolder:
         path = self.out / name
         if is_link(path) or not path.is_file() or path.stat().st_size != file.size:
             return False
-        return crc32_of_file(path) == file.crc32
+        return digest_of_file(path) == file.digest
 
     def known(self, names: Iterable[str] | None = None) -> dict[str, FinishedFile]:
         """Returns the shards of this plan that have been recorded as finished, by name."""
@@ -186,20 +186,20 @@ class OutputFolder:
         self,
         name: str,
         size: int,
-        crc32: int | None = None,
+        digest: int | None = None,
         source_bytes: int = 0,
         verified: Mapping[str, Any] | None = None,
     ) -> None:
-        """Records that a shard is complete; without a CRC-32 the file is read to compute it.
+        """Records that a shard is complete; without its digest the file is read to compute it.
 
         May be called from any thread.
         """
         path = self.out / name
         with named(path, OutputError, inside=True):
-            if crc32 is None:
-                crc32 = crc32_of_file(path)
+            if digest is None:
+                digest = digest_of_file(path)
             sync_folder(path.parent)  # no record may outlive its shard
-        file = FinishedFile(size, crc32, source_bytes, verified)
+        file = FinishedFile(size, digest, source_bytes, verified)
         content = describe_finished(name, file._replace(plan=self._plan))
         record = self._work / SHARDS / record_name(name)
         write_file(record, [content], folder=self._private)

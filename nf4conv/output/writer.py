@@ -5,12 +5,11 @@ fsync and the final name.
 """
 
 import os
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from nf4conv.errors import OutputError, named
-from nf4conv.output.crc32 import Piece, crc32_of_pieces
+from nf4conv.output.digest import MODULUS, digest_of
 from nf4conv.sources.header import build_header, read_header
 from nf4conv.system.files import create, create_to_write, sync
 
@@ -22,18 +21,18 @@ class ShardWriter:
     positional and do not overlap, so that any thread may write.
 
     Attributes:
-        crc32: the CRC-32 of the finished file. It comes from the pieces that were written, not from
-            what the disk made of them.
+        digest: that of the finished file (digest.py). It comes from the pieces that were written,
+            not from what the disk made of them.
     """
 
     def __init__(self, temporary: Path, final: Path, header_size: int, data_size: int) -> None:
-        self.crc32 = 0
+        self.digest = 0
         self._temporary = temporary
         self._final = final
         self._header_size = header_size
         self._data_size = data_size
         # threads append to it, which is atomic
-        self._pieces: list[Piece] = []
+        self._digests: list[int] = []
         with named(temporary, OutputError):
             temporary.unlink(missing_ok=True)
             self._file = create_to_write(temporary)
@@ -46,7 +45,7 @@ class ShardWriter:
     def write(self, offset: int, data: memoryview) -> None:
         """Writes bytes at an offset from the end of the header. May be called from any thread."""
         position = self._header_size + offset
-        self._pieces.append(Piece(position, position + len(data), zlib.crc32(data)))
+        self._digests.append(digest_of(data, position))
         with named(self._final, OutputError):
             while data:
                 count = self._file.write(data, position)
@@ -73,7 +72,7 @@ class ShardWriter:
             self.close()
             self._check(ranges, size)
             self._temporary.replace(self._final)
-        self.crc32 = crc32_of_pieces(self._pieces, size)
+        self.digest = sum(self._digests) % MODULUS
         return size
 
     def _check(self, ranges: dict[str, tuple[int, int]], size: int) -> None:

@@ -40,7 +40,7 @@ class FinishedFile(NamedTuple):
     """A shard that is complete."""
 
     size: int  # bytes
-    crc32: int  # of its content
+    digest: int  # of its content, see output/digest.py
     source_bytes: int = 0  # bytes of the source that it stands for
     # a VerificationSummary, see report/results.py; None without --verify
     verified: Mapping[str, Any] | None = None
@@ -87,7 +87,7 @@ def _digest_of(name: str, file: FinishedFile) -> str:
 
 def _is_sound(file: FinishedFile) -> bool:
     """Returns True if every value of a record is of the kind that runs write."""
-    counts = (file.size, file.crc32, file.source_bytes)
+    counts = (file.size, file.digest, file.source_bytes)
     if any(type(count) is not int or count < 0 for count in counts):
         return False
     if not isinstance(file.plan, str):
