@@ -5,56 +5,24 @@ reported: time on the wall and of processors, start-up included, and the largest
 mapped files included. `floor` reads and writes the same bytes and computes nothing
 (benchmarks/floor.py); it is compared with nf4conv's pipeline. Random bytes serve as weights.
 
-Usage: python -m benchmarks.decoding_peers [--shape 1b] [--runs 3] [--alone] [LAYOUT ...]
+    python -m benchmarks.decoding_peers [--shape 1b] [--runs 3] [--alone] [LAYOUT ...]
 """
 
 import argparse
 import json
-import resource
-import shutil
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.encodings import ENCODINGS, write_source
+from benchmarks.end_to_end import DEVICE, floor_words
+from benchmarks.processes import PYTHON, TOLD, medians, ratio, run, take_turns
+from benchmarks.records import parser, save
+from benchmarks.synthetic import SHAPES
 
-from benchmarks.encoded import write_source
-from benchmarks.end_to_end import keep, run
-from benchmarks.synthetic import SHAPES, Llama
-from nf4conv.options import RunOptions
-from nf4conv.run.device.on_torch.backend import TorchBackend
-from nf4conv.run.loop import make_pipeline
-
-FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
-NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-
-
-def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head", "model.embed_tokens"],
-    }
-
-
-# what benchmarks.encoded calls a layout, and the quantization_config that others need
-LAYOUTS: dict[str, dict[str, Any] | None] = {
-    "fp8 blocks": {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    },
-    "fp8 channels": compressed("float-quantized", FP8),
-    "int4 g32": compressed("pack-quantized", INT4),
-    "mxfp4": compressed("mxfp4-pack-quantized", MXFP4),
-    "nvfp4": compressed("nvfp4-pack-quantized", NVFP4),
-    "gguf Q4_K": None,
-}  # fmt: skip
+LAYOUTS = ("fp8 blocks", "fp8 channels", "int4 g32", "mxfp4", "nvfp4", "gguf Q4_K")
+RATIOS = ("wall_seconds", "pipeline_seconds")
 
 PEAK = """
 import json, re
@@ -78,136 +46,71 @@ import sys, torch, transformers
 source, out = sys.argv[1:]
 config = transformers.{config}(**{description} | dict(dequantize=True))
 model = transformers.AutoModelForCausalLM.from_pretrained(
-    source, quantization_config=config, dtype=torch.bfloat16
+    source, quantization_config=config, dtype=torch.bfloat16, **{options}
 )
 model.hf_quantizer = model._weight_conversions = None  # saved as it is now, not quantized again
 model.save_pretrained(out)
 """
 
 
-LOAD_GGUF = """
-import sys, torch, transformers
-source, out = sys.argv[1:]
-config = transformers.GgufConfig(gguf_file="model.gguf", dequantize=True)
-model = transformers.AutoModelForCausalLM.from_pretrained(
-    source, gguf_file="model.gguf", quantization_config=config, dtype=torch.bfloat16
-)
-model.save_pretrained(out)
-"""
-
-
-def commands(layout: str, source: Path, out: Path, device: str) -> dict[str, list[str]]:
-    """Returns the words of each contestant's command."""
+def peers(layout: str, source: Path, out: Path) -> dict[str, list[object]]:
+    """Returns the words of the others' commands."""
     python = [sys.executable, "-c"]
-    description = LAYOUTS[layout]
-    path = source if description else source / "model.gguf"
-    words = ["dequantize", str(path), str(out), "--device", device, "--json", "--quiet"]
-    ours = [sys.executable, "-m", "nf4conv", *words]
-    places = [str(source), str(out)]
-    if description is None:
-        return {"nf4conv": ours, "transformers": [*python, LOAD_GGUF + PEAK, *places]}
+    if layout.startswith("gguf "):
+        gguf = {"gguf_file": "model.gguf"}
+        load = LOAD.format(config="GgufConfig", description=gguf, options=gguf)
+        return {"transformers": [*python, load + PEAK, source.parent, out]}
+    description = ENCODINGS[layout][1]
+    assert description is not None
     is_fp8 = description["quant_method"] == "fp8"
     config = "FineGrainedFP8Config" if is_fp8 else "CompressedTensorsConfig"
-    load = LOAD.format(config=config, description=description)
+    load = LOAD.format(config=config, description=description, options={})
     return {
-        "nf4conv": ours,
-        "compressed-tensors": [*python, CONVERT.format(is_fp8=is_fp8) + PEAK, *places],
-        "transformers": [*python, load + PEAK, *places],
+        "compressed-tensors": [*python, CONVERT.format(is_fp8=is_fp8) + PEAK, source, out],
+        "transformers": [*python, load + PEAK, source, out],
     }
 
 
-def timed(command: list[str]) -> dict[str, Any]:
-    """Returns what a command prints, its wall_seconds and its cpu_seconds, which load spares."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = run(command)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return found | {"cpu_seconds": cpu}
-
-
-def bytes_in(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir() if file.suffix != ".json")
-
-
-def measure(layout: str, scratch: Path, runs: int, alone: bool, device: str) -> dict[str, Any]:
-    source, out = scratch / layout, scratch / "out"
-    contestants = commands(layout, source, out, device)
-    if alone:
-        contestants = {"nf4conv": contestants["nf4conv"]}
-    defaults = make_pipeline([TorchBackend(device)], RunOptions(device=device), lambda _: None)
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in [*contestants, "floor"]}
-    wrong: dict[str, str] = {}
-    for _ in range(runs):
-        for name, command in contestants.items():
-            if name in wrong:
-                continue
-            shutil.rmtree(out, ignore_errors=True)
-            try:
-                results[name].append(timed(command))
-            except RuntimeError as error:
-                wrong[name] = str(error)[-300:]
-                print(name, error, file=sys.stderr)
-                continue
-            if name == "nf4conv":
-                ratio = bytes_in(out) / bytes_in(source)
-            print(layout, name, results[name][-1]["wall_seconds"], file=sys.stderr, flush=True)
-        shutil.rmtree(out, ignore_errors=True)
-        moved = [str(source), str(out), device, str(defaults.workers), str(defaults.piece)]
-        floor = [sys.executable, "-m", "benchmarks.floor", *moved, str(ratio)]
-        results["floor"].append(timed(floor))
-    shutil.rmtree(out, ignore_errors=True)
-
-    def median(name: str, key: str) -> float:
-        return statistics.median(result[key] for result in results[name])
-
-    found: dict[str, Any] = {"layout": layout, "source_bytes": bytes_in(source), "failed": wrong}
-    for name in contestants:
-        if name not in wrong:
-            keys = ("wall_seconds", "cpu_seconds", "host_peak_bytes")
-            found[name] = {key: median(name, key) for key in keys}
-            found[name]["wall_over_nf4conv"] = statistics.median(
-                theirs["wall_seconds"] / ours["wall_seconds"]
-                for theirs, ours in zip(results[name], results["nf4conv"], strict=True)
-            )
-    found["device"] = device
-    found["pipeline_seconds"] = median("nf4conv", "pipeline_seconds")
-    found["floor_seconds"] = median("floor", "seconds")
-    found["floor_cpu_seconds"] = median("floor", "cpu_seconds")
-    found["wall_over_floor"] = statistics.median(
-        ours["wall_seconds"] / floor["seconds"]
-        for ours, floor in zip(results["nf4conv"], results["floor"], strict=True)
-    )
-    found["pipeline_over_floor"] = statistics.median(
-        ours["pipeline_seconds"] / floor["seconds"]
-        for ours, floor in zip(results["nf4conv"], results["floor"], strict=True)
-    )
-    return found
+def measure(layout: str, source: Path, out: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+    ours = [*PYTHON, "nf4conv", "dequantize", source, out, "--device", chosen.device, *TOLD]
+    made = run(ours)
+    folder = source if source.is_dir() else source.parent
+    commands = {"nf4conv": ours}
+    if not chosen.alone:
+        commands |= peers(layout, source, out)
+    kept = made["bytes_after"] / made["bytes_before"]
+    commands["floor"] = floor_words(folder, out, kept, chosen.device)
+    contestants = {name: lambda name=name: commands[name] for name in commands}
+    results = take_turns(contestants, chosen.runs, out)
+    floor = [dict.fromkeys(RATIOS, one["seconds"]) for one in results["floor"]]
+    return {
+        "layout": layout,
+        "source_bytes": made["bytes_before"],
+        "medians": medians(results),
+        "wall_over_nf4conv": {
+            name: ratio(found, results["nf4conv"]) for name, found in results.items()
+        },
+        "over_floor": {key: ratio(results["nf4conv"], floor, key) for key in RATIOS},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("layouts", nargs="*", default=list(LAYOUTS), metavar="LAYOUT")
-    parser.add_argument("--shape", default="1b", choices=("8b", "1b", "tiny"))
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--alone", action="store_true", help="only nf4conv and the floor")
-    parser.add_argument("--out", type=Path, help="file for the result")
-    chosen = parser.parse_args()
-    shape = SHAPES[chosen.shape]
-    assert isinstance(shape, Llama)
+    options = parser(__doc__)
+    options.add_argument("layouts", nargs="*", default=list(LAYOUTS), metavar="LAYOUT")
+    options.add_argument("--shape", default="1b", choices=SHAPES)
+    options.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    options.add_argument("--runs", type=int, default=3)
+    options.add_argument("--device", default=DEVICE)
+    options.add_argument("--alone", action="store_true", help="only nf4conv and the floor")
+    chosen = options.parse_args()
     rows = []
     for layout in chosen.layouts:
         with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-            source = Path(folder) / layout
-            write_source(shape, layout, source)
-            if LAYOUTS[layout]:
-                config = json.loads((source / "config.json").read_text())
-                config["quantization_config"] = LAYOUTS[layout]
-                (source / "config.json").write_text(json.dumps(config))
-            rows.append(measure(layout, Path(folder), chosen.runs, chosen.alone, chosen.device))
+            source = write_source(SHAPES[chosen.shape], layout, Path(folder) / layout)
+            out = Path(folder) / "out"
+            rows.append(measure(layout, source, out, chosen))
         print(json.dumps(rows[-1], indent=1), flush=True)
-        keep(chosen.out, {"rows": rows}, "torch", "transformers", "compressed-tensors")
+        save(chosen, shape=chosen.shape, device=chosen.device, rows=rows)
 
 
 if __name__ == "__main__":

@@ -3,193 +3,82 @@ program that only moves bytes.
 
 Every run is a fresh process on the same files with a warm page cache. The contestants take turns,
 and medians are reported. The floor (benchmarks/floor.py) moves the same bytes with the same number
-of threads.
+of threads. `--only` takes others too: searched scales, and what proofs cost.
 
-Usage: python -m benchmarks.end_to_end [--shape 8b] [--folder DIR] [--runs 3] [--search] [--out
-FILE.json]
+    python -m benchmarks.end_to_end [--shape 8b] [--folder DIR] [--runs 3] [--json FILE]
+        [--only NAME ...]
 """
 
-import argparse
 import json
-import os
-import platform
-import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.synthetic import SHAPES, write_checkpoint
+from benchmarks.encodings import write_source
+from benchmarks.processes import PYTHON, TOLD, Contestants, medians, ratio, run, take_turns
+from benchmarks.records import parser, save
+from benchmarks.synthetic import DEFAULT_SHAPE, SHAPES
 from nf4conv.options import RunOptions
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline
 
-SEARCH = "nf4conv --scales search"
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+OURS = "quantize"
+FLOOR = "floor"
 PEER = "transformers + bitsandbytes"
-
-Contestants = dict[str, Callable[[str], list[str]]]  # name → output folder → words of a command
-Results = dict[str, list[dict[str, Any]]]  # name → the results of its runs
+OTHERS = ("quantize --scales search", "quantize --verify", "verify --source --exact")
 
 
-def run(command: list[str]) -> dict[str, Any]:
-    """Runs a process. Returns the JSON that it prints, with its wall_seconds."""
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    output, errors = process.communicate()
-    wall = time.perf_counter() - started
-    if process.returncode:
-        raise RuntimeError(f"{command}: exit {process.returncode}\n{errors[-2000:]}")
-    lines = output[output.index("{") :]
-    report = json.loads(lines)
-    return {"wall_seconds": wall, **report, **report.get("run", {})}
+def floor_words(source: Path, out: Path, kept: float, device: str = DEVICE) -> list[object]:
+    """Returns the command that moves the bytes of a source, and KEPT for each, as nf4conv does."""
+    pipeline = make_pipeline([TorchBackend(device)], RunOptions(device=device), lambda _: None)
+    moved = [source, out, device, pipeline.workers, pipeline.piece, kept]
+    return [*PYTHON, "benchmarks.floor", *moved]
 
 
-def program_of(tree: Path) -> list[str]:
-    """Returns the words that begin a command of the nf4conv in a folder."""
-    return [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path[0] = {str(tree)!r}; from nf4conv.__main__ import run; run()",
-    ]
-
-
-def measure(
-    source: Path, scratch: Path, runs: int, peers: set[str]
-) -> dict[str, list[dict[str, Any]]]:
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    defaults = RunOptions(device=device)
-    pipeline = make_pipeline([TorchBackend(device)], defaults, lambda _: None)
-    results: Results = defaultdict(list)
-    python = [sys.executable, "-m"]
-    ours = [*python, "nf4conv", "quantize", str(source), "--json", "--quiet"]
-
-    def floor(out: str) -> list[str]:
-        moved = [str(source), out, device, str(pipeline.workers), str(pipeline.piece)]
-        last = results["nf4conv"][-1]
-        kept = last["bytes_after"] / last["bytes_before"]
-        return [*python, "benchmarks.floor", *moved, str(kept)]
-
-    contestants: Contestants = {"nf4conv": lambda out: [*ours, out]}
-    if SEARCH in peers:
-        contestants[SEARCH] = lambda out: [*ours, out, "--scales", "search"]
-    contestants["floor"] = floor
-    if PEER in peers:
-        contestants[PEER] = lambda out: [*python, "benchmarks.peer", str(source), out, device]
-    take_turns(contestants, results, scratch / "out", runs, cold={PEER})
-    return {name: entries[-runs:] for name, entries in results.items()}
-
-
-def take_turns(
-    contestants: Contestants, results: Results, out: Path, runs: int, cold: set[str]
-) -> None:
-    """Runs each contestant in each turn, and adds what it printed to the results.
-
-    The first turn warms caches and compiles kernels, and is not to be counted. The contestants
-    named in `cold` sit it out.
-    """
-    for turn in range(runs + 1):
-        label = f"run {turn}" if turn else "warm-up"
-        for name, command in contestants.items():
-            if turn == 0 and name in cold:
-                continue
-            shutil.rmtree(out, ignore_errors=True)
-            result = run(command(str(out)))
-            results[name].append(result)
-            print(f"{label}: {name}: {result['wall_seconds']:.2f} s", file=sys.stderr)
-
-
-def median(results: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(result[key] for result in results)
-
-
-def machine(
-    libraries: tuple[str, ...] = ("torch", "triton", "transformers", "bitsandbytes"),
-) -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    driver = None
-    if gpu:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        driver = answer.partition("\n")[0]
+def contestants_of(source: Path, packed: Path, out: Path) -> Contestants:
+    """Returns all contestants by name. Writes what those read that do not quantize."""
+    ours = [*PYTHON, "nf4conv", "quantize", source]
+    made = run([*ours, packed, *TOLD])
+    floor = floor_words(source, out, made["bytes_after"] / made["bytes_before"])
+    verify = [*PYTHON, "nf4conv", "verify", packed, "--source", source, "--exact", *TOLD]
     return {
-        "gpu": gpu,
-        "driver": driver,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: version(name) for name in libraries},
+        OURS: lambda: [*ours, out, *TOLD],
+        FLOOR: lambda: floor,
+        PEER: lambda: [*PYTHON, "benchmarks.peer", source, out, DEVICE],
+        OTHERS[0]: lambda: [*ours, out, "--scales", "search", *TOLD],
+        OTHERS[1]: lambda: [*ours, out, "--verify", *TOLD],
+        OTHERS[2]: lambda: verify,
     }
-
-
-def keep(out: Path | None, content: dict[str, Any], *libraries: str, **about: Any) -> None:
-    """Writes what was measured to a file, if one was asked for, with a description of the machine.
-
-    `about` is added to the description.
-    """
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        on = machine(libraries) if libraries else machine()
-        out.write_text(json.dumps({"machine": on | about, **content}, indent=1) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--shape", default="8b" if torch.cuda.is_available() else "1b", choices=SHAPES
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="where to put the checkpoint; default: a temporary folder"
-    )
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument(
-        "--no-peer", action="store_true", help="leave out transformers + bitsandbytes"
-    )
-    parser.add_argument("--search", action="store_true", help="also with --scales search")
-    parser.add_argument("--out", type=Path, help="file for the result")
-    chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as scratch:
-        source = Path(scratch) / "source"
-        size = write_checkpoint(SHAPES[chosen.shape], source)
-        peers = set()
-        if not chosen.no_peer:
-            peers.add(PEER)
-        if chosen.search:
-            peers.add(SEARCH)
-        results = measure(source, Path(scratch), chosen.runs, peers)
-    ours = results["nf4conv"]
-    floor_seconds = median(results["floor"], "seconds")
-    around = [entry["wall_seconds"] - entry["pipeline_seconds"] for entry in ours]
+    options = parser(__doc__)
+    options.add_argument("--shape", default=DEFAULT_SHAPE, choices=SHAPES)
+    options.add_argument("--folder", type=Path, help="where to put the checkpoint")
+    options.add_argument("--runs", type=int, default=3)
+    options.add_argument(
+        "--only", nargs="*", default=[FLOOR, PEER], choices=[FLOOR, PEER, *OTHERS],
+        help=f"what runs beside {OURS}",
+    )  # fmt: skip
+    chosen = options.parse_args()
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+        scratch = Path(folder)
+        source = write_source(SHAPES[chosen.shape], "bfloat16", scratch / "source")
+        contestants = contestants_of(source, scratch / "packed", scratch / "out")
+        of_them = {name: contestants[name] for name in (OURS, *chosen.only)}
+        results = take_turns(of_them, chosen.runs, scratch / "out")
     summary = {
         "shape": chosen.shape,
-        "source_bytes": size,
-        "wall_seconds": {
-            name: median(entries, "wall_seconds") for name, entries in results.items()
-        },
-        "pipeline_seconds": median(ours, "pipeline_seconds"),
-        "floor_seconds": floor_seconds,
-        "pipeline_over_floor": median(ours, "pipeline_seconds") / floor_seconds,
-        "start_up_and_finish_seconds": statistics.median(around),
-        "host_peak_bytes": median(ours, "host_peak_bytes"),
-        "host_baseline_bytes": median(ours, "host_baseline_bytes"),
-        "device_peak_bytes": median(ours, "device_peak_bytes"),
+        "medians": medians(results),
+        "wall_over_quantize": {name: ratio(one, results[OURS]) for name, one in results.items()},
     }
-    wall = median(ours, "wall_seconds")
-    if chosen.search:
-        summary["search_over_absmax"] = median(results[SEARCH], "wall_seconds") / wall
-    peer = results.get(PEER)
-    if peer:
-        summary["speedup"] = median(peer, "wall_seconds") / wall
-        summary["peer_host_peak_bytes"] = median(peer, "host_peak_bytes")
-        summary["peer_device_peak_bytes"] = median(peer, "device_peak_bytes")
+    if FLOOR in results:
+        seconds = medians(results)[FLOOR]["seconds"]
+        summary["pipeline_over_floor"] = medians(results)[OURS]["pipeline_seconds"] / seconds
     print(json.dumps(summary, indent=2))
-    keep(chosen.out, {"summary": summary, "runs": results})
+    save(chosen, summary=summary, runs=results)
 
 
 if __name__ == "__main__":

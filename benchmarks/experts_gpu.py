@@ -1,214 +1,100 @@
 """Whole mixtures with packed experts on a GPU: memory, tokens a second, and a step of training.
 
-    python -m benchmarks.experts_gpu qwen3-30b /dev/shm/mixture results.json [--bf16] [--compile]
+    python -m benchmarks.experts_gpu qwen3-30b /dev/shm/mixture [--json FILE] [--bf16]
+        [--compile MODE[/layers] ...]
 
-The source is written with random weights, quantized by `nf4conv quantize --moe packed`, and loaded
-by transformers with nothing but `import nf4conv.inference.moe`. With `--alike` the source has two
-layers, and the first of the result is repeated.
+A model of two layers with random weights is quantized by `nf4conv quantize --moe packed`, its
+first layer is repeated, and transformers loads the result with nothing but `import
+nf4conv.inference.moe`.
 """
 
 import argparse
 import json
-import platform
 import shutil
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from benchmarks.repeated_layers import repeat_layers
+from benchmarks.processes import PYTHON, TOLD, run
+from benchmarks.records import parser, save
+from benchmarks.synthetic import write_layers
 
-POOL = 1 << 27  # random elements, from which every tensor of a source is cut
-SHARD = 4_000_000_000
 RUNS = 15
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The shape of a mixture."""
-
-    kind: str
-    layers: int
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    heads: int
-    key_value: int
-    head: int
-    vocabulary: int
-
-    def config(self) -> dict[str, Any]:
-        common = {
-            "num_hidden_layers": self.layers,
-            "num_experts_per_tok": self.top_k,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.key_value,
-            "head_dim": self.head,
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": 4096,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
-        if self.kind == "gpt_oss":
-            return common | {
-                "architectures": ["GptOssForCausalLM"],
-                "model_type": "gpt_oss",
-                "num_local_experts": self.experts,
-                "intermediate_size": self.intermediate,
-            }
-        return common | {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "num_experts": self.experts,
-            "num_local_experts": self.experts,
-            "moe_intermediate_size": self.intermediate,
-            "intermediate_size": 3 * self.hidden,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
-        for layer in range(self.layers):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.input_layernorm.weight", (self.hidden,)
-            yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
-            queries, values = self.heads * self.head, self.key_value * self.head
-            sides = {"q": queries, "k": values, "v": values}
-            for side, rows in sides.items():
-                yield f"{prefix}.self_attn.{side}_proj.weight", (rows, self.hidden)
-            yield f"{prefix}.self_attn.o_proj.weight", (self.hidden, queries)
-            if self.kind == "gpt_oss":
-                yield from self._gpt_oss_layer(prefix, sides)
-            else:
-                yield from self._qwen_layer(prefix)
-        yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocabulary, self.hidden)
-
-    def _qwen_layer(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{prefix}.self_attn.q_norm.weight", (self.head,)
-        yield f"{prefix}.self_attn.k_norm.weight", (self.head,)
-        yield f"{prefix}.mlp.gate.weight", (self.experts, self.hidden)
-        for expert in range(self.experts):
-            own = f"{prefix}.mlp.experts.{expert}"
-            yield f"{own}.gate_proj.weight", (self.intermediate, self.hidden)
-            yield f"{own}.up_proj.weight", (self.intermediate, self.hidden)
-            yield f"{own}.down_proj.weight", (self.hidden, self.intermediate)
-
-    def _gpt_oss_layer(
-        self, prefix: str, sides: dict[str, int]
-    ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for side, rows in (sides | {"o": self.hidden}).items():
-            yield f"{prefix}.self_attn.{side}_proj.bias", (rows,)
-        yield f"{prefix}.self_attn.sinks", (self.heads,)
-        yield f"{prefix}.mlp.router.weight", (self.experts, self.hidden)
-        yield f"{prefix}.mlp.router.bias", (self.experts,)
-        both = 2 * self.intermediate
-        yield f"{prefix}.mlp.experts.gate_up_proj", (self.experts, self.hidden, both)
-        yield f"{prefix}.mlp.experts.gate_up_proj_bias", (self.experts, both)
-        yield (
-            f"{prefix}.mlp.experts.down_proj",
-            (self.experts, self.intermediate, self.hidden),
-        )
-        yield f"{prefix}.mlp.experts.down_proj_bias", (self.experts, self.hidden)
-
-
-SHAPES = {
-    "qwen3-30b": Shape("qwen3_moe", 48, 128, 8, 2048, 768, 32, 4, 128, 151936),
-    "qwen3-4-layers": Shape("qwen3_moe", 4, 128, 8, 2048, 768, 32, 4, 128, 151936),
-    "gpt-oss-20b": Shape("gpt_oss", 24, 32, 4, 2880, 2880, 64, 8, 64, 201088),
-    "tiny": Shape("qwen3_moe", 2, 8, 2, 128, 64, 2, 2, 64, 128),
-    "tiny-gpt-oss": Shape("gpt_oss", 2, 4, 2, 128, 128, 2, 2, 64, 128),
+QWEN = {
+    "num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048, "moe_intermediate_size": 768,
+    "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+GPT_OSS = {
+    "num_local_experts": 32, "num_experts_per_tok": 4, "hidden_size": 2880,
+    "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "vocab_size": 201088,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128,
+}  # fmt: skip
+TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SHAPES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "qwen3-30b": ("Qwen3MoeConfig", 48, QWEN),
+    "gpt-oss-20b": ("GptOssConfig", 24, GPT_OSS),
+    "tiny": ("Qwen3MoeConfig", 2, QWEN | SMALL | TINY),
+    "tiny-gpt-oss": ("GptOssConfig", 2, GPT_OSS | SMALL | {"num_local_experts": 4}),
 }
+"""The class of the config, how many layers, and the config of a shape."""
 
 
-def write_source(shape: Shape, folder: Path) -> int:
-    """Write a checkpoint of normally distributed bfloat16 weights; returns its bytes."""
-    folder.mkdir(parents=True)
+def config_of(shape: str, layers: int) -> Any:
+    import transformers
+
+    name, _, values = SHAPES[shape]
+    common = {"max_position_embeddings": 4096, "tie_word_embeddings": False, "pad_token_id": 0}
+    return getattr(transformers, name)(**values, **common, num_hidden_layers=layers)
+
+
+def write_source(shape: str, folder: Path) -> None:
+    """Writes a model of two layers with random weights in bfloat16."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    elements = POOL if shape.hidden > 1000 else 1 << 16
-    pool = torch.empty(elements, dtype=torch.bfloat16, device=device).normal_(0, 0.02).cpu()
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
-    filled = 0
-    for name, dimensions in shape.tensors():
-        size = 2 * torch.Size(dimensions).numel()
-        if filled + size > SHARD and shards[-1]:
-            shards.append([])
-            filled = 0
-        shards[-1].append((name, dimensions))
-        filled += size
-    weight_map = {}
-    for number, shard in enumerate(shards):
-        for name, _ in shard:
-            weight_map[name] = f"model-{number:05}.safetensors"
-    values = memoryview(pool.view(torch.uint8).numpy())
-    with ThreadPoolExecutor(8) as threads:
-        paths = [folder / f"model-{number:05}.safetensors" for number in range(len(shards))]
-        total = sum(
-            threads.map(lambda one: _write_shard(*one, values), zip(paths, shards, strict=True))
-        )
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(shape.config(), indent=2))
-    return total
+    model = AutoModelForCausalLM.from_config(config_of(shape, 2), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
 
 
-def _write_shard(path: Path, shard: list[tuple[str, tuple[int, ...]]], values: memoryview) -> int:
-    """Write a file of tensors that are cut from a pool, norms of ones; returns their bytes."""
-    header = {}
-    end = 0
-    for name, dimensions in shard:
-        size = 2 * torch.Size(dimensions).numel()
-        header[name] = {"dtype": "BF16", "shape": dimensions, "data_offsets": [end, end + size]}
-        end += size
-    blob = json.dumps(header).encode()
-    blob += b" " * (-len(blob) % 8)
-    with path.open("wb", buffering=0) as file:
-        file.write(len(blob).to_bytes(8, "little") + blob)
-        start = len(shard) * 4096
-        for name, dimensions in shard:
-            left = 2 * torch.Size(dimensions).numel()
-            if "norm" in name:
-                file.write(b"\x80\x3f" * (left // 2))
-                continue
-            while left:
-                start = (start + 64 * 1001) % len(values)
-                piece = values[start : start + min(left, len(values) - start, 1 << 26)]
-                file.write(piece)
-                left -= len(piece)
-                start += len(piece)
-    return end
+def repeat_layers(shallow: Path, deep: Path, shape: str) -> None:
+    """Writes a checkpoint with the first layer of another as often as the shape has layers."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in shallow.glob("*.safetensors"):
+        tensors |= load_file(path)
+    first = {name: one for name, one in tensors.items() if ".layers.0." in name}
+    rest = {name: one for name, one in tensors.items() if ".layers." not in name}
+    layers = SHAPES[shape][1]
+    config = json.loads((shallow / "config.json").read_text())
+    config["num_hidden_layers"] = layers
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:2] * (layers // 2)
+    write_layers(deep, first, rest, layers, config)
 
 
 class Record:
     """What was measured; written whenever something is added."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        self.path = path
-        self.values: dict[str, Any] = {"shape": name, "versions": versions()}
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.chosen = chosen
+        self.values: dict[str, Any] = {"shape": chosen.shape}
         self.start = time.perf_counter()
 
     def add(self, key: str, value: Any) -> None:
         self.values[key] = value
         print(f"[{time.perf_counter() - self.start:6.1f} s] {key}: {value}", flush=True)
-        self.path.write_text(json.dumps(self.values, indent=2))
+        save(self.chosen, **self.values)
 
     def attempt(self, key: str, function: Callable[[], Any]) -> None:
         """Add what a function returns, or the error that it ended with."""
@@ -216,18 +102,6 @@ class Record:
             self.add(key, function())
         except Exception as error:  # noqa: BLE001 - one measurement must not end the others
             self.add(key, f"{type(error).__name__}: {str(error)[:300]}")
-
-
-def versions() -> dict[str, str]:
-    found = {name: version(name) for name in ("torch", "transformers", "bitsandbytes", "peft")}
-    found["python"] = platform.python_version()
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["triton"] = version("triton")
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-        found["driver"] = answer.split()[0]
-    return found
 
 
 def gigabytes(count: int) -> float:
@@ -411,30 +285,7 @@ def train(model: Any, length: int, steps: int = 4) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def decode_all_always() -> Iterator[None]:
-    """Let every layer decode all its experts at every forward pass, as others do."""
-    from nf4conv.inference.moe import dispatch
-    from nf4conv.inference.moe.tensor import OPERATIONS
-
-    def forward(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
-        from transformers.integrations.moe import grouped_mm_experts_forward
-
-        return grouped_mm_experts_forward(module, x, ids, weights)
-
-    def grouped_mm(x: Any, weight: Any, offs: Any = None, *_: Any, **__: Any) -> Any:
-        return torch.nn.functional.grouped_mm(x, weight.decoded(), offs=offs)
-
-    operator = torch.ops.aten._grouped_mm.default
-    own = dispatch.packed_experts_forward, OPERATIONS[operator]
-    dispatch.packed_experts_forward, OPERATIONS[operator] = forward, grouped_mm
-    try:
-        yield
-    finally:
-        dispatch.packed_experts_forward, OPERATIONS[operator] = own
-
-
-def measure_packed(record: Record, folder: Path, arguments: argparse.Namespace) -> None:
+def measure_packed(record: Record, folder: Path) -> None:
     """Measure everything about the packed model; training last, for it changes the model."""
     import nf4conv
     import nf4conv.inference.moe
@@ -452,21 +303,12 @@ def measure_packed(record: Record, folder: Path, arguments: argparse.Namespace) 
     nf4conv.patch_linear_4bit(model)
     record.attempt("decode_eager_patched", lambda: decode_eagerly(model))
     record.attempt("decode_graph_patched", lambda: decode_by_graph(model))
-    for implementation in arguments.implementations:
-        model.set_experts_implementation(implementation)
-        record.attempt(f"decode_{implementation}", lambda: decode_eagerly(model, 10))
-        record.attempt(f"prefill_{implementation}", lambda: prefill(model))
-    if arguments.decode_all:
-        with decode_all_always():
-            record.attempt("decode_all", lambda: decode_eagerly(model, 4))
-            record.attempt("decode_all_graph", lambda: decode_by_graph(model))
-        torch.cuda.empty_cache()
-    for way in arguments.compile:
+    for way in record.chosen.compile:
         mode, _, part = way.partition("/")
         decode = partial(decode_compiled, model, mode, by_layers=part == "layers")
         record.attempt(f"compiled_{way}", decode)
-    if arguments.train_tokens:
-        record.attempt("train", lambda: train(model, arguments.train_tokens))
+    if record.chosen.train_tokens:
+        record.attempt("train", lambda: train(model, record.chosen.train_tokens))
 
 
 def measure_16_bits(record: Record, folder: Path) -> None:
@@ -481,46 +323,31 @@ def measure_16_bits(record: Record, folder: Path) -> None:
     record.attempt("bf16_decode_graph_16", lambda: decode_by_graph(model, 16))
 
 
-def quantize(record: Record, shape: Shape, source: Path, packed: Path) -> None:
-    """Write a source, and quantize it by the command."""
-    record.add("source_gb", gigabytes(write_source(shape, source)))
-    start = time.perf_counter()
-    command = [sys.executable, "-m", "nf4conv", "quantize", source, packed, "--moe", "packed"]
-    subprocess.run(command, check=True)
-    record.add("quantize_s", round(time.perf_counter() - start, 1))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--alike", action="store_true")
-    parser.add_argument("--compile", nargs="*", default=[], help="modes; MODE/layers")
-    parser.add_argument("--decode-all", action="store_true")
-    parser.add_argument("--train-tokens", type=int, default=2048)
-    parser.add_argument("--implementations", nargs="*", default=[])
-    arguments = parser.parse_args()
-    shape = SHAPES[arguments.shape]
-    source, packed = arguments.folder / "source", arguments.folder / "packed"
-    record = Record(arguments.result, arguments.shape)
+    options = parser(__doc__)
+    options.add_argument("shape", choices=SHAPES)
+    options.add_argument("folder", type=Path, help="for checkpoints")
+    options.add_argument("--bf16", action="store_true", help="measure the source, too")
+    options.add_argument("--compile", nargs="*", default=[], help="modes; MODE/layers")
+    options.add_argument("--train-tokens", type=int, default=2048)
+    options.add_argument("--write-only", action="store_true", help="only write the checkpoint")
+    chosen = options.parse_args()
+    source, few, packed = (chosen.folder / name for name in ("source", "few", "packed"))
+    record = Record(chosen)
     if not packed.exists():
-        written = replace(shape, layers=2) if arguments.alike else shape
-        quantize(record, written, source, packed)
-    if arguments.alike:
-        few = packed.rename(arguments.folder / "few")
-        repeat_layers(few, packed, shape.layers)
-        record.add("layers", "all alike")
+        write_source(chosen.shape, source)
+        run([*PYTHON, "nf4conv", "quantize", source, few, "--moe", "packed", *TOLD])
+        repeat_layers(few, packed, chosen.shape)
     files = packed.glob("*.safetensors")
     record.add("packed_gb", gigabytes(sum(path.stat().st_size for path in files)))
-    if not arguments.bf16:
-        shutil.rmtree(source)  # memory, where the folder is in /dev/shm
-    measure_packed(record, packed, arguments)
+    if chosen.write_only:
+        return
+    measure_packed(record, packed)
     torch.cuda.empty_cache()
-    if arguments.bf16:
-        shutil.rmtree(packed)
-        measure_16_bits(record, source)
+    if chosen.bf16:
+        shutil.rmtree(packed)  # memory, where the folder is in /dev/shm
+        repeat_layers(source, chosen.folder / "deep", chosen.shape)
+        measure_16_bits(record, chosen.folder / "deep")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Checkpoints of realistic shape and random content, for measuring."""
 
 import json
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,112 +60,47 @@ class Llama:
         }
 
 
-@dataclass(frozen=True)
-class Experts:
-    """Very many small matrices, as a mixture of experts stores them."""
-
-    layers: int = 50
-    experts: int = 333
-    rows: int = 64
-    columns: int = 512
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "model.embed_tokens.weight", (1024, self.columns)
-        for layer in range(self.layers):
-            for expert in range(self.experts):
-                prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-                yield f"{prefix}.down_proj.weight", (self.columns, self.rows)
-                yield f"{prefix}.gate_proj.weight", (self.rows, self.columns)
-                yield f"{prefix}.up_proj.weight", (self.rows, self.columns)
-        yield "lm_head.weight", (1024, self.columns)
-
-    def config(self) -> dict[str, object]:
-        return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "hidden_size": self.columns,
-            "moe_intermediate_size": self.rows,
-            "num_hidden_layers": self.layers,
-            "num_experts": self.experts,
-            "vocab_size": 1024,
-            "torch_dtype": "bfloat16",
-        }
-
-
-@dataclass(frozen=True)
-class Giant:
-    """One weight of more than 2^31 elements."""
-
-    rows: int = 65536
-    columns: int = 32832
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "model.layers.0.mlp.up_proj.weight", (self.rows, self.columns)
-
-    def config(self) -> dict[str, object]:
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "torch_dtype": "bfloat16",
-        }
-
-
-def write_checkpoint(
-    shape: Llama | Experts | Giant, folder: Path, shard_size: int = 4_500_000_000
-) -> int:
-    """Write a sharded bfloat16 checkpoint of normally distributed weights; returns its bytes."""
-    folder.mkdir(parents=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
-    size = total = 0
-    files: list[dict[str, torch.Tensor]] = [{}]
-    weight_map: dict[str, int] = {}
-    for name, dimensions in shape.tensors():
-        tensor = (
-            torch.empty(dimensions, dtype=torch.bfloat16, device=device)
-            .normal_(0, 0.02, generator=generator)
-            .cpu()
-        )
-        if size + tensor.nbytes > shard_size:
-            _save(files[-1], folder, len(files))
-            files.append({})
-            size = 0
-        files[-1][name] = tensor
-        weight_map[name] = len(files)
-        size += tensor.nbytes
-        total += tensor.nbytes
-    _save(files[-1], folder, len(files))
-    _rename(folder, len(files), weight_map, total)
-    (folder / "config.json").write_text(json.dumps(shape.config(), indent=2))
-    return total
-
-
-def _save(tensors: dict[str, torch.Tensor], folder: Path, number: int) -> None:
-    save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
-    tensors.clear()
-
-
-def _rename(folder: Path, count: int, weight_map: dict[str, int], total: int) -> None:
-    names = {
-        number: f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
-    }
-    for number, name in names.items():
-        (folder / f"part-{number}.safetensors").rename(folder / name)
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {key: names[number] for key, number in weight_map.items()},
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
 SHAPES = {
     "8b": Llama(),
-    "16b": Llama(layers=68),
     "1b": Llama(hidden=2048, layers=16, intermediate=8192, key_value=512),
     "tiny": Llama(hidden=512, layers=2, intermediate=1024, key_value=128, vocabulary=4096),
-    "experts": Experts(),
-    "giant": Giant(),
 }
+DEFAULT_SHAPE = "8b" if torch.cuda.is_available() else "1b"
 
-if __name__ == "__main__":
-    print(write_checkpoint(SHAPES[sys.argv[1]], Path(sys.argv[2])))
+
+def write_layers(
+    folder: Path, first: Tensors, rest: Tensors, layers: int, config: dict[str, object]
+) -> None:
+    """Writes a checkpoint whose layers are all copies of the first, with a file for each.
+
+    A model whose layers are all alike computes as long as another, and is written in seconds.
+
+    Args:
+        folder: to make.
+        first: the tensors of layer 0.
+        rest: those outside the layers.
+        layers: how many.
+        config: for config.json.
+    """
+    folder.mkdir(parents=True)
+    save_file(first, folder / "model-0.safetensors", metadata={"format": "pt"})
+    save_file(rest, folder / "model-rest.safetensors", metadata={"format": "pt"})
+    content = (folder / "model-0.safetensors").read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+
+    def repeat(layer: int) -> None:
+        header = content[8:size].replace(b".layers.0.", f".layers.{layer}.".encode())
+        header += b" " * (-len(header) % 8)
+        with (folder / f"model-{layer}.safetensors").open("wb") as file:
+            file.writelines([len(header).to_bytes(8, "little"), header, memoryview(content)[size:]])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(repeat, range(1, layers)))
+    weight_map = dict.fromkeys(rest, "model-rest.safetensors")
+    for layer in range(layers):
+        for name in first:
+            renamed = name.replace(".layers.0.", f".layers.{layer}.")
+            weight_map[renamed] = f"model-{layer}.safetensors"
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))

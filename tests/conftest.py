@@ -17,6 +17,9 @@ from click.testing import CliRunner
 
 from nf4conv.codec.backends import why_plain
 
+if "KERNEL_CACHE" in os.environ:  # processes of `make gpu` compile each kernel once between them
+    os.environ["XDG_CACHE_HOME"] = os.environ["KERNEL_CACHE"]
+
 if why_plain((9, 0)):
     collect_ignore_glob = [
         "*/test_compile.py",
@@ -44,12 +47,30 @@ TIMED = {
     "test_slow_reads", "test_resume", "test_hub_faults",
 }  # fmt: skip
 
+# what computes on a GPU where there is one: `make gpu` runs it besides what is marked gpu
+ON_ANY_DEVICE = {
+    "test_decode_kernels", "test_experts_encoded", "test_ggml_kernels", "test_golden",
+    "test_kernels", "test_ops", "test_quick", "test_reciprocal", "test_rounding_kernels",
+    "test_search", "test_two_engines",
+}  # fmt: skip
 
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps the tests of a file together when pytest-xdist divides them over processes."""
     for item in items:
+        if item.path.stem in ON_ANY_DEVICE:
+            item.add_marker(pytest.mark.device)
         group = "timed" if item.path.stem in TIMED else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_for_others() -> Iterator[None]:
+    """Leaves a GPU's memory to the processes that share it."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

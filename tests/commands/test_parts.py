@@ -429,12 +429,14 @@ def test_what_does_not_go_with_parts_is_refused(
 
 
 def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Path):
-    done = command_line.run(
-        "quantize", source, tmp_path / "out", "--part", "1/2", "--push-to-hub", "me/it"
-    )
-    assert done.exit_code == 2
-    said = "--push-to-hub does not go with --part, --ray or several GPUs: push what is made of all"
-    assert said in done.stderr
+    for spread in (["--part", "1/2"], ["--ray"]):
+        done = command_line.run(
+            "quantize", source, tmp_path / "out", *spread, "--push-to-hub", "me/it"
+        )
+        assert done.exit_code == 2, spread
+        said = "--push-to-hub does not go with --part, --ray or several GPUs"
+        assert said in done.stderr, spread
+    assert not (tmp_path / "out").exists()
     pipeline = tmp_path / "pipeline"
     shutil.copytree(source, pipeline / "text_encoder")
     index = {"_class_name": "AnyPipeline", "text_encoder": ["transformers", "LlamaModel"]}

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from adapters import INPUT, load, make_model
 from api import quantize_checkpoint
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -38,7 +40,13 @@ TARGETS = {
     "target_modules": ["q_proj", "v_proj"],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+# transformers 5.8.1 cannot train in batched_mm, with experts in 16 bits either
+CANNOT_BATCH = transformers.__version__ == "5.8.1"
+IMPLEMENTATIONS = (
+    "eager",
+    pytest.param("batched_mm", marks=pytest.mark.skipif(CANNOT_BATCH, reason="transformers 5.8.1")),
+    "grouped_mm",
+)
 
 
 def make_mixture(

