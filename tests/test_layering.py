@@ -78,6 +78,7 @@ WITHOUT_HEAVY = (*ORDER[: ORDER.index("run") + 1], "cli")
 WITH_TORCH = "run.device.on_torch"
 EXCEPT = {
     "sources.reader": "reads arrays of numpy",
+    "output.digest": "sums words of 64 bits at the speed of memory",
     "run.device.on_driver.kernels": "compiles with torch, once",
     "run.tasks.diagnose": "says by torch how tensors differ",
 }

@@ -10,14 +10,15 @@ prove that nobody changed a file on purpose. zlib's CRC-32 reads 2 GB a second, 
 
 from functools import cache
 from pathlib import Path
-from typing import Final, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from nf4conv.sources.reader import read_chunks
 
-Words: TypeAlias = NDArray[np.uint64]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Words: TypeAlias = "NDArray[np.uint64]"
 
 MODULUS: Final = 1 << 64
 
@@ -32,6 +33,8 @@ _FIRST_ROW: Final = 1 << 32
 
 def digest_of(data: memoryview, position: int) -> int:
     """Returns what bytes at a position of a file add to its digest, below 2^64."""
+    import numpy as np  # importing it takes a moment
+
     data = data.cast("B")
     until_word = min(-position % _WORD, len(data))
     whole = (len(data) - until_word) // _WORD * _WORD
@@ -63,6 +66,8 @@ def _digest_of_part(data: memoryview, position: int) -> int:
 
 def _digest_of_words(words: Words, start: int) -> int:
     """Returns the digest of words, of which the first is number `start` of its file."""
+    import numpy as np  # importing it takes a moment
+
     found = 0
     while len(words):
         row, column = divmod(start, _COLUMNS)
@@ -84,6 +89,8 @@ def _column_factors() -> Words:
 
 def _factors(first: int, count: int) -> Words:
     """Returns odd numbers that look random (SplitMix64: Steele, Lea and Flood, 2014)."""
+    import numpy as np  # importing it takes a moment
+
     found = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
