@@ -9,7 +9,6 @@ because both take long. A model's answers depend on its kind:
     encoder     last hidden states, compared token by token, and their mean over a window
 """
 
-import importlib.util
 import math
 import shlex
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from nf4conv.check.structure import Structure, look_at
+from nf4conv.check.structure import structure_of
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import PlanError, SourceError, first_line
@@ -33,10 +32,8 @@ from nf4conv.report.results import Evaluation, Evaluations
 from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.run.device.on_torch.device import find_device
 from nf4conv.sources.files import ADAPTER_CONFIG, has_tokenizer
-from nf4conv.sources.foreign.config import describe
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_ids, read_json
-from nf4conv.sources.record import recorded_scales
 from nf4conv.sources.source import Source
 
 _WINDOWS: Final = {"causal": 512, "masked": 512, "encoder": 128}
@@ -170,7 +167,6 @@ class Question:
 
     kind: str  # "causal", "masked" or "encoder"
     loader: Any  # the class of transformers that loads the models
-    config_class: Any  # the class of transformers that parses their configs
     ids: torch.Tensor  # token ids, [windows, window] int64
     text: str  # where the tokens come from
     mask: int | None  # the id of the mask token; None if no token is to be masked
@@ -186,9 +182,6 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
         PlanError: transformers is not installed, or cannot use the architecture or the tokens; or
             the models are not of one kind.
     """
-    for name in ("transformers", "bitsandbytes"):  # importing them takes long
-        if importlib.util.find_spec(name) is None:
-            raise _lacks_libraries(f"there is no {name}")
     device = str(find_device(options.device))
     first = outs[0]
     vocabulary = _vocabulary(first)
@@ -196,7 +189,7 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
         _require_alike(first, other)
     text = None if options.text is None else Path(options.text)
     content = _read_content(first.folder, text, options.tokens or _TOKENS)
-    kind, loader, config_class = _kind_of_model(first.config or {})
+    kind, loader = _kind_of_model(first.config or {})  # importing transformers takes long
     width = vocabulary
     if kind == "encoder":
         width = _size(first, "hidden_size") or _size(first, "dim") or 1
@@ -224,19 +217,12 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
     return Question(
         kind=kind,
         loader=loader,
-        config_class=config_class,
         ids=torch.from_numpy(ids[:whole].reshape(-1, window)),
         text=name,
         mask=mask if kind == "masked" else None,
         ends=ends,
         width=width,
         device=device,
-    )
-
-
-def _lacks_libraries(reason: str) -> PlanError:
-    return PlanError(
-        f"evaluate needs transformers and bitsandbytes: pip install 'nf4conv[evaluate]' ({reason})"
     )
 
 
@@ -277,14 +263,17 @@ def _require_alike(first: Source, other: Source) -> None:
         )
 
 
-def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any, Any]:
-    """Returns the kind of model of a config, and the classes that load it and parse its config."""
+def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Returns the kind of model of a config, and the class of transformers that loads it."""
     try:
         import bitsandbytes  # noqa: F401
         import transformers
         from transformers.models.auto import modeling_auto as auto
     except ImportError as error:
-        raise _lacks_libraries(str(error)) from error
+        raise PlanError(
+            f"evaluate needs transformers and bitsandbytes: pip install 'nf4conv[evaluate]' "
+            f"({error})"
+        ) from error
     # nf4conv shows a bar of its own
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     name = architecture_of(config)
@@ -297,10 +286,9 @@ def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any, Any]:
         tables = {"masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "causal": causal, **tables}
     for kind, table in tables.items():
         if name in table.values() and hasattr(transformers, name):
-            loader = getattr(transformers, name)
-            return kind, loader, getattr(loader, "config_class", None) or transformers.AutoConfig
+            return kind, getattr(transformers, name)
     if str(model_type) in auto.MODEL_MAPPING_NAMES and not has_two_halves:
-        return "encoder", transformers.AutoModel, transformers.AutoConfig
+        return "encoder", transformers.AutoModel
     described = name or "a model whose config names no architecture"
     raise PlanError(f"evaluate cannot run {described} ({model_type})")
 
@@ -338,16 +326,16 @@ def _tokenized(
     except Exception as error:  # transformers raises anything
         raise _cannot_tokenize(text or out, error) from error
     ids = np.array(encoded["input_ids"][:wanted], dtype=np.int64)
-    first = getattr(tokenizer, "cls_token_id", None)
-    last = getattr(tokenizer, "sep_token_id", None)
-    ends = () if first is None or last is None else (first, last)
-    return ids, getattr(tokenizer, "mask_token_id", None), ends
+    first, last, mask = (
+        getattr(tokenizer, f"{role}_token_id", None) for role in ("cls", "sep", "mask")
+    )
+    return ids, mask, () if first is None or last is None else (first, last)
 
 
 def _cannot_tokenize(place: Path, error: Exception) -> PlanError:
-    reason = first_line(error)
     return PlanError(
-        f"{place}: cannot be tokenized ({reason}); give token ids instead: --text ids.npy"
+        f"{place}: cannot be tokenized ({first_line(error)}); give token ids instead: "
+        f"--text ids.npy"
     )
 
 
@@ -364,7 +352,7 @@ def _require_stored(question: Question, model: Source) -> None:
     if excess is not None:
         raise SourceError(f"{model.folder}: its config.json cannot be right: {excess}")
     try:
-        parsed = parse_config(without_quantization(config), question.config_class)
+        parsed = _parsed(question, without_quantization(config))
         build = getattr(question.loader, "_from_config", None) or question.loader.from_config
         with torch.device("meta"):
             built = build(parsed)
@@ -382,6 +370,13 @@ def _require_stored(question: Question, model: Source) -> None:
         )
 
 
+def _parsed(question: Question, config: Mapping[str, Any]) -> Any:
+    """Returns what transformers makes of a config.json, for the class that loads the models."""
+    from transformers import AutoConfig
+
+    return parse_config(config, getattr(question.loader, "config_class", None) or AutoConfig)
+
+
 def load(question: Question, folder: Path, variant: str | None = None) -> Any:
     """Loads a model as loaders load it; on a CPU in float32, with its 4-bit layers decoded.
 
@@ -396,7 +391,7 @@ def load(question: Question, folder: Path, variant: str | None = None) -> Any:
         "variant": variant,
     }
     try:
-        config = parse_config(read_json(folder / "config.json"), question.config_class)
+        config = _parsed(question, read_json(folder / "config.json"))
         model = question.loader.from_pretrained(folder, config=config, **options)
         if is_cpu:
             _decode_layers(model)
@@ -405,22 +400,12 @@ def load(question: Question, folder: Path, variant: str | None = None) -> Any:
     except SourceError:
         raise
     except Exception as error:  # transformers raises anything
-        reason = first_line(error)
-        if _is_of_other_method(folder):
-            reason += "; `nf4conv dequantize` makes a 16-bit model of it, to give instead"
         raise SourceError(
-            f"{folder}: transformers cannot load it: {reason}", path=folder
+            f"{folder}: transformers cannot load it: {first_line(error)}; of what another method "
+            f"quantized, `nf4conv dequantize` makes a 16-bit model, to give instead",
+            path=folder,
         ) from error
     return model.eval()
-
-
-def _is_of_other_method(folder: Path) -> bool:
-    """Returns True if a model is quantized by a method that nf4conv decodes, but bitsandbytes."""
-    try:
-        method = describe(read_json(folder / "config.json"), {}).method
-    except SourceError:
-        return False
-    return method not in (None, "bitsandbytes")
 
 
 def _decode_layers(model: Any) -> None:
@@ -544,11 +529,7 @@ def _bits_per_weight(outs: Sequence[Source]) -> Iterator[float | None]:
     The linear weights are those that one of the models has packed: in a model that keeps some of
     them in 16 bits, these count as well.
     """
-    structures = []
-    for out in outs:
-        tensors = {tensor.name: tensor for tensor in out.tensors}
-        scales = recorded_scales(out.recorded_in)
-        structures.append(look_at(Structure(out.folder, tensors, scales=scales)))
+    structures = [structure_of(out) for out in outs]
     linear = {name for structure in structures for name in structure.weights}
     for structure in structures:
         size = elements = 0

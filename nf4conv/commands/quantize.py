@@ -5,7 +5,7 @@ plan ▸ open the repository to push to ▸ calibrate ▸ write ▸ commit what 
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -169,10 +169,10 @@ def make_plan(source: str | Path, options: QuantizeOptions) -> AnyPlan:
                 f"encoder --subfolder text_encoder; --scales search needs no text"
             ) from error
         plan = _plan_pipeline(open_diffusers(source, options), options)
-        plan = replace(plan, complaints=(*plan.complaints, *_little_saved(plan)))
+        plan = replace(plan, complaints=(*plan.complaints, *advice(plan.jobs)))
     else:
         quantization.require_searched(source, [plan])
-        notes = (*_little_saved(plan), *plan.notes, *unmatched(options, [("", plan.source)]))
+        notes = (*advice(plan.jobs), *plan.notes, *unmatched(options, [("", plan.source)]))
         again = partial(make_plan, source, replace(options, progress=None))
         plan = replace(plan, notes=notes, again=again)
     totals = plan.totals()
@@ -249,16 +249,6 @@ def _plan_submodel(
         if plan.packs_anything:
             return replace(plan, is_submodel=True)
     return quantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
-
-
-def _little_saved(plan: AnyPlan) -> Iterator[str]:
-    """Yields a line if the result will be little smaller than the source."""
-    totals = plan.totals()
-    if 3 * totals.bytes_after <= 2 * totals.bytes_before:
-        return
-    line = advice(plan.jobs)
-    if line:
-        yield line
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -338,7 +328,7 @@ def _report_of(
     plan: AnyPlan, run: RunReport, verification: VerificationSummary | None
 ) -> QuantizeReport:
     """Adds what a plan tells to the report of what came of it."""
-    report = replace(_report(run, plan.totals()), advice=advice(plan.jobs))
+    report = _report(run, plan.totals())
     loading = loading_of_plan(plan)
     if loading is not None:
         report = replace(report, loading=loading.code(run.out), install=loading.install)

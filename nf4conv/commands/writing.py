@@ -24,7 +24,7 @@ from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import TensorRow, summed
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.advice import advice, unusual
+from nf4conv.report.advice import unusual
 from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.results import DequantizeReport, PlanReport, QuantizeReport, RunReport
 from nf4conv.report.text.progress_bar import Step, begin
@@ -57,7 +57,6 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
         first = plan
         source = str(plan.source)
     is_packing = isinstance(first, QuantizationPlan)
-    line = advice(plan.jobs) if is_packing else ""
     # modules that the user wants to be treated otherwise are not unusual
     treated = [(row.name, _treatment(row)) for row in rows if "the user" not in row.reason]
     return PlanReport(
@@ -68,8 +67,7 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
         tensors=tuple(rows),
         config=plan.config,
         gpu_bytes=gpu_bytes(totals.bytes_after) if is_packing else None,
-        advice=line,
-        notes=(*(note for note in plan.notes if note != line), *unusual(treated)),
+        notes=(*plan.notes, *unusual(treated)),
     )
 
 

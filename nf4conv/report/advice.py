@@ -16,11 +16,11 @@ _MOST_LINES: Final = 8
 _MOST_LAYERS: Final = 6  # numbers in a line
 
 
-def advice(jobs: Iterable[Job]) -> str:
-    """Says that a quantization saves little, or leaves many bits per parameter, and why.
+def advice(jobs: Iterable[Job]) -> Iterator[str]:
+    """Yields a line if a quantization saves little or leaves many bits per parameter, with why.
 
-    The line is empty if a third is saved and few bits are left, and if the source is in 4 bits
-    already and does not grow by a tenth.
+    There is none if a third is saved and few bits are left, and if the source is in 4 bits already
+    and does not grow by a tenth.
     """
     before = after = parameters = 0
     packed_before = packed_parameters = 0
@@ -40,18 +40,19 @@ def advice(jobs: Iterable[Job]) -> str:
     bits_after = bits_per_parameter(after, parameters)
     if 3 * after > 2 * before:
         if bits_before <= _MANY_BITS and 10 * after <= 11 * before:
-            return ""
+            return
         text = f"this saves only {100 * (before - after) / max(before, 1):.0f} % of {size(before)}"
         if after > before:
             text = f"the result is larger than its source: {size(before)} → {size(after)}"
     elif bits_after > _MANY_BITS and 2 * kept.total() > after:
         text = f"the result has {bits_after:.2f} bits per parameter"
     else:
-        return ""
+        return
     if 2 * kept.total() <= after:
-        return f"{text}: what is packed took {bits_before:.1f} bits per weight before"
-    ((reason, taken),) = kept.most_common(1)
-    return f"{text}: {size(kept.total())} are not packed, {size(taken)} of it {reason}"
+        yield f"{text}: what is packed took {bits_before:.1f} bits per weight before"
+    else:
+        ((reason, taken),) = kept.most_common(1)
+        yield f"{text}: {size(kept.total())} are not packed, {size(taken)} of it {reason}"
 
 
 def unusual(treated: Iterable[tuple[str, str]]) -> tuple[str, ...]:

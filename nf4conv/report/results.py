@@ -28,8 +28,6 @@ class PlanReport:
             submodel, by its name. None if the source has no config.json.
         gpu_bytes: an estimate of the GPU memory, in bytes, that loading the result takes. None for
             a result in 16 or 32 bits.
-        advice: why the result has many bits per parameter, and what would change that. Empty if it
-            does not.
         notes: lines that the user should read.
     """
 
@@ -40,7 +38,6 @@ class PlanReport:
     tensors: tuple[TensorRow, ...]
     config: Mapping[str, Any] | None
     gpu_bytes: int | None
-    advice: str
     notes: tuple[str, ...]
 
 
@@ -179,8 +176,6 @@ class QuantizeReport:
         install: the command that installs what that code needs. Empty if there is no code.
         push: the command that pushes the result. Empty if it was pushed, and if it has no
             config.json.
-        advice: why the result has many bits per parameter, and what would change that. Empty if it
-            does not.
         verification: what `--verify` measured. None without it.
         pushed: the address of the commit or pull request on the Hub. None if the result was not
             pushed.
@@ -197,7 +192,6 @@ class QuantizeReport:
     loading: str = ""
     install: str = ""
     push: str = ""
-    advice: str = ""
     verification: VerificationSummary | None = None
     pushed: str | None = None
 

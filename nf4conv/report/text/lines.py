@@ -49,8 +49,6 @@ def plan_lines(plan: PlanReport, width: int | None) -> Iterator[str]:
     else:
         copied = f"{totals.copied:,} tensors copied, {totals.shards} files"
         yield f"{totals.decoded:,} weights decoded, {copied}: {sizes}"
-    if plan.advice:
-        yield printable(plan.advice)
     if plan.gpu_bytes is not None:
         yield _gpu_line(plan.gpu_bytes)
     kinds = sorted(plan.kinds, key=lambda kind: -(kind.bytes_before or 0))
@@ -87,8 +85,6 @@ def quantization_lines(report: QuantizeReport) -> Iterator[str]:
         f"{size(run.bytes_before)} → {size(run.bytes_after)} ({compression:.2f}x, {bits}), "
         f"about {size(report.gpu_bytes)} of GPU memory to load"
     )
-    if report.advice:
-        yield printable(report.advice)
     if not run.already_complete:
         yield _timing(run, run.bytes_before)
     verified = report.verification
