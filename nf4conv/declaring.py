@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from operator import or_
 from types import NoneType
 from typing import (
@@ -82,11 +82,6 @@ class Option:
     in_python: bool = False
 
 
-def described(group: Group, help: str, **more: Any) -> dict[str, Option]:
-    """Returns the metadata of the field of an option; `more` are other attributes of `Option`."""
-    return {"option": Option(group, help, **more)}
-
-
 def option(
     group: Group,
     help: str,
@@ -97,7 +92,7 @@ def option(
     **more: Any,
 ) -> Any:
     """Declares an option: the field of a dataclass; `more` are other attributes of `Option`."""
-    metadata = described(group, help, **more)
+    metadata = {"option": Option(group, help, **more)}
     return field(default=default, repr=repr, compare=compare, metadata=metadata)
 
 
@@ -106,9 +101,16 @@ class Declared(NamedTuple):
 
     name: str
     hint: Any  # its type
-    kind: Any  # its type, without None
     default: Any  # MISSING if it must be given
     said: Option
+
+    @property
+    def kind(self) -> Any:
+        """Returns its type, without None."""
+        parts = get_args(self.hint)
+        if NoneType not in parts:
+            return self.hint
+        return reduce(or_, [part for part in parts if part is not NoneType])
 
     @property
     def holds_names(self) -> bool:
@@ -126,21 +128,14 @@ def options_of(kind: Any) -> list[Declared]:
         found = []
         for one in fields(kind):
             if one.init:
-                hint, said = hints[one.name], one.metadata["option"]
-                found.append(Declared(one.name, hint, _without_none(hint), one.default, said))
+                said = one.metadata["option"]
+                found.append(Declared(one.name, hints[one.name], one.default, said))
         order = list(Group)
         _OPTIONS[kind] = sorted(found, key=lambda option: order.index(option.said.group))
     return _OPTIONS[kind]
 
 
 _OPTIONS: Final[dict[Any, list[Declared]]] = {}
-
-
-def _without_none(hint: Any) -> Any:
-    parts = [part for part in get_args(hint) if part is not NoneType]
-    if NoneType not in get_args(hint):
-        return hint
-    return reduce(or_, parts)
 
 
 def deciding(options: Any) -> dict[str, Any]:
@@ -226,18 +221,7 @@ def after_one_place(
     [Callable[[PlaceT, OptionsT], ResultT]], Callable[Concatenate[PlaceT, Keywords], ResultT]
 ]:
     """Lets a function of a place and options take the options as keywords."""
-
-    def decorate(
-        function: Callable[[PlaceT, OptionsT], ResultT],
-    ) -> Callable[Concatenate[PlaceT, Keywords], ResultT]:
-        @wraps(function)
-        def call(place: PlaceT, /, *args: Keywords.args, **options: Keywords.kwargs) -> ResultT:
-            return function(place, kind(*args, **options))
-
-        _describe(call, function, kind)
-        return call
-
-    return decorate
+    return partial(_taking_keywords, kind)
 
 
 def after_two_places(
@@ -247,33 +231,28 @@ def after_two_places(
     Callable[Concatenate[PlaceT, OutT, Keywords], ResultT],
 ]:
     """Lets a function of two places and options take the options as keywords."""
-
-    def decorate(
-        function: Callable[[PlaceT, OutT, OptionsT], ResultT],
-    ) -> Callable[Concatenate[PlaceT, OutT, Keywords], ResultT]:
-        @wraps(function)
-        def call(
-            place: PlaceT, out: OutT, /, *args: Keywords.args, **options: Keywords.kwargs
-        ) -> ResultT:
-            return function(place, out, kind(*args, **options))
-
-        _describe(call, function, kind)
-        return call
-
-    return decorate
+    return partial(_taking_keywords, kind)
 
 
-def _describe(call: Any, function: Callable[..., Any], kind: Any) -> None:
-    """Gives a function that takes keywords the signature and the docstring that name each."""
+def _taking_keywords(kind: Any, function: Callable[..., Any]) -> Any:
+    """Makes options of keywords; the signature and the docstring name each of them."""
+
+    @wraps(function)
+    def call(*places: Any, **options: Any) -> Any:
+        return function(*places, kind(**options))
+
     signature = inspect.signature(function)
-    places = list(signature.parameters.values())[:-1]
-    parameters = [one.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for one in places]
+    parameters = [
+        one.replace(kind=inspect.Parameter.POSITIONAL_ONLY)
+        for one in list(signature.parameters.values())[:-1]
+    ]
     parameters += [_parameter(option) for option in options_of(kind)]
-    call.__signature__ = signature.replace(parameters=parameters)
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     above, args, below = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
     own, gap, rest = below.partition("\n\n")
     entries = "\n".join(_entries(kind))
     call.__doc__ = f"{above}{args}{own}\n{entries}{gap}{rest}"
+    return call
 
 
 def _parameter(option: Declared) -> inspect.Parameter:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from nf4conv.declaring import Checked, Group, described, option
+from nf4conv.declaring import Checked, Group, Option, option
 
 QuantType: TypeAlias = Literal["nf4", "fp4"]
 Blocksize: TypeAlias = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -327,9 +327,11 @@ class EvaluateOptions(SourceOptions):
     """Says how `evaluate` compares models in 4 bits with their original."""
 
     source: str | Path = field(
-        metadata=described(
-            Group.CHECKS, "Compare OUT with this model, from which it was made.", metavar="SRC"
-        )
+        metadata={
+            "option": Option(
+                Group.CHECKS, "Compare OUT with this model, from which it was made.", metavar="SRC"
+            )
+        }
     )
     text: str | Path | None = option(
         Group.CHECKS,
