@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from nf4conv.errors import Nf4convError
-from nf4conv.format.units import size
+from nf4conv.format.units import duration, size
 from nf4conv.system.machine import available_memory, resident
 
 _GPU_SECONDS_AT_START: Final = 25.0  # kernels are compiled, and CUDA begins
@@ -79,8 +79,8 @@ class Needs:
     def described(self) -> str:
         """Returns a line for people."""
         return (
-            f"calibrating takes about {_duration(self.gpu_seconds)} on an H200, with "
-            f"{size(self.gpu_bytes)} of its memory; or {_duration(self.cpu_seconds)} on this "
+            f"calibrating takes about {duration(self.gpu_seconds)} on an H200, with "
+            f"{size(self.gpu_bytes)} of its memory; or {duration(self.cpu_seconds)} on this "
             f"machine's CPU, with {size(self.cpu_bytes)} of memory; {size(self.disk_bytes)} of "
             f"disk; and {size(4 * self.hidden_elements)} of either for hidden states"
         )
@@ -109,14 +109,6 @@ class Needs:
                 f"free; so much would suffice"
             )
         return (available - host) // 2
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h"
 
 
 def estimate(shapes: Shapes) -> Needs:

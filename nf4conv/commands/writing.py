@@ -21,6 +21,7 @@ from nf4conv.format.layout import has_components
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
+from nf4conv.plan.jobs import Plan, source_files
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import TensorRow, summed
 from nf4conv.plan.writing import WritingPlan
@@ -31,7 +32,7 @@ from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.run.checkpoint import ignore
 from nf4conv.sources.diffusers import DiffusersFolder
 from nf4conv.sources.opening import open_stored
-from nf4conv.sources.reader import read_small
+from nf4conv.sources.reader import read_small, reading_speed
 from nf4conv.sources.record import read_record
 from nf4conv.sources.source import Source, source_changes, source_stamps
 from nf4conv.sources.unfinished import is_unfinished
@@ -49,13 +50,14 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
     """Describes what carrying out a plan would do, and what is unusual in it."""
     rows = plan.rows()
     totals = plan.totals()
-    first: WritingPlan
+    plans: Sequence[WritingPlan]
     if isinstance(plan, DiffusersPlan):
-        first = next(iter(plan.submodels.values()))
+        plans = list(plan.submodels.values())
         source = str(plan.folder.place)
     else:
-        first = plan
+        plans = [plan]
         source = str(plan.source)
+    first = plans[0]
     is_packing = isinstance(first, QuantizationPlan)
     # modules that the user wants to be treated otherwise are not unusual
     treated = [(row.name, _treatment(row)) for row in rows if "the user" not in row.reason]
@@ -67,8 +69,18 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
         tensors=tuple(rows),
         config=plan.config,
         gpu_bytes=gpu_bytes(totals.bytes_after) if is_packing else None,
+        reading_seconds=_reading_seconds([one.output for one in plans]),
         notes=(*plan.notes, *unusual(treated)),
     )
+
+
+def _reading_seconds(outputs: Sequence[Plan]) -> float | None:
+    """Estimates how long the source is read, by how fast some of it is read now."""
+    files = set().union(*(source_files(output.shards) for output in outputs))
+    speed = reading_speed(files)
+    if speed is None:
+        return None
+    return sum(output.bytes_to_read for output in outputs) / speed
 
 
 def _treatment(row: TensorRow) -> str:

@@ -93,6 +93,14 @@ class PackJob:
     original: "PackJob | None" = None
     # where each component but the blob begins, from the start of the shard's data
     offsets: list[int] = field(default_factory=list)
+    # share of the source tensor's bytes that stand for the weight
+    source_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.source_bytes = self.source.nbytes
+        if self.matrix.shape != self.source.shape:
+            size = self.source_bytes * self.elements
+            self.source_bytes = size // max(self.source.elements, 1)
 
     @property
     def name(self) -> str:
@@ -110,13 +118,6 @@ class PackJob:
     @property
     def elements(self) -> int:
         return math.prod(self.matrix.shape)
-
-    @property
-    def source_bytes(self) -> int:
-        """Returns the share of the source tensor's bytes that stand for this weight."""
-        if self.matrix.shape == self.source.shape:
-            return self.source.nbytes
-        return self.source.nbytes * self.elements // max(self.source.elements, 1)
 
     @property
     def is_cut_out(self) -> bool:
@@ -152,8 +153,11 @@ class CopyJob:
     offset: int = 0
     # bytes that it takes there
     nbytes: int = field(init=False)
+    # bytes that it is read from
+    source_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.source_bytes = self.source.nbytes
         self.nbytes = self.source.elements * DTYPE_BITS[self.dtype] // 8
 
     @property
@@ -193,10 +197,6 @@ class CopyJob:
     @property
     def elements(self) -> int:
         return self.source.elements
-
-    @property
-    def source_bytes(self) -> int:
-        return self.source.nbytes
 
 
 Job: TypeAlias = PackJob | CopyJob

@@ -28,6 +28,9 @@ class PlanReport:
             submodel, by its name. None if the source has no config.json.
         gpu_bytes: an estimate of the GPU memory, in bytes, that loading the result takes. None for
             a result in 16 or 32 bits.
+        reading_seconds: an estimate of the seconds that reading the source takes on this machine,
+            after reading a little of it. Computing and writing go on meanwhile, and can take
+            longer. None for a source that is not on this disk.
         notes: lines that the user should read.
     """
 
@@ -38,6 +41,7 @@ class PlanReport:
     tensors: tuple[TensorRow, ...]
     config: Mapping[str, Any] | None
     gpu_bytes: int | None
+    reading_seconds: float | None
     notes: tuple[str, ...]
 
 

@@ -145,6 +145,29 @@ def test_dry_run_shows_every_tensor_with_its_reason_and_writes_nothing(tmp_path)
     assert "12 weights packed, 7 tensors kept, 1 files" in text
 
 
+@pytest.mark.parametrize("command", ["quantize", "dequantize"])
+def test_a_dry_run_says_how_long_reading_takes(tmp_path, monkeypatch, command):
+    source = write_source(tmp_path / "source")
+    if command == "dequantize":
+        command_line.run("quantize", source, tmp_path / "packed", "--device", "cpu")
+        source = tmp_path / "packed"
+    files = sorted(source.glob("*.safetensors"))
+    speeds = {tuple(files): 1000.0}
+    monkeypatch.setattr(
+        "nf4conv.commands.writing.reading_speed", lambda found: speeds[tuple(sorted(found))]
+    )
+    asked = [command, source, tmp_path / "out", "--dry-run"]
+    plan = json.loads(command_line.run(*asked, "--json").stdout)
+    seconds = plan["reading_seconds"]
+    assert seconds == plan["totals"]["bytes_before"] / 1000
+    words = f"reading takes about {seconds / 60:.0f} min here, as a sample was read at 1.00 kB a "
+    assert words in command_line.run(*asked).stdout
+    # not a word about what takes no time, or about the Hub
+    for speed in (10.0**9, None):
+        speeds[tuple(files)] = speed
+        assert "reading takes" not in command_line.run(*asked).stdout
+
+
 def test_the_plan_s_size_is_the_result_s_but_for_a_few_digits(tmp_path):
     source = write_source(tmp_path / "source")
     command = ["quantize", str(source), str(tmp_path / "out"), "--json"]
