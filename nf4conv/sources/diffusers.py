@@ -6,7 +6,7 @@ are, because a VAE in 4 bits saves little and is seen in the image.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -138,16 +138,17 @@ def _describe(
             raise SourceError(
                 f"{index}: {part}: there is no such folder; the download is incomplete", path=index
             )
-        if _has_weights(own):
+        if any("/" not in name and name.endswith(LOADED_SUFFIXES) for name in own):
             submodels[part] = replace(
                 where,
                 subfolder=f"{prefix_of(where)}{part}",
                 variant=where.variant if _has_variant(own, where.variant) else None,
             )
         else:
-            _refuse_other_weights(folder / part, own)
-            _refuse_lost_weights(folder / part, own, value[1])
-            files += _copied_from(part, own)
+            _refuse_weights(folder / part, own, value[1])
+            # such as those of a tokenizer
+            copied = {*auxiliary_names(own, None), PurePosixPath("config.json")}
+            files += [PurePosixPath(part, name) for name in own if PurePosixPath(name) in copied]
     if not submodels:
         raise SourceError(f"{index}: no part of this diffusers pipeline has weights", path=index)
     return DiffusersFolder(folder, place, submodels, tuple(files))
@@ -166,37 +167,22 @@ def _by_folder(names: Iterable[str]) -> tuple[list[str], Mapping[str, list[str]]
     return at_top, below
 
 
-def _has_weights(names: Iterable[str]) -> bool:
-    """Returns True if there are weights at the top of a folder, by its files."""
-    return any("/" not in name and name.endswith(LOADED_SUFFIXES) for name in names)
-
-
-def _refuse_other_weights(folder: Path, names: Iterable[str]) -> None:
-    """Refuses a submodel with weights that are not read here: the result would have none."""
+def _refuse_weights(folder: Path, names: Collection[str], class_name: str) -> None:
+    """Refuses a submodel whose weights are not read here, or gone: the result would have none."""
     found = sorted(name for name in names if name.endswith(SUFFIXES_OF_OTHERS))
-    if not found:
-        return
-    text = f"{folder}: has its weights in {found[0]} alone, which is not read in a pipeline"
-    if found[0].endswith(".gguf"):
-        text += "; put there what `nf4conv dequantize` makes of it"
-    else:
-        text += "; put its weights there as safetensors"
-    raise SourceError(text, path=folder)
-
-
-def _refuse_lost_weights(folder: Path, names: Collection[str], class_name: str) -> None:
-    """Refuses a model without weights: a download has ended too early, or a cache has lost them."""
+    if found:
+        instead = "its weights there as safetensors"
+        if found[0].endswith(".gguf"):
+            instead = "there what `nf4conv dequantize` makes of it"
+        raise SourceError(
+            f"{folder}: has its weights in {found[0]} alone, which is not read in a pipeline; put "
+            f"{instead}",
+            path=folder,
+        )
     if "config.json" in names and not class_name.endswith(_NO_MODELS):
         raise SourceError(
             f"{folder}: {class_name:.80} without weights; the download is incomplete", path=folder
         )
-
-
-def _copied_from(part: str, names: Sequence[str]) -> list[PurePosixPath]:
-    """Returns the files of a part without weights that are copied, such as those of a tokenizer."""
-    copied = {*auxiliary_names(names, None), PurePosixPath("config.json")}
-    paths = [PurePosixPath(name) for name in names]
-    return [PurePosixPath(part) / path for path in paths if path in copied]
 
 
 def _has_variant(names: Collection[str], variant: str | None) -> bool:

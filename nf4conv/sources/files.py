@@ -138,15 +138,12 @@ def read_index(index: Path) -> Mapping[str, str]:
     for name, file in weight_map.items():
         if isinstance(file, str) and file in known:
             continue
-        if not isinstance(file, str) or not _is_below(file):
+        path = PurePosixPath(str(file))
+        is_out = path.is_absolute() or ".." in path.parts or "\\" in str(file)
+        if is_out or not isinstance(file, str):
             raise SourceError.about(index, name, f"{file!r} is outside the folder")
         known.add(file)
     return weight_map
-
-
-def _is_below(file: str) -> bool:
-    path = PurePosixPath(file)
-    return not path.is_absolute() and ".." not in path.parts and "\\" not in file
 
 
 def require_shards(index: Path, weight_map: Mapping[str, str], absent: Collection[Path]) -> None:
@@ -182,16 +179,11 @@ _NO_WEIGHTS: Final = ("spk_dict.pt",)
 load.
 """
 
-_WRITTEN_ANEW: Final = ("config.json", "README.md", "SHA256SUMS", "nf4conv.json")
-
-# optimizer.pt, training_args.bin and the like have suffixes of weights
-_FOR_TRAINING: Final = ("trainer_state.json", "zero_to_fp32.py")
-
-# describes consolidated weights, which are not copied either
-_OF_CONSOLIDATED: Final = ("params.json",)
-
-_LEFT_OUT: Final = frozenset(
-    (*QUANTIZATION_LEFTOVERS, *_WRITTEN_ANEW, *_FOR_TRAINING, *_OF_CONSOLIDATED)
+_LEFT_OUT: Final = (
+    *QUANTIZATION_LEFTOVERS,
+    *("config.json", "README.md", "SHA256SUMS", "nf4conv.json"),  # written anew
+    *("trainer_state.json", "zero_to_fp32.py"),  # other files of training have weights' suffixes
+    "params.json",  # describes consolidated weights, which are not copied either
 )
 
 _FOREIGN_FOLDERS: Final = (
@@ -246,11 +238,9 @@ def _is_chosen_below(path: PurePosixPath, modules: frozenset[str]) -> bool:
     """Returns True for a file in a sub-folder that loaders look for; `modules` are the folders of
     sentence-transformers modules.
     """
-    folders = path.parts[:-1]
-    for folder in folders:
-        if folder.startswith(".") or folder == "__pycache__":
-            return False
-    top = folders[0]
+    top, *_ = folders = path.parts[:-1]
+    if any(folder.startswith(".") or folder == "__pycache__" for folder in folders):
+        return False
     if top in modules or top == _TEMPLATES:
         return True
     return path.suffix == ".py" and top not in _FOREIGN_FOLDERS

@@ -145,22 +145,19 @@ def _open(source: str, where: SourceOptions) -> Source:
 
 def _how_to_merge(adapter: str, where: SourceOptions) -> str:
     """Returns what to tell a user who gives an adapter where a model is expected."""
-    folder = Path(adapter)
-    place = adapter
-    if folder.exists():
-        if folder.is_file():
-            folder = folder.parent
+    place = Path(adapter)
+    if place.exists():
+        if place.is_file():
+            place = place.parent
+        place = folder = place / (where.subfolder or "")
     else:
         from nf4conv.sources.remote.hub import fetch_adapter  # huggingface_hub takes long to import
 
-        folder, _ = fetch_adapter(adapter, where)
-    folder = folder / (where.subfolder or "")
-    if Path(adapter).exists():
-        place = str(folder)
+        folder = fetch_adapter(adapter, where)[0] / (where.subfolder or "")
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "BASE"
     return (
         f"{adapter}: an adapter of {base}, not a model; to merge it: "
-        f"nf4conv quantize {shlex.quote(str(base))} OUT --lora {shlex.quote(place)}"
+        f"nf4conv quantize {shlex.quote(str(base))} OUT --lora {shlex.quote(str(place))}"
     )
 
 

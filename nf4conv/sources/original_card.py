@@ -79,16 +79,15 @@ def _read_card(path: Path) -> OriginalCard:
     with path.open("rb") as file:
         start = file.read(_LONGEST_FRONT_MATTER)
         rest = file.read(_LONGEST_CARD)
+    fields = {}
     block = _FRONT_MATTER.match(start)
-    if block is None:
-        if len(start) == _LONGEST_FRONT_MATTER and start.startswith(b"---"):
-            raise ValueError(f"it does not end within {_LONGEST_FRONT_MATTER:,} bytes")
-        text = _text_of(start + rest)
-        body = _of_authors(text)
-        return OriginalCard(body=body, is_ours=body != text)
-    front = _parsed(block[1].decode())
-    fields = {key: value for key, value in front.items() if _is_plain(value)}
-    text = _text_of(start[block.end() :] + rest)
+    if block is not None:
+        front = _parsed(block[1].decode())
+        fields = {key: value for key, value in front.items() if _is_plain(value)}
+        start = start[block.end() :]
+    elif len(start) == _LONGEST_FRONT_MATTER and start.startswith(b"---"):
+        raise ValueError(f"it does not end within {_LONGEST_FRONT_MATTER:,} bytes")
+    text = (start + rest).decode(errors="replace").strip()
     body = _of_authors(text)
     return OriginalCard(fields, body, is_ours=body != text)
 
@@ -102,10 +101,6 @@ def _of_authors(text: str) -> str:
     while _OURS.match(text) is not None:
         text = text.partition("\n---\n")[2].strip()
     return text
-
-
-def _text_of(raw: bytes) -> str:
-    return raw.decode(errors="replace").strip()
 
 
 def _parsed(front: str) -> dict[str, Any]:

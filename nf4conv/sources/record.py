@@ -60,22 +60,23 @@ class GroupOfWeights:
     """Describes weights of a checkpoint that were made alike, as nf4conv.json does.
 
     Attributes:
-        origin: PACKED or KEPT. Empty if the record does not say.
-        made_from: what the source has in their place, such as "bfloat16" or "bitsandbytes
-            nf4+/64". "from" in the file. Empty if the record does not say.
         scales: how the blocks were scaled, one of codebook.RECORDED_SCALES.
-        count: the number of weights. None if the record does not say.
         names: their names, in which "*" stands for any number between two dots. None for the group
             of all weights that no other group names.
-        said: everything that the record says of them, as it stands there.
+        said: everything that the record says of them, as it stands there: "origin" is PACKED or
+            KEPT, "from" what the source has in their place, such as "bfloat16" or "bitsandbytes
+            nf4+/64".
     """
 
-    origin: str
-    made_from: str
     scales: str
-    count: int | None
     names: tuple[str, ...] | None
     said: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Returns the number of weights; 0 if the record does not say it."""
+        count = self.said.get("count")
+        return count if type(count) is int else 0
 
 
 def record_of(
@@ -83,8 +84,8 @@ def record_of(
     command: str,
     version: str,
     options: Mapping[str, Any],
-    weights: Sequence[Mapping[str, Any]] = (),
-    not_packed: Mapping[str, int] | None = None,
+    weights: Sequence[Mapping[str, Any]],
+    not_packed: Mapping[str, int],
 ) -> dict[str, Any]:
     """Returns the content of nf4conv.json, but for what verification measured.
 
@@ -99,7 +100,7 @@ def record_of(
         "version": version,
         "options": deciding,
         "weights": weights,
-        "not_packed": not_packed or {},
+        "not_packed": not_packed,
         "source": _describe(source),
     }
     read_back: dict[str, Any] = json.loads(json.dumps(record))  # tuples are lists then
@@ -108,14 +109,13 @@ def record_of(
 
 def _describe(source: Source) -> dict[str, Any]:
     """Returns what tells a source from others."""
-    described: dict[str, Any] = {}
-    if source.fetched is None:
-        described["id"] = name_of(source.folder)
-        described["headers_sha256"] = headers_digest(source)
+    origin = None if source.fetched is None else source.fetched.origin
+    described: dict[str, Any] = {
+        "id": name_of(source.folder) if origin is None else str(origin),
+        "headers_sha256": headers_digest(source),
+    }
+    if origin is None:  # else a commit, which cannot change
         described["samples_sha256"] = _samples_digest(source.files)
-    else:  # a commit cannot change
-        described["id"] = str(source.fetched.origin)
-        described["headers_sha256"] = headers_digest(source)
     if source.adapters:
         described["adapters"] = [_describe_adapter(adapter) for adapter in source.adapters]
     return described
@@ -125,11 +125,9 @@ def _describe_adapter(adapter: AdapterFiles) -> dict[str, Any]:
     """Returns what tells an adapter from others."""
     if adapter.origin is not None:
         return {"id": str(adapter), "config": adapter.config}
-    return {
-        "id": name_of(adapter.file.parent),
-        "config": adapter.config,
-        "samples_sha256": _samples_digest([adapter.file]),
-    }
+    samples = _samples_digest([adapter.file])
+    place = name_of(adapter.file.parent)
+    return {"id": place, "config": adapter.config, "samples_sha256": samples}
 
 
 def as_bytes(record: Mapping[str, Any]) -> bytes:
@@ -143,18 +141,11 @@ def read_record(place: Path) -> dict[str, Any] | None:
     no record to be read.
     """
     try:
-        if place.is_file():
-            return read_record(place.parent)
-        path = place / MAKING
-        if not path.is_file():
-            return None
-        return _checked(read_json(path, _LARGEST))
+        folder = place.parent if place.is_file() else place
+        record = read_json(folder / MAKING, _LARGEST)
     except (OSError, SourceError):
         return None
-
-
-def _checked(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the content of an nf4conv.json; None if it lacks what every reader needs."""
+    # every reader needs these
     is_record = isinstance(record.get("options"), dict) and isinstance(record.get("source"), dict)
     return record if is_record else None
 
@@ -165,28 +156,17 @@ def recorded_weights(record: Mapping[str, Any]) -> list[GroupOfWeights]:
     if not isinstance(described, list):
         # schema 1: one choice for all weights
         scales = _scales_or_absmax(record["options"].get("scales"))
-        return [GroupOfWeights("", "", scales, None, None)]
-    return [_group_of(group) for group in described if isinstance(group, dict)]
-
-
-def _group_of(group: Mapping[str, Any]) -> GroupOfWeights:
-    """Reads a group of a record; whatever is not of the expected kind counts as not said."""
-    origin = group.get("origin")
-    made_from = group.get("from")
-    count = group.get("count")
-    names = group.get("names")
-    if isinstance(names, list):
-        names = tuple(name for name in names if isinstance(name, str))
-    else:
-        names = None
-    return GroupOfWeights(
-        origin=origin if isinstance(origin, str) else "",
-        made_from=made_from if isinstance(made_from, str) else "",
-        scales=_scales_or_absmax(group.get("scales")),
-        count=count if type(count) is int else None,
-        names=names,
-        said=group,
-    )
+        return [GroupOfWeights(scales, None)]
+    groups = []
+    for group in described:
+        if isinstance(group, dict):
+            names = group.get("names")
+            if isinstance(names, list):
+                names = tuple(name for name in names if isinstance(name, str))
+            else:
+                names = None
+            groups.append(GroupOfWeights(_scales_or_absmax(group.get("scales")), names, group))
+    return groups
 
 
 @dataclass(frozen=True)
@@ -208,10 +188,16 @@ class CalibratedBlock:
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """Says what came of a calibration: by which device and versions, and of each block."""
+    """Says what came of a calibration: by which device and versions, and of each block.
+
+    Of a finished one it also says what the model read: texts with their SHA-256, and tokens.
+    """
 
     made_by: Mapping[str, str]
     blocks: tuple[CalibratedBlock, ...]
+    texts: tuple[tuple[str, str], ...] = ()
+    tokens: int = 0
+    knows: str = ""
 
     def described(self) -> dict[str, Any]:
         """Returns the fields of nf4conv.json."""
@@ -225,16 +211,7 @@ class CalibrationResult:
         return {"made_by": dict(self.made_by), "blocks": blocks}
 
 
-@dataclass(frozen=True)
-class RecordedCalibration(CalibrationResult):
-    """Adds what a record says that the model read: texts with their SHA-256, and tokens."""
-
-    texts: tuple[tuple[str, str], ...]
-    tokens: int
-    knows: str
-
-
-def recorded_calibration(record: Mapping[str, Any] | None) -> RecordedCalibration:
+def recorded_calibration(record: Mapping[str, Any] | None) -> CalibrationResult:
     """Returns what a record says of calibrated weights; whatever is no such fact is left out."""
     asked = _mapping((record or {}).get("calibration"))
     found = _mapping((record or {}).get("calibrated"))
@@ -247,7 +224,7 @@ def recorded_calibration(record: Mapping[str, Any] | None) -> RecordedCalibratio
             )
     texts = [_mapping(text) for text in _list(asked.get("texts"))]
     tokens = asked.get("tokens")
-    return RecordedCalibration(
+    return CalibrationResult(
         made_by={what: str(which) for what, which in _mapping(found.get("made_by")).items()},
         blocks=tuple(blocks),
         texts=tuple((str(text.get("name")), str(text.get("sha256"))) for text in texts),

@@ -188,7 +188,12 @@ def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, by
     """Reads many small tensors, of which those that are near each other are read at once; returns
     the bytes of each by its name.
     """
-    groups = _neighbours(tensors)
+    groups: list[list[TensorInfo]] = []
+    for tensor in sorted(tensors, key=lambda tensor: (str(tensor.file), tensor.start)):
+        if groups and _is_near(groups[-1], tensor):
+            groups[-1].append(tensor)
+        else:
+            groups.append([tensor])
     spans = [group[0]._replace(stop=group[-1].stop) for group in groups]
     contents = each(partial(read_tensor, source), spans)
     found = {}
@@ -196,17 +201,6 @@ def read_together(source: Source, tensors: Sequence[TensorInfo]) -> dict[str, by
         for tensor in group:
             found[tensor.name] = content[tensor.start - span.start : tensor.stop - span.start]
     return found
-
-
-def _neighbours(tensors: Sequence[TensorInfo]) -> list[list[TensorInfo]]:
-    """Groups tensors that are near each other in one file, in the order of their bytes."""
-    groups: list[list[TensorInfo]] = []
-    for tensor in sorted(tensors, key=lambda tensor: (str(tensor.file), tensor.start)):
-        if groups and _is_near(groups[-1], tensor):
-            groups[-1].append(tensor)
-        else:
-            groups.append([tensor])
-    return groups
 
 
 def _is_near(group: Sequence[TensorInfo], tensor: TensorInfo) -> bool:

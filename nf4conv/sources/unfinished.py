@@ -87,12 +87,10 @@ def _digest_of(name: str, file: FinishedFile) -> str:
 
 def _is_sound(file: FinishedFile) -> bool:
     """Returns True if every value of a record is of the kind that runs write."""
-    counts = (file.size, file.digest, file.source_bytes)
-    if any(type(count) is not int or count < 0 for count in counts):
-        return False
-    if not isinstance(file.plan, str):
-        return False
-    return file.verified is None or isinstance(file.verified, dict)
+    for count in (file.size, file.digest, file.source_bytes):
+        if type(count) is not int or count < 0:
+            return False
+    return isinstance(file.plan, str) and isinstance(file.verified, dict | None)
 
 
 def record_name(shard: str) -> str:

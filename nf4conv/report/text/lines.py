@@ -208,12 +208,12 @@ def _inspection_head(inspection: Inspection) -> Iterator[str]:
 def _recorded_weights(made: Mapping[str, Any], packed: int) -> Iterator[str]:
     """Yields what nf4conv.json says of the weights; nothing if it speaks of other weights."""
     groups = recorded_weights(made)
-    counts = [group.count or 0 for group in groups]
-    if sum(counts) != packed or not packed:
+    if sum(group.count for group in groups) != packed or not packed:
         return
-    for group, count in zip(groups, counts, strict=True):
+    for group in groups:
         scales = _SCALES.get(group.scales, group.scales)
-        yield printable(f"{count:,} weights {group.origin}, from {group.made_from}, {scales}")
+        origin, made_from = group.said.get("origin"), group.said.get("from")
+        yield printable(f"{group.count:,} weights {origin}, from {made_from}, {scales}")
 
 
 def _quantization_text(config: Mapping[str, Any]) -> str:
