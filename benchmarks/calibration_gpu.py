@@ -19,8 +19,6 @@ from nf4conv.calibrate import rounding
 from nf4conv.calibrate.moments import SecondMoments
 from nf4conv.calibrate.rounding import calibrated
 from nf4conv.calibrate.rounding.draft import Draft
-from nf4conv.calibrate.rounding.levels import levels_of
-from nf4conv.calibrate.rounding.scales import StorableScales
 
 SHAPES = {
     "8B qkv": ((4096, 1024, 1024), 4096),
@@ -139,16 +137,13 @@ def two_sided(row: dict[str, object], weight: torch.Tensor, factor: rounding.Fac
 def steps(row: dict[str, object], weights: list[torch.Tensor], factor: rounding.Factor) -> None:
     seconds, found = timed(lambda: [rounding.search(weight) for weight in weights])
     row["search"] = seconds
-    levels = levels_of("nf4", factor.order.device)
-    groups = calibrated.groups_of(factor)
-    storable = StorableScales.beside([one.state for one in found]).in_order(groups)
+    draft = Draft.beside([one.state for one in found], factor)
     target = calibrated.ordered(weights, factor)
-    seconds, draft = timed(lambda: calibrated.first_draft(target, factor, storable, levels))
+    seconds, _ = timed(lambda: calibrated.choose(draft, target, factor))
     row["first choice"] = seconds
-    assert isinstance(draft, Draft)
-    gradient = factor.moments @ (calibrated.ordered(weights, factor) - draft.values(levels))
+    gradient = factor.moments @ (calibrated.ordered(weights, factor) - draft.values())
     for number in range(2):
-        seconds, _ = timed(lambda: calibrated.sweep(draft, gradient, factor, storable, levels))
+        seconds, _ = timed(lambda: calibrated.sweep(draft, gradient, factor))
         row[f"sweep {number + 1}"] = seconds
 
 

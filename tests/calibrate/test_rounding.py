@@ -9,8 +9,8 @@ import nf4conv
 from nf4conv.calibrate import rounding
 from nf4conv.calibrate.moments import SecondMoments
 from nf4conv.calibrate.rounding import calibrated, steps
+from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.levels import ascending, levels_of
-from nf4conv.calibrate.rounding.scales import StorableScales
 from nf4conv.errors import CodecError
 
 CPU = torch.device("cpu")
@@ -44,15 +44,12 @@ def believed(
     weights: list[torch.Tensor], factor: rounding.Factor, quant_type: str, double_quant: bool
 ) -> torch.Tensor:
     """Returns the values that the first draft of stacked weights believes in, [out, in]."""
-    levels = levels_of(quant_type, CPU)
     found = [
         rounding.search(weight, quant_type, factor.blocksize, double_quant) for weight in weights
     ]
-    groups = calibrated.groups_of(factor)
-    storable = StorableScales.beside([one.state for one in found]).in_order(groups)
-    target = calibrated.ordered(weights, factor)
-    draft = calibrated.first_draft(target, factor, storable, levels)
-    return draft.values(levels)[factor.order.argsort()].T
+    draft = Draft.beside([one.state for one in found], factor)
+    calibrated.choose(draft, calibrated.ordered(weights, factor), factor)
+    return draft.values()[factor.order.argsort()].T
 
 
 @pytest.mark.oracle

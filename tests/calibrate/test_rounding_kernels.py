@@ -4,6 +4,7 @@ Where there is no GPU, the kernels run in Triton's interpreter. Outputs in which
 close for float32 are ties; they may differ, and are few.
 """
 
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -16,8 +17,7 @@ import nf4conv.calibrate.rounding.steps as plain_steps
 from nf4conv.calibrate import rounding
 from nf4conv.calibrate.rounding import calibrated
 from nf4conv.calibrate.rounding.draft import Draft
-from nf4conv.calibrate.rounding.levels import Levels, levels_of
-from nf4conv.calibrate.rounding.scales import StorableScales
+from nf4conv.calibrate.rounding.levels import levels_of
 
 # 1 / 0 is meant
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -31,44 +31,33 @@ MOST_TIES = 0.25
 
 def problem(
     quant_type: str, blocksize: int, double_quant: bool, inputs: int, outputs: int
-) -> tuple[torch.Tensor, rounding.Factor, StorableScales, Levels]:
+) -> tuple[Draft, torch.Tensor, rounding.Factor]:
     weight = weight_of(outputs, inputs)
     factor = rounding.factor(moments_of(inputs, tokens=1000).mean(), blocksize)
     found = rounding.search(weight, quant_type, blocksize, double_quant)
-    storable = StorableScales.beside([found.state]).in_order(calibrated.groups_of(factor))
-    target = calibrated.ordered([weight], factor)
-    return target, factor, storable, levels_of(quant_type, CPU)
+    draft = Draft.beside([found.state], factor)
+    return draft, calibrated.ordered([weight], factor), factor
 
 
-def drafted(
-    target: torch.Tensor,
-    factor: rounding.Factor,
-    storable: StorableScales,
-    levels: Levels,
-    sweeps: int,
-) -> Draft:
-    draft = calibrated.first_draft(target.clone(), factor, storable, levels)
-    gradient = factor.moments @ (target - draft.values(levels))
+def choose(draft: Draft, target: torch.Tensor, factor: rounding.Factor, sweeps: int) -> None:
+    calibrated.choose(draft, target.clone(), factor)
+    gradient = factor.moments @ (target - draft.values())
     for _ in range(sweeps):
-        calibrated.sweep(draft, gradient, factor, storable, levels)
-    return draft
+        calibrated.sweep(draft, gradient, factor)
 
 
-def moved(
-    target: torch.Tensor, factor: rounding.Factor, storable: StorableScales
-) -> tuple[torch.Tensor, rounding.Factor, StorableScales]:
-    """Returns the same on the device of the kernels."""
-    there = rounding.Factor(
-        factor.order.to(DEVICE),
-        factor.moments.to(DEVICE),
-        factor.upper.to(DEVICE),
-        factor.blocksize,
-        factor.damping,
+def choose_there(draft: Draft, target: torch.Tensor, factor: rounding.Factor) -> Draft:
+    """Returns what the device of the kernels chooses in a draft."""
+    moved = draft._changed(lambda tensor: tensor.to(DEVICE))
+    moved.levels = levels_of(draft.levels.quant_type, DEVICE)
+    there = replace(
+        factor,
+        order=factor.order.to(DEVICE),
+        moments=factor.moments.to(DEVICE),
+        upper=factor.upper.to(DEVICE),
     )
-    if storable.offset is None:
-        return target.to(DEVICE), there, storable
-    on_device = StorableScales(storable.offset.to(DEVICE), storable.maxima.to(DEVICE))
-    return target.to(DEVICE), there, on_device
+    choose(moved, target.to(DEVICE), there, 1)
+    return moved
 
 
 def assert_same_but_ties(draft: Draft, defined: reference.Chosen) -> None:
@@ -87,9 +76,9 @@ def assert_same_but_ties(draft: Draft, defined: reference.Chosen) -> None:
 def test_plain_torch_chooses_as_defined(
     quant_type: str, blocksize: int, double_quant: bool, sweeps: int
 ):
-    target, factor, storable, levels = problem(quant_type, blocksize, double_quant, 128, 150)
-    defined = reference.choose_all(target, factor, storable, levels, sweeps)
-    draft = drafted(target, factor, storable, levels, sweeps)
+    draft, target, factor = problem(quant_type, blocksize, double_quant, 128, 150)
+    defined = reference.choose_all(target, factor, draft, sweeps)
+    choose(draft, target, factor, sweeps)
     assert_same_but_ties(draft, defined)
 
 
@@ -100,17 +89,15 @@ def test_plain_torch_chooses_as_defined(
 def test_kernels_choose_as_defined(
     quant_type: str, blocksize: int, double_quant: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    target, factor, storable, levels = problem(quant_type, blocksize, double_quant, 64, 33)
-    defined = reference.choose_all(target, factor, storable, levels, 1)
+    draft, target, factor = problem(quant_type, blocksize, double_quant, 64, 33)
+    defined = reference.choose_all(target, factor, draft, 1)
 
     def kernels_for(device: torch.device) -> ModuleType:
         assert device.type == DEVICE.type
         return kernel_steps
 
     monkeypatch.setattr(calibrated, "steps_for", kernels_for)
-    there = moved(target, factor, storable)
-    draft = drafted(*there, levels_of(quant_type, DEVICE), 1)
-    assert_same_but_ties(draft, defined)
+    assert_same_but_ties(choose_there(draft, target, factor), defined)
 
 
 @pytest.mark.gpu
@@ -119,12 +106,10 @@ def test_kernels_choose_as_defined(
     [("nf4", 64, True), ("nf4", 64, False), ("fp4", 32, True), ("nf4", 128, True)],
 )
 def test_compiled_kernels_choose_as_defined(quant_type: str, blocksize: int, double_quant: bool):
-    target, factor, storable, levels = problem(quant_type, blocksize, double_quant, 256, 250)
-    defined = reference.choose_all(target, factor, storable, levels, 1)
+    draft, target, factor = problem(quant_type, blocksize, double_quant, 256, 250)
+    defined = reference.choose_all(target, factor, draft, 1)
     assert calibrated.steps_for(DEVICE) is kernel_steps
-    there = moved(target, factor, storable)
-    draft = drafted(*there, levels_of(quant_type, DEVICE), 1)
-    assert_same_but_ties(draft, defined)
+    assert_same_but_ties(choose_there(draft, target, factor), defined)
 
 
 def test_a_cpu_needs_no_triton():

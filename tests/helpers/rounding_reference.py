@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
+from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.factor import Factor
 from nf4conv.calibrate.rounding.levels import FINER, Levels, first_candidates
-from nf4conv.calibrate.rounding.scales import StorableScales
 
 CLOSE: Final = 2e-6
 """Below this margin a decision counts as a tie: float32 may make it differently."""
@@ -41,20 +41,13 @@ class Chosen:
     margins: torch.Tensor
 
 
-def choose_all(
-    target: torch.Tensor,
-    factor: Factor,
-    storable: StorableScales,
-    levels: Levels,
-    sweeps: int,
-) -> Chosen:
+def choose_all(target: torch.Tensor, factor: Factor, draft: Draft, sweeps: int) -> Chosen:
     """Rounds weights group by group, then sweeps over them.
 
     Args:
         target: [in_features, outputs] float32, inputs in the order of the factor.
         factor: of the inputs.
-        storable: the scales to choose from, with groups in the order of the factor.
-        levels: of the data type.
+        draft: says from which scales is chosen, with groups in the order of the factor.
         sweeps: how often codes and scales are improved after the first choice.
     """
     original = target.double()
@@ -64,19 +57,13 @@ def choose_all(
         scales=original.new_zeros((inputs // factor.blocksize, outputs)),
         margins=original.new_full((outputs,), float("inf")),
     )
-    _round_groups(original.clone(), chosen, factor, storable, levels)
+    _round_groups(original.clone(), chosen, factor, draft)
     for _ in range(sweeps):
-        _sweep_groups(original, chosen, factor, storable, levels)
+        _sweep_groups(original, chosen, factor, draft)
     return chosen
 
 
-def _round_groups(
-    compensated: torch.Tensor,
-    chosen: Chosen,
-    factor: Factor,
-    storable: StorableScales,
-    levels: Levels,
-) -> None:
+def _round_groups(compensated: torch.Tensor, chosen: Chosen, factor: Factor, draft: Draft) -> None:
     """Makes the first choice of all scales and ranks; `compensated` is overwritten."""
     upper = factor.upper.double()
     for group in range(chosen.scales.shape[0]):
@@ -84,8 +71,8 @@ def _round_groups(
         last = first + factor.blocksize
         block = compensated[first:last]
         inside = upper[first:last, first:last]
-        scale = _best_scale(block, inside, group, chosen, storable, levels)
-        ranks, errors, distances = _round(block, inside, scale, levels)
+        scale = _best_scale(block, inside, group, chosen, draft)
+        ranks, errors, distances = _round(block, inside, scale, draft.levels)
         _note(distances, scale != 0, chosen)
         chosen.scales[group] = scale
         chosen.ranks[first:last] = ranks
@@ -97,21 +84,20 @@ def _best_scale(
     upper: torch.Tensor,
     group: int,
     chosen: Chosen,
-    storable: StorableScales,
-    levels: Levels,
+    draft: Draft,
 ) -> torch.Tensor:
     """Returns the scale of each output whose rounding of the block costs least, [outputs]."""
     base = block.abs().amax(dim=0)
     best = torch.full_like(base, float("inf"))
     scale = torch.zeros_like(base)
     tries = []
-    for factors in (first_candidates(levels.is_symmetric), FINER):
+    for factors in (first_candidates(draft.levels.quant_type), FINER):
         before = scale.clone() if factors is FINER else base
         for number in factors:
             # the factors are float32 numbers
             exact = torch.tensor(number, dtype=torch.float32).double()
-            tried = _snap(exact * before, group, storable, chosen)
-            _, errors, distances = _round(block, upper, tried, levels)
+            tried = _snap(exact * before, group, draft, chosen)
+            _, errors, distances = _round(block, upper, tried, draft.levels)
             cost = errors.square().sum(dim=0)
             tries.append((cost, distances))
             _note((cost - best).abs() / cost * _OF_COSTS, tried != scale, chosen)
@@ -148,14 +134,9 @@ def _round(
     return ranks, rest, least
 
 
-def _sweep_groups(
-    original: torch.Tensor,
-    chosen: Chosen,
-    factor: Factor,
-    storable: StorableScales,
-    levels: Levels,
-) -> None:
+def _sweep_groups(original: torch.Tensor, chosen: Chosen, factor: Factor, draft: Draft) -> None:
     """Refits the scale of every group, and moves every weight to the level that costs least."""
+    levels = draft.levels
     moments = factor.moments.double()
     blocksize = factor.blocksize
     values = levels.values.double()[chosen.ranks]
@@ -167,7 +148,7 @@ def _sweep_groups(
         curvature = (level * (moments[inputs, inputs] @ level)).sum(dim=0)
         slope = (level * gradient[inputs]).sum(dim=0)
         step = (slope / curvature).where(curvature > 0, 0)
-        scale = _snap(chosen.scales[group] + step, group, storable, chosen)
+        scale = _snap(chosen.scales[group] + step, group, draft, chosen)
         gradient -= moments[:, inputs] @ (level * (scale - chosen.scales[group]))
         chosen.scales[group] = scale
         for j in range(inputs.start, inputs.stop):
@@ -189,19 +170,17 @@ def _nearest(
     return torch.bucketize(quotients, cuts), distances
 
 
-def _snap(
-    wanted: torch.Tensor, group: int, storable: StorableScales, chosen: Chosen
-) -> torch.Tensor:
+def _snap(wanted: torch.Tensor, group: int, draft: Draft, chosen: Chosen) -> torch.Tensor:
     """Returns the nearest storable scales, [outputs] float64.
 
     Which is nearest is a float32 decision; it is noted as a tie if a slightly different wish would
     have another answer.
     """
-    scales, _ = storable.at(group).snap(wanted.float())
-    if storable.maxima is not None:
-        spread = CLOSE / 2 * storable.maxima[group].double()
-        lower, _ = storable.at(group).snap((wanted - spread).float())
-        higher, _ = storable.at(group).snap((wanted + spread).float())
+    scales, _ = draft.at(group).snap(wanted.float())
+    if draft.maxima is not None:
+        spread = CLOSE / 2 * draft.maxima[group].double()
+        lower, _ = draft.at(group).snap((wanted - spread).float())
+        higher, _ = draft.at(group).snap((wanted + spread).float())
         _note(torch.zeros_like(wanted), lower != higher, chosen)
     return scales.double()
 

@@ -9,17 +9,16 @@ Everything between is transposed, [inputs, outputs], with inputs in the order of
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Final
 
 import torch
 
 import nf4conv.calibrate.rounding.steps as plain_steps
-from nf4conv.calibrate.rounding.draft import Draft, empty_draft
+from nf4conv.calibrate.rounding.draft import ROOM, Draft
 from nf4conv.calibrate.rounding.factor import Factor
-from nf4conv.calibrate.rounding.levels import Levels, levels_of
-from nf4conv.calibrate.rounding.rounded import Rounded, pack
-from nf4conv.calibrate.rounding.scales import StorableScales, with_room
+from nf4conv.calibrate.rounding.rounded import Rounded
 from nf4conv.codec.backends import has_kernels
 
 SWEEPS: Final = 4
@@ -45,25 +44,19 @@ def round_calibrated(
         factor: of the inputs.
         sweeps: how often codes and scales are improved after the first choice.
     """
-    levels = levels_of(searched[0].state.quant_type, factor.order.device)
-    storable = StorableScales.beside([one.state for one in searched]).in_order(groups_of(factor))
-    draft = first_draft(ordered(weights, factor), factor, storable, levels)
+    draft = Draft.beside([one.state for one in searched], factor)
+    choose(draft, ordered(weights, factor), factor)
     if sweeps:
-        gradient = factor.moments @ (ordered(weights, factor) - draft.values(levels))
+        gradient = factor.moments @ (ordered(weights, factor) - draft.values())
         for _ in range(sweeps):
-            sweep(draft, gradient, factor, storable, levels)
-    return packed(searched, draft, factor)
+            sweep(draft, gradient, factor)
+    return stored(draft, searched, factor)
 
 
 def ordered(weights: Sequence[torch.Tensor], factor: Factor) -> torch.Tensor:
     """Returns weights as [in_features, outputs] float32, inputs in the order of the factor."""
     columns = [weight.T.index_select(0, factor.order).float() for weight in weights]
     return torch.cat(columns, dim=1)
-
-
-def groups_of(factor: Factor) -> torch.Tensor:
-    """Returns the group at each place of the order, [groups] int64."""
-    return factor.order[:: factor.blocksize] // factor.blocksize
 
 
 def steps_for(device: torch.device) -> ModuleType:
@@ -75,9 +68,7 @@ def steps_for(device: torch.device) -> ModuleType:
     return kernel_steps
 
 
-def first_draft(
-    target: torch.Tensor, factor: Factor, storable: StorableScales, levels: Levels
-) -> Draft:
+def choose(draft: Draft, target: torch.Tensor, factor: Factor) -> None:
     """Chooses scales and ranks group by group; all is in the order of the factor.
 
     The target, [in_features, outputs] float32, is overwritten.
@@ -85,31 +76,21 @@ def first_draft(
     inputs, outputs = target.shape
     blocksize = factor.blocksize
     steps = steps_for(target.device)
-    draft = empty_draft(target, blocksize)
     errors = target.new_empty((lazy_inputs(inputs, blocksize), outputs))
     for start in range(0, inputs, errors.shape[0]):
         stop = min(start + errors.shape[0], inputs)
         for first in range(start, stop, blocksize):
             last = first + blocksize
-            group = first // blocksize
             upper = factor.upper[first:last, first:last]
             of_group = errors[first - start : last - start]
-            steps.round_group(
-                target[first:last], upper, storable.at(group), levels, draft.at(group), of_group
-            )
-            target[last:stop].addmm_(factor.upper[first:last, last:stop].T, of_group, alpha=-1)
-        of_block = errors[: stop - start]
-        target[stop:].addmm_(factor.upper[start:stop, stop:].T, of_block, alpha=-1)
-    return draft
+            steps.round_group(draft.at(first // blocksize), target[first:last], upper, of_group)
+            shares = factor.upper[first:last, last:stop].T
+            target[last:stop].addmm_(shares, of_group, alpha=-1)
+        shares = factor.upper[start:stop, stop:].T
+        target[stop:].addmm_(shares, errors[: stop - start], alpha=-1)
 
 
-def sweep(
-    draft: Draft,
-    gradient: torch.Tensor,
-    factor: Factor,
-    storable: StorableScales,
-    levels: Levels,
-) -> None:
+def sweep(draft: Draft, gradient: torch.Tensor, factor: Factor) -> None:
     """Improves every scale and every code once; all is in the order of the factor.
 
     The gradient, H·(W - Q), [in_features, outputs] float32, is replaced by that of the new draft.
@@ -123,12 +104,9 @@ def sweep(
         stop = min(start + changes.shape[0], inputs)
         for first in range(start, stop, blocksize):
             last = first + blocksize
-            group = first // blocksize
             of_group = moments[first:last, first:last]
             change = changes[first - start : last - start]
-            steps.sweep_group(
-                draft.at(group), gradient[first:last], of_group, storable.at(group), levels, change
-            )
+            steps.sweep_group(draft.at(first // blocksize), gradient[first:last], of_group, change)
             gradient[start:stop].addmm_(moments[start:stop, first:last], change, alpha=-1)
         of_block = changes[: stop - start]
         gradient[:start].addmm_(moments[:start, start:stop], of_block, alpha=-1)
@@ -140,17 +118,27 @@ def lazy_inputs(inputs: int, blocksize: int) -> int:
     return min(inputs, max(_LAZY, blocksize))
 
 
-def packed(searched: Sequence[Rounded], draft: Draft, factor: Factor) -> list[Rounded]:
-    """Returns weights as they are stored, whose rows one behind the other are a draft's outputs."""
+def stored(draft: Draft, searched: Sequence[Rounded], factor: Factor) -> list[Rounded]:
+    """Returns weights as bitsandbytes stores them, whose rows are the outputs of a draft.
+
+    Shape, options and nested offset are those of the searched weights.
+    """
     places = factor.order.argsort()
-    group_places = groups_of(factor).argsort()
+    group_places = factor.groups.argsort()
     results = []
     start = 0
     for one in searched:
-        rows = slice(start, start + one.state.shape[0])
+        state = one.state
+        rows = slice(start, start + state.shape[0])
         start = rows.stop
         ranks = draft.ranks[:, rows].index_select(0, places).T
-        stored = draft.scales if one.state.state2 is None else draft.scale_codes
-        scales = stored[:, rows].index_select(0, group_places).T
-        results.append(pack(ranks, scales, one.state, with_room(one.state)))
+        pairs = draft.levels.codes.index_select(0, ranks.reshape(-1).int()).view(-1, 2)
+        packed = ((pairs[:, 0] << 4) | pairs[:, 1])[:, None].contiguous()
+        scales = draft.scales
+        state2 = state.state2
+        if state2 is not None:
+            scales = draft.scale_codes
+            state2 = replace(state2, absmax=state2.absmax * ROOM)
+        absmax = scales[:, rows].index_select(0, group_places).T.reshape(-1)
+        results.append(Rounded(packed, replace(state, absmax=absmax, state2=state2)))
     return results

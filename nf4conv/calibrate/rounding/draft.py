@@ -1,41 +1,99 @@
-"""Holds what has been chosen for weights so far: ranks and scales."""
+"""Holds what has been chosen for weights so far, and from which scales it is chosen.
 
-from dataclasses import dataclass
+A scale that can be stored is any float32, or with double quantization one of 256. The state of the
+nested quantization (its offset, and a maximum for each 256 blocks) is fixed before rounding begins.
+Then a scale is stored as the code of offset + maximum · map[code]. The maxima are those of the
+searched scales with some room, because rounding now and then wants a larger scale.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
-from nf4conv.calibrate.rounding.levels import Levels
+from nf4conv.calibrate.rounding.factor import Factor
+from nf4conv.calibrate.rounding.levels import Levels, levels_of
+from nf4conv.codec.quant_state import QuantState, code_table
+from nf4conv.codec.reference.blocks import flushed
+from nf4conv.codec.reference.quantize import dynamic_cuts
+from nf4conv.format.codebook import NESTED_BLOCKSIZE
+
+ROOM: Final = 1.15
+"""Factor of the nested maxima: how much larger a scale may become than the largest searched one."""
 
 
 @dataclass
 class Draft:
-    """Holds what has been chosen so far, with inputs and groups in the order of the factor.
+    """Holds ranks and scales of weights, with inputs and groups in the order of a factor.
+
+    The rows of all weights, one behind the other, are its outputs.
 
     Attributes:
+        levels: of the data type.
         ranks: [in_features, outputs] uint8, of the levels.
         scales: [groups, outputs] float32, as they decode.
         scale_codes: [groups, outputs] uint8, with double quantization.
+        offset: [outputs] float32, the nested offset of the weight that each output belongs to; None
+            without double quantization.
+        maxima: [groups, outputs] float32, the nested absmax of each block; None without double
+            quantization.
     """
 
+    levels: Levels
     ranks: torch.Tensor
     scales: torch.Tensor
     scale_codes: torch.Tensor
+    offset: torch.Tensor | None
+    maxima: torch.Tensor | None
 
-    def of(self, outputs: slice) -> "Draft":
-        """Returns a view of some outputs."""
-        return Draft(
-            self.ranks[..., outputs], self.scales[..., outputs], self.scale_codes[..., outputs]
+    @classmethod
+    def beside(cls, searched: Sequence[QuantState], factor: Factor) -> "Draft":
+        """Returns a draft of nothing yet, for weights of [out, in] with blocks inside rows.
+
+        `searched` are their states with searched scales, all with double quantization, or none.
+        """
+        outputs = sum(state.shape[0] for state in searched)
+        inputs = searched[0].shape[1]
+        device = factor.order.device
+        offsets = []
+        maxima = []
+        for state in searched:
+            if state.state2 is not None and state.offset is not None:
+                by_block = (state.state2.absmax * ROOM).repeat_interleave(NESTED_BLOCKSIZE)
+                by_row = by_block[: state.absmax.numel()].view(state.shape[0], -1)
+                maxima.append(by_row.T.index_select(0, factor.groups))
+                offsets.append(state.offset.expand(state.shape[0]))
+        groups = (inputs // factor.blocksize, outputs)
+        return cls(
+            levels=levels_of(searched[0].quant_type, device),
+            ranks=torch.empty((inputs, outputs), dtype=torch.uint8, device=device),
+            scales=torch.empty(groups, device=device),
+            scale_codes=torch.empty(groups, dtype=torch.uint8, device=device),
+            offset=torch.cat(offsets) if offsets else None,
+            maxima=torch.cat(maxima, dim=1) if maxima else None,
         )
 
+    def of(self, outputs: slice | torch.Tensor) -> "Draft":
+        """Returns a view of some outputs; a copy if they are given by their numbers."""
+        if isinstance(outputs, slice):
+            return self._changed(lambda tensor: tensor[..., outputs])
+        return self._changed(lambda tensor: tensor.index_select(-1, outputs))
+
     def at(self, group: int) -> "Draft":
-        """Returns a view of one group: scales have one dimension then."""
+        """Returns a view of one group: scales and maxima have one dimension then."""
         blocksize = self.ranks.shape[0] // self.scales.shape[0]
-        inputs = slice(group * blocksize, (group + 1) * blocksize)
-        return Draft(self.ranks[inputs], self.scales[group], self.scale_codes[group])
+        return replace(
+            self,
+            ranks=self.ranks[group * blocksize : (group + 1) * blocksize],
+            scales=self.scales[group],
+            scale_codes=self.scale_codes[group],
+            maxima=None if self.maxima is None else self.maxima[group],
+        )
 
     def copy(self) -> "Draft":
         """Returns a copy."""
-        return Draft(self.ranks.clone(), self.scales.clone(), self.scale_codes.clone())
+        return self._changed(torch.clone)
 
     def put(self, other: "Draft") -> None:
         """Takes over what another draft of the same shape has chosen."""
@@ -43,27 +101,37 @@ class Draft:
         self.scales.copy_(other.scales)
         self.scale_codes.copy_(other.scale_codes)
 
-    def ordered(self, outputs: torch.Tensor) -> "Draft":
-        """Returns a draft with outputs in another order, given by their numbers."""
-        return Draft(
-            self.ranks.index_select(1, outputs),
-            self.scales.index_select(1, outputs),
-            self.scale_codes.index_select(1, outputs),
-        )
-
-    def values(self, levels: Levels) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         """Returns the decoded weights, [in_features, outputs] float32."""
-        values = levels.decode(self.ranks)
+        values = self.levels.decode(self.ranks)
         grouped = values.view(self.scales.shape[0], -1, values.shape[1])
         grouped.mul_(self.scales[:, None, :])
         return values
 
+    def snap(self, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the storable scales of a draft of one group that are nearest to wanted ones.
 
-def empty_draft(target: torch.Tensor, blocksize: int) -> Draft:
-    """Returns a draft of nothing yet, for a target of [in_features, outputs]."""
-    groups = (target.shape[0] // blocksize, target.shape[1])
-    return Draft(
-        ranks=torch.empty(target.shape, dtype=torch.uint8, device=target.device),
-        scales=target.new_empty(groups),
-        scale_codes=torch.empty(groups, dtype=torch.uint8, device=target.device),
-    )
+        Args:
+            wanted: [..., outputs] float32.
+
+        Returns:
+            scales: [..., outputs] float32, as they decode.
+            codes: [..., outputs] uint8; zeros without double quantization.
+        """
+        if self.offset is None or self.maxima is None:
+            return wanted, torch.zeros_like(wanted, dtype=torch.uint8)
+        quotients = (wanted - self.offset) / self.maxima.where(self.maxima > 0, 1)
+        codes = torch.bucketize(quotients, dynamic_cuts(wanted.device)).to(torch.uint8)
+        values = code_table("dynamic", wanted.device)[codes.long()]
+        return flushed(values * self.maxima) + self.offset, codes
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Draft":
+        """Returns a draft of all tensors, each of them changed."""
+        return Draft(
+            levels=self.levels,
+            ranks=change(self.ranks),
+            scales=change(self.scales),
+            scale_codes=change(self.scale_codes),
+            offset=None if self.offset is None else change(self.offset),
+            maxima=None if self.maxima is None else change(self.maxima),
+        )

@@ -43,6 +43,11 @@ class Factor:
     blocksize: int
     damping: float
 
+    @property
+    def groups(self) -> torch.Tensor:
+        """The group at each place of the order, [groups] int64."""
+        return self.order[:: self.blocksize] // self.blocksize
+
 
 def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> Factor:
     """Orders the inputs of a layer and factor the inverse of their second moments.

@@ -22,13 +22,13 @@ class Levels:
         values: [16] float32, ascending.
         cuts: [15] float32, ascending: the rank of x is the number of cuts below x.
         codes: [16] uint8, the code of each rank.
-        is_symmetric: True if a minus sign does not change the set of values: FP4.
+        quant_type: "nf4" or "fp4".
     """
 
     values: torch.Tensor
     cuts: torch.Tensor
     codes: torch.Tensor
-    is_symmetric: bool
+    quant_type: str
 
     def ranks(self, quotients: torch.Tensor) -> torch.Tensor:
         """Returns the rank of the level nearest to each quotient: uint8, in the same shape."""
@@ -48,7 +48,7 @@ def levels_of(quant_type: str, device: torch.device) -> Levels:
             torch.tensor(values, dtype=torch.float32, device=device),
             torch.tensor(cuts, dtype=torch.float32, device=device),
             torch.tensor(codes, dtype=torch.uint8, device=device),
-            not CODEBOOKS[quant_type].signed_cuts,
+            quant_type,
         )
 
 
@@ -78,12 +78,8 @@ FINER: Final = (0.95, 0.97, 0.985, 1.015, 1.03, 1.05)
 """Scales that are tried next, relative to the best of the first."""
 
 
-def first_candidates(is_symmetric: bool) -> tuple[float, ...]:
-    """Returns the 16 factors of a group's absmax that are tried first.
-
-    Args:
-        is_symmetric: True if the levels are those of FP4, which a minus sign does not change.
-    """
-    if is_symmetric:
-        return (*MAGNITUDES, *BETWEEN)
-    return (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
+def first_candidates(quant_type: str) -> tuple[float, ...]:
+    """Returns the 16 factors of a group's absmax that are tried first."""
+    if CODEBOOKS[quant_type].signed_cuts:
+        return (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
+    return (*MAGNITUDES, *BETWEEN)

@@ -12,7 +12,6 @@ import torch
 
 from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.levels import FINER, Levels, first_candidates
-from nf4conv.calibrate.rounding.scales import StorableScales
 
 _COLUMNS: Final = 16  # rounded one by one before a matrix product takes their errors to the others
 
@@ -42,12 +41,7 @@ def _on_one_thread(step: Callable[Arguments, None]) -> Callable[Arguments, None]
 
 @_on_one_thread
 def round_group(
-    target: torch.Tensor,
-    upper: torch.Tensor,
-    storable: StorableScales,
-    levels: Levels,
-    draft: Draft,
-    errors: torch.Tensor,
+    draft: Draft, target: torch.Tensor, upper: torch.Tensor, errors: torch.Tensor
 ) -> None:
     """Chooses the scales of a group together with the ranks of its weights.
 
@@ -55,41 +49,38 @@ def round_group(
     An output takes the candidate whose errors cost least: the first of equals.
 
     Args:
+        draft: of the group, written.
         target: [inputs, outputs] float32, the weights of the group with the errors of the groups
             before compensated; the outputs are contiguous.
         upper: [inputs, inputs] float32, of Factor.upper.
-        storable: the scales of the group to choose from.
-        levels: of the data type.
-        draft: of the group, written.
         errors: [inputs, outputs] float32, written: (target - value) / upper[j, j].
     """
     inputs, outputs = target.shape
     step = max(1, _CHUNK // (16 * inputs))
     for start in range(0, outputs, step):
         part = slice(start, min(outputs, start + step))
-        chosen, codes = _choose(target[:, part], upper, storable.of(part), levels)
+        of_part = draft.of(part)
+        _choose(of_part, target[:, part], upper)
         residue = target[:, part].clone()
-        _round_columns(residue, upper, chosen, levels, draft.ranks[:, part])
+        _round_columns(residue, upper, of_part.scales, draft.levels, of_part.ranks)
         errors[:, part] = residue
-        draft.scales[part] = chosen
-        draft.scale_codes[part] = codes
 
 
-def _choose(
-    target: torch.Tensor, upper: torch.Tensor, storable: StorableScales, levels: Levels
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the best scales of a group and their codes, both [outputs]."""
+def _choose(draft: Draft, target: torch.Tensor, upper: torch.Tensor) -> None:
+    """Puts the best scales of a group and their codes into its draft."""
+    levels = draft.levels
     absmax = target.abs().amax(dim=0)
-    factors = absmax.new_tensor(first_candidates(levels.is_symmetric))
-    scales, codes = storable.snap(factors[:, None] * absmax)
+    factors = absmax.new_tensor(first_candidates(levels.quant_type))
+    scales, codes = draft.snap(factors[:, None] * absmax)
     costs = _costs(target, upper, scales, levels)
     best, scale, code = _least(costs, scales, codes)
     finer = absmax.new_tensor(FINER)
-    scales, codes = storable.snap(finer[:, None] * scale)
+    scales, codes = draft.snap(finer[:, None] * scale)
     costs = _costs(target, upper, scales, levels)
     found, finer_scale, finer_code = _least(costs, scales, codes)
     is_better = found < best
-    return finer_scale.where(is_better, scale), finer_code.where(is_better, code)
+    draft.scales.copy_(finer_scale.where(is_better, scale))
+    draft.scale_codes.copy_(finer_code.where(is_better, code))
 
 
 def _least(
@@ -144,12 +135,7 @@ def _round_columns(
 
 @_on_one_thread
 def sweep_group(
-    draft: Draft,
-    gradient: torch.Tensor,
-    moments: torch.Tensor,
-    storable: StorableScales,
-    levels: Levels,
-    change: torch.Tensor,
+    draft: Draft, gradient: torch.Tensor, moments: torch.Tensor, change: torch.Tensor
 ) -> None:
     """Improves the scales of a group, then its ranks one input after the other.
 
@@ -161,10 +147,9 @@ def sweep_group(
         draft: of the group, replaced.
         gradient: [inputs, outputs] float32, H·(W - Q) for all inputs of the layer, at this group.
         moments: [inputs, inputs] float32, H of the group.
-        storable: the scales of the group to choose from.
-        levels: of the data type.
         change: [inputs, outputs] float32, written: by how much the decoded weights grow.
     """
+    levels = draft.levels
     scales = draft.scales
     levelled = levels.decode(draft.ranks)
     product = moments @ levelled
@@ -172,7 +157,7 @@ def sweep_group(
     slope = (levelled * gradient).sum(dim=0)
     step = slope / curvature.where(curvature > 0, 1)
     before = levelled * scales
-    refitted, codes = storable.snap(scales + step.where(curvature > 0, 0))
+    refitted, codes = draft.snap(scales + step.where(curvature > 0, 0))
     moved = gradient.addcmul(refitted - scales, product, value=-1)
     draft.scale_codes.copy_(codes)
     scales.copy_(refitted)

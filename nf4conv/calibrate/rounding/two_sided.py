@@ -16,19 +16,10 @@ from typing import Final
 
 import torch
 
-from nf4conv.calibrate.rounding.calibrated import (
-    SWEEPS,
-    first_draft,
-    groups_of,
-    ordered,
-    packed,
-    sweep,
-)
-from nf4conv.calibrate.rounding.draft import Draft, empty_draft
+from nf4conv.calibrate.rounding.calibrated import SWEEPS, choose, ordered, stored, sweep
+from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.factor import Factor, factor
-from nf4conv.calibrate.rounding.levels import Levels, levels_of
 from nf4conv.calibrate.rounding.rounded import Rounded
-from nf4conv.calibrate.rounding.scales import StorableScales
 
 OUTPUT_DAMPING: Final = 0.05
 """Added to the diagonal of the output moments, relative to its mean: gradients are noisier than
@@ -61,15 +52,13 @@ def round_two_sided(
     Raises:
         CodecError: the moments are not finite.
     """
-    levels = levels_of(searched.state.quant_type, weight.device)
-    storable = StorableScales.beside([searched.state]).in_order(groups_of(inputs))
     outputs = factor(output_moments, 1, OUTPUT_DAMPING)
-    storable = storable.of(outputs.order)
     target = ordered([weight], inputs).index_select(1, outputs.order)
-    draft = _first_draft(target.clone(), inputs, outputs, storable, levels)
+    draft = Draft.beside([searched.state], inputs).of(outputs.order)
+    _choose(draft, target.clone(), inputs, outputs)
     if sweeps:
-        draft = _swept(target, draft, inputs, outputs, storable, levels, sweeps)
-    (result,) = packed([searched], draft.ordered(outputs.order.argsort()), inputs)
+        draft = _swept(draft, target, inputs, outputs, sweeps)
+    (result,) = stored(draft.of(outputs.order.argsort()), [searched], inputs)
     return result
 
 
@@ -83,7 +72,7 @@ def two_sided_cost(
 
     H, [in, in], and G, [out, out], are mean second moments of inputs and of gradients at outputs.
     """
-    errors = (weight.float() - rounded.values(torch.float32)).T.contiguous()
+    errors = rounded.errors(weight).T.contiguous()
     total = torch.zeros((), dtype=torch.float64, device=errors.device)
     spread = input_moments @ errors
     for block in _blocks(errors.shape[1]):
@@ -92,43 +81,29 @@ def two_sided_cost(
     return float(total)
 
 
-def _first_draft(
-    target: torch.Tensor,
-    inputs: Factor,
-    outputs: Factor,
-    storable: StorableScales,
-    levels: Levels,
-) -> Draft:
+def _choose(draft: Draft, target: torch.Tensor, inputs: Factor, outputs: Factor) -> None:
     """Rounds blocks of outputs in turn, and compensates the errors of each in those that follow.
 
     All is in the order of both factors; the target, [in_features, out_features], is overwritten.
     """
-    draft = empty_draft(target, inputs.blocksize)
     for block in _blocks(target.shape[1]):
+        chosen = draft.of(block).copy()
         wanted = target[:, block].contiguous()
-        found = first_draft(wanted.clone(), inputs, storable.of(block), levels)
-        draft.of(block).put(found)
-        residue = wanted - found.values(levels)
+        choose(chosen, wanted.clone(), inputs)
+        draft.of(block).put(chosen)
+        residue = wanted - chosen.values()
         upper = outputs.upper[block, block]
         errors = torch.linalg.solve_triangular(upper, residue, upper=True, left=False)
         target[:, block.stop :].addmm_(errors, outputs.upper[block, block.stop :], alpha=-1)
-    return draft
 
 
 def _swept(
-    target: torch.Tensor,
-    draft: Draft,
-    inputs: Factor,
-    outputs: Factor,
-    storable: StorableScales,
-    levels: Levels,
-    sweeps: int,
+    draft: Draft, target: torch.Tensor, inputs: Factor, outputs: Factor, sweeps: int
 ) -> Draft:
     """Returns a draft whose scales and codes were improved, each with a view to all others."""
     apart = _apart(target.shape[1], target.device)
-    storable = storable.of(apart)
-    draft = draft.ordered(apart)
-    errors = target.index_select(1, apart) - draft.values(levels)
+    draft = draft.of(apart)
+    errors = target.index_select(1, apart) - draft.values()
     gains = outputs.moments.index_select(0, apart).index_select(1, apart)
     gains.diagonal().add_(outputs.damping * outputs.moments.diagonal().mean())
     for _ in range(sweeps):
@@ -138,16 +113,16 @@ def _swept(
             gradient = inputs.moments @ ((errors @ gains[:, block]) / energy)
             before = gradient.clone()
             trial = draft.of(block).copy()
-            values = trial.values(levels)
-            sweep(trial, gradient, inputs, storable.of(block), levels)
-            growth = values - trial.values(levels)  # of the errors
+            values = trial.values()
+            sweep(trial, gradient, inputs)
+            growth = values - trial.values()  # of the errors
             change = 2 * (before * growth * energy).sum(dtype=torch.float64)
             curvature = growth.T @ (gradient - before)
             change += (curvature * gains[block, block]).sum(dtype=torch.float64)
             if float(change) < 0:  # of the two-sided cost
                 draft.of(block).put(trial)
                 errors[:, block] += growth
-    return draft.ordered(apart.argsort())
+    return draft.of(apart.argsort())
 
 
 def _blocks(outputs: int) -> Iterator[slice]:

@@ -7,13 +7,14 @@ memory. (The time to compile grows with the square of a piece: 64 inputs would t
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from nf4conv.calibrate.rounding.draft import Draft
 from nf4conv.calibrate.rounding.levels import INFINITY, ascending
-from nf4conv.calibrate.rounding.scales import StorableScales
 from nf4conv.codec.kernels.arithmetic import SMALLEST_NORMAL
 from nf4conv.codec.reference.quantize import dynamic_cuts
 from nf4conv.format.codebook import DYNAMIC_MAP
@@ -30,46 +31,98 @@ def level_constants(quant_type: str) -> tuple[float, ...]:
     return (*values, *finite)
 
 
-@triton.jit
-def load_piece(base_ptr, stride, outputs, mask):
-    """Returns PIECE inputs, a tuple of tensors like `outputs`.
+class Pointers(NamedTuple):
+    """Gives kernels the tensors of a Draft of one group.
 
-    Args:
-        base_ptr: [PIECE, …] float32.
-        stride: elements from one input to the next.
-        outputs: the numbers of the outputs.
-        mask: of outputs that exist.
+    Attributes:
+        ranks: [inputs, outputs] uint8.
+        scales: [outputs] float32.
+        scale_codes: [outputs] uint8.
+        offset: [outputs] float32; without double quantization others stand in its place, unread.
+        maxima: [outputs] float32, likewise.
     """
+
+    ranks: Any
+    scales: Any
+    scale_codes: Any
+    offset: Any
+    maxima: Any
+
+    @classmethod
+    def of(cls, draft: Draft) -> "Pointers":
+        """Returns the tensors of a draft whose outputs stand one behind the other."""
+        assert draft.ranks.is_contiguous()
+        offset = draft.scales
+        maxima = draft.scales
+        if draft.offset is not None and draft.maxima is not None:
+            offset = draft.offset
+            maxima = draft.maxima
+        return cls(draft.ranks, draft.scales, draft.scale_codes, offset, maxima)
+
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self)
+
+
+@triton.jit
+def load_snapping(draft, output, mask, NESTED: tl.constexpr):
+    """Returns offsets and maxima of outputs, for `snap`; zeros without double quantization."""
+    offset = output * 0.0
+    maximum = output * 0.0
+    if NESTED:
+        offset = tl.load(draft.offset + output, mask=mask, other=0.0)
+        maximum = tl.load(draft.maxima + output, mask=mask, other=0.0)
+    return offset, maximum
+
+
+@triton.jit
+def load_piece(rows, start):
+    """Returns PIECE inputs from `start` on, a tuple of tensors like the outputs.
+
+    rows: where they are in memory: a pointer to [inputs, …] float32, elements from one input to the
+        next, the numbers of the outputs, and a mask of those that exist.
+    """
+    base_ptr, stride, outputs, mask = rows
     piece = ()
     for j in tl.static_range(PIECE):
-        piece = piece + (tl.load(base_ptr + j * stride + outputs, mask=mask, other=0.0),)
+        at = base_ptr + (start + j) * stride + outputs
+        piece = piece + (tl.load(at, mask=mask, other=0.0),)
     return piece
 
 
 @triton.jit
-def subtract_products(
-    piece, factors_ptr, factors_stride, outputs, mask, matrix_ptr, matrix_stride, count
-):
+def subtract_products(piece, rows, matrix_ptr, matrix_stride, count):
     """Returns a piece minus what `count` inputs take from it: Σ factors[j] · matrix[j, piece].
 
     Args:
         piece: PIECE tensors.
-        factors_ptr: [count, …] float32.
-        factors_stride: elements from one input to the next.
-        outputs: where the factors of the outputs stand.
-        mask: of outputs that exist.
+        rows: where the factors are in memory, as for `load_piece`.
         matrix_ptr: [count, PIECE] float32.
         matrix_stride: elements from one of its rows to the next.
         count: the number of inputs.
     """
+    factors_ptr, factors_stride, outputs, mask = rows
     for j in range(count):
         factor = tl.load(factors_ptr + j * factors_stride + outputs, mask=mask, other=0.0)
         row_ptr = matrix_ptr + j * matrix_stride
-        changed = ()
-        for k in tl.static_range(PIECE):
-            changed = changed + (tl.fma(-factor, tl.load(row_ptr + k), piece[k]),)
-        piece = changed
+        piece = move_rest(piece, factor, row_ptr, 0)
     return piece
+
+
+@triton.jit
+def move_rest(piece, factor, row_ptr, FIRST: tl.constexpr):
+    """Returns the last inputs of a piece, minus the products of a factor with a row of a matrix.
+
+    Args:
+        piece: tensors, of which the last stand for the last of PIECE inputs.
+        factor: like each of them.
+        row_ptr: [PIECE] float32.
+        FIRST: the first of PIECE inputs that is returned.
+    """
+    rest = ()
+    for k in tl.static_range(FIRST, PIECE):
+        moved = tl.fma(-factor, tl.load(row_ptr + k), piece[k - PIECE + len(piece)])
+        rest = rest + (moved,)
+    return rest
 
 
 @triton.jit
@@ -78,21 +131,26 @@ def nearest_value(quotient, LEVELS: tl.constexpr):
 
     It is a tree of choices: the last one depends on the middle cut.
     """
-    pair0 = tl.where(quotient > LEVELS[16], LEVELS[1], LEVELS[0])
-    pair1 = tl.where(quotient > LEVELS[18], LEVELS[3], LEVELS[2])
-    pair2 = tl.where(quotient > LEVELS[20], LEVELS[5], LEVELS[4])
-    pair3 = tl.where(quotient > LEVELS[22], LEVELS[7], LEVELS[6])
-    pair4 = tl.where(quotient > LEVELS[24], LEVELS[9], LEVELS[8])
-    pair5 = tl.where(quotient > LEVELS[26], LEVELS[11], LEVELS[10])
-    pair6 = tl.where(quotient > LEVELS[28], LEVELS[13], LEVELS[12])
-    pair7 = tl.where(quotient > LEVELS[30], LEVELS[15], LEVELS[14])
-    four0 = tl.where(quotient > LEVELS[17], pair1, pair0)
-    four1 = tl.where(quotient > LEVELS[21], pair3, pair2)
-    four2 = tl.where(quotient > LEVELS[25], pair5, pair4)
-    four3 = tl.where(quotient > LEVELS[29], pair7, pair6)
-    eight0 = tl.where(quotient > LEVELS[19], four1, four0)
-    eight1 = tl.where(quotient > LEVELS[27], four3, four2)
-    return tl.where(quotient > LEVELS[23], eight1, eight0)
+    values = ()
+    for k in tl.static_range(8):
+        is_upper = quotient > LEVELS[16 + 2 * k]
+        values = values + (tl.where(is_upper, LEVELS[2 * k + 1], LEVELS[2 * k]),)
+    values = halve(quotient, values, LEVELS, 17, 4)
+    values = halve(quotient, values, LEVELS, 19, 8)
+    return halve(quotient, values, LEVELS, 23, 16)[0]
+
+
+@triton.jit
+def halve(quotient, values, LEVELS: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr):
+    """Returns of each pair of values the one on the quotient's side of a cut.
+
+    The cuts are every STEP-th of LEVELS from the FIRST on.
+    """
+    halved = ()
+    for k in tl.static_range(16 // STEP):
+        is_upper = quotient > LEVELS[FIRST + STEP * k]
+        halved = halved + (tl.where(is_upper, values[2 * k + 1], values[2 * k]),)
+    return halved
 
 
 @triton.jit
@@ -116,16 +174,6 @@ def dynamic_table(device: torch.device) -> torch.Tensor:
     values = torch.tensor(DYNAMIC_MAP, dtype=torch.float32, device=device)
     end = values.new_full((1,), float("inf"))
     return torch.cat([values, dynamic_cuts(device), end])
-
-
-def snapping_tensors(storable: StorableScales, any_float: torch.Tensor):
-    """Returns the offsets and the maxima of one group, [outputs] float32 each.
-
-    Without double quantization `any_float` stands in their place, and kernels do not read it.
-    """
-    if storable.offset is None or storable.maxima is None:
-        return any_float, any_float
-    return storable.offset, storable.maxima
 
 
 @triton.jit
