@@ -9,7 +9,7 @@ import torch
 from command_line import run
 from gguf_files import blocks_of, write_gguf
 
-from nf4conv.codec.decode import ggml
+from nf4conv.codec.decode import scaled
 from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.errors import CodecError
 from nf4conv.format.gguf import BLOCK_TYPES, BY_NAME, LAYOUTS, PLAIN, RARE
@@ -43,7 +43,7 @@ def test_every_type_decodes_like_gguf(block_type: str):
 def test_long_tensors_are_decoded_in_steps(monkeypatch: pytest.MonkeyPatch, block_type: str):
     blocks = blocks_of(block_type, 10, 10)[1:]
     whole = decode_ggml(blocks, block_type, torch.bfloat16)
-    monkeypatch.setattr(ggml, "chunk_size", lambda _: 256 * 7)
+    monkeypatch.setattr(scaled, "chunk_size", lambda _: 256 * 7)
     again = decode_ggml(blocks, block_type, torch.bfloat16)
     assert torch.equal(whole.view(torch.int16), again.view(torch.int16))
 

@@ -12,11 +12,12 @@ NVFP4, ModelOpt            value = e2m1 × (scale × weight_scale_2)
 Everything is computed in float32 and rounded once.
 """
 
+from functools import cache
 from typing import Final
 
 import torch
 
-from nf4conv.codec.decode.scaled import chunks, scale_values
+from nf4conv.codec.decode.scaled import as_pairs, chunks, look_up, scale_values
 from nf4conv.errors import CodecError
 
 _MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -80,13 +81,11 @@ def _check_scales(values: torch.Tensor, scale: torch.Tensor, groups: int) -> Non
 
 
 def pair_values(values: torch.Tensor) -> torch.Tensor:
-    """Decodes bytes to the two values of each, by a table of all pairs: [..., n] → [..., 2 · n]
-    float32.
-    """
-    singles = torch.tensor(E2M1, dtype=torch.float32, device=values.device)
-    codes = torch.arange(256, device=values.device)
-    pairs = torch.stack([singles[codes & 15], singles[codes >> 4]], dim=1)
-    table = pairs.view(torch.int64).view(-1)  # a pair as one word
-    indices = values.reshape(-1).view(torch.uint8).to(torch.int32)
-    found = table.index_select(0, indices)
-    return found.view(torch.float32).view(*values.shape[:-1], -1)
+    """Decodes bytes to the two values of each: [..., n] → [..., 2 · n] float32."""
+    stored = values.reshape(-1).view(torch.uint8)
+    return look_up(_pairs(values.device), stored).view(*values.shape[:-1], -1)
+
+
+@cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    return as_pairs(torch.tensor(E2M1, dtype=torch.float32, device=device))

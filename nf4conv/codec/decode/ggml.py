@@ -7,11 +7,9 @@ the types that few files have, on a CPU. What llama.cpp's converter did to weigh
 its folder conversion/) is undone here, too.
 """
 
-from functools import partial
-
 import torch
 
-from nf4conv.codec.decode.scaled import chunk_size
+from nf4conv.codec.decode.scaled import chunks
 from nf4conv.errors import CodecError
 from nf4conv.format.gguf import (
     BY_NAME,
@@ -42,26 +40,24 @@ def decode_ggml(values: torch.Tensor, block_type: str, dtype: torch.dtype) -> to
     if values.shape[-1] % size != 0:
         raise CodecError(f"{values.shape[-1]} bytes are no whole number of blocks of {block_type}")
     columns = values.shape[-1] // size * values_of_block
-    shape = (*values.shape[:-1], columns)
-    decode = partial(_decode_by_package, number)
-    if block_type in LAYOUTS:
-        decode = partial(_decode, LAYOUTS[block_type])
     blocks = values.reshape(-1, size)
     out = torch.empty((len(blocks), values_of_block), dtype=dtype, device=values.device)
-    step = chunk_size(values.device) // values_of_block
-    for start in range(0, len(blocks), step):
-        out[start : start + step] = decode(blocks[start : start + step])
-    return out.view(shape)
+    if block_type in LAYOUTS:
+        _decode(LAYOUTS[block_type], blocks, out)
+    else:
+        _decode_by_package(number, blocks, out)
+    return out.view(*values.shape[:-1], columns)
 
 
-def _decode_by_package(number: int, blocks: torch.Tensor) -> torch.Tensor:
-    """Decodes blocks of a type that few files have: [n, bytes] uint8 → [n, values] float32."""
+def _decode_by_package(number: int, blocks: torch.Tensor, out: torch.Tensor) -> None:
+    """Decodes blocks of a type that few files have: [n, bytes] uint8 → [n, values]."""
     import gguf  # an extra of nf4conv, which takes 0.2 s to import
     import numpy as np
 
     kind = gguf.GGMLQuantizationType(number)
-    with np.errstate(all="ignore"):  # scales of any bits
-        return torch.from_numpy(gguf.quants.dequantize(blocks.cpu().numpy(), kind))
+    for part in chunks(blocks, out.shape[1]):
+        with np.errstate(all="ignore"):  # scales of any bits
+            out[part] = torch.from_numpy(gguf.quants.dequantize(blocks[part].cpu().numpy(), kind))
 
 
 # --- what the converter did -----------------------------------------------------------------------
@@ -111,26 +107,41 @@ def _undo_fused(values: torch.Tensor, heads: int, key_value_heads: int) -> torch
 # --- blocks: a row for each -----------------------------------------------------------------------
 
 
-def _decode(layout: Layout, blocks: torch.Tensor) -> torch.Tensor:
-    """Decodes blocks of a layout: [n, bytes] uint8 → [n, values] float32."""
+def _decode(layout: Layout, blocks: torch.Tensor, out: torch.Tensor) -> None:
+    """Decodes blocks of a layout: [n, bytes] uint8 → [n, values]."""
+    scales, minimums = _scales(layout, blocks)
+    for part in chunks(blocks, out.shape[1]):
+        decoded = _codes(layout, blocks[part])
+        groups = decoded.view(len(decoded), scales.shape[1], -1)
+        groups.mul_(scales[part].unsqueeze(2))
+        if minimums is not None:
+            subtract_or_add = groups.sub_ if layout.kind else groups.add_
+            subtract_or_add(minimums[part].unsqueeze(2))
+        out[part] = decoded
+
+
+def _codes(layout: Layout, blocks: torch.Tensor) -> torch.Tensor:
+    """Returns the codes of blocks, less their center: [n, bytes] uint8 → [n, values] float32."""
     codes = _fields(blocks, layout.low, layout)
     if layout.low.bits == 8:
-        values = codes.view(torch.int8).float()
-    else:
-        if layout.high.bits:
-            codes = codes | _fields(blocks, layout.high, layout) << layout.low.bits
-        values = codes.float()
+        return codes.view(torch.int8).float()
+    if layout.high.bits:
+        codes |= _fields(blocks, layout.high, layout) << layout.low.bits
     if layout.center:
-        values -= layout.center
+        codes = (codes - layout.center).view(torch.int8)
+    return codes.float()
+
+
+def _scales(layout: Layout, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the scales and the minimums, if there are any: [n, groups] float32 both."""
     scale = _halves(blocks, layout.scale)
+    minimum = _halves(blocks, layout.scale + 2) if layout.has_minimum else None
     if not layout.kind:
-        values = scale * values
-        return values + _halves(blocks, layout.scale + 2) if layout.has_minimum else values
+        return scale, minimum
     scales, minimums = _scales_of_groups(layout, blocks)
-    values = values.view(*scales.shape, layout.group) * (scale * scales).unsqueeze(2)
-    if minimums is not None:
-        values -= (_halves(blocks, layout.scale + 2) * minimums).unsqueeze(2)
-    return values.flatten(1)
+    if minimum is None or minimums is None:
+        return scale * scales, None
+    return scale * scales, minimum * minimums
 
 
 def _scales_of_groups(
@@ -162,10 +173,11 @@ def _fields(blocks: torch.Tensor, fields: Fields, layout: Layout) -> torch.Tenso
 
 def _unpacked(stored: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """Takes fields of a few bits out of bytes, [n, k] → [n, k * 8 / bits], in runs of bytes."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=stored.device)
-    runs = stored.reshape(len(stored), -1, 1, run)
-    found: torch.Tensor = runs >> shifts.view(-1, 1) & (2**bits - 1)
-    return found.flatten(1)
+    if bits == 8:
+        return stored.contiguous()
+    runs = stored.reshape(len(stored), -1, run)
+    fields = [runs >> shift & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.stack(fields, dim=2).flatten(1)
 
 
 def _halves(blocks: torch.Tensor, first: int) -> torch.Tensor:

@@ -21,11 +21,12 @@ torchao             [rows, words]: a stream for each row. Signed codes have zero
                     0.18. Unsigned ones have zero points in int8: Int4PlainInt32Tensor
 """
 
+from functools import cache
 from typing import Final
 
 import torch
 
-from nf4conv.codec.decode.scaled import chunks
+from nf4conv.codec.decode.scaled import as_pairs, chunks, look_up
 from nf4conv.errors import CodecError
 from nf4conv.format.integers import WORD, IntegerLayout
 
@@ -62,8 +63,8 @@ def decode_integers(
     zero_points = _zero_points(zeros, layout, rows)
     added = _added_zero_points(zeros)
     for part in chunks(factors, layout.columns, WORD):
-        decoded = _codes(values, part, layout).to(torch.float32)
-        subtracted = zero_points if zero_points.dim() == 0 else zero_points[part]
+        decoded = _codes(values, part, layout)
+        subtracted = None if zero_points is None else zero_points[part]
         addends = None if added is None else added[part]
         _compute(decoded, subtracted, factors[part], addends, index, layout.group_size)
         out[part] = decoded
@@ -72,29 +73,27 @@ def decode_integers(
 
 def _compute(
     values: torch.Tensor,
-    zero_points: torch.Tensor,
+    zero_points: torch.Tensor | None,
     factors: torch.Tensor,
     addends: torch.Tensor | None,
     index: torch.Tensor | None,
     group_size: int,
 ) -> None:
     """Subtracts zero points, multiplies with scales, and adds what is added, in place, to [rows,
-    columns] float32. The other tensors are [rows, groups] float32, but for a single zero point for
-    all. `index` has the group of each column; None if all groups are whole and in order.
+    columns] float32. The other tensors are [rows, groups] float32. `index` has the group of each
+    column; None if all groups are whole and in order.
     """
-    has_one = zero_points.dim() == 0
     if index is None:
         values = values.view(len(values), -1, min(group_size, values.shape[1]))
-        factors = factors.unsqueeze(-1)
-        zero_points = zero_points if has_one else zero_points.unsqueeze(-1)
-        addends = None if addends is None else addends.unsqueeze(-1)
-    else:
-        factors = factors.index_select(1, index)
-        zero_points = zero_points if has_one else zero_points.index_select(1, index)
-        addends = None if addends is None else addends.index_select(1, index)
-    values.sub_(zero_points).mul_(factors)
+
+    def of_columns(grid: torch.Tensor) -> torch.Tensor:
+        return grid.unsqueeze(-1) if index is None else grid.index_select(1, index)
+
+    if zero_points is not None:
+        values.sub_(of_columns(zero_points))
+    values.mul_(of_columns(factors))
     if addends is not None:
-        values.add_(addends)
+        values.add_(of_columns(addends))
 
 
 def _column_groups(
@@ -120,18 +119,35 @@ def _column_groups(
 
 
 def _codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> torch.Tensor:
-    """Returns the codes of some rows: [rows, columns] uint8; signed ones plus 2^(bits - 1)."""
-    codes = _stored_codes(values, part, layout)
-    return codes ^ (1 << (layout.bits - 1)) if layout.is_signed else codes
+    """Returns the codes of some rows less 2^(bits - 1), contiguous: [rows, columns] float32."""
+    if layout.packing == "AWQ":
+        return _centered(_awq_codes(values, part, layout), layout)
+    words = values[:, part].t() if layout.packing == "GPTQ" else values[part]
+    words = words.contiguous()
+    if layout.bits == 4:
+        stored = words.view(-1).view(torch.uint8)
+        codes = look_up(_pairs(layout, words.device), stored).view(len(words), -1)
+    else:
+        codes = _centered(_stream(words, layout), layout)
+    return codes[:, : layout.columns].contiguous()
 
 
-def _stored_codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> torch.Tensor:
-    """Returns the codes of some rows as they are stored: [rows, columns] uint8."""
-    if layout.packing in ("compressed-tensors", "torchao"):
-        return _stream(values[part].contiguous(), layout)[:, : layout.columns]
-    if layout.packing == "GPTQ":
-        words = values[:, part].t().contiguous()
-        return unpack(words, layout.bits)[:, : layout.columns]
+def _centered(codes: torch.Tensor, layout: IntegerLayout) -> torch.Tensor:
+    """Returns codes, uint8, less 2^(bits - 1), as float32; signed ones as they are."""
+    middle = 1 << (layout.bits - 1)
+    if layout.is_signed:
+        codes = codes ^ middle
+    return (codes - middle).view(torch.int8).to(torch.float32)
+
+
+@cache
+def _pairs(layout: IntegerLayout, device: torch.device) -> torch.Tensor:
+    """Returns what the two codes of 4 bits in each byte stand for."""
+    return as_pairs(_centered(torch.arange(16, dtype=torch.uint8, device=device), layout))
+
+
+def _awq_codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> torch.Tensor:
+    """Returns the codes of some rows of AWQ: [rows, columns] uint8."""
     first = part.start * layout.bits // WORD
     last = -(-part.stop * layout.bits // WORD)
     rows = part.stop - part.start
@@ -150,23 +166,25 @@ def _interleaved_rows(words: torch.Tensor) -> torch.Tensor:
     return codes.flatten(0, 1)
 
 
-def _zero_points(zeros: torch.Tensor | None, layout: IntegerLayout, rows: int) -> torch.Tensor:
-    """Returns the zero points: [rows, groups] float32, or a single one for all."""
+def _zero_points(
+    zeros: torch.Tensor | None, layout: IntegerLayout, rows: int
+) -> torch.Tensor | None:
+    """Returns the zero points less 2^(bits - 1), [rows, groups] float32; None if all are that."""
     bits = layout.bits
-    middle = 2 ** (bits - 1)
+    middle = 1 << (bits - 1)
     if zeros is None or zeros.is_floating_point():
-        return torch.tensor(float(middle))
+        return None
+    if zeros.dtype == torch.int8 and layout.packing != "torchao":
+        return zeros.view(rows, -1).to(torch.float32)
     if layout.packing == "torchao":
-        return zeros.t().to(torch.float32).contiguous()
-    if zeros.dtype == torch.int8:
-        return zeros.view(rows, -1).to(torch.float32).add_(middle)
-    if layout.packing == "compressed-tensors":
+        found = zeros
+    elif layout.packing == "compressed-tensors":
         found = _stream(zeros.t().contiguous(), layout)
     elif layout.packing == "AWQ":
         found = _in_order(unpack(zeros.contiguous(), bits))
     else:
         found = _gptq_zero_points(zeros, layout)
-    return found[:, :rows].t().to(torch.float32).contiguous()
+    return found[:, :rows].t().to(torch.float32).sub_(middle).contiguous()
 
 
 def _added_zero_points(zeros: torch.Tensor | None) -> torch.Tensor | None:

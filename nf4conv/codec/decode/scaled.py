@@ -96,9 +96,24 @@ def byte_values(values: torch.Tensor) -> torch.Tensor:
     if stored.numel() % 2 or stored.storage_offset() % 2:
         table = _all_values(values.dtype, values.device)
         return table.index_select(0, stored.to(torch.int32)).view(values.shape)
-    indices = stored.view(torch.uint16).to(torch.int32)
-    pairs = _all_pairs(values.dtype, values.device).index_select(0, indices)
-    return pairs.view(torch.float32).view(values.shape)
+    pairs = look_up(_all_pairs(values.dtype, values.device), stored.view(torch.uint16))
+    return pairs.view(values.shape)
+
+
+def look_up(pairs: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Returns the two values that each stored number stands for: [n] becomes [2 · n] float32.
+
+    `pairs` has two float32 values for each number, as one word of int64.
+    """
+    return pairs.index_select(0, stored.to(torch.int32)).view(torch.float32)
+
+
+def as_pairs(values: torch.Tensor) -> torch.Tensor:
+    """Returns what two codes in one number stand for, the first one in the low bits: a table for
+    `look_up`, given the float32 value of each code.
+    """
+    second, first = torch.meshgrid(values, values, indexing="ij")
+    return torch.stack([first, second], dim=-1).view(torch.int64).view(-1)
 
 
 def _all_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -109,10 +124,7 @@ def _all_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _all_pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns what each two bytes stand for: [65536] words of two float32."""
-    values = _all_values(dtype, device)
-    second, first = torch.meshgrid(values, values, indexing="ij")
-    return torch.stack([first, second], dim=-1).view(torch.int64).view(-1)
+    return as_pairs(_all_values(dtype, device))
 
 
 def chunk_size(device: torch.device) -> int:
@@ -179,6 +191,7 @@ def _of_rows(grid: torch.Tensor, part: slice, block: tuple[int, int], columns: i
         grid = grid[part.start // height : -(-part.stop // height)]
     if block != (1, 1):
         grid = grid.repeat_interleave(width, dim=1)[:, :columns]
+    if len(grid) > 1 and height > 1:
         grid = grid.repeat_interleave(height, dim=0)
     return grid[: part.stop - part.start]
 
