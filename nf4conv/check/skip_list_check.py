@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from nf4conv.check.structure import Finding, Structure
 from nf4conv.choose.decisions import Keep, Pack
@@ -32,8 +32,7 @@ _EMBEDDINGS: Final = (
 """Ends of the names of input embeddings."""
 
 
-@dataclass(frozen=True)
-class _LinearModule:
+class _LinearModule(NamedTuple):
     """Names a module that is not packed and that loaders may hold in an `nn.Linear`."""
 
     tensor: TensorInfo
@@ -41,21 +40,20 @@ class _LinearModule:
     is_sure: bool
 
 
+@dataclass(frozen=True)
 class _Loaders:
     """Knows what each loader makes of a list of modules."""
 
-    def __init__(self, rules: Mapping[str, Rule], module_names: ModuleNames) -> None:
-        self.names = tuple(rules)
-        self._rules = rules
-        self._module_names = module_names
+    rules: Mapping[str, Rule]
+    module_names: ModuleNames
 
     def verdicts(self, module: str) -> Iterator[tuple[str, list[bool]]]:
         """Yields each loader, and for each name that it may know a module by, if it skips that.
 
         `module` is its path on disk.
         """
-        paths = self._module_names.spellings(module)
-        for loader, is_skipped in self._rules.items():
+        paths = self.module_names.spellings(module)
+        for loader, is_skipped in self.rules.items():
             yield loader, [is_skipped(path) for path in paths]
 
 
@@ -68,12 +66,11 @@ def check_skip_list(
         _note(structure, "llm_int8_skip_modules is not a list of names")
         return
     entries = HEADS if listed is None else listed
-    names = ModuleNames.of(config)
-    loaders = _Loaders(_rules_for(structure, entries), names)
+    loaders = _Loaders(_rules_for(structure, entries), ModuleNames.of(config))
     faults = list(_misread_packed(structure, loaders))
     faults += _misread_unpacked(structure, config, loaders, is_explicit=listed is not None)
     if listed is not None:
-        faults += _unnamed_heads(structure, config, names, loaders)
+        faults += _unnamed_heads(structure, config, loaders)
 
     structure.findings += faults[:_MOST_LINES]
     if len(faults) > _MOST_LINES:
@@ -172,7 +169,7 @@ def _before_packing(structure: Structure, config: Mapping[str, Any]) -> Iterator
 
 
 def _unnamed_heads(
-    structure: Structure, config: Mapping[str, Any], names: ModuleNames, loaders: _Loaders
+    structure: Structure, config: Mapping[str, Any], loaders: _Loaders
 ) -> Iterator[Finding]:
     """Yields an output head that is the embedding, if loaders would make it 4-bit.
 
@@ -183,7 +180,7 @@ def _unnamed_heads(
     if not architecture_of(config).endswith("ForCausalLM"):
         return
     heads = list(TIED_HEADS)
-    for family in names.families:
+    for family in loaders.module_names.families:
         heads += family.heads
     stored = (*structure.plain, *structure.weights)
     if any(module_of(name).endswith(tuple(heads)) for name in stored):
@@ -197,7 +194,7 @@ def _unnamed_heads(
     skipping = {"vLLM"}
     for head in heads:
         skipping |= {loader for loader, skipped in loaders.verdicts(head) if any(skipped)}
-    others = [loader for loader in loaders.names if loader not in skipping]
+    others = [loader for loader in loaders.rules if loader not in skipping]
     if others:
         text = f"is the output head as well, but {', '.join(others)} would not skip lm_head"
         yield _finding(embedding, text, "auto_map" not in config)

@@ -9,6 +9,7 @@ because both take long. A model's answers depend on its kind:
     encoder     last hidden states, compared token by token, and their mean over a window
 """
 
+import importlib.util
 import math
 import shlex
 import tempfile
@@ -182,6 +183,9 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
         PlanError: transformers is not installed, or cannot use the architecture or the tokens; or
             the models are not of one kind.
     """
+    for name in ("transformers", "bitsandbytes"):  # importing them takes long
+        if importlib.util.find_spec(name) is None:
+            raise _lacks_libraries(f"there is no {name}")
     device = str(find_device(options.device))
     first = outs[0]
     vocabulary = _vocabulary(first)
@@ -223,6 +227,12 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
         ends=ends,
         width=width,
         device=device,
+    )
+
+
+def _lacks_libraries(reason: str) -> PlanError:
+    return PlanError(
+        f"evaluate needs transformers and bitsandbytes: pip install 'nf4conv[evaluate]' ({reason})"
     )
 
 
@@ -270,10 +280,7 @@ def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
         import transformers
         from transformers.models.auto import modeling_auto as auto
     except ImportError as error:
-        raise PlanError(
-            f"evaluate needs transformers and bitsandbytes: pip install 'nf4conv[evaluate]' "
-            f"({error})"
-        ) from error
+        raise _lacks_libraries(str(error)) from error
     # nf4conv shows a bar of its own
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     name = architecture_of(config)

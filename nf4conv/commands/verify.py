@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from nf4conv.check.calibrated import check_calibrated
 from nf4conv.check.comparing import pair_alike
 from nf4conv.check.config_check import check_config, check_plain_config
 from nf4conv.check.copied_files import check_copied_files, check_files
@@ -26,7 +25,12 @@ from nf4conv.check.model_config import (
     is_ours,
 )
 from nf4conv.check.pairing import Pairs, pair, pair_decoded
-from nf4conv.check.record_check import check_card, check_origin, check_record
+from nf4conv.check.record_check import (
+    check_calibrated,
+    check_card,
+    check_origin,
+    check_record,
+)
 from nf4conv.check.relation import Relation, decoding_options, relation_of
 from nf4conv.check.structure import Finding, Structure, read_structure
 from nf4conv.commands import dequantize

@@ -3,15 +3,17 @@
 import json
 import logging
 import shlex
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from nf4conv.check.intact import require_planned
+from nf4conv.check.structure import read_structure
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
 from nf4conv.output.folder import OWN_NAMES
 from nf4conv.output.workspace import tidy
+from nf4conv.plan.jobs import Shard
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import RunReport, VerificationSummary
 from nf4conv.run.checkpoint import Written
@@ -30,6 +32,9 @@ _OF_WEIGHTS: Final = (
     "dtype",
 )
 """Options of `quantize` that each group of weights in nf4conv.json answers."""
+
+_READ_ALWAYS: Final = ("index", "components", "quant state", "layout", "code maps")
+"""Checks of small tensors and of the index, which take no time beside those of headers."""
 
 
 def found_or_written(
@@ -77,7 +82,7 @@ def find_earlier(
     _require_same(record, plan.record, out)
     if not _is_whole(plan, out):
         return None
-    require_planned(out, plan.output.shards)
+    _require_planned(out, plan.output.shards)
     _require_enough(run, verification, out)
     tidy(out)
     progress(plan.output.bytes_to_read)
@@ -161,6 +166,38 @@ def _is_whole(plan: WritingPlan, out: Path) -> bool:
     if not config.is_file() or config.stat().st_size != len(plan.config_bytes):
         return False
     return config.read_bytes() == plan.config_bytes
+
+
+def _require_planned(out: Path, shards: Sequence[Shard]) -> None:
+    """Checks the weight files of a finished result against its plan: headers and small tensors.
+
+    `shards` may be those of a part.
+    """
+    for shard in shards:
+        if not (out / shard.name).is_file():
+            _refuse_damaged(out / shard.name, "is missing")
+    structure = read_structure(out)
+    found: defaultdict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
+    for tensor in structure.tensors.values():
+        found[tensor.file.name][tensor.name] = (tensor.dtype, tensor.shape)
+    damaged = {one.file: one.text for one in structure.findings if one.check == "files"}
+    for shard in shards:
+        path = out / shard.name
+        if shard.name in damaged:
+            _refuse_damaged(path, f"is damaged: {damaged[shard.name]}")
+        tensors = found[shard.name]
+        if tensors.keys() != set(shard.tensor_names()):
+            _refuse_damaged(path, "holds other tensors than were written")
+        for entry in shard.entries():
+            if tensors[entry.name] != (entry.dtype, tuple(entry.shape)):
+                _refuse_damaged(path, f"{entry.name}: has another dtype or shape than was written")
+    for finding in structure.findings:
+        if finding.is_fault and finding.check in _READ_ALWAYS:
+            _refuse_damaged(out, finding.line())
+
+
+def _refuse_damaged(path: Path, fault: str) -> None:
+    raise OutputError(f"{path}: {fault}; --overwrite makes the result anew", path=path)
 
 
 def _require_enough(run: RunOptions, verified: VerificationSummary | None, out: Path) -> None:

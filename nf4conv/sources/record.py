@@ -174,7 +174,7 @@ class CalibratedBlock:
     """Says what came of the calibrated weights of a block of layers.
 
     Attributes:
-        sha256: the SHA-256 of all components that decode them, see check/calibrated.py.
+        sha256: the SHA-256 of all components that decode them, see check/record_check.py.
         gains: the error of each weight's outputs on judging windows, relative to the error with
             searched scales; 1 for a weight that keeps the searched scales.
         few_tokens: the number of tokens that reached a weight, for each weight that too few

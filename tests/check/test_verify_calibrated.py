@@ -14,7 +14,7 @@ import transformers
 from api import QuantizeOptions, RunOptions, VerifyOptions
 from safetensors.torch import load_file, save_file
 
-from nf4conv.check.calibrated import _digest
+from nf4conv.check.record_check import _digest
 from nf4conv.check.structure import read_structure
 from nf4conv.report.text.lines import inspection_lines, verification_lines
 from nf4conv.sources.record import recorded_calibration
