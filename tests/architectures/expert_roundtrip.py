@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from api import dequantize_checkpoint, quantize_checkpoint
 from tiny import save_tiny, tiny_inputs
 from transformers import PreTrainedModel
 
-from nf4conv.options import QuantizeOptions
+import nf4conv
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 """How transformers computes experts."""
@@ -34,8 +33,8 @@ class Mixture:
 def load_mixture(architecture: str, folder: Path) -> Mixture:
     """Makes a tiny mixture, packs its experts, and loads the result."""
     source, out, decoded = save_tiny(architecture, folder), folder / "out", folder / "decoded"
-    quantize_checkpoint(source, out, QuantizeOptions(moe="packed"))
-    dequantize_checkpoint(out, decoded)
+    nf4conv.quantize(source, out, moe="packed")
+    nf4conv.dequantize(out, decoded)
     model_class = getattr(transformers, architecture)
     models = [
         model_class.from_pretrained(path, dtype=torch.bfloat16).eval()

@@ -8,7 +8,6 @@ from pathlib import Path
 import bitsandbytes
 import torch
 import transformers
-from api import quantize_checkpoint
 from skeleton import Skeleton, read_skeleton
 from tiny import save_tiny, tiny_config, tiny_inputs
 from transformers import BitsAndBytesConfig
@@ -19,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+import nf4conv
 from nf4conv.choose.decisions import Keep, Pack, Selection
 from nf4conv.choose.loader_rules import transformers_4, transformers_5, transformers_5_0
 from nf4conv.choose.selection import select
@@ -72,7 +72,7 @@ class Modules:
 def quantize_both_ways(architecture: str, folder: Path) -> Roundtrip:
     source, out = save_tiny(architecture, folder), folder / "out"
     # the CPU's nested codes are not CUDA's
-    quantize_checkpoint(source, out, QuantizeOptions(double_quant=False, moe="portable"))
+    nf4conv.quantize(source, out, double_quant=False, moe="portable")
     model_class = getattr(transformers, architecture)
     ours = model_class.from_pretrained(out, dtype=torch.bfloat16)
     method = BitsAndBytesConfig(

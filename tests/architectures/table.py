@@ -14,7 +14,6 @@ from pathlib import Path
 import bitsandbytes
 import torch
 import transformers
-from api import quantize_checkpoint
 from cases import (
     CASES,
     FORWARD_UNKNOWN,
@@ -33,7 +32,7 @@ from roundtrip import (
 )
 from test_architectures import DELIBERATE, ONE_CLASS
 
-from nf4conv.options import QuantizeOptions
+import nf4conv
 
 INTRODUCTION = """# Architectures
 
@@ -135,10 +134,8 @@ def ask_about_its_own(python: str, architectures: Sequence[str], folder: Path) -
     saved = ask_transformers(python, "save", folder, *architectures)
     known = [name for name, answer in saved.items() if answer == "ok"]
     for name in known:
-        quantize_checkpoint(
-            folder / name / "source",
-            folder / name / "out",
-            QuantizeOptions(double_quant=False, moe="portable"),
+        nf4conv.quantize(
+            folder / name / "source", folder / name / "out", double_quant=False, moe="portable"
         )
     if not known:
         return {}

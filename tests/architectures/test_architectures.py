@@ -12,7 +12,6 @@ import sys
 import pytest
 import torch
 import transformers
-from api import dequantize_checkpoint, plan_quantization, quantize_checkpoint
 from cases import CASES, EXPERTS_ONE_BY_ONE, FAST, FORWARD_UNKNOWN, NOTHING_PACKED
 from roundtrip import (
     UNKNOWN,
@@ -28,11 +27,11 @@ from roundtrip import (
 )
 from tiny import save_tiny
 
+import nf4conv
 from nf4conv.choose.evidence import Why
 from nf4conv.errors import PlanError
 from nf4conv.models.config import levels
 from nf4conv.models.family_table import READ_DIRECTLY
-from nf4conv.options import QuantizeOptions
 
 UNREAD = {"_load_in_4bit": True, "_load_in_8bit": False}
 """Keys that transformers writes into quantization_config, and no loader reads."""
@@ -121,12 +120,12 @@ def test_we_pack_what_transformers_packs_but_for_deliberate_differences(architec
 @pytest.mark.architectures
 def test_a_model_without_anything_to_pack_is_refused(architecture, tmp_path):
     with pytest.raises(PlanError, match="no tensor of this checkpoint would be packed"):
-        quantize_checkpoint(save_tiny(architecture, tmp_path), tmp_path / "out")
+        nf4conv.quantize(save_tiny(architecture, tmp_path), tmp_path / "out")
 
 
 def test_llama_4_loads_with_its_experts_in_4_bit(tmp_path):
     source = save_tiny("Llama4ForCausalLM", tmp_path)
-    quantize_checkpoint(source, tmp_path / "out")
+    nf4conv.quantize(source, tmp_path / "out")
     model = transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     original = transformers.Llama4ForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     experts = [path for path in packed_weights(model) if ".experts." in path]
@@ -136,7 +135,7 @@ def test_llama_4_loads_with_its_experts_in_4_bit(tmp_path):
 
 def test_our_config_is_what_transformers_reads_back(tmp_path):
     source = save_tiny("LlamaForCausalLM", tmp_path)
-    quantize_checkpoint(source, tmp_path / "out")
+    nf4conv.quantize(source, tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16
     )
@@ -157,10 +156,8 @@ def test_the_skip_list_serves_the_model_without_its_head_and_with_another(archit
 def test_transformers_4_loads_what_it_knows(python_with_transformers_4, tmp_path):
     for architecture in EVERY:
         source = save_tiny(architecture, tmp_path / architecture)
-        quantize_checkpoint(
-            source,
-            tmp_path / architecture / "out",
-            QuantizeOptions(double_quant=False, moe="portable"),
+        nf4conv.quantize(
+            source, tmp_path / architecture / "out", double_quant=False, moe="portable"
         )
     found = ask_transformers(python_with_transformers_4, "load", tmp_path)
     assert {
@@ -175,8 +172,8 @@ def test_what_transformers_4_saved_loads_in_both(python_with_transformers_4, tmp
     known = [name for name, result in saved.items() if result == "ok"]
     for architecture in known:
         folder = tmp_path / architecture
-        options = QuantizeOptions(double_quant=False, moe="portable")
-        quantize_checkpoint(folder / "source", folder / "out", options)
+        options = {"double_quant": False, "moe": "portable"}
+        nf4conv.quantize(folder / "source", folder / "out", **options)
     for python in (python_with_transformers_4, sys.executable):
         found = ask_transformers(python, "load", tmp_path, *known)
         assert {
@@ -189,13 +186,13 @@ def test_what_transformers_4_saved_loads_in_both(python_with_transformers_4, tmp
 def test_towers_load_when_they_are_packed_too(python_with_transformers_4, tmp_path):
     for architecture in EVERY:
         source = save_tiny(architecture, tmp_path / architecture)
-        rows = plan_quantization(source).rows()
+        rows = nf4conv.plan_quantize(source).made.rows()
         if any(row.reason == Why.TOWER.value for row in rows):
             wanted = [
                 row.name for row in rows if row.action == "pack" or row.reason == Why.TOWER.value
             ]
-            options = QuantizeOptions(double_quant=False, include=wanted, moe="portable")
-            quantize_checkpoint(source, tmp_path / architecture / "out", options)
+            options = {"double_quant": False, "include": wanted, "moe": "portable"}
+            nf4conv.quantize(source, tmp_path / architecture / "out", **options)
         else:
             shutil.rmtree(tmp_path / architecture)
     for python, fewest in ((sys.executable, 80), (python_with_transformers_4, 25)):
@@ -216,9 +213,7 @@ def test_transformers_4_loads_experts_that_are_packed_one_by_one(
     assert saved == dict.fromkeys(EXPERTS_ONE_BY_ONE, "ok")
     for architecture in EXPERTS_ONE_BY_ONE:
         folder = tmp_path / architecture
-        quantize_checkpoint(
-            folder / "source", folder / "out", QuantizeOptions(double_quant=False, moe="packed")
-        )
+        nf4conv.quantize(folder / "source", folder / "out", double_quant=False, moe="packed")
         header = (folder / "out" / "model.safetensors").read_bytes()[:200_000]
         assert re.search(rb"experts\.[0-3]\.\w+\.weight\.absmax", header)
     assert ask_transformers(python_with_transformers_4, "load", tmp_path) == saved
@@ -227,7 +222,7 @@ def test_transformers_4_loads_experts_that_are_packed_one_by_one(
 @pytest.mark.architectures
 def test_transformers_4_loads_the_experts_of_llama_4(python_with_transformers_4, tmp_path):
     source = save_tiny("Llama4ForCausalLM", tmp_path / "Llama4ForCausalLM")
-    quantize_checkpoint(source, tmp_path / "Llama4ForCausalLM" / "out")
+    nf4conv.quantize(source, tmp_path / "Llama4ForCausalLM" / "out")
     assert ask_transformers(python_with_transformers_4, "resemble", tmp_path) == {
         "Llama4ForCausalLM": "ok"
     }
@@ -248,8 +243,8 @@ def test_transformers_4_loads_the_mixtures_that_transformers_5_saved(
         folder = tmp_path / architecture
         source = save_tiny(architecture, folder)
         give_rotary_positions_another_base(source)
-        quantize_checkpoint(source, folder / "out", QuantizeOptions(moe="packed"))
-        dequantize_checkpoint(folder / "out", tmp_path / "plain")
+        nf4conv.quantize(source, folder / "out", moe="packed")
+        nf4conv.dequantize(folder / "out", tmp_path / "plain")
         model_class = getattr(transformers, architecture)
         plain = model_class.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
         torch.save(first_output(plain.eval()), folder / "expected.pt")

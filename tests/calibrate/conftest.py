@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import api
 import pytest
 from calibrations import CPU, make_model, make_text, options_for
 
-from nf4conv.options import QuantizeOptions, RunOptions
+import nf4conv
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +22,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, calibrated."""
     out = tmp_path_factory.mktemp("made") / "out"
-    api.quantize_checkpoint(model, out, options_for(text), RunOptions(device="cpu", verify=True))
+    nf4conv.quantize(model, out, **options_for(text), device="cpu", verify=True)
     return out
 
 
@@ -31,7 +30,7 @@ def made(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def with_outputs(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, calibrated with a view to the outputs of queries, keys and values."""
     out = tmp_path_factory.mktemp("with_outputs") / "out"
-    api.quantize_checkpoint(model, out, options_for(text, calibrate_output="qkv"), CPU)
+    nf4conv.quantize(model, out, **options_for(text, calibrate_output="qkv"), **CPU)
     return out
 
 
@@ -39,5 +38,5 @@ def with_outputs(model: Path, text: Path, tmp_path_factory: pytest.TempPathFacto
 def searched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model with searched scales."""
     out = tmp_path_factory.mktemp("searched") / "out"
-    api.quantize_checkpoint(model, out, QuantizeOptions(scales="search"), CPU)
+    nf4conv.quantize(model, out, scales="search", **CPU)
     return out

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import api
 import numpy as np
 import pytest
 import torch
@@ -36,7 +35,6 @@ from nf4conv.calibrate import block, calibrating
 from nf4conv.calibrate.kept import KeptFiles
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError
-from nf4conv.options import QuantizeOptions, RunOptions, VerifyOptions
 from nf4conv.sources.header import read_header
 
 
@@ -57,9 +55,9 @@ def test_gradients_at_outputs_are_those_of_the_whole_model(
     monkeypatch.setattr(torch, "multinomial", most_likely)
     monkeypatch.setattr(calibrating, "calibrate_block", kill)
     options = options_for(text, calibrate_output=outputs)
-    plan = api.plan_quantization(model, options)
+    plan = nf4conv.plan_quantize(model, **options, **CPU)
     with pytest.raises(Killed):
-        api.execute_quantization(plan, tmp_path / "out", CPU)
+        plan.execute(tmp_path / "out")
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     sums: dict[str, torch.Tensor] = {}
@@ -98,7 +96,7 @@ def test_rounding_with_a_view_to_outputs(
     out = with_outputs
     if outputs == "all":
         out = tmp_path / "out"
-        api.quantize_checkpoint(model, out, options_for(text, calibrate_output=outputs), CPU)
+        nf4conv.quantize(model, out, **options_for(text, calibrate_output=outputs), **CPU)
     ids = torch.from_numpy(np.load(text)[-512:].astype(np.int64)).view(-1, LENGTH)
     assert divergence(model, out, ids) < 0.8 * divergence(model, searched, ids)
     assert "outputs" in record_of(out)["calibration"]["knows"]
@@ -121,7 +119,7 @@ def test_what_held_out_windows_deny_keeps_the_search(
     monkeypatch.setattr(block, "layer_cost", unasked if outputs else equal)
     monkeypatch.setattr(block, "two_sided_cost", equal if outputs else unasked)
     options = options_for(text, calibrate_output=outputs)
-    api.quantize_checkpoint(model, tmp_path / "out", options, CPU)
+    nf4conv.quantize(model, tmp_path / "out", **options, **CPU)
     assert_same_weights(searched, tmp_path / "out")
     assert {*gains_of(tmp_path / "out")} == {1.0}
     shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "out")])
@@ -151,15 +149,15 @@ def test_the_record_says_by_what(text, made):
 
 
 def test_verify_accepts_it_and_notices_what_is_wrong(model, made, tmp_path):
-    report = api.verify_checkpoint(made, model)
+    report = nf4conv.verify(made, source=model)
     assert report.passed
     assert {row.format.scales for row in report.weights} == {"calibrated"}
     other = make_model(tmp_path / "other", initializer_range=0.5)
-    assert not api.verify_checkpoint(made, other).passed
+    assert not nf4conv.verify(made, source=other).passed
 
 
 def test_exact_proves_what_was_written(model, made, tmp_path):
-    assert api.verify_checkpoint(made, model, VerifyOptions(exact=True)).passed
+    assert nf4conv.verify(made, source=model, exact=True).passed
     other = tmp_path / "other"
     shutil.copytree(made, other)
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -169,13 +167,13 @@ def test_exact_proves_what_was_written(model, made, tmp_path):
                 content = bytearray(file.read_bytes())
                 content[tensor.start] ^= 1
                 file.write_bytes(content)
-    found = api.verify_checkpoint(other, model, VerifyOptions(exact=True))
+    found = nf4conv.verify(other, source=model, exact=True)
     [fault] = [finding for finding in found.findings if finding.is_fault]
     assert "SHA-256" in fault.text
     record = record_of(other)
     del record["calibrated"]
     (other / "nf4conv.json").write_text(json.dumps(record))
-    assert not api.verify_checkpoint(other, model, VerifyOptions(exact=True)).passed
+    assert not nf4conv.verify(other, source=model, exact=True).passed
 
 
 def test_inspect_and_card_say_so(made):
@@ -185,22 +183,22 @@ def test_inspect_and_card_say_so(made):
 
 
 def test_other_commands_take_it(made, tmp_path):
-    api.dequantize_checkpoint(made, tmp_path / "decoded")
+    nf4conv.dequantize(made, tmp_path / "decoded")
     decoded = tensors_in(tmp_path / "decoded")
     for name, weight in weights_in(made).items():
         assert torch.equal(decoded[name], weight)
-    api.quantize_checkpoint(made, tmp_path / "again", QuantizeOptions(), CPU)
+    nf4conv.quantize(made, tmp_path / "again", **CPU)
     group = record_of(tmp_path / "again")["weights"][0]
     assert group["scales"] == "calibrated"
     assert group["origin"] == "kept as found"
 
 
 def test_a_rerun_finds_the_result(model, text, made):
-    report = api.quantize_checkpoint(model, made, options_for(text), CPU)
+    report = nf4conv.quantize(model, made, **options_for(text), **CPU)
     assert report.run.already_complete
     options = options_for(text, calibration_tokens=512)
     with pytest.raises(OutputError, match="calibration"):
-        api.quantize_checkpoint(model, made, options, CPU)
+        nf4conv.quantize(model, made, **options, **CPU)
 
 
 def test_nan_is_named_by_block_and_module(text, tmp_path):
@@ -211,14 +209,14 @@ def test_nan_is_named_by_block_and_module(text, tmp_path):
     tensors[name][3] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(SourceError, match=r"model\.layers\.1\.self_attn\.q_proj: .*NaN"):
-        api.quantize_checkpoint(source, tmp_path / "out", options_for(text), CPU)
+        nf4conv.quantize(source, tmp_path / "out", **options_for(text), **CPU)
     assert not (tmp_path / "out" / "config.json").exists()
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_a_source_that_changes_meanwhile(text, tmp_path, monkeypatch):
     source = make_model(tmp_path / "model")
-    plan = api.plan_quantization(source, options_for(text))
+    plan = nf4conv.plan_quantize(source, **options_for(text), **CPU)
     original = calibrating.calibrate_block
 
     def changed(*arguments: Any) -> Any:
@@ -228,11 +226,11 @@ def test_a_source_that_changes_meanwhile(text, tmp_path, monkeypatch):
 
     monkeypatch.setattr(calibrating, "calibrate_block", changed)
     with pytest.raises(SourceError, match="changed while it was read"):
-        api.execute_quantization(plan, tmp_path / "out", CPU)
+        plan.execute(tmp_path / "out")
 
 
 def test_the_plan_says_what_is_calibrated(model, text):
-    plan = api.plan_quantization(model, options_for(text))
+    plan = nf4conv.plan_quantize(model, **options_for(text)).made
     assert any("calibration: 14 weights in 2 blocks" in note for note in plan.notes)
 
 
@@ -248,9 +246,9 @@ def test_the_plan_says_what_is_calibrated(model, text):
 )
 def test_formats(model, text, tmp_path, changes):
     out = tmp_path / "out"
-    run = RunOptions(device="cpu", verify=True)
-    api.quantize_checkpoint(model, out, options_for(text, **changes), run)
-    assert api.verify_checkpoint(out, model, VerifyOptions(exact=True)).passed
+    run = {"device": "cpu", "verify": True}
+    nf4conv.quantize(model, out, **options_for(text, **changes), **run)
+    assert nf4conv.verify(out, source=model, exact=True).passed
     groups = {group["scales"]: group["count"] for group in record_of(out)["weights"]}
     if "include" in changes:
         assert groups == {"calibrated": 6}
@@ -275,19 +273,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families(kind, text, tmp_path):
     source = make_model(tmp_path / "model", kind, **FAMILIES[kind])
-    api.quantize_checkpoint(source, tmp_path / "out", options_for(text), CPU)
+    nf4conv.quantize(source, tmp_path / "out", **options_for(text), **CPU)
     record = record_of(tmp_path / "out")
     assert {group["scales"] for group in record["weights"]} == {"calibrated"}
     gains = gains_of(tmp_path / "out")
     assert sum(gains) / len(gains) < 0.8
-    assert api.verify_checkpoint(tmp_path / "out", source).passed
+    assert nf4conv.verify(tmp_path / "out", source=source).passed
 
 
 def test_experts_that_few_tokens_reach_are_counted(tmp_path):
     source = make_model(tmp_path / "model", "mixtral", num_local_experts=8)
     text = make_text(tmp_path / "ids.npy", tokens=1000)
     options = options_for(text, calibration_tokens=512)
-    api.quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
     few = {}
     for of_block in record_of(tmp_path / "out")["calibrated"]["blocks"]:
         few |= of_block.get("few_tokens", {})
@@ -309,9 +307,9 @@ def test_adapters_are_merged_first(model, text, tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     lora = (str(adapter),)
     merged = tmp_path / "merged"
-    api.dequantize_checkpoint(model, merged, api.DequantizeOptions(lora=lora), CPU)
-    api.quantize_checkpoint(merged, tmp_path / "expected", options_for(text), CPU)
-    api.quantize_checkpoint(model, tmp_path / "out", options_for(text, lora=lora), CPU)
+    nf4conv.dequantize(model, merged, lora=lora, **CPU)
+    nf4conv.quantize(merged, tmp_path / "expected", **options_for(text), **CPU)
+    nf4conv.quantize(model, tmp_path / "out", **options_for(text, lora=lora), **CPU)
     assert_same_weights(tmp_path / "expected", tmp_path / "out")
 
 
@@ -332,7 +330,7 @@ def test_encoded_sources_are_decoded_first(model, text, tmp_path):
         save_file(content, folder / "model.safetensors")
         of_kind = {**config, "quantization_config": {"quant_method": "fp8"}}
         (folder / "config.json").write_text(json.dumps(of_kind if kind == "encoded" else config))
-        api.quantize_checkpoint(folder, tmp_path / f"{kind}-out", options_for(text), CPU)
+        nf4conv.quantize(folder, tmp_path / f"{kind}-out", **options_for(text), **CPU)
     expected = weights_in(tmp_path / "decoded-out")
     found = weights_in(tmp_path / "encoded-out")
     assert found.keys() == expected.keys()
@@ -340,7 +338,7 @@ def test_encoded_sources_are_decoded_first(model, text, tmp_path):
 
 
 def test_it_is_not_done_in_parts(model, text, tmp_path):
-    for run in (RunOptions(part="1/2"), RunOptions(ray=True)):
+    for run in ({"part": "1/2"}, {"ray": True}):
         with pytest.raises(nf4conv.PlanError, match="does not go with --calibrate"):
-            api.quantize_checkpoint(model, tmp_path / "out", options_for(text), run)
+            nf4conv.quantize(model, tmp_path / "out", **options_for(text), **run)
     assert not Path(tmp_path / "out").exists()

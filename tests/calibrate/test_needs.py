@@ -2,16 +2,15 @@
 is.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import api
 import pytest
 import torch
 from calibrations import CPU, options_for
 from click.testing import CliRunner
 
+import nf4conv
 from nf4conv.calibrate import calibrating, needs
 from nf4conv.calibrate.needs import Needs
 from nf4conv.cli import main
@@ -42,7 +41,7 @@ def test_a_dry_run_says_time_memory_and_disk(model: Path, text: Path):
 
 def test_what_is_needed_grows_with_tokens_outputs_and_what_is_kept(model: Path, text: Path):
     def needed(**changes: Any) -> Needs:
-        plan = api.plan_quantization(model, options_for(text, **changes))
+        plan = nf4conv.plan_quantize(model, **options_for(text, **changes)).made
         found: Needs = plan.calibration.needs
         return found
 
@@ -50,7 +49,7 @@ def test_what_is_needed_grows_with_tokens_outputs_and_what_is_kept(model: Path, 
     every = needed(calibrate_output="all")
     assert needed(calibrate_output="qkv").disk_bytes < every.disk_bytes
     assert plain.disk_bytes < every.disk_bytes
-    windows = api.plan_quantization(model, options_for(text)).calibration.windows
+    windows = nf4conv.plan_quantize(model, **options_for(text)).made.calibration.windows
     assert plain.hidden_elements == windows.ids.size * 64
     assert every.hidden_elements == 4 * windows.ids.size * 64
     assert needed(calibration_tokens=512).hidden_elements < plain.hidden_elements
@@ -82,7 +81,7 @@ def test_a_host_with_too_little_memory_is_refused(
     with pytest.raises(
         Nf4convError, match=r"about 1\.5\d GB of host memory, and 100\.00 MB are free"
     ):
-        api.quantize_checkpoint(model, tmp_path / "out", options_for(text), CPU)
+        nf4conv.quantize(model, tmp_path / "out", **options_for(text), **CPU)
     assert not (tmp_path / "out").exists()
 
 
@@ -94,7 +93,7 @@ def test_a_gpu_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch
         Nf4convError, match=r"7\.00 GB of its memory, and 6\.00 GB are free.*9\.00 GB"
     ):
         SMALL.memory_left(gpu)
-    assert replace(SMALL, gpu_bytes=6 * 10**9).memory_left(gpu) > 0
+    assert {**SMALL, "gpu_bytes": 6 * 10**9}.memory_left(gpu) > 0
 
 
 @pytest.mark.parametrize("outputs", [None, "qkv"])
@@ -106,9 +105,9 @@ def test_progress_tells_blocks_tokens_and_time(
     outputs: str | None,
 ):
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
-    calibration = api.plan_quantization(
-        model, options_for(text, calibrate_output=outputs)
-    ).calibration
+    calibration = nf4conv.plan_quantize(
+        model, **options_for(text, calibrate_output=outputs)
+    ).made.calibration
     assert calibration.passes == (3 if outputs else 1)
     ticks = iter(range(0, 10_000, 60))
     monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
@@ -150,11 +149,12 @@ def test_all_of_the_work_is_told_also_after_a_kill(
     changes: dict[str, Any],
 ):
     options = options_for(text, **changes)
-    plan = api.plan_quantization(model, options)
+    told: list[int] = []
+    planned = nf4conv.plan_quantize(model, **options, **CPU, progress=told.append)
+    plan = planned.made
     calibrating_all = plan.calibration.bytes_to_read
     work = calibrating_all + plan.totals().bytes_before - plan.calibration.bytes_spared
-    told: list[int] = []
-    api.execute_quantization(plan, tmp_path / "whole", CPU, told.append)
+    planned.execute(tmp_path / "whole")
     assert sum(told) == pytest.approx(work, rel=0.1)
 
     def kill(*_: object) -> None:
@@ -163,8 +163,8 @@ def test_all_of_the_work_is_told_also_after_a_kill(
     with monkeypatch.context() as patched:
         patched.setattr(calibrating, "with_calibrated_weights", kill)
         with pytest.raises(KeyboardInterrupt):
-            api.execute_quantization(plan, tmp_path / "out", CPU)
+            planned.execute(tmp_path / "out")
     told.clear()
-    api.execute_quantization(plan, tmp_path / "out", CPU, told.append)
+    planned.execute(tmp_path / "out")
     assert told[0] == calibrating_all
     assert sum(told) == pytest.approx(work, rel=0.1)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import api
 import numpy as np
 import pytest
 import torch
@@ -19,10 +18,10 @@ from click.testing import CliRunner
 from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.calibrate import request
 from nf4conv.cli import main
 from nf4conv.errors import PlanError
-from nf4conv.options import QuantizeOptions
 
 WORDS = {letter: number for number, letter in enumerate(("?", *string.ascii_lowercase))}
 
@@ -141,8 +140,10 @@ def test_texts(worded: Path, tmp_path: Path, kind: str):
 
 
 def windows_of(source: Path, text: Path | str) -> np.ndarray[Any, Any]:
-    options = QuantizeOptions(calibrate=str(text), calibration_tokens=1024)
-    found: np.ndarray[Any, Any] = api.plan_quantization(source, options).calibration.windows.ids
+    options = {"calibrate": str(text), "calibration_tokens": 1024}
+    found: np.ndarray[Any, Any] = nf4conv.plan_quantize(
+        source, **options
+    ).made.calibration.windows.ids
     return found
 
 
@@ -228,7 +229,7 @@ def test_a_tokenizer_of_another_model(worded: Path, tmp_path: Path):
 def test_old_or_no_transformers(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(request, "version", lambda _: "4.57.1")
     with pytest.raises(PlanError, match=r"needs transformers 5: pip install .* \(4\.57\.1\)"):
-        api.plan_quantization(model, options_for(text))
+        nf4conv.plan_quantize(model, **options_for(text))
 
 
 def test_too_little_disk(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

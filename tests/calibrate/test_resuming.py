@@ -9,11 +9,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import api
 import pytest
 import torch
 from calibrations import (
@@ -28,11 +26,11 @@ from calibrations import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.calibrate import calibrating, gradients, hidden
 from nf4conv.calibrate.kept import KeptFiles
 from nf4conv.calibrate.needs import Needs
 from nf4conv.errors import Nf4convError, OutputError
-from nf4conv.options import QuantizeOptions
 
 
 @pytest.fixture
@@ -60,11 +58,11 @@ def stop_before(name: str, patched: pytest.MonkeyPatch) -> None:
     patched.setattr(KeptFiles, "write", write)
 
 
-def killed(model: Path, out: Path, options: QuantizeOptions, name: str) -> None:
+def killed(model: Path, out: Path, options: dict[str, Any], name: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
         stop_before(name, patched)
         with pytest.raises(Killed):
-            api.quantize_checkpoint(model, out, options, CPU)
+            nf4conv.quantize(model, out, **options, **CPU)
     assert not (out / "config.json").exists()
 
 
@@ -73,7 +71,7 @@ def test_a_run_that_was_killed_ends_in_the_same_bytes(model, text, made, tmp_pat
     out = tmp_path / "out"
     killed(model, out, options_for(text), name)
     moved = shutil.copyfile(text, tmp_path / text.name)  # the text is known by its digest
-    api.quantize_checkpoint(model, out, options_for(moved), CPU)
+    nf4conv.quantize(model, out, **options_for(moved), **CPU)
     assert_same_weights(made, out)
     assert record_of(out)["calibrated"] == record_of(made)["calibrated"]
     assert not (out / ".nf4conv").exists()
@@ -88,7 +86,7 @@ def test_a_backward_pass_that_was_killed_ends_in_the_same_bytes(
     killed(model, out, options, name)
     if name.startswith("block"):  # the pass is finished
         monkeypatch.setattr(gradients, "_run_forward", kill)
-    api.quantize_checkpoint(model, out, options, CPU)
+    nf4conv.quantize(model, out, **options, **CPU)
     assert_same_weights(with_outputs, out)
 
 
@@ -96,7 +94,7 @@ def test_an_interrupted_run_is_not_continued_with_another_text(model, text, tmp_
     killed(model, tmp_path / "out", options_for(text), "")
     other = make_text(tmp_path / "ids.npy", seed=1)
     with pytest.raises(OutputError, match="differs in"):
-        api.quantize_checkpoint(model, tmp_path / "out", options_for(other), CPU)
+        nf4conv.quantize(model, tmp_path / "out", **options_for(other), **CPU)
 
 
 @pytest.mark.parametrize("nbytes", [0, 40_000, 10**9])
@@ -104,11 +102,11 @@ def test_the_budget_of_memory_changes_no_byte(model, text, with_outputs, tmp_pat
     """None of the hidden states, some, or all are in memory; a run goes on with another budget."""
     options = options_for(text, calibrate_output="qkv")
     budget(nbytes)
-    api.quantize_checkpoint(model, tmp_path / "whole", options, CPU)
+    nf4conv.quantize(model, tmp_path / "whole", **options, **CPU)
     assert_same_weights(with_outputs, tmp_path / "whole")
     killed(model, tmp_path / "out", options, "block-00001")
     budget(10**9 - nbytes)
-    api.quantize_checkpoint(model, tmp_path / "out", options, CPU)
+    nf4conv.quantize(model, tmp_path / "out", **options, **CPU)
     assert_same_weights(with_outputs, tmp_path / "out")
 
 
@@ -129,7 +127,7 @@ def test_a_disk_that_fills_is_one_line(model, text, tmp_path, budget, monkeypatc
     monkeypatch.setattr(hidden.tempfile, "TemporaryFile", Full)
     budget(0)
     with pytest.raises(OutputError, match=r"calibrated: No space left on device$"):
-        api.quantize_checkpoint(model, tmp_path / "out", options_for(text), CPU)
+        nf4conv.quantize(model, tmp_path / "out", **options_for(text), **CPU)
 
 
 def test_memory_that_does_not_suffice_is_one_line(model, text, made, tmp_path, monkeypatch):
@@ -139,16 +137,16 @@ def test_memory_that_does_not_suffice_is_one_line(model, text, made, tmp_path, m
     with monkeypatch.context() as patched:
         patched.setattr(calibrating, "calibrate_block", fails)
         with pytest.raises(Nf4convError, match="the same command goes on") as error:
-            api.quantize_checkpoint(model, tmp_path / "out", options_for(text), CPU)
+            nf4conv.quantize(model, tmp_path / "out", **options_for(text), **CPU)
     assert "\n" not in str(error.value)
     # the advice works
-    api.quantize_checkpoint(model, tmp_path / "out", options_for(text), CPU)
+    nf4conv.quantize(model, tmp_path / "out", **options_for(text), **CPU)
     assert_same_weights(made, tmp_path / "out")
     fewer = options_for(text, calibration_tokens=512)
     killed(model, tmp_path / "other", options_for(text), "block-00001")
     with pytest.raises(OutputError, match="overwrite"):
-        api.quantize_checkpoint(model, tmp_path / "other", fewer, CPU)
-    api.quantize_checkpoint(model, tmp_path / "other", fewer, replace(CPU, overwrite=True))
+        nf4conv.quantize(model, tmp_path / "other", **fewer, **CPU)
+    nf4conv.quantize(model, tmp_path / "other", **fewer, **{**CPU, "overwrite": True})
 
 
 def pipe(path: Path) -> None:
@@ -229,7 +227,7 @@ def test_what_is_not_what_was_written_is_made_again(
     before = outside.read_bytes() if outside.exists() else b""
     options = options_for(text, calibrate_output="qkv")
     with caplog.at_level(logging.WARNING, "nf4conv"):
-        api.quantize_checkpoint(model, out, options, CPU)
+        nf4conv.quantize(model, out, **options, **CPU)
     assert_same_weights(with_outputs, out)
     assert record_of(out)["calibrated"] == record_of(with_outputs)["calibrated"]
     notes = [record.message for record in caplog.records if "made again" in record.message]
@@ -249,6 +247,6 @@ def test_planted_links_are_not_followed(model, text, with_outputs, tmp_path, bud
     (out / ".nf4conv/calibrated").mkdir(exist_ok=True)
     (out / ".nf4conv/calibrated" / name).symlink_to(precious)
     budget(0)
-    api.quantize_checkpoint(model, out, options, CPU)
+    nf4conv.quantize(model, out, **options, **CPU)
     assert precious.read_text() == "precious"
     assert_same_weights(with_outputs, out)

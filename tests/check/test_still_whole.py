@@ -1,19 +1,18 @@
 """A finished result is looked at before it is called complete."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 
+import nf4conv
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 
-RUN = RunOptions(device="cpu", workers=1)
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
+RUN = {"device": "cpu", "workers": 1}
+OPTIONS = {"max_shard_size": 60_000}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_a_damaged_shard_is_refused_by_name(
     source: Path, tmp_path: Path, damage: Callable[[Path], None]
 ):
     out = tmp_path / "out"
-    quantize_checkpoint(source, out, OPTIONS, RUN)
+    nf4conv.quantize(source, out, **OPTIONS, **RUN)
     shard = largest(out)
     damage(shard)
     before = contents(out)
@@ -75,24 +74,24 @@ def test_a_damaged_shard_is_refused_by_name(
 
 def test_verify_looks_again(source: Path, tmp_path: Path):
     out = tmp_path / "out"
-    run = replace(RUN, verify=True)
-    first = quantize_checkpoint(source, out, OPTIONS, run)
-    again = quantize_checkpoint(source, out, OPTIONS, run)
+    run = {**RUN, "verify": True}
+    first = nf4conv.quantize(source, out, **OPTIONS, **run)
+    again = nf4conv.quantize(source, out, **OPTIONS, **run)
     assert again.run.already_complete
     assert again.verification is not None
     assert first.verification is not None
     assert again.verification.to_record() == first.verification.to_record()
     flip_data(largest(out))
     with pytest.raises(VerificationError, match=r"verification failed: .*makes it anew"):
-        quantize_checkpoint(source, out, OPTIONS, run)
-    assert quantize_checkpoint(source, out, OPTIONS, replace(run, overwrite=True)).verification
+        nf4conv.quantize(source, out, **OPTIONS, **run)
+    assert nf4conv.quantize(source, out, **OPTIONS, **{**run, "overwrite": True}).verification
 
 
 def test_parts_of_a_finished_result_look_at_their_own_files(source: Path, tmp_path: Path):
     out = tmp_path / "out"
     for number in (1, 2):
-        quantize_checkpoint(source, out, OPTIONS, replace(RUN, part=f"{number}/2"))
+        nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "part": f"{number}/2"})
     truncate(max(out.glob("*.safetensors")))
-    quantize_checkpoint(source, out, OPTIONS, replace(RUN, part="1/2"))
+    nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "part": "1/2"})
     with pytest.raises(OutputError, match=r"safetensors: is damaged"):
-        quantize_checkpoint(source, out, OPTIONS, replace(RUN, part="2/2"))
+        nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "part": "2/2"})

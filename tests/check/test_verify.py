@@ -13,28 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from api import (
-    QuantizeOptions,
-    RunOptions,
-    dequantize_checkpoint,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from checkpoints import write_source
 from click.testing import CliRunner
 from four_bit import pack, write
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.cli import main
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
-from nf4conv.options import VerifyOptions
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.tolerance import RELATIVE_ERRORS
 
-CPU = RunOptions(device="cpu", workers=2)
-SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
+CPU = {"device": "cpu", "workers": 2}
+SMALL = {"device": "cpu", "workers": 2, "buffer_size": 1}
 UP, OTHER_UP = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2))
 Q = "model.layers.1.self_attn.q_proj.weight"
 EMBED = "model.embed_tokens.weight"
@@ -51,8 +44,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def good(source: Path) -> Path:
     """Two shards, double quantization."""
     out = source.parent / "good"
-    run = RunOptions(device="cpu")
-    quantize_checkpoint(source, out, QuantizeOptions(max_shard_size=150_000), run)
+    run = {"device": "cpu"}
+    nf4conv.quantize(source, out, max_shard_size=150_000, **run)
     return out
 
 
@@ -60,7 +53,7 @@ def good(source: Path) -> Path:
 def plain(source: Path) -> Path:
     """The checkpoint without double quantization."""
     out = source.parent / "plain"
-    quantize_checkpoint(source, out, QuantizeOptions(double_quant=False), RunOptions(device="cpu"))
+    nf4conv.quantize(source, out, double_quant=False, device="cpu")
     return out
 
 
@@ -501,7 +494,7 @@ def test_any_bit_of_a_float32_scale(plain: Path, source: Path, tmp_path: Path, b
 def test_every_byte_of_the_codes_counts(damaged: Path, source: Path):
     """--exact finds the one code that another rounding could have given as well."""
     change(UP, flipped(4000, 0))(damaged)
-    report = verify_checkpoint(damaged, source, VerifyOptions(exact=True, tolerance=1.0), CPU)
+    report = nf4conv.verify(damaged, source=source, exact=True, tolerance=1.0, **CPU)
     assert {finding.check for finding in report.findings if finding.is_fault} >= {"exact"}
     [row] = [row for row in report.weights if row.name == UP]
     assert row.errors.differing == 1
@@ -529,8 +522,8 @@ def test_exact_is_every_byte_of_what_describes_a_weight(
 ):
     """All of them differ by less than other checks look at."""
     damage(damaged)
-    without = verify_checkpoint(damaged, source, None, CPU)
-    report = verify_checkpoint(damaged, source, VerifyOptions(exact=True), CPU)
+    without = nf4conv.verify(damaged, source=source, **CPU)
+    report = nf4conv.verify(damaged, source=source, exact=True, **CPU)
     [fault] = [found for found in report.findings if found.check == "exact" and UP in found.line()]
     assert fault.is_fault
     assert text in fault.line()
@@ -544,7 +537,7 @@ def test_the_first_wrong_scale_has_a_place(
     damaged: Path, source: Path, component: str, index: int, size: int
 ):
     change(f"{UP}.{component}", flipped(size * index + size - 1, 6))(damaged)
-    found = verify_checkpoint(damaged, source, None, CPU).findings
+    found = nf4conv.verify(damaged, source=source, **CPU).findings
     [line] = [one.line() for one in found if one.check == "scales" and "source" in one.text]
     assert f"1 of {component}, the first at {index}" in line
 
@@ -558,8 +551,8 @@ def passes(report: VerifyReport) -> None:
 
 
 @pytest.mark.parametrize("run", [CPU, SMALL], ids=["buffers", "small buffers"])
-def test_our_own_passes_and_is_identical(good: Path, source: Path, run: RunOptions):
-    report = verify_checkpoint(good, source, VerifyOptions(exact=True), run)
+def test_our_own_passes_and_is_identical(good: Path, source: Path, run: dict[str, Any]):
+    report = nf4conv.verify(good, source=source, exact=True, **run)
     passes(report)
     assert report.findings == ()
     assert report.identical
@@ -574,7 +567,7 @@ def test_our_own_passes_and_is_identical(good: Path, source: Path, run: RunOptio
 
 
 def test_figures_depend_on_neither_workers_nor_buffers(good: Path, source: Path):
-    first, second = (verify_checkpoint(good, source, None, run) for run in (CPU, SMALL))
+    first, second = (nf4conv.verify(good, source=source, **run) for run in (CPU, SMALL))
     for left, right in zip(first.weights, second.weights, strict=True):
         row, other = dataclasses.asdict(left.errors), dataclasses.asdict(right.errors)
         assert row.pop("squared_error") == pytest.approx(other.pop("squared_error"), rel=1e-6)
@@ -586,7 +579,7 @@ def test_figures_depend_on_neither_workers_nor_buffers(good: Path, source: Path)
 
 
 def test_without_a_source_nothing_is_compared(good: Path):
-    report = verify_checkpoint(good, None, None, CPU)
+    report = nf4conv.verify(good, **CPU)
     passes(report)
     assert report.identical is None
     assert {row.error for row in report.weights} == {None}
@@ -599,17 +592,17 @@ def test_without_a_source_nothing_is_compared(good: Path):
 def test_every_format(source: Path, tmp_path: Path, blocksize: int, quant_type: str):
     """Every pair of block size, data type and nesting."""
     double_quant = (BLOCKSIZES.index(blocksize) % 2 == 0) == (quant_type == "nf4")
-    options = QuantizeOptions(quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
-    quantize_checkpoint(source, tmp_path / "out", options, CPU)
-    report = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), CPU)
+    options = {"quant_type": quant_type, "blocksize": blocksize, "double_quant": double_quant}
+    nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
+    report = nf4conv.verify(tmp_path / "out", source=source, exact=True, **CPU)
     passes(report)
     assert report.identical
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_source_of_another_dtype(source: Path, tmp_path: Path, dtype: str):
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype=dtype), CPU)
-    passes(verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), CPU))
+    nf4conv.quantize(source, tmp_path / "out", dtype=dtype, **CPU)
+    passes(nf4conv.verify(tmp_path / "out", source=source, exact=True, **CPU))
 
 
 @pytest.mark.parametrize(
@@ -645,10 +638,8 @@ def test_sources_of_every_shape(tmp_path: Path, kind: str):
         torch.save(tensors, tmp_path / "source/pytorch_model.bin")
     else:
         save(tensors, tmp_path / "source/model.safetensors")
-    quantize_checkpoint(tmp_path / "source", tmp_path / "out", None, CPU)
-    report = verify_checkpoint(
-        tmp_path / "out", tmp_path / "source", VerifyOptions(exact=True), CPU
-    )
+    nf4conv.quantize(tmp_path / "source", tmp_path / "out", **CPU)
+    report = nf4conv.verify(tmp_path / "out", source=tmp_path / "source", exact=True, **CPU)
     passes(report)
     assert report.identical
     assert len(report.weights) == (6 if kind == "stacked experts" else 1)
@@ -657,7 +648,7 @@ def test_sources_of_every_shape(tmp_path: Path, kind: str):
 def test_a_dtype_of_config_that_is_not_stored_is_a_note(good: Path, tmp_path: Path):
     folder = Path(shutil.copytree(good, tmp_path / "copy"))
     config(dtype="float16")(folder)
-    report = verify_checkpoint(folder, None, None, CPU)
+    report = nf4conv.verify(folder, **CPU)
     passes(report)
     assert any("but config.json says float16" in finding.text for finding in report.findings)
 
@@ -668,14 +659,14 @@ def test_a_head_that_is_not_tied_need_not_be_named(good: Path, tmp_path: Path):
         folder = Path(shutil.copytree(good, tmp_path / next(iter(change))))
         skip_list("remove", "lm_head")(folder)
         config(**change)(folder)
-        passes(verify_checkpoint(folder, None, None, CPU))
+        passes(nf4conv.verify(folder, **CPU))
 
 
 def test_codes_stored_as_floats_pass_with_a_note(tmp_path: Path):
     stored = pack(UP, torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).bfloat16())
     stored[UP] = stored[UP].view(-1).view(torch.bfloat16).view(-1, 1)
     folder = write(tmp_path / "made", stored, quantization={"bnb_4bit_quant_storage": "bfloat16"})
-    report = verify_checkpoint(folder, None, None, CPU)
+    report = nf4conv.verify(folder, **CPU)
     passes(report)
     assert any("for FSDP only" in finding.text for finding in report.findings)
 
@@ -793,15 +784,15 @@ def test_normal_weights_are_well_within_the_tolerance(quant_type: str, blocksize
 )
 def test_requests_that_make_no_sense(good: Path, options: dict[str, object], message: str):
     with pytest.raises(PlanError, match=message):
-        verify_checkpoint(good, None, VerifyOptions(**options), CPU)
+        nf4conv.verify(good, **options, **CPU)
 
 
 def test_what_is_no_checkpoint(tmp_path: Path):
     with pytest.raises(SourceError, match="no such file or folder"):
-        verify_checkpoint(tmp_path / "nothing", None, None, CPU)
+        nf4conv.verify(tmp_path / "nothing", **CPU)
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceError):
-        verify_checkpoint(tmp_path / "empty", None, None, CPU)
+        nf4conv.verify(tmp_path / "empty", **CPU)
     done = CliRunner().invoke(main, ["verify", str(tmp_path / "nothing")])
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1
@@ -846,8 +837,8 @@ def test_another_model_as_the_source_is_told_in_one_line(
                     new = torch.randn(tensor.shape, generator=random).to(tensor.dtype)
                     change(name, lambda _, new=new: new)(other)
     if kind == "decoded from others":
-        quantize_checkpoint(other, tmp_path / "packed", None, CPU)
-        dequantize_checkpoint(good, tmp_path / "decoded", None, CPU)
+        nf4conv.quantize(other, tmp_path / "packed", **CPU)
+        nf4conv.dequantize(good, tmp_path / "decoded", **CPU)
         out, other = tmp_path / "decoded", tmp_path / "packed"
     code, found, output = run_command(out, "--source", str(other))
     assert code == 1
@@ -894,7 +885,7 @@ def test_tensors_that_only_one_has_are_faults(source: Path, tmp_path: Path):
     drop(UP)(less)
     index(lambda table: table["weight_map"].pop(UP))(less)
     for out, other in ((less, source), (source, less)):
-        report = verify_checkpoint(out, other, VerifyOptions(tolerance=2), CPU)
+        report = nf4conv.verify(out, source=other, tolerance=2, **CPU)
         assert report.exit_code == 1
         assert [found.tensor for found in report.findings if found.check == "names"] == [UP]
 
@@ -906,7 +897,7 @@ def test_a_pickle_and_safetensors(source: Path, tmp_path: Path):
     (tmp_path / "pickle").mkdir()
     torch.save(tensors, tmp_path / "pickle/pytorch_model.bin")
     shutil.copy(source / "config.json", tmp_path / "pickle")
-    report = verify_checkpoint(tmp_path / "pickle", source, VerifyOptions(exact=True), CPU)
+    report = nf4conv.verify(tmp_path / "pickle", source=source, exact=True, **CPU)
     assert report.exit_code == 0
     assert report.relation == "none"
 

@@ -6,14 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
-import api
 import numpy as np
 import pytest
 import torch
 import transformers
-from api import QuantizeOptions, RunOptions, VerifyOptions
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.check.record_check import _digest
 from nf4conv.check.structure import read_structure
 from nf4conv.report.text.lines import inspection_lines, verification_lines
@@ -57,16 +56,16 @@ def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calibrated(model: Path, folder: Path) -> Path:
     ids = (np.random.default_rng(0).random(3000) ** 2 * 96).astype(np.int32)
     np.save(folder / "ids.npy", ids)
-    options = QuantizeOptions(calibrate=str(folder / "ids.npy"), calibration_tokens=1024)
-    run = RunOptions(device="cpu", verify=True)
-    api.quantize_checkpoint(model, folder / "out", options, run)
+    options = {"calibrate": str(folder / "ids.npy"), "calibration_tokens": 1024}
+    run = {"device": "cpu", "verify": True}
+    nf4conv.quantize(model, folder / "out", **options, **run)
     return folder / "out"
 
 
 def test_no_weight_moves_so_far_that_it_looks_like_a_foreign_one(tmp_path: Path) -> None:
     """With columns as huge as these, the least error of outputs is at relative errors above 1."""
     model = with_outliers(tmp_path / "model", 6)
-    report = api.verify_checkpoint(calibrated(model, tmp_path), model)
+    report = nf4conv.verify(calibrated(model, tmp_path), source=model)
     assert report.passed
     gains = json.loads((tmp_path / "out" / "nf4conv.json").read_text())["calibrated"]["blocks"]
     assert {gain for block in gains for gain in block["gains"].values()} >= {1.0}
@@ -74,7 +73,7 @@ def test_no_weight_moves_so_far_that_it_looks_like_a_foreign_one(tmp_path: Path)
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_weights_far_from_their_source_are_right(model: Path, out: Path, exact: bool) -> None:
-    report = api.verify_checkpoint(out, model, VerifyOptions(exact=exact))
+    report = nf4conv.verify(out, source=model, exact=exact)
     assert report.passed
     assert report.identical
     assert report.checks["calibrated"].passed
@@ -86,7 +85,7 @@ def test_weights_far_from_their_source_are_right(model: Path, out: Path, exact: 
 
 
 def test_what_a_user_allows_is_the_limit(model: Path, out: Path) -> None:
-    assert not api.verify_checkpoint(out, model, VerifyOptions(tolerance=0.3)).passed
+    assert not nf4conv.verify(out, source=model, tolerance=0.3).passed
 
 
 def test_weights_in_each_others_place_are_wrong_though_their_digests_are_right(
@@ -111,7 +110,7 @@ def test_weights_in_each_others_place_are_wrong_though_their_digests_are_right(
 
 
 def faults_of(folder: Path, source: Path) -> set[tuple[str, str]]:
-    report = api.verify_checkpoint(folder, source)
+    report = nf4conv.verify(folder, source=source)
     assert not report.passed
     return {(finding.check, finding.tensor) for finding in report.findings if finding.is_fault}
 
@@ -137,4 +136,4 @@ def test_bytes_that_were_not_recorded_are_a_fault(
     faults = faults_of(damaged, model)
     assert {check for check, _ in faults} == {"calibrated"}
     assert all(tensor.startswith("gpt_neox.layers.") for _, tensor in faults)
-    assert list(inspection_lines(api.inspect_checkpoint(damaged), None))
+    assert list(inspection_lines(nf4conv.inspect(damaged), None))

@@ -10,15 +10,6 @@ from typing import Any
 import integers
 import pytest
 import torch
-from api import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    VerifyOptions,
-    dequantize_checkpoint,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from checkpoints import write_source
 from comparing import compared
 from gguf_files import write_gguf
@@ -49,15 +40,16 @@ from test_verify import (
     write_text,
 )
 
+import nf4conv
 from nf4conv.errors import Nf4convError
 from nf4conv.options import Dtype
 from nf4conv.report.as_json import to_json
 from nf4conv.report.page import page
 from nf4conv.report.results import VerifyReport
 
-CPU = RunOptions(device="cpu", workers=2)
-SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
-EXACT = VerifyOptions(exact=True)
+CPU = {"device": "cpu", "workers": 2}
+SMALL = {"device": "cpu", "workers": 2, "buffer_size": 1}
+EXACT = {"exact": True}
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 O = "model.layers.0.self_attn.o_proj.weight"  # noqa: E741
@@ -71,7 +63,7 @@ def write_one(folder: Path, kind: str) -> Path:
         return write_gguf(folder.with_suffix(".gguf"), types=types, default="Q8_0")
     if kind == "bitsandbytes":
         plain = write_source(folder.with_name("in-16-bits"), layers=2)
-        quantize_checkpoint(plain, folder, QuantizeOptions(), CPU)
+        nf4conv.quantize(plain, folder, **CPU)
         return folder
     if kind == "gptq, reordered":
         return write_integers(folder, partial(integers.gptq, is_reordered=True), GPTQ)[0]
@@ -98,11 +90,11 @@ def test_what_dequantize_makes_is_right(tmp_path: Path, kind: str):
     """Of each kind, in one file and in several, alone and against the source; then one bit less."""
     source = write_one(tmp_path / "source", kind)
     out = tmp_path / "out"
-    options = DequantizeOptions(max_shard_size=150_000)
-    dequantize_checkpoint(source, out, options, CPU)
+    options = {"max_shard_size": 150_000}
+    nf4conv.dequantize(source, out, **options, **CPU)
     for run in (CPU, SMALL):
-        assert_right(verify_checkpoint(out, source, EXACT, run))
-    alone = verify_checkpoint(out, run=CPU)
+        assert_right(nf4conv.verify(out, source=source, **EXACT, **run))
+    alone = nf4conv.verify(out, **CPU)
     assert alone.passed
     assert alone.tensors is None
     assert {"config", "record"} <= alone.checks.keys()
@@ -110,7 +102,7 @@ def test_what_dequantize_makes_is_right(tmp_path: Path, kind: str):
     assert any("give --source to decode" in finding.text for finding in alone.findings)
     change(Q, flipped(-1, 0))(out)
     [fault] = [
-        found for found in verify_checkpoint(out, source, None, SMALL).findings if found.tensor
+        found for found in nf4conv.verify(out, source=source, **SMALL).findings if found.tensor
     ]
     assert (fault.check, fault.tensor, fault.is_fault) == ("copies", Q, True)
     assert fault.text.startswith("1 of ")
@@ -122,13 +114,13 @@ def test_what_dequantize_makes_is_right(tmp_path: Path, kind: str):
 def test_the_dtype_that_was_asked_for(tmp_path: Path, kind: str, dtype: Dtype):
     source = write_one(tmp_path / "source", kind)
     out = tmp_path / "out"
-    dequantize_checkpoint(source, out, DequantizeOptions(dtype=dtype), CPU)
-    assert_right(verify_checkpoint(out, source, EXACT, CPU))
+    nf4conv.dequantize(source, out, dtype=dtype, **CPU)
+    assert_right(nf4conv.verify(out, source=source, **EXACT, **CPU))
     delete("nf4conv.json")(out)  # as another tool leaves it: nothing says what it is
     # what stays of GPTQ in float16 is rounded in bfloat16
     rounded = kind == "gptq" and dtype == "bfloat16"
-    options = VerifyOptions(tolerance=0.004) if rounded else EXACT
-    report = verify_checkpoint(out, source, options, CPU)
+    options = {"tolerance": 0.004} if rounded else EXACT
+    report = nf4conv.verify(out, source=source, **options, **CPU)
     assert report.passed
     assert report.relation == "none"
 
@@ -142,7 +134,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def good(source: Path) -> Path:
     """Several shards, from GGUF."""
     out = source.parent / "good"
-    dequantize_checkpoint(source, out, DequantizeOptions(max_shard_size=400_000), CPU)
+    nf4conv.dequantize(source, out, max_shard_size=400_000, **CPU)
     assert len(shards(out)) > 1
     return out
 
@@ -256,13 +248,13 @@ def test_damage_that_shows_against_the_source(damaged: Path, source: Path, kind:
 
 def test_keys_and_files_beside_the_weights_count_with_exact(damaged: Path, source: Path):
     config(use_cache=False)(damaged)
-    assert verify_checkpoint(damaged, source, None, CPU).passed
-    assert not verify_checkpoint(damaged, source, EXACT, CPU).passed
+    assert nf4conv.verify(damaged, source=source, **CPU).passed
+    assert not nf4conv.verify(damaged, source=source, **EXACT, **CPU).passed
 
 
 def test_no_tolerance_lets_a_bit_pass(damaged: Path, source: Path):
     change(Q, flipped(0, 0))(damaged)
-    report = verify_checkpoint(damaged, source, VerifyOptions(tolerance=1.0), CPU)
+    report = nf4conv.verify(damaged, source=source, tolerance=1.0, **CPU)
     assert not report.passed
     assert not report.identical
     assert report.tensors is not None
@@ -273,7 +265,7 @@ def test_no_tolerance_lets_a_bit_pass(damaged: Path, source: Path):
 
 
 def test_json_and_page(good: Path, source: Path):
-    found = json.loads(to_json(verify_checkpoint(good, source, None, CPU)))
+    found = json.loads(to_json(nf4conv.verify(good, source=source, **CPU)))
     assert found["tensors"] == {
         "compared": 12,
         "differing": 0,
@@ -284,12 +276,12 @@ def test_json_and_page(good: Path, source: Path):
     }
     assert found["relation"] == "decoded"
     assert found["weights"] == []
-    assert "bit for bit" in page(verify_checkpoint(good, source, None, CPU))
+    assert "bit for bit" in page(nf4conv.verify(good, source=source, **CPU))
 
 
 def test_a_record_of_another_source_is_noted(good: Path, tmp_path: Path):
     other = write_gguf(tmp_path / "other.gguf", default="Q4_0")
-    report = verify_checkpoint(good, other, None, CPU)
+    report = nf4conv.verify(good, source=other, **CPU)
     assert not report.passed
     assert any("it was made from source" in finding.text for finding in report.findings)
 
@@ -297,15 +289,15 @@ def test_a_record_of_another_source_is_noted(good: Path, tmp_path: Path):
 def test_a_part_stays_in_4_bits(tmp_path: Path):
     """What stays packed is verified as it was before, what was decoded against its decoding."""
     source = write_one(tmp_path / "source", "bitsandbytes")
-    options = DequantizeOptions(include=("*.layers.0.*",))
-    dequantize_checkpoint(source, tmp_path / "out", options, CPU)
-    report = verify_checkpoint(tmp_path / "out", source, None, CPU)
+    options = {"include": ("*.layers.0.*",)}
+    nf4conv.dequantize(source, tmp_path / "out", **options, **CPU)
+    report = nf4conv.verify(tmp_path / "out", source=source, **CPU)
     assert report.passed
     assert report.relation == "quantized"
     assert report.tensors is not None
     assert report.tensors.differing == 0
     change("model.layers.0.mlp.up_proj.weight", flipped(0, 0))(tmp_path / "out")
-    report = verify_checkpoint(tmp_path / "out", source, None, CPU)
+    report = nf4conv.verify(tmp_path / "out", source=source, **CPU)
     assert not report.passed
     assert report.tensors is not None
     assert report.tensors.differing == 1
@@ -328,16 +320,16 @@ def test_merged_adapters_are_merged_again(tmp_path: Path):
     source = write_one(tmp_path / "source", "gptq")
     right, wrong = lora(tmp_path / "right", 1), lora(tmp_path / "wrong", 2)
     out = tmp_path / "out"
-    dequantize_checkpoint(source, out, DequantizeOptions(lora=(str(right),)), CPU)
-    options = VerifyOptions(exact=True, lora=(str(right),))
-    assert_right(verify_checkpoint(out, source, options, CPU))
-    other = verify_checkpoint(out, source, VerifyOptions(lora=(str(wrong),)), CPU)
+    nf4conv.dequantize(source, out, lora=(str(right),), **CPU)
+    options = {"exact": True, "lora": (str(right),)}
+    assert_right(nf4conv.verify(out, source=source, **options, **CPU))
+    other = nf4conv.verify(out, source=source, lora=(str(wrong),), **CPU)
     assert [finding.tensor for finding in other.findings if finding.is_fault] == [Q]
     code, _, output = run_command(out, "--source", str(source))
     assert code == 2
     assert "adapters were merged into it (right)" in output
     assert "--lora" in output
-    assert verify_checkpoint(out, run=CPU).passed
+    assert nf4conv.verify(out, **CPU).passed
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -382,7 +374,7 @@ def test_sources_that_cannot_be_read(good: Path, tmp_path: Path):
     (tmp_path / "text.gguf").write_text("text")
     for name in ("cut.gguf", "text.gguf", "nothing"):
         with pytest.raises(Nf4convError):
-            verify_checkpoint(good, tmp_path / name, None, CPU)
+            nf4conv.verify(good, source=tmp_path / name, **CPU)
 
 
 # --- experts -------------------------------------------------------------------------------
@@ -399,11 +391,11 @@ def test_stacks_that_were_made_of_single_experts(tmp_path: Path, dtype: Dtype | 
     described = {"model_type": "qwen3_vl_moe_text", "num_experts": 2, "dtype": "float16"}
     source, _ = write_tensors(tmp_path / "source", tensors, described, GPTQ)
     out = tmp_path / "out"
-    dequantize_checkpoint(source, out, DequantizeOptions(dtype=dtype), CPU)
+    nf4conv.dequantize(source, out, dtype=dtype, **CPU)
     assert "model.layers.0.mlp.experts.down_proj" in load_file(shards(out)[0])
-    assert_right(verify_checkpoint(out, source, EXACT, CPU))
+    assert_right(nf4conv.verify(out, source=source, **EXACT, **CPU))
     for sides in ((source, out), (out, source)):
-        assert compared(*sides, CPU).within(0)
+        assert compared(*sides, **CPU).within(0)
     change("model.layers.0.mlp.experts.down_proj", flipped(-1, 0))(out)
-    assert not verify_checkpoint(out, source, None, CPU).passed
-    assert not compared(source, out, CPU).within(0)
+    assert not nf4conv.verify(out, source=source, **CPU).passed
+    assert not compared(source, out, **CPU).within(0)

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import transformers
 from adapters import make_model
-from api import quantize_checkpoint
 
+import nf4conv
 from nf4conv.models.config import levels, with_keys_of_both
-from nf4conv.options import QuantizeOptions, RunOptions
 
 UNREAD = {"_load_in_4bit": True, "_load_in_8bit": False}
 """Keys that transformers writes into quantization_config, and no loader reads."""
 
-CPU = RunOptions(device="cpu", workers=2)
+CPU = {"device": "cpu", "workers": 2}
 
 RENAMED = {
     "qwen3_moe": ("num_experts",),
@@ -92,7 +91,7 @@ def test_nothing_is_added_twice_or_to_others():
 def test_a_quantized_mixture_has_them(tmp_path: Path):
     source = make_model(tmp_path / "source", "qwen3_moe")
     assert "num_experts" not in json.loads((source / "config.json").read_text())
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(moe="packed"), CPU)
+    nf4conv.quantize(source, tmp_path / "out", moe="packed", **CPU)
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["num_experts"] == written["num_local_experts"] == 4
     assert not UNREAD.keys() & written["quantization_config"].keys()

@@ -2,31 +2,22 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from api import (
-    PushOptions,
-    QuantizeOptions,
-    RunOptions,
-    SourceOptions,
-    describe_plan,
-    plan_quantization,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from checkpoints import contents, tensors_of
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
+import nf4conv
+from nf4conv.commands.writing import describe as describe_plan
 from nf4conv.errors import PlanError
 
 EXPERTS = "model.layers.{}.mlp.experts"
 NUMBER = 4
-PACKED = QuantizeOptions(moe="packed")
-CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+PACKED = {"moe": "packed"}
+CPU = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 REPO = "some-org/mixture"
 INSTALL = 'pip install nf4conv "transformers>=5.8" accelerate bitsandbytes'
 Tensors = dict[str, torch.Tensor]
@@ -107,13 +98,13 @@ def packed_experts(found: Tensors, layer: int) -> list[str]:
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_a_mixture_is_packed_and_says_who_reads_it(model_type, tmp_path):
     source = write(tmp_path / "source", model_type)
-    plan = plan_quantization(source)
+    plan = nf4conv.plan_quantize(source).made
     [note] = [note for note in describe_plan(plan).notes if "experts are packed" in note]
     assert "transformers 5 with nf4conv installed" in note
     assert "--moe portable" in note
     # only a family that has them one by one on disk is known so to other loaders
     assert ("4.57" in note) is (model_type == "qwen2_moe")
-    report = quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    report = nf4conv.quantize(source, tmp_path / "out", **CPU)
     imports = "import nf4conv.inference.moe\nfrom transformers import AutoModelForCausalLM\n"
     assert report.install == INSTALL
     assert report.loading.startswith(f"{imports}model = AutoModelForCausalLM.from_pretrained(")
@@ -128,9 +119,9 @@ def test_a_mixture_is_packed_and_says_who_reads_it(model_type, tmp_path):
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_what_is_not_packed_is_listed_for_every_loader(model_type, tmp_path):
     source = write(tmp_path / "source", model_type)
-    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     # checks the list by the rules of transformers 4, transformers 5 and vLLM, in both directions
-    assert verify_checkpoint(tmp_path / "out", source, run=CPU).passed
+    assert nf4conv.verify(tmp_path / "out", source=source, **CPU).passed
     config = json.loads((tmp_path / "out/config.json").read_text())
     listed = config["quantization_config"]["llm_int8_skip_modules"]
     router = "gate" if model_type == "qwen2_moe" else "router"
@@ -142,27 +133,27 @@ def test_what_is_not_packed_is_listed_for_every_loader(model_type, tmp_path):
 
 def test_what_is_for_the_hub_stays_portable_unless_the_user_says_otherwise(tmp_path):
     source = write(tmp_path / "source", "qwen2_moe")
-    push = PushOptions(push_to_hub=REPO)
-    plan = plan_quantization(source, push=push)
+    push = {"push_to_hub": REPO}
+    plan = nf4conv.plan_quantize(source, **push).made
     assert plan.totals().packed == 2
     assert any("--moe packed" in note for note in plan.notes)
-    assert plan_quantization(source, PACKED, push=push).totals().packed == 2 + 6 * NUMBER
+    assert nf4conv.plan_quantize(source, **PACKED, **push).made.totals().packed == 2 + 6 * NUMBER
 
 
 def test_a_source_in_4_bits_keeps_its_layout(tmp_path):
     source = write(tmp_path / "source", "qwen2_moe")
     for moe in ("packed", "portable"):
-        first = quantize_checkpoint(source, tmp_path / moe, QuantizeOptions(moe=moe), CPU)
-        again = quantize_checkpoint(tmp_path / moe, tmp_path / f"{moe}-again", run=CPU)
+        first = nf4conv.quantize(source, tmp_path / moe, moe=moe, **CPU)
+        again = nf4conv.quantize(tmp_path / moe, tmp_path / f"{moe}-again", **CPU)
         assert again.stay == again.packed == first.packed
-    push = PushOptions(push_to_hub=REPO)
-    assert plan_quantization(tmp_path / "packed", push=push).totals().stay == 2 + 6 * NUMBER
+    push = {"push_to_hub": REPO}
+    assert nf4conv.plan_quantize(tmp_path / "packed", **push).made.totals().stay == 2 + 6 * NUMBER
 
 
 def test_every_weight_of_a_checkpoint_has_one_format(tmp_path):
     """vLLM joins the states of q, k and v, of gate and up, and of all experts of a layer."""
     source = write(tmp_path / "source", "gpt_oss")
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
+    nf4conv.quantize(source, tmp_path / "out", blocksize=128, **CPU)
     found = tensors_of(tmp_path / "out")
     states = []
     for name, tensor in found.items():
@@ -179,7 +170,7 @@ def test_every_weight_of_a_checkpoint_has_one_format(tmp_path):
 @pytest.mark.parametrize("pattern", ["*layers.0*experts.1.down_proj*", "*layers.0*experts.1.*"])
 def test_an_expert_that_is_excluded_keeps_all_experts_of_its_layer(pattern, tmp_path):
     source = write(tmp_path / "source", "qwen2_moe")
-    plan = plan_quantization(source, QuantizeOptions(moe="packed", exclude=(pattern,)))
+    plan = nf4conv.plan_quantize(source, moe="packed", exclude=(pattern,)).made
     rows = [row for row in plan.rows() if ".experts." in row.name]
     assert {row.action for row in rows if ".layers.0." in row.name} == {"copy"}
     assert {row.action for row in rows if ".layers.1." in row.name} == {"pack"}
@@ -267,24 +258,24 @@ def test_damaged_layers_are_refused_before_anything_is_written(case, tmp_path):
     model_type, change, message = BAD[case]
     source = write(tmp_path / "source", model_type, change)
     with pytest.raises(PlanError, match=message):
-        quantize_checkpoint(source, tmp_path / "out", PACKED, CPU)
+        nf4conv.quantize(source, tmp_path / "out", **PACKED, **CPU)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_parts_and_a_streamed_source_give_the_bytes_of_a_single_run(model_type, tmp_path, hub: Hub):
-    options = replace(PACKED, max_shard_size=20_000)
+    options = {**PACKED, "max_shard_size": 20_000}
     source = write(tmp_path / "source", model_type)
-    quantize_checkpoint(source, tmp_path / "single", options, CPU)
+    nf4conv.quantize(source, tmp_path / "single", **options, **CPU)
     single = contents(tmp_path / "single")
     for name in ("3/3", "1/3", "2/3"):
-        quantize_checkpoint(source, tmp_path / "parts", options, replace(CPU, part=name))
+        nf4conv.quantize(source, tmp_path / "parts", **options, **{**CPU, "part": name})
     assert contents(tmp_path / "parts") == single
 
     hub.repos[REPO] = Repo()
     hub.repos[REPO].commit(contents(source))
-    where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
-    quantize_checkpoint(REPO, tmp_path / "streamed", options, CPU, where=where)
+    where = {"cache_dir": tmp_path / "cache", "stream": True}
+    nf4conv.quantize(REPO, tmp_path / "streamed", **options, **CPU, **where)
     files = contents(tmp_path / "streamed")
     for name in files.keys() - {"README.md", "nf4conv.json"}:
         assert files[name] == single[name], name

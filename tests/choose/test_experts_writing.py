@@ -6,10 +6,10 @@ import bitsandbytes.functional as bitsandbytes
 import pytest
 import torch
 import transformers
-from api import QuantizeOptions, quantize_checkpoint
 from safetensors.torch import load_file
 from stacked_experts import build, place_of, single_experts
 
+import nf4conv
 from nf4conv.models.experts import find_stack, partner_names
 from nf4conv.models.families import layouts_of
 
@@ -88,7 +88,7 @@ ONE_BY_ONE = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalL
 
 def quantize(source: Path, out: Path, **options: object) -> dict[str, torch.Tensor]:
     """Returns the tensors of the result; absmax in float32, which a CPU makes as a GPU does."""
-    quantize_checkpoint(source, out, QuantizeOptions(double_quant=False, **options))
+    nf4conv.quantize(source, out, double_quant=False, **options)
     tensors = {}
     for file in out.glob("*.safetensors"):
         tensors |= load_file(file)

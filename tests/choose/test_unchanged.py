@@ -11,13 +11,6 @@ from typing import Any
 import pytest
 import torch
 from adapters import load, make_model
-from api import (
-    dequantize_checkpoint,
-    inspect_checkpoint,
-    plan_quantization,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from checkpoints import contents, tensors_of, write_source
 from click.testing import CliRunner
 from comparing import compared
@@ -25,18 +18,13 @@ from four_bit import pack, write
 from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig
 
+import nf4conv
 from nf4conv.cli import main
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import COMPONENT_SUFFIXES
-from nf4conv.options import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    VerifyOptions,
-)
 
-CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+CPU = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 NAMES = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.up_proj")]
 STORAGES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -77,7 +65,7 @@ FORMATS = [
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: "-".join(map(str, format.values())))
 def test_options_that_are_left_out_are_those_of_the_source(tmp_path, format):
     source = write(tmp_path / "source", *weights(**format), kept())
-    report = quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    report = nf4conv.quantize(source, tmp_path / "out", **CPU)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert {name: raw(tensor) for name, tensor in after.items()} == {
         name: raw(part) for name, part in before.items()
@@ -90,15 +78,15 @@ def test_options_that_are_left_out_are_those_of_the_source(tmp_path, format):
     assert config["bnb_4bit_quant_type"] == format["quant_type"]
     assert config["bnb_4bit_use_double_quant"] == format["double_quant"]
     assert report.packed == 2
-    found = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), CPU)
+    found = nf4conv.verify(tmp_path / "out", source=source, exact=True, **CPU)
     assert found.passed, [finding.line() for finding in found.findings]
     assert found.identical
 
 
 def test_ours_is_written_again_as_it_is(tmp_path):
     source = write_source(tmp_path / "source")
-    quantize_checkpoint(source, tmp_path / "nf4", run=CPU)
-    quantize_checkpoint(tmp_path / "nf4", tmp_path / "again", run=CPU)
+    nf4conv.quantize(source, tmp_path / "nf4", **CPU)
+    nf4conv.quantize(tmp_path / "nf4", tmp_path / "again", **CPU)
     assert_same(tmp_path / "again", tmp_path / "nf4")
     assert (tmp_path / "again/config.json").read_bytes() == (
         tmp_path / "nf4/config.json"
@@ -108,7 +96,7 @@ def test_ours_is_written_again_as_it_is(tmp_path):
 def test_only_weights_in_another_format_are_packed_anew_and_the_plan_says_which(tmp_path):
     [first, _], [_, second] = weights(blocksize=64), weights(blocksize=128)
     source = write(tmp_path / "source", first | second | kept())
-    plan = plan_quantization(source, QuantizeOptions(blocksize=128))
+    plan = nf4conv.plan_quantize(source, blocksize=128).made
     rows = {row.name: row for row in plan.rows()}
     assert (rows[NAMES[0]].action, rows[NAMES[1]].action) == ("pack", "stay")
     assert rows[NAMES[0]].reason == "nn.Linear, packed anew: stored as nf4+/64"
@@ -116,13 +104,11 @@ def test_only_weights_in_another_format_are_packed_anew_and_the_plan_says_which(
         f"1 weights are packed anew, such as {NAMES[0]}: stored as nf4+/64" in note
         for note in plan.notes
     )
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
+    nf4conv.quantize(source, tmp_path / "out", blocksize=128, **CPU)
     after = tensors_of(tmp_path / "out")
     assert all(raw(after[name]) == raw(tensor) for name, tensor in second.items())
-    dequantize_checkpoint(source, tmp_path / "plain", run=CPU)
-    quantize_checkpoint(
-        tmp_path / "plain", tmp_path / "expected", QuantizeOptions(blocksize=128), CPU
-    )
+    nf4conv.dequantize(source, tmp_path / "plain", **CPU)
+    nf4conv.quantize(tmp_path / "plain", tmp_path / "expected", blocksize=128, **CPU)
     expected = tensors_of(tmp_path / "expected")
     assert all(
         raw(after[name]) == raw(expected[name]) for name in after if name.startswith(NAMES[0])
@@ -131,17 +117,17 @@ def test_only_weights_in_another_format_are_packed_anew_and_the_plan_says_which(
 
 def test_another_dtype_is_packed_anew(tmp_path):
     source = write(tmp_path / "source", *weights(), kept())
-    plan = plan_quantization(source, QuantizeOptions(dtype="float16"))
+    plan = nf4conv.plan_quantize(source, dtype="float16").made
     assert {row.action for row in plan.rows() if row.name in NAMES} == {"pack"}
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype="float16"), CPU)
-    assert verify_checkpoint(tmp_path / "out", run=CPU).passed
+    nf4conv.quantize(source, tmp_path / "out", dtype="float16", **CPU)
+    assert nf4conv.verify(tmp_path / "out", **CPU).passed
 
 
 def test_what_the_source_computes_in_stays(tmp_path):
     source = write(
         tmp_path / "source", *weights(), kept(), quantization={"bnb_4bit_compute_dtype": "float16"}
     )
-    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["bnb_4bit_compute_dtype"] == "float16"
 
@@ -164,14 +150,13 @@ def test_what_other_tools_packed_stays_packed(tmp_path):
     config = json.loads((source / "config.json").read_text())
     config |= {"model_type": "qwen2_vl", "vision_config": {}, "vocab_size": 256}
     (source / "config.json").write_text(json.dumps(config))
-    actions = {row.name: row.action for row in plan_quantization(source).rows()}
+    actions = {row.name: row.action for row in nf4conv.plan_quantize(source).made.rows()}
     assert {actions[f"{name}.weight"] for name in names} == {"stay"}
     portable = {
-        row.name: row.action
-        for row in plan_quantization(source, QuantizeOptions(moe="portable")).rows()
+        row.name: row.action for row in nf4conv.plan_quantize(source, moe="portable").made.rows()
     }
     assert portable[f"{names[0]}.weight"] != "stay"
-    excluded = plan_quantization(source, QuantizeOptions(exclude=("visual.*",)))
+    excluded = nf4conv.plan_quantize(source, exclude=("visual.*",)).made
     assert {row.name: row.reason for row in excluded.rows()}[
         f"{names[1]}.weight"
     ] == "excluded by the user"
@@ -262,29 +247,29 @@ def test_a_bad_save_is_named_by_inspect_and_repaired_without_a_bit_of_codes_and_
     source = write(
         tmp_path / "source", *shards[:-1], shards[-1] | kept(), quantization=quantization
     )
-    found = inspect_checkpoint(source)
+    found = nf4conv.inspect(source)
     assert any(re.search(message, finding.line()) for finding in found.findings), found.findings
     shown = CliRunner().invoke(main, ["inspect", str(source)])
     repairable = any(finding.is_fault for finding in found.findings)
     assert (f"nf4conv quantize {source} OUT" in shown.output) is repairable
-    run = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536, verify=verify)
-    report = quantize_checkpoint(source, tmp_path / "out", run=run)
+    run = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536, "verify": verify}
+    report = nf4conv.quantize(source, tmp_path / "out", **run)
     assert any("of 2 weights in 4 bits 2 stay" in note for note in report.run.notes)
     after = tensors_of(tmp_path / "out")
     assert {name: raw(part) for name, part in after.items() if name not in kept()} == {
         name: raw(part) for name, part in good.items()
     }
     assert not [
-        finding for finding in inspect_checkpoint(tmp_path / "out").findings if finding.is_fault
+        finding for finding in nf4conv.inspect(tmp_path / "out").findings if finding.is_fault
     ]
-    assert verify_checkpoint(tmp_path / "out", run=CPU).passed
+    assert nf4conv.verify(tmp_path / "out", **CPU).passed
 
 
 def test_what_is_damaged_beyond_repair_is_packed_anew_or_refused(tmp_path):
     [first, second] = weights()
     fp4 = torch.tensor(struct.unpack("<16f", struct.pack("<16f", *CODEBOOKS["fp4"].values)))
     wrong = write(tmp_path / "wrong", first | {f"{NAMES[0]}.quant_map": fp4} | second | kept())
-    reasons = {row.name: row.reason for row in plan_quantization(wrong).rows()}
+    reasons = {row.name: row.reason for row in nf4conv.plan_quantize(wrong).made.rows()}
     assert "packed anew: code maps: the values are those of fp4, not nf4" in reasons[NAMES[0]]
     assert reasons[NAMES[1]] == "stays as it is"
     absmax = f"{NAMES[0]}.absmax"
@@ -292,12 +277,12 @@ def test_what_is_damaged_beyond_repair_is_packed_anew_or_refused(tmp_path):
         tmp_path / "lost", {k: v for k, v in first.items() if k != absmax} | second | kept()
     )
     with pytest.raises(SourceError, match=rf"{NAMES[0]}: absmax is missing"):
-        plan_quantization(lost)
+        nf4conv.plan_quantize(lost)
     low = write(
         tmp_path / "low", first | {absmax: first[absmax].bfloat16().view(2, -1)} | second | kept()
     )
     with pytest.raises(SourceError, match=r"absmax: bfloat16 and transposed .* Expected U8"):
-        plan_quantization(low)
+        nf4conv.plan_quantize(low)
 
 
 @pytest.mark.parametrize("suffix", COMPONENT_SUFFIXES)
@@ -313,24 +298,24 @@ def test_a_component_whose_weight_is_missing_is_refused(tmp_path, suffix):
     with pytest.raises(
         SourceError, match=r"layers.1.mlp.up_proj.*: part of a weight that is already quantized"
     ):
-        plan_quantization(source)
+        nf4conv.plan_quantize(source)
 
 
 def test_inspect_has_nothing_against_a_good_checkpoint(tmp_path):
-    quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "out", run=CPU)
-    assert inspect_checkpoint(tmp_path / "out").findings == ()
-    assert inspect_checkpoint(tmp_path / "source").findings == ()
+    nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "out", **CPU)
+    assert nf4conv.inspect(tmp_path / "out").findings == ()
+    assert nf4conv.inspect(tmp_path / "source").findings == ()
 
 
 def test_an_interrupted_copy_resumes(tmp_path, monkeypatch):
     source = write(tmp_path / "source", *weights(), kept())
-    options = QuantizeOptions(max_shard_size=10_000)
-    quantize_checkpoint(source, tmp_path / "whole", options, CPU)
+    options = {"max_shard_size": 10_000}
+    nf4conv.quantize(source, tmp_path / "whole", **options, **CPU)
     with monkeypatch.context() as patched:
         patched.setattr("nf4conv.output.workspace.Workspace.write", stop)
         with pytest.raises(PlanError, match="stopped"):
-            quantize_checkpoint(source, tmp_path / "out", options, CPU)
-    assert quantize_checkpoint(source, tmp_path / "out", options, CPU).run.shards_resumed
+            nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
+    assert nf4conv.quantize(source, tmp_path / "out", **options, **CPU).run.shards_resumed
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -344,10 +329,10 @@ def stop(*_: object) -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_the_same_bytes_are_stored_as_another_dtype(tmp_path, storage):
     source = write_source(tmp_path / "source")
-    options = QuantizeOptions(quant_storage=storage)
+    options = {"quant_storage": storage}
     plain, stored = tmp_path / "plain", tmp_path / "stored"
-    quantize_checkpoint(source, plain, run=CPU)
-    quantize_checkpoint(source, stored, options, RunOptions(device="cpu", verify=True))
+    nf4conv.quantize(source, plain, **CPU)
+    nf4conv.quantize(source, stored, **options, device="cpu", verify=True)
     before, after = tensors_of(plain), tensors_of(stored)
     assert {name: raw(part) for name, part in after.items()} == {
         name: raw(part) for name, part in before.items()
@@ -360,14 +345,14 @@ def test_the_same_bytes_are_stored_as_another_dtype(tmp_path, storage):
         )
     config = json.loads((stored / "config.json").read_text())["quantization_config"]
     assert config["bnb_4bit_quant_storage"] == storage
-    report = verify_checkpoint(stored, source, VerifyOptions(exact=True), CPU)
+    report = nf4conv.verify(stored, source=source, exact=True, **CPU)
     assert report.passed, [finding.line() for finding in report.findings]
-    assert {
-        row.format.quant_storage for row in inspect_checkpoint(stored).tensors if row.format
-    } == {storage}
+    assert {row.format.quant_storage for row in nf4conv.inspect(stored).tensors if row.format} == {
+        storage
+    }
     assert compared(plain, stored).within(0)
     for folder in (plain, stored):
-        dequantize_checkpoint(folder, folder.with_name(f"{folder.name}-again"), run=CPU)
+        nf4conv.dequantize(folder, folder.with_name(f"{folder.name}-again"), **CPU)
     again, expected = tensors_of(tmp_path / "stored-again"), tensors_of(tmp_path / "plain-again")
     assert {name: raw(part) for name, part in again.items()} == {
         name: raw(part) for name, part in expected.items()
@@ -376,14 +361,10 @@ def test_the_same_bytes_are_stored_as_another_dtype(tmp_path, storage):
 
 def test_the_storage_of_a_source_stays_unless_another_is_asked_for(tmp_path):
     source = write_source(tmp_path / "source")
-    quantize_checkpoint(source, tmp_path / "nf4", run=CPU)
-    quantize_checkpoint(
-        tmp_path / "nf4", tmp_path / "fsdp", QuantizeOptions(quant_storage="bfloat16"), CPU
-    )
-    quantize_checkpoint(tmp_path / "fsdp", tmp_path / "same", run=CPU)
-    quantize_checkpoint(
-        tmp_path / "fsdp", tmp_path / "back", QuantizeOptions(quant_storage="uint8"), CPU
-    )
+    nf4conv.quantize(source, tmp_path / "nf4", **CPU)
+    nf4conv.quantize(tmp_path / "nf4", tmp_path / "fsdp", quant_storage="bfloat16", **CPU)
+    nf4conv.quantize(tmp_path / "fsdp", tmp_path / "same", **CPU)
+    nf4conv.quantize(tmp_path / "fsdp", tmp_path / "back", quant_storage="uint8", **CPU)
     for name, other in (("same", "fsdp"), ("back", "nf4")):
         assert_same(tmp_path / name, tmp_path / other)
         assert (tmp_path / name / "config.json").read_bytes() == (
@@ -393,11 +374,9 @@ def test_the_storage_of_a_source_stays_unless_another_is_asked_for(tmp_path):
 
 def test_part_of_a_stored_checkpoint_stays_in_its_storage(tmp_path):
     source = write_source(tmp_path / "source")
-    quantize_checkpoint(source, tmp_path / "fsdp", QuantizeOptions(quant_storage="bfloat16"), CPU)
-    dequantize_checkpoint(
-        tmp_path / "fsdp", tmp_path / "part", DequantizeOptions(include=("*layers.0*",)), CPU
-    )
-    assert verify_checkpoint(tmp_path / "part", run=CPU).passed
+    nf4conv.quantize(source, tmp_path / "fsdp", quant_storage="bfloat16", **CPU)
+    nf4conv.dequantize(tmp_path / "fsdp", tmp_path / "part", include=("*layers.0*",), **CPU)
+    assert nf4conv.verify(tmp_path / "part", **CPU).passed
 
 
 def test_a_weight_whose_bytes_do_not_divide_stays_in_16_bits(tmp_path):
@@ -409,7 +388,7 @@ def test_a_weight_whose_bytes_do_not_divide_stays_in_16_bits(tmp_path):
         folder / "model.safetensors",
     )
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16"}))
-    plan = plan_quantization(folder, QuantizeOptions(quant_storage="float32"))
+    plan = nf4conv.plan_quantize(folder, quant_storage="float32").made
     reasons = {row.name: (row.action, row.reason) for row in plan.rows()}
     assert reasons[odd] == ("copy", "its packed bytes do not divide into float32")
     assert reasons[even][0] == "pack"
@@ -438,7 +417,7 @@ def test_transformers_stores_the_same_and_loads_it(tmp_path, storage):
         return tmp_path / name
 
     plain, theirs = saved("uint8"), saved(storage)
-    quantize_checkpoint(plain, tmp_path / "ours", QuantizeOptions(quant_storage=storage), CPU)
+    nf4conv.quantize(plain, tmp_path / "ours", quant_storage=storage, **CPU)
     ours, expected = tensors_of(tmp_path / "ours"), tensors_of(theirs)
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -13,7 +13,6 @@ import sys
 import termios
 from importlib.metadata import version
 
-import api
 import click
 import command_line
 import pytest
@@ -26,6 +25,8 @@ from safetensors.torch import save_file
 import nf4conv
 from nf4conv.cli import main
 from nf4conv.cli.parameters import Size
+from nf4conv.commands import quantize
+from nf4conv.options import QuantizeOptions
 from nf4conv.report.text.lines import inspection_lines, plan_lines
 from nf4conv.report.text.progress_bar import ProgressBar, Step
 
@@ -256,7 +257,7 @@ def test_env_says_who_would_compute():
 @pytest.mark.parametrize("command", ["quantize", "verify", "inspect", "env"])
 def test_json_has_one_head_in_all_commands(tmp_path, command):
     source = write_source(tmp_path / "source")
-    api.quantize_checkpoint(source, tmp_path / "packed", run=api.RunOptions(device="cpu"))
+    nf4conv.quantize(source, tmp_path / "packed", device="cpu")
     arguments = {
         "quantize": [source, tmp_path / "out"],
         "verify": [tmp_path / "packed"],
@@ -271,8 +272,8 @@ def test_json_has_one_head_in_all_commands(tmp_path, command):
 
 def test_no_line_is_wider_than_the_terminal(tmp_path):
     source = write_source(tmp_path / "source")
-    plan = api.describe_plan(api.plan_quantization(source))
-    inspection = api.inspect_checkpoint(source)
+    plan = quantize.dry_run(source, QuantizeOptions())
+    inspection = nf4conv.inspect(source)
     for lines in (plan_lines(plan, 60), inspection_lines(inspection, 60)):
         table = [line for line in lines if line.startswith("model")]
         assert len(table) > 2

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from api import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from checkpoints import write_source
 from command_line import run
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv import Nf4convError, OutputError, SourceError
 from nf4conv.errors import named
 
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -37,7 +37,7 @@ def with_header(source: Path, name: str, **changes: object) -> Path:
 
 def error_of(source: Path, out: Path, **options: object) -> Nf4convError:
     with pytest.raises(Nf4convError) as raised:
-        quantize_checkpoint(source, out, QuantizeOptions(**options), CPU)
+        nf4conv.quantize(source, out, **options, **CPU)
     return raised.value
 
 
@@ -100,7 +100,7 @@ def test_a_folder_that_holds_something(tmp_path: Path):
 
 def test_no_source(tmp_path: Path):
     with pytest.raises(SourceError) as raised:
-        plan_quantization(tmp_path / "nowhere")
+        nf4conv.plan_quantize(tmp_path / "nowhere")
     assert raised.value.path == tmp_path / "nowhere"
 
 

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-import api
 import click
 import pytest
 from checkpoints import contents, write_source
@@ -23,6 +22,7 @@ from command_line import run
 import nf4conv
 from nf4conv import options
 from nf4conv.cli import main
+from nf4conv.commands import quantize
 from nf4conv.declaring import deciding, narrowed, options_of, typed
 from nf4conv.errors import OptionError, PlanError
 from nf4conv.format import codebook
@@ -275,9 +275,10 @@ def test_keywords_do_what_the_classes_do(tmp_path: Path):
         workers=1,
         verify=True,
     )
-    chosen = QuantizeOptions(scales="search", exclude=("*.layers.0.*",))
-    machine = RunOptions(device="cpu", workers=1, verify=True)
-    api.quantize_checkpoint(source, tmp_path / "same", chosen, machine)
+    options = QuantizeOptions(
+        scales="search", exclude=("*.layers.0.*",), device="cpu", workers=1, verify=True
+    )
+    quantize.execute(quantize.make_plan(source, options), tmp_path / "same", options)
     assert contents(tmp_path / "out") == contents(tmp_path / "same")
     assert report.packed == 10
     checked = nf4conv.verify(tmp_path / "out", source=source, tolerance=0.2, device="cpu")

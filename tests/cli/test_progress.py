@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api import QuantizeOptions, RunOptions, execute_quantization, plan_quantization
 from checkpoints import contents, write_source
 
+import nf4conv
 from nf4conv.errors import OutputError
 from nf4conv.report.text.progress_bar import ProgressBar, Step
 from nf4conv.run import checkpoint
 from nf4conv.sources.unfinished import finished_shards
 
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=2)
+OPTIONS = {"max_shard_size": 60_000}
+RUN = {"device": "cpu", "workers": 2}
 
 
 class Terminal(io.StringIO):
@@ -57,7 +57,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", failing)
         with pytest.raises(OutputError):
-            execute_quantization(plan_quantization(source, OPTIONS), out, RUN)
+            nf4conv.quantize(source, out, **OPTIONS, **RUN)
     return source, out
 
 
@@ -72,8 +72,8 @@ def test_what_is_kept_is_shown_before_a_device_is_opened(
     if damaged:
         name = min(kept)
         (out / name).write_bytes(b"\0" * kept[name].size)
-    plan = plan_quantization(source, OPTIONS)
     told: list[int] = []
+    plan = nf4conv.plan_quantize(source, **OPTIONS, **RUN, progress=told.append)
     before: list[int] = []
     opened = checkpoint.open_devices
 
@@ -82,9 +82,9 @@ def test_what_is_kept_is_shown_before_a_device_is_opened(
         return opened(*arguments, **options)
 
     monkeypatch.setattr(checkpoint, "open_devices", opening)
-    execute_quantization(plan, out, RUN, told.append)
+    plan.execute(out)
     assert before == [sum(file.source_bytes for file in kept.values())]
     assert before[0] > 0
-    assert sum(told) == plan.totals().bytes_before
-    execute_quantization(plan_quantization(source, OPTIONS), tmp_path / "once", RUN)
+    assert sum(told) == plan.totals.bytes_before
+    nf4conv.quantize(source, tmp_path / "once", **OPTIONS, **RUN)
     assert contents(out) == contents(tmp_path / "once")

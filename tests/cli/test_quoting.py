@@ -2,25 +2,24 @@
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import write_source
 from command_line import run
 
+import nf4conv
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.report.card import code
 from nf4conv.sources.adapters.adapter import open_adapter
 
-RUN = RunOptions(device="cpu", workers=1)
+RUN = {"device": "cpu", "workers": 1}
 
 
 def test_the_advice_of_inspect(tmp_path: Path):
     """Of a folder whose config.json says that packed layers are not."""
     out = tmp_path / "d e;id $(x) 'y'"
-    quantize_checkpoint(write_source(tmp_path / "source"), out, QuantizeOptions(), RUN)
+    nf4conv.quantize(write_source(tmp_path / "source"), out, **RUN)
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"]["llm_int8_skip_modules"] = ["q_proj"]
     (out / "config.json").write_text(json.dumps(config))
@@ -32,9 +31,9 @@ def test_the_advice_of_inspect(tmp_path: Path):
 def test_the_advice_to_verify(tmp_path: Path):
     source = write_source(tmp_path / "source")
     out = tmp_path / "o u't"
-    quantize_checkpoint(source, out, QuantizeOptions(), RUN)
+    nf4conv.quantize(source, out, **RUN)
     with pytest.raises(OutputError) as refused:
-        quantize_checkpoint(source, out, QuantizeOptions(), replace(RUN, verify=True))
+        nf4conv.quantize(source, out, **{**RUN, "verify": True})
     command = str(refused.value).split("`")[1]
     assert shlex.split(command) == ["nf4conv", "verify", str(out), "--source", "SRC"]
 

@@ -4,19 +4,18 @@ compares these with the package `gguf`.
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from api import SourceOptions, dequantize_checkpoint, quantize_checkpoint
 from gguf_files import LLAMA, SHAPES, blocks_of, write_gguf
 from test_decode_kernels import DEVICE, DTYPES, by_kernel, same_bits
 from test_two_engines import BARE, by_torch, same, without_torch
 from test_two_engines import gpu as gpu
 
+import nf4conv
 from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.codec.kernels.ahead import ggml_decoder
 from nf4conv.format.gguf import BY_NAME, LAYOUTS, NUMBERS, PLAIN, RARE
@@ -123,7 +122,7 @@ FAMILIES: dict[str, Case] = {
 }
 
 
-def borrowed(folder: Path, model_type: str, dtype: str = "float16") -> SourceOptions:
+def borrowed(folder: Path, model_type: str, dtype: str = "float16") -> dict[str, Any]:
     """A config; the interpreter rounds to bfloat16 otherwise than a GPU."""
     folder.mkdir()
     names = {"llama": "Llama", "gemma": "Gemma", "gpt_neox": "GPTNeoX", "falcon": "Falcon"}
@@ -135,15 +134,15 @@ def borrowed(folder: Path, model_type: str, dtype: str = "float16") -> SourceOpt
         "vocab_size": 64,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    return SourceOptions(config_from=str(folder))
+    return {"config_from": str(folder)}
 
 
 @pytest.mark.parametrize(
     ("family", "command"),
     [
-        *((family, dequantize_checkpoint) for family in FAMILIES),
-        ("rows of heads", quantize_checkpoint),
-        ("transposed", quantize_checkpoint),
+        *((family, nf4conv.dequantize) for family in FAMILIES),
+        ("rows of heads", nf4conv.quantize),
+        ("transposed", nf4conv.quantize),
     ],
 )
 def test_commands_without_torch(
@@ -158,19 +157,16 @@ def test_commands_without_torch(
     path = write_gguf(tmp_path / "model.gguf", metadata, types, shapes, default="F16")
     where = borrowed(tmp_path / "original", model_type)
 
-    def run(out: Path, *options: Any) -> None:
-        command(path, out, None, *options, where=where)
-
-    by_torch(lambda *given: run(tmp_path / "torch", *given))
+    by_torch(command, path, tmp_path / "torch", **where)
     with monkeypatch.context() as patch:
         without_torch(patch)
-        run(tmp_path / "bare", BARE)
+        command(path, tmp_path / "bare", **where, **BARE)
     same(tmp_path / "bare", tmp_path / "torch")
     assert len(gpu) == 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("command", [quantize_checkpoint, dequantize_checkpoint])
+@pytest.mark.parametrize("command", [nf4conv.quantize, nf4conv.dequantize])
 def test_a_model_of_all_types(
     tmp_path: Path, gpu: list[DriverBackend], command: Callable[..., Any]
 ):
@@ -184,9 +180,9 @@ def test_a_model_of_all_types(
                 shapes[name.replace(".0.", f".{layer}.")] = (rows, 512)
     types = dict(zip([name for name in shapes if "blk" in name], cycle([*LAYOUTS, *PLAIN, *RARE])))
     path = write_gguf(tmp_path / "model.gguf", {**LLAMA, "llama.block_count": 4}, types, shapes)
-    command(path, tmp_path / "cpu", None, replace(BARE, device="cpu"), where=where)
-    by_torch(lambda run: command(path, tmp_path / "torch", None, run, where=where))
-    command(path, tmp_path / "bare", None, BARE, where=where)
+    command(path, tmp_path / "cpu", **where, **{**BARE, "device": "cpu"})
+    by_torch(command, path, tmp_path / "torch", **where)
+    command(path, tmp_path / "bare", **where, **BARE)
     same(tmp_path / "bare", tmp_path / "torch")
     same(tmp_path / "bare", tmp_path / "cpu")
     assert len(gpu) == 1

@@ -2,7 +2,6 @@
 write.
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -11,19 +10,20 @@ from pathlib import Path
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from api import dequantize_checkpoint, plan_dequantization, quantize_checkpoint
 from checkpoints import contents, tensors_of, write_source
 from four_bit import pack, write
 from safetensors.torch import load_file, save_file
 from weights import special_weight
 
+import nf4conv
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.codec.quant_state import QuantState
+from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import OutputError, PlanError, SourceError
-from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.options import DequantizeOptions
 
-CPU = RunOptions(device="cpu")
-SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
+CPU = {"device": "cpu"}
+SMALL = {"device": "cpu", "workers": 2, "buffer_size": 1}
 NAME = "model.layers.0.mlp.up_proj.weight"
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
@@ -76,7 +76,7 @@ def test_values_are_what_the_codec_decodes(
     }
     source = write(tmp_path / "source", stored | {"model.norm.weight": torch.ones(7, dtype=dtype)})
     monkeypatch.setattr("nf4conv.commands.dequantize.check_scales", lambda *_: None)
-    dequantize_checkpoint(source, tmp_path / "out", None, SMALL)
+    nf4conv.dequantize(source, tmp_path / "out", **SMALL)
     found = tensors_of(tmp_path / "out")
     assert found.keys() == {*weights, "model.norm.weight"}
     for name, weight in weights.items():
@@ -93,7 +93,7 @@ def test_values_are_those_of_bitsandbytes(tmp_path, quant_type, nested):
     packed, state = bnb.quantize_4bit(weight, quant_type=quant_type, compress_statistics=nested)
     parts = {f"{NAME}.{suffix}": part for suffix, part in state.as_dict(packed=True).items()}
     source = write(tmp_path / "source", {NAME: packed, **parts})
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     # equality of numbers: bitsandbytes' CPU code loses the sign of FP4's zero, which its CUDA code
     # keeps
     assert torch.equal(tensors_of(tmp_path / "out")[NAME], bnb.dequantize_4bit(packed, state))
@@ -103,13 +103,14 @@ def test_values_are_those_of_bitsandbytes(tmp_path, quant_type, nested):
 @pytest.mark.parametrize("buffer_size", [1, 3 * 2**16, 10**9])
 def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_size):
     source = write_source(tmp_path / "source")
-    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "expected", None, CPU)
-    dequantize_checkpoint(
+    nf4conv.quantize(source, tmp_path / "packed", **CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "expected", **CPU)
+    nf4conv.dequantize(
         tmp_path / "packed",
         tmp_path / "out",
-        None,
-        RunOptions(device="cpu", workers=workers, buffer_size=buffer_size),
+        device="cpu",
+        workers=workers,
+        buffer_size=buffer_size,
     )
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
@@ -120,8 +121,8 @@ def test_a_round_trip_brings_back_all_but_the_precision(tmp_path):
     """
     source = write_source(tmp_path / "source")
     (source / "chat_template.jinja").write_text("{{ x }}")
-    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
+    nf4conv.quantize(source, tmp_path / "packed", **CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **CPU)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in after.items()} == {
         name: (tensor.dtype, tensor.shape) for name, tensor in before.items()
@@ -145,7 +146,7 @@ def test_codes_stored_as_floats(tmp_path, storage):
     stored = pack(NAME, random(64, 64).bfloat16())
     plain = dict(stored)
     stored[NAME] = stored[NAME].view(-1).view(storage).view(-1, 1)
-    dequantize_checkpoint(write(tmp_path / "source", stored), tmp_path / "out", None, CPU)
+    nf4conv.dequantize(write(tmp_path / "source", stored), tmp_path / "out", **CPU)
     same_bits(tensors_of(tmp_path / "out")[NAME], decoded(plain, NAME))
 
 
@@ -167,14 +168,14 @@ def test_variants_of_other_tools_and_older_releases(tmp_path, variant):
     if variant == "split over shards":
         for suffix in ("absmax", "quant_state.bitsandbytes__fp4"):
             shards[1][f"{NAME}.{suffix}"] = stored.pop(f"{NAME}.{suffix}")
-    dequantize_checkpoint(write(tmp_path / "source", *shards), tmp_path / "out", None, CPU)
+    nf4conv.dequantize(write(tmp_path / "source", *shards), tmp_path / "out", **CPU)
     same_bits(tensors_of(tmp_path / "out")[NAME], expected)
 
 
 def test_stacked_parameters_without_a_module(tmp_path):
     name = "model.layers.0.mlp.experts.gate_up_proj"
     stored = pack(name, random(3, 40, 24).bfloat16(), blocksize=128)
-    dequantize_checkpoint(write(tmp_path / "source", stored), tmp_path / "out", None, SMALL)
+    nf4conv.dequantize(write(tmp_path / "source", stored), tmp_path / "out", **SMALL)
     assert tensors_of(tmp_path / "out")[name].shape == (3, 40, 24)
     same_bits(tensors_of(tmp_path / "out")[name], decoded(stored, name))
 
@@ -189,8 +190,8 @@ def test_conv1d_weights_are_transposed_back(tmp_path):
     save_file(weights, tmp_path / "source/model.safetensors")
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32"}
     (tmp_path / "source/config.json").write_text(json.dumps(config))
-    quantize_checkpoint(tmp_path / "source", tmp_path / "packed", None, CPU)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
+    nf4conv.quantize(tmp_path / "source", tmp_path / "packed", **CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **CPU)
     for name, weight in weights.items():
         packed, state = quantize_4bit(weight.t().contiguous())
         same_bits(
@@ -207,9 +208,9 @@ def test_a_conv1d_checkpoint_can_be_packed_again(tmp_path):
     save_file({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16"}
     (tmp_path / "source/config.json").write_text(json.dumps(config))
-    options = QuantizeOptions(double_quant=False)
-    quantize_checkpoint(tmp_path / "source", tmp_path / "packed", options, CPU)
-    quantize_checkpoint(tmp_path / "packed", tmp_path / "again", options, CPU)
+    options = {"double_quant": False}
+    nf4conv.quantize(tmp_path / "source", tmp_path / "packed", **options, **CPU)
+    nf4conv.quantize(tmp_path / "packed", tmp_path / "again", **options, **CPU)
     again, packed = contents(tmp_path / "again"), contents(tmp_path / "packed")
     assert again.pop("README.md") != packed.pop("README.md"), (
         "they are made from sources of different sizes"
@@ -225,7 +226,7 @@ def test_dtype_is_rounded_to_once_and_told_by_the_config(tmp_path, dtype):
         "model.layers.0.mlp.router.e_score_correction_bias": random(64),
     }
     source = write(tmp_path / "source", stored)
-    dequantize_checkpoint(source, tmp_path / "out", DequantizeOptions(dtype=dtype), CPU)
+    nf4conv.dequantize(source, tmp_path / "out", dtype=dtype, **CPU)
     target = getattr(torch, dtype)
     found = tensors_of(tmp_path / "out")
     same_bits(found[NAME], decoded(stored, NAME, target))
@@ -244,7 +245,7 @@ def test_leftovers_of_the_quantization_are_gone(tmp_path):
     }
     (source / "config.json").write_text(json.dumps(config))
     (source / "quantize_config.json").write_text("{}")
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     assert "quantization" not in (tmp_path / "out/config.json").read_text()
     assert json.loads((tmp_path / "out/config.json").read_text())["text_config"] == {
         "hidden_size": 64
@@ -254,11 +255,9 @@ def test_leftovers_of_the_quantization_are_gone(tmp_path):
 
 @pytest.mark.parametrize("limit", [1, 30_000, 200_000])
 def test_shards_and_index(tmp_path, limit):
-    quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "whole", None, CPU)
-    dequantize_checkpoint(
-        tmp_path / "packed", tmp_path / "out", DequantizeOptions(max_shard_size=limit), CPU
-    )
+    nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "packed", **CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "whole", **CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", max_shard_size=limit, **CPU)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     shards = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
     assert index["weight_map"] == {
@@ -273,9 +272,9 @@ def test_shards_and_index(tmp_path, limit):
 
 @pytest.mark.parametrize("limit", [1, 10**9])
 def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped(tmp_path, limit):
-    quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
-    options = DequantizeOptions(include=("*.up_proj.*",), exclude=("*.2.*",), max_shard_size=limit)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, CPU)
+    nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "packed", **CPU)
+    options = {"include": ("*.up_proj.*",), "exclude": ("*.2.*",), "max_shard_size": limit}
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **options, **CPU)
     before, after = tensors_of(tmp_path / "packed"), tensors_of(tmp_path / "out")
     unpacked = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1, 3, 4, 5)}
     assert after.keys() == {
@@ -296,9 +295,9 @@ def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped
     assert not any(
         "q_proj" in entry or ".2." in entry for entry in quantization["llm_int8_skip_modules"]
     )
-    whole = dequantize_checkpoint(tmp_path / "out", tmp_path / "rest", None, CPU)
+    whole = nf4conv.dequantize(tmp_path / "out", tmp_path / "rest", **CPU)
     assert whole.decoded == 7
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "at once", None, CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "at once", **CPU)
     at_once = tensors_of(tmp_path / "at once")
     assert all(
         torch.equal(tensor, at_once[name]) for name, tensor in tensors_of(tmp_path / "rest").items()
@@ -306,8 +305,8 @@ def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped
 
 
 def test_interrupted_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch):
-    quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
-    out, options = tmp_path / "out", DequantizeOptions(max_shard_size=150_000)
+    nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "packed", **CPU)
+    out, options = tmp_path / "out", {"max_shard_size": 150_000}
     pwrite = os.pwrite
 
     def failing(descriptor: int, data: memoryview, position: int) -> int:
@@ -318,21 +317,19 @@ def test_interrupted_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", failing)
         with pytest.raises(OutputError, match="No space left on device"):
-            dequantize_checkpoint(tmp_path / "packed", out, options, SMALL)
+            nf4conv.dequantize(tmp_path / "packed", out, **options, **SMALL)
     assert not (out / "config.json").exists()
     with pytest.raises(OutputError, match="holds an unfinished run that differs in --dtype"):
-        dequantize_checkpoint(
-            tmp_path / "packed", out, dataclasses.replace(options, dtype="float32"), SMALL
-        )
-    assert dequantize_checkpoint(tmp_path / "packed", out, options, SMALL).run.shards_resumed > 0
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "whole", options, CPU)
+        nf4conv.dequantize(tmp_path / "packed", out, **{**options, "dtype": "float32"}, **SMALL)
+    assert nf4conv.dequantize(tmp_path / "packed", out, **options, **SMALL).run.shards_resumed > 0
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "whole", **options, **CPU)
     assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_a_plan_tells_everything_beforehand(tmp_path):
-    quantize_checkpoint(write_source(tmp_path / "source"), tmp_path / "packed", None, CPU)
-    plan = plan_dequantization(tmp_path / "packed")
-    report = dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
+    nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "packed", **CPU)
+    plan = make_plan(tmp_path / "packed", DequantizeOptions())
+    report = nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **CPU)
     assert plan.totals().bytes_after == report.run.bytes_after
     assert (
         (plan.totals().decoded, plan.totals().copied)
@@ -345,7 +342,7 @@ def test_a_plan_tells_everything_beforehand(tmp_path):
 def test_what_is_not_quantized_is_refused(tmp_path):
     source = write_source(tmp_path / "source")
     with pytest.raises(PlanError, match="no tensor of this checkpoint is quantized"):
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)
     assert not (tmp_path / "out").exists()
 
 
@@ -382,7 +379,7 @@ def test_components_that_contradict_each_other_are_refused(tmp_path, damage, mes
     else:
         stored[f"{NAME}.{damage}"] = stored[f"{NAME}.{damage}"][:-1]
     with pytest.raises(SourceError, match=message):
-        dequantize_checkpoint(write(tmp_path / "source", stored), tmp_path / "out", None, CPU)
+        nf4conv.dequantize(write(tmp_path / "source", stored), tmp_path / "out", **CPU)
 
 
 def tiny_llama(folder: Path, dtype: torch.dtype) -> Path:
@@ -416,7 +413,7 @@ def test_a_checkpoint_of_transformers_and_bitsandbytes_loads_without_them(tmp_pa
         source, quantization_config=wish, dtype=torch.float32, device_map="cpu"
     )
     quantized.save_pretrained(tmp_path / "packed")
-    report = dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", None, CPU)
+    report = nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **CPU)
     assert report.decoded == 14
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert {type(module) for module in plain.modules() if hasattr(module, "in_features")} == {

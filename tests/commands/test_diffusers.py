@@ -1,21 +1,13 @@
 """Diffusers pipelines: what is packed, what stays, and that the whole is finished last."""
 
-import dataclasses
 import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-import api
 import pytest
 import torch
-from api import (
-    execute_quantization,
-    inspect_checkpoint,
-    plan_quantization,
-    verify_checkpoint,
-)
 from checkpoints import contents
 from command_line import done, run
 from hub_server import Hub, Repo
@@ -23,16 +15,10 @@ from safetensors.torch import load_file, save_file
 
 import nf4conv
 from nf4conv.errors import OutputError, PlanError, SourceError
-from nf4conv.options import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    SourceOptions,
-    VerifyOptions,
-)
+from nf4conv.options import SourceOptions
 from nf4conv.sources.diffusers import is_packed_by_default, open_diffusers
 
-RUN = RunOptions(device="cpu", workers=2)
+RUN = {"device": "cpu", "workers": 2}
 FLUX = {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1", "num_layers": 1}
 CLIP = {"model_type": "clip_text_model", "architectures": ["CLIPTextModel"], "dtype": "bfloat16"}
 VAE = {"_class_name": "AutoencoderKL", "latent_channels": 1}
@@ -108,12 +94,12 @@ def pipeline(tmp_path: Path) -> Path:
     return folder
 
 
-def quantize(source: object, out: Path, *options: Any) -> nf4conv.QuantizeReport:
-    return api.quantize_checkpoint(source, out, RUN, *options)
+def quantize(source: object, out: Path, **options: Any) -> nf4conv.QuantizeReport:
+    return nf4conv.quantize(source, out, **{**RUN, **options})
 
 
-def dequantize(source: object, out: Path, *options: Any) -> nf4conv.DequantizeReport:
-    return api.dequantize_checkpoint(source, out, RUN, *options)
+def dequantize(source: object, out: Path, **options: Any) -> nf4conv.DequantizeReport:
+    return nf4conv.dequantize(source, out, **{**RUN, **options})
 
 
 def packed(plan) -> set[str]:
@@ -144,7 +130,7 @@ def test_layout_and_contents(pipeline, tmp_path):
 
 
 def test_searched_scales_of_every_component(pipeline, tmp_path):
-    quantize(pipeline, tmp_path / "out", QuantizeOptions(scales="search"))
+    quantize(pipeline, tmp_path / "out", scales="search")
     for name in PACKED:
         folder, weight = name.split("/")
         before, after = (
@@ -156,7 +142,7 @@ def test_searched_scales_of_every_component(pipeline, tmp_path):
             {"": packed} | {f".{name}": part for name, part in state.components().items()}
         ).items():
             assert torch.equal(after[f"{weight}{part}"], expected), part
-    assert verify_checkpoint(tmp_path / "out", pipeline, VerifyOptions(exact=True), RUN).passed
+    assert nf4conv.verify(tmp_path / "out", source=pipeline, exact=True, **RUN).passed
 
 
 def recorded(folder: Path, submodel: str) -> list[tuple[str, str, int]]:
@@ -171,8 +157,8 @@ def test_a_search_is_of_the_components_in_16_bits(pipeline, tmp_path):
     shutil.copytree(pipeline, mixed)
     shutil.rmtree(mixed / "text_encoder")
     shutil.copytree(quantized / "text_encoder", mixed / "text_encoder")
-    search = QuantizeOptions(scales="search")
-    report = quantize(mixed, out, search)
+    search = {"scales": "search"}
+    report = quantize(mixed, out, **search)
     assert report.stay == 1
     assert any("text_encoder: 1 weights keep scales" in note for note in report.run.notes)
     assert recorded(out, "text_encoder") == [("kept as found", "absmax", 1)]
@@ -181,27 +167,27 @@ def test_a_search_is_of_the_components_in_16_bits(pipeline, tmp_path):
     card = (out / "README.md").read_text()
     assert "| scales | searched (2 weights), absmax (1 weights) |" in card
     for source in (None, mixed):
-        assert verify_checkpoint(out, source, VerifyOptions(exact=bool(source)), RUN).passed
+        assert nf4conv.verify(out, source=source, exact=bool(source), **RUN).passed
     with pytest.raises(PlanError, match="--scales search needs the 16-bit model"):
-        plan_quantization(quantized, search)
+        nf4conv.plan_quantize(quantized, **search)
 
 
 def test_a_component_that_is_left_alone_keeps_its_provenance(pipeline, tmp_path):
     searched, out, decoded = (tmp_path / name for name in ("searched", "out", "decoded"))
-    options = QuantizeOptions(scales="search", quant_type="fp4", double_quant=False)
-    quantize(pipeline, searched, options)
-    only = QuantizeOptions(include=("transformer/*",), quant_type="nf4", scales="absmax")
-    quantize(searched, out, only)
+    options = {"scales": "search", "quant_type": "fp4", "double_quant": False}
+    quantize(pipeline, searched, **options)
+    only = {"include": ("transformer/*",), "quant_type": "nf4", "scales": "absmax"}
+    quantize(searched, out, **only)
     assert recorded(out, "text_encoder") == [("kept as found", "search", 1)]
     assert recorded(out, "transformer") == [("packed", "absmax", 2)]
     card = (out / "README.md").read_text()
     assert "| 4-bit data type | NF4 (2 weights), FP4 (1 weights) |" in card
-    assert verify_checkpoint(out, searched, VerifyOptions(), RUN).passed
-    part = DequantizeOptions(include=("transformer/*",))
-    dequantize(searched, decoded, part)
+    assert nf4conv.verify(out, source=searched, **RUN).passed
+    part = {"include": ("transformer/*",)}
+    dequantize(searched, decoded, **part)
     assert recorded(decoded, "text_encoder") == [("kept as found", "search", 1)]
     assert recorded(decoded, "transformer") == []
-    assert verify_checkpoint(decoded, run=RUN).passed
+    assert nf4conv.verify(decoded, **RUN).passed
 
 
 def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):
@@ -220,7 +206,7 @@ def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):
 
 
 def test_what_is_packed(pipeline):
-    assert packed(plan_quantization(pipeline)) == PACKED
+    assert packed(nf4conv.plan_quantize(pipeline).made) == PACKED
 
 
 OF_TRANSFORMER = {name for name in PACKED if name.startswith("transformer/")}
@@ -239,7 +225,7 @@ OF_TRANSFORMER = {name for name in PACKED if name.startswith("transformer/")}
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_choosing(pipeline, options, expected):
-    assert packed(plan_quantization(pipeline, QuantizeOptions(**options))) == expected
+    assert packed(nf4conv.plan_quantize(pipeline, **options).made) == expected
 
 
 @pytest.mark.parametrize(
@@ -255,7 +241,7 @@ def test_weights_of_other_programs_are_not_left_out_unsaid(pipeline, name, advic
     weights.rename(weights.with_name(name))
     message = f"text_encoder: has its weights in {name} alone, which is not read in a pipeline; "
     with pytest.raises(SourceError, match=re.escape(f"{message}{advice}")):
-        plan_quantization(pipeline)
+        nf4conv.plan_quantize(pipeline)
 
 
 def test_a_model_whose_weights_are_lost_is_refused(pipeline: Path):
@@ -270,16 +256,16 @@ def test_a_model_whose_weights_are_lost_is_refused(pipeline: Path):
     weights.unlink()
     message = f"{vae}: AutoencoderKL without weights; the download is incomplete"
     with pytest.raises(SourceError, match=re.escape(message)):
-        plan_quantization(pipeline)
+        nf4conv.plan_quantize(pipeline)
     parts = json.loads((pipeline / "model_index.json").read_text())
     parts["vae"] = ["diffusers", "VaeImageProcessor"]
     (pipeline / "model_index.json").write_text(json.dumps(parts))
-    plan_quantization(pipeline)
+    nf4conv.plan_quantize(pipeline)
 
 
 def test_choosing_nothing_is_refused(pipeline):
     with pytest.raises(PlanError, match="no tensor of this diffusers pipeline would be packed"):
-        plan_quantization(pipeline, QuantizeOptions(include=("vae/*",)))
+        nf4conv.plan_quantize(pipeline, include=("vae/*",))
 
 
 def test_packed_and_kept_by_default():
@@ -291,7 +277,7 @@ def test_packed_and_kept_by_default():
 
 def test_a_component_alone_gives_the_same_weights(pipeline, tmp_path):
     quantize(pipeline, tmp_path / "all")
-    quantize(pipeline, tmp_path / "one", SourceOptions(subfolder="transformer"))
+    quantize(pipeline, tmp_path / "one", subfolder="transformer")
     one, whole = contents(tmp_path / "one"), contents(tmp_path / "all" / "transformer")
     del one["README.md"]
     assert one == whole
@@ -307,18 +293,17 @@ def test_resuming_keeps_finished_components(pipeline, tmp_path, after):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize(pipeline, out, stop)
+        quantize(pipeline, out, progress=stop)
     assert not (out / "model_index.json").exists()
     kept = out / "transformer" / WEIGHTS["transformer"]
     before = kept.stat()
     with pytest.raises(OutputError, match="an unfinished run that differs in"):
-        quantize(pipeline, out, QuantizeOptions(blocksize=128))
+        quantize(pipeline, out, blocksize=128)
     seen: list[int] = []
-    plan = plan_quantization(pipeline)
-    report = execute_quantization(plan, out, RUN, seen.append)
+    report = quantize(pipeline, out, progress=seen.append)
     assert kept.stat().st_mtime_ns == before.st_mtime_ns
     assert report.run.shards_resumed == ["text_encoder", "vae"].index(after) + 1
-    assert (report.packed, sum(seen)) == (3, plan.totals().bytes_before)
+    assert (report.packed, sum(seen)) == (3, nf4conv.plan_quantize(pipeline).totals.bytes_before)
     assert contents(out) == contents(tmp_path / "whole")
 
 
@@ -330,11 +315,10 @@ def test_another_pipeline_is_not_overwritten_unasked(pipeline, tmp_path):
     (out / ".nf4conv/lock").touch()
     assert quantize(pipeline, out).run.already_complete
     assert contents(out) == whole
-    other = plan_quantization(pipeline, QuantizeOptions(blocksize=128))
     with pytest.raises(OutputError, match="blocksize was 64 and is 128 now"):
-        execute_quantization(other, out, RUN)
+        quantize(pipeline, out, blocksize=128)
     assert contents(out) == whole
-    execute_quantization(other, out, RunOptions(device="cpu", overwrite=True))
+    quantize(pipeline, out, blocksize=128, overwrite=True)
     assert contents(out) != whole
 
 
@@ -358,59 +342,59 @@ def test_there_and_back(pipeline, tmp_path):
 def test_verification(pipeline, tmp_path):
     out = tmp_path / "out"
     quantize(pipeline, out)
-    found = verify_checkpoint(out, pipeline, VerifyOptions(exact=True))
+    found = nf4conv.verify(out, source=pipeline, exact=True)
     assert found.passed
     assert found.identical
     assert {row.name for row in found.weights} == PACKED
     file = out / "vae/diffusion_pytorch_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
-    found = verify_checkpoint(out, pipeline)
+    found = nf4conv.verify(out, source=pipeline)
     assert [(finding.check, finding.file) for finding in found.findings] == [
         ("copies", "vae/" + file.name)
     ]
     assert not found.passed
-    assert verify_checkpoint(out).passed  # the change is not one that the pipeline itself tells
+    assert nf4conv.verify(out).passed  # the change is not one that the pipeline itself tells
 
 
 def test_a_record_that_a_component_has_lost(quantized, tmp_path):
     """The pipeline's card says that it had one; components that are left alone have none."""
     source = tmp_path / "pipeline"
-    exact = VerifyOptions(exact=True)
-    assert verify_checkpoint(quantized, source, exact, RUN).passed
+    exact = {"exact": True}
+    assert nf4conv.verify(quantized, source=source, **exact, **RUN).passed
     (quantized / "transformer/nf4conv.json").unlink()
-    [fault] = verify_checkpoint(quantized, source, exact, RUN).findings
+    [fault] = nf4conv.verify(quantized, source=source, **exact, **RUN).findings
     assert (fault.check, fault.file, fault.is_fault) == ("record", "transformer/nf4conv.json", True)
     assert "README.md says that nf4conv made this" in fault.text
-    assert verify_checkpoint(quantized, source, None, RUN).passed
+    assert nf4conv.verify(quantized, source=source, **RUN).passed
 
 
 def test_verification_of_what_was_decoded(quantized, tmp_path):
     out = tmp_path / "decoded"
     dequantize(quantized, out)
-    exact = VerifyOptions(exact=True)
-    report = verify_checkpoint(out, quantized, exact, RUN)
+    exact = {"exact": True}
+    report = nf4conv.verify(out, source=quantized, **exact, **RUN)
     assert report.passed
     assert report.relation == "decoded"
     assert report.identical
     assert report.tensors is not None
     assert report.tensors.values == report.parameters
-    assert verify_checkpoint(out, run=RUN).passed
+    assert nf4conv.verify(out, **RUN).passed
     for submodel in ("transformer", "vae"):
         [file] = (out / submodel).glob("*.safetensors")
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        [fault] = verify_checkpoint(out, quantized, exact, RUN).findings
+        [fault] = nf4conv.verify(out, source=quantized, **exact, **RUN).findings
         assert (fault.check, fault.file) == ("copies", f"{submodel}/{file.name}")
         file.write_bytes(content)
     with pytest.raises(SourceError):
-        verify_checkpoint(out, quantized / "transformer", None, RUN)
+        nf4conv.verify(out, source=quantized / "transformer", **RUN)
 
 
 def test_verification_of_a_part_that_was_decoded(quantized, tmp_path):
     out = tmp_path / "decoded"
-    part = DequantizeOptions(include=("transformer/*",))
-    dequantize(quantized, out, part)
-    report = verify_checkpoint(out, quantized, VerifyOptions(exact=True), RUN)
+    part = {"include": ("transformer/*",)}
+    dequantize(quantized, out, **part)
+    report = nf4conv.verify(out, source=quantized, exact=True, **RUN)
     assert report.passed
     assert report.relation == "quantized"
     assert [row.name for row in report.weights] == ["text_encoder/encoder.layers.0.mlp.fc1.weight"]
@@ -424,16 +408,16 @@ def quantized(pipeline, tmp_path) -> Path:
 
 def test_two_pipelines_in_16_bits(pipeline, tmp_path):
     copy = Path(shutil.copytree(pipeline, tmp_path / "copy"))
-    same = verify_checkpoint(copy, pipeline, VerifyOptions(exact=True), RUN)
+    same = nf4conv.verify(copy, source=pipeline, exact=True, **RUN)
     assert (same.exit_code, same.relation) == (0, "none")
     assert same.tensors is not None
     assert (same.tensors.compared, same.tensors.differing) == (7, 0)
     with pytest.raises(PlanError, match="nothing to verify"):
-        verify_checkpoint(copy, run=RUN)
+        nf4conv.verify(copy, **RUN)
     file = copy / "vae/diffusion_pytorch_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
     for tolerance, code in ((None, 2), (1.0, 0), (1e-9, 1)):
-        found = verify_checkpoint(copy, pipeline, VerifyOptions(tolerance=tolerance), RUN)
+        found = nf4conv.verify(copy, source=pipeline, tolerance=tolerance, **RUN)
         assert found.exit_code == code
         [finding] = found.findings
         assert (finding.check, finding.file) == ("values", f"vae/{file.name}")
@@ -449,16 +433,16 @@ def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
 
 def test_inspection(pipeline, tmp_path):
     quantize(pipeline, tmp_path / "out")
-    found = inspect_checkpoint(tmp_path / "out")
+    found = nf4conv.inspect(tmp_path / "out")
     assert {row.name for row in found.tensors if row.format} == PACKED
     assert found.totals.packed == 3
     assert "vae/diffusion_pytorch_model.safetensors" in found.files
 
 
 def test_from_python(pipeline, tmp_path):
-    assert api.quantize_checkpoint(pipeline, tmp_path / "out", run=RUN).packed == 3
-    assert verify_checkpoint(tmp_path / "out", pipeline, run=RUN).passed
-    assert api.dequantize_checkpoint(tmp_path / "out", tmp_path / "back", run=RUN).decoded == 3
+    assert nf4conv.quantize(pipeline, tmp_path / "out", **RUN).packed == 3
+    assert nf4conv.verify(tmp_path / "out", source=pipeline, **RUN).passed
+    assert nf4conv.dequantize(tmp_path / "out", tmp_path / "back", **RUN).decoded == 3
 
 
 def test_commands(pipeline, tmp_path):
@@ -479,7 +463,7 @@ def test_commands(pipeline, tmp_path):
 def test_a_missing_component(pipeline):
     (pipeline / "scheduler/scheduler_config.json").unlink()
     with pytest.raises(SourceError, match=r"model_index.json: scheduler: there is no such folder"):
-        plan_quantization(pipeline)
+        nf4conv.plan_quantize(pipeline)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["fetched", "streamed"])
@@ -494,8 +478,8 @@ def test_of_the_hub_only_what_is_needed_is_fetched(hub: Hub, tmp_path, pipeline,
     hub.repos["org/model"].commit(
         files | {fp16: files["transformer/diffusion_pytorch_model.safetensors"]}
     )
-    where = SourceOptions(cache_dir=tmp_path / "cache", stream=stream)
-    quantize("org/model", tmp_path / "out", where)
+    where = {"cache_dir": tmp_path / "cache", "stream": stream}
+    quantize("org/model", tmp_path / "out", **where)
     quantize(pipeline, tmp_path / "local")
     from_hub, from_disk = contents(tmp_path / "out"), contents(tmp_path / "local")
     for name in [name for name in from_hub if name.endswith(("README.md", "nf4conv.json"))]:
@@ -531,13 +515,13 @@ def test_offline_a_file_that_has_lost_its_content_is_refused(
 ):
     hub.repos["org/model"] = Repo()
     hub.repos["org/model"].commit(contents(pipeline))
-    where = SourceOptions(cache_dir=tmp_path / "cache")
-    plan = plan_quantization("org/model", where=where)
+    where = {"cache_dir": tmp_path / "cache"}
+    plan = nf4conv.plan_quantize("org/model", **where).made
     [path] = [path for path in (tmp_path / "cache").rglob(name) if "snapshots" in path.parts]
     path.resolve().unlink()
-    offline = dataclasses.replace(where, local_files_only=True)
+    offline = {**where, "local_files_only": True}
     with pytest.raises(SourceError, match=said):
-        plan_quantization("org/model", where=offline)
-    again = plan_quantization("org/model", where=where)
+        nf4conv.plan_quantize("org/model", **offline)
+    again = nf4conv.plan_quantize("org/model", **where).made
     assert again.submodels.keys() == plan.submodels.keys()
-    plan_quantization("org/model", where=offline)
+    nf4conv.plan_quantize("org/model", **offline)

@@ -1,6 +1,5 @@
 """`quantize` at the edges of what a checkpoint can hold."""
 
-import dataclasses
 import json
 import os
 import re
@@ -10,15 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from api import dequantize_checkpoint, quantize_checkpoint
 from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.codec.ops import quantize_4bit
 from nf4conv.errors import SourceError
-from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
 
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 FIRST, SECOND = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))
 
 
@@ -42,17 +40,15 @@ def test_values_that_a_cast_would_make_infinite_are_refused(tmp_path):
     weight = torch.ones(64, 64)
     weight[3, 4] = 70_000
     source = write(tmp_path / "source", {FIRST: weight})
-    options = QuantizeOptions(dtype="float16")
+    options = {"dtype": "float16"}
     with pytest.raises(SourceError) as caught:
-        quantize_checkpoint(source, tmp_path / "out", options, CPU)
+        nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
     assert str(caught.value) == (
         f"{source / 'model.safetensors'}: {FIRST}: has values too large for float16, to which it "
         f"would be cast; "
         "give another --dtype"
     )
-    quantize_checkpoint(
-        source, tmp_path / "other", dataclasses.replace(options, dtype="bfloat16"), CPU
-    )
+    nf4conv.quantize(source, tmp_path / "other", **{**options, "dtype": "bfloat16"}, **CPU)
     assert_packed(tmp_path / "other", FIRST, weight.bfloat16())
 
 
@@ -78,7 +74,7 @@ def refusal(source: Path, name: str, dtype: str) -> str:
     ids=["f32-f16", "f32-bf16", "bf16-f16", "f64-f32"],
 )
 @pytest.mark.parametrize(
-    "run", [CPU, RunOptions(device="cpu", buffer_size=1)], ids=["large-buffer", "tiny-buffer"]
+    "run", [CPU, {"device": "cpu", "buffer_size": 1}], ids=["large-buffer", "tiny-buffer"]
 )
 def test_kept_values_that_a_cast_would_make_infinite_are_refused(
     tmp_path, value, stored, dtype, run
@@ -89,7 +85,7 @@ def test_kept_values_that_a_cast_would_make_infinite_are_refused(
     embedding[3, 4] = value
     source = write(tmp_path / "source", {FIRST: torch.ones(64, 64), EMBEDDING: embedding})
     with pytest.raises(SourceError) as caught:
-        quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype=dtype), run)
+        nf4conv.quantize(source, tmp_path / "out", dtype=dtype, **run)
     assert str(caught.value) == refusal(source, EMBEDDING, dtype)
     assert not (tmp_path / "out/model.safetensors").exists()
 
@@ -99,7 +95,7 @@ def test_infinities_of_the_source_are_kept(tmp_path):
     embedding = torch.full((64, 64), 60_000.0)
     embedding[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     source = write(tmp_path / "source", {FIRST: torch.ones(64, 64), EMBEDDING: embedding})
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype="float16"), CPU)
+    nf4conv.quantize(source, tmp_path / "out", dtype="float16", **CPU)
     found = load_file(tmp_path / "out/model.safetensors")[EMBEDDING]
     torch.testing.assert_close(found, embedding.half(), rtol=0, atol=0, equal_nan=True)
 
@@ -111,10 +107,10 @@ def test_kept_encoded_values_that_a_cast_would_make_infinite_are_refused(tmp_pat
         source = write(tmp_path / name, {FIRST: torch.ones(64, 64), **encoded})
         if name == "large":
             with pytest.raises(SourceError) as caught:
-                quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(dtype="float16"), CPU)
+                nf4conv.quantize(source, tmp_path / "out", dtype="float16", **CPU)
             assert str(caught.value) == refusal(source, EMBEDDING, "float16")
         else:
-            quantize_checkpoint(source, tmp_path / "other", QuantizeOptions(dtype="float16"), CPU)
+            nf4conv.quantize(source, tmp_path / "other", dtype="float16", **CPU)
             assert bool(
                 (load_file(tmp_path / "other/model.safetensors")[EMBEDDING] == 2.0**15).all()
             )
@@ -129,15 +125,13 @@ def test_decoded_values_that_a_cast_would_make_infinite_are_refused(tmp_path, tr
     (source / "config.json").write_text(
         json.dumps({"model_type": "gpt2" if transposed else "llama"})
     )
-    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "plain", None, CPU)
+    nf4conv.quantize(source, tmp_path / "packed", **CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "plain", **CPU)
     assert float(
         load_file(tmp_path / "plain/model.safetensors")[name].float().max()
     ) == pytest.approx(1e30, rel=0.01)
     with pytest.raises(SourceError) as caught:
-        dequantize_checkpoint(
-            tmp_path / "packed", tmp_path / "half", DequantizeOptions(dtype="float16"), CPU
-        )
+        nf4conv.dequantize(tmp_path / "packed", tmp_path / "half", dtype="float16", **CPU)
     message = rf"{name}: [\d,]+ of 12,288 values are too large for float16; --dtype bf16 holds them"
     assert re.search(message, str(caught.value))
 
@@ -149,15 +143,15 @@ def test_decoding_to_a_weight_s_own_dtype_is_no_cast(tmp_path):
     weight = torch.linspace(64_000, 65_504, 64).view(64, 1).repeat(1, 256).half()
     weight[0] = 0.0
     source = write(tmp_path / "source", {FIRST: weight})
-    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "plain", None, CPU)
+    nf4conv.quantize(source, tmp_path / "packed", **CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "plain", **CPU)
     assert bool(load_file(tmp_path / "plain/model.safetensors")[FIRST].isinf().any())
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (1, 1), (1, 64), (64, 1)], ids=str)
 def test_tiny_and_empty_matrices_are_not_lost(tmp_path, shape):
     weights = {FIRST: torch.randn(64, 64).bfloat16(), SECOND: torch.randn(shape).bfloat16()}
-    quantize_checkpoint(write(tmp_path / "source", weights), tmp_path / "out", None, CPU)
+    nf4conv.quantize(write(tmp_path / "source", weights), tmp_path / "out", **CPU)
     assert_packed(tmp_path / "out", FIRST, weights[FIRST])
     found = load_file(tmp_path / "out/model.safetensors")
     if f"{SECOND}.absmax" in found:

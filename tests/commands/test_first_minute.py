@@ -5,14 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
-from api import QuantizeOptions, SourceOptions, plan_quantization
 from checkpoints import write_source
 from click.testing import Result
 from command_line import run
 
+import nf4conv
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.evidence import Why
 from nf4conv.errors import Nf4convError, SourceError
+from nf4conv.options import SourceOptions
 from nf4conv.plan.jobs import CopyJob, Footprint, Job, PackJob
 from nf4conv.report.advice import advice
 from nf4conv.sources.places import from_address
@@ -51,7 +52,7 @@ def test_addresses_of_the_hub(address: str, expected: tuple[str, str | None, str
 
 
 def test_options_win_over_what_an_address_says():
-    asked = SourceOptions(revision="mine", subfolder="here")
+    asked = {"revision": "mine", "subfolder": "here"}
     assert from_address("https://hf.co/org/name/tree/v2/there", asked) == ("org/name", asked)
 
 
@@ -214,6 +215,6 @@ def test_notes_have_units_that_fit(tmp_path: Path):
     from adapters import make_model
 
     source = make_model(tmp_path / "model", "qwen3_moe")
-    notes = plan_quantization(source, QuantizeOptions(moe="portable")).notes
+    notes = nf4conv.plan_quantize(source, moe="portable").made.notes
     (note,) = [note for note in notes if "stay in 16 bits" in note]
     assert re.match(r"\d+\.\d\d [kM]B of \d+\.\d\d [kM]B stay in 16 bits: experts", note)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from api import QuantizeOptions, RunOptions, inspect_checkpoint, quantize_checkpoint
 from checkpoints import contents, write_source
 from command_line import run
 from four_bit import CONFIG, pack, write
@@ -17,9 +16,8 @@ from safetensors.torch import load_file, save_file
 import nf4conv
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format
-from nf4conv.options import SourceOptions
 
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 UP = "model.layers.1.mlp.up_proj.weight"
 REPO = "some-org/packed"
 
@@ -28,12 +26,12 @@ REPO = "some-org/packed"
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inspect")
     source = write_source(folder / "source")
-    quantize_checkpoint(source, folder / "out", QuantizeOptions(max_shard_size=150_000), CPU)
+    nf4conv.quantize(source, folder / "out", max_shard_size=150_000, **CPU)
     return folder / "out"
 
 
 def test_a_packed_checkpoint(packed: Path):
-    found = inspect_checkpoint(packed)
+    found = nf4conv.inspect(packed)
     [row] = [row for row in found.tensors if row.name == UP]
     assert (row.stored, row.dtype, row.shape) == ("nf4+/64", "bfloat16", (512, 128))
     assert row.format == Format("nf4", 64, double_quant=True, dtype="bfloat16")
@@ -69,7 +67,7 @@ def test_any_checkpoint_is_shown_as_it_is_stored(tmp_path: Path):
     save_file(tensors, tmp_path / "model.safetensors")
     described = CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(described))
-    found = inspect_checkpoint(tmp_path)
+    found = nf4conv.inspect(tmp_path)
     assert {row.name: row.stored for row in found.tensors} == {
         "model.layers.0.q_proj.weight": "F8_E4M3",
         "model.layers.0.q_proj.weight_scale_inv": "float32",
@@ -82,9 +80,9 @@ def test_any_checkpoint_is_shown_as_it_is_stored(tmp_path: Path):
 def test_a_single_file_and_a_pickle(tmp_path: Path):
     save_file(pack("w.weight", torch.randn(64, 64)), tmp_path / "model.safetensors")
     torch.save({"a": torch.zeros(3, 4)}, tmp_path / "pytorch_model.bin")
-    [row] = inspect_checkpoint(tmp_path / "model.safetensors").tensors
+    [row] = nf4conv.inspect(tmp_path / "model.safetensors").tensors
     assert (row.name, row.stored, row.shape) == ("w.weight", "nf4+/64", (64, 64))
-    [row] = inspect_checkpoint(tmp_path / "pytorch_model.bin").tensors
+    [row] = nf4conv.inspect(tmp_path / "pytorch_model.bin").tensors
     assert (row.name, row.stored, row.shape) == ("a", "float32", (3, 4))
 
 
@@ -109,7 +107,7 @@ def test_a_damaged_quant_state_is_left_to_verify(tmp_path: Path, change: dict[st
         else json.dumps(json.loads(bytes(stored[blob].tolist())) | change).encode()
     )
     stored[blob] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    [row] = inspect_checkpoint(write(tmp_path / "made", stored)).tensors
+    [row] = nf4conv.inspect(write(tmp_path / "made", stored)).tensors
     assert (row.dtype, row.format) == ("U8", None)
 
 
@@ -117,8 +115,8 @@ def test_a_model_on_the_hub_by_ranges(hub: Hub, packed: Path, tmp_path: Path):
     files = contents(packed)
     hub.repos[REPO] = Repo()
     hub.repos[REPO].commit(files)
-    found = inspect_checkpoint(REPO, SourceOptions(cache_dir=tmp_path / "cache"))
-    local = inspect_checkpoint(packed)
+    found = nf4conv.inspect(REPO, cache_dir=tmp_path / "cache")
+    local = nf4conv.inspect(packed)
     assert found.tensors == local.tensors
     assert found.totals == local.totals
     asked = [
@@ -147,7 +145,7 @@ def test_the_command(packed: Path):
 
 def test_what_is_not_there(tmp_path: Path):
     with pytest.raises(SourceError, match="no such file or folder"):
-        inspect_checkpoint(tmp_path / "nothing")
+        nf4conv.inspect(tmp_path / "nothing")
     done = run("inspect", tmp_path / "nothing")
     assert done.exit_code == 2
     assert done.stderr.count("\n") == 1

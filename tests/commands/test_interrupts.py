@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api import quantize_checkpoint
 from checkpoints import contents, write_source
 from test_pipeline import Call, alive, pipeline
 
-from nf4conv.options import QuantizeOptions, RunOptions
+import nf4conv
 from nf4conv.sources.reader import Reader
 from nf4conv.system.background import Background, outlast
 
@@ -26,8 +25,8 @@ LINES = {
     signal.SIGINT: "Error: interrupted; the same command resumes\n",
     signal.SIGTERM: "Error: stopped; the same command resumes\n",
 }
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+OPTIONS = {"max_shard_size": 60_000}
+RUN = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 
 
 class Alarm:
@@ -177,8 +176,8 @@ def test_at_any_moment_from_the_first_import_on(tmp_path: Path, number: signal.S
         assert errors in ("", LINES[number])
         assert process.returncode == (128 + number if errors else 0)
     assert codes.count(128 + number) >= 2
-    quantize_checkpoint(source, out, OPTIONS, RunOptions(device="cpu", overwrite=True))
-    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    nf4conv.quantize(source, out, **OPTIONS, device="cpu", overwrite=True)
+    nf4conv.quantize(source, tmp_path / "whole", **OPTIONS, **RUN)
     assert contents(out) == contents(tmp_path / "whole")
 
 

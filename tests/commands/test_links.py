@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api import plan_quantization
 from checkpoints import contents, write_source
 from four_bit import write as write_packed
 from hostile import command, packed, refused, strict_and_in_no_time  # noqa: F401
+
+import nf4conv
 
 # --- links and special files ----------------------------------------------------------------------
 
@@ -95,7 +96,9 @@ def test_blobs_that_are_a_link_themselves_are_none(tmp_path: Path, secret: Path)
     source = write_source(tmp_path / "x/snapshots/0123")
     (tmp_path / "x/blobs").symlink_to(secret.parent)
     (source / "notes.txt").symlink_to("../../blobs/secret")
-    assert [note.partition(":")[0] for note in plan_quantization(source).notes] == ["notes.txt"]
+    assert [note.partition(":")[0] for note in nf4conv.plan_quantize(source).made.notes] == [
+        "notes.txt"
+    ]
 
 
 def test_links_within_a_pipeline_are_followed_and_others_are_not(tmp_path: Path, secret: Path):
@@ -155,7 +158,7 @@ def test_front_matter_that_cannot_be_read_is_said_before_the_work(
         (source / "README.md").symlink_to(tmp_path / "card")
     else:
         (source / "README.md").write_bytes(card)
-    [note] = plan_quantization(source).notes
+    [note] = nf4conv.plan_quantize(source).made.notes
     assert note.startswith(
         "README.md: its front matter cannot be read, so the new card ignores it: "
     )
@@ -177,7 +180,7 @@ def test_a_card_that_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", closed)
-        [note] = plan_quantization(source).notes
+        [note] = nf4conv.plan_quantize(source).made.notes
     assert note.endswith("Permission denied")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from api import QuantizeOptions, RunOptions, quantize_checkpoint, verify_checkpoint
 from checkpoints import contents, write_source
 from command_line import run
 from safetensors.torch import save_file
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 import nf4conv
 from nf4conv.errors import OutputError, SourceError, VerificationError
 
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -28,7 +27,7 @@ def stamps(folder: Path) -> dict[str, int]:
 
 
 def test_the_record(source: Path, tmp_path: Path):
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
+    nf4conv.quantize(source, tmp_path / "out", blocksize=128, **CPU)
     record = json.loads((tmp_path / "out/nf4conv.json").read_text())
     assert (record["schema_version"], record["command"], record["version"]) == (
         2,
@@ -56,17 +55,15 @@ def test_the_record(source: Path, tmp_path: Path):
 
 
 def test_equal_runs_write_equal_bytes_wherever_the_source_lies(source: Path, tmp_path: Path):
-    quantize_checkpoint(source, tmp_path / "a", run=CPU)
+    nf4conv.quantize(source, tmp_path / "a", **CPU)
     moved = shutil.copytree(source, tmp_path / "elsewhere/source")
-    quantize_checkpoint(
-        moved, tmp_path / "b", run=RunOptions(device="cpu", workers=1, buffer_size=100_000)
-    )
+    nf4conv.quantize(moved, tmp_path / "b", device="cpu", workers=1, buffer_size=100_000)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 @pytest.mark.parametrize("command", ["quantize", "dequantize"])
 def test_a_rerun_of_a_finished_job_does_nothing(source: Path, tmp_path: Path, command: str):
-    quantize_checkpoint(source, tmp_path / "packed", run=CPU)
+    nf4conv.quantize(source, tmp_path / "packed", **CPU)
     arguments = [
         command,
         str(source if command == "quantize" else tmp_path / "packed"),
@@ -82,61 +79,59 @@ def test_a_rerun_of_a_finished_job_does_nothing(source: Path, tmp_path: Path, co
 
 
 def test_another_job_s_result_is_not_taken_for_this_one_s(source: Path, tmp_path: Path):
-    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     with pytest.raises(
         OutputError,
         match=r"blocksize was 64 and is 128 now\); choose another folder, or --overwrite",
     ):
-        quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(blocksize=128), CPU)
+        nf4conv.quantize(source, tmp_path / "out", blocksize=128, **CPU)
     shard = source / "model-00001-of-00002.safetensors"
     content = shard.read_bytes()
     # trained on: same headers
     shard.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
     with pytest.raises(OutputError, match="the source has changed since"):
-        quantize_checkpoint(source, tmp_path / "out", run=CPU)
+        nf4conv.quantize(source, tmp_path / "out", **CPU)
 
 
 def test_a_result_that_lost_a_file_is_not_complete(source: Path, tmp_path: Path):
-    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     (tmp_path / "out/tokenizer.json").unlink()
     with pytest.raises(OutputError):
-        quantize_checkpoint(source, tmp_path / "out", run=CPU)
+        nf4conv.quantize(source, tmp_path / "out", **CPU)
 
 
 def test_a_rerun_that_asks_for_more(source: Path, tmp_path: Path):
-    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     with pytest.raises(OutputError, match="is complete, but was not verified"):
-        quantize_checkpoint(source, tmp_path / "out", run=RunOptions(device="cpu", verify=True))
-    verify = RunOptions(device="cpu", verify=True, overwrite=True)
-    first = quantize_checkpoint(source, tmp_path / "out", run=verify)
-    again = quantize_checkpoint(source, tmp_path / "out", run=RunOptions(device="cpu", verify=True))
+        nf4conv.quantize(source, tmp_path / "out", device="cpu", verify=True)
+    verify = {"device": "cpu", "verify": True, "overwrite": True}
+    first = nf4conv.quantize(source, tmp_path / "out", **verify)
+    again = nf4conv.quantize(source, tmp_path / "out", device="cpu", verify=True)
     assert first.verification is not None
     assert again.verification is not None
     assert again.run.already_complete
     assert again.verification.to_record() == first.verification.to_record()
     with pytest.raises(VerificationError, match=r"largest relative error 0.09\d\d, more than 0.01"):
-        quantize_checkpoint(
-            source, tmp_path / "out", run=RunOptions(device="cpu", verify=True, tolerance=0.01)
-        )
+        nf4conv.quantize(source, tmp_path / "out", device="cpu", verify=True, tolerance=0.01)
 
 
 def test_a_run_killed_at_its_very_end_is_tidied_up(source: Path, tmp_path: Path):
     """Between the removal of its record and that of its lock."""
-    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     before = contents(tmp_path / "out")
     (tmp_path / "out/.nf4conv").mkdir()
     (tmp_path / "out/.nf4conv/lock").touch()
-    assert quantize_checkpoint(source, tmp_path / "out", run=CPU).run.already_complete
+    assert nf4conv.quantize(source, tmp_path / "out", **CPU).run.already_complete
     assert contents(tmp_path / "out") == before
     assert not (tmp_path / "out/.nf4conv").exists()
 
 
 def test_verify_says_if_the_source_given_is_another(source: Path, tmp_path: Path):
-    quantize_checkpoint(source, tmp_path / "out", run=CPU)
-    assert not verify_checkpoint(tmp_path / "out", source, run=CPU).findings
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
+    assert not nf4conv.verify(tmp_path / "out", source=source, **CPU).findings
     other = write_source(tmp_path / "other", layers=8)
     noted = [
-        finding.text for finding in verify_checkpoint(tmp_path / "out", other, run=CPU).findings
+        finding.text for finding in nf4conv.verify(tmp_path / "out", source=other, **CPU).findings
     ]
     assert "it was made from source, whose tensors are not those of the source given" in noted
 
@@ -147,7 +142,7 @@ def test_an_unfinished_result_is_recognised(source: Path, tmp_path: Path, comman
     content = shard.read_bytes()
     shard.write_bytes(content[:-2] + b"\xc0\x7f")  # a NaN stops the run
     with pytest.raises(SourceError, match="NaN"):
-        quantize_checkpoint(source, tmp_path / "out", run=CPU)
+        nf4conv.quantize(source, tmp_path / "out", **CPU)
     target = [str(tmp_path / "again")] if command == "quantize" else []
     done = run(command, tmp_path / "out", *target)
     assert done.exit_code == 2
@@ -163,12 +158,12 @@ def test_an_unfinished_result_is_recognised(source: Path, tmp_path: Path, comman
 def test_a_record_of_somebody_else_s_making_stops_nothing(
     source: Path, tmp_path: Path, content: bytes
 ):
-    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     (tmp_path / "out/nf4conv.json").write_bytes(content)
     for command in ("inspect", "verify"):
         done = run(command, tmp_path / "out")
         assert done.exit_code == 0, done.output
-    assert verify_checkpoint(tmp_path / "out", source, run=CPU).passed
+    assert nf4conv.verify(tmp_path / "out", source=source, **CPU).passed
 
 
 def test_adapters_are_in_it_without_their_paths(tmp_path: Path):
@@ -183,9 +178,9 @@ def test_adapters_are_in_it_without_their_paths(tmp_path: Path):
     (adapter / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8})
     )
-    quantize_checkpoint(base, tmp_path / "out", QuantizeOptions(lora=(str(adapter),)), CPU)
+    nf4conv.quantize(base, tmp_path / "out", lora=(str(adapter),), **CPU)
     record = json.loads((tmp_path / "out/nf4conv.json").read_text())
     assert [merged["id"] for merged in record["source"]["adapters"]] == [adapter.name]
     assert str(tmp_path) not in json.dumps(record)
     with pytest.raises(OutputError, match="holds the result of another job"):
-        quantize_checkpoint(base, tmp_path / "out", run=CPU)
+        nf4conv.quantize(base, tmp_path / "out", **CPU)

@@ -2,21 +2,19 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from adapters import make_model
-from api import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
 from four_bit import pack, write
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.errors import SourceError
-from nf4conv.options import DequantizeOptions
 
-RUN = RunOptions(device="cpu", workers=1)
+RUN = {"device": "cpu", "workers": 1}
 NAME = "model.layers.0.mlp.up_proj.weight"
 OTHER = "model.layers.0.self_attn.q_proj.weight"
 
@@ -52,9 +50,7 @@ def test_scales_that_are_not_finite_are_refused(
 ):
     source = packed_source(tmp_path / "source", double_quant, damage, value)
     with pytest.raises(SourceError, match=rf"{NAME}.*(NaN|infini|quant_state|nested_offset)"):
-        quantize_checkpoint(
-            source, tmp_path / "out", QuantizeOptions(), replace(RUN, verify=verify)
-        )
+        nf4conv.quantize(source, tmp_path / "out", **{**RUN, "verify": verify})
     assert not (tmp_path / "out/config.json").exists()
 
 
@@ -65,9 +61,9 @@ def test_dequantize_refuses_what_decodes_to_nan(
 ):
     source = packed_source(tmp_path / "source", double_quant, damage, value)
     with pytest.raises(SourceError, match=rf"{NAME}: has scales that are NaN or infinite.*exclude"):
-        dequantize_checkpoint(source, tmp_path / "out", run=RUN)
+        nf4conv.dequantize(source, tmp_path / "out", **RUN)
     assert not (tmp_path / "out").exists()
-    dequantize_checkpoint(source, tmp_path / "out", DequantizeOptions(exclude=(NAME,)), RUN)
+    nf4conv.dequantize(source, tmp_path / "out", exclude=(NAME,), **RUN)
     tensors = load_file(tmp_path / "out/model.safetensors")
     assert tensors[NAME].dtype == torch.uint8
     assert tensors[OTHER].isfinite().all()
@@ -76,7 +72,7 @@ def test_dequantize_refuses_what_decodes_to_nan(
 @pytest.mark.parametrize("merged", [False, True], ids=["plain", "below an adapter"])
 def test_dequantize_refuses_it_below_an_adapter_too(tmp_path: Path, model: Path, merged: bool):
     packed = tmp_path / "packed"
-    quantize_checkpoint(model, packed, QuantizeOptions(double_quant=False), RUN)
+    nf4conv.quantize(model, packed, double_quant=False, **RUN)
     path = packed / "model.safetensors"
     tensors = load_file(path)
     name = min(name for name in tensors if name.endswith("q_proj.weight.absmax"))
@@ -84,23 +80,23 @@ def test_dequantize_refuses_it_below_an_adapter_too(tmp_path: Path, model: Path,
     save_file(tensors, path, {"format": "pt"})
     lora = (str(adapter_with(tmp_path / "adapter", model, 1.0)),) if merged else ()
     with pytest.raises(SourceError, match=r"q_proj\.weight: has scales that are NaN or infinite"):
-        dequantize_checkpoint(packed, tmp_path / "out", DequantizeOptions(lora=lora), RUN)
+        nf4conv.dequantize(packed, tmp_path / "out", lora=lora, **RUN)
 
 
 @pytest.mark.parametrize(("double_quant", "damage"), DAMAGES)
 def test_what_float16_cannot_hold_is_told(tmp_path: Path, double_quant: bool, damage: str):
     source = packed_source(tmp_path / "source", double_quant, damage, 1e6)
-    in_float16 = DequantizeOptions(dtype="float16")
+    in_float16 = {"dtype": "float16"}
     told = rf"{NAME}: [\d,]+ of 12,288 values are too large for float16; --dtype bf16 holds them"
     with pytest.raises(SourceError, match=told):
-        dequantize_checkpoint(source, tmp_path / "out", in_float16, RUN)
-    dequantize_checkpoint(source, tmp_path / "wide", run=RUN)
+        nf4conv.dequantize(source, tmp_path / "out", **in_float16, **RUN)
+    nf4conv.dequantize(source, tmp_path / "wide", **RUN)
     assert load_file(tmp_path / "wide/model.safetensors")[NAME].isfinite().all()
 
 
 def test_the_largest_values_of_float16_are_decoded(tmp_path: Path):
     source = packed_source(tmp_path / "source", False, "absmax", 65504.0)
-    dequantize_checkpoint(source, tmp_path / "out", DequantizeOptions(dtype="float16"), RUN)
+    nf4conv.dequantize(source, tmp_path / "out", dtype="float16", **RUN)
     decoded = load_file(tmp_path / "out/model.safetensors")[NAME]
     assert decoded.abs().max() == 65504
 
@@ -131,24 +127,24 @@ def adapter_with(folder: Path, model: Path, value: float) -> Path:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_an_adapter_that_is_not_finite_is_refused(tmp_path: Path, model: Path, value: float):
     adapter = adapter_with(tmp_path / "adapter", model, value)
-    options = DequantizeOptions(lora=(str(adapter),))
+    options = {"lora": (str(adapter),)}
     refused = r"q_proj\.weight: adapters make finite values NaN or infinite in \w*float"
     with pytest.raises(SourceError, match=refused):
-        dequantize_checkpoint(model, tmp_path / "out", options, RUN)
+        nf4conv.dequantize(model, tmp_path / "out", **options, **RUN)
     assert not (tmp_path / "out/config.json").exists()
     with pytest.raises(SourceError, match=r"q_proj\.weight"):
-        quantize_checkpoint(model, tmp_path / "q", QuantizeOptions(lora=(str(adapter),)), RUN)
+        nf4conv.quantize(model, tmp_path / "q", lora=(str(adapter),), **RUN)
 
 
 def test_an_adapter_whose_sums_float16_cannot_hold_is_refused(tmp_path: Path, model: Path):
     adapter = adapter_with(tmp_path / "adapter", model, 1e6)
-    options = DequantizeOptions(lora=(str(adapter),), dtype="float16")
+    options = {"lora": (str(adapter),), "dtype": "float16"}
     with pytest.raises(SourceError, match="adapters make finite values NaN or infinite in float16"):
-        dequantize_checkpoint(model, tmp_path / "out", options, RUN)
+        nf4conv.dequantize(model, tmp_path / "out", **options, **RUN)
 
 
 def test_an_adapter_with_large_finite_values_is_merged(tmp_path: Path, model: Path):
     adapter = adapter_with(tmp_path / "adapter", model, 1e6)
-    options = DequantizeOptions(lora=(str(adapter),))
-    report = dequantize_checkpoint(model, tmp_path / "out", options, RUN)
+    options = {"lora": (str(adapter),)}
+    report = nf4conv.dequantize(model, tmp_path / "out", **options, **RUN)
     assert report.run.copied + report.decoded > 0

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from click.testing import Result
 from hostile import command, refused, strict_and_in_no_time
 
+import nf4conv
 from nf4conv.models.parsing import excess_of
 
 assert strict_and_in_no_time
@@ -37,8 +37,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=64,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "source")
-    run = RunOptions(device="cpu")
-    quantize_checkpoint(folder / "source", folder / "out", QuantizeOptions(), run)
+    run = {"device": "cpu"}
+    nf4conv.quantize(folder / "source", folder / "out", **run)
     np.save(folder / "ids.npy", np.arange(128) * 37 % 300)
     return folder
 

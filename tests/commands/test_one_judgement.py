@@ -4,17 +4,18 @@ import json
 import shutil
 from pathlib import Path
 
-import api
 import pytest
 import torch
-from api import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
 from comparing import compared
 from safetensors.torch import load_file, save_file
 
+import nf4conv
+from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import PlanError
+from nf4conv.options import DequantizeOptions
 
-CPU = RunOptions(device="cpu", workers=2)
-EXACT = VerifyOptions(exact=True)
+CPU = {"device": "cpu", "workers": 2}
+EXACT = {"exact": True}
 INDEX = {
     "_class_name": "FluxPipeline",
     "transformer": ["diffusers", "FluxTransformer2DModel"],
@@ -56,10 +57,8 @@ def add_to_quant_states(folder: Path, **fields: object) -> None:
 def vae_in_4_bits(tmp_path: Path) -> Path:
     """A pipeline whose VAE is in 4 bits, with a nested_offset that belongs to nothing."""
     plain = write_pipeline(tmp_path / "plain")
-    api.quantize_checkpoint(
-        plain / "vae", tmp_path / "vae", QuantizeOptions(double_quant=False), CPU
-    )
-    api.quantize_checkpoint(plain, tmp_path / "packed", None, CPU)
+    nf4conv.quantize(plain / "vae", tmp_path / "vae", double_quant=False, **CPU)
+    nf4conv.quantize(plain, tmp_path / "packed", **CPU)
     shutil.copytree(tmp_path / "vae", plain / "vae", dirs_exist_ok=True)
     add_to_quant_states(plain / "vae", nested_offset=0.0123)
     return plain
@@ -68,19 +67,19 @@ def vae_in_4_bits(tmp_path: Path) -> Path:
 def test_a_stale_nested_offset_is_refused_where_it_would_be_kept(vae_in_4_bits, tmp_path):
     said = "vae/.*: has nested_offset, but there is no nested_absmax"
     shutil.copytree(vae_in_4_bits / "vae", tmp_path / "packed/vae", dirs_exist_ok=True)
-    found = api.verify_checkpoint(tmp_path / "packed", vae_in_4_bits, EXACT, CPU)
+    found = nf4conv.verify(tmp_path / "packed", source=vae_in_4_bits, **EXACT, **CPU)
     assert not found.passed
     with pytest.raises(PlanError, match=f"{said}.*decode it first: nf4conv dequantize"):
-        api.plan_quantization(vae_in_4_bits)
+        nf4conv.plan_quantize(vae_in_4_bits)
     with pytest.raises(PlanError, match=said):
-        api.plan_dequantization(tmp_path / "packed", DequantizeOptions(exclude=("vae/*",)))
+        make_plan(tmp_path / "packed", DequantizeOptions(exclude=("vae/*",)))
 
 
 def test_a_stale_nested_offset_is_repaired_as_the_error_says(vae_in_4_bits, tmp_path):
-    only_vae = DequantizeOptions(include=("vae/*",))
-    api.dequantize_checkpoint(vae_in_4_bits, tmp_path / "decoded", only_vae, CPU)
-    api.quantize_checkpoint(tmp_path / "decoded", tmp_path / "out", None, CPU)
-    found = api.verify_checkpoint(tmp_path / "out", tmp_path / "decoded", EXACT, CPU)
+    only_vae = {"include": ("vae/*",)}
+    nf4conv.dequantize(vae_in_4_bits, tmp_path / "decoded", **only_vae, **CPU)
+    nf4conv.quantize(tmp_path / "decoded", tmp_path / "out", **CPU)
+    found = nf4conv.verify(tmp_path / "out", source=tmp_path / "decoded", **EXACT, **CPU)
     assert found.passed, found.verdict
 
 
@@ -89,16 +88,14 @@ def test_a_stale_nested_offset_is_repaired_as_the_error_says(vae_in_4_bits, tmp_
 )
 def test_a_quant_state_that_says_more_decodes_in_every_command(tmp_path, fields):
     source = write_pipeline(tmp_path / "plain") / "transformer"
-    api.quantize_checkpoint(source, tmp_path / "odd", QuantizeOptions(double_quant=False), CPU)
-    api.dequantize_checkpoint(tmp_path / "odd", tmp_path / "before", run=CPU)
+    nf4conv.quantize(source, tmp_path / "odd", double_quant=False, **CPU)
+    nf4conv.dequantize(tmp_path / "odd", tmp_path / "before", **CPU)
     add_to_quant_states(tmp_path / "odd", **fields)
-    api.quantize_checkpoint(tmp_path / "odd", tmp_path / "mended", None, CPU)
-    assert api.verify_checkpoint(tmp_path / "mended", tmp_path / "odd", EXACT, CPU).passed
-    api.quantize_checkpoint(
-        tmp_path / "odd", tmp_path / "other", QuantizeOptions(quant_type="fp4"), CPU
-    )
-    api.dequantize_checkpoint(tmp_path / "odd", tmp_path / "after", run=CPU)
-    assert not compared(tmp_path / "before", tmp_path / "after", CPU).unlike
+    nf4conv.quantize(tmp_path / "odd", tmp_path / "mended", **CPU)
+    assert nf4conv.verify(tmp_path / "mended", source=tmp_path / "odd", **EXACT, **CPU).passed
+    nf4conv.quantize(tmp_path / "odd", tmp_path / "other", quant_type="fp4", **CPU)
+    nf4conv.dequantize(tmp_path / "odd", tmp_path / "after", **CPU)
+    assert not compared(tmp_path / "before", tmp_path / "after", **CPU).unlike
 
 
 def test_a_vae_in_an_unknown_quantization_stays_as_it_is_in_every_command(tmp_path):
@@ -110,17 +107,17 @@ def test_a_vae_in_an_unknown_quantization_stays_as_it_is_in_every_command(tmp_pa
     config = {**CONFIGS["vae"], "quantization_config": {"quant_method": "mystery"}}
     (plain / "vae/config.json").write_text(json.dumps(config))
 
-    api.quantize_checkpoint(plain, tmp_path / "out", None, CPU)
+    nf4conv.quantize(plain, tmp_path / "out", **CPU)
     kept = load_file(tmp_path / "out/vae" / path.name)
     assert torch.equal(kept[f"{weight}qweight"], codes)
     for options in (None, EXACT):
-        found = api.verify_checkpoint(tmp_path / "out", plain, options, CPU)
+        found = nf4conv.verify(tmp_path / "out", source=plain, **options, **CPU)
         assert found.passed, found.verdict
-    api.dequantize_checkpoint(tmp_path / "out", tmp_path / "again", run=CPU)
+    nf4conv.dequantize(tmp_path / "out", tmp_path / "again", **CPU)
     again = load_file(tmp_path / "again/vae" / path.name)
     assert all(torch.equal(again[name], tensor) for name, tensor in load_file(path).items())
 
     kept[f"{weight}qweight"][3, 5] += 1
     save_file(kept, tmp_path / "out/vae" / path.name)
-    found = api.verify_checkpoint(tmp_path / "out", plain, None, CPU)
+    found = nf4conv.verify(tmp_path / "out", source=plain, **CPU)
     assert not found.passed

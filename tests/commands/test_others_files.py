@@ -5,22 +5,21 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import command_line
 import pytest
-from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from test_parts import part_killed_at_its_end
 
+import nf4conv
 from nf4conv.errors import Nf4convError, OutputError, SourceError
 from nf4conv.sources.unfinished import WORK_FOLDER, describe_finished, finished_shards, record_name
 from nf4conv.system import folders
 
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=1)
+OPTIONS = {"max_shard_size": 60_000}
+RUN = {"device": "cpu", "workers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def unfinished(source: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path]
     """Returns what makes all shards of a folder in parts, and no last files."""
 
     def make(out: Path) -> None:
-        quantize_checkpoint(source, out, OPTIONS, replace(RUN, part="1/2"))
+        nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "part": "1/2"})
         part_killed_at_its_end(monkeypatch, source, out, "2/2", OPTIONS)
 
     return make
@@ -153,19 +152,19 @@ def test_work_folders_that_are_links_are_refused(
     shutil.rmtree(linked)
     linked.symlink_to(victim)
     before = contents(victim)
-    run = replace(RUN, part="1/2") if command == "part" else RUN
-    run = replace(run, overwrite=command == "overwrite")
+    run = {**RUN, "part": "1/2"} if command == "part" else RUN
+    run = {**run, "overwrite": command == "overwrite"}
     place = GONE if command == "gone" else source
     with pytest.raises(OutputError, match=r"\.nf4conv.*: is a link, which no run of nf4conv"):
-        quantize_checkpoint(place, out, OPTIONS, run)
+        nf4conv.quantize(place, out, **OPTIONS, **run)
     assert contents(victim) == before
 
 
 def test_a_finished_folder_with_a_link_beside_it(source: Path, tmp_path: Path, victim: Path):
     before = contents(victim)
-    quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
     (tmp_path / "out" / WORK_FOLDER).symlink_to(victim)
-    quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)  # it is complete
+    nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)  # it is complete
     assert contents(victim) == before
 
 
@@ -188,7 +187,7 @@ def test_a_subfolder_that_is_a_link_is_not_written_into(
     monkeypatch.setattr(OutputFolder, "check_space", add_link)
     before = contents(victim)
     with pytest.raises(OutputError, match="additional_chat_templates: is a link to another folder"):
-        quantize_checkpoint(model, out, OPTIONS, RUN)
+        nf4conv.quantize(model, out, **OPTIONS, **RUN)
     assert contents(victim) == before
     assert not (out / "config.json").exists()
 
@@ -200,7 +199,7 @@ def test_a_link_that_leads_nowhere_is_refused_at_once(
 ):
     (tmp_path / "out").symlink_to(tmp_path / target)
     with pytest.raises(OutputError, match="out: is a link that leads nowhere; remove it"):
-        quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, part=part))
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**RUN, "part": part})
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -217,7 +216,7 @@ def test_a_copy_is_named_by_its_digest_only(
     auxiliary[next(iter(auxiliary))] = "../../../victim/thesis.txt"
     record.write_text(json.dumps(run))
     with pytest.raises(OutputError, match=r"its run\.json names files outside it"):
-        quantize_checkpoint(GONE, out, OPTIONS, RUN)
+        nf4conv.quantize(GONE, out, **OPTIONS, **RUN)
     assert (victim / "thesis.txt").read_text() == "precious"
 
 
@@ -274,11 +273,11 @@ def test_a_record_that_was_changed_counts_for_nothing(
     fields[key] = {"verified": {"worst": 0}, "sha256": "0" * 64}.get(key, 1)
     record.write_text(json.dumps(fields))
     with pytest.raises(SourceError):
-        quantize_checkpoint(GONE, tmp_path / "out", OPTIONS, RUN)
+        nf4conv.quantize(GONE, tmp_path / "out", **OPTIONS, **RUN)
     (tmp_path / "out" / fields["name"]).unlink()
     for number in (1, 2):
-        quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, part=f"{number}/2"))
-    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**RUN, "part": f"{number}/2"})
+    nf4conv.quantize(source, tmp_path / "whole", **OPTIONS, **RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -300,5 +299,5 @@ def test_records_that_are_no_files_of_their_size(
         os.truncate(record, 2**34)
     before = contents(out, "*.safetensors")
     with pytest.raises(Nf4convError):
-        quantize_checkpoint(GONE, out, OPTIONS, RUN)
+        nf4conv.quantize(GONE, out, **OPTIONS, **RUN)
     assert contents(out, "*.safetensors") == before

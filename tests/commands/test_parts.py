@@ -13,26 +13,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import command_line
 import pytest
-from api import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    SourceOptions,
-    dequantize_checkpoint,
-    execute_quantization,
-    plan_part,
-    plan_quantization,
-    quantize_checkpoint,
-)
 from checkpoints import contents, write_source
 from hub_server import Hub, Repo
 
+import nf4conv
 import nf4conv.plan.fingerprint as fingerprint_module
 import nf4conv.plan.writing as writing_module
 import nf4conv.sources.remote.stream as stream_module
@@ -41,8 +30,8 @@ from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.sources.remote.contents import RemoteFile
 from nf4conv.sources.unfinished import describe_finished, finished_shards, record_name
 
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+OPTIONS = {"max_shard_size": 60_000}
+RUN = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 REPO = "some-org/source"
 POINTS = 4
 Contents = dict[str, bytes]
@@ -65,15 +54,15 @@ def source(tmp_path: Path) -> Path:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Contents:
     """What a single run makes of the source."""
     folder = tmp_path_factory.mktemp("single")
-    quantize_checkpoint(written(folder / "source"), folder / "out", OPTIONS, RUN)
+    nf4conv.quantize(written(folder / "source"), folder / "out", **OPTIONS, **RUN)
     return contents(folder / "out")
 
 
 def part(
-    source: str | Path, out: Path, name: str, options: QuantizeOptions = OPTIONS, **others: Any
+    source: str | Path, out: Path, name: str, options: dict[str, Any] = OPTIONS, **others: Any
 ) -> Any:
     where = others.pop("where", None)
-    return quantize_checkpoint(source, out, options, replace(RUN, part=name, **others), where=where)
+    return nf4conv.quantize(source, out, **options, **{**RUN, "part": name, **others}, **where)
 
 
 def names_of(count: int) -> list[str]:
@@ -90,7 +79,7 @@ def names_of(count: int) -> list[str]:
 def test_the_bytes_are_those_of_a_single_run(
     source: Path, tmp_path: Path, count: int, verify: bool
 ):
-    single = quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(RUN, verify=verify))
+    single = nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **{**RUN, "verify": verify})
     before = 0
     missing = 1
     for name in names_of(count):
@@ -104,7 +93,7 @@ def test_the_bytes_are_those_of_a_single_run(
     assert missing == 0
     assert before >= single.run.bytes_before
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    again = quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, verify=verify))
+    again = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**RUN, "verify": verify})
     assert again.run.already_complete
     assert again.run.bytes_after == single.run.bytes_after
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
@@ -136,7 +125,7 @@ def test_a_run_without_a_part_makes_what_is_missing(
     source: Path, tmp_path: Path, expected: Contents
 ):
     missing = part(source, tmp_path / "out", "2/3").run.shards_missing
-    report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
     assert (report.run.shards_missing, report.run.already_complete) == (0, False)
     assert 0 < report.run.shards_resumed < missing
     assert contents(tmp_path / "out") == expected
@@ -147,7 +136,7 @@ def part_killed_at_its_end(
     source: Path,
     out: Path,
     name: str,
-    options: QuantizeOptions = OPTIONS,
+    options: dict[str, Any] = OPTIONS,
     **others: Any,
 ) -> None:
     """Makes all shards of a part, which ends before it writes the last files."""
@@ -172,7 +161,7 @@ def test_whoever_comes_next_finishes_what_a_killed_part_has_left(
     part(source, tmp_path / "out", "1/2")
     part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "2/2")
     assert not (tmp_path / "out/config.json").exists()
-    report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(RUN, part=name))
+    report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**RUN, "part": name})
     assert report.run.shards_missing == 0
     assert contents(tmp_path / "out") == expected
 
@@ -182,18 +171,18 @@ def test_the_source_is_gone(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
 ):
     """All shards are there. Whoever asks for something else gets the error of the source."""
-    single = quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(RUN, verify=verify))
+    single = nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **{**RUN, "verify": verify})
     part(source, tmp_path / "out", "1/2", verify=verify)
     part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "2/2", verify=verify)
     before = contents(tmp_path / "out")
     source.rename(tmp_path / "elsewhere")
-    for other in (replace(OPTIONS, blocksize=128), replace(OPTIONS, include=("*q_proj*",))):
+    for other in ({**OPTIONS, "blocksize": 128}, {**OPTIONS, "include": ("*q_proj*",)}):
         with pytest.raises(SourceError):
-            quantize_checkpoint(source, tmp_path / "out", other, RUN)
+            nf4conv.quantize(source, tmp_path / "out", **other, **RUN)
     with pytest.raises(SourceError):
-        dequantize_checkpoint(source, tmp_path / "out", None, RUN)
+        nf4conv.dequantize(source, tmp_path / "out", **RUN)
     assert contents(tmp_path / "out") == before
-    report = quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+    report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
     assert (report.packed, report.run.copied) == (single.packed, single.run.copied)
     assert (report.run.bytes_before, report.run.bytes_after) == (
@@ -201,7 +190,7 @@ def test_the_source_is_gone(
         single.run.bytes_after,
     )
     with pytest.raises(SourceError):
-        quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
 
 
 def test_the_source_is_gone_and_a_file_is_missing(source: Path, tmp_path: Path):
@@ -225,20 +214,24 @@ def test_what_others_have_finished_meanwhile_is_complete(
         if len(calls) == 1:
             part(source, tmp_path / "out", "1/1")
 
-    report = quantize_checkpoint(
-        source, tmp_path / "out", OPTIONS, replace(RUN, part="1/1", workers=1), interfere
+    report = nf4conv.quantize(
+        source,
+        tmp_path / "out",
+        **OPTIONS,
+        **{**RUN, "part": "1/1", "workers": 1},
+        progress=interfere,
     )
     assert report.run.already_complete
     assert contents(tmp_path / "out") == expected
 
 
 def test_a_dequantization(source: Path, tmp_path: Path):
-    quantize_checkpoint(source, tmp_path / "packed", OPTIONS, RUN)
-    options = DequantizeOptions(max_shard_size=150_000)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "single", options, RUN)
+    nf4conv.quantize(source, tmp_path / "packed", **OPTIONS, **RUN)
+    options = {"max_shard_size": 150_000}
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "single", **options, **RUN)
     for name in names_of(3):
-        dequantize_checkpoint(
-            tmp_path / "packed", tmp_path / "out", options, replace(RUN, part=name)
+        nf4conv.dequantize(
+            tmp_path / "packed", tmp_path / "out", **options, **{**RUN, "part": name}
         )
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
@@ -279,26 +272,24 @@ def test_parts_at_once_that_are_killed_at_random_and_begun_again(tmp_path: Path)
 
 
 @pytest.fixture
-def where(hub: Hub, source: Path, tmp_path: Path) -> SourceOptions:
+def where(hub: Hub, source: Path, tmp_path: Path) -> dict[str, Any]:
     """The source, published."""
     hub.repos[REPO] = Repo()
     hub.repos[REPO].commit(contents(source))
-    return SourceOptions(stream=True, cache_dir=tmp_path / "cache")
+    return {"stream": True, "cache_dir": tmp_path / "cache"}
 
 
 @pytest.mark.parametrize("verify", [False, True], ids=["plain", "verified"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_a_source_that_is_streamed(where: SourceOptions, tmp_path: Path, count: int, verify: bool):
-    quantize_checkpoint(
-        REPO, tmp_path / "single", OPTIONS, replace(RUN, verify=verify), where=where
-    )
+def test_a_source_that_is_streamed(where: dict[str, Any], tmp_path: Path, count: int, verify: bool):
+    nf4conv.quantize(REPO, tmp_path / "single", **OPTIONS, **{**RUN, "verify": verify}, **where)
     for name in names_of(count):
         part(REPO, tmp_path / "out", name, where=where, verify=verify)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
 def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
-    where: SourceOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The folder with what was fetched is gone when its content is to be checked."""
     calls = []
@@ -314,7 +305,7 @@ def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
     monkeypatch.setattr(stream_module, "check_content", interfere)
     report = part(REPO, tmp_path / "out", "1/1", where=where)
     assert report.run.already_complete
-    quantize_checkpoint(REPO, tmp_path / "single", OPTIONS, RUN, where=where)
+    nf4conv.quantize(REPO, tmp_path / "single", **OPTIONS, **RUN, **where)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -322,10 +313,10 @@ def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
     "size", [40_000, 10**6], ids=["more parts than files", "parts of whole files"]
 )
 def test_no_byte_is_fetched_by_two_parts(
-    hub: Hub, where: SourceOptions, source: Path, tmp_path: Path, size: int
+    hub: Hub, where: dict[str, Any], source: Path, tmp_path: Path, size: int
 ):
     for number in range(1, 6):
-        options = replace(OPTIONS, max_shard_size=size)
+        options = {**OPTIONS, "max_shard_size": size}
         part(REPO, tmp_path / "out", f"{number}/5", options, where=where)
     files = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
     fetched, whole = dict.fromkeys(files, 0), dict.fromkeys(files, 0)
@@ -341,7 +332,7 @@ def test_no_byte_is_fetched_by_two_parts(
 
 
 def test_another_commit_is_another_plan(
-    hub: Hub, where: SourceOptions, source: Path, tmp_path: Path
+    hub: Hub, where: dict[str, Any], source: Path, tmp_path: Path
 ):
     part(REPO, tmp_path / "out", "1/3", where=where)
     hub.repos[REPO].commit(contents(source) | {"NOTICE": b"new"})
@@ -404,7 +395,7 @@ def test_a_part_of_another_plan_is_refused(
         OutputError,
         match=rf"out: holds an unfinished run that differs in {name}.*; all parts take the",
     ):
-        quantize_checkpoint(source, out, OPTIONS, replace(RUN, **{"part": "2/3", **options}))
+        nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "part": "2/3", **options})
     assert contents(out) == before
 
 
@@ -422,9 +413,7 @@ def test_what_does_not_go_with_parts_is_refused(
     source: Path, tmp_path: Path, options: dict[str, Any], message: str
 ):
     with pytest.raises(PlanError, match=message):
-        quantize_checkpoint(
-            source, tmp_path / "out", OPTIONS, replace(RUN, **{"part": "1/3", **options})
-        )
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**RUN, "part": "1/3", **options})
     assert not (tmp_path / "out").exists()
 
 
@@ -443,21 +432,21 @@ def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Pat
     (pipeline / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(PlanError, match="one by one: --subfolder NAME, into OUT/NAME"):
         part(pipeline, tmp_path / "out", "1/2")
-    where = SourceOptions(subfolder="text_encoder")
+    where = {"subfolder": "text_encoder"}
     for name in ("1/2", "2/2"):
         part(pipeline, tmp_path / "out", name, where=where)
-    quantize_checkpoint(pipeline, tmp_path / "single", OPTIONS, RUN, where=where)
+    nf4conv.quantize(pipeline, tmp_path / "single", **OPTIONS, **RUN, **where)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
 def test_a_single_run_and_parts_keep_out_of_each_other_s_folder(source: Path, tmp_path: Path):
     part(source, tmp_path / "parts", "1/2")
-    quantize_checkpoint(source, tmp_path / "parts", OPTIONS, replace(RUN, overwrite=True))
+    nf4conv.quantize(source, tmp_path / "parts", **OPTIONS, **{**RUN, "overwrite": True})
     shard = source / "model-00002-of-00002.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-2] + b"\xc0\x7f")  # a NaN stops the run
     with pytest.raises(SourceError, match="NaN"):
-        quantize_checkpoint(source, tmp_path / "single", OPTIONS, RUN)
+        nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **RUN)
     with pytest.raises(
         OutputError, match="holds an unfinished run that is not in parts; resume it as it was begun"
     ):
@@ -493,7 +482,7 @@ def test_what_is_damaged_is_named_and_made_again(source: Path, tmp_path: Path, e
     ):
         part(source, out, "1/2")
     assert not (out / "config.json").exists()
-    quantize_checkpoint(source, out, OPTIONS, RUN)
+    nf4conv.quantize(source, out, **OPTIONS, **RUN)
     assert contents(out) == expected
 
 
@@ -524,7 +513,7 @@ def test_nothing_is_written_outside(
         (work / "shards" / record_name(shard)).write_bytes(describe_finished(shard, forged))
     source.rename(tmp_path / "elsewhere")
     with pytest.raises(OutputError, match="names files outside it"):
-        quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
     assert not (tmp_path / "stolen").exists()
 
 
@@ -552,10 +541,10 @@ def test_what_a_part_finds_wrong_is_not_finished(source: Path, tmp_path: Path):
 
 
 def test_a_source_that_changes_while_a_part_reads_it(source: Path, tmp_path: Path):
-    plan = plan_quantization(source, OPTIONS)
+    plan = nf4conv.plan_quantize(source, **OPTIONS, **RUN, part="1/2")
     other_weights(source)
     with pytest.raises(SourceError, match=r"00001-of-00002.safetensors: changed while it was read"):
-        execute_quantization(plan, tmp_path / "out", replace(RUN, part="1/2"))
+        plan.execute(tmp_path / "out")
     assert not finished_shards(tmp_path / "out")
 
 
@@ -570,7 +559,7 @@ def test_no_file_system_needs_to_know_locks_or_links(
     monkeypatch.setattr(os, "link", unknown)
     part(source, tmp_path / "out", "2/3")
     with pytest.raises(OutputError, match="differs in --blocksize, "):
-        part(source, tmp_path / "out", "1/3", replace(OPTIONS, blocksize=128))
+        part(source, tmp_path / "out", "1/3", {**OPTIONS, "blocksize": 128})
     for name in names_of(3):
         part(source, tmp_path / "out", name)
     assert contents(tmp_path / "out") == expected
@@ -638,7 +627,7 @@ def test_file_operations_are_those_of_a_part_s_own_shards_however_many_parts_the
 
 def test_parts_beyond_the_files_have_nothing_to_do_and_say_so(source: Path, expected: Contents):
     files = len([name for name in expected if name.endswith(".safetensors")])
-    plan = plan_part(plan_quantization(source, OPTIONS), replace(RUN, part=f"{files + 1}/500000"))
+    plan = nf4conv.plan_quantize(source, **OPTIONS, part=f"{files + 1}/500000").made
     assert not plan.output.shards
     assert plan.notes[-1] == (
         f"part {files + 1} of 500,000 has nothing to do: {files} files make at most {files} parts; "

@@ -9,36 +9,26 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from api import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    VerifyOptions,
-    dequantize_checkpoint,
-    inspect_checkpoint,
-    plan_quantization,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from checkpoints import contents
 from command_line import run
 from four_bit import CONFIG, pack, write
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.declaring import deciding
 from nf4conv.errors import OutputError, PlanError
 from nf4conv.format.codebook import SCALES
 from nf4conv.format.layout import Format
+from nf4conv.options import QuantizeOptions
 from nf4conv.plan.provenance import Provenance, groups_of
 from nf4conv.sources.record import PACKED, any_number, recorded_scales
 
-CPU = RunOptions(device="cpu", workers=2)
+CPU = {"device": "cpu", "workers": 2}
 LAYERS = 3
 MODULES = ("self_attn.q_proj", "mlp.up_proj")
 NAMES = [f"model.layers.{layer}.{module}.weight" for layer in range(LAYERS) for module in MODULES]
@@ -103,33 +93,33 @@ def as_of_0_1_0(folder: Path, out: Path, **decided: Any) -> Path:
     return out
 
 
-SEARCH = QuantizeOptions(scales="search")
-SINGLE_FP4 = QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False)
+SEARCH = {"scales": "search"}
+SINGLE_FP4 = {"quant_type": "fp4", "blocksize": 128, "double_quant": False}
 MADE = {
-    "nf4": QuantizeOptions(),
+    "nf4": {},
     "searched": SEARCH,
     "fp4": SINGLE_FP4,
-    "searched fp4": replace(SINGLE_FP4, scales="search"),
-    "fsdp": QuantizeOptions(quant_storage="bfloat16"),
+    "searched fp4": {**SINGLE_FP4, "scales": "search"},
+    "fsdp": {"quant_storage": "bfloat16"},
 }
 
 OPTIONS = {
-    "nothing": QuantizeOptions(),
-    "nf4": QuantizeOptions(quant_type="nf4"),
-    "fp4": QuantizeOptions(quant_type="fp4"),
-    "64": QuantizeOptions(blocksize=64),
-    "128": QuantizeOptions(blocksize=128),
-    "double": QuantizeOptions(double_quant=True),
-    "single": QuantizeOptions(double_quant=False),
-    "uint8": QuantizeOptions(quant_storage="uint8"),
-    "bfloat16 codes": QuantizeOptions(quant_storage="bfloat16"),
-    "bfloat16": QuantizeOptions(dtype="bfloat16"),
-    "float16": QuantizeOptions(dtype="float16"),
-    "absmax": QuantizeOptions(scales="absmax"),
+    "nothing": {},
+    "nf4": {"quant_type": "nf4"},
+    "fp4": {"quant_type": "fp4"},
+    "64": {"blocksize": 64},
+    "128": {"blocksize": 128},
+    "double": {"double_quant": True},
+    "single": {"double_quant": False},
+    "uint8": {"quant_storage": "uint8"},
+    "bfloat16 codes": {"quant_storage": "bfloat16"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "absmax": {"scales": "absmax"},
     "search": SEARCH,
-    "search 128": QuantizeOptions(scales="search", blocksize=128),
-    "lora": QuantizeOptions(lora=("ADAPTER",)),
-    "search lora": QuantizeOptions(scales="search", lora=("ADAPTER",)),
+    "search 128": {"scales": "search", "blocksize": 128},
+    "lora": {"lora": ("ADAPTER",)},
+    "search lora": {"scales": "search", "lora": ("ADAPTER",)},
 }
 
 # of each source, what becomes of its weights with each of the OPTIONS: "=" all stay as they are,
@@ -166,16 +156,16 @@ class World:
         self.scales = {"plain": dict.fromkeys(NAMES, "")}
         for name, options in MADE.items():
             out = folder / name
-            quantize_checkpoint(self.plain, out, options, CPU)
-            self._add(name, out, options.scales or "absmax")
+            nf4conv.quantize(self.plain, out, **options, **CPU)
+            self._add(name, out, options.get("scales") or "absmax")
         alike = {"q_proj": 64, "up_proj": 64}
         self._add("other tool", write_other_tool(folder / "other", alike), "absmax")
         # most elements are in blocks of 64
         unlike = {"q_proj": 128, "up_proj": 64}
         self._add("two block sizes", write_other_tool(folder / "unlike", unlike), "absmax")
         mixed = folder / "mixed"
-        merged = replace(SEARCH, lora=(str(self.adapter),))
-        quantize_checkpoint(self.sources["nf4"], mixed, merged, CPU)
+        merged = {**SEARCH, "lora": (str(self.adapter),)}
+        nf4conv.quantize(self.sources["nf4"], mixed, **merged, **CPU)
         self._add("two kinds of scales", mixed, "absmax")
         self.scales["two kinds of scales"] |= dict.fromkeys(Q_PROJS, "search")
         self._add("0.1.0", as_of_0_1_0(self.sources["nf4"], folder / "old"), "absmax")
@@ -186,9 +176,9 @@ class World:
         self.sources[name] = folder
         self.scales[name] = dict.fromkeys(NAMES, scales)
 
-    def options(self, name: str) -> QuantizeOptions:
+    def options(self, name: str) -> dict[str, Any]:
         asked = OPTIONS[name]
-        return replace(asked, lora=(str(self.adapter),)) if asked.lora else asked
+        return {**asked, "lora": (str(self.adapter),)} if asked.get("lora") else asked
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +212,7 @@ def recorded_of_each(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def faults(folder: Path, source: Path | None = None, **options: Any) -> list[str]:
-    report = verify_checkpoint(folder, source, VerifyOptions(**options), CPU)
+    report = nf4conv.verify(folder, source=source, **options, **CPU)
     return [finding.line() for finding in report.findings if finding.is_fault]
 
 
@@ -257,7 +247,7 @@ class Expected:
     def __init__(
         self,
         source: Path,
-        options: QuantizeOptions,
+        options: dict[str, Any],
         scales_before: dict[str, str],
         is_anew: Callable[[str], bool],
     ) -> None:
@@ -271,30 +261,32 @@ class Expected:
         [(most, _)] = elements.most_common(1)
         self.scales = {}
         for name in NAMES:
-            packed = options.scales or most or "absmax"
+            packed = options.get("scales") or most or "absmax"
             self.scales[name] = packed if name in self.anew else scales_before[name]
         config = json.loads((source / "config.json").read_text())
-        self.dtype = options.dtype or config["dtype"]
+        self.dtype = options.get("dtype") or config["dtype"]
         self.made_from = {}
-        for row in inspect_checkpoint(source).tensors:
+        for row in nf4conv.inspect(source).tensors:
             start = row.dtype
             if row.format is not None:
                 start = f"bitsandbytes {row.format}"
-            if options.lora and row.name in Q_PROJS:
+            if options.get("lora") and row.name in Q_PROJS:
                 start += ", merged with adapters"
             self.made_from[row.name] = start
 
     def check_plan(self) -> None:
-        rows = {row.name: row for row in plan_quantization(self.source, self.options).rows()}
+        rows = {
+            row.name: row for row in nf4conv.plan_quantize(self.source, **self.options).made.rows()
+        }
         for name in NAMES:
             assert rows[name].action == ("pack" if name in self.anew else "stay"), name
 
     def make(self, out: Path) -> None:
-        report = quantize_checkpoint(self.source, out, self.options, replace(CPU, verify=True))
+        report = nf4conv.quantize(self.source, out, **self.options, **{**CPU, "verify": True})
         assert (report.packed, report.stay, report.run.copied) == (len(NAMES), self.stay, 2)
         note = any("a search needs the 16-bit model" in note for note in report.run.notes)
         unsearched = {self.scales[name] for name in NAMES if name not in self.anew} - {"search"}
-        assert note is (self.options.scales == "search" and bool(unsearched))
+        assert note is (self.options.get("scales") == "search" and bool(unsearched))
         before, after = tensors_of(self.source), tensors_of(out)
         for name in set(NAMES) - self.anew:
             for part in before:
@@ -302,7 +294,7 @@ class Expected:
                     assert after[part] == before[part], part
 
     def check_record(self, out: Path) -> None:
-        stored = {row.name: row for row in inspect_checkpoint(out).tensors}
+        stored = {row.name: row for row in nf4conv.inspect(out).tensors}
         for name, group in recorded_of_each(out).items():
             row = stored[name]
             found = row.format
@@ -322,7 +314,7 @@ class Expected:
         record = record_of(out)
         assert record["not_packed"] == {self.dtype: 2}
         left_out = {"lora", "calibrate"}  # these are paths
-        decided = deciding(self.options)
+        decided = deciding(QuantizeOptions(**self.options))
         asked = {key: value for key, value in decided.items() if key not in left_out}
         assert record["options"] == json.loads(json.dumps(asked))
 
@@ -357,7 +349,7 @@ class Expected:
             assert config["bnb_4bit_quant_storage"] == group["quant_storage"]
 
     def check_inspect(self, out: Path) -> None:
-        inspected = inspect_checkpoint(out)
+        inspected = nf4conv.inspect(out)
         record = record_of(out)
         assert inspected.made == record
         assert not [finding for finding in inspected.findings if finding.is_fault]
@@ -369,13 +361,13 @@ class Expected:
 
     def check_verify(self, out: Path) -> None:
         assert faults(out) == []
-        assert faults(out, self.source, exact=True, lora=self.options.lora) == []
-        verified = verify_checkpoint(out, run=CPU)
+        assert faults(out, self.source, exact=True, lora=self.options.get("lora", ())) == []
+        verified = nf4conv.verify(out, **CPU)
         assert {row.name: row.format.scales for row in verified.weights} == self.scales
 
     def check_rerun(self, out: Path) -> None:
         before = contents(out)
-        again = quantize_checkpoint(self.source, out, self.options, replace(CPU, verify=True))
+        again = nf4conv.quantize(self.source, out, **self.options, **{**CPU, "verify": True})
         assert again.run.already_complete
         assert contents(out) == before
 
@@ -403,9 +395,9 @@ def test_a_result_says_what_is_in_it(world: World, tmp_path: Path, source, optio
     folder, options = world.sources[source], world.options(option)
     if fate == "!":
         with pytest.raises(PlanError, match="--scales search needs the 16-bit model"):
-            plan_quantization(folder, options)
+            nf4conv.plan_quantize(folder, **options)
         with pytest.raises(PlanError, match="leave --scales out"):
-            quantize_checkpoint(folder, tmp_path / "out", options, CPU)
+            nf4conv.quantize(folder, tmp_path / "out", **options, **CPU)
         assert not (tmp_path / "out").exists()
         return
     out = tmp_path / "out"
@@ -414,17 +406,17 @@ def test_a_result_says_what_is_in_it(world: World, tmp_path: Path, source, optio
 
     # once more, as it is
     again = tmp_path / "again"
-    Expected(out, QuantizeOptions(), made.scales, ANEW["="]).check(again)
+    Expected(out, {}, made.scales, ANEW["="]).check(again)
     assert tensors_of(again) == tensors_of(out)
 
 
 AGAIN = {
-    "fp4": (QuantizeOptions(quant_type="fp4"), "+"),
-    "single": (QuantizeOptions(double_quant=False), "+"),
-    "128": (QuantizeOptions(blocksize=128), "+"),
-    "float16": (QuantizeOptions(dtype="float16"), "+"),
-    "float32 codes": (QuantizeOptions(quant_storage="float32"), "="),
-    "absmax": (QuantizeOptions(scales="absmax"), "q"),
+    "fp4": ({"quant_type": "fp4"}, "+"),
+    "single": ({"double_quant": False}, "+"),
+    "128": ({"blocksize": 128}, "+"),
+    "float16": ({"dtype": "float16"}, "+"),
+    "float32 codes": ({"quant_storage": "float32"}, "="),
+    "absmax": ({"scales": "absmax"}, "q"),
     "search": (SEARCH, "="),
 }
 
@@ -435,7 +427,7 @@ def test_a_result_of_mixed_origin_is_quantized_again(world: World, tmp_path: Pat
     options, fate = AGAIN[option]
     first = tmp_path / "first"
     mixed = "two kinds of scales"
-    made = Expected(world.sources[mixed], QuantizeOptions(), world.scales[mixed], ANEW["="])
+    made = Expected(world.sources[mixed], {}, world.scales[mixed], ANEW["="])
     made.check(first)
     Expected(first, options, made.scales, ANEW[fate]).check(tmp_path / "second")
 
@@ -444,30 +436,34 @@ def test_what_was_kept_is_still_that_of_the_16_bit_model(world: World, tmp_path:
     """The case of issue 31: a search was asked for, and the record said that it took place."""
     for name in ("nf4", "fsdp", "fp4", "searched", "searched fp4"):
         out = tmp_path / name
-        options = QuantizeOptions(quant_storage="float16")
-        quantize_checkpoint(world.sources[name], out, options, CPU)
+        options = {"quant_storage": "float16"}
+        nf4conv.quantize(world.sources[name], out, **options, **CPU)
         assert faults(out, world.plain, exact=True) == [], name
 
 
 def test_what_is_asked_for_and_what_is_left_open_make_the_same_job(world: World, tmp_path: Path):
-    quantize_checkpoint(world.plain, tmp_path / "out", run=CPU)
-    spelled = QuantizeOptions(
-        quant_type="nf4", blocksize=64, double_quant=True, dtype="bfloat16", scales="absmax"
-    )
-    assert quantize_checkpoint(world.plain, tmp_path / "out", spelled, CPU).run.already_complete
+    nf4conv.quantize(world.plain, tmp_path / "out", **CPU)
+    spelled = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "double_quant": True,
+        "dtype": "bfloat16",
+        "scales": "absmax",
+    }
+    assert nf4conv.quantize(world.plain, tmp_path / "out", **spelled, **CPU).run.already_complete
     for options, message in (
         (SEARCH, 'scales was "absmax" and is "search" now'),
-        (QuantizeOptions(quant_type="fp4"), 'quant-type was "nf4" and is "fp4" now'),
-        (QuantizeOptions(dtype="float16"), 'dtype was "bfloat16" and is "float16" now'),
-        (QuantizeOptions(exclude=("*q_proj*",)), r"exclude was \[\] and is"),
+        ({"quant_type": "fp4"}, 'quant-type was "nf4" and is "fp4" now'),
+        ({"dtype": "float16"}, 'dtype was "bfloat16" and is "float16" now'),
+        ({"exclude": ("*q_proj*",)}, r"exclude was \[\] and is"),
     ):
         with pytest.raises(OutputError, match=message):
-            quantize_checkpoint(world.plain, tmp_path / "out", options, CPU)
+            nf4conv.quantize(world.plain, tmp_path / "out", **options, **CPU)
 
 
 def test_a_result_of_another_release_is_another_job(world: World):
     with pytest.raises(OutputError, match="another release of nf4conv wrote it"):
-        quantize_checkpoint(world.plain, world.sources["0.1.0"], run=CPU)
+        nf4conv.quantize(world.plain, world.sources["0.1.0"], **CPU)
 
 
 @pytest.mark.parametrize("source", ["searched", "two kinds of scales"])
@@ -475,8 +471,8 @@ def test_what_dequantize_leaves_in_4_bits_keeps_its_provenance(
     world: World, tmp_path: Path, source: str
 ):
     out = tmp_path / "out"
-    options = DequantizeOptions(exclude=("*.layers.1.*",))
-    dequantize_checkpoint(world.sources[source], out, options, CPU)
+    options = {"exclude": ("*.layers.1.*",)}
+    nf4conv.dequantize(world.sources[source], out, **options, **CPU)
     left = [name for name in NAMES if ".layers.1." in name]
     record = record_of(out)
     assert sum(group["count"] for group in record["weights"]) == len(left)
@@ -486,14 +482,14 @@ def test_what_dequantize_leaves_in_4_bits_keeps_its_provenance(
     for name in left:
         assert scales_of(name) == world.scales[source][name]
     assert faults(out) == []
-    quantize_checkpoint(out, tmp_path / "again", run=CPU)
+    nf4conv.quantize(out, tmp_path / "again", **CPU)
     assert faults(tmp_path / "again", out, exact=True) == []
 
 
 def test_the_record_stays_small_and_names_what_is_unlike(world: World, tmp_path: Path):
     out = tmp_path / "out"
-    options = QuantizeOptions(scales="search", lora=(str(world.adapter),))
-    quantize_checkpoint(world.sources["nf4"], out, options, CPU)
+    options = {"scales": "search", "lora": (str(world.adapter),)}
+    nf4conv.quantize(world.sources["nf4"], out, **options, **CPU)
     named = [group.get("names") for group in record_of(out)["weights"]]
     assert named == [None, ["model.layers.*.self_attn.q_proj.weight"]]
 
@@ -527,5 +523,5 @@ def test_weights_in_a_record_of_somebody_else_s_making_stop_nothing(
     assert run("inspect", out).exit_code == 0
     assert all(fault.startswith("nf4conv.json: ") for fault in faults(out, world.plain, exact=True))
     with pytest.raises(OutputError, match="holds the result of another job"):
-        quantize_checkpoint(world.plain, out, run=CPU)
-    quantize_checkpoint(out, tmp_path / "again", run=CPU)
+        nf4conv.quantize(world.plain, out, **CPU)
+    nf4conv.quantize(out, tmp_path / "again", **CPU)

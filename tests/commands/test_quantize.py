@@ -1,19 +1,18 @@
 """`quantize` from a folder to a folder, on the CPU, without transformers."""
 
-import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from api import quantize_checkpoint
 from checkpoints import contents, tensors_of, write_source
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.options import QuantizeOptions, RunOptions
 
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 
 KEYS = [
     "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
@@ -22,12 +21,14 @@ KEYS = [
 ]  # fmt: skip
 
 
-def assert_is(folder: Path, name: str, weight: torch.Tensor, options: QuantizeOptions) -> None:
+def assert_is(folder: Path, name: str, weight: torch.Tensor, options: dict[str, Any]) -> None:
     """The checkpoint's tensors for a weight are those that the codec makes of it."""
     tensors = tensors_of(folder)
-    double_quant = options.double_quant in (None, True)
     packed, state = quantize_4bit(
-        weight, options.quant_type or "nf4", options.blocksize or 64, double_quant
+        weight,
+        options.get("quant_type", "nf4"),
+        options.get("blocksize", 64),
+        options.get("double_quant", True),
     )
     expected = {name: packed} | {
         f"{name}.{suffix}": part for suffix, part in state.components().items()
@@ -43,8 +44,8 @@ def assert_is(folder: Path, name: str, weight: torch.Tensor, options: QuantizeOp
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 def test_weights_are_what_the_codec_makes_of_them(tmp_path, quant_type, blocksize, double_quant):
     source = write_source(tmp_path / "source")
-    options = QuantizeOptions(quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
-    quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    options = {"quant_type": quant_type, "blocksize": blocksize, "double_quant": double_quant}
+    nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
     for name, weight in tensors_of(source).items():
         if "proj" in name:
             assert_is(tmp_path / "out", name, weight, options)
@@ -56,12 +57,9 @@ def test_weights_are_what_the_codec_makes_of_them(tmp_path, quant_type, blocksiz
 @pytest.mark.parametrize("buffer_size", [1, 3 * 2**16, 10**9])
 def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_size):
     source = write_source(tmp_path / "source")
-    quantize_checkpoint(source, tmp_path / "expected", None, CPU)
-    quantize_checkpoint(
-        source,
-        tmp_path / "out",
-        None,
-        RunOptions(device="cpu", workers=workers, buffer_size=buffer_size),
+    nf4conv.quantize(source, tmp_path / "expected", **CPU)
+    nf4conv.quantize(
+        source, tmp_path / "out", device="cpu", workers=workers, buffer_size=buffer_size
     )
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
@@ -69,8 +67,8 @@ def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_s
 @pytest.mark.parametrize("limit", [1, 30_000, 100_000])
 def test_shards_and_index(tmp_path, limit):
     source = write_source(tmp_path / "source")
-    quantize_checkpoint(source, tmp_path / "whole", None, CPU)
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(max_shard_size=limit), CPU)
+    nf4conv.quantize(source, tmp_path / "whole", **CPU)
+    nf4conv.quantize(source, tmp_path / "out", max_shard_size=limit, **CPU)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     shards = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
     assert index["weight_map"] == {
@@ -107,7 +105,7 @@ def test_config_and_auxiliary_files(tmp_path):
     ):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text('{"must not": "come along"}')
-    quantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     assert sorted(contents(tmp_path / "out")) == [
         "LICENSE", "README.md", "chat_template.jinja", "code/deep.py", "config.json",
         "model.safetensors", "modeling_own.py", "nf4conv.json", "tokenizer.json", "tokenizer.model",
@@ -134,8 +132,8 @@ def test_dtype(tmp_path, dtype, configured):
     (source / "config.json").write_text(
         json.dumps({key: value for key, value in config.items() if value})
     )
-    options = QuantizeOptions(dtype=dtype)
-    quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    options = {"dtype": dtype}
+    nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
     target = getattr(torch, dtype)
     for name, weight in tensors_of(source).items():
         if "proj" in name:
@@ -155,13 +153,13 @@ def test_mixed_dtypes_become_the_config_s(tmp_path):
     ):
         tensors[name] = tensors[name].to(dtype)
     save_file(tensors, shard)
-    quantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     found = tensors_of(tmp_path / "out")
     assert_is(
         tmp_path / "out",
         "model.layers.0.mlp.up_proj.weight",
         tensors["model.layers.0.mlp.up_proj.weight"].bfloat16(),
-        QuantizeOptions(),
+        {},
     )
     assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
 
@@ -186,9 +184,9 @@ UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.we
 def test_a_config_without_dtype_leaves_it_to_what_most_bytes_are_stored_in(tmp_path, stored):
     other = torch.float16 if stored == "float32" else torch.float32
     tensors = {UP: random(256, 128).to(getattr(torch, stored)), DOWN: random(64, 64).to(other)}
-    quantize_checkpoint(write_single(tmp_path / "source", tensors), tmp_path / "out", None, CPU)
+    nf4conv.quantize(write_single(tmp_path / "source", tensors), tmp_path / "out", **CPU)
     for name, weight in tensors.items():
-        assert_is(tmp_path / "out", name, weight.to(getattr(torch, stored)), QuantizeOptions())
+        assert_is(tmp_path / "out", name, weight.to(getattr(torch, stored)), {})
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["dtype"] == stored
     expected = "bfloat16" if stored == "float32" else stored  # float32 is slow to compute in
@@ -208,10 +206,10 @@ def test_weights_in_many_pieces_are_cast_piece_by_piece(tmp_path, stored, dtype,
         UP: random(1003, 333).to(stored),
         "model.embed_tokens.weight": random(3001, 111).to(stored),
     }
-    options = QuantizeOptions(dtype=dtype)
+    options = {"dtype": dtype}
     source = write_single(tmp_path / "source", tensors)
-    quantize_checkpoint(
-        source, tmp_path / "out", options, RunOptions(device="cpu", workers=workers, buffer_size=1)
+    nf4conv.quantize(
+        source, tmp_path / "out", **options, device="cpu", workers=workers, buffer_size=1
     )
     assert_is(tmp_path / "out", UP, tensors[UP].to(getattr(torch, dtype)), options)
     kept = tensors_of(tmp_path / "out")["model.embed_tokens.weight"]
@@ -239,7 +237,7 @@ def test_tensors_do_not_depend_on_the_source_s_files(tmp_path, parts):
     )
     (tmp_path / "parts/config.json").write_bytes((whole / "config.json").read_bytes())
     for source in ("whole", "parts"):
-        quantize_checkpoint(tmp_path / source, tmp_path / f"{source}-out", None, CPU)
+        nf4conv.quantize(tmp_path / source, tmp_path / f"{source}-out", **CPU)
     left, right = tensors_of(tmp_path / "whole-out"), tensors_of(tmp_path / "parts-out")
     assert left.keys() == right.keys()
     assert all(
@@ -267,7 +265,7 @@ def test_what_is_no_weight_is_kept_bit_for_bit(tmp_path):
         ),
     }
     source = write_single(tmp_path / "source", kept | {UP: random(64, 64)})
-    quantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     found = tensors_of(tmp_path / "out")
     for name, tensor in kept.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
@@ -277,18 +275,19 @@ def test_what_is_no_weight_is_kept_bit_for_bit(tmp_path):
 def test_finite_weights_whose_sum_is_not_are_packed(tmp_path):
     tensors = {UP: torch.full((64, 64), 3e38), DOWN: random(64, 64)}
     # which takes no mean of the scales (test_hostile_files.py)
-    options = QuantizeOptions(double_quant=False)
-    quantize_checkpoint(write_single(tmp_path / "source", tensors), tmp_path / "out", options, CPU)
+    options = {"double_quant": False}
+    nf4conv.quantize(write_single(tmp_path / "source", tensors), tmp_path / "out", **options, **CPU)
     for name, weight in tensors.items():
         assert_is(tmp_path / "out", name, weight, options)
 
 
 def test_include_and_exclude(tmp_path):
     source = write_source(tmp_path / "source")
-    options = QuantizeOptions(
-        include=("*.up_proj.*", "model.layers.0.*"), exclude=("*.3.*", "model.layers.4.mlp.*")
-    )
-    quantize_checkpoint(source, tmp_path / "out", options, CPU)
+    options = {
+        "include": ("*.up_proj.*", "model.layers.0.*"),
+        "exclude": ("*.3.*", "model.layers.4.mlp.*"),
+    }
+    nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
     packed = {
         name.removesuffix(".absmax")
         for name in tensors_of(tmp_path / "out")
@@ -307,12 +306,12 @@ def test_a_single_file_and_transposed_weights(tmp_path):
     save_file({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32"}
     (tmp_path / "source/config.json").write_text(json.dumps(config))
-    quantize_checkpoint(tmp_path / "source/model.safetensors", tmp_path / "out", None, CPU)
+    nf4conv.quantize(tmp_path / "source/model.safetensors", tmp_path / "out", **CPU)
     assert_is(
         tmp_path / "out",
         "transformer.h.0.attn.c_attn.weight",
         weight.t().contiguous(),
-        QuantizeOptions(),
+        {},
     )
 
 
@@ -330,10 +329,8 @@ def test_odd_sizes(tmp_path, rows):
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16"}
     (tmp_path / "source/config.json").write_text(json.dumps(config))
     for double_quant in (True, False):
-        options = QuantizeOptions(double_quant=double_quant)
+        options = {"double_quant": double_quant}
         out = tmp_path / f"out-{double_quant}"
-        quantize_checkpoint(
-            tmp_path / "source", out, options, dataclasses.replace(CPU, buffer_size=1)
-        )
+        nf4conv.quantize(tmp_path / "source", out, **options, **{**CPU, "buffer_size": 1})
         for name, weight in weights.items():
             assert_is(out, name, weight, options)

@@ -10,24 +10,17 @@ from typing import Any
 import command_line
 import pytest
 import torch
-from api import (
-    QuantizeOptions,
-    RunOptions,
-    plan_quantization,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from checkpoints import contents, write_source
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
+import nf4conv
 from nf4conv.errors import VerificationError
-from nf4conv.options import SourceOptions
 from nf4conv.output.writer import ShardWriter
 
-CPU = RunOptions(device="cpu", workers=2)
-VERIFY = RunOptions(device="cpu", workers=2, verify=True)
-SMALL = RunOptions(device="cpu", workers=2, buffer_size=1, verify=True)
+CPU = {"device": "cpu", "workers": 2}
+VERIFY = {"device": "cpu", "workers": 2, "verify": True}
+SMALL = {"device": "cpu", "workers": 2, "buffer_size": 1, "verify": True}
 
 
 @pytest.fixture
@@ -37,7 +30,7 @@ def source(tmp_path: Path) -> Path:
 
 def agrees(out: Path, source: Path, summary: Any) -> None:
     """With what `verify` finds of the same."""
-    report = verify_checkpoint(out, source, None, CPU)
+    report = nf4conv.verify(out, source=source, **CPU)
     assert report.passed, [finding.line() for finding in report.findings]
     assert len(summary.weights) == len(report.weights) == summary.packed
     by_name = {row.name: row for row in report.weights}
@@ -50,18 +43,18 @@ def agrees(out: Path, source: Path, summary: Any) -> None:
 
 @pytest.mark.parametrize("run", [VERIFY, SMALL], ids=["buffers", "small buffers"])
 @pytest.mark.parametrize("options", [
-    QuantizeOptions(max_shard_size=60_000),
-    QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False),
-    QuantizeOptions(dtype="float32"), QuantizeOptions(dtype="float16"),
+    {"max_shard_size": 60_000},
+    {"quant_type": "fp4", "blocksize": 128, "double_quant": False},
+    {"dtype": "float32"}, {"dtype": "float16"},
 ], ids=["shards", "fp4", "float32", "float16"])  # fmt: skip
 def test_it_finds_what_verify_finds(
-    source: Path, tmp_path: Path, options: QuantizeOptions, run: RunOptions
+    source: Path, tmp_path: Path, options: dict[str, Any], run: dict[str, Any]
 ):
-    report = quantize_checkpoint(source, tmp_path / "out", options, run)
+    report = nf4conv.quantize(source, tmp_path / "out", **options, **run)
     assert report.verification is not None
     assert report.verification.copied == 7
     agrees(tmp_path / "out", source, report.verification)
-    quantize_checkpoint(source, tmp_path / "without", options, CPU)
+    nf4conv.quantize(source, tmp_path / "without", **options, **CPU)
     with_it, without = contents(tmp_path / "out"), contents(tmp_path / "without")
     assert b"every value against the original" in with_it.pop("README.md")
     without.pop("README.md")
@@ -76,7 +69,7 @@ def test_transposed_weights(tmp_path: Path):
     save_file({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16"}
     (tmp_path / "source/config.json").write_text(json.dumps(config))
-    report = quantize_checkpoint(tmp_path / "source", tmp_path / "out", None, VERIFY)
+    report = nf4conv.quantize(tmp_path / "source", tmp_path / "out", **VERIFY)
     agrees(tmp_path / "out", tmp_path / "source", report.verification)
 
 
@@ -95,8 +88,8 @@ def test_fp8_sources_kept_ones_too(tmp_path: Path):
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
     config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (tmp_path / "source/config.json").write_text(json.dumps(config))
-    options = QuantizeOptions(exclude=("*o_proj*",))
-    report = quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, SMALL)
+    options = {"exclude": ("*o_proj*",)}
+    report = nf4conv.quantize(tmp_path / "source", tmp_path / "out", **options, **SMALL)
     assert report.verification is not None
     assert (report.verification.packed, report.verification.copied) == (1, 1)
     agrees(tmp_path / "out", tmp_path / "source", report.verification)
@@ -105,8 +98,8 @@ def test_fp8_sources_kept_ones_too(tmp_path: Path):
 def test_a_streamed_source_is_compared_before_it_is_dropped(hub: Hub, source: Path, tmp_path: Path):
     hub.repos["org/model"] = Repo()
     hub.repos["org/model"].commit(contents(source))
-    where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
-    report = quantize_checkpoint("org/model", tmp_path / "out", None, VERIFY, where=where)
+    where = {"cache_dir": tmp_path / "cache", "stream": True}
+    report = nf4conv.quantize("org/model", tmp_path / "out", **VERIFY, **where)
     agrees(tmp_path / "out", source, report.verification)
     assert not list((tmp_path / "cache").rglob("model-*.safetensors"))
 
@@ -131,7 +124,7 @@ class Faulty:
 
 def offset_of(source: Path, name: str, suffix: str) -> int:
     """In the data of the single output shard."""
-    for job in plan_quantization(source).output.jobs:
+    for job in nf4conv.plan_quantize(source).made.output.jobs:
         if job.name == name:
             if not suffix and hasattr(job, "offset"):
                 return int(job.offset)
@@ -156,12 +149,12 @@ def test_a_bit_that_flips_on_the_way_to_the_disk(
     with monkeypatch.context() as patched:
         fault = Faulty(patched, offset_of(source, name, suffix) + 3)
         with pytest.raises(VerificationError, match=rf"out: verification failed: {name}: "):
-            quantize_checkpoint(source, out, None, VERIFY)
+            nf4conv.quantize(source, out, **VERIFY)
         assert fault.left == 0
     assert not (out / "config.json").exists()
     assert not (out / "README.md").exists()
-    quantize_checkpoint(source, out, None, VERIFY)
-    quantize_checkpoint(source, tmp_path / "good", None, VERIFY)
+    nf4conv.quantize(source, out, **VERIFY)
+    nf4conv.quantize(source, tmp_path / "good", **VERIFY)
     assert contents(out) == contents(tmp_path / "good")
 
 
@@ -171,7 +164,7 @@ def test_shards_of_an_earlier_run_are_looked_at_as_well(source: Path, tmp_path: 
     class Interrupt(Exception):  # noqa: N818
         pass
 
-    options, out, seen = QuantizeOptions(max_shard_size=60_000), tmp_path / "out", 0
+    options, out, seen = {"max_shard_size": 60_000}, tmp_path / "out", 0
 
     def stop(count: int) -> None:
         nonlocal seen
@@ -180,9 +173,9 @@ def test_shards_of_an_earlier_run_are_looked_at_as_well(source: Path, tmp_path: 
             raise Interrupt
 
     with pytest.raises(Interrupt):
-        quantize_checkpoint(source, out, options, RunOptions(device="cpu", workers=1), stop)
+        nf4conv.quantize(source, out, **options, device="cpu", workers=1, progress=stop)
     assert list(out.glob("*.safetensors"))
-    report = quantize_checkpoint(source, out, options, VERIFY)
+    report = nf4conv.quantize(source, out, **options, **VERIFY)
     agrees(out, source, report.verification)
 
 

@@ -10,13 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import api
 import pytest
 from checkpoints import contents, write_source
 from test_spread import OPTIONS, SLOW, looks_finished
 
 import nf4conv
-from nf4conv.options import RunOptions
 
 ray = pytest.importorskip("ray", reason="make test-others")
 
@@ -63,7 +61,7 @@ def at_work(folder: Path) -> list[Path]:
 
 def test_a_node_is_lost(tmp_path: Path, cluster):
     source = write_source(tmp_path / "source", layers=24)
-    api.quantize_checkpoint(source, tmp_path / "single", OPTIONS, RunOptions(device="cpu"))
+    nf4conv.quantize(source, tmp_path / "single", **OPTIONS, device="cpu")
     driver = start(source, tmp_path / "out")
     work = tmp_path / "out" / ".nf4conv"
     while len(at_work(work)) < 3 or len([*work.glob("shards/*")]) < 4:

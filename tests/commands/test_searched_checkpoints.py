@@ -2,7 +2,6 @@
 promised.
 """
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,14 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import load
-from api import (
-    QuantizeOptions,
-    RunOptions,
-    VerifyOptions,
-    inspect_checkpoint,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from checkpoints import contents, tensors_of, write_source
 from four_bit import error_sums
 from safetensors.torch import load_file, save_file
@@ -35,6 +26,7 @@ from test_encoded import (
 from test_resume import stop_after_the_first_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import nf4conv
 from nf4conv import quantize_4bit
 from nf4conv.codec import cpu, reference
 from nf4conv.codec.ops import dequantize_4bit
@@ -42,8 +34,8 @@ from nf4conv.codec.quant_state import Decoding, QuantState
 from nf4conv.format.codebook import BLOCKSIZES
 from nf4conv.report.tolerance import RELATIVE_ERRORS
 
-CPU = RunOptions(device="cpu", workers=2)
-SEARCH = QuantizeOptions(scales="search")
+CPU = {"device": "cpu", "workers": 2}
+SEARCH = {"scales": "search"}
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -55,12 +47,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def searched(source: Path) -> Path:
     out = source.parent / "searched"
-    quantize_checkpoint(source, out, SEARCH, CPU)
+    nf4conv.quantize(source, out, **SEARCH, **CPU)
     return out
 
 
 def faults(folder: Path, source: Path | None = None, **options: object) -> set[str]:
-    report = verify_checkpoint(folder, source, VerifyOptions(**options), CPU)
+    report = nf4conv.verify(folder, source=source, **options, **CPU)
     return {finding.check for finding in report.findings if finding.is_fault}
 
 
@@ -69,11 +61,9 @@ def faults(folder: Path, source: Path | None = None, **options: object) -> set[s
 def test_tensors_are_those_of_quantize_4bit_and_as_large_as_ever(
     source, tmp_path, quant_type, double_quant
 ):
-    options = QuantizeOptions(quant_type=quant_type, blocksize=32, double_quant=double_quant)
-    quantize_checkpoint(source, tmp_path / "absmax", options, CPU)
-    quantize_checkpoint(
-        source, tmp_path / "search", dataclasses.replace(options, scales="search"), CPU
-    )
+    options = {"quant_type": quant_type, "blocksize": 32, "double_quant": double_quant}
+    nf4conv.quantize(source, tmp_path / "absmax", **options, **CPU)
+    nf4conv.quantize(source, tmp_path / "search", **{**options, "scales": "search"}, **CPU)
     found, others, originals = (
         tensors_of(folder) for folder in (tmp_path / "search", tmp_path / "absmax", source)
     )
@@ -128,10 +118,14 @@ def test_sources_of_other_kinds_are_searched_as_their_decoded_weights(tmp_path, 
         }
         (folder / "config.json").write_text(json.dumps(config))
     # what is in 4 bits already would otherwise stay in its own format
-    options = dataclasses.replace(
-        SEARCH, quant_type="nf4", blocksize=64, double_quant=True, moe="packed"
-    )
-    quantize_checkpoint(folder, tmp_path / "out", options, CPU)
+    options = {
+        **SEARCH,
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "double_quant": True,
+        "moe": "packed",
+    }
+    nf4conv.quantize(folder, tmp_path / "out", **options, **CPU)
     found = tensors_of(tmp_path / "out")
     for name, weight in made.decoded.items():
         packed, state = quantize_4bit(weight, scales="search")
@@ -149,15 +143,15 @@ def test_sources_of_other_kinds_are_searched_as_their_decoded_weights(tmp_path, 
     "run", [{"workers": 1}, {"workers": 4, "buffer_size": 1 << 16}], ids=["one", "four"]
 )
 def test_bytes_do_not_depend_on_workers_or_buffers(source, searched, tmp_path, run):
-    quantize_checkpoint(source, tmp_path / "out", SEARCH, RunOptions(device="cpu", **run))
+    nf4conv.quantize(source, tmp_path / "out", **SEARCH, device="cpu", **run)
     assert contents(tmp_path / "out") == contents(searched)
 
 
 def test_an_interrupted_search_resumes_to_the_same_bytes(tmp_path, monkeypatch):
-    options = QuantizeOptions(max_shard_size=60_000, scales="search")
+    options = {"max_shard_size": 60_000, "scales": "search"}
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch, options)
-    assert quantize_checkpoint(source, out, options, CPU).run.shards_resumed > 0
-    quantize_checkpoint(source, tmp_path / "whole", options, CPU)
+    assert nf4conv.quantize(source, out, **options, **CPU).run.shards_resumed > 0
+    nf4conv.quantize(source, tmp_path / "whole", **options, **CPU)
     assert contents(out) == contents(tmp_path / "whole")
 
 
@@ -187,13 +181,13 @@ def test_it_is_written_down_how_it_was_made(searched):
 def plain(source: Path) -> Path:
     """Without double quantization."""
     out = source.parent / "plain"
-    quantize_checkpoint(source, out, dataclasses.replace(SEARCH, double_quant=False), CPU)
+    nf4conv.quantize(source, out, **{**SEARCH, "double_quant": False}, **CPU)
     return out
 
 
 def test_negative_scales_are_no_fault_where_they_were_searched(source, searched, plain):
     for folder in (searched, plain):
-        assert not inspect_checkpoint(folder).findings
+        assert not nf4conv.inspect(folder).findings
         assert faults(folder) == set()
         assert faults(folder, source, exact=True) == set()
 
@@ -206,7 +200,7 @@ def test_negative_scales_are_a_fault_where_nothing_says_that_they_were_searched(
         quiet = Path(shutil.copytree(folder, tmp_path / folder.name))
         (quiet / "nf4conv.json").unlink()
         assert fault in faults(quiet)
-    assert {finding.check for finding in inspect_checkpoint(tmp_path / "searched").findings} == {
+    assert {finding.check for finding in nf4conv.inspect(tmp_path / "searched").findings} == {
         "quant state"
     }
 
@@ -222,21 +216,19 @@ def test_verify_finds_a_scale_of_the_wrong_sign(source, plain, tmp_path):
 
 
 def test_quantize_with_verify_holds_them_to_the_search(source, tmp_path):
-    report = quantize_checkpoint(
-        source, tmp_path / "out", SEARCH, dataclasses.replace(CPU, verify=True)
-    )
+    report = nf4conv.quantize(source, tmp_path / "out", **SEARCH, **{**CPU, "verify": True})
     assert report.verification is not None
     assert report.verification.largest_relative_error < 0.09
-    (_, least, most), *_ = verify_checkpoint(tmp_path / "out", source, run=CPU).normal
+    (_, least, most), *_ = nf4conv.verify(tmp_path / "out", source=source, **CPU).normal
     assert least < report.verification.largest_relative_error < most
 
 
 def test_a_searched_source_stays_as_it_is(searched, tmp_path):
-    quantize_checkpoint(searched, tmp_path / "again", QuantizeOptions(), CPU)
+    nf4conv.quantize(searched, tmp_path / "again", **CPU)
     again, before = tensors_of(tmp_path / "again"), tensors_of(searched)
     assert all(torch.equal(again[name], before[name]) for name in before)
     assert faults(tmp_path / "again", searched, exact=True) == set()
-    quantize_checkpoint(searched, tmp_path / "absmax", QuantizeOptions(scales="absmax"), CPU)
+    nf4conv.quantize(searched, tmp_path / "absmax", scales="absmax", **CPU)
     assert faults(tmp_path / "absmax", searched, exact=True) == set()
     assert not torch.equal(tensors_of(tmp_path / "absmax")[UP], before[UP])
 
@@ -296,8 +288,8 @@ def test_transformers_and_bitsandbytes_generate_from_it(tmp_path):
         eos_token_id=None,
     )
     LlamaForCausalLM(config).float().save_pretrained(tmp_path / "source")
-    options = dataclasses.replace(SEARCH, compute_dtype="float32")
-    quantize_checkpoint(tmp_path / "source", tmp_path / "out", options, CPU)
+    options = {**SEARCH, "compute_dtype": "float32"}
+    nf4conv.quantize(tmp_path / "source", tmp_path / "out", **options, **CPU)
     model = load(tmp_path / "out", dtype=torch.float32)
     decoded = LlamaForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     tensors, names = tensors_of(tmp_path / "out"), dict(decoded.named_parameters())

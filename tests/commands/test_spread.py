@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import api
 import pytest
 import torch
 from checkpoints import contents, write_source
@@ -24,9 +24,9 @@ from nf4conv.commands.spread import PartWork, find_places, make_part
 from nf4conv.errors import OptionError, PlanError, SourceError
 from nf4conv.options import QuantizeOptions, RunOptions
 
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
-ONE = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
-TWO = replace(ONE, device="cpu,cpu")
+OPTIONS = {"max_shard_size": 60_000}
+ONE = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
+TWO = {**ONE, "device": "cpu,cpu"}
 OF_THE_RUN = {
     *("out", "loading", "push", "run", "seconds", "pipeline_seconds", "seconds_by_activity"),
     *("host_baseline_bytes", "host_peak_bytes", "verification"),
@@ -104,13 +104,11 @@ def looks_finished(out: Path) -> bool:
     return any((out / name).exists() for name in ("config.json", "model.safetensors.index.json"))
 
 
-@pytest.mark.parametrize("run", [TWO, replace(TWO, verify=True)], ids=["plain", "verified"])
-def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: RunOptions):
-    single = api.quantize_checkpoint(
-        source, tmp_path / "single", OPTIONS, replace(run, device="cpu")
-    )
+@pytest.mark.parametrize("run", [TWO, {**TWO, "verify": True}], ids=["plain", "verified"])
+def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: dict[str, Any]):
+    single = nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **{**run, "device": "cpu"})
     read: list[int] = []
-    report = api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run, read.append)
+    report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **run, progress=read.append)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
     for found, expected in ((report, single), (report.run, single.run)):
         assert {k: v for k, v in asdict(found).items() if k not in OF_THE_RUN} == {
@@ -118,22 +116,22 @@ def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: Ru
         }
     assert report.run.seconds_by_activity.keys() == single.run.seconds_by_activity.keys()
     assert report.run.seconds >= report.run.pipeline_seconds > 0
-    again = report.run.bytes_before + report.run.bytes_after if run.verify else 0
+    again = report.run.bytes_before + report.run.bytes_after if "verify" in run else 0
     assert sum(read) == report.run.bytes_before + again
-    if run.verify:
+    if "verify" in run:
         assert report.verification is not None
         assert single.verification is not None
         assert report.verification.to_record() == single.verification.to_record()
-    once_more = api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, run)
+    once_more = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **run)
     assert once_more.run.already_complete
     assert once_more.run.seconds_by_activity == {}
 
 
 def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
-    api.quantize_checkpoint(source, tmp_path / "packed", OPTIONS, ONE)
-    options = api.DequantizeOptions(max_shard_size=200_000)
-    single = api.dequantize_checkpoint(tmp_path / "packed", tmp_path / "single", options, ONE)
-    report = api.dequantize_checkpoint(tmp_path / "packed", tmp_path / "out", options, TWO)
+    nf4conv.quantize(source, tmp_path / "packed", **OPTIONS, **ONE)
+    options = {"max_shard_size": 200_000}
+    single = nf4conv.dequantize(tmp_path / "packed", tmp_path / "single", **options, **ONE)
+    report = nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **options, **TWO)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
     assert (report.decoded, report.run.copied, report.run.bytes_after) == (
         single.decoded,
@@ -143,11 +141,11 @@ def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
 
 
 def test_overwriting(tmp_path: Path, source: Path):
-    other = QuantizeOptions(max_shard_size=60_000, quant_type="fp4")
-    api.quantize_checkpoint(source, tmp_path / "out", other, ONE)
-    api.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
-    over = replace(TWO, overwrite=True)
-    report = api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, over)
+    other = {"max_shard_size": 60_000, "quant_type": "fp4"}
+    nf4conv.quantize(source, tmp_path / "out", **other, **ONE)
+    nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **ONE)
+    over = {**TWO, "overwrite": True}
+    report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **over)
     assert not report.run.already_complete
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
@@ -184,7 +182,7 @@ def assert_error_object(output: str, line: str) -> None:
 
 def test_however_a_run_ends_nobody_is_left_and_it_resumes(tmp_path: Path):
     source, out = write_source(tmp_path / "source", layers=24), tmp_path / "out"
-    api.quantize_checkpoint(source, tmp_path / "single", OPTIONS, ONE)
+    nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **ONE)
     finished = 0
     for end, code, line in ENDS:
         run = Run(source, out)
@@ -228,7 +226,7 @@ def test_an_error_of_one_worker_is_that_of_the_run(tmp_path: Path, source: Path)
     tensors["model.layers.4.mlp.up_proj.weight"][3, 3] = torch.nan
     save_file(tensors, file)
     with pytest.raises(SourceError, match=r"model\.layers\.4\.mlp\.up_proj\.weight"):
-        api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, TWO)
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **TWO)
     assert not looks_finished(tmp_path / "out")
     code, output, errors = Run(source, tmp_path / "out").end()
     assert (code, errors.count("\n")) == (2, 1)
@@ -243,20 +241,20 @@ def test_devices_that_are_not_there(tmp_path: Path, source: Path, device: str):
     with pytest.raises(
         PlanError, match=f"^--device {device}: expected GPUs of this machine, each once: "
     ):
-        api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device=device))
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**ONE, "device": device})
     assert not (tmp_path / "out").exists()
 
 
 def test_a_part_is_for_one_process(tmp_path: Path, source: Path):
     with pytest.raises(PlanError, match=r"^--part 1/2 is for one process: "):
-        api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(TWO, part="1/2"))
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**TWO, "part": "1/2"})
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_all_gpus_of_a_machine_that_has_none(tmp_path: Path, source: Path):
     with pytest.raises(PlanError, match=r"--device cuda:all: .*it has none"):
-        api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all"))
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**ONE, "device": "cuda:all"})
 
 
 def test_places_share_all_cores():
@@ -269,10 +267,8 @@ def test_places_share_all_cores():
 @pytest.mark.gpu
 def test_all_gpus(tmp_path: Path, source: Path):
     """With one GPU it is a plain run."""
-    report = api.quantize_checkpoint(
-        source, tmp_path / "out", OPTIONS, replace(ONE, device="cuda:all")
-    )
-    api.quantize_checkpoint(source, tmp_path / "single", OPTIONS, replace(ONE, device="cuda:0"))
+    report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**ONE, "device": "cuda:all"})
+    nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **{**ONE, "device": "cuda:0"})
     assert report.run.device == ", ".join(
         f"cuda:{number}" for number in range(torch.cuda.device_count())
     )
@@ -288,7 +284,7 @@ def test_without_ray(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         PlanError, match=r"^--ray needs one more package: pip install 'nf4conv\[ray\]'$"
     ):
-        api.quantize_checkpoint(source, tmp_path / "out", OPTIONS, replace(ONE, ray=True))
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**ONE, "ray": True})
 
 
 class ForeignError(ValueError):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from api import RunOptions, dequantize_checkpoint, verify_checkpoint
 from bitsandbytes.functional import int8_vectorwise_dequant, quantize_4bit
 from integers import awq, gptq
 from safetensors.torch import load_file, save_file
@@ -14,10 +13,11 @@ from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 from transformers.integrations import fbgemm_fp8
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 
+import nf4conv
 from nf4conv.errors import SourceError
 
 BF16 = torch.bfloat16
-CPU = RunOptions(device="cpu", workers=2, buffer_size=1)
+CPU = {"device": "cpu", "workers": 2, "buffer_size": 1}
 FILE = "model.safetensors"
 Q = "model.layers.0.self_attn.q_proj"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
@@ -62,7 +62,7 @@ def test_llama_4_experts_of_fbgemm(tmp_path: Path, inner: int, monkeypatch: pyte
         exact[f"{stem}.{name}"] = weight
     description = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
     source = write(tmp_path / "source", stored, description, model_type="llama4_text")
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     for name, decoded in load_file(tmp_path / "out/model.safetensors").items():
         assert decoded.shape == exact[name].shape
         error = (decoded.float() - exact[name]).abs() / exact[name].abs().amax(1, keepdim=True)
@@ -80,7 +80,7 @@ def test_conv1d_in_8_bits(tmp_path: Path):
         tmp_path / "plain", quantization_config=wanted, device_map="cpu"
     )
     packed.save_pretrained(tmp_path / "source")
-    dequantize_checkpoint(tmp_path / "source", tmp_path / "out", None, CPU)
+    nf4conv.dequantize(tmp_path / "source", tmp_path / "out", **CPU)
     stored = load_file(tmp_path / "source/model.safetensors")
     decoded = load_file(tmp_path / "out/model.safetensors")
     compared = 0
@@ -93,7 +93,7 @@ def test_conv1d_in_8_bits(tmp_path: Path):
         assert decoded[name].shape == original.shape
         compared += 1
     assert compared == 4
-    report = verify_checkpoint(tmp_path / "out", tmp_path / "source", None, CPU)
+    report = nf4conv.verify(tmp_path / "out", source=tmp_path / "source", **CPU)
     assert report.identical, report.findings
 
 
@@ -145,7 +145,7 @@ def test_what_is_refused_by_its_config(
 ):
     source = write(tmp_path / "source", tensors, description, **more)
     with pytest.raises(SourceError, match=f"source: already quantized: .*{message}"):
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)
 
 
 def nvfp4() -> dict[str, torch.Tensor]:
@@ -185,7 +185,7 @@ def of_quanto() -> dict[str, torch.Tensor]:
 def test_what_no_config_describes(tmp_path: Path, tensors: dict[str, torch.Tensor], name: str):
     source = write(tmp_path / "source", tensors, None)
     with pytest.raises(SourceError, match=f"{Q}.{name}: part of a weight that is already"):
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)
 
 
 def test_integers_that_no_rule_knows(tmp_path: Path):
@@ -200,7 +200,7 @@ def test_integers_that_no_rule_knows(tmp_path: Path):
     }
     source = write(tmp_path / "source", stored, {"quant_method": "bitsandbytes", "format": "nf4"})
     with pytest.raises(SourceError, match=f"{Q}.weight: part of a weight whose scales are missing"):
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)
 
 
 @pytest.mark.parametrize("desc_act", [True, False])
@@ -209,8 +209,8 @@ def test_columns_whose_order_is_lost(tmp_path: Path, desc_act: bool):
     del weight.parts["g_idx"]
     source = write(tmp_path / "source", parts_of(weight), GPTQ | {"desc_act": desc_act})
     if not desc_act:
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)
         assert torch.equal(load_file(tmp_path / "out" / FILE)[f"{Q}.weight"], weight.decoded)
         return
     with pytest.raises(SourceError, match=f"{Q}.qweight: lacks its g_idx, and desc_act"):
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)

@@ -2,31 +2,23 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import command_line
 import pytest
 import torch
-from api import dequantize_checkpoint, verify_checkpoint
 from checkpoints import contents, tensors_of
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
+import nf4conv
 from nf4conv.errors import Nf4convError, PlanError
-from nf4conv.options import (
-    DequantizeOptions,
-    Fp8Scales,
-    MachineOptions,
-    RunOptions,
-    SourceOptions,
-    VerifyOptions,
-)
+from nf4conv.options import Fp8Scales
 
-CPU = RunOptions(device="cpu", workers=2)
-SMALL = RunOptions(device="cpu", workers=2, buffer_size=1)
-FP8 = DequantizeOptions(dtype="fp8")
+CPU = {"device": "cpu", "workers": 2}
+SMALL = {"device": "cpu", "workers": 2, "buffer_size": 1}
+FP8 = {"dtype": "fp8"}
 
 EXPERT = "layers.0.ffn.experts.1.w2"
 WEIGHT = f"{EXPERT}.weight"
@@ -110,7 +102,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_both_decode_to_equal_values(tmp_path: Path, source: Path, scales: Fp8Scales | None):
     """And what was in FP8, or in floats, is as it was."""
     out = tmp_path / "out"
-    report = dequantize_checkpoint(source, out, replace(FP8, fp8_scales=scales), CPU)
+    report = nf4conv.dequantize(source, out, **{**FP8, "fp8_scales": scales}, **CPU)
     assert (report.decoded, report.run.copied) == (8, 16)
     assert report.run.bytes_before == sum(part.nbytes for part in v4().values())
     assert json.loads((out / "config.json").read_text()) == {**CONFIG, "expert_dtype": "fp8"}
@@ -131,7 +123,7 @@ def test_both_decode_to_equal_values(tmp_path: Path, source: Path, scales: Fp8Sc
         elif ".experts." not in name:
             assert torch.equal(tensor.float(), before[name].float())
     for place in (source, out):
-        dequantize_checkpoint(place, tmp_path / f"{place.name}-16", None, CPU)
+        nf4conv.dequantize(place, tmp_path / f"{place.name}-16", **CPU)
     decoded = tensors_of(tmp_path / "source-16")
     again = tensors_of(tmp_path / "out-16")
     assert all(same_bytes(again[name], tensor) for name, tensor in decoded.items())
@@ -147,16 +139,16 @@ def flip(out: Path, name: str) -> None:
 
 def faults_of(out: Path, source: Path) -> set[tuple[str, str]]:
     """The checks that fail, and the tensors."""
-    report = verify_checkpoint(out, source, None, CPU)
+    report = nf4conv.verify(out, source=source, **CPU)
     return {(fault.check, fault.tensor) for fault in report.findings if fault.is_fault}
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_verify_compares_values_and_bytes(tmp_path: Path, source: Path, exact: bool):
     out = tmp_path / "out"
-    dequantize_checkpoint(source, out, FP8, CPU)
+    nf4conv.dequantize(source, out, **FP8, **CPU)
     for run in (CPU, SMALL):
-        report = verify_checkpoint(out, source, VerifyOptions(exact=exact), run)
+        report = nf4conv.verify(out, source=source, exact=exact, **run)
         assert report.passed
         assert report.relation == "decoded"
         assert report.checks["values"].passed
@@ -169,14 +161,14 @@ def test_verify_compares_values_and_bytes(tmp_path: Path, source: Path, exact: b
 
 
 def test_pieces_parts_and_resumed_runs_give_the_same_bytes(tmp_path: Path, source: Path):
-    options = replace(FP8, max_shard_size=60_000)
+    options = {**FP8, "max_shard_size": 60_000}
     whole = tmp_path / "whole"
-    dequantize_checkpoint(source, whole, options, CPU)
+    nf4conv.dequantize(source, whole, **options, **CPU)
     assert len(list(whole.glob("*.safetensors"))) > 3
-    dequantize_checkpoint(source, tmp_path / "small", options, SMALL)
+    nf4conv.dequantize(source, tmp_path / "small", **options, **SMALL)
     for number in (2, 1, 3):
-        part = replace(SMALL, part=f"{number}/3")
-        dequantize_checkpoint(source, tmp_path / "parts", options, part)
+        part = {**SMALL, "part": f"{number}/3"}
+        nf4conv.dequantize(source, tmp_path / "parts", **options, **part)
 
     seen: list[int] = []
 
@@ -186,9 +178,9 @@ def test_pieces_parts_and_resumed_runs_give_the_same_bytes(tmp_path: Path, sourc
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        dequantize_checkpoint(source, tmp_path / "resumed", options, SMALL, stop)
+        nf4conv.dequantize(source, tmp_path / "resumed", **options, **SMALL, progress=stop)
     assert not (tmp_path / "resumed" / "config.json").exists()
-    report = dequantize_checkpoint(source, tmp_path / "resumed", options, SMALL)
+    report = nf4conv.dequantize(source, tmp_path / "resumed", **options, **SMALL)
     assert report.run.shards_resumed > 0
     for name in ("small", "parts", "resumed"):
         assert contents(tmp_path / name) == contents(whole)
@@ -198,10 +190,10 @@ def test_streamed_from_the_hub(tmp_path: Path, source: Path, hub: Hub):
     """Where scales are in another shard than their values."""
     hub.repos["org/model"] = Repo()
     hub.repos["org/model"].commit({file.name: file.read_bytes() for file in source.iterdir()})
-    where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
+    where = {"cache_dir": tmp_path / "cache", "stream": True}
     for place, options in (("org/model", where), (source, None)):
         out = tmp_path / f"out-{options is None}"
-        dequantize_checkpoint(place, out, FP8, CPU, where=options)
+        nf4conv.dequantize(place, out, **FP8, **CPU, **options)
     assert tensors_of(tmp_path / "out-True").keys() == tensors_of(tmp_path / "out-False").keys()
     for name, tensor in tensors_of(tmp_path / "out-True").items():
         assert same_bytes(tensor, tensors_of(tmp_path / "out-False")[name])
@@ -210,12 +202,10 @@ def test_streamed_from_the_hub(tmp_path: Path, source: Path, hub: Hub):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scales", [None, "float32"])
 def test_a_gpu_gives_the_same_bytes(tmp_path: Path, source: Path, scales: Fp8Scales | None):
-    options = replace(FP8, fp8_scales=scales)
+    options = {**FP8, "fp8_scales": scales}
     for device in ("cpu", "cuda"):
-        dequantize_checkpoint(source, tmp_path / device, options, RunOptions(device=device))
-        assert verify_checkpoint(
-            tmp_path / device, source, None, MachineOptions(device=device)
-        ).passed
+        nf4conv.dequantize(source, tmp_path / device, **options, device=device)
+        assert nf4conv.verify(tmp_path / device, source=source, device=device).passed
     assert contents(tmp_path / "cpu") == contents(tmp_path / "cuda")
 
 
@@ -274,12 +264,12 @@ def in_float32(made: Checkpoint) -> None:
         (of_another_method, FP8, "is for experts in MXFP4 of a model that is in FP8 otherwise"),
         (in_int8, FP8, rf"{TRUNK}\.weight: is INT8, .* --dtype bfloat16 decodes it"),
         (narrow_blocks, FP8, r"weight_block_size of its config is \[100, 80\]"),
-        (in_float32, replace(FP8, fp8_scales="e8m0"), rf"{TRUNK}\.scale: is F32"),
-        (None, replace(FP8, exclude=("*.experts.0.*",)), "leaves it as it is"),
-        (None, DequantizeOptions(fp8_scales="e8m0"), "means nothing without --dtype fp8"),
+        (in_float32, {**FP8, "fp8_scales": "e8m0"}, rf"{TRUNK}\.scale: is F32"),
+        (None, {**FP8, "exclude": ("*.experts.0.*",)}, "leaves it as it is"),
+        (None, {"fp8_scales": "e8m0"}, "means nothing without --dtype fp8"),
         (
             None,
-            DequantizeOptions(dtype="bfloat16", fp8_scales="float32"),
+            {"dtype": "bfloat16", "fp8_scales": "float32"},
             "means nothing without --dtype fp8",
         ),
     ],
@@ -288,7 +278,7 @@ def in_float32(made: Checkpoint) -> None:
 def test_what_cannot_be_without_loss_is_refused_before_anything_is_written(
     tmp_path: Path,
     damage: Callable[[Checkpoint], None] | None,
-    options: DequantizeOptions,
+    options: dict[str, Any],
     message: str,
 ):
     made = Checkpoint(v4(), json.loads(json.dumps(CONFIG)))
@@ -296,7 +286,7 @@ def test_what_cannot_be_without_loss_is_refused_before_anything_is_written(
         damage(made)
     source = write(tmp_path / "source", *made)
     with pytest.raises(PlanError, match=message):
-        dequantize_checkpoint(source, tmp_path / "out", options, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **options, **CPU)
     assert not (tmp_path / "out").exists()
 
 
@@ -307,13 +297,13 @@ def test_scales_of_experts_are_as_those_of_the_rest(tmp_path: Path):
         if name.endswith(".scale") and ".experts." not in name:
             tensors[name] = tensors[name].float() * 1.5
     source = write(tmp_path / "source", tensors)
-    dequantize_checkpoint(source, tmp_path / "out", FP8, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **FP8, **CPU)
     after = tensors_of(tmp_path / "out")
     assert {part.dtype for name, part in after.items() if name.endswith(".scale")} == {
         torch.float32
     }
     assert torch.equal(after[f"{TRUNK}.scale"], tensors[f"{TRUNK}.scale"])
-    assert verify_checkpoint(tmp_path / "out", source, None, CPU).passed
+    assert nf4conv.verify(tmp_path / "out", source=source, **CPU).passed
 
 
 def test_config_of_v4_1_and_of_none(tmp_path: Path):
@@ -327,14 +317,14 @@ def test_config_of_v4_1_and_of_none(tmp_path: Path):
     }
     for name, (config, wanted) in cases.items():
         source = write(tmp_path / name, v4(), config)
-        dequantize_checkpoint(source, tmp_path / f"{name}-out", FP8, CPU)
+        nf4conv.dequantize(source, tmp_path / f"{name}-out", **FP8, **CPU)
         assert json.loads((tmp_path / f"{name}-out" / "config.json").read_text()) == wanted
 
 
 def test_transformers_takes_the_experts_for_fp8(tmp_path: Path, source: Path):
     from transformers import AutoConfig
 
-    dequantize_checkpoint(source, tmp_path / "out", FP8, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **FP8, **CPU)
     for place, dtype in ((source, "fp4"), (tmp_path / "out", "fp8")):
         config = AutoConfig.from_pretrained(place)
         assert config.quantization_config["expert_dtype"] == dtype
@@ -343,7 +333,7 @@ def test_transformers_takes_the_experts_for_fp8(tmp_path: Path, source: Path):
 def test_verify_names_what_is_not_as_planned(tmp_path: Path, source: Path):
     """A scale of another shape: its weight is not compared by it."""
     out = tmp_path / "out"
-    dequantize_checkpoint(source, out, FP8, CPU)
+    nf4conv.dequantize(source, out, **FP8, **CPU)
     [file] = out.glob("*.safetensors")
     tensors = tensors_of(out)
     tensors[f"{EXPERT}.scale"] = tensors[f"{EXPERT}.scale"][:1].contiguous()
@@ -358,4 +348,4 @@ def test_other_sources_are_told_what_to_do(tmp_path: Path):
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
     with pytest.raises(Nf4convError, match="no tensor of this checkpoint is quantized"):
-        dequantize_checkpoint(folder, tmp_path / "out", FP8, CPU)
+        nf4conv.dequantize(folder, tmp_path / "out", **FP8, **CPU)

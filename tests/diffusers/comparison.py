@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from api import execute_quantization, plan_quantization
 from tiny_denoisers import Denoiser
 
-from nf4conv.options import QuantizeOptions, RunOptions
+import nf4conv
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,7 @@ def quantize_both_ways(
     source, out = folder / "source", folder / "out"
     denoiser.make().to(stored).save_pretrained(source)
     # the CPU's nested codes are not CUDA's
-    options = QuantizeOptions(double_quant=False, dtype=dtype)
-    execute_quantization(plan_quantization(source, options), out, RunOptions(device="cpu"))
+    nf4conv.quantize(source, out, double_quant=False, dtype=dtype, device="cpu")
     kind = getattr(diffusers, denoiser.name)
     return Roundtrip(
         kind.from_pretrained(out, torch_dtype=torch.bfloat16),

@@ -4,12 +4,11 @@ its own work.
 
 import pytest
 import torch
-from api import execute_quantization, plan_quantization
 from comparison import output, quantize_both_ways, unequal
 from safetensors.torch import load_file
 from tiny_denoisers import DENOISERS, flux, wan
 
-from nf4conv.options import QuantizeOptions, RunOptions
+import nf4conv
 
 pytestmark = pytest.mark.architectures
 
@@ -40,10 +39,8 @@ def test_a_denoiser_in_several_files_loads(tmp_path):
 
     torch.manual_seed(0)
     whole = quantize_both_ways(flux(), tmp_path).ours
-    plan = plan_quantization(
-        tmp_path / "source", QuantizeOptions(double_quant=False, max_shard_size=50_000)
-    )
-    execute_quantization(plan, tmp_path / "shards", RunOptions(device="cpu"))
+    shards = {"double_quant": False, "max_shard_size": 50_000, "device": "cpu"}
+    nf4conv.quantize(tmp_path / "source", tmp_path / "shards", **shards)
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     sharded = diffusers.FluxTransformer2DModel.from_pretrained(
         tmp_path / "shards", torch_dtype=torch.bfloat16

@@ -7,11 +7,10 @@ Scales are quantized too, as by default; without a GPU bitsandbytes rounds a few
 
 import pytest
 import torch
-from api import execute_quantization, plan_quantization
 from comparison import fold, output, own_quantization, packed, skip_modules
 from tiny_pipelines import PIPELINES
 
-from nf4conv.options import RunOptions
+import nf4conv
 
 pytestmark = pytest.mark.architectures
 
@@ -22,7 +21,7 @@ def test_a_pipeline_is_what_diffusers_makes_itself(make, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     pipeline = make()
     pipeline.whole.to(torch.bfloat16).save_pretrained(source)
-    execute_quantization(plan_quantization(source), out, RunOptions(device="cpu"))
+    nf4conv.quantize(source, out, device="cpu")
     absent = {name: None for name, part in pipeline.whole.components.items() if part is None}
     loaded = type(pipeline.whole).from_pretrained(out, torch_dtype=torch.bfloat16, **absent)
     for name, inputs in pipeline.inputs.items():

@@ -10,11 +10,10 @@ import transformers
 from safetensors.torch import load_file
 
 import nf4conv
-from nf4conv.options import QuantizeOptions, RunOptions
 
 VOCABULARY = 96
 LENGTH = 32
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 
 
 class Killed(BaseException):
@@ -61,8 +60,8 @@ def make_text(path: Path, tokens: int = 3000, seed: int = 0) -> Path:
     return path
 
 
-def options_for(text: Path, **changes: Any) -> QuantizeOptions:
-    return QuantizeOptions(**{"calibrate": str(text), "calibration_tokens": 1024, **changes})
+def options_for(text: Path, **changes: Any) -> dict[str, Any]:
+    return {"calibrate": str(text), "calibration_tokens": 1024, **changes}
 
 
 def record_of(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ their making: by the engine of `verify`.
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nf4conv.check.comparing import pair_alike
 from nf4conv.check.structure import Structure
@@ -13,8 +14,6 @@ from nf4conv.report.measured import TensorDifference
 from nf4conv.run.comparing import compare
 from nf4conv.run.loop import open_reader
 from nf4conv.sources.opening import open_source
-
-CPU = MachineOptions(device="cpu", workers=2)
 
 
 @dataclass
@@ -47,17 +46,15 @@ class Compared:
 
 
 def compared(
-    a: str | Path,
-    b: str | Path,
-    run: MachineOptions = CPU,
-    where: SourceOptions | None = None,
+    a: str | Path, b: str | Path, where: SourceOptions | None = None, **run: Any
 ) -> Compared:
-    """Compares b with a."""
+    """Compares b with a; `run` are fields of MachineOptions."""
+    machine = MachineOptions(**{"device": "cpu", "workers": 2, **run})
     source, out = open_source(a, where), open_source(b, where)
     structure = Structure(out.folder)
     pairs = pair_alike(structure, out, source)
     with open_reader(source) as reader:
-        device, results = compare(pairs.alike, run, lambda _: None, reader)
+        device, results = compare(pairs.alike, machine, lambda _: None, reader)
     found = Compared(device)
     for name, result in results.items():
         found.statuses[name] = status_of(result)

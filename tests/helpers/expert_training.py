@@ -11,13 +11,12 @@ import pytest
 import torch
 import transformers
 from adapters import INPUT, load, make_model
-from api import quantize_checkpoint
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import nf4conv
 from nf4conv.inference.moe.tensor import Experts4bit
-from nf4conv.options import QuantizeOptions, RunOptions
 
 SIZES = {
     "vocab_size": 96,
@@ -55,8 +54,8 @@ def make_mixture(
     """Returns a checkpoint with packed experts."""
     sizes = {**SIZES, **KINDS[kind], **changes}
     make_model(folder / "source", kind, torch.bfloat16, **sizes)
-    options = QuantizeOptions(moe=moe, quant_storage=quant_storage)
-    quantize_checkpoint(folder / "source", folder / "out", options, RunOptions(device="cpu"))
+    options = {"moe": moe, "quant_storage": quant_storage}
+    nf4conv.quantize(folder / "source", folder / "out", **options, device="cpu")
     return folder / "out"
 
 

@@ -25,20 +25,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # threads of OpenMP would not survive a fork
 
-from api import quantize_checkpoint
 from checkpoints import contents, write_source
 from scenarios import OPTIONS, RUN, Scenario, scenario, start_server
 
+import nf4conv
 from nf4conv.__main__ import _leave
 from nf4conv.errors import OutputError
-from nf4conv.options import SourceOptions
 from nf4conv.system.signals import handle_end
 
 SIGNALS = {
@@ -233,10 +231,10 @@ def kill_parts_at_once(folder: Path) -> None:
     server = start_server(source)
     chosen = random.Random(18)
 
-    def make(place: str | Path, where: SourceOptions | None, out: Path, name: str) -> None:
-        quantize_checkpoint(place, out, OPTIONS, replace(RUN, part=name or None), where=where)
+    def make(place: str | Path, where: dict[str, Any] | None, out: Path, name: str) -> None:
+        nf4conv.quantize(place, out, **OPTIONS, **{**RUN, "part": name or None}, **where)
 
-    streamed = SourceOptions(stream=True, cache_dir=folder / "cache")
+    streamed = {"stream": True, "cache_dir": folder / "cache"}
     for place, where in ((source, None), ("org/name", streamed)):
         kind = "local" if where is None else "streamed"
         single = folder / f"single {kind}"

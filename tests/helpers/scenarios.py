@@ -7,29 +7,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-# none of these imports the Hub's client, which must know the address of our server before
-from api import dequantize_checkpoint, quantize_checkpoint
 from checkpoints import contents, write_mixture, write_source
 from gguf_files import LLAMA, write_gguf
 from safetensors.torch import load_file, save_file
 
-from nf4conv.options import (
-    DequantizeOptions,
-    PushOptions,
-    QuantizeOptions,
-    RunOptions,
-    SourceOptions,
-)
+# none of these imports the Hub's client, which must know the address of our server before
+import nf4conv
 
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+OPTIONS = {"max_shard_size": 60_000}
+RUN = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 
 # serves a checkpoint as org/name until its stdin ends, and prints its address; for each name of a
 # repository that it reads, it prints the hashes of the files in it
@@ -87,15 +79,15 @@ def scenario(name: str, folder: Path) -> Scenario:
     if name in ("stream", "streamed-parts"):
         start_server(source)
         place = "org/name"
-        where = SourceOptions(stream=True, cache_dir=folder / "cache")
+        where = {"stream": True, "cache_dir": folder / "cache"}
 
     def quantize(out: Path) -> None:
-        quantize_checkpoint(place, out, OPTIONS, RUN, where=where)
+        nf4conv.quantize(place, out, **OPTIONS, **RUN, **where)
 
     def quantize_in_parts(out: Path) -> None:
         for number in (2, 3, 1):
-            part = replace(RUN, part=f"{number}/3")
-            quantize_checkpoint(place, out, OPTIONS, part, where=where)
+            part = {**RUN, "part": f"{number}/3"}
+            nf4conv.quantize(place, out, **OPTIONS, **part, **where)
 
     scenarios = {
         "quantize": quantize,
@@ -108,20 +100,20 @@ def scenario(name: str, folder: Path) -> Scenario:
 
 def overwriting(folder: Path, source: Path) -> Scenario:
     old = folder / "old"
-    quantize_checkpoint(source, old, replace(OPTIONS, quant_type="fp4"), RUN)
+    nf4conv.quantize(source, old, **{**OPTIONS, "quant_type": "fp4"}, **RUN)
 
     def overwrite(out: Path) -> None:
-        quantize_checkpoint(source, out, OPTIONS, replace(RUN, overwrite=True))
+        nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "overwrite": True})
 
     return Scenario(overwrite, prepare=lambda out: shutil.copytree(old, out))
 
 
 def dequantizing(folder: Path, source: Path) -> Scenario:
     packed = folder / "packed"
-    quantize_checkpoint(source, packed, OPTIONS, RUN)
+    nf4conv.quantize(source, packed, **OPTIONS, **RUN)
 
     def dequantize(out: Path) -> None:
-        dequantize_checkpoint(packed, out, DequantizeOptions(max_shard_size=150_000), RUN)
+        nf4conv.dequantize(packed, out, max_shard_size=150_000, **RUN)
 
     return Scenario(dequantize)
 
@@ -130,7 +122,7 @@ def quantizing_pipeline(folder: Path, source: Path) -> Scenario:
     pipeline = write_pipeline(folder / "pipeline", source)
 
     def quantize(out: Path) -> None:
-        quantize_checkpoint(pipeline, out, OPTIONS, RUN)
+        nf4conv.quantize(pipeline, out, **OPTIONS, **RUN)
 
     return Scenario(quantize, mark="model_index.json")
 
@@ -150,8 +142,8 @@ def pushing(_: Path, source: Path) -> Scenario:
         ask("forget")
 
     def push(out: Path) -> None:
-        where = PushOptions(push_to_hub="me/made", token="hf_writer")
-        quantize_checkpoint(source, out, OPTIONS, RUN, push=where)
+        where = {"push_to_hub": "me/made", "token": "hf_writer"}
+        nf4conv.quantize(source, out, **OPTIONS, **RUN, **where)
 
     def elsewhere(out: Path, must_be_whole: bool) -> list[str]:
         pushed = ask("show")
@@ -184,20 +176,20 @@ def calibrating(folder: Path, _: Path) -> Scenario:
     model.save_pretrained(source, max_shard_size="60KB")
     text = folder / "ids.npy"
     np.save(text, np.arange(2048, dtype=np.int32) * 37 % 96)
-    options = replace(OPTIONS, calibrate=str(text), calibration_tokens=512)
+    options = {**OPTIONS, "calibrate": str(text), "calibration_tokens": 512}
 
     def calibrate(out: Path) -> None:
-        quantize_checkpoint(source, out, options, RUN)
+        nf4conv.quantize(source, out, **options, **RUN)
 
     return Scenario(calibrate)
 
 
 def packing_experts(folder: Path, _: Path) -> Scenario:
     source = write_mixture(folder / "mixture")
-    options = replace(OPTIONS, moe="packed", max_shard_size=12_000)
+    options = {**OPTIONS, "moe": "packed", "max_shard_size": 12_000}
 
     def pack(out: Path) -> None:
-        quantize_checkpoint(source, out, options, RUN)
+        nf4conv.quantize(source, out, **options, **RUN)
 
     return Scenario(pack)
 
@@ -213,10 +205,10 @@ def reading_gguf(folder: Path, _: Path) -> Scenario:
         "tokenizer.ggml.merges": ["t o"],
     }
     source = write_gguf(folder / "model.gguf", spelled, default="Q4_0")
-    options = replace(OPTIONS, max_shard_size=200_000)
+    options = {**OPTIONS, "max_shard_size": 200_000}
 
     def quantize(out: Path) -> None:
-        quantize_checkpoint(source, out, options, RUN)
+        nf4conv.quantize(source, out, **options, **RUN)
 
     return Scenario(quantize)
 
@@ -242,7 +234,7 @@ def decoding_integers(folder: Path, plain: Path) -> Scenario:
     (source / "config.json").write_text(json.dumps(config))
 
     def dequantize(out: Path) -> None:
-        dequantize_checkpoint(source, out, DequantizeOptions(max_shard_size=150_000), RUN)
+        nf4conv.dequantize(source, out, max_shard_size=150_000, **RUN)
 
     return Scenario(dequantize)
 

@@ -4,7 +4,6 @@ layers in transformers.
 
 from pathlib import Path
 
-import api
 import bitsandbytes.functional as bnb
 import pytest
 import torch
@@ -136,8 +135,8 @@ def write_mixture(kind: str, folder: Path, layers: int = 2) -> Path:
         if "experts" in name or "router" in name or "sinks" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder / "source")
-    packing = api.QuantizeOptions(moe="packed")
-    api.quantize_checkpoint(folder / "source", folder / "packed", packing)
+    packing = {"moe": "packed"}
+    nf4conv.quantize(folder / "source", folder / "packed", **packing)
     return folder / "packed"
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import INPUT, load, make_model
-from api import quantize_checkpoint
 from peft import LoraConfig, get_peft_model
 from sharded import losses_alone_and_together, shard
 from torch.distributed.tensor import DTensor
 
-from nf4conv.options import QuantizeOptions, RunOptions
+import nf4conv
 
 pytestmark = pytest.mark.oracle
 
@@ -42,8 +41,8 @@ def train(folder: Path, place: str, _: int, processes: int) -> list[float]:
 
 def test_fsdp_shards_the_packed_bytes_and_trains_as_one_process_does(tmp_path):
     base = make_model(tmp_path / "base", "llama", torch.bfloat16)
-    options = QuantizeOptions(quant_storage="bfloat16")
-    quantize_checkpoint(base, tmp_path / "fsdp", options, RunOptions(device="cpu"))
+    options = {"quant_storage": "bfloat16"}
+    nf4conv.quantize(base, tmp_path / "fsdp", **options, device="cpu")
     alone, together = losses_alone_and_together(train, tmp_path / "fsdp")
     assert together == pytest.approx(alone, rel=1e-3)
     assert alone[-1] < alone[0] - 0.2

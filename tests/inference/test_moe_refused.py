@@ -14,11 +14,11 @@ pytest.importorskip("transformers", minversion="5.8")
 pytestmark = pytest.mark.oracle
 
 import stacked_experts  # noqa: E402
-from api import QuantizeOptions, quantize_checkpoint  # noqa: E402
 from mixtures import Packing, build, pack, save  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-import nf4conv.inference.moe  # noqa: E402, F401 - what is tested
+import nf4conv  # noqa: E402
+import nf4conv.inference.moe  # noqa: E402 - what is tested
 from nf4conv.errors import CodecError  # noqa: E402
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -171,7 +171,7 @@ def test_families_without_a_loader(tmp_path):
     for architecture in ("DbrxForCausalLM", "JetMoeForCausalLM"):
         folder = tmp_path / architecture
         stacked_experts.build(architecture).save_pretrained(folder)
-        quantize_checkpoint(folder, tmp_path / f"{architecture}-4", QuantizeOptions(moe="packed"))
+        nf4conv.quantize(folder, tmp_path / f"{architecture}-4", moe="packed")
         with pytest.raises(CodecError, match="nf4conv dequantize") as error:
             AutoModelForCausalLM.from_pretrained(tmp_path / f"{architecture}-4")
         assert "\n" not in str(error.value)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from adapters import INPUT, load
-from api import dequantize_checkpoint
 from expert_training import (
     IMPLEMENTATIONS,
     KINDS,
@@ -21,9 +20,9 @@ from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from transformers import Trainer, TrainingArguments
 
-import nf4conv.inference.moe  # noqa: F401
+import nf4conv
+import nf4conv.inference.moe
 from nf4conv.errors import Nf4convError
-from nf4conv.options import DequantizeOptions
 
 pytestmark = [
     pytest.mark.oracle,
@@ -86,8 +85,8 @@ def test_dequantize_merges_what_peft_adds(mixture, tmp_path):
     adapted = adapt(prepare(load_mixture(mixture), True, False))
     train(adapted)
     adapted.save_pretrained(tmp_path / "adapter")
-    options = DequantizeOptions(dtype="bfloat16", lora=(str(tmp_path / "adapter"),))
-    dequantize_checkpoint(mixture, tmp_path / "merged", options)
+    options = {"dtype": "bfloat16", "lora": (str(tmp_path / "adapter"),)}
+    nf4conv.dequantize(mixture, tmp_path / "merged", **options)
     merged = dict(load(tmp_path / "merged", dtype=torch.bfloat16).named_parameters())
     wrappers = [part for part in adapted.modules() if isinstance(part, ParamWrapper)]
     assert len(wrappers) == 2 * 2

@@ -13,22 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 from huggingface_hub import HfApi, constants
 
+import nf4conv
 import nf4conv.output.push as push_module
 import nf4conv.sources.remote.asking as asking_module
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError
-from nf4conv.options import PushOptions
 from nf4conv.report.results import QuantizeReport
 
 REPO = "me/model-nf4"
 TOKEN = "hf_writer"
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
+OPTIONS = {"max_shard_size": 60_000}
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +49,11 @@ def push(
     **options: Any,
 ) -> QuantizeReport:
     """Quantize and push; `after_read` is called after every read."""
-    chosen = PushOptions(**{"push_to_hub": REPO, "token": TOKEN} | options)
-    run = RunOptions(device="cpu", workers=2, overwrite=overwrite)
-    return quantize_checkpoint(source, out, OPTIONS, run, lambda _: after_read(), push=chosen)
+    chosen = {**({"push_to_hub": REPO, "token": TOKEN} | options)}
+    run = {"device": "cpu", "workers": 2, "overwrite": overwrite}
+    return nf4conv.quantize(
+        source, out, **OPTIONS, **run, progress=lambda _: after_read(), **chosen
+    )
 
 
 def test_what_is_pushed_is_the_folder(hub: Hub, source: Path, tmp_path: Path):

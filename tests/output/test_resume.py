@@ -1,6 +1,5 @@
 """kill -9 at any moment, then the same command again: the bytes of an uninterrupted run."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -11,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api import execute_quantization, plan_quantization, quantize_checkpoint
 from checkpoints import contents, write_source
 
+import nf4conv
 from nf4conv.errors import OutputError, SourceError
-from nf4conv.options import QuantizeOptions, RunOptions
 
 POINTS = 12
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+OPTIONS = {"max_shard_size": 60_000}
+RUN = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 
 
 def interrupted(folder: Path, scenario: str, points: int, *more: str) -> list[dict[str, Any]]:
@@ -68,7 +66,7 @@ def test_signals_end_a_run_and_the_next_goes_on(tmp_path: Path):
 
 
 def stop_after_the_first_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: QuantizeOptions = OPTIONS
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any] = OPTIONS
 ) -> tuple[Path, Path]:
     """A source, and an output that a run left behind with a finished shard."""
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
@@ -85,26 +83,24 @@ def stop_after_the_first_shard(
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", failing)
         with pytest.raises(OutputError, match="No space left on device"):
-            quantize_checkpoint(source, out, options, RUN)
+            nf4conv.quantize(source, out, **options, **RUN)
     assert written
     assert not (out / "config.json").exists()
     return source, out
 
 
-def assert_as_never_interrupted(
-    source: Path, out: Path, options: QuantizeOptions = OPTIONS
-) -> None:
+def assert_as_never_interrupted(source: Path, out: Path, options: dict[str, Any] = OPTIONS) -> None:
     whole = out.with_name("whole")
-    quantize_checkpoint(source, whole, options, RUN)
+    nf4conv.quantize(source, whole, **options, **RUN)
     assert contents(out) == contents(whole)
 
 
 @pytest.mark.parametrize("storage", [None, "bfloat16"])
 def test_finished_shards_are_not_made_again(tmp_path, monkeypatch, storage):
-    options = dataclasses.replace(OPTIONS, quant_storage=storage)
+    options = {**OPTIONS, "quant_storage": storage}
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch, options)
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
-    report = quantize_checkpoint(source, out, options, RUN)
+    report = nf4conv.quantize(source, out, **options, **RUN)
     assert report.run.shards_resumed == len(before) > 0
     assert all((out / name).stat().st_mtime_ns == stamp for name, stamp in before.items())
     assert_as_never_interrupted(source, out, options)
@@ -117,7 +113,7 @@ def test_a_damaged_finished_shard_is_made_again(tmp_path, monkeypatch):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert quantize_checkpoint(source, out, OPTIONS, RUN).run.shards_resumed == 0
+    assert nf4conv.quantize(source, out, **OPTIONS, **RUN).run.shards_resumed == 0
     assert_as_never_interrupted(source, out)
 
 
@@ -135,18 +131,18 @@ def replaced_unseen(shard: Path) -> None:
 def test_a_source_that_was_replaced_unseen_gives_no_mixed_result(tmp_path, monkeypatch, shard):
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
     replaced_unseen(source / shard)
-    assert quantize_checkpoint(source, out, OPTIONS, RUN).run.shards_resumed == 0
+    assert nf4conv.quantize(source, out, **OPTIONS, **RUN).run.shards_resumed == 0
     assert_as_never_interrupted(source, out)
 
 
 def test_a_source_that_was_replaced_after_it_was_planned_is_refused(tmp_path):
     source = write_source(tmp_path / "source")
-    plan = plan_quantization(source, OPTIONS)
+    plan = nf4conv.plan_quantize(source, **OPTIONS, **RUN)
     replaced_unseen(source / "model-00002-of-00002.safetensors")
     with pytest.raises(
         SourceError, match=r"00002.safetensors: changed since it was planned; run again"
     ):
-        execute_quantization(plan, tmp_path / "out", RUN)
+        plan.execute(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -158,7 +154,7 @@ def test_another_job_is_refused(tmp_path, monkeypatch, change):
     shard = source / "model-00001-of-00002.safetensors"
     if change == "option":
         options, message = (
-            dataclasses.replace(OPTIONS, blocksize=128),
+            {**OPTIONS, "blocksize": 128},
             r"--blocksize was not given, is 128",
         )
     elif change == "touched source":
@@ -175,9 +171,9 @@ def test_another_job_is_refused(tmp_path, monkeypatch, change):
         message = r"source config \(source config: rope_theta was not given, is 1.0\)"
     before = contents(out)
     with pytest.raises(OutputError, match=message):
-        quantize_checkpoint(source, out, options, RUN)
+        nf4conv.quantize(source, out, **options, **RUN)
     assert contents(out) == before
-    quantize_checkpoint(source, out, options, dataclasses.replace(RUN, overwrite=True))
+    nf4conv.quantize(source, out, **options, **{**RUN, "overwrite": True})
     assert_as_never_interrupted(source, out, options)
 
 
@@ -227,5 +223,5 @@ def test_a_signal_stops_with_one_line_and_the_run_resumes(tmp_path, number, code
     output, errors = process.communicate(timeout=300)
     assert (process.returncode, output, errors.strip()) == (code, "", line)
     assert not (out / "config.json").exists()
-    quantize_checkpoint(source, out, OPTIONS, RUN)
+    nf4conv.quantize(source, out, **OPTIONS, **RUN)
     assert_as_never_interrupted(source, out)

@@ -5,9 +5,12 @@ of it, too.
 from pathlib import Path
 
 import pytest
-from api import QuantizeOptions, RunOptions, plan_part, plan_quantization
 from kimi import write_checkpoint
 from pace import units_of
+
+import nf4conv
+from nf4conv.options import RunOptions
+from nf4conv.plan.parts import plan_part
 
 LAYERS, EXPERTS = 80, 416
 CONFIG = {
@@ -41,11 +44,11 @@ def write_headers(folder: Path) -> int:
 def test_a_hundred_thousand_tensors(tmp_path: Path, moe: str):
     tensors = write_headers(tmp_path / "source")
     assert tensors > 100_000
-    options = QuantizeOptions(moe=moe, max_shard_size=10**7)
+    options = {"moe": moe, "max_shard_size": 10**7}
     plans = []
 
     def plan_one_part() -> None:
-        plan = plan_quantization(tmp_path / "source", options)
+        plan = nf4conv.plan_quantize(tmp_path / "source", **options).made
         part = plan_part(plan, RunOptions(part="33/64"))
         assert part.record["source"]["id"] == "source"
         plans[:] = [(plan, part)]

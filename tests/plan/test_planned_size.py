@@ -7,15 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from api import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    execute_dequantization,
-    execute_quantization,
-    plan_dequantization,
-    plan_quantization,
-)
 from checkpoints import write_source
 from gguf_files import write_gguf
 from safetensors import safe_open
@@ -30,10 +21,13 @@ from test_encoded import (
     write,
 )
 
+import nf4conv
+from nf4conv.commands.dequantize import make_plan
 from nf4conv.format.layout import QUANT_STATE_PREFIX
+from nf4conv.options import DequantizeOptions
 
 LONGEST = len("-1.1754943508222875e-38")  # digits that are reserved for a nested offset
-CPU = RunOptions(device="cpu", workers=2, buffer_size=1)
+CPU = {"device": "cpu", "workers": 2, "buffer_size": 1}
 
 
 def make_gguf(block_type: str) -> Callable[[Path], Path]:
@@ -87,14 +81,14 @@ def spare_digits(folder: Path) -> int:
 @pytest.mark.parametrize("kind", SOURCES)
 def test_quantize(tmp_path: Path, kind: str, double_quant: bool, shard_size: int):
     source = SOURCES[kind](tmp_path / "source")
-    options = QuantizeOptions(double_quant=double_quant, max_shard_size=shard_size)
-    plan = plan_quantization(source, options)
-    report = execute_quantization(plan, tmp_path / "out", CPU)
+    options = {"double_quant": double_quant, "max_shard_size": shard_size}
+    plan = nf4conv.plan_quantize(source, **options, **CPU)
+    report = plan.execute(tmp_path / "out")
     written = size_of(tmp_path / "out")
     spare = spare_digits(tmp_path / "out")
     assert report.packed > 0
     assert report.run.bytes_after == written
-    assert plan.totals().bytes_after == written + spare
+    assert plan.totals.bytes_after == written + spare
     assert (spare > 0) == double_quant
 
 
@@ -102,6 +96,6 @@ def test_quantize(tmp_path: Path, kind: str, double_quant: bool, shard_size: int
 @pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "bf16"])
 def test_dequantize(tmp_path: Path, kind: str, shard_size: int):
     source = SOURCES[kind](tmp_path / "source")
-    plan = plan_dequantization(source, DequantizeOptions(max_shard_size=shard_size))
-    execute_dequantization(plan, tmp_path / "out", CPU)
+    plan = make_plan(source, DequantizeOptions(max_shard_size=shard_size))
+    nf4conv.dequantize(source, tmp_path / "out", max_shard_size=shard_size, **CPU)
     assert plan.totals().bytes_after == size_of(tmp_path / "out")

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from hub_server import Hub, Repo
 
-from nf4conv.options import SourceOptions
+import nf4conv
 from nf4conv.report.loading import loading_of
 
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 REPO = "some-org/Some-Model_1.0"
 CARD = """---
 license: llama3.1
@@ -37,8 +36,8 @@ def test_of_a_model_on_the_hub(hub: Hub, tmp_path: Path):
     files = contents(write_source(tmp_path / "published")) | {"README.md": CARD.encode()}
     hub.repos[REPO] = Repo()
     commit = hub.repos[REPO].commit(files)
-    where = SourceOptions(cache_dir=tmp_path / "cache")
-    quantize_checkpoint(REPO, tmp_path / "out", QuantizeOptions(quant_type="fp4"), CPU, where=where)
+    where = {"cache_dir": tmp_path / "cache"}
+    nf4conv.quantize(REPO, tmp_path / "out", quant_type="fp4", **CPU, **where)
     front, body = parts(tmp_path / "out")
     assert front == {
         "base_model": REPO,
@@ -60,17 +59,15 @@ def test_of_a_subfolder_on_the_hub(hub: Hub, tmp_path: Path):
     files = contents(write_source(tmp_path / "published"))
     hub.repos[REPO] = Repo()
     hub.repos[REPO].commit({f"half/{name}": content for name, content in files.items()})
-    where = SourceOptions(cache_dir=tmp_path / "cache", subfolder="half")
-    quantize_checkpoint(REPO, tmp_path / "out", None, CPU, where=where)
+    where = {"cache_dir": tmp_path / "cache", "subfolder": "half"}
+    nf4conv.quantize(REPO, tmp_path / "out", **CPU, **where)
     _, body = parts(tmp_path / "out")
     assert f"(https://huggingface.co/{REPO}), `half`, at commit [" in body
 
 
 def test_sizes_are_those_on_disk(tmp_path: Path):
     source = write_source(tmp_path / "source")
-    report = quantize_checkpoint(
-        source, tmp_path / "out", QuantizeOptions(max_shard_size=60_000), CPU
-    )
+    report = nf4conv.quantize(source, tmp_path / "out", max_shard_size=60_000, **CPU)
     _, body = parts(tmp_path / "out")
     on_disk = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
     assert (
@@ -101,7 +98,7 @@ def test_sizes_are_those_on_disk(tmp_path: Path):
 def test_any_card_of_the_source_is_survived(tmp_path: Path, card: str):
     source = write_source(tmp_path / "source")
     (source / "README.md").write_text(card)
-    quantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     front, _ = parts(tmp_path / "out")
     assert front["library_name"] == "transformers"
     assert {"bitsandbytes", "4-bit", "nf4", "nf4conv"} <= set(front["tags"])
@@ -115,7 +112,7 @@ def named(tmp_path: Path, config: dict[str, str], **options: str) -> tuple[dict[
     described = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(described | config))
     (source / "README.md").write_text(CARD)
-    quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(**options), CPU)
+    nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
     return parts(tmp_path / "out")
 
 
@@ -156,7 +153,7 @@ def test_what_only_trainers_need_is_not_copied(tmp_path: Path):
     }
     for name in leftovers:
         (source / name).write_bytes(b"x")
-    quantize_checkpoint(source, tmp_path / "out", run=CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     assert "tokenizer.json" in contents(tmp_path / "out")
     assert not leftovers & contents(tmp_path / "out").keys()
 
@@ -197,7 +194,7 @@ def test_how_to_load(config: dict[str, object], files: tuple[str, ...], code: st
 
 
 def anew(source: Path, out: Path, **options: object) -> tuple[dict[str, object], str]:
-    quantize_checkpoint(source, out, QuantizeOptions(**options), CPU)
+    nf4conv.quantize(source, out, **options, **CPU)
     return parts(out)
 
 

@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from api import RunOptions, quantize_checkpoint
 from checkpoints import contents
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
+import nf4conv
 from nf4conv.errors import OutputError
-from nf4conv.options import PushOptions, SourceOptions
 from nf4conv.report.results import QuantizeReport
 
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 REPO = "me/flux-nf4"
-PUSH = PushOptions(push_to_hub=REPO, token="hf_writer")
+PUSH = {"push_to_hub": REPO, "token": "hf_writer"}
 CARD = b"---\nlicense: other\nlicense_name: flux\ntags: [text-to-image]\n---\n# Flux\n"
 COMPONENTS = {
     "transformer": (
@@ -56,10 +55,10 @@ def pipeline(tmp_path: Path) -> Path:
     return folder
 
 
-def convert(source: Any, out: Path, push: PushOptions = PUSH, **settings: Any) -> QuantizeReport:
-    where = SourceOptions(cache_dir=out.parent / "cache")
-    run = RunOptions(device="cpu", workers=2, **settings)
-    return quantize_checkpoint(source, out, run=run, where=where, push=push)
+def convert(source: Any, out: Path, push: dict[str, Any] = PUSH, **settings: Any) -> QuantizeReport:
+    where = {"cache_dir": out.parent / "cache"}
+    run = {"device": "cpu", "workers": 2, **settings}
+    return nf4conv.quantize(source, out, **run, **where, **push)
 
 
 def pushed_files(hub: Hub) -> dict[str, bytes]:
@@ -83,7 +82,7 @@ def test_what_is_pushed_is_the_folder(hub: Hub, pipeline: Path, tmp_path: Path):
 def test_the_card(hub: Hub, pipeline: Path, tmp_path: Path):
     hub.repos["org/flux"] = Repo()
     commit = hub.repos["org/flux"].commit(contents(pipeline))
-    report = convert("org/flux", tmp_path / "out", PushOptions(), verify=True)
+    report = convert("org/flux", tmp_path / "out", {}, verify=True)
     _, front, body = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front) == {
         "base_model": "org/flux",
@@ -128,11 +127,11 @@ def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(
     convert(pipeline, tmp_path / "expected")
     del hub.repos[REPO]
     with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(pipeline, tmp_path / "out", run=CPU, progress=Interruption(), push=PUSH)
+        nf4conv.quantize(pipeline, tmp_path / "out", **CPU, progress=Interruption(), **PUSH)
     assert pushed_files(hub) == {}
     assert not (tmp_path / "out" / "model_index.json").exists()
     assert contents(pipeline) == whole
-    report = quantize_checkpoint(pipeline, tmp_path / "out", run=CPU, push=PUSH)
+    report = nf4conv.quantize(pipeline, tmp_path / "out", **CPU, **PUSH)
     assert report.run.shards_resumed
     assert pushed_files(hub) == contents(tmp_path / "out") == contents(tmp_path / "expected")
 
@@ -142,7 +141,7 @@ def test_a_rerun_of_what_ended_at_its_last_step_does_not_look_finished(
 ):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            quantize_checkpoint(pipeline, tmp_path / "out", run=CPU, progress=Interruption())
+            nf4conv.quantize(pipeline, tmp_path / "out", **CPU, progress=Interruption())
         assert not (tmp_path / "out" / "model_index.json").exists()
         (tmp_path / "out" / "model_index.json").write_text("{}")  # as if it had come so far
 

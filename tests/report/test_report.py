@@ -15,17 +15,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from api import RunOptions, quantize_checkpoint, verify_checkpoint
 from checkpoints import write_source
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.check.structure import Finding
 from nf4conv.report.as_json import to_json
 from nf4conv.report.page import page, write_page
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.text.lines import verification_lines
 
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 UP = "model.layers.1.mlp.up_proj.weight"
 VOID = {"meta", "br"}
 
@@ -35,10 +35,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerifyReport]
     """Reports about one checkpoint: passed, without a source, and failed."""
     folder = tmp_path_factory.mktemp("report")
     source = write_source(folder / "source", layers=32)
-    quantize_checkpoint(source, folder / "out", None, CPU)
+    nf4conv.quantize(source, folder / "out", **CPU)
     found = {
-        "passed": verify_checkpoint(folder / "out", source, None, CPU),
-        "no source": verify_checkpoint(folder / "out", None, None, CPU),
+        "passed": nf4conv.verify(folder / "out", source=source, **CPU),
+        "no source": nf4conv.verify(folder / "out", **CPU),
     }
     tensors = {
         name: tensor.clone() for name, tensor in load_file(folder / "out/model.safetensors").items()
@@ -46,7 +46,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VerifyReport]
     tensors[UP][100] ^= 4
     del tensors[f"{UP.replace('.1.', '.7.')}.quant_map"]
     save_file(tensors, folder / "out/model.safetensors", {"format": "pt"})
-    found["failed"] = verify_checkpoint(folder / "out", source, None, CPU)
+    found["failed"] = nf4conv.verify(folder / "out", source=source, **CPU)
     return found
 
 
@@ -146,13 +146,13 @@ def test_it_says_when_and_by_which_command_and_versions(reports: dict[str, Verif
     text = parsed(page(reports["passed"], when)).text
     assert "Made 2026-11-22 22:41 UTC by nf4conv verify out --source source with" in text
     assert f"torch {version('torch')} and Python {platform.python_version()}" in text
-    strict = dataclasses.replace(
-        reports["passed"].options,
-        source="source",
-        exact=True,
-        tolerance=0.1,
-        lora=("/home/me/my adapter",),
-    )
+    strict = {
+        **reports["passed"].options,
+        "source": "source",
+        "exact": True,
+        "tolerance": 0.1,
+        "lora": ("/home/me/my adapter",),
+    }
     content = page(dataclasses.replace(reports["passed"], options=strict))
     command = "nf4conv verify out --source source --lora 'my adapter' --tolerance 0.1 --exact"
     assert command in parsed(content).text

@@ -11,20 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from api import (
-    dequantize_checkpoint,
-    plan_dequantization,
-    plan_quantization,
-    quantize_checkpoint,
-)
 from four_bit import pack, write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.codec.quant_state import QuantState
+from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import SourceError
-from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.options import DequantizeOptions
 from nf4conv.plan.jobs import Plan
 from nf4conv.run.device.choice import open_devices
 from nf4conv.run.device.on_driver.backend import DriverBackend
@@ -64,7 +60,7 @@ def write_source(folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-GPU = RunOptions(device="cuda", workers=3, buffer_size=12 * 2**20)
+GPU = {"device": "cuda", "workers": 3, "buffer_size": 12 * 2**20}
 PACKED = {name: shape for name, shape in SHAPES.items() if "v_proj" not in name and "proj" in name}
 
 
@@ -110,9 +106,9 @@ def test_bytes_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, double
     import bitsandbytes.functional as bnb
 
     source = write_source(tmp_path / "source", dtype)
-    options = QuantizeOptions(quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
-    assert is_bare(plan_quantization(source, options).output)
-    report = quantize_checkpoint(source, tmp_path / "out", options, GPU)
+    options = {"quant_type": quant_type, "blocksize": blocksize, "double_quant": double_quant}
+    assert is_bare(nf4conv.plan_quantize(source, **options).made.output)
+    report = nf4conv.quantize(source, tmp_path / "out", **options, **GPU)
     assert report.packed == 7
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name, weight in load_file(source / "model.safetensors").items():
@@ -153,11 +149,11 @@ def test_non_finite_weights_are_refused(tmp_path, dtype, value, name):
     tensors = load_file(source / "model.safetensors")
     tensors[name].view(-1)[-1] = value
     save_file(tensors, source / "model.safetensors")
-    run = RunOptions(device="cuda", workers=2, buffer_size=8 * 2**20)
+    run = {"device": "cuda", "workers": 2, "buffer_size": 8 * 2**20}
     with pytest.raises(SourceError, match=f"{name}: 1 of "):
-        quantize_checkpoint(source, tmp_path / "out", None, run)
+        nf4conv.quantize(source, tmp_path / "out", **run)
     assert not (tmp_path / "out/config.json").exists()
-    quantize_checkpoint(source, tmp_path / "kept", QuantizeOptions(exclude=(name,)), run)
+    nf4conv.quantize(source, tmp_path / "kept", exclude=(name,), **run)
     with safe_open(tmp_path / "kept/model.safetensors", "pt") as file:
         assert file.get_tensor(name).dtype == dtype
 
@@ -170,9 +166,7 @@ def test_more_elements_than_an_int32_counts(tmp_path):
         {"model.layers.0.mlp.up_proj.weight": weight.cpu()}, tmp_path / "source/model.safetensors"
     )
     (tmp_path / "source/config.json").write_text(json.dumps(CONFIG))
-    report = quantize_checkpoint(
-        tmp_path / "source", tmp_path / "out", None, RunOptions(device="cuda")
-    )
+    report = nf4conv.quantize(tmp_path / "source", tmp_path / "out", device="cuda")
     assert report.run.device_peak_bytes < 1.5e9
     written = load_file(tmp_path / "out/model.safetensors")
     packed, state = quantize_4bit(weight)
@@ -199,8 +193,8 @@ def test_values_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, doubl
     stored = packed_checkpoint(
         source, dtype, quant_type=quant_type, blocksize=blocksize, double_quant=double_quant
     )
-    assert is_bare(plan_dequantization(source).output)
-    report = dequantize_checkpoint(source, tmp_path / "out", None, GPU)
+    assert is_bare(make_plan(source, DequantizeOptions()).output)
+    report = nf4conv.dequantize(source, tmp_path / "out", **GPU)
     assert report.decoded == len(PACKED)
     written = load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(written.pop("model.norm.weight"), torch.ones(64, dtype=dtype))
@@ -214,7 +208,7 @@ def test_values_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, doubl
 
 def test_torch_is_not_imported_once_the_kernels_are_compiled(tmp_path):
     packed_checkpoint(tmp_path / "source", torch.bfloat16)
-    assert is_bare(plan_dequantization(tmp_path / "source").output)  # compiles them
+    assert is_bare(make_plan(tmp_path / "source", DequantizeOptions()).output)  # compiles them
     program = (
         "import sys\nfrom nf4conv.cli import main\n"
         f"main(['dequantize', {str(tmp_path / 'source')!r}, {str(tmp_path / 'out')!r}], "
@@ -229,11 +223,8 @@ def test_torch_is_not_imported_once_the_kernels_are_compiled(tmp_path):
 def test_the_smallest_buffers(tmp_path, blocksize):
     """256 blocks of 4096 are more than a piece: the buffers grow to what cannot be cut."""
     stored = packed_checkpoint(tmp_path / "source", torch.float32, blocksize=blocksize)
-    dequantize_checkpoint(
-        tmp_path / "source",
-        tmp_path / "out",
-        None,
-        RunOptions(device="cuda", workers=5, buffer_size=1),
+    nf4conv.dequantize(
+        tmp_path / "source", tmp_path / "out", device="cuda", workers=5, buffer_size=1
     )
     written = load_file(tmp_path / "out/model.safetensors")
     for name in PACKED:
@@ -258,8 +249,8 @@ def test_variants(tmp_path, variant):
     elif variant == "parts in another shard":
         shards = [{name: stored.pop(name)}, stored]
     source = write(tmp_path / "source", *shards)
-    assert is_bare(plan_dequantization(source).output)
-    dequantize_checkpoint(source, tmp_path / "out", None, GPU)
+    assert is_bare(make_plan(source, DequantizeOptions()).output)
+    nf4conv.dequantize(source, tmp_path / "out", **GPU)
     same_bytes(load_file(tmp_path / "out/model.safetensors")[name], expected)
 
 
@@ -270,8 +261,8 @@ def test_thousands_of_small_weights(tmp_path):
         name = f"model.layers.0.mlp.experts.{index}.up_proj.weight"
         stored |= pack(name, torch.randn(3, 32 + index % 40, generator=generator).bfloat16())
     source = write(tmp_path / "source", stored)
-    assert is_bare(plan_dequantization(source).output)
-    dequantize_checkpoint(source, tmp_path / "out", None, GPU)
+    assert is_bare(make_plan(source, DequantizeOptions()).output)
+    nf4conv.dequantize(source, tmp_path / "out", **GPU)
     written = load_file(tmp_path / "out/model.safetensors")
     assert len(written) == 3000
     for name, found in written.items():
@@ -281,9 +272,9 @@ def test_thousands_of_small_weights(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_weights_decoded_to_another_dtype_are_rounded_once(tmp_path, dtype):
     stored = packed_checkpoint(tmp_path / "source", torch.bfloat16)
-    options = DequantizeOptions(dtype=str(dtype)[6:])
-    assert is_bare(plan_dequantization(tmp_path / "source", options).output)
-    dequantize_checkpoint(tmp_path / "source", tmp_path / "out", options, GPU)
+    options = {"dtype": str(dtype)[6:]}
+    assert is_bare(make_plan(tmp_path / "source", DequantizeOptions(**options)).output)
+    nf4conv.dequantize(tmp_path / "source", tmp_path / "out", **options, **GPU)
     written = load_file(tmp_path / "out/model.safetensors")
     for name in PACKED:
         same_bytes(written[name], decoded(stored, name, dtype))

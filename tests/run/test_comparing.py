@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from api import dequantize_checkpoint, quantize_checkpoint
 from checkpoints import contents
 from comparing import compared
 from four_bit import pack, write
 from hub_server import Repo
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 
-CPU = RunOptions(device="cpu", workers=2)
-TINY = RunOptions(device="cpu", workers=3, buffer_size=1)
+CPU = {"device": "cpu", "workers": 2}
+TINY = {"device": "cpu", "workers": 3, "buffer_size": 1}
 # pieces of at most 361 blocks of 128 values
-UNEVEN = RunOptions(device="cpu", workers=1, buffer_size=3 * 2**16)
+UNEVEN = {"device": "cpu", "workers": 1, "buffer_size": 3 * 2**16}
 
 both_buffers = pytest.mark.parametrize("run", [CPU, TINY], ids=["large-buffer", "tiny-buffer"])
 
@@ -57,7 +56,7 @@ def plain(folder: Path, content: dict[str, torch.Tensor] | None = None, **config
 
 @both_buffers
 def test_a_copy_is_identical(tmp_path, run):
-    found = compared(plain(tmp_path / "a"), plain(tmp_path / "b"), run)
+    found = compared(plain(tmp_path / "a"), plain(tmp_path / "b"), **run)
     assert [*found.statuses.values()] == ["identical"] * 4
 
 
@@ -65,7 +64,7 @@ def test_a_copy_is_identical(tmp_path, run):
 def test_one_value(tmp_path, run, position):
     changed = tensors()
     changed[UP].view(-1)[position] += 1
-    found = compared(plain(tmp_path / "a"), plain(tmp_path / "b", changed), run)
+    found = compared(plain(tmp_path / "a"), plain(tmp_path / "b", changed), **run)
     assert found.unlike == {UP: "different"}
     difference = found.differences[UP]
     step = float(changed[UP].view(-1)[position]) - float(tensors()[UP].view(-1)[position])
@@ -89,7 +88,7 @@ def test_a_cast_that_rounds(tmp_path):
         for name in (UP, "b.weight")
     }
     rounded = {name: x.half() for name, x in exact.items()}
-    found = compared(plain(tmp_path / "a", exact), plain(tmp_path / "b", rounded), TINY)
+    found = compared(plain(tmp_path / "a", exact), plain(tmp_path / "b", rounded), **TINY)
     error = (exact[UP] - rounded[UP].float()).double()
     assert found.differences[UP].differing == int((error != 0).sum())
     assert found.differences[UP].largest == float(error.abs().max())
@@ -160,15 +159,15 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("packed")
     paths = {"source": plain(root / "source")}
     for name, options in {
-        "nf4": QuantizeOptions(),
-        "plain-scales": QuantizeOptions(double_quant=False),
-        "wide": QuantizeOptions(blocksize=128),
-        "fp4": QuantizeOptions(quant_type="fp4"),
+        "nf4": {},
+        "plain-scales": {"double_quant": False},
+        "wide": {"blocksize": 128},
+        "fp4": {"quant_type": "fp4"},
     }.items():
-        quantize_checkpoint(paths["source"], root / name, options, CPU)
+        nf4conv.quantize(paths["source"], root / name, **options, **CPU)
         paths[name] = root / name
     for dtype in ("bfloat16", "float16", "float32"):
-        dequantize_checkpoint(paths["nf4"], root / dtype, DequantizeOptions(dtype=dtype), CPU)
+        nf4conv.dequantize(paths["nf4"], root / dtype, dtype=dtype, **CPU)
         paths[dtype] = root / dtype
     return paths
 
@@ -179,7 +178,7 @@ def test_one_byte_of_a_packed_weight(packed, tmp_path, run, component):
     content = load_file(packed["nf4"] / "model.safetensors")
     content[UP + component].view(-1).view(torch.uint8)[-1] ^= 0x11
     changed = write(tmp_path / "changed", content)
-    assert compared(packed["nf4"], changed, run).unlike == {UP: "different"}
+    assert compared(packed["nf4"], changed, **run).unlike == {UP: "different"}
 
 
 @pytest.mark.parametrize("component", ["quant_map", "quant_state.bitsandbytes__nf4"])
@@ -198,12 +197,12 @@ def test_a_component_that_no_value_depends_on(packed, tmp_path, component):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_packed_weight_has_the_values_of_its_decoded_form(packed, dtype, run):
     for sides in ((packed["nf4"], packed[dtype]), (packed[dtype], packed["nf4"])):
-        assert compared(*sides, run).statuses[UP] == "equal in value"
+        assert compared(*sides, **run).statuses[UP] == "equal in value"
 
 
 @both_buffers
 def test_a_packed_weight_and_its_source(packed, run):
-    found = compared(packed["source"], packed["nf4"], run)
+    found = compared(packed["source"], packed["nf4"], **run)
     weight = load_file(packed["source"] / "model.safetensors")[UP].double()
     error = weight - load_file(packed["bfloat16"] / "model.safetensors")[UP].double()
     assert found.error(UP) == pytest.approx(float(error.norm() / weight.norm()), rel=TEN_DIGITS)
@@ -216,12 +215,12 @@ def test_a_packed_weight_and_its_source(packed, run):
     "run", [CPU, TINY, UNEVEN], ids=["large-buffer", "tiny-buffer", "uneven-buffer"]
 )
 def test_two_formats(packed, tmp_path, other, run):
-    decoded = dequantize_checkpoint(packed[other], tmp_path / "decoded", None, CPU).run.out
+    decoded = nf4conv.dequantize(packed[other], tmp_path / "decoded", **CPU).run.out
     a, b = (
         load_file(Path(folder) / "model.safetensors")[UP].double()
         for folder in (packed["bfloat16"], decoded)
     )
-    found = compared(packed["nf4"], packed[other], run)
+    found = compared(packed["nf4"], packed[other], **run)
     assert found.differences[UP].differing == int((a != b).sum()) > 0
     assert found.error(UP) == pytest.approx(float((a - b).norm() / a.norm()), rel=TEN_DIGITS)
 
@@ -243,10 +242,10 @@ def test_components_in_other_shards_and_another_order_are_identical(packed, tmp_
 def test_weights_that_a_family_stores_transposed(tmp_path):
     name = "h.0.attn.c_attn.weight"
     source = plain(tmp_path / "source", {name: torch.randn(64, 192).bfloat16()}, model_type="gpt2")
-    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
+    nf4conv.quantize(source, tmp_path / "packed", **CPU)
     assert load_file(tmp_path / "packed" / "model.safetensors")[f"{name}.absmax"].numel() > 0
     assert compared(source, tmp_path / "packed").error(name) < 0.12
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "decoded", None, CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "decoded", **CPU)
     assert compared(tmp_path / "packed", tmp_path / "decoded").within(0)
 
 
@@ -259,8 +258,8 @@ def test_experts_that_one_of_the_two_stacks(tmp_path, run):
         f"{layer}.down_proj": torch.randn(3, 128, 64, generator=generator).bfloat16(),
     }
     source = plain(tmp_path / "source", stacked, model_type="llama4_text")
-    quantize_checkpoint(source, tmp_path / "packed", None, CPU)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "decoded", None, CPU)
+    nf4conv.quantize(source, tmp_path / "packed", **CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "decoded", **CPU)
     decoded = load_file(tmp_path / "decoded" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in decoded.items()} == {
         name: tensor.shape for name, tensor in stacked.items()
@@ -272,16 +271,16 @@ def test_experts_that_one_of_the_two_stacks(tmp_path, run):
         apart[f"{layer}.{number}.up_proj.weight"] = gate_up[128:]
         apart[f"{layer}.{number}.down_proj.weight"] = decoded[f"{layer}.down_proj"][number].t()
     for a, b in ((source, tmp_path / "packed"), (tmp_path / "packed", source)):
-        found = compared(a, b, run)
+        found = compared(a, b, **run)
         assert found.within(0.12)
         assert found.statuses == dict.fromkeys(apart, "different")
     assert len(apart) == 9
     expert = stacked[f"{layer}.gate_up_proj"][2, :, 128:].t().double()
     error = expert - apart[f"{layer}.2.up_proj.weight"].double()
-    found = compared(source, tmp_path / "packed", run).error(f"{layer}.2.up_proj.weight")
+    found = compared(source, tmp_path / "packed", **run).error(f"{layer}.2.up_proj.weight")
     assert found == pytest.approx(float(error.norm() / expert.norm()), rel=TEN_DIGITS)
-    assert not compared(source, source, run).unlike
-    again = compared(tmp_path / "packed", tmp_path / "decoded", run)
+    assert not compared(source, source, **run).unlike
+    again = compared(tmp_path / "packed", tmp_path / "decoded", **run)
     assert again.statuses == dict.fromkeys(apart, "equal in value")
 
 
@@ -289,7 +288,7 @@ def test_a_checkpoint_on_the_hub(hub, tmp_path):
     source = plain(tmp_path / "source")
     hub.repos["org/model"] = Repo()
     hub.repos["org/model"].commit(contents(source))
-    cache = SourceOptions(cache_dir=tmp_path / "cache")
+    cache = {"cache_dir": tmp_path / "cache"}
     assert not compared("org/model", source, where=cache).unlike
 
 
@@ -309,12 +308,12 @@ def test_a_weight_that_another_method_encodes(tmp_path, run, rows):
     encoded = plain(
         tmp_path / "fp8", {UP: values, name: scale}, quantization_config=method, dtype="bfloat16"
     )
-    assert compared(encoded, plain(tmp_path / "plain", {UP: decoded}), run).within(0)
-    assert not compared(encoded, encoded, run).unlike
+    assert compared(encoded, plain(tmp_path / "plain", {UP: decoded}), **run).within(0)
+    assert not compared(encoded, encoded, **run).unlike
     packed = write(tmp_path / "packed", pack(UP, decoded, blocksize=128))
-    found = compared(encoded, packed, run)
+    found = compared(encoded, packed, **run)
     assert 0.05 < found.error(UP) < 0.2
-    again = compared(packed, encoded, run)
+    again = compared(packed, encoded, **run)
     assert again.differences[UP].differing == found.differences[UP].differing
 
 
@@ -326,7 +325,7 @@ def test_two_encodings_that_cannot_be_cut_at_the_same_places(tmp_path, run):
     rows = {UP: values, name: torch.full((300, 1), 0.25)}
     a = plain(tmp_path / "a", blocks, quantization_config=method)
     b = plain(tmp_path / "b", rows, quantization_config=method)
-    assert compared(a, b, run).error(UP) == 0.5
+    assert compared(a, b, **run).error(UP) == 0.5
 
 
 def test_a_pickle(tmp_path):
@@ -356,14 +355,14 @@ def test_torch_is_not_imported_where_no_value_has_to_be_compared(packed, tmp_pat
 @pytest.mark.gpu
 def test_torch_is_not_imported_for_values_either_once_the_kernels_are_compiled(packed, tmp_path):
     rounded = plain(tmp_path / "rounded", {**tensors(), UP: tensors()[UP].half()})
-    compared(packed["source"], rounded, RunOptions(device="cuda"))  # compiles them
+    compared(packed["source"], rounded, device="cuda")  # compiles them
     without_torch(packed["source"], rounded)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 def test_a_device_that_is_not_there(packed, device):
     with pytest.raises(PlanError, match=f"--device {device}: "):
-        compared(packed["nf4"], packed["nf4"], RunOptions(device=device))
+        compared(packed["nf4"], packed["nf4"], device=device)
 
 
 def test_a_file_that_is_cut_off_while_it_is_read(packed, tmp_path):

@@ -19,22 +19,13 @@ import host_driver
 import integers
 import pytest
 import torch
-from api import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    VerifyOptions,
-    dequantize_checkpoint,
-    plan_quantization,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from checkpoints import contents
 from comparing import compared
 from safetensors.torch import load_file, save_file
 from test_lora import write_adapter
 from test_quantize_verify import Faulty
 
+import nf4conv
 from nf4conv.errors import CodecError, SourceError, VerificationError
 from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.report.as_json import to_json
@@ -52,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 ON_GPU = torch.cuda.is_available()
 PIECE = 2**21 if ON_GPU else 2**16
-BARE = RunOptions(device="cuda", workers=2, buffer_size=2 * PIECE)
+BARE = {"device": "cuda", "workers": 2, "buffer_size": 2 * PIECE}
 Parts = Callable[[int, int], dict[str, torch.Tensor]]
 
 
@@ -72,14 +63,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[DriverBackend]:
     return made
 
 
-def by_torch(command: Callable[..., Any], *arguments: Any) -> Any:
+def by_torch(command: Callable[..., Any], *places: Path, **options: Any) -> Any:
     """The same without the driver: torch does it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "device_count", lambda: 0)
-        return command(
-            *arguments,
-            RunOptions(device="cuda" if ON_GPU else "cpu", workers=2, buffer_size=2 * PIECE),
-        )
+        run = {**BARE, "device": "cuda" if ON_GPU else "cpu"}
+        return command(*places, **options, **run)
 
 
 def write(
@@ -140,12 +129,12 @@ def same(one: Path, other: Path) -> None:
     assert ours == theirs
 
 
-def both(command: Callable[..., Any], source: Path, options: Any = None, run: Any = BARE) -> Any:
+def both(command: Callable[..., Any], source: Path, run: Any = BARE, **options: Any) -> Any:
     """Runs a command without torch, and by torch: the same bytes; returns the first report."""
     name = f"{command.__name__} {source.name}"
     bare, other = source.parent / f"bare {name}", source.parent / f"torch {name}"
-    by_torch(command, source, other, options)
-    report = command(source, bare, options, run)
+    by_torch(command, source, other, **options)
+    report = command(source, bare, **options, **run)
     same(bare, other)
     return report
 
@@ -156,14 +145,14 @@ def same_weights(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "options"), [
-    (torch.float16, QuantizeOptions()),
-    (torch.float32, QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False)),
-    pytest.param(torch.bfloat16, QuantizeOptions(), marks=pytest.mark.gpu),
+    (torch.float16, {}),
+    (torch.float32, {"quant_type": "fp4", "blocksize": 128, "double_quant": False}),
+    pytest.param(torch.bfloat16, {}, marks=pytest.mark.gpu),
 ], ids=["nested", "plain", "bfloat16"])  # fmt: skip
 def test_packing(
-    tmp_path: Path, gpu: list[DriverBackend], dtype: torch.dtype, options: QuantizeOptions
+    tmp_path: Path, gpu: list[DriverBackend], dtype: torch.dtype, options: dict[str, Any]
 ):
-    both(quantize_checkpoint, write(tmp_path / "source", weights(dtype), dtype=dtype), options)
+    both(nf4conv.quantize, write(tmp_path / "source", weights(dtype), dtype=dtype), options)
     assert len(gpu) == 1
 
 
@@ -245,7 +234,7 @@ def test_encoded_sources(tmp_path: Path, gpu: list[DriverBackend], kind: str):
         tensors |= {
             f"model.layers.0.{name}.{suffix}": part for suffix, part in parts(*shape).items()
         }
-    both(quantize_checkpoint, write(tmp_path / "source", tensors, description))
+    both(nf4conv.quantize, write(tmp_path / "source", tensors, description))
     assert len(gpu) == 1
 
 
@@ -291,7 +280,7 @@ def integer_source(folder: Path, kind: str) -> Path:
     return write(folder, tensors, description)
 
 
-@pytest.mark.parametrize("command", [quantize_checkpoint, dequantize_checkpoint])
+@pytest.mark.parametrize("command", [nf4conv.quantize, nf4conv.dequantize])
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_packed_integers(
     tmp_path: Path, gpu: list[DriverBackend], kind: str, command: Callable[..., Any]
@@ -307,10 +296,10 @@ def test_verification_of_what_was_decoded(
     """Decoded again without torch; torch counts how much of a damaged tensor differs."""
     source = integer_source(tmp_path / "source", kind)
     out = tmp_path / "out"
-    by_torch(dequantize_checkpoint, source, out, None)
+    by_torch(nf4conv.dequantize, source, out)
     with monkeypatch.context() as patch:
         patch.setattr(TorchBackend, "open", _no_torch)
-        report = verify_checkpoint(out, source, VerifyOptions(exact=True), BARE)
+        report = nf4conv.verify(out, source=source, exact=True, **BARE)
     assert report.passed
     assert report.tensors is not None
     assert report.tensors.compared == 4
@@ -321,8 +310,8 @@ def test_verification_of_what_was_decoded(
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     if not ON_GPU:
         monkeypatch.setattr(torch_device, "find_device", lambda _: torch.device("cpu"))
-    found = verify_checkpoint(out, source, None, BARE)
-    expected = by_torch(verify_checkpoint, out, source, None)
+    found = nf4conv.verify(out, source=source, **BARE)
+    expected = by_torch(nf4conv.verify, out, source=source)
     assert [finding.tensor for finding in found.findings] == [damaged]
     assert found.findings == expected.findings
     assert found.tensors == expected.tensors
@@ -337,14 +326,14 @@ def test_a_group_index_that_was_never_set(tmp_path: Path):
     source = integer_source(tmp_path / "source", "rows")
     tensors = load_file(source / "model.safetensors")
     out = tmp_path / "in-order"
-    dequantize_checkpoint(source, out, None, BARE)
+    nf4conv.dequantize(source, out, **BARE)
     for name in list(tensors):
         if name.endswith("_packed"):
             columns = 8 * tensors[name].shape[1]
             unset = torch.full((columns,), -1, dtype=torch.int32)
             tensors[name.replace("_packed", "_g_idx")] = unset
     save_file(tensors, source / "model.safetensors")
-    dequantize_checkpoint(source, tmp_path / "unset", None, BARE)
+    nf4conv.dequantize(source, tmp_path / "unset", **BARE)
     found = load_file(tmp_path / "unset/model.safetensors")
     expected = load_file(out / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -357,7 +346,7 @@ def test_a_group_index_out_of_range(tmp_path: Path):
     tensors["model.layers.0.mlp.up_proj.g_idx"][5] = 5
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(CodecError, match=r"up_proj\.weight: its group index names a group"):
-        quantize_checkpoint(source, tmp_path / "out", None, BARE)
+        nf4conv.quantize(source, tmp_path / "out", **BARE)
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
@@ -365,9 +354,9 @@ def test_four_bit_sources_repacked_and_decoded(
     tmp_path: Path, gpu: list[DriverBackend], double_quant: bool
 ):
     source, packed = write(tmp_path / "source", weights(torch.float16)), tmp_path / "packed"
-    by_torch(quantize_checkpoint, source, packed, QuantizeOptions(double_quant=double_quant))
-    both(quantize_checkpoint, packed, QuantizeOptions(blocksize=128))
-    both(dequantize_checkpoint, packed)
+    by_torch(nf4conv.quantize, source, packed, double_quant=double_quant)
+    both(nf4conv.quantize, packed, blocksize=128)
+    both(nf4conv.dequantize, packed)
     assert len(gpu) == 2
 
 
@@ -407,15 +396,15 @@ def test_casts(
         "model.layers.0.input_layernorm.weight": bit_patterns(stored, getattr(torch, dtype))
     }
     source, packed = write(tmp_path / "source", tensors, dtype=stored), tmp_path / "packed"
-    by_torch(quantize_checkpoint, source, packed, None)
-    quantized = both(quantize_checkpoint, source, QuantizeOptions(dtype=dtype)).run.out
-    again = QuantizeOptions(dtype=dtype, blocksize=128, exclude=("*q_proj*",))
-    both(quantize_checkpoint, packed, again)
-    both(dequantize_checkpoint, packed, DequantizeOptions(dtype=dtype))
+    by_torch(nf4conv.quantize, source, packed)
+    quantized = both(nf4conv.quantize, source, dtype=dtype).run.out
+    again = {"dtype": dtype, "blocksize": 128, "exclude": ("*q_proj*",)}
+    both(nf4conv.quantize, packed, **again)
+    both(nf4conv.dequantize, packed, dtype=dtype)
     without_torch(monkeypatch)
-    assert verify_checkpoint(Path(quantized), source, VerifyOptions(exact=True), BARE).passed
-    audited = replace(BARE, verify=True)
-    quantize_checkpoint(source, tmp_path / "audited", QuantizeOptions(dtype=dtype), audited)
+    assert nf4conv.verify(Path(quantized), source=source, exact=True, **BARE).passed
+    audited = {**BARE, "verify": True}
+    nf4conv.quantize(source, tmp_path / "audited", dtype=dtype, **audited)
     assert len(gpu) == 5
 
 
@@ -433,10 +422,10 @@ def test_encoded_tensors_that_are_kept(
         for suffix, part in parts(136, 96).items()
     }
     source = write(tmp_path / "source", tensors, description)
-    options = QuantizeOptions(dtype=dtype, exclude=("*o_proj*", "*down_proj*"))
-    both(quantize_checkpoint, source, options)
+    options = {"dtype": dtype, "exclude": ("*o_proj*", "*down_proj*")}
+    both(nf4conv.quantize, source, **options)
     without_torch(monkeypatch)
-    quantize_checkpoint(source, tmp_path / "audited", options, replace(BARE, verify=True))
+    nf4conv.quantize(source, tmp_path / "audited", **options, **{**BARE, "verify": True})
     assert len(gpu) == 2
 
 
@@ -460,17 +449,17 @@ def test_experts_of_gpt_oss(
     monkeypatch.setattr(
         DriverBuffers, "fetch", lambda *given: (fetched.append(given[1:]), genuine(*given))[1]
     )
-    both(quantize_checkpoint, source)
+    both(nf4conv.quantize, source)
     assert any(start for start, *_ in fetched)
     if dtype == torch.float16:  # which cannot hold all that is stored
         tensors[f"{experts}.gate_up_proj_scales"][0, 5, 7] = 150
         lost = write(tmp_path / "lost", tensors, {"quant_method": "mxfp4"}, dtype)
         refused = r"experts\.gate_up_proj: has values too large for float16"
         with pytest.raises(SourceError, match=refused):
-            quantize_checkpoint(lost, tmp_path / "out", None, BARE)
+            nf4conv.quantize(lost, tmp_path / "out", **BARE)
     with monkeypatch.context() as patch:
         without_torch(patch)
-        quantize_checkpoint(source, tmp_path / "audited", None, replace(BARE, verify=True))
+        nf4conv.quantize(source, tmp_path / "audited", **{**BARE, "verify": True})
     found = compared_alike(source, tmp_path / "audited")
     assert found[f"{experts}.down_proj"] == found[f"{experts}.gate_up_proj"] == "equal in value"
     assert len(gpu) == (5 if dtype == torch.float16 else 4)
@@ -500,8 +489,8 @@ def test_values_that_a_cast_makes_infinite(tmp_path: Path, gpu: list[DriverBacke
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 65519.0, 6e-8])
     tensors["model.layers.0.input_layernorm.weight"] = special  # what is infinite may stay so
     source = write(tmp_path / "source", tensors, dtype=torch.float32)
-    options = QuantizeOptions(dtype="float16")
-    quantize_checkpoint(source, tmp_path / "kept", options, BARE)
+    options = {"dtype": "float16"}
+    nf4conv.quantize(source, tmp_path / "kept", **options, **BARE)
     tensors[name].view(-1)[-1] = 65520.0
     save_file(tensors, source / "model.safetensors")
     refusal = (
@@ -509,9 +498,9 @@ def test_values_that_a_cast_makes_infinite(tmp_path: Path, gpu: list[DriverBacke
         "give another"
     )
     with pytest.raises(SourceError, match=refusal):
-        by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
+        by_torch(nf4conv.quantize, source, tmp_path / "torch", **options)
     with pytest.raises(SourceError, match=refusal):
-        quantize_checkpoint(source, tmp_path / "bare", options, replace(BARE, device="auto"))
+        nf4conv.quantize(source, tmp_path / "bare", **options, **{**BARE, "device": "auto"})
     assert len(gpu) == 2
 
 
@@ -525,16 +514,16 @@ def test_decoded_values_too_large_for_the_dtype(tmp_path: Path, stored: torch.dt
     decodes it.
     """
     source, packed = write(tmp_path / "source", weights(stored), dtype=stored), tmp_path / "packed"
-    by_torch(quantize_checkpoint, source, packed, QuantizeOptions(double_quant=False))
+    by_torch(nf4conv.quantize, source, packed, double_quant=False)
     tensors = load_file(packed / "model.safetensors")
     tensors[f"{DOWN}.absmax"][3] = 1e38
     save_file(tensors, packed / "model.safetensors")
-    without = lambda *given: dequantize_checkpoint(*given, BARE)  # noqa: E731
-    for engine, command in (("bare", without), ("torch", partial(by_torch, dequantize_checkpoint))):
-        command(packed, tmp_path / f"{engine} wide", DequantizeOptions(dtype="float32"))
+    without = partial(nf4conv.dequantize, **BARE)
+    for engine, command in (("bare", without), ("torch", partial(by_torch, nf4conv.dequantize))):
+        command(packed, tmp_path / f"{engine} wide", dtype="float32")
         refused = pytest.raises(SourceError, match=rf"{DOWN}: .* values are too large for float16")
         with nullcontext() if stored == torch.float16 else refused:
-            command(packed, tmp_path / engine, DequantizeOptions(dtype="float16"))
+            command(packed, tmp_path / engine, dtype="float16")
     same(tmp_path / "bare wide", tmp_path / "torch wide")
 
 
@@ -554,7 +543,7 @@ class Asked:
         return genuine(device, items, *others)
 
 
-MIXED = RunOptions(device="auto", workers=2, buffer_size=2 * PIECE)
+MIXED = {"device": "auto", "workers": 2, "buffer_size": 2 * PIECE}
 """The device of torch is found by itself: without a GPU the driver's is none of torch's."""
 
 
@@ -570,20 +559,24 @@ def test_only_what_takes_torch_takes_it(
     name, why = "model.norm.weight", "stored in F64"
     tensors = weights(torch.float16)
     source = write(tmp_path / "source", tensors | {name: tensors[name].double()})
-    by_torch(quantize_checkpoint, source, tmp_path / "torch", None)
+    by_torch(nf4conv.quantize, source, tmp_path / "torch")
     with monkeypatch.context() as patch:
         asked = Asked(patch)
-        report = quantize_checkpoint(source, tmp_path / "bare", None, MIXED)
+        report = nf4conv.quantize(source, tmp_path / "bare", **MIXED)
     same(tmp_path / "bare", tmp_path / "torch")
     assert len(gpu) == 1
     assert asked.torch == {name}
-    packed = {job.name for job in plan_quantization(source).output.jobs if isinstance(job, PackJob)}
+    packed = {
+        job.name
+        for job in nf4conv.plan_quantize(source).made.output.jobs
+        if isinstance(job, PackJob)
+    }
     assert asked.driver == packed
     assert any(note.startswith(f"1 of 7 tensors took torch ({why})") for note in report.run.notes)
-    audited = quantize_checkpoint(source, tmp_path / "audited", None, replace(MIXED, verify=True))
+    audited = nf4conv.quantize(source, tmp_path / "audited", **{**MIXED, "verify": True})
     assert audited.verification is not None
     assert audited.verification.bytes_differing == 0
-    assert verify_checkpoint(tmp_path / "bare", source, VerifyOptions(exact=True), MIXED).passed
+    assert nf4conv.verify(tmp_path / "bare", source=source, exact=True, **MIXED).passed
     assert len(gpu) == 3
 
 
@@ -598,11 +591,11 @@ def test_transposed_weights_among_others(
     others = {"wte.weight": torch.randn(100, 64, generator=GENERATOR).half()}
     source = write(tmp_path / "source", transposed | others)
     in_family(source, "GPT2LMHeadModel", "gpt2")
-    options = QuantizeOptions(dtype="float32", exclude=("*wte*",))
-    by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
+    options = {"dtype": "float32", "exclude": ("*wte*",)}
+    by_torch(nf4conv.quantize, source, tmp_path / "torch", **options)
     with monkeypatch.context() as patch:
         asked = Asked(patch)
-        report = quantize_checkpoint(source, tmp_path / "bare", options, MIXED)
+        report = nf4conv.quantize(source, tmp_path / "bare", **options, **MIXED)
     same(tmp_path / "bare", tmp_path / "torch")
     assert asked.torch == {*transposed}
     assert asked.driver == {*others}
@@ -620,12 +613,12 @@ def test_a_weight_that_is_merged_with_an_adapter(
         f"{module}.lora_A.weight": torch.randn(4, 64, generator=GENERATOR),
         f"{module}.lora_B.weight": torch.randn(64, 4, generator=GENERATOR),
     }
-    options = QuantizeOptions(lora=(str(write_adapter(tmp_path / "adapter", factors)),))
-    by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
+    options = {"lora": (str(write_adapter(tmp_path / "adapter", factors)),)}
+    by_torch(nf4conv.quantize, source, tmp_path / "torch", **options)
     with monkeypatch.context() as patch:
         asked = Asked(patch)
-        audited = replace(MIXED, verify=True)
-        report = quantize_checkpoint(source, tmp_path / "bare", options, audited)
+        audited = {**MIXED, "verify": True}
+        report = nf4conv.quantize(source, tmp_path / "bare", **options, **audited)
     same_weights(tmp_path / "bare", tmp_path / "torch")
     assert asked.torch == {f"{module}.weight"}
     assert "model.layers.0.mlp.gate_proj.weight" in asked.driver
@@ -646,7 +639,7 @@ def test_weights_in_4_bits_among_others(tmp_path: Path, gpu: list[DriverBackend]
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(4)]
     tensors = {name: torch.randn(64, 64, generator=GENERATOR).half() for name in names}
     source = write(tmp_path / "source", tensors)
-    by_torch(quantize_checkpoint, source, tmp_path / "packed", None)
+    by_torch(nf4conv.quantize, source, tmp_path / "packed")
     packed = load_file(tmp_path / "packed/model.safetensors")
     mixed = tmp_path / "mixed"
     shutil.copytree(tmp_path / "packed", mixed)
@@ -655,14 +648,14 @@ def test_weights_in_4_bits_among_others(tmp_path: Path, gpu: list[DriverBackend]
     chosen = {key: part for key, part in packed.items() if not key.startswith(plain)}
     chosen |= {name: tensors[name] for name in plain}
     save_in_order(mixed / "model.safetensors", dict(sorted(chosen.items())))
-    for run, out in ((BARE, "bare"), (replace(MIXED, device="cpu"), "torch")):
-        report = quantize_checkpoint(mixed, tmp_path / out, None, run)
+    for run, out in ((BARE, "bare"), ({**MIXED, "device": "cpu"}, "torch")):
+        report = nf4conv.quantize(mixed, tmp_path / out, **run)
         assert report.packed == 4
         written = load_file(tmp_path / out / "model.safetensors")
         assert written.keys() == packed.keys()
         for name, tensor in packed.items():
             assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    assert verify_checkpoint(tmp_path / "bare", mixed, VerifyOptions(exact=True), BARE).passed
+    assert nf4conv.verify(tmp_path / "bare", source=mixed, exact=True, **BARE).passed
     assert len(gpu) == 2
 
 
@@ -683,7 +676,7 @@ def test_torch_alone_where_the_driver_would_only_copy(tmp_path: Path, gpu: list[
         tmp_path / "source", tensors | {"transformer.ln_f.weight": torch.ones(64).half()}
     )
     in_family(source, "GPT2LMHeadModel", "gpt2")
-    report = quantize_checkpoint(source, tmp_path / "out", QuantizeOptions(), MIXED)
+    report = nf4conv.quantize(source, tmp_path / "out", **MIXED)
     assert report.packed
     assert not gpu
     assert not any("took torch" in note for note in report.run.notes)
@@ -718,16 +711,16 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("options", "kind"), [
-    (QuantizeOptions(), None),
-    (QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False), None),
-    (QuantizeOptions(), "fp8 channels"),
-    pytest.param(QuantizeOptions(blocksize=512, scales="search"), None, marks=pytest.mark.gpu),
+    ({}, None),
+    ({"quant_type": "fp4", "blocksize": 128, "double_quant": False}, None),
+    ({}, "fp8 channels"),
+    pytest.param({"blocksize": 512, "scales": "search"}, None, marks=pytest.mark.gpu),
 ], ids=["nested", "plain", "encoded", "search"])  # fmt: skip
 def test_what_is_right_is_proved(
     tmp_path: Path,
     gpu: list[DriverBackend],
     monkeypatch: pytest.MonkeyPatch,
-    options: QuantizeOptions,
+    options: dict[str, Any],
     kind: str | None,
 ):
     description, parts = KINDS[kind or "fp8 channels"]
@@ -736,17 +729,17 @@ def test_what_is_right_is_proved(
         source = write(tmp_path / "source", weights(torch.float16))
     else:
         source = write(tmp_path / "source", encoded, description)
-    audited = replace(BARE, verify=True)
-    by_torch(quantize_checkpoint, source, tmp_path / "torch", options)
+    audited = {**BARE, "verify": True}
+    by_torch(nf4conv.quantize, source, tmp_path / "torch", **options)
     with monkeypatch.context() as patch:
         without_torch(patch)
-        written = quantize_checkpoint(source, tmp_path / "out", options, audited)
-        found = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True), BARE)
+        written = nf4conv.quantize(source, tmp_path / "out", **options, **audited)
+        found = nf4conv.verify(tmp_path / "out", source=source, exact=True, **BARE)
     assert len(gpu) == 2
     assert found.passed
     assert found.identical
     same_weights(tmp_path / "out", tmp_path / "torch")
-    other = by_torch(verify_checkpoint, tmp_path / "out", source, VerifyOptions(exact=True))
+    other = by_torch(nf4conv.verify, tmp_path / "out", source=source, exact=True)
     same_figures(found, other)
     assert written.verification is not None
     for row, expected in zip(
@@ -764,17 +757,17 @@ DOWN, GATE = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "gat
 ])  # fmt: skip
 def test_what_is_wrong_is_found_as_by_torch(tmp_path: Path, gpu: list[DriverBackend], name: str):
     source = write(tmp_path / "source", weights(torch.float16))
-    quantize_checkpoint(source, tmp_path / "out", None, BARE)
+    nf4conv.quantize(source, tmp_path / "out", **BARE)
     file = tmp_path / "out/model.safetensors"
     tensors = load_file(file)
     damaged = tensors[name].view(-1).view(torch.uint8)
     damaged[damaged.numel() // 2] ^= 1
     save_file(tensors, file)
-    exact = VerifyOptions(exact=True)
-    found = verify_checkpoint(tmp_path / "out", source, exact, MIXED)
+    exact = {"exact": True}
+    found = nf4conv.verify(tmp_path / "out", source=source, **exact, **MIXED)
     assert len(gpu) == 2
     assert not found.passed
-    same_figures(found, by_torch(verify_checkpoint, tmp_path / "out", source, exact))
+    same_figures(found, by_torch(nf4conv.verify, tmp_path / "out", source=source, **exact))
 
 
 @pytest.mark.parametrize("suffix", ["", ".absmax"], ids=["codes", "absmax"])
@@ -783,17 +776,17 @@ def test_a_bit_that_flips_on_the_way_to_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str
 ):
     source = write(tmp_path / "source", weights(torch.float16))
-    job = next(job for job in plan_quantization(source).output.jobs if job.name == name)
+    job = next(job for job in nf4conv.plan_quantize(source).made.output.jobs if job.name == name)
     Faulty(monkeypatch, 3 + (job.offset if isinstance(job, CopyJob) else job.offsets[bool(suffix)]))
-    run = replace(BARE, device="auto", verify=True)
+    run = {**BARE, "device": "auto", "verify": True}
     with pytest.raises(VerificationError, match=rf"out: verification failed: {name}: "):
-        quantize_checkpoint(source, tmp_path / "out", None, run)
+        nf4conv.quantize(source, tmp_path / "out", **run)
 
 
 def compared_alike(
     one: Path,
     other: Path,
-    run: RunOptions = BARE,
+    run: dict[str, Any] = BARE,
     *,
     with_torch: bool = False,
     both_ways: bool = True,
@@ -806,7 +799,7 @@ def compared_alike(
         with pytest.MonkeyPatch.context() as patch:
             if not with_torch:
                 without_torch(patch)
-            found = compared(a, b, run)
+            found = compared(a, b, **run)
         expected = by_torch(compared, a, b)
         assert (found.statuses, found.differences) == (expected.statuses, expected.differences)
     return found.statuses
@@ -840,9 +833,9 @@ CASES = "ordinary", "special", "specials alike", "large", "equal", "one", "empty
 
 
 @pytest.mark.parametrize(
-    "run", [BARE, replace(BARE, buffer_size=8 * PIECE)], ids=["small pieces", "large pieces"]
+    "run", [BARE, {**BARE, "buffer_size": 8 * PIECE}], ids=["small pieces", "large pieces"]
 )
-def test_values_compared(tmp_path: Path, gpu: list[DriverBackend], run: RunOptions):
+def test_values_compared(tmp_path: Path, gpu: list[DriverBackend], run: dict[str, Any]):
     sides: tuple[dict[str, torch.Tensor], ...] = {}, {}
     # larger pieces hold more pairs; the values are compared as before
     cases = CASES if run is BARE else ("ordinary", "specials alike", "equal", "empty")
@@ -866,7 +859,7 @@ def test_packed_integers_compared(tmp_path: Path, gpu: list[DriverBackend]):
     """In pieces that share parts, of one side and of both."""
     source = integer_source(tmp_path / "source", "GPTQ")
     other = integer_source(tmp_path / "other", "AWQ")
-    by_torch(dequantize_checkpoint, source, tmp_path / "decoded", None)
+    by_torch(nf4conv.dequantize, source, tmp_path / "decoded")
     for same_values in (tmp_path / "decoded", other):
         alike = compared_alike(source, same_values, both_ways=False)
         assert {*alike.values()} == {"equal in value", "identical"}
@@ -880,7 +873,7 @@ def test_encoded_values_compared(tmp_path: Path, gpu: list[DriverBackend], kind:
         f"model.layers.0.mlp.up_proj.{suffix}": part for suffix, part in parts(136, 160).items()
     }
     encoded = write(tmp_path / "encoded", tensors, description)
-    by_torch(quantize_checkpoint, encoded, tmp_path / "packed", None)
+    by_torch(nf4conv.quantize, encoded, tmp_path / "packed")
     plain = torch.randn(136, 160, generator=GENERATOR).half()
     other = write(tmp_path / "plain", {"model.layers.0.mlp.up_proj.weight": plain})
     assert {*compared_alike(encoded, tmp_path / "packed").values()} == {"different"}
@@ -889,16 +882,16 @@ def test_encoded_values_compared(tmp_path: Path, gpu: list[DriverBackend], kind:
 
 
 @pytest.mark.parametrize("options", [
-    QuantizeOptions(), QuantizeOptions(quant_type="fp4", blocksize=128, double_quant=False),
-    QuantizeOptions(blocksize=4096),
+    {}, {"quant_type": "fp4", "blocksize": 128, "double_quant": False},
+    {"blocksize": 4096},
 ], ids=["nested", "plain", "wide"])  # fmt: skip
-def test_packed_values_compared(tmp_path: Path, gpu: list[DriverBackend], options: QuantizeOptions):
+def test_packed_values_compared(tmp_path: Path, gpu: list[DriverBackend], options: dict[str, Any]):
     source = write(tmp_path / "source", weights(torch.float16))
-    by_torch(quantize_checkpoint, source, tmp_path / "packed", options)
-    by_torch(quantize_checkpoint, source, tmp_path / "another", QuantizeOptions(blocksize=32))
-    by_torch(dequantize_checkpoint, tmp_path / "packed", tmp_path / "decoded", None)
+    by_torch(nf4conv.quantize, source, tmp_path / "packed", **options)
+    by_torch(nf4conv.quantize, source, tmp_path / "another", blocksize=32)
+    by_torch(nf4conv.dequantize, tmp_path / "packed", tmp_path / "decoded")
     different = {"different", "identical"}
-    both_ways = options.double_quant and options.blocksize == 64
+    both_ways = not options
     for one, other, statuses in (
         (source, tmp_path / "packed", different),
         (tmp_path / "another", tmp_path / "packed", different),
@@ -916,14 +909,14 @@ def test_torch_compares_only_what_takes_it(
     numbers = {"numbers": torch.arange(10), "double": torch.linspace(0, 1, 9).double()}
     source = write(tmp_path / "source", tensors | numbers)
     in_family(source, "GPT2LMHeadModel", "gpt2")
-    by_torch(quantize_checkpoint, source, tmp_path / "packed", None)
+    by_torch(nf4conv.quantize, source, tmp_path / "packed")
     changed = {name: values + 1 for name, values in numbers.items()}
     other = write(tmp_path / "other", tensors | changed | {"bias": torch.ones(7).half()})
     assert compared_alike(source, tmp_path / "packed", MIXED, with_torch=True)[name] == "different"
     assert compared_alike(source, other, MIXED, with_torch=True)["bias"] == "equal in value"
     with monkeypatch.context() as patch:
         asked = Asked(patch)
-        compared(source, other, MIXED)
+        compared(source, other, **MIXED)
     assert asked.torch == {"double", "numbers"}
     assert asked.driver == {"bias"}
     assert gpu

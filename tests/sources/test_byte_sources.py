@@ -6,14 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from api import (
-    QuantizeOptions,
-    RunOptions,
-    dequantize_checkpoint,
-    inspect_checkpoint,
-    plan_quantization,
-    quantize_checkpoint,
-)
 from click.testing import CliRunner
 from comparing import compared
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
@@ -21,10 +13,11 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from integers import random_codes, random_scales, torchao
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.cli import main
 from nf4conv.errors import SourceError
 
-CPU = RunOptions(device="cpu", workers=2, buffer_size=1)
+CPU = {"device": "cpu", "workers": 2, "buffer_size": 1}
 FILE = "model.safetensors"
 Q = "model.layers.0.self_attn.q_proj"
 INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
@@ -61,12 +54,12 @@ def test_int_quantized_with_zero_points(tmp_path: Path, strategy: str, rows: int
     description = INT8 | {"config_groups": {"all": {"weights": arguments}}}
     parts = {f"{Q}.{name}": part for name, part in state.items()}
     source = write(tmp_path / "source", description, parts)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     [(name, decoded)] = load_file(tmp_path / "out" / FILE).items()
     assert name == f"{Q}.weight"
     assert torch.equal(decoded, expected)
-    quantize_checkpoint(source, tmp_path / "nf4", QuantizeOptions(), CPU)
-    quantize_checkpoint(tmp_path / "out", tmp_path / "nf4 of it", QuantizeOptions(), CPU)
+    nf4conv.quantize(source, tmp_path / "nf4", **CPU)
+    nf4conv.quantize(tmp_path / "out", tmp_path / "nf4 of it", **CPU)
     for name, packed in load_file(tmp_path / "nf4 of it" / FILE).items():
         assert torch.equal(packed, load_file(tmp_path / "nf4" / FILE)[name])
     assert [*compared(source, tmp_path / "out").statuses.values()] == ["equal in value"]
@@ -85,7 +78,7 @@ def test_what_belongs_to_activations_is_left_out(tmp_path: Path):
     source = write(
         tmp_path / "source", description, parts | {name: one.clone() for name, one in more.items()}
     )
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     assert set(load_file(tmp_path / "out" / FILE)) == {f"{Q}.weight"}
 
 
@@ -111,7 +104,7 @@ def of_torchao(groups: int, scale_dtype: torch.dtype) -> dict[str, torch.Tensor]
 def test_integers_of_torchao(tmp_path: Path, groups: int, scale_dtype: torch.dtype):
     parts = of_torchao(groups, scale_dtype)
     source = write(tmp_path / "source", TORCHAO, parts)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     # dequantize_affine of torchao/quantization/quant_primitives.py, in the dtype of the config
     values, scale, zero = (
         part.repeat_interleave(256 // part.shape[1], 1) for part in parts.values()
@@ -134,7 +127,7 @@ def test_experts_and_layers_of_torchao_that_differ(tmp_path: Path):
     both = {"re:.*k_proj": int4_config, "_default": int8_config}
     fqn = {"_type": "FqnToConfig", "_data": {"fqn_to_config": both}}
     source = write(tmp_path / "source", TORCHAO | {"quant_type": fqn}, parts)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     decoded = load_file(tmp_path / "out" / FILE)
     assert decoded[f"{Q}.weight"].shape == (128, 256)
     assert torch.equal(decoded[f"{other}.weight"], int4.decoded)
@@ -147,15 +140,15 @@ def test_bytes_that_were_rounded_to_fewer_bits(tmp_path: Path, dtype: str):
     intx = {"default": {"_type": "IntxWeightOnlyConfig", "_data": fields}}
     parts = of_torchao(8, torch.bfloat16)
     source = write(tmp_path / "source", TORCHAO | {"quant_type": intx}, parts)
-    [row] = inspect_checkpoint(source).tensors
+    [row] = nf4conv.inspect(source).tensors
     assert (row.name, row.shape) == (f"{Q}.weight", (128, 256))
     assert row.stored == f"{dtype.upper()}, groups of 32"
     shown = CliRunner().invoke(main, ["inspect", str(source)]).stdout
     assert shown.startswith("1 tensors, 1 of them in fewer than 16 bits, in ")
-    notes = "".join(plan_quantization(source).notes)
+    notes = "".join(nf4conv.plan_quantize(source).made.notes)
     assert f"(torchao): 1 of {dtype.upper()}, groups of 32" in notes
     assert ("rounded once more" in notes) == (dtype == "int4")
-    quantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     card = (tmp_path / "out/README.md").read_text()
     assert f"weights in {dtype.upper()}, groups of 32, which were decoded first" in card
 
@@ -166,7 +159,7 @@ def test_floats_of_torchao(tmp_path: Path):
     parts = {f"{Q}._weight_qdata": values, f"{Q}._weight_scale": scale}
     description = TORCHAO | {"quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}}
     source = write(tmp_path / "source", description, parts)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     expected = (values.float() * scale).bfloat16()
     assert torch.equal(load_file(tmp_path / "out" / FILE)[f"{Q}.weight"], expected)
 
@@ -213,7 +206,7 @@ def test_what_is_refused(
             parts[f"{Q}._weight_{name}"] = part
     source = write(tmp_path / "source", description, parts)
     with pytest.raises(SourceError, match=message) as error:
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)
     assert "\n" not in str(error.value)
 
 
@@ -222,4 +215,4 @@ def test_zero_points_that_do_not_fit(tmp_path: Path, zero: torch.Tensor):
     parts = {f"{Q}.weight": random_bytes(64, 64), f"{Q}.weight_scale": torch.ones(64, 1)}
     source = write(tmp_path / "source", INT8, parts | {f"{Q}.weight_zero_point": zero})
     with pytest.raises(SourceError, match=f"{Q}.weight: I8 .* does not go with .*zero_point"):
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)

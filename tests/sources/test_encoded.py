@@ -8,20 +8,12 @@ from typing import Any, NamedTuple
 import integers
 import pytest
 import torch
-from api import (
-    QuantizeOptions,
-    RunOptions,
-    dequantize_checkpoint,
-    plan_quantization,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import nf4conv
 from nf4conv import dequantize_4bit, quantize_4bit
 from nf4conv.errors import SourceError
-from nf4conv.options import VerifyOptions
 
 BF16 = torch.bfloat16
 Q, UP, DOWN = (
@@ -367,8 +359,8 @@ def write(
 
 def quantized(source: Path, **options: Any) -> dict[str, torch.Tensor]:
     out = source.with_name(f"{source.name}-out")
-    run = RunOptions(device="cpu", workers=2, buffer_size=1, overwrite=out.exists())
-    quantize_checkpoint(source, out, QuantizeOptions(**options), run)
+    run = {"device": "cpu", "workers": 2, "buffer_size": 1, "overwrite": out.exists()}
+    nf4conv.quantize(source, out, **options, **run)
     return load_file(out / "model.safetensors")
 
 
@@ -408,8 +400,8 @@ def test_what_was_packed_from_a_quantized_source_verifies_against_it(
     encoded = encode()
     source = write(tmp_path / "encoded", PLAIN | encoded.stored, encoded.description)
     quantized(source, exclude=("*up_proj.weight",))
-    run = RunOptions(device="cpu", buffer_size=1)
-    report = verify_checkpoint(tmp_path / "encoded-out", source, VerifyOptions(exact=True), run)
+    run = {"device": "cpu", "buffer_size": 1}
+    report = nf4conv.verify(tmp_path / "encoded-out", source=source, exact=True, **run)
     assert report.passed, [finding.line() for finding in report.findings]
     assert report.identical
 
@@ -446,7 +438,7 @@ def test_modelopts_file_of_its_own_names_the_method(tmp_path: Path):
     (source / "hf_quant_config.json").write_text(
         json.dumps({"quantization": {"quant_algo": "NVFP4"}})
     )
-    [note] = [note for note in plan_quantization(source).notes if "quantized" in note]
+    [note] = [note for note in nf4conv.plan_quantize(source).made.notes if "quantized" in note]
     assert note == "the source is quantized (modelopt): 3 of fp4"
     same_tensors(quantized(source), quantized(write(tmp_path / "plain", PLAIN | encoded.decoded)))
     assert not (tmp_path / "encoded-out/hf_quant_config.json").exists()
@@ -518,7 +510,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, reason: 
         SourceError,
         match=f"source: already quantized: quant_method {method}; .* made from: {reason}$",
     ):
-        plan_quantization(source)
+        nf4conv.plan_quantize(source)
 
 
 INT4 = torch.zeros(64, 16, dtype=torch.int32)
@@ -584,7 +576,7 @@ def test_what_does_not_fit_together_is_refused(
     message: str,
 ):
     with pytest.raises(SourceError, match=message):
-        plan_quantization(write(tmp_path / "source", PLAIN | tensors, description))
+        nf4conv.plan_quantize(write(tmp_path / "source", PLAIN | tensors, description))
 
 
 def test_names_like_those_of_scales_are_nothing_in_a_plain_checkpoint(tmp_path: Path):
@@ -640,14 +632,16 @@ def test_sharded_pickles(tmp_path: Path):
 def test_safetensors_are_preferred_to_pickles(tmp_path: Path):
     source = write(tmp_path / "both", PLAIN | {f"{Q}.weight": random(64, 128).bfloat16()})
     (source / "pytorch_model.bin").write_bytes(b"never read")
-    assert [file.name for file in plan_quantization(source).source.files] == ["model.safetensors"]
+    assert [file.name for file in nf4conv.plan_quantize(source).made.source.files] == [
+        "model.safetensors"
+    ]
 
 
 def test_a_single_pickle_is_a_source(tmp_path: Path):
     path = tmp_path / "consolidated.00.pth"
     torch.save(PLAIN | {f"{Q}.weight": random(64, 128).bfloat16()}, path)
     assert f"{Q}.weight" in {
-        row.name for row in plan_quantization(path).rows() if row.action == "pack"
+        row.name for row in nf4conv.plan_quantize(path).made.rows() if row.action == "pack"
     }
 
 
@@ -703,7 +697,7 @@ def test_floats_of_autoround(
 ):
     encoded = encode()
     source = write(tmp_path / "source", PLAIN | encoded.stored, AUTO_ROUND | description)
-    dequantize_checkpoint(source, tmp_path / "out", None, RunOptions(device="cpu"))
+    nf4conv.dequantize(source, tmp_path / "out", device="cpu")
     found = load_file(tmp_path / "out/model.safetensors")
     for name, tensor in encoded.decoded.items():
         assert torch.equal(found[name], tensor), name
@@ -732,5 +726,5 @@ def test_scales_in_e5m3_are_no_powers_of_two(
         stored[f"{module}.weight_scale"] = random_bytes(rows, columns // 16)
     source = write(tmp_path / "source", PLAIN | stored, description)
     with pytest.raises(SourceError, match=message) as error:
-        dequantize_checkpoint(source, tmp_path / "out", None, RunOptions(device="cpu"))
+        nf4conv.dequantize(source, tmp_path / "out", device="cpu")
     assert "\n" not in str(error.value)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from api import QuantizeOptions, quantize_checkpoint
 from checkpoints import tensors_of
 from test_two_engines import (
     BARE,
@@ -21,8 +20,10 @@ from test_two_engines import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import nf4conv
+
 EXPERTS = "model.layers.0.mlp.experts"
-PACKED = QuantizeOptions(moe="packed")
+PACKED = {"moe": "packed"}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -64,10 +65,10 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path):
     stored, decoded = mxfp4()
     encoded = source(tmp_path / "encoded", "gpt_oss", stored, {"quant_method": "mxfp4"})
     plain = source(tmp_path / "plain", "gpt_oss", decoded)
-    by_torch(quantize_checkpoint, encoded, tmp_path / "torch", PACKED)
-    by_torch(quantize_checkpoint, plain, tmp_path / "expected", PACKED)
+    by_torch(nf4conv.quantize, encoded, tmp_path / "torch", **PACKED)
+    by_torch(nf4conv.quantize, plain, tmp_path / "expected", **PACKED)
     assert_same_tensors(tmp_path / "torch", tmp_path / "expected")
-    quantize_checkpoint(encoded, tmp_path / "bare", PACKED, MIXED)
+    nf4conv.quantize(encoded, tmp_path / "bare", **PACKED, **MIXED)
     same(tmp_path / "bare", tmp_path / "torch")
 
 
@@ -75,7 +76,7 @@ def test_the_driver_takes_what_lies_row_by_row(tmp_path: Path):
     """down_proj of gpt-oss, which is stored [out, in]."""
     stored, _ = mxfp4()
     encoded = source(tmp_path / "encoded", "gpt_oss", stored, {"quant_method": "mxfp4"})
-    report = quantize_checkpoint(encoded, tmp_path / "bare", PACKED, MIXED)
+    report = nf4conv.quantize(encoded, tmp_path / "bare", **PACKED, **MIXED)
     [note] = [note for note in report.run.notes if "took torch" in note]
     # gate_proj and up_proj of three experts alternate
     assert note.startswith("6 of 10 tensors took torch (cut out of a larger tensor)")
@@ -97,8 +98,8 @@ def test_both_engines_cut_the_same_experts_out_of_stacks(tmp_path: Path, model_t
     first, second = names[model_type]
     tensors = {f"{EXPERTS}.{first}": both, f"{EXPERTS}.{second}": down}
     stacked = source(tmp_path / "stacked", model_type, tensors)
-    by_torch(quantize_checkpoint, stacked, tmp_path / "torch", PACKED)
-    quantize_checkpoint(stacked, tmp_path / "bare", PACKED, MIXED)
+    by_torch(nf4conv.quantize, stacked, tmp_path / "torch", **PACKED)
+    nf4conv.quantize(stacked, tmp_path / "bare", **PACKED, **MIXED)
     same(tmp_path / "bare", tmp_path / "torch")
     assert f"{EXPERTS}.2.up_proj.weight.absmax" in tensors_of(tmp_path / "torch")
 
@@ -119,13 +120,13 @@ def test_stacks_in_fp8(tmp_path: Path, inner: int, monkeypatch: pytest.MonkeyPat
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     encoded = source(tmp_path / "encoded", "mistral4", stored, quantization)
     plain = source(tmp_path / "plain", "mistral4", decoded)
-    by_torch(quantize_checkpoint, encoded, tmp_path / "torch", PACKED)
-    by_torch(quantize_checkpoint, plain, tmp_path / "expected", PACKED)
+    by_torch(nf4conv.quantize, encoded, tmp_path / "torch", **PACKED)
+    by_torch(nf4conv.quantize, plain, tmp_path / "expected", **PACKED)
     assert_same_tensors(tmp_path / "torch", tmp_path / "expected")
     if inner == 128:
         without_torch(monkeypatch)
     run = BARE if inner == 128 else MIXED
-    quantize_checkpoint(encoded, tmp_path / "bare", PACKED, run)
+    nf4conv.quantize(encoded, tmp_path / "bare", **PACKED, **run)
     same(tmp_path / "bare", tmp_path / "torch")
 
 
@@ -141,9 +142,9 @@ def test_single_experts_in_nvfp4(tmp_path: Path):
             for suffix, part in parts(*shape).items():
                 stored[f"{EXPERTS}.{expert}.{name}.{suffix}"] = part
     encoded = source(tmp_path / "encoded", "qwen3_moe", stored, description)
-    by_torch(quantize_checkpoint, encoded, tmp_path / "torch", PACKED)
+    by_torch(nf4conv.quantize, encoded, tmp_path / "torch", **PACKED)
     found = tensors_of(tmp_path / "torch")
     packed = [name for name in found if name.endswith("_proj.weight.absmax") and EXPERTS in name]
     assert len(packed) == 6
-    quantize_checkpoint(encoded, tmp_path / "bare", PACKED, MIXED)
+    nf4conv.quantize(encoded, tmp_path / "bare", **PACKED, **MIXED)
     same(tmp_path / "bare", tmp_path / "torch")

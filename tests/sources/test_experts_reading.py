@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from api import dequantize_checkpoint, inspect_checkpoint, quantize_checkpoint, verify_checkpoint
 from checkpoints import contents, tensors_of
 from comparing import compared
 from hub_server import Repo
@@ -29,20 +28,14 @@ from packed_experts import (
 )
 from safetensors.torch import save_file
 
+import nf4conv
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.options import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    SourceOptions,
-    VerifyOptions,
-)
 from nf4conv.report.as_json import to_json
 from nf4conv.report.text.lines import inspection_lines
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
-CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+CPU = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 WORDS = torch.arange(24).view(2, 12) % 90 + 3
 
 
@@ -83,7 +76,7 @@ def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_single_experts_go_back_to_the_layout_of_their_family(mixtures, tmp_path, family, nested):
     source = mixtures[family]
     expected = pack_one_by_one(family, source, tmp_path / "nf4", compress_statistics=nested)
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", run=CPU)
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "out", **CPU)
     assert_equal(tmp_path / "out", expected)
     assert correlation(logits(tmp_path / "out"), logits(source)) > 0.8
 
@@ -91,14 +84,14 @@ def test_single_experts_go_back_to_the_layout_of_their_family(mixtures, tmp_path
 @pytest.mark.parametrize("family", ["gpt_oss", "mistral4", "granitemoe"])
 def test_stacks_in_4_bits_decode_as_they_are(mixtures, tmp_path, family):
     expected = pack_stacked(mixtures[family], tmp_path / "nf4")
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", run=CPU)
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "out", **CPU)
     assert_equal(tmp_path / "out", expected)
     assert correlation(logits(tmp_path / "out"), logits(mixtures[family])) > 0.8
 
 
 def test_the_names_of_unsloth_become_those_of_gpt_oss(mixtures, tmp_path):
     expected = pack_as_unsloth_does_gpt_oss(mixtures["gpt_oss"], tmp_path / "nf4")
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", run=CPU)
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "out", **CPU)
     assert_equal(tmp_path / "out", expected)
     assert correlation(logits(tmp_path / "out"), logits(mixtures["gpt_oss"])) > 0.8
 
@@ -107,7 +100,7 @@ def test_the_names_of_unsloth_become_those_of_gpt_oss(mixtures, tmp_path):
 def test_experts_decode_straight_to_another_dtype(mixtures, tmp_path, dtype):
     """Not by way of bfloat16: a 4-bit value has more digits."""
     expected = pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "nf4")
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", DequantizeOptions(dtype=dtype), CPU)
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "out", dtype=dtype, **CPU)
     found = tensors_of(tmp_path / "out")
     for name, tensor in expected.items():
         assert found[name].dtype == getattr(torch, dtype)
@@ -121,8 +114,8 @@ def test_experts_decode_straight_to_another_dtype(mixtures, tmp_path, dtype):
 
 def test_layers_that_stay_in_4_bits_stay_one_by_one(mixtures, tmp_path):
     expected = pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "nf4")
-    options = DequantizeOptions(exclude=("*layers.1.*",))
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", options, CPU)
+    options = {"exclude": ("*layers.1.*",)}
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "out", **options, **CPU)
     found, packed = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "nf4")
     for name, tensor in found.items():
         if ".layers.1." in name:
@@ -178,12 +171,12 @@ def test_experts_that_cannot_be_stacked_are_refused(mixtures, tmp_path, change, 
     pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "nf4")
     edit(tmp_path / "nf4", change)
     with pytest.raises(SourceError, match=message) as caught:
-        dequantize_checkpoint(tmp_path / "nf4", tmp_path / "out", run=CPU)
+        nf4conv.dequantize(tmp_path / "nf4", tmp_path / "out", **CPU)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out/config.json").exists()
 
 
-@pytest.mark.parametrize("command", [dequantize_checkpoint, quantize_checkpoint])
+@pytest.mark.parametrize("command", [nf4conv.dequantize, nf4conv.quantize])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -197,7 +190,7 @@ def test_experts_that_stay_single_are_checked(mixtures, tmp_path, command, chang
     pack_one_by_one("qwen3_moe", mixtures["qwen3_moe"], tmp_path / "nf4")
     edit(tmp_path / "nf4", change)
     with pytest.raises(PlanError, match=message):
-        command(tmp_path / "nf4", tmp_path / "out", run=CPU)
+        command(tmp_path / "nf4", tmp_path / "out", **CPU)
     assert not (tmp_path / "out/config.json").exists()
 
 
@@ -230,10 +223,10 @@ def in_16_bits(tensors: dict[str, torch.Tensor]) -> None:
 )
 def test_verify_names_experts_that_loaders_cannot_join(mixtures, tmp_path, change, tensor, text):
     pack_one_by_one("qwen3_moe", mixtures["qwen3_moe"], tmp_path / "nf4")
-    good = verify_checkpoint(tmp_path / "nf4", None, None, CPU)
+    good = nf4conv.verify(tmp_path / "nf4", **CPU)
     assert good.checks["experts"].passed
     edit(tmp_path / "nf4", change)
-    report = verify_checkpoint(tmp_path / "nf4", None, None, CPU)
+    report = nf4conv.verify(tmp_path / "nf4", **CPU)
     assert not report.checks["experts"].passed
     found = [finding for finding in report.findings if finding.check == "experts"]
     assert any(tensor in finding.tensor and re.search(text, finding.text) for finding in found), (
@@ -244,7 +237,7 @@ def test_verify_names_experts_that_loaders_cannot_join(mixtures, tmp_path, chang
 
 def test_a_stack_of_another_number_of_experts(mixtures, tmp_path):
     pack_stacked(mixtures["gpt_oss"], tmp_path / "nf4")
-    assert verify_checkpoint(tmp_path / "nf4", None, None, CPU).checks["experts"].passed
+    assert nf4conv.verify(tmp_path / "nf4", **CPU).checks["experts"].passed
     stack = "model.layers.0.mlp.experts.down_proj"
 
     def with_another_expert(tensors: dict[str, torch.Tensor]) -> None:
@@ -252,22 +245,22 @@ def test_a_stack_of_another_number_of_experts(mixtures, tmp_path):
         encode(tensors, stack, torch.randn(5, 128, 64, dtype=torch.bfloat16))
 
     edit(tmp_path / "nf4", with_another_expert)
-    report = verify_checkpoint(tmp_path / "nf4", None, None, CPU)
+    report = nf4conv.verify(tmp_path / "nf4", **CPU)
     [found] = [finding for finding in report.findings if finding.check == "experts"]
     assert found.line().endswith(f"{stack}: a stack of 5 experts, but config.json says 4")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_verify_names_the_expert_whose_codes_are_damaged(mixtures, tmp_path, family):
-    quantize_checkpoint(mixtures[family], tmp_path / "out", QuantizeOptions(moe="packed"), CPU)
-    passed = verify_checkpoint(tmp_path / "out", mixtures[family], VerifyOptions(exact=True), CPU)
+    nf4conv.quantize(mixtures[family], tmp_path / "out", moe="packed", **CPU)
+    passed = nf4conv.verify(tmp_path / "out", source=mixtures[family], exact=True, **CPU)
     assert passed.passed, [finding.line() for finding in passed.findings]
 
     def damage(tensors: dict[str, torch.Tensor]) -> None:
         tensors[EXPERT][17] ^= 0x50
 
     edit(tmp_path / "out", damage)
-    report = verify_checkpoint(tmp_path / "out", mixtures[family], None, CPU)
+    report = nf4conv.verify(tmp_path / "out", source=mixtures[family], **CPU)
     assert not report.passed
     assert {finding.tensor for finding in report.findings if finding.is_fault} == {EXPERT}
 
@@ -286,8 +279,8 @@ def as_transformers_4(source: Path, folder: Path) -> None:
 
 
 def dynamic(source: Path, folder: Path) -> None:
-    options = QuantizeOptions(moe="packed", exclude=("*layers.1.mlp.experts*",))
-    quantize_checkpoint(source, folder, options, CPU)
+    options = {"moe": "packed", "exclude": ("*layers.1.mlp.experts*",)}
+    nf4conv.quantize(source, folder, **options, **CPU)
 
 
 LAYOUTS: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {
@@ -299,9 +292,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {
     "dynamic": ("qwen3_moe", dynamic, r"\d+ of \d+ weights of experts are in 16 bits .\"dynamic"),
     "portable": (
         "qwen3_moe",
-        lambda source, folder: quantize_checkpoint(
-            source, folder, QuantizeOptions(moe="portable"), CPU
-        ),
+        lambda source, folder: nf4conv.quantize(source, folder, moe="portable", **CPU),
         "^experts are in 16 bits, which loads everywhere$",
     ),
     "no experts in 4 bits": ("qwen3_moe", shutil.copytree, "^$"),
@@ -312,7 +303,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {
 def test_inspect_says_which_layout_it_is_and_what_loads_it(mixtures, tmp_path, layout):
     family, make, expected = LAYOUTS[layout]
     make(mixtures[family], tmp_path / "out")
-    found = inspect_checkpoint(tmp_path / "out")
+    found = nf4conv.inspect(tmp_path / "out")
     assert re.search(expected, found.experts), found.experts
     assert json.loads(to_json(found))["experts"] == found.experts
     shown = "\n".join(inspection_lines(found, None))
@@ -357,8 +348,8 @@ def test_a_layout_beside_its_source(mixtures, tmp_path, layout):
     source, packed = mixtures[family], tmp_path / "nf4"
     make(source, packed)
     for a, b in ((source, packed), (packed, source)):
-        assert compared(a, b, CPU).within(0.12)
-    report = verify_checkpoint(packed, source, None, CPU)
+        assert compared(a, b, **CPU).within(0.12)
+    report = nf4conv.verify(packed, source=source, **CPU)
     for name in (*ABOUT, *VALUES):
         faults = [finding.line() for finding in report.findings if finding.check == name]
         assert report.checks[name].passed, faults
@@ -369,17 +360,17 @@ def test_a_layout_beside_its_source(mixtures, tmp_path, layout):
 def test_another_model_does_not_pass(mixtures, tmp_path, layout):
     family, make = PACKED[layout]
     make(make_mixture(family, tmp_path / "other", seed=1), tmp_path / "nf4")
-    report = verify_checkpoint(tmp_path / "nf4", mixtures[family], None, CPU)
+    report = nf4conv.verify(tmp_path / "nf4", source=mixtures[family], **CPU)
     assert report.checks["names"].passed
     assert not report.checks["source"].passed
-    assert not compared(tmp_path / "nf4", mixtures[family], CPU).within(0.12)
+    assert not compared(tmp_path / "nf4", mixtures[family], **CPU).within(0.12)
 
 
 def test_single_experts_beside_stacks_in_4_bits(mixtures, tmp_path):
     pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "one")
     pack_stacked(mixtures["gpt_oss"], tmp_path / "stacked")
     for a, b in (("one", "stacked"), ("stacked", "one")):
-        found = compared(tmp_path / a, tmp_path / b, CPU)
+        found = compared(tmp_path / a, tmp_path / b, **CPU)
         assert found.within(0.2)
         assert found.statuses["model.layers.0.mlp.experts.gate_up_proj"] == "different"
 
@@ -392,28 +383,28 @@ def test_a_stack_of_what_only_the_other_has_singly_is_reported(mixtures, tmp_pat
     for key in [key for key in found if ".layers.0.mlp.experts.1." in key]:
         del found[key]
     save(mixtures["gpt_oss"], tmp_path / "less", found)
-    assert not compared(tmp_path / "less", tmp_path / "stacked", CPU).within(0.2)
+    assert not compared(tmp_path / "less", tmp_path / "stacked", **CPU).within(0.2)
 
 
 def test_parts_make_the_bytes_of_the_whole(mixtures, tmp_path):
     source = mixtures["gpt_oss"]
-    options = QuantizeOptions(moe="packed", max_shard_size=60_000)
-    quantize_checkpoint(source, tmp_path / "packed", options, CPU)
-    back = DequantizeOptions(max_shard_size=150_000)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "whole", back, CPU)
+    options = {"moe": "packed", "max_shard_size": 60_000}
+    nf4conv.quantize(source, tmp_path / "packed", **options, **CPU)
+    back = {"max_shard_size": 150_000}
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "whole", **back, **CPU)
     for part in ("1/2", "2/2"):
-        run = RunOptions(device="cpu", workers=1, buffer_size=65536, part=part)
-        dequantize_checkpoint(tmp_path / "packed", tmp_path / "parts", back, run)
+        run = {"device": "cpu", "workers": 1, "buffer_size": 65536, "part": part}
+        nf4conv.dequantize(tmp_path / "packed", tmp_path / "parts", **back, **run)
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 2
 
 
 def test_a_stream_from_the_hub_is_stacked_too(hub, mixtures, tmp_path):
-    options = QuantizeOptions(moe="packed", max_shard_size=60_000)
-    quantize_checkpoint(mixtures["gpt_oss"], tmp_path / "packed", options, CPU)
-    dequantize_checkpoint(tmp_path / "packed", tmp_path / "expected", run=CPU)
+    options = {"moe": "packed", "max_shard_size": 60_000}
+    nf4conv.quantize(mixtures["gpt_oss"], tmp_path / "packed", **options, **CPU)
+    nf4conv.dequantize(tmp_path / "packed", tmp_path / "expected", **CPU)
     hub.repos["org/packed"] = Repo()
     hub.repos["org/packed"].commit(contents(tmp_path / "packed"))
-    where = SourceOptions(stream=True, cache_dir=tmp_path / "cache")
-    dequantize_checkpoint("org/packed", tmp_path / "out", run=CPU, where=where)
+    where = {"stream": True, "cache_dir": tmp_path / "cache"}
+    nf4conv.dequantize("org/packed", tmp_path / "out", **CPU, **where)
     assert_equal(tmp_path / "out", tensors_of(tmp_path / "expected"))

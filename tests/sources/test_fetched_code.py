@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import api
 import numpy as np
 import pytest
 import transformers
-from api import QuantizeOptions, RunOptions
 from evaluated import evaluated
 
 import nf4conv
@@ -23,7 +21,7 @@ from nf4conv.models.parsing import without_fetched_code
 
 pytestmark = pytest.mark.oracle
 
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 EVIL = "evil/kernel"
 KINDS: dict[str, dict[str, Any]] = {
     "attention": {"attn_implementation": EVIL},
@@ -97,8 +95,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=32,
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "source")
-    options = QuantizeOptions(moe="portable", compute_dtype="float32")
-    api.quantize_checkpoint(folder / "source", folder / "out", options, CPU)
+    options = {"moe": "portable", "compute_dtype": "float32"}
+    nf4conv.quantize(folder / "source", folder / "out", **options, **CPU)
     np.save(folder / "ids.npy", np.arange(64) % 96)
     return folder
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 from adapters import LINEAR, load, make_model, merged_by_peft, train
-from api import dequantize_checkpoint, quantize_checkpoint
 from gguf_families import CONVERTER, NEEDS_CONVERTER
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from nf4conv.options import DequantizeOptions, RunOptions
+import nf4conv
 
 pytestmark = NEEDS_CONVERTER
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -44,15 +43,15 @@ def converted(folder: Path) -> dict[str, np.ndarray]:
 def test_what_was_trained_on_4_bits_becomes_a_gguf(tmp_path):
     base = make_model(tmp_path / "base", "llama")
     write_tokenizer(base)
-    quantize_checkpoint(base, tmp_path / "nf4", run=CPU)
+    nf4conv.quantize(base, tmp_path / "nf4", **CPU)
     train(
         load(tmp_path / "nf4", device_map="cpu"),
         tmp_path / "adapter",
         target_modules=LINEAR["llama"],
     )
-    lora = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "merged", lora, CPU)
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "decoded", run=CPU)
+    lora = {"lora": (str(tmp_path / "adapter"),)}
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "merged", **lora, **CPU)
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "decoded", **CPU)
     merged_by_peft(load(tmp_path / "decoded"), tmp_path / "adapter").save_pretrained(
         tmp_path / "by_peft"
     )

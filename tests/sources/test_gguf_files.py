@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from api import plan_dequantization
 from command_line import done, run
 from comparing import compared
 from fuzz_gguf import FILES
@@ -27,7 +26,9 @@ from transformers import AutoModelForCausalLM
 
 import nf4conv
 from nf4conv.codec.decode.ggml import decode_ggml
+from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import SourceError
+from nf4conv.options import DequantizeOptions
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.gguf import tokenizing
 from nf4conv.sources.gguf.families import families_of
@@ -179,7 +180,7 @@ def test_a_folder_beside_the_file_with_its_name_is_not_its_own(tmp_path: Path):
 
 def test_the_files_that_are_made_count_in_what_a_disk_must_have_room_for(tmp_path: Path):
     spelled = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 20_000}
-    plan = plan_dequantization(write_gguf(tmp_path / "model.gguf", spelled))
+    plan = make_plan(write_gguf(tmp_path / "model.gguf", spelled), DequantizeOptions())
     with plan.source.whole_folder() as folder:
         size = sum(file.stat().st_size for file in folder.iterdir())
     assert size > 100_000

@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from api import dequantize_checkpoint
 from gguf_families import CONVERTER, FAMILIES, NEEDS_CONVERTER, write_model
 from safetensors.torch import load_file
 from tokenizers import Regex, pre_tokenizers
 
-from nf4conv.options import RunOptions, SourceOptions
+import nf4conv
 
 pytestmark = NEEDS_CONVERTER
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 
 YARN = {
     "rope_type": "yarn",
@@ -199,8 +198,8 @@ def test_weights_come_back_with_the_config_of_the_original(
 ):
     """The model type is kimi_k2 then, and not deepseek_v3."""
     source, path, _ = kimi
-    where = SourceOptions(config_from=str(source))
-    dequantize_checkpoint(path, tmp_path / "back", run=CPU, where=where)
+    where = {"config_from": str(source)}
+    nf4conv.dequantize(path, tmp_path / "back", **CPU, **where)
     expected = load_file(source / "model.safetensors")
     found = load_file(tmp_path / "back" / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -216,7 +215,7 @@ def test_config_and_tokenizer_come_from_the_metadata(
 ):
     """The logits are equal, so attention is scaled as YaRN does. Tokens are those of tiktoken."""
     _, path, expected = kimi
-    dequantize_checkpoint(path, tmp_path / "alone", run=CPU)
+    nf4conv.dequantize(path, tmp_path / "alone", **CPU)
     assert torch.equal(logits_of(tmp_path / "alone"), expected)
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "alone" / "tokenizer.json")

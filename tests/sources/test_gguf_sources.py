@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from api import dequantize_checkpoint
 from gguf_families import (
     FAMILIES,
     MIXTURE,
@@ -26,11 +25,11 @@ from gguf_families import (
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 
+import nf4conv
 from nf4conv.errors import UndecodableError
-from nf4conv.options import DequantizeOptions, RunOptions, SourceOptions
 
 pytestmark = NEEDS_CONVERTER
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 
 # what the converter does not put into the file
 _POOLER = {"pooler.dense.weight", "pooler.dense.bias"}
@@ -67,12 +66,12 @@ def converted(
 def test_a_family_comes_back(tmp_path: Path, family: str, converted: dict[str, tuple[Path, Path]]):
     """bf16 bit for bit, with the config of the original and with that of the metadata."""
     source, gguf = converted[family]
-    where = SourceOptions(config_from=str(source))
-    dequantize_checkpoint(gguf, tmp_path / "back", run=CPU, where=where)
+    where = {"config_from": str(source)}
+    nf4conv.dequantize(gguf, tmp_path / "back", **CPU, **where)
     expected, found = state_of(source), state_of(tmp_path / "back")
     assert found.keys() == expected.keys() - LEFT_OUT.get(family, set())
     assert_equal_in_bfloat16(found, expected)
-    dequantize_checkpoint(gguf, tmp_path / "alone", run=CPU)
+    nf4conv.dequantize(gguf, tmp_path / "alone", **CPU)
     alone = output_of(class_of(STANDS_FOR.get(family, family)), tmp_path / "alone")
     original = output_of(class_of(family), source)
     assert torch.equal(original, alone), (original - alone).abs().max()
@@ -99,8 +98,8 @@ def rewrite(folder: Path, state: dict[str, torch.Tensor], **config: object) -> N
 
 def comes_back(folder: Path, out: Path) -> None:
     """Converts a model, and compares what comes back with it."""
-    where = SourceOptions(config_from=str(folder))
-    dequantize_checkpoint(convert(folder, "bf16"), out, run=CPU, where=where)
+    where = {"config_from": str(folder)}
+    nf4conv.dequantize(convert(folder, "bf16"), out, **CPU, **where)
     expected, found = state_of(folder), state_of(out)
     assert found.keys() == expected.keys()
     for name, values in found.items():
@@ -154,7 +153,7 @@ def test_the_layer_of_the_token_after_the_next_comes_back(
         state[f"model.layers.2.{module}.weight"] = torch.randn(shape).bfloat16()
     rewrite(source, state, num_nextn_predict_layers=1)
     comes_back(source, tmp_path / "back")
-    dequantize_checkpoint(tmp_path / "source-bf16.gguf", tmp_path / "alone", run=CPU)
+    nf4conv.dequantize(tmp_path / "source-bf16.gguf", tmp_path / "alone", **CPU)
     config = json.loads((tmp_path / "alone" / "config.json").read_text())
     assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (2, 1)
 
@@ -199,7 +198,7 @@ def test_the_text_model_of_one_that_sees(
             # as models on the Hub have them; transformers 5 turns them when it loads
             state[name] = values.transpose(1, 2).contiguous()
     rewrite(source, state)
-    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
+    nf4conv.dequantize(convert(source, "bf16"), tmp_path / "alone", **CPU)
     assert torch.equal(original, output_of(class_of(alone), tmp_path / "alone"))
 
 
@@ -217,7 +216,7 @@ def test_an_embedding_model_of_qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Qwen3-Embedding: the names have no "model." before them, and there is no head."""
     monkeypatch.setitem(FAMILIES, "Qwen3Model", {"head_dim": 32})
     source = write_model(tmp_path / "source", "Qwen3Model", torch.bfloat16)
-    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
+    nf4conv.dequantize(convert(source, "bf16"), tmp_path / "alone", **CPU)
     expected, found = state_of(source), state_of(tmp_path / "alone")
     assert {f"model.{name}" for name in expected} == found.keys()
     for name, values in expected.items():
@@ -231,7 +230,7 @@ def test_qwen2_without_biases_is_llama(tmp_path: Path):
     source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)
     original = output_of(class_of("LlamaForCausalLM"), source)
     rewrite(source, state_of(source), architectures=["KORMoForCausalLM"])
-    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
+    nf4conv.dequantize(convert(source, "bf16"), tmp_path / "alone", **CPU)
     assert torch.equal(original, output_of(class_of("LlamaForCausalLM"), tmp_path / "alone"))
 
 
@@ -243,7 +242,7 @@ def test_mistral_small_3_is_no_ministral_3(tmp_path: Path, monkeypatch: pytest.M
     sees = "Mistral3ForConditionalGeneration"
     monkeypatch.setitem(FAMILIES, sees, config)
     source = write_model(tmp_path / "source", sees, torch.bfloat16)
-    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "alone", run=CPU)
+    nf4conv.dequantize(convert(source, "bf16"), tmp_path / "alone", **CPU)
     config = json.loads((tmp_path / "alone" / "config.json").read_text())
     assert config["model_type"] == "mistral"
     expected = output_of(class_of(sees), source)
@@ -256,9 +255,9 @@ def test_a_decoder_that_sees_all_is_refused_without_a_config(tmp_path: Path):
     rewrite(source, state_of(source), is_causal=False)
     path = convert(source, "bf16")
     with pytest.raises(UndecodableError, match="in which tokens see those behind them"):
-        dequantize_checkpoint(path, tmp_path / "alone", run=CPU)
-    where = SourceOptions(config_from=str(source))
-    dequantize_checkpoint(path, tmp_path / "back", run=CPU, where=where)
+        nf4conv.dequantize(path, tmp_path / "alone", **CPU)
+    where = {"config_from": str(source)}
+    nf4conv.dequantize(path, tmp_path / "back", **CPU, **where)
     assert state_of(tmp_path / "back").keys() == state_of(source).keys()
 
 
@@ -270,7 +269,7 @@ def test_models_whose_positions_are_cut_off_are_refused(
     monkeypatch.setitem(FAMILIES, encoder, {"pad_token_id": 1})
     source = write_model(tmp_path / "source", encoder, torch.bfloat16)
     with pytest.raises(UndecodableError, match="lacks the first rows of its position embeddings"):
-        dequantize_checkpoint(convert(source, "bf16"), tmp_path / "out", run=CPU)
+        nf4conv.dequantize(convert(source, "bf16"), tmp_path / "out", **CPU)
 
 
 @pytest.mark.parametrize("out_type", ["f32", "f16", "q8_0"])
@@ -278,9 +277,9 @@ def test_values_are_those_that_the_file_holds(tmp_path: Path, out_type: str):
     """f32 bit for bit, f16 equal to the cast, Q8_0 equal to gguf's own decoding."""
     source = write_model(tmp_path / "source", "Qwen3ForCausalLM", torch.float32)
     path = convert(source, out_type)
-    options = DequantizeOptions(dtype="float16" if out_type == "f16" else "float32")
-    where = SourceOptions(config_from=str(source))
-    dequantize_checkpoint(path, tmp_path / "back", options, CPU, where=where)
+    options = {"dtype": "float16" if out_type == "f16" else "float32"}
+    where = {"config_from": str(source)}
+    nf4conv.dequantize(path, tmp_path / "back", **options, **CPU, **where)
     expected, found = state_of(source), state_of(tmp_path / "back")
     assert found.keys() == expected.keys()
     if out_type == "f16":
@@ -331,7 +330,7 @@ def test_a_byte_level_tokenizer_comes_back(
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
     monkeypatch.setenv("PRE_TOKENIZER", kind)
-    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "back", run=CPU)
+    nf4conv.dequantize(convert(source, "bf16"), tmp_path / "back", **CPU)
     made = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     for text in TEXTS:
         assert made.encode(text, add_special_tokens=False) == tokenizer.encode(text).ids
@@ -360,7 +359,7 @@ def test_a_tokenizer_of_sentencepiece_comes_back(tmp_path: Path):
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"vocab_size": 380}))
     processor = sentencepiece.SentencePieceProcessor(str(source / "tokenizer.model"))
-    dequantize_checkpoint(convert(source, "bf16"), tmp_path / "back", run=CPU)
+    nf4conv.dequantize(convert(source, "bf16"), tmp_path / "back", **CPU)
     made = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     for text in TEXTS[:2]:
         assert made.encode(text) == [processor.bos_id(), *processor.encode(text)]

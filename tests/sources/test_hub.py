@@ -12,11 +12,11 @@ import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import torch
-from api import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from checkpoints import contents, write_source
 from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
+import nf4conv
 import nf4conv.sources.remote.hub as hub_module
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
@@ -79,13 +79,9 @@ def test_the_result_is_that_of_the_folder(
     hub: Hub, files: dict[str, bytes], where: SourceOptions, tmp_path: Path
 ):
     publish(hub, files)
-    run = RunOptions(device="cpu", workers=2)
-    quantize_checkpoint(
-        REPO, tmp_path / "from-hub", QuantizeOptions(max_shard_size=60_000), run, where=where
-    )
-    quantize_checkpoint(
-        tmp_path / "published", tmp_path / "from-disk", QuantizeOptions(max_shard_size=60_000), run
-    )
+    run = {"device": "cpu", "workers": 2, "max_shard_size": 60_000}
+    nf4conv.quantize(REPO, tmp_path / "from-hub", **run, cache_dir=where.cache_dir)
+    nf4conv.quantize(tmp_path / "published", tmp_path / "from-disk", **run)
     from_hub, from_disk = contents(tmp_path / "from-hub"), contents(tmp_path / "from-disk")
     for name in ("README.md", "nf4conv.json"):
         assert from_hub.pop(name) != from_disk.pop(name)  # it names the source
@@ -415,7 +411,7 @@ def test_importing_and_planning_locally_does_without_huggingface_hub(tmp_path: P
         "assert 'huggingface_hub' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(source)], check=True)
-    plan_quantization(source)
+    nf4conv.plan_quantize(source)
 
 
 def test_of_a_split_gguf_only_its_own_files_are_needed():

@@ -1,7 +1,6 @@
 """Checkpoints of packed integers as sources: decoded, packed, refused; each command."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,6 @@ import numpy as np
 import pytest
 import torch
 from adapters import load, train
-from api import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    dequantize_checkpoint,
-    describe_plan,
-    inspect_checkpoint,
-    plan_dequantization,
-    plan_quantization,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from calibrations import make_model, make_text
 from evaluated import evaluated
 from hub_server import Hub, Repo
@@ -29,10 +16,13 @@ from integers import Weight, awq, compressed, gptq, torchao
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import nf4conv
+from nf4conv.commands.dequantize import make_plan
+from nf4conv.commands.writing import describe as describe_plan
 from nf4conv.errors import Nf4convError, PlanError, SourceError
-from nf4conv.options import SourceOptions
+from nf4conv.options import DequantizeOptions
 
-CPU = RunOptions(device="cpu", workers=2, buffer_size=1)
+CPU = {"device": "cpu", "workers": 2, "buffer_size": 1}
 CONFIG = LlamaConfig(
     hidden_size=128,
     intermediate_size=256,
@@ -152,7 +142,7 @@ def same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @pytest.mark.parametrize("method", MAKERS)
 def test_dequantized_it_loads_as_any_other_model(tmp_path: Path, method: str):
     source, decoded = write(tmp_path / "source", *MAKERS[method])
-    report = dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    report = nf4conv.dequantize(source, tmp_path / "out", **CPU)
     assert report.decoded == 14
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -169,10 +159,10 @@ def test_dequantized_it_loads_as_any_other_model(tmp_path: Path, method: str):
 def test_another_dtype_is_rounded_once(tmp_path: Path, method: str):
     make, description = MAKERS[method]
     source, _ = write(tmp_path / "source", make, description)
-    options = DequantizeOptions(dtype="float32")
-    dequantize_checkpoint(source, tmp_path / "exact", options, CPU)
-    options = DequantizeOptions(dtype="bfloat16")
-    dequantize_checkpoint(source, tmp_path / "rounded", options, CPU)
+    options = {"dtype": "float32"}
+    nf4conv.dequantize(source, tmp_path / "exact", **options, **CPU)
+    options = {"dtype": "bfloat16"}
+    nf4conv.dequantize(source, tmp_path / "rounded", **options, **CPU)
     exact = load_file(tmp_path / "exact" / FILE)
     rounded = load_file(tmp_path / "rounded" / FILE)
     for name in (f"{Q}.weight", "model.layers.1.mlp.down_proj.weight"):
@@ -191,9 +181,11 @@ def test_layers_of_different_bits(tmp_path: Path):
         "-:.*lm_head.*": {},
     }
     source, decoded = write(tmp_path / "source", gptq, GPTQ | {"dynamic": dynamic}, special)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
-    [note] = [note for note in plan_quantization(source).notes if note.startswith("the source")]
+    [note] = [
+        note for note in nf4conv.plan_quantize(source).made.notes if note.startswith("the source")
+    ]
     assert "12 of GPTQ 4-bit, groups of 32" in note
     assert "1 of GPTQ 8-bit, groups of 64" in note
     assert "1 of GPTQ 2-bit, groups of 128" in note
@@ -209,7 +201,7 @@ def test_a_model_in_bfloat16_stays_one(tmp_path: Path):
     for name in kept:
         tensors[name] = decoded[name] = tensors[name].bfloat16()
     save_file(tensors, source / FILE)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert {part.dtype for part in loaded.parameters()} == {torch.bfloat16}
@@ -257,26 +249,26 @@ def vision_and_language(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 def test_a_mixed_model_that_sees(tmp_path: Path):
     """Integers of 3, 4, 5 and 8 bits, FP8 and 16 bits side by side, embeddings and head too."""
     source, decoded = vision_and_language(tmp_path / "source")
-    plan = plan_dequantization(source)
+    plan = make_plan(source, DequantizeOptions())
     assert not any("cache" in note for note in plan.notes)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     found = load_file(tmp_path / "out" / FILE)
     expected = {name: part for name, part in decoded.items() if ".experts." not in name}
     same_tensors({name: part for name, part in found.items() if ".experts" not in name}, expected)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     visual = "model.visual.blocks.0.attn.qkv.weight"
-    quantize_checkpoint(source, tmp_path / "nf4", None, CPU)
+    nf4conv.quantize(source, tmp_path / "nf4", **CPU)
     packed = load_file(tmp_path / "nf4" / FILE)
     assert torch.equal(packed[visual], decoded[visual])
     assert "model.language_model.layers.0.mlp.gate_proj.weight.absmax" in packed
-    assert verify_checkpoint(tmp_path / "nf4", source, run=CPU).passed
+    assert nf4conv.verify(tmp_path / "nf4", source=source, **CPU).passed
 
 
 def test_rotations_that_cancel_are_as_good_as_none(tmp_path: Path):
     rotations = rotated("weight_input", "weight_output", "q_attn", "k_cache")
     description = PACKED | {"transform_config": rotations}
     source, decoded = write(tmp_path / "source", compressed, description)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
 
 
@@ -293,7 +285,7 @@ def test_tied_embeddings(tmp_path: Path):
     tensors |= {f"{table}.{name}": part for name, part in weight.parts.items()}
     decoded[f"{table}.weight"] = weight.decoded
     save_file(tensors, source / FILE)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert torch.equal(loaded.lm_head.weight, weight.decoded)
@@ -330,7 +322,7 @@ def test_what_autoround_writes(tmp_path: Path, packing: str, make: Any):
         "extra_config": {Q: {"bits": 7}, ".*1.mlp.down_proj.*": {"bits": 5}, "lm_head": "x"},
     }
     source, decoded = write(tmp_path / "source", make, description, special)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
 
 
@@ -343,7 +335,7 @@ def test_old_names_of_autoround(tmp_path: Path, backend: str, make: Any):
     description = AUTO_ROUND | {"quant_method": "intel/auto-round", "backend": backend}
     del description["packing_format"]
     source, decoded = write(tmp_path / "source", make, description)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
 
 
@@ -370,7 +362,7 @@ def test_pack_quantized_of_any_bits(tmp_path: Path, is_padded: bool):
         *(1024, 1024), bits=3, is_symmetric=False, is_padded=is_padded, dtype=torch.float16
     )
     source, decoded = write(tmp_path / "source", compressed, description, special)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
 
 
@@ -383,7 +375,7 @@ def test_bits_that_cannot_be_told_apart_are_refused(tmp_path: Path):
     special = {Q: compressed(128, 128, bits=8, dtype=torch.float16)}
     source, _ = write(tmp_path / "source", compressed, description, special)
     with pytest.raises(SourceError, match=f"{Q}.weight_packed: .* fit no compressed-tensors"):
-        plan_dequantization(source)
+        make_plan(source, DequantizeOptions())
 
 
 def test_several_config_groups(tmp_path: Path):
@@ -396,7 +388,7 @@ def test_several_config_groups(tmp_path: Path):
         weights = {"num_bits": bits, "type": "int", "strategy": "channel", "group_size": None}
         description["config_groups"][f"group_{bits}"] = {"targets": ["x"], "weights": weights}
     source, decoded = write(tmp_path / "source", compressed, description, special)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
 
 
@@ -406,7 +398,7 @@ def test_gpt2_stores_its_weights_transposed(tmp_path: Path):
     weight = gptq(96, 32, group_size=32)
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32}
     write_tensors(tmp_path / "source", {f"{name}.weight": weight}, config, GPTQ)
-    dequantize_checkpoint(tmp_path / "source", tmp_path / "out", None, CPU)
+    nf4conv.dequantize(tmp_path / "source", tmp_path / "out", **CPU)
     same_tensors(
         load_file(tmp_path / "out" / FILE), {f"{name}.weight": weight.decoded.t().contiguous()}
     )
@@ -427,22 +419,22 @@ def test_in_parts_and_in_small_pieces(tmp_path: Path, method: str):
     make, description = (MAKERS | OF_OTHER_BITS)[method]
     special = {Q: make(1024, 1024, dtype=torch.float16)}
     source, decoded = write(tmp_path / "source", make, description, special)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
     plain = tmp_path / "out"
-    options = QuantizeOptions(quant_type="nf4")
-    quantize_checkpoint(source, tmp_path / "nf4", options, CPU)
-    quantize_checkpoint(plain, tmp_path / "expected", options, CPU)
+    options = {"quant_type": "nf4"}
+    nf4conv.quantize(source, tmp_path / "nf4", **options, **CPU)
+    nf4conv.quantize(plain, tmp_path / "expected", **options, **CPU)
     same_tensors(load_file(tmp_path / "nf4" / FILE), load_file(tmp_path / "expected" / FILE))
-    assert verify_checkpoint(tmp_path / "nf4", source, run=CPU).passed
+    assert nf4conv.verify(tmp_path / "nf4", source=source, **CPU).passed
 
 
 def test_what_is_lost_is_said(tmp_path: Path):
     source, _ = write(tmp_path / "source", gptq, GPTQ)
-    notes = plan_quantization(source).notes
+    notes = nf4conv.plan_quantize(source).made.notes
     assert any("14 weights were rounded to integers of few bits before" in note for note in notes)
     out = tmp_path / "out"
-    quantize_checkpoint(source, out, None, CPU)
+    nf4conv.quantize(source, out, **CPU)
     assert "GPTQ 4-bit, groups of 32" in (out / "nf4conv.json").read_text()
     assert "GPTQ 4-bit, groups of 32" in (out / "README.md").read_text()
 
@@ -451,7 +443,7 @@ def test_the_card_says_from_what_the_source_was_made(tmp_path: Path):
     source, _ = write(tmp_path / "source", gptq, GPTQ)
     bases = "[org/Original-2B, 'not | a name']"
     (source / "README.md").write_text(f"---\nbase_model: {bases}\n---\n# GPTQ of it\n")
-    quantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.quantize(source, tmp_path / "out", **CPU)
     card = (tmp_path / "out/README.md").read_text()
     link = "[org/Original-2B](https://huggingface.co/org/Original-2B)"
     assert f"| quantized before from | {link}, says the card of the original |" in card
@@ -485,22 +477,22 @@ def test_inspect_names_method_bits_and_groups(tmp_path: Path, method: str):
     source, decoded = write(tmp_path / "source", *OTHERS[method])
     plain = write_plain(tmp_path / "plain", decoded)
     names = {"gptq": "GPTQ", "awq": "AWQ", "compressed": "compressed-tensors", "auto-round": "GPTQ"}
-    found = inspect_checkpoint(source)
+    found = nf4conv.inspect(source)
     [kind] = [kind for kind in found.kinds if kind.kind.endswith("mlp.up_proj")]
     assert kind.formats == (f"{names.get(method, method)} 4-bit, groups of 32",)
     assert 4 < kind.bits_per_parameter < 6
-    assert found.totals.parameters == inspect_checkpoint(plain).totals.parameters
+    assert found.totals.parameters == nf4conv.inspect(plain).totals.parameters
 
 
 def test_inspect_shows_what_cannot_be_decoded(tmp_path: Path):
     source, _ = write(tmp_path / "source", gptq, GPTQ | {"checkpoint_format": "marlin"})
-    assert {row.stored for row in inspect_checkpoint(source).tensors} == {"float16", "I32"}
+    assert {row.stored for row in nf4conv.inspect(source).tensors} == {"float16", "I32"}
 
 
 def test_a_dry_run_knows_the_size(tmp_path: Path):
     source, _ = write(tmp_path / "source", gptq, GPTQ)
-    plan = plan_dequantization(source)
-    report = dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    plan = make_plan(source, DequantizeOptions())
+    report = nf4conv.dequantize(source, tmp_path / "out", **CPU)
     assert plan.totals().bytes_after == report.run.bytes_after
     assert describe_plan(plan).notes[0].startswith("the source is quantized (gptq): 14 of GPTQ")
 
@@ -514,7 +506,7 @@ def test_old_releases_describe_it_in_a_file_of_its_own(tmp_path: Path, method: s
     (source / "config.json").write_text(json.dumps(LLAMA))
     fields = {key: value for key, value in description.items() if key != "quant_method"}
     (source / name).write_text(json.dumps(fields))
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(whole(tmp_path / "out"), decoded)
     assert not (tmp_path / "out" / name).exists()
 
@@ -525,9 +517,9 @@ def test_adapters_are_merged(tmp_path: Path, method: str):
     plain = write_plain(tmp_path / "plain", decoded)
     model = load(plain, dtype=torch.float32)
     train(model, tmp_path / "adapter", target_modules=["q_proj", "up_proj"])
-    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
+    options = {"lora": (str(tmp_path / "adapter"),)}
     for folder in (source, plain):
-        dequantize_checkpoint(folder, tmp_path / f"{folder.name}-out", options, CPU)
+        nf4conv.dequantize(folder, tmp_path / f"{folder.name}-out", **options, **CPU)
     same(tmp_path / "source-out", tmp_path / "plain-out")
     assert "merged" in (tmp_path / "source-out/README.md").read_text()
 
@@ -536,8 +528,8 @@ def test_adapters_are_merged(tmp_path: Path, method: str):
 def test_parts_join_to_the_whole(tmp_path: Path, method: str):
     source, decoded = write(tmp_path / "source", *MAKERS[method])
     for part in ("1/2", "2/2"):
-        options = DequantizeOptions(max_shard_size=200_000)
-        dequantize_checkpoint(source, tmp_path / "out", options, replace(CPU, part=part))
+        options = {"max_shard_size": 200_000}
+        nf4conv.dequantize(source, tmp_path / "out", **options, **{**CPU, "part": part})
     same_tensors(whole(tmp_path / "out"), decoded)
 
 
@@ -546,8 +538,8 @@ def test_streamed_from_the_hub(tmp_path: Path, hub: Hub, method: str):
     source, decoded = write(tmp_path / "source", *OTHERS[method])
     hub.repos["org/model"] = Repo()
     hub.repos["org/model"].commit({file.name: file.read_bytes() for file in source.iterdir()})
-    where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
-    dequantize_checkpoint("org/model", tmp_path / "out", None, CPU, where=where)
+    where = {"cache_dir": tmp_path / "cache", "stream": True}
+    nf4conv.dequantize("org/model", tmp_path / "out", **CPU, **where)
     same_tensors(whole(tmp_path / "out"), decoded)
 
 
@@ -580,13 +572,13 @@ def test_experts_one_by_one_as_in_kimi_k2(tmp_path: Path):
             tensors[f"{layer}.mlp.experts.{expert}.{name}.weight"] = weight
     source, decoded = write_tensors(tmp_path / "source", tensors, config, PACKED)
     plain = write_plain(tmp_path / "plain", decoded, config)
-    options = QuantizeOptions(moe="packed")
+    options = {"moe": "packed"}
     for folder in (source, plain):
-        quantize_checkpoint(folder, tmp_path / f"{folder.name}-out", options, CPU)
+        nf4conv.quantize(folder, tmp_path / f"{folder.name}-out", **options, **CPU)
     same(tmp_path / "source-out", tmp_path / "plain-out")
     packed = load_file(tmp_path / "source-out" / FILE)
     assert f"{layer}.mlp.experts.3.down_proj.weight.absmax" in packed
-    dequantize_checkpoint(source, tmp_path / "whole", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "whole", **CPU)
     same_tensors(whole(tmp_path / "whole"), decoded)
 
 
@@ -609,10 +601,10 @@ def test_calibrated_by_a_text(tmp_path: Path):
     source, decoded = write_tensors(tmp_path / "source", tensors, config, GPTQ)
     plain = write_plain(tmp_path / "plain", decoded, config)
     text = make_text(tmp_path / "ids.npy")
-    options = QuantizeOptions(calibrate=str(text), calibration_tokens=512)
+    options = {"calibrate": str(text), "calibration_tokens": 512}
     for folder in (source, plain):
-        run = RunOptions(device="cpu")
-        quantize_checkpoint(folder, tmp_path / f"{folder.name}-out", options, run)
+        run = {"device": "cpu"}
+        nf4conv.quantize(folder, tmp_path / f"{folder.name}-out", **options, **run)
     same(tmp_path / "source-out", tmp_path / "plain-out")
 
 
@@ -697,7 +689,7 @@ def test_what_does_not_fit_is_refused(
             weight.parts[name] = change(weight.parts.get(name))
     source, _ = write(tmp_path / "source", make, description, {Q: weight})
     with pytest.raises(SourceError, match=f"{FILE}: {Q}.{message}") as error:
-        plan_dequantization(source)
+        make_plan(source, DequantizeOptions())
     assert "\n" not in str(error.value)
 
 
@@ -732,7 +724,7 @@ def test_other_layouts_are_refused_by_name(
 ):
     source, _ = write(tmp_path / "source", gptq, description)
     with pytest.raises(SourceError, match=f"already quantized: .*{message}"):
-        plan_dequantization(source)
+        make_plan(source, DequantizeOptions())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -745,11 +737,11 @@ def test_scales_that_are_no_numbers(tmp_path: Path, method: str, value: float):
     name = names.get(method, "weight_scale")
     weight.parts[name].view(-1)[5] = value
     source, _ = write(tmp_path / "source", make, description, {Q: weight})
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     decoded = load_file(tmp_path / "out" / FILE)[f"{Q}.weight"]
     assert 0 < int((~torch.isfinite(decoded)).sum()) <= 128
     with pytest.raises(SourceError, match=f"{Q}.weight: .* NaN or infinite") as error:
-        quantize_checkpoint(source, tmp_path / "nf4", None, CPU)
+        nf4conv.quantize(source, tmp_path / "nf4", **CPU)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "nf4/config.json").exists()
 
@@ -759,12 +751,12 @@ def test_a_group_index_out_of_range_is_refused(tmp_path: Path, group: int):
     weight = gptq(128, 128)
     weight.parts["g_idx"][3] = group
     source, _ = write(tmp_path / "source", gptq, GPTQ, {Q: weight})
-    for command in (dequantize_checkpoint, quantize_checkpoint):
+    for command in (nf4conv.dequantize, nf4conv.quantize):
         out = tmp_path / command.__name__
         with pytest.raises(
             Nf4convError, match=f"{FILE}: {Q}.weight: its group index names"
         ) as error:
-            command(source, out, None, CPU)
+            command(source, out, **CPU)
         assert "\n" not in str(error.value)
         assert not (out / "config.json").exists()
 
@@ -772,4 +764,4 @@ def test_a_group_index_out_of_range_is_refused(tmp_path: Path, group: int):
 def test_a_part_cannot_stay_in_gptq(tmp_path: Path):
     source, _ = write(tmp_path / "source", gptq, GPTQ)
     with pytest.raises(PlanError, match="only weights in bitsandbytes' 4 bits can stay"):
-        plan_dequantization(source, DequantizeOptions(include=("*q_proj*",)))
+        make_plan(source, DequantizeOptions(include=("*q_proj*",)))

@@ -8,13 +8,6 @@ from typing import Any
 import pytest
 import torch
 from adapters import INPUT, LINEAR, load, make_model, merged_by_peft, train
-from api import (
-    dequantize_checkpoint,
-    plan_dequantization,
-    plan_quantization,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from checkpoints import contents
 from click.testing import CliRunner
 from hub_server import Hub, Repo
@@ -33,22 +26,18 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+import nf4conv
 from nf4conv.cli import main
+from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import Nf4convError, OutputError, PlanError, SourceError
-from nf4conv.options import (
-    DequantizeOptions,
-    QuantizeOptions,
-    RunOptions,
-    SourceOptions,
-    VerifyOptions,
-)
+from nf4conv.options import DequantizeOptions
 
 pytestmark = [
     pytest.mark.oracle,
     pytest.mark.filterwarnings("ignore"),  # PEFT's, about ties and names that it does not find
 ]
 
-CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+CPU = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 ROUNDING = {torch.float32: 2**-21, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Of a value, relative to the largest of its tensor: PEFT rounds the product, the norm and the sum,
 we the sum.
@@ -132,8 +121,8 @@ def test_the_merged_model_is_that_of_peft(tmp_path, feature, dtype):
     adapted = train(
         load(base).float(), tmp_path / "adapter", **{"target_modules": LINEAR[kind], **config}
     )
-    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
-    report = dequantize_checkpoint(base, tmp_path / "merged", options, CPU)
+    options = {"lora": (str(tmp_path / "adapter"),)}
+    report = nf4conv.dequantize(base, tmp_path / "merged", **options, **CPU)
     ours, theirs = load(tmp_path / "merged"), merged_by_peft(load(base), tmp_path / "adapter")
     assert largest_difference(ours, theirs) <= ROUNDING[dtype]
     assert changed(ours, load(base)) == changed(theirs, load(base)) != set()
@@ -149,11 +138,11 @@ def test_a_merged_4bit_model_is_that_of_the_merged_model_quantized(tmp_path, fea
     base = make_model(tmp_path / "base", kind, torch.bfloat16)
     train(load(base).float(), tmp_path / "adapter", **{"target_modules": LINEAR[kind], **config})
     lora = (str(tmp_path / "adapter"),)
-    dequantize_checkpoint(base, tmp_path / "merged", DequantizeOptions(lora=lora), CPU)
-    quantize_checkpoint(tmp_path / "merged", tmp_path / "expected", run=CPU)
+    nf4conv.dequantize(base, tmp_path / "merged", lora=lora, **CPU)
+    nf4conv.quantize(tmp_path / "merged", tmp_path / "expected", **CPU)
     # in pieces of another size
-    run = RunOptions(device="cpu", workers=3, buffer_size=3 * 2**20, verify=True)
-    quantize_checkpoint(base, tmp_path / "direct", QuantizeOptions(lora=lora), run)
+    run = {"device": "cpu", "workers": 3, "buffer_size": 3 * 2**20, "verify": True}
+    nf4conv.quantize(base, tmp_path / "direct", lora=lora, **run)
     assert weights_of(tmp_path / "direct") == weights_of(tmp_path / "expected")
     assert json.loads((tmp_path / "direct/config.json").read_text())["quantization_config"][
         "load_in_4bit"
@@ -179,8 +168,8 @@ def test_several_adapters_are_merged_in_their_order(tmp_path):
             r=2 + number,
             use_dora=number < 2,
         )
-    options = DequantizeOptions(lora=tuple(map(str, adapters)))
-    dequantize_checkpoint(base, tmp_path / "merged", options, CPU)
+    options = {"lora": tuple(map(str, adapters))}
+    nf4conv.dequantize(base, tmp_path / "merged", **options, **CPU)
     assert (
         largest_difference(load(tmp_path / "merged"), merged_by_peft(load(base), *adapters))
         <= 2**-20
@@ -215,8 +204,8 @@ def test_a_tied_head_does_what_it_was_trained_to_do(tmp_path, what, stored):
         tensors = load_file(base / "model.safetensors")
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
-    dequantize_checkpoint(base, tmp_path / "merged", options, CPU)
+    options = {"lora": (str(tmp_path / "adapter"),)}
+    nf4conv.dequantize(base, tmp_path / "merged", **options, **CPU)
     merged = load(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), logits(adapted), rtol=0, atol=2e-5)
     assert merged.config.tie_word_embeddings is (
@@ -273,8 +262,8 @@ def test_names_in_memory_are_found_on_disk(tmp_path, kind, config):
     get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **config)).save_pretrained(
         tmp_path / "adapter"
     )
-    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
-    dequantize_checkpoint(tmp_path / "base", tmp_path / "merged", options, CPU)
+    options = {"lora": (str(tmp_path / "adapter"),)}
+    nf4conv.dequantize(tmp_path / "base", tmp_path / "merged", **options, **CPU)
     theirs = merged_by_peft(load(tmp_path / "base"), tmp_path / "adapter")
     assert largest_difference(load(tmp_path / "merged"), theirs) <= ROUNDING[torch.float32]
 
@@ -287,8 +276,8 @@ def test_an_adapter_of_a_model_without_its_head_fits_the_one_with_it(tmp_path):
         encoder, LoraConfig(init_lora_weights=False, target_modules=["query", "output.dense"])
     )
     adapted.save_pretrained(tmp_path / "adapter")
-    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
-    dequantize_checkpoint(base, tmp_path / "merged", options, CPU)
+    options = {"lora": (str(tmp_path / "adapter"),)}
+    nf4conv.dequantize(base, tmp_path / "merged", **options, **CPU)
     theirs = merged_by_peft(BertModel.from_pretrained(base), tmp_path / "adapter")
     assert (
         largest_difference(BertModel.from_pretrained(tmp_path / "merged"), theirs)
@@ -307,8 +296,8 @@ def test_an_adapter_of_single_experts_is_merged_into_them(tmp_path):
     write_adapter(
         tmp_path / "adapter", {f"{name}.lora_B.weight": up, f"{name}.lora_A.weight": down}
     )
-    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
-    dequantize_checkpoint(base, tmp_path / "merged", options, CPU)
+    options = {"lora": (str(tmp_path / "adapter"),)}
+    nf4conv.dequantize(base, tmp_path / "merged", **options, **CPU)
     merged = load_file(tmp_path / "merged/model.safetensors")
     expected = (tensors[f"{name}.weight"].double() + 2 * up.double() @ down.double()).float()
     assert torch.equal(merged.pop(f"{name}.weight"), expected)
@@ -341,9 +330,7 @@ def test_pickled_adapters_are_read_too(tmp_path):
     )
     (tmp_path / "pickled/adapter_model.safetensors").unlink()
     for name in ("safe", "pickled"):
-        dequantize_checkpoint(
-            base, tmp_path / f"{name}-out", DequantizeOptions(lora=(str(tmp_path / name),)), CPU
-        )
+        nf4conv.dequantize(base, tmp_path / f"{name}-out", lora=(str(tmp_path / name),), **CPU)
     assert weights_of(tmp_path / "safe-out") == weights_of(tmp_path / "pickled-out")
 
 
@@ -352,10 +339,10 @@ def test_neither_workers_nor_pieces_change_a_byte(tmp_path):
         tmp_path / "base", "llama", torch.bfloat16, hidden_size=256, intermediate_size=704
     )
     train(load(base).float(), tmp_path / "adapter", target_modules=LINEAR["llama"], use_dora=True)
-    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
+    options = {"lora": (str(tmp_path / "adapter"),)}
     for number, (workers, buffer) in enumerate([(1, 65536), (2, 2 * 65536), (4, 2**26)]):
-        run = RunOptions(device="cpu", workers=workers, buffer_size=buffer)
-        dequantize_checkpoint(base, tmp_path / f"out{number}", options, run)
+        run = {"device": "cpu", "workers": workers, "buffer_size": buffer}
+        nf4conv.dequantize(base, tmp_path / f"out{number}", **options, **run)
     assert (
         weights_of(tmp_path / "out0")
         == weights_of(tmp_path / "out1")
@@ -369,32 +356,29 @@ def test_neither_workers_nor_pieces_change_a_byte(tmp_path):
 def test_the_device_changes_no_byte(tmp_path, kind, use_dora):
     base = make_model(tmp_path / "base", kind, torch.bfloat16)
     train(load(base).float(), tmp_path / "adapter", target_modules=LINEAR[kind], use_dora=use_dora)
-    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
+    options = {"lora": (str(tmp_path / "adapter"),)}
     for device in ("cpu", "cuda"):
-        dequantize_checkpoint(base, tmp_path / device, options, RunOptions(device=device))
+        nf4conv.dequantize(base, tmp_path / device, **options, device=device)
     assert weights_of(tmp_path / "cpu") == weights_of(tmp_path / "cuda")
 
 
 def test_an_adapter_is_merged_into_the_4bit_model_it_was_trained_on(tmp_path):
     """QLoRA: the loss falls on our output, and the merged model computes what was trained."""
     base = make_model(tmp_path / "base", "llama")
-    quantize_checkpoint(base, tmp_path / "nf4", QuantizeOptions(compute_dtype="float32"), CPU)
+    nf4conv.quantize(base, tmp_path / "nf4", compute_dtype="float32", **CPU)
     model = load(tmp_path / "nf4", device_map="cpu")
     before = model(INPUT, labels=INPUT).loss.item()
     adapted = train(model, tmp_path / "adapter", steps=12, target_modules=LINEAR["llama"])
     assert adapted(INPUT, labels=INPUT).loss.item() < before - 0.5
     lora = (str(tmp_path / "adapter"),)
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "merged", DequantizeOptions(lora=lora), CPU)
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "merged", lora=lora, **CPU)
     # bitsandbytes multiplies in bfloat16 on a CPU; what it decodes is multiplied exactly
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "decoded", run=CPU)
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "decoded", **CPU)
     exact = PeftModel.from_pretrained(load(tmp_path / "decoded"), tmp_path / "adapter").eval()
     torch.testing.assert_close(logits(load(tmp_path / "merged")), logits(exact), rtol=0, atol=5e-6)
-    quantize_checkpoint(tmp_path / "nf4", tmp_path / "again", QuantizeOptions(lora=lora), CPU)
-    assert verify_checkpoint(
-        tmp_path / "again",
-        tmp_path / "nf4",
-        VerifyOptions(lora=lora, exact=True),
-        RunOptions(device="cpu"),
+    nf4conv.quantize(tmp_path / "nf4", tmp_path / "again", lora=lora, **CPU)
+    assert nf4conv.verify(
+        tmp_path / "again", source=tmp_path / "nf4", lora=lora, exact=True, device="cpu"
     ).passed
     again = PeftModel.from_pretrained(
         load(tmp_path / "nf4", device_map="cpu"), tmp_path / "adapter"
@@ -406,7 +390,7 @@ def merge_llama(tmp_path: Path, adapter: Path, **options: Any) -> Any:
     base = tmp_path / "base"
     if not base.exists():
         make_model(base, "llama")
-    return plan_dequantization(base, DequantizeOptions(lora=(str(adapter),), **options))
+    return make_plan(base, DequantizeOptions(lora=(str(adapter),), **options))
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -504,7 +488,7 @@ def test_one_of_two_adapters_may_replace_a_tensor(tmp_path):
     ]
     make_model(tmp_path / "base", "llama")
     with pytest.raises(SourceError, match="only one of them can"):
-        plan_dequantization(tmp_path / "base", DequantizeOptions(lora=tuple(map(str, adapters))))
+        make_plan(tmp_path / "base", DequantizeOptions(lora=tuple(map(str, adapters))))
 
 
 def test_a_base_of_another_name_is_a_note(tmp_path):
@@ -518,10 +502,10 @@ def test_a_base_of_another_name_is_a_note(tmp_path):
 
 def test_a_weight_that_changes_cannot_stay_in_4_bits(tmp_path):
     make_model(tmp_path / "base", "llama")
-    quantize_checkpoint(tmp_path / "base", tmp_path / "nf4", run=CPU)
+    nf4conv.quantize(tmp_path / "base", tmp_path / "nf4", **CPU)
     adapter = write_adapter(tmp_path / "adapter", FACTORS)
     with pytest.raises(PlanError, match="leaves it in 4 bits, but an adapter changes it"):
-        plan_dequantization(
+        make_plan(
             tmp_path / "nf4", DequantizeOptions(lora=(str(adapter),), exclude=("*layers.0*",))
         )
 
@@ -549,14 +533,14 @@ def test_an_adapter_in_the_place_of_a_model_is_refused_with_the_command_to_use(t
     adapter = write_adapter(tmp_path / "adapter", FACTORS)
     expected = f"nf4conv quantize org/base OUT --lora {adapter}"
     for source in (adapter, adapter / "adapter_model.safetensors"):
-        for plan in (plan_quantization, plan_dequantization):
+        for command in (nf4conv.quantize, nf4conv.dequantize):
             with pytest.raises(SourceError) as error:
-                plan(source)
+                command(source, tmp_path / "out")
             assert "an adapter of org/base, not a model" in str(error.value)
             assert expected in str(error.value)
     upload(hub, "org/adapter", adapter)
     with pytest.raises(SourceError, match="nf4conv quantize org/base OUT --lora org/adapter"):
-        plan_quantization("org/adapter", where=SourceOptions(cache_dir=tmp_path / "cache"))
+        nf4conv.plan_quantize("org/adapter", cache_dir=tmp_path / "cache")
 
 
 def upload(hub: Hub, repo: str, folder: Path) -> None:
@@ -571,20 +555,16 @@ def test_base_and_adapter_come_from_the_hub_and_are_named_in_the_card(tmp_path, 
         upload(hub, f"org/{name}", tmp_path / name)
     commit = hub.repos["org/adapter"].head
     hub.repos["org/adapter"].commit({"README.md": b"the adapter is in an earlier revision"})
-    where = SourceOptions(cache_dir=tmp_path / "cache", stream=True)
+    where = {"cache_dir": tmp_path / "cache", "stream": True}
     lora = (f"org/adapter@{commit}",)
-    quantize_checkpoint(
-        "org/base", tmp_path / "streamed", QuantizeOptions(lora=lora), CPU, where=where
-    )
-    local = QuantizeOptions(lora=(str(tmp_path / "adapter"),))
-    quantize_checkpoint(base, tmp_path / "local", local, CPU)
+    nf4conv.quantize("org/base", tmp_path / "streamed", lora=lora, **CPU, **where)
+    local = {"lora": (str(tmp_path / "adapter"),)}
+    nf4conv.quantize(base, tmp_path / "local", **local, **CPU)
     assert weights_of(tmp_path / "streamed") == weights_of(tmp_path / "local")
     card = (tmp_path / "streamed/README.md").read_text()
     assert f"--source org/base --lora org/adapter@{commit}" in card
     assert "base_model:\n- org/base\n- org/adapter\nbase_model_relation: merge\n" in card
-    dequantize_checkpoint(
-        "org/base", tmp_path / "plain", DequantizeOptions(lora=lora), CPU, where=where
-    )
+    nf4conv.dequantize("org/base", tmp_path / "plain", lora=lora, **CPU, **where)
     assert (
         f"merged with the LoRA adapter [org/adapter@{commit}]"
         in (tmp_path / "plain/README.md").read_text()
@@ -595,19 +575,19 @@ def test_base_and_adapter_come_from_the_hub_and_are_named_in_the_card(tmp_path, 
 def test_an_interrupted_merge_resumes_with_the_same_adapter_only(tmp_path, monkeypatch):
     base = make_model(tmp_path / "base", "llama", torch.bfloat16)
     train(load(base), tmp_path / "adapter", target_modules=LINEAR["llama"])
-    options = QuantizeOptions(lora=(str(tmp_path / "adapter"),), max_shard_size=20_000)
-    quantize_checkpoint(base, tmp_path / "whole", options, CPU)
+    options = {"lora": (str(tmp_path / "adapter"),), "max_shard_size": 20_000}
+    nf4conv.quantize(base, tmp_path / "whole", **options, **CPU)
     with monkeypatch.context() as patched:
         patched.setattr("nf4conv.output.workspace.Workspace.write", fail)
         with pytest.raises(Nf4convError, match="stopped"):
-            quantize_checkpoint(base, tmp_path / "out", options, CPU)
+            nf4conv.quantize(base, tmp_path / "out", **options, **CPU)
     config = tmp_path / "adapter/adapter_config.json"
     original = config.read_text()
     config.write_text(original.replace('"lora_alpha": 10', '"lora_alpha": 11'))
     with pytest.raises(OutputError, match="unfinished run that differs in adapters"):
-        quantize_checkpoint(base, tmp_path / "out", options, CPU)
+        nf4conv.quantize(base, tmp_path / "out", **options, **CPU)
     config.write_text(original)
-    report = quantize_checkpoint(base, tmp_path / "out", options, CPU)
+    report = nf4conv.quantize(base, tmp_path / "out", **options, **CPU)
     assert report.run.shards_resumed > 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -625,19 +605,14 @@ def test_an_adapter_that_changes_meanwhile_is_noticed(tmp_path):
 
     changed = r"adapter_model\.safetensors: changed (while it was read|since it was planned)"
     with pytest.raises(SourceError, match=changed):
-        dequantize_checkpoint(
-            base, tmp_path / "out", DequantizeOptions(lora=(str(adapter),)), CPU, progress=touch
-        )
+        nf4conv.dequantize(base, tmp_path / "out", lora=(str(adapter),), **CPU, progress=touch)
 
 
 def test_a_diffusers_pipeline_takes_adapters_part_by_part(tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
-    for plan, options in (
-        (plan_quantization, QuantizeOptions),
-        (plan_dequantization, DequantizeOptions),
-    ):
+    for command in (nf4conv.quantize, nf4conv.dequantize):
         with pytest.raises(PlanError, match="--subfolder transformer"):
-            plan(tmp_path, options(lora=("adapter",)))
+            command(tmp_path, tmp_path / "out", lora=("adapter",))
 
 
 def test_what_an_adapter_ruins_is_not_packed(tmp_path):
@@ -646,6 +621,4 @@ def test_what_an_adapter_ruins_is_not_packed(tmp_path):
     )
     make_model(tmp_path / "base", "llama")
     with pytest.raises(SourceError, match=rf"{Q}.weight: 4,096 of 4,096 values are NaN"):
-        quantize_checkpoint(
-            tmp_path / "base", tmp_path / "out", QuantizeOptions(lora=(str(adapter),)), CPU
-        )
+        nf4conv.quantize(tmp_path / "base", tmp_path / "out", lora=(str(adapter),), **CPU)

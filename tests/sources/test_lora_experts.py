@@ -9,25 +9,20 @@ import pytest
 import torch
 import transformers
 from adapters import load, make_model, merged_by_peft, train
-from api import (
-    dequantize_checkpoint,
-    plan_dequantization,
-    plan_quantization,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from click.testing import CliRunner
 from packed_experts import make_mixture, pack_as_unsloth_does_gpt_oss, pack_one_by_one, pack_stacked
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.cli import main
+from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import SourceError
-from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, VerifyOptions
+from nf4conv.options import DequantizeOptions
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
-CPU = RunOptions(device="cpu", workers=2, buffer_size=2 * 65536)
+CPU = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 RANK, EXPERTS = 3, 4
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -79,7 +74,7 @@ def changed(adapter: Path, tmp_path: Path, **changes: Any) -> Path:
 
 
 def merged(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
-    dequantize_checkpoint(base, out, DequantizeOptions(lora=(str(adapter),)), CPU)
+    nf4conv.dequantize(base, out, lora=(str(adapter),), **CPU)
     return load(out).state_dict()
 
 
@@ -105,11 +100,11 @@ def test_an_adapter_of_peft_is_merged_as_peft_merges_it(base, of_peft, tmp_path)
 def test_an_adapter_of_unsloth_that_says_nothing_is_refused(base, of_peft, tmp_path, changes):
     adapter = str(changed(of_peft, tmp_path, **changes))
     with pytest.raises(SourceError, match="does not say in which order lora_B is"):
-        plan_dequantization(base, DequantizeOptions(lora=(adapter,)))
+        make_plan(base, DequantizeOptions(lora=(adapter,)))
     with pytest.raises(
         SourceError, match="lora_B_layout has to be rank_major or grouped_by_expert"
     ):
-        plan_quantization(base, QuantizeOptions(lora=(adapter,)))
+        nf4conv.plan_quantize(base, lora=(adapter,))
 
 
 def test_its_card_tells_too(base, of_peft, tmp_path):
@@ -139,13 +134,13 @@ def test_what_newer_releases_of_unsloth_write_decides(base, of_peft, of_unsloth,
 def test_an_unknown_mark_is_refused(base, of_peft, tmp_path):
     adapter = changed(of_peft, tmp_path, lora_B_layout="columns")
     with pytest.raises(SourceError, match="lora_B_layout is 'columns', expected rank_major or"):
-        plan_dequantization(base, DequantizeOptions(lora=(str(adapter),)))
+        make_plan(base, DequantizeOptions(lora=(str(adapter),)))
 
 
 def test_an_adapter_of_unsloth_without_experts_needs_no_order(base, tmp_path):
     train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
     configure(tmp_path / "adapter", auto_mapping={"unsloth_fixed": True})
-    plan_dequantization(base, DequantizeOptions(lora=(str(tmp_path / "adapter"),)))
+    make_plan(base, DequantizeOptions(lora=(str(tmp_path / "adapter"),)))
 
 
 def test_one_rank_needs_no_order(base, tmp_path):
@@ -157,14 +152,14 @@ def test_one_rank_needs_no_order(base, tmp_path):
 
 def test_quantize_and_verify_take_the_order(base, of_peft, of_unsloth, tmp_path):
     marked = changed(of_unsloth, tmp_path, lora_B_layout="grouped_by_expert")
-    options = QuantizeOptions(lora=(str(marked),), moe="packed")
-    quantize_checkpoint(base, tmp_path / "out", options, CPU)
+    options = {"lora": (str(marked),), "moe": "packed"}
+    nf4conv.quantize(base, tmp_path / "out", **options, **CPU)
     for adapter in (marked, of_peft):
-        right = VerifyOptions(exact=True, lora=(str(adapter),))
-        assert verify_checkpoint(tmp_path / "out", base, right, CPU).passed
+        right = {"exact": True, "lora": (str(adapter),)}
+        assert nf4conv.verify(tmp_path / "out", source=base, **right, **CPU).passed
     configure(marked, lora_B_layout="rank_major")
-    wrong = VerifyOptions(lora=(str(marked),))
-    assert not verify_checkpoint(tmp_path / "out", base, wrong, CPU).passed
+    wrong = {"lora": (str(marked),)}
+    assert not nf4conv.verify(tmp_path / "out", source=base, **wrong, **CPU).passed
 
 
 # --- experts that are in 4 bits, in every layout --------------------------------------------------
@@ -215,10 +210,10 @@ def assert_close(ours: Path, theirs: torch.nn.Module) -> None:
 def test_an_adapter_of_experts_is_merged_into_packed_ones(tmp_path, family, layout):
     source = make_mixture(family, tmp_path / "source")
     pack(family, layout, source, tmp_path / "nf4")
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "plain", run=CPU)
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "plain", **CPU)
     make_adapter(tmp_path / "plain", family, tmp_path / "adapter")
-    options = DequantizeOptions(lora=(str(tmp_path / "adapter"),))
-    dequantize_checkpoint(tmp_path / "nf4", tmp_path / "merged", options, CPU)
+    options = {"lora": (str(tmp_path / "adapter"),)}
+    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "merged", **options, **CPU)
     plain = load(tmp_path / "plain", dtype=torch.bfloat16)
     assert_close(tmp_path / "merged", merged_by_peft(plain, tmp_path / "adapter"))
 
@@ -228,11 +223,11 @@ def test_what_is_merged_and_packed_is_what_the_merged_model_packs_to(tmp_path, f
     source = make_mixture(family, tmp_path / "source")
     make_adapter(source, family, tmp_path / "adapter")
     lora = (str(tmp_path / "adapter"),)
-    dequantize_checkpoint(source, tmp_path / "merged", DequantizeOptions(lora=lora), CPU)
-    options = QuantizeOptions(moe="packed", lora=lora)
-    quantize_checkpoint(source, tmp_path / "out", options, CPU)
-    exact = VerifyOptions(exact=True)
-    report = verify_checkpoint(tmp_path / "out", tmp_path / "merged", exact, CPU)
+    nf4conv.dequantize(source, tmp_path / "merged", lora=lora, **CPU)
+    options = {"moe": "packed", "lora": lora}
+    nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
+    exact = {"exact": True}
+    report = nf4conv.verify(tmp_path / "out", source=tmp_path / "merged", **exact, **CPU)
     assert report.passed, [finding.line() for finding in report.findings]
-    report = verify_checkpoint(tmp_path / "out", source, VerifyOptions(exact=True, lora=lora), CPU)
+    report = nf4conv.verify(tmp_path / "out", source=source, exact=True, lora=lora, **CPU)
     assert report.passed, [finding.line() for finding in report.findings]

@@ -9,20 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from api import (
-    QuantizeOptions,
-    RunOptions,
-    dequantize_checkpoint,
-    quantize_checkpoint,
-    verify_checkpoint,
-)
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.errors import SourceError
 from nf4conv.sources.foreign import config, presenting
 
 GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
-CPU = RunOptions(device="cpu", workers=2, buffer_size=1)
+CPU = {"device": "cpu", "workers": 2, "buffer_size": 1}
 Q = "model.layers.0.self_attn.q_proj"
 
 
@@ -56,7 +50,7 @@ def test_a_new_format(tmp_path: Path):
     codes = torch.randint(0, 256, (2048, 512)).byte()
     steps = torch.rand(2048) + 0.5
     source = write(tmp_path / "source", codes=codes, steps=steps)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     expected = torch.empty(2048, 1024)
     expected[:, ::2] = (codes % 16).float() - 8
     expected[:, 1::2] = (codes // 16).float() - 8
@@ -64,9 +58,9 @@ def test_a_new_format(tmp_path: Path):
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == {f"{Q}.weight"}
     assert torch.equal(found[f"{Q}.weight"].view(torch.int16), expected.view(torch.int16))
-    assert verify_checkpoint(tmp_path / "out", source, None, CPU).passed
-    quantize_checkpoint(source, tmp_path / "nf4", QuantizeOptions(), CPU)
-    quantize_checkpoint(tmp_path / "out", tmp_path / "plain-nf4", QuantizeOptions(), CPU)
+    assert nf4conv.verify(tmp_path / "out", source=source, **CPU).passed
+    nf4conv.quantize(source, tmp_path / "nf4", **CPU)
+    nf4conv.quantize(tmp_path / "out", tmp_path / "plain-nf4", **CPU)
     packed = load_file(tmp_path / "nf4/model.safetensors")
     for name, part in load_file(tmp_path / "plain-nf4/model.safetensors").items():
         assert torch.equal(packed[name], part)
@@ -86,4 +80,4 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, steps: torch.Tensor | None
     parts = {} if steps is None else {"steps": steps}
     source = write(tmp_path / "source", codes=torch.zeros(8, 4).byte(), **parts)
     with pytest.raises(SourceError, match=message):
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)

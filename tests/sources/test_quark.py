@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from api import QuantizeOptions, RunOptions, dequantize_checkpoint, quantize_checkpoint
 from comparing import compared
 from integers import random_codes, random_scales
 from safetensors.torch import load_file, save_file
 
+import nf4conv
 from nf4conv.errors import SourceError
 
-CPU = RunOptions(device="cpu", workers=1)
+CPU = {"device": "cpu", "workers": 1}
 FILE = "model.safetensors"
 Q = "model.layers.0.self_attn.q_proj"
 BF16 = torch.bfloat16
@@ -102,14 +102,14 @@ def kinds() -> dict[str, tuple[Any, dict[str, torch.Tensor], torch.Tensor]]:
 def test_quark(tmp_path: Path, kind: str):
     weight, parts, decoded = kinds()[kind]
     source, config = write(tmp_path / "source", weight, parts)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     [(name, found)] = load_file(tmp_path / "out" / FILE).items()
     assert name == f"{Q}.weight"
     assert torch.equal(found, decoded.to(BF16))
     del config["quantization_config"]
     assert json.loads((tmp_path / "out/config.json").read_text()).items() >= config.items()
     for folder in (source, tmp_path / "out"):
-        quantize_checkpoint(folder, tmp_path / f"{folder.name}-nf4", QuantizeOptions(), CPU)
+        nf4conv.quantize(folder, tmp_path / f"{folder.name}-nf4", **CPU)
     of_it = load_file(tmp_path / "source-nf4" / FILE)
     for name, packed in load_file(tmp_path / "out-nf4" / FILE).items():
         assert torch.equal(packed, of_it[name])
@@ -136,7 +136,7 @@ def test_quark(tmp_path: Path, kind: str):
 def test_what_is_refused_by_name(tmp_path: Path, weight: Any, more: dict[str, Any], message: str):
     source, _ = write(tmp_path / "source", weight, mxfp4()[0], **more)
     with pytest.raises(SourceError, match=f"quant_method quark, .*{message}") as error:
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)
     assert "\n" not in str(error.value)
 
 
@@ -160,5 +160,5 @@ def test_what_does_not_fit(tmp_path: Path, changes: dict[str, torch.Tensor | Non
             parts[name] = part
     source, _ = write(tmp_path / "source", FP4, parts)
     with pytest.raises(SourceError, match=f"{Q}.({message})") as error:
-        dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **CPU)
     assert "\n" not in str(error.value)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from api import DequantizeOptions, RunOptions, dequantize_checkpoint
 from checkpoints import tensors_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -25,11 +24,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+import nf4conv
 from nf4conv.errors import Nf4convError
 from nf4conv.options import Fp8Scales
 
 GOLDEN = Path(__file__).parents[1] / "golden/decoded"
-CPU = RunOptions(device="cpu")
+CPU = {"device": "cpu"}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Tensors = dict[str, torch.Tensor]
 
@@ -86,7 +86,7 @@ def in_dtype(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 def test_every_code_and_edge(tmp_path: Path, release: str):
     source, kept, decoded = recorded(release, tmp_path)
     config = json.loads((source / "config.json").read_text())
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     expected = kept | in_dtype(decoded, getattr(torch, config["dtype"]))
     assert differing(tensors_of(tmp_path / "out"), expected) == []
 
@@ -94,8 +94,8 @@ def test_every_code_and_edge(tmp_path: Path, release: str):
 @pytest.mark.parametrize("release", RELEASES)
 def test_float32_is_the_product_before_it_is_rounded(tmp_path: Path, release: str):
     source, kept, decoded = recorded(release, tmp_path)
-    options = DequantizeOptions(dtype="float32")
-    dequantize_checkpoint(source, tmp_path / "out", options, CPU)
+    options = {"dtype": "float32"}
+    nf4conv.dequantize(source, tmp_path / "out", **options, **CPU)
     found = tensors_of(tmp_path / "out")
     rounded = {name: found[name].to(tensor.dtype) for name, tensor in decoded.items()}
     assert differing(rounded, decoded) == []
@@ -114,12 +114,12 @@ def test_float16_refuses_what_is_too_large_for_it(tmp_path: Path, release: str):
         for name, tensor in decoded.items()
         if bool((tensor.isfinite() & tensor.half().isinf()).any())
     }
-    options = DequantizeOptions(dtype="float16")
+    options = {"dtype": "float16"}
     if not too_large:
-        dequantize_checkpoint(source, tmp_path / "out", options, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **options, **CPU)
         return
     with pytest.raises(Nf4convError, match="has values too large for float16") as raised:
-        dequantize_checkpoint(source, tmp_path / "out", options, CPU)
+        nf4conv.dequantize(source, tmp_path / "out", **options, **CPU)
     assert any(f"{name}: " in str(raised.value) for name in too_large)
 
 
@@ -387,7 +387,7 @@ def loaded(model: Model, folder: Path, **options: Any) -> tuple[PreTrainedModel,
 def test_models_are_those_that_transformers_decodes(tmp_path: Path, name: str):
     model = MODELS[name]
     source, kept = released(model, tmp_path)
-    dequantize_checkpoint(source, tmp_path / "out", None, CPU)
+    nf4conv.dequantize(source, tmp_path / "out", **CPU)
     found = tensors_of(tmp_path / "out")
     assert differing({name: found[name] for name in kept}, kept) == []
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -408,9 +408,9 @@ def test_deepseek_v4_in_fp8_is_the_same_model(tmp_path: Path, scales: Fp8Scales)
     """transformers decodes FP8 experts to what nf4conv decodes MXFP4 ones to."""
     model = MODELS["DeepSeek-V4"]
     source, _ = released(model, tmp_path)
-    dequantize_checkpoint(source, tmp_path / "decoded", None, CPU)
-    options = DequantizeOptions(dtype="fp8", fp8_scales=scales)
-    dequantize_checkpoint(source, tmp_path / "out", options, CPU)
+    nf4conv.dequantize(source, tmp_path / "decoded", **CPU)
+    options = {"dtype": "fp8", "fp8_scales": scales}
+    nf4conv.dequantize(source, tmp_path / "out", **options, **CPU)
     config = json.loads((tmp_path / "out/config.json").read_text())
     description = config["quantization_config"] | {"dequantize": True}
     reference = FineGrainedFP8Config(**description, expert_dtype=config["expert_dtype"])

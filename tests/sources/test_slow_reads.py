@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from api import quantize_checkpoint
 from checkpoints import contents, write_source
 from test_resume import OPTIONS, RUN
 
+import nf4conv
 from nf4conv.errors import SourceError
 from nf4conv.output.writer import write_file
 from nf4conv.sources.reader import Reader, reading_speed
@@ -132,10 +132,10 @@ def test_a_file_that_shrinks_once_it_is_open(tmp_path: Path, left: int):
 
 def test_a_slow_checkpoint_becomes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source, preadv = write_source(tmp_path / "source"), os.preadv
-    quantize_checkpoint(source, tmp_path / "fast", OPTIONS, RUN)
+    nf4conv.quantize(source, tmp_path / "fast", **OPTIONS, **RUN)
     monkeypatch.setattr("nf4conv.sources.reader._BLOCK", 4096)
     monkeypatch.setattr(os, "preadv", lambda *read: (time.sleep(0.002), preadv(*read))[1])
-    quantize_checkpoint(source, tmp_path / "slow", OPTIONS, RUN)
+    nf4conv.quantize(source, tmp_path / "slow", **OPTIONS, **RUN)
     assert contents(tmp_path / "slow") == contents(tmp_path / "fast")
 
 
@@ -183,12 +183,12 @@ def test_a_result_that_memory_has_no_room_for_does_not_stay_there(
             os, "sysconf", lambda name: pages if name == "SC_PHYS_PAGES" else sysconf(name)
         )
         patched.setattr(os, "posix_fadvise", advise)
-        quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     assert sorted(let_go) == (
         [(shard, 0, 0, os.POSIX_FADV_DONTNEED) for shard in shards] if pages == 1 else []
     )
-    quantize_checkpoint(source, tmp_path / "whole", OPTIONS, RUN)
+    nf4conv.quantize(source, tmp_path / "whole", **OPTIONS, **RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

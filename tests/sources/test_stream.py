@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from api import QuantizeOptions, RunOptions, plan_quantization, quantize_checkpoint
 from checkpoints import contents
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
+import nf4conv
 import nf4conv.sources.remote.asking as asking_module
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.units import size
-from nf4conv.options import SourceOptions
 from nf4conv.sources.header import read_header
 from nf4conv.sources.remote.contents import RemoteFile, check_content
 from nf4conv.sources.remote.repository import Repository
@@ -34,7 +33,7 @@ CONFIG = json.dumps(
 ).encode()
 SHARDS = 6
 WEIGHTS = (".safetensors", ".incomplete")
-OPTIONS = QuantizeOptions(max_shard_size=100_000)
+OPTIONS = {"max_shard_size": 100_000}
 
 
 def checkpoint(shards: int = SHARDS) -> dict[str, bytes]:
@@ -71,8 +70,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def where(tmp_path: Path) -> SourceOptions:
-    return SourceOptions(cache_dir=tmp_path / "cache", stream=True)
+def where(tmp_path: Path) -> dict[str, Any]:
+    return {"cache_dir": tmp_path / "cache", "stream": True}
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ def converted_locally(tmp_path: Path, files: dict[str, bytes]) -> dict[str, byte
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    quantize_checkpoint(folder, out, OPTIONS, RunOptions(device="cpu", workers=2))
+    nf4conv.quantize(folder, out, **OPTIONS, device="cpu", workers=2)
     return without_card(contents(out))
 
 
@@ -104,10 +103,8 @@ def publish(hub: Hub, files: dict[str, bytes], **attributes: Any) -> Repo:
     return hub.repos[REPO]
 
 
-def stream(out: Path, where: SourceOptions, **run: Any) -> dict[str, bytes]:
-    quantize_checkpoint(
-        REPO, out, OPTIONS, RunOptions(device="cpu", **{"workers": 2} | run), where=where
-    )
+def stream(out: Path, where: dict[str, Any], **run: Any) -> dict[str, bytes]:
+    nf4conv.quantize(REPO, out, **OPTIONS, device="cpu", **({"workers": 2} | run), **where)
     return without_card(contents(out))
 
 
@@ -138,7 +135,7 @@ def watched(out: Path) -> Iterator[list[int]]:
 
 
 def test_the_result_is_that_of_the_folder(
-    hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path
+    hub: Hub, where: dict[str, Any], expected: dict[str, bytes], tmp_path: Path
 ):
     publish(hub, checkpoint())
     assert stream(tmp_path / "out", where) == expected
@@ -152,13 +149,13 @@ def test_the_result_is_that_of_the_folder(
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_at_most_two_shards_are_on_disk(
-    hub: Hub, where: SourceOptions, tmp_path: Path, workers: int
+    hub: Hub, where: dict[str, Any], tmp_path: Path, workers: int
 ):
     files = checkpoint()
     publish(hub, files)
     hub.faults = [Fault(r"GET /cdn/.*safetensors$", times=99, seconds=0.02)]
     shards = sorted(len(content) for name, content in files.items() if name.endswith(WEIGHTS))
-    plan = plan_quantization(REPO, OPTIONS, where)
+    plan = nf4conv.plan_quantize(REPO, **OPTIONS, **where).made
     needed = sum(shards[-2:]) + plan.output.largest_size
     assert plan.notes[-1] == (
         f"streams: at most {size(sum(shards[-2:]))} of the source, two files, are on disk at a "
@@ -171,7 +168,7 @@ def test_at_most_two_shards_are_on_disk(
     assert not list((tmp_path / "cache").rglob("*.safetensors")), "a copy was kept"
 
 
-def test_one_shard_ahead_and_no_further(hub: Hub, where: SourceOptions, tmp_path: Path):
+def test_one_shard_ahead_and_no_further(hub: Hub, where: dict[str, Any], tmp_path: Path):
     publish(hub, checkpoint())
     repository = Repository(REPO, where)
     files = {
@@ -198,10 +195,10 @@ def test_one_shard_ahead_and_no_further(hub: Hub, where: SourceOptions, tmp_path
         ]
 
 
-def test_planning_fetches_headers_only(hub: Hub, where: SourceOptions):
+def test_planning_fetches_headers_only(hub: Hub, where: dict[str, Any]):
     files = checkpoint()
     publish(hub, files)
-    plan = plan_quantization(REPO, OPTIONS, where)
+    plan = nf4conv.plan_quantize(REPO, **OPTIONS, **where).made
     assert len(plan.source.tensors) == 7 * SHARDS
     ranges = [
         request.range
@@ -216,26 +213,26 @@ def test_planning_fetches_headers_only(hub: Hub, where: SourceOptions):
     )
 
 
-def test_a_header_longer_than_the_first_request(hub: Hub, where: SourceOptions):
+def test_a_header_longer_than_the_first_request(hub: Hub, where: dict[str, Any]):
     tensors = {
         f"model.layers.{number}.norm.weight": torch.ones(2).bfloat16() for number in range(3000)
     }
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(64, 64).bfloat16()
     publish(hub, {"config.json": CONFIG, "model.safetensors": save(tensors)})
-    assert len(plan_quantization(REPO, OPTIONS, where).source.tensors) == 3001
+    assert len(nf4conv.plan_quantize(REPO, **OPTIONS, **where).made.source.tensors) == 3001
 
 
 def test_what_the_cache_has_is_not_fetched(
-    hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path
+    hub: Hub, where: dict[str, Any], expected: dict[str, bytes], tmp_path: Path
 ):
     publish(hub, checkpoint())
-    plan_quantization(REPO, OPTIONS, SourceOptions(cache_dir=where.cache_dir))
+    nf4conv.plan_quantize(REPO, **OPTIONS, cache_dir=where["cache_dir"])
     hub.requests.clear()
     assert stream(tmp_path / "out", where) == expected
     assert hub.count("cdn") == 0
 
 
-def test_parts_of_a_weight_in_another_shard(hub: Hub, where: SourceOptions, tmp_path: Path):
+def test_parts_of_a_weight_in_another_shard(hub: Hub, where: dict[str, Any], tmp_path: Path):
     """A scale is asked for by range when its shard is not the one on disk."""
     generator = torch.Generator().manual_seed(0)
     names = [f"model.layers.{number}.mlp.up_proj.weight" for number in range(3)]
@@ -286,7 +283,7 @@ def after_the_headers(hub: Hub, *faults: Fault) -> Iterator[None]:
 )
 def test_a_passing_fault_changes_nothing(
     hub: Hub,
-    where: SourceOptions,
+    where: dict[str, Any],
     expected: dict[str, bytes],
     tmp_path: Path,
     fault: Fault,
@@ -301,7 +298,7 @@ def test_a_passing_fault_changes_nothing(
     assert hub.count(SECOND) <= 6
 
 
-def test_a_shard_that_stays_damaged_is_refused(hub: Hub, where: SourceOptions, tmp_path: Path):
+def test_a_shard_that_stays_damaged_is_refused(hub: Hub, where: dict[str, Any], tmp_path: Path):
     publish(hub, checkpoint())
     refused = pytest.raises(
         SourceError, match=r"some-org/model/model-00002-of.*: its hash is not \w{64}, .*, twice"
@@ -313,7 +310,7 @@ def test_a_shard_that_stays_damaged_is_refused(hub: Hub, where: SourceOptions, t
 
 
 def test_a_shard_that_stays_short_is_refused(
-    hub: Hub, where: SourceOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(time, "sleep", lambda _: None)
     publish(hub, checkpoint())
@@ -340,7 +337,7 @@ def test_a_shard_that_stays_short_is_refused(
 )
 def test_what_waiting_cannot_mend_is_not_tried_again(
     hub: Hub,
-    where: SourceOptions,
+    where: dict[str, Any],
     tmp_path: Path,
     status: int,
     headers: dict[str, str],
@@ -356,7 +353,7 @@ def test_what_waiting_cannot_mend_is_not_tried_again(
 
 
 def test_an_interrupted_run_is_resumed(
-    hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path
+    hub: Hub, where: dict[str, Any], expected: dict[str, bytes], tmp_path: Path
 ):
     publish(hub, checkpoint())
     out = tmp_path / "out"
@@ -379,7 +376,7 @@ def test_an_interrupted_run_is_resumed(
     assert max(sizes) <= 2 * max(map(len, checkpoint().values()))
 
 
-def test_a_new_commit_is_another_run(hub: Hub, where: SourceOptions, tmp_path: Path):
+def test_a_new_commit_is_another_run(hub: Hub, where: dict[str, Any], tmp_path: Path):
     repo = publish(hub, checkpoint())
     with (
         after_the_headers(hub, Fault(r"HEAD .*00005-of", times=99, status=403)),
@@ -393,7 +390,7 @@ def test_a_new_commit_is_another_run(hub: Hub, where: SourceOptions, tmp_path: P
 
 
 def test_an_error_elsewhere_does_not_wait_for_the_download(
-    hub: Hub, where: SourceOptions, tmp_path: Path
+    hub: Hub, where: dict[str, Any], tmp_path: Path
 ):
     """A NaN in the first shard ends the run although the second one, on which other workers wait,
     never comes.
@@ -421,14 +418,14 @@ def test_an_error_elsewhere_does_not_wait_for_the_download(
         time.sleep(0.02)
 
 
-def test_pickles_are_not_streamed(hub: Hub, where: SourceOptions, tmp_path: Path):
+def test_pickles_are_not_streamed(hub: Hub, where: dict[str, Any], tmp_path: Path):
     torch.save({"a.weight": torch.ones(64, 64)}, tmp_path / "x.bin")
     publish(hub, {"config.json": CONFIG, "pytorch_model.bin": (tmp_path / "x.bin").read_bytes()})
     with pytest.raises(SourceError, match="only safetensors can be streamed; run without --stream"):
-        plan_quantization(REPO, OPTIONS, where)
+        nf4conv.plan_quantize(REPO, **OPTIONS, **where)
 
 
-def test_the_command(hub: Hub, where: SourceOptions, expected: dict[str, bytes], tmp_path: Path):
+def test_the_command(hub: Hub, where: dict[str, Any], expected: dict[str, bytes], tmp_path: Path):
     publish(hub, checkpoint())
     arguments = [
         "quantize",
@@ -436,7 +433,7 @@ def test_the_command(hub: Hub, where: SourceOptions, expected: dict[str, bytes],
         str(tmp_path / "out"),
         "--stream",
         "--cache-dir",
-        str(where.cache_dir),
+        str(where["cache_dir"]),
     ]
     done = CliRunner().invoke(
         main, [*arguments, "--max-shard-size", "100kB", "--device", "cpu", "--json"]
@@ -475,9 +472,9 @@ def test_content_is_checked_by_the_hash_that_the_hub_knows(
 def test_verify_looks_again_at_what_was_streamed(hub, tmp_path, where, kind):
     publish(hub, checkpoint())
     out = tmp_path / "out"
-    run = RunOptions(device="cpu", workers=2, verify=True)
-    first = quantize_checkpoint(REPO, out, OPTIONS, run, where=where)
-    again = quantize_checkpoint(REPO, out, OPTIONS, run, where=where)
+    run = {"device": "cpu", "workers": 2, "verify": True}
+    first = nf4conv.quantize(REPO, out, **OPTIONS, **run, **where)
+    again = nf4conv.quantize(REPO, out, **OPTIONS, **run, **where)
     assert again.run.already_complete
     assert again.verification is not None
     assert first.verification is not None
@@ -490,4 +487,4 @@ def test_verify_looks_again_at_what_was_streamed(hub, tmp_path, where, kind):
     content[found.start + 8] ^= 1
     shard.write_bytes(content)
     with pytest.raises(VerificationError, match=f"verification failed: .*{wanted}"):
-        quantize_checkpoint(REPO, out, OPTIONS, run, where=where)
+        nf4conv.quantize(REPO, out, **OPTIONS, **run, **where)

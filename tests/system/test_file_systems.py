@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-from api import QuantizeOptions, RunOptions, quantize_checkpoint
 from checkpoints import contents, write_source
 from click.testing import CliRunner, Result
 
+import nf4conv
 from nf4conv.cli import main
 from nf4conv.errors import OutputError
 
-OPTIONS = QuantizeOptions(max_shard_size=60_000)
-RUN = RunOptions(device="cpu", workers=2)
+OPTIONS = {"max_shard_size": 60_000}
+RUN = {"device": "cpu", "workers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("whole") / "out"
-    quantize_checkpoint(source, out, OPTIONS, RUN)
+    nf4conv.quantize(source, out, **OPTIONS, **RUN)
     return contents(out)
 
 
@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_locked_is_refused(
 
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(OutputError, match=rf"cannot be locked \({os.strerror(number)}\)"):
-        quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
     assert not (tmp_path / "out/config.json").exists()
 
 
@@ -64,7 +64,7 @@ def test_a_folder_that_is_locked_says_so(
 
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(OutputError, match="another nf4conv is writing here"):
-        quantize_checkpoint(source, tmp_path / "out", OPTIONS, RUN)
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
 
 
 @pytest.mark.parametrize("name", ["replace", "rename", "fsync", "link"])
@@ -94,14 +94,14 @@ def test_an_operation_that_fails_ends_the_run_and_the_next_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr(os, name, fail)
         try:
-            quantize_checkpoint(source, out, OPTIONS, RUN)
+            nf4conv.quantize(source, out, **OPTIONS, **RUN)
         except OutputError as error:
             assert "\n" not in str(error)  # noqa: PT017
             assert os.strerror(number) in str(error)  # noqa: PT017
             assert not (out / "config.json").exists()
         else:
             assert calls < at, "what failed was taken for done"
-    quantize_checkpoint(source, out, OPTIONS, RUN)
+    nf4conv.quantize(source, out, **OPTIONS, **RUN)
     assert contents(out) == whole
 
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 
-import api
 import pytest
 import torch
 from checkpoints import contents
@@ -314,10 +313,10 @@ def left_out(source: Path, *names: str) -> list[str]:
     for name in names:
         (source / name).write_text(name)
     out = source.parent / "out"
-    report = api.quantize_checkpoint(source, out, run=api.RunOptions(device="cpu"))
+    report = nf4conv.quantize(source, out, device="cpu")
     lost = [line for line in report.run.notes if line.endswith("; it is not copied")]
     assert {path.name for path in out.iterdir()} & {*names} == {*names[: -len(lost)]}
-    again = api.quantize_checkpoint(source, out, run=api.RunOptions(device="cpu"))
+    again = nf4conv.quantize(source, out, device="cpu")
     assert again.run.already_complete
     return lost
 
@@ -336,9 +335,9 @@ def test_a_file_whose_name_windows_cannot_write(tmp_path: Path, source: Path):
     assert left_out(source, "a:b.json") == [
         "a:b.json: no name has such a character on Windows; it is not copied"
     ]
-    run = api.RunOptions(device="cpu", part="1/2")
+    run = {"device": "cpu", "part": "1/2"}
     with pytest.raises(OutputError, match=r"a:b\.json: cannot be written here: no name has such"):
-        api.quantize_checkpoint(source, tmp_path / "parts", run=run)
+        nf4conv.quantize(source, tmp_path / "parts", **run)
     assert not list((tmp_path / "parts").glob("*.safetensors"))
 
 
