@@ -276,7 +276,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_transformers_saves_passes(theirs):
     saved = json.loads((theirs / "out/config.json").read_text())
     assert "rope_theta" not in saved
-    for options in (None, EXACT):
+    for options in ({}, EXACT):
         asked = VerifyOptions(**(options or {}), source=theirs / "source")
         plan = plan_checkpoint(theirs / "out", asked)
         lines = [found.line() for found in plan.structure.findings if found.check == "record"]

@@ -52,7 +52,7 @@ def test_addresses_of_the_hub(address: str, expected: tuple[str, str | None, str
 
 
 def test_options_win_over_what_an_address_says():
-    asked = {"revision": "mine", "subfolder": "here"}
+    asked = SourceOptions(revision="mine", subfolder="here")
     assert from_address("https://hf.co/org/name/tree/v2/there", asked) == ("org/name", asked)
 
 

@@ -110,7 +110,7 @@ def test_a_vae_in_an_unknown_quantization_stays_as_it_is_in_every_command(tmp_pa
     nf4conv.quantize(plain, tmp_path / "out", **CPU)
     kept = load_file(tmp_path / "out/vae" / path.name)
     assert torch.equal(kept[f"{weight}qweight"], codes)
-    for options in (None, EXACT):
+    for options in ({}, EXACT):
         found = nf4conv.verify(tmp_path / "out", source=plain, **options, **CPU)
         assert found.passed, found.verdict
     nf4conv.dequantize(tmp_path / "out", tmp_path / "again", **CPU)

@@ -61,8 +61,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Contents:
 def part(
     source: str | Path, out: Path, name: str, options: dict[str, Any] = OPTIONS, **others: Any
 ) -> Any:
-    where = others.pop("where", None)
-    return nf4conv.quantize(source, out, **options, **{**RUN, "part": name, **others}, **where)
+    return nf4conv.quantize(source, out, **options, **{**RUN, "part": name, **others})
 
 
 def names_of(count: int) -> list[str]:
@@ -284,7 +283,7 @@ def where(hub: Hub, source: Path, tmp_path: Path) -> dict[str, Any]:
 def test_a_source_that_is_streamed(where: dict[str, Any], tmp_path: Path, count: int, verify: bool):
     nf4conv.quantize(REPO, tmp_path / "single", **OPTIONS, **{**RUN, "verify": verify}, **where)
     for name in names_of(count):
-        part(REPO, tmp_path / "out", name, where=where, verify=verify)
+        part(REPO, tmp_path / "out", name, verify=verify, **where)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -298,12 +297,12 @@ def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
     def interfere(path: Path, file: RemoteFile) -> str | None:
         calls.append(path)
         if len(calls) == 1:
-            part(REPO, tmp_path / "out", "1/1", where=where)
+            part(REPO, tmp_path / "out", "1/1", **where)
             assert not path.exists()
         return check(path, file)
 
     monkeypatch.setattr(stream_module, "check_content", interfere)
-    report = part(REPO, tmp_path / "out", "1/1", where=where)
+    report = part(REPO, tmp_path / "out", "1/1", **where)
     assert report.run.already_complete
     nf4conv.quantize(REPO, tmp_path / "single", **OPTIONS, **RUN, **where)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
@@ -317,7 +316,7 @@ def test_no_byte_is_fetched_by_two_parts(
 ):
     for number in range(1, 6):
         options = {**OPTIONS, "max_shard_size": size}
-        part(REPO, tmp_path / "out", f"{number}/5", options, where=where)
+        part(REPO, tmp_path / "out", f"{number}/5", options, **where)
     files = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
     fetched, whole = dict.fromkeys(files, 0), dict.fromkeys(files, 0)
     for request in hub.requests:
@@ -334,10 +333,10 @@ def test_no_byte_is_fetched_by_two_parts(
 def test_another_commit_is_another_plan(
     hub: Hub, where: dict[str, Any], source: Path, tmp_path: Path
 ):
-    part(REPO, tmp_path / "out", "1/3", where=where)
+    part(REPO, tmp_path / "out", "1/3", **where)
     hub.repos[REPO].commit(contents(source) | {"NOTICE": b"new"})
     with pytest.raises(OutputError, match=r"differs in source files, source, "):
-        part(REPO, tmp_path / "out", "2/3", where=where)
+        part(REPO, tmp_path / "out", "2/3", **where)
 
 
 # --- what does not fit together -------------------------------------------------------------------
@@ -434,7 +433,7 @@ def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Pat
         part(pipeline, tmp_path / "out", "1/2")
     where = {"subfolder": "text_encoder"}
     for name in ("1/2", "2/2"):
-        part(pipeline, tmp_path / "out", name, where=where)
+        part(pipeline, tmp_path / "out", name, **where)
     nf4conv.quantize(pipeline, tmp_path / "single", **OPTIONS, **RUN, **where)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 

@@ -231,12 +231,12 @@ def kill_parts_at_once(folder: Path) -> None:
     server = start_server(source)
     chosen = random.Random(18)
 
-    def make(place: str | Path, where: dict[str, Any] | None, out: Path, name: str) -> None:
+    def make(place: str | Path, where: dict[str, Any], out: Path, name: str) -> None:
         nf4conv.quantize(place, out, **OPTIONS, **{**RUN, "part": name or None}, **where)
 
     streamed = {"stream": True, "cache_dir": folder / "cache"}
-    for place, where in ((source, None), ("org/name", streamed)):
-        kind = "local" if where is None else "streamed"
+    for place, where in ((source, {}), ("org/name", streamed)):
+        kind = "streamed" if where else "local"
         single = folder / f"single {kind}"
         status_of(in_fork(partial(make, place, where, single, "")))
         for count in (1, 2, 3, 7):
@@ -247,7 +247,7 @@ def kill_parts_at_once(folder: Path) -> None:
             killed, refused = kill_at_random(make_one, names, 3 + count, chosen)
             result = {
                 "parts": count,
-                "streamed": where is not None,
+                "streamed": bool(where),
                 "killed": killed,
                 "refused": refused,
                 "differing": differing(contents(out), contents(single)),

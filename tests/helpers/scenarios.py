@@ -75,7 +75,7 @@ def scenario(name: str, folder: Path) -> Scenario:
     if name in makers:
         return makers[name](folder, source)
     place: str | Path = source
-    where = None
+    where: dict[str, Any] = {}
     if name in ("stream", "streamed-parts"):
         start_server(source)
         place = "org/name"
