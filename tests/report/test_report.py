@@ -146,13 +146,13 @@ def test_it_says_when_and_by_which_command_and_versions(reports: dict[str, Verif
     text = parsed(page(reports["passed"], when)).text
     assert "Made 2026-11-22 22:41 UTC by nf4conv verify out --source source with" in text
     assert f"torch {version('torch')} and Python {platform.python_version()}" in text
-    strict = {
-        **reports["passed"].options,
-        "source": "source",
-        "exact": True,
-        "tolerance": 0.1,
-        "lora": ("/home/me/my adapter",),
-    }
+    strict = dataclasses.replace(
+        reports["passed"].options,
+        source="source",
+        exact=True,
+        tolerance=0.1,
+        lora=("/home/me/my adapter",),
+    )
     content = page(dataclasses.replace(reports["passed"], options=strict))
     command = "nf4conv verify out --source source --lora 'my adapter' --tolerance 0.1 --exact"
     assert command in parsed(content).text

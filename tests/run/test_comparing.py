@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import nf4conv
 from nf4conv.errors import PlanError, SourceError
+from nf4conv.options import SourceOptions
 
 CPU = {"device": "cpu", "workers": 2}
 TINY = {"device": "cpu", "workers": 3, "buffer_size": 1}
@@ -288,8 +289,8 @@ def test_a_checkpoint_on_the_hub(hub, tmp_path):
     source = plain(tmp_path / "source")
     hub.repos["org/model"] = Repo()
     hub.repos["org/model"].commit(contents(source))
-    cache = {"cache_dir": tmp_path / "cache"}
-    assert not compared("org/model", source, where=cache).unlike
+    where = SourceOptions(cache_dir=tmp_path / "cache")
+    assert not compared("org/model", source, where=where).unlike
 
 
 @both_buffers

@@ -22,6 +22,7 @@ import nf4conv.sources.remote.asking as asking_module
 from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.units import size
+from nf4conv.options import SourceOptions
 from nf4conv.sources.header import read_header
 from nf4conv.sources.remote.contents import RemoteFile, check_content
 from nf4conv.sources.remote.repository import Repository
@@ -170,7 +171,7 @@ def test_at_most_two_shards_are_on_disk(
 
 def test_one_shard_ahead_and_no_further(hub: Hub, where: dict[str, Any], tmp_path: Path):
     publish(hub, checkpoint())
-    repository = Repository(REPO, where)
+    repository = Repository(REPO, SourceOptions(**where))
     files = {
         Path(name): file
         for name, file in sorted(repository.files.items())
