@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import nf4conv
 from nf4conv.commands.spread import PartWork, find_places, make_part
 from nf4conv.errors import OptionError, PlanError, SourceError
-from nf4conv.options import QuantizeOptions, RunOptions
+from nf4conv.options import RunOptions
 
 OPTIONS = {"max_shard_size": 60_000}
 ONE = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}

@@ -152,7 +152,7 @@ def same_weights(one: Path, other: Path) -> None:
 def test_packing(
     tmp_path: Path, gpu: list[DriverBackend], dtype: torch.dtype, options: dict[str, Any]
 ):
-    both(nf4conv.quantize, write(tmp_path / "source", weights(dtype), dtype=dtype), options)
+    both(nf4conv.quantize, write(tmp_path / "source", weights(dtype), dtype=dtype), **options)
     assert len(gpu) == 1
 
 
