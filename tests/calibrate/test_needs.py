@@ -2,6 +2,7 @@
 is.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_a_gpu_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch
         Nf4convError, match=r"7\.00 GB of its memory, and 6\.00 GB are free.*9\.00 GB"
     ):
         SMALL.memory_left(gpu)
-    assert {**SMALL, "gpu_bytes": 6 * 10**9}.memory_left(gpu) > 0
+    assert replace(SMALL, gpu_bytes=6 * 10**9).memory_left(gpu) > 0
 
 
 @pytest.mark.parametrize("outputs", [None, "qkv"])

@@ -146,7 +146,7 @@ def test_memory_that_does_not_suffice_is_one_line(model, text, made, tmp_path, m
     killed(model, tmp_path / "other", options_for(text), "block-00001")
     with pytest.raises(OutputError, match="overwrite"):
         nf4conv.quantize(model, tmp_path / "other", **fewer, **CPU)
-    nf4conv.quantize(model, tmp_path / "other", **fewer, **{**CPU, "overwrite": True})
+    nf4conv.quantize(model, tmp_path / "other", **fewer, **CPU, overwrite=True)
 
 
 def pipe(path: Path) -> None:

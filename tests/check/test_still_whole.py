@@ -90,8 +90,8 @@ def test_verify_looks_again(source: Path, tmp_path: Path):
 def test_parts_of_a_finished_result_look_at_their_own_files(source: Path, tmp_path: Path):
     out = tmp_path / "out"
     for number in (1, 2):
-        nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "part": f"{number}/2"})
+        nf4conv.quantize(source, out, **OPTIONS, **RUN, part=f"{number}/2")
     truncate(max(out.glob("*.safetensors")))
-    nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "part": "1/2"})
+    nf4conv.quantize(source, out, **OPTIONS, **RUN, part="1/2")
     with pytest.raises(OutputError, match=r"safetensors: is damaged"):
-        nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "part": "2/2"})
+        nf4conv.quantize(source, out, **OPTIONS, **RUN, part="2/2")

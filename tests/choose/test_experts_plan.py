@@ -269,7 +269,7 @@ def test_parts_and_a_streamed_source_give_the_bytes_of_a_single_run(model_type, 
     nf4conv.quantize(source, tmp_path / "single", **options, **CPU)
     single = contents(tmp_path / "single")
     for name in ("3/3", "1/3", "2/3"):
-        nf4conv.quantize(source, tmp_path / "parts", **options, **{**CPU, "part": name})
+        nf4conv.quantize(source, tmp_path / "parts", **options, **CPU, part=name)
     assert contents(tmp_path / "parts") == single
 
     hub.repos[REPO] = Repo()

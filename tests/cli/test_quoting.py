@@ -33,7 +33,7 @@ def test_the_advice_to_verify(tmp_path: Path):
     out = tmp_path / "o u't"
     nf4conv.quantize(source, out, **RUN)
     with pytest.raises(OutputError) as refused:
-        nf4conv.quantize(source, out, **{**RUN, "verify": True})
+        nf4conv.quantize(source, out, **RUN, verify=True)
     command = str(refused.value).split("`")[1]
     assert shlex.split(command) == ["nf4conv", "verify", str(out), "--source", "SRC"]
 

@@ -123,7 +123,7 @@ def test_a_source_that_is_rewritten_while_it_is_read(tmp_path, monkeypatch):
     assert not (out / "config.json").exists()
     with pytest.raises(OutputError, match="differs in source files"):
         nf4conv.quantize(source, out, **OPTIONS, **RUN)
-    nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "overwrite": True})
+    nf4conv.quantize(source, out, **OPTIONS, **RUN, overwrite=True)
     nf4conv.quantize(source, tmp_path / "whole", **OPTIONS, **RUN)
     assert contents(out) == contents(tmp_path / "whole")
 

@@ -50,7 +50,7 @@ def test_scales_that_are_not_finite_are_refused(
 ):
     source = packed_source(tmp_path / "source", double_quant, damage, value)
     with pytest.raises(SourceError, match=rf"{NAME}.*(NaN|infini|quant_state|nested_offset)"):
-        nf4conv.quantize(source, tmp_path / "out", **{**RUN, "verify": verify})
+        nf4conv.quantize(source, tmp_path / "out", **RUN, verify=verify)
     assert not (tmp_path / "out/config.json").exists()
 
 

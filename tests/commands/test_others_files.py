@@ -43,7 +43,7 @@ def unfinished(source: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path]
     """Returns what makes all shards of a folder in parts, and no last files."""
 
     def make(out: Path) -> None:
-        nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "part": "1/2"})
+        nf4conv.quantize(source, out, **OPTIONS, **RUN, part="1/2")
         part_killed_at_its_end(monkeypatch, source, out, "2/2", OPTIONS)
 
     return make
@@ -199,7 +199,7 @@ def test_a_link_that_leads_nowhere_is_refused_at_once(
 ):
     (tmp_path / "out").symlink_to(tmp_path / target)
     with pytest.raises(OutputError, match="out: is a link that leads nowhere; remove it"):
-        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**RUN, "part": part})
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN, part=part)
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_a_record_that_was_changed_counts_for_nothing(
         nf4conv.quantize(GONE, tmp_path / "out", **OPTIONS, **RUN)
     (tmp_path / "out" / fields["name"]).unlink()
     for number in (1, 2):
-        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**RUN, "part": f"{number}/2"})
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN, part=f"{number}/2")
     nf4conv.quantize(source, tmp_path / "whole", **OPTIONS, **RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 

@@ -61,7 +61,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Contents:
 def part(
     source: str | Path, out: Path, name: str, options: dict[str, Any] = OPTIONS, **others: Any
 ) -> Any:
-    return nf4conv.quantize(source, out, **options, **{**RUN, "part": name, **others})
+    return nf4conv.quantize(source, out, **options, **RUN, part=name, **others)
 
 
 def names_of(count: int) -> list[str]:
@@ -78,7 +78,7 @@ def names_of(count: int) -> list[str]:
 def test_the_bytes_are_those_of_a_single_run(
     source: Path, tmp_path: Path, count: int, verify: bool
 ):
-    single = nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **{**RUN, "verify": verify})
+    single = nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **RUN, verify=verify)
     before = 0
     missing = 1
     for name in names_of(count):
@@ -92,7 +92,7 @@ def test_the_bytes_are_those_of_a_single_run(
     assert missing == 0
     assert before >= single.run.bytes_before
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    again = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**RUN, "verify": verify})
+    again = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN, verify=verify)
     assert again.run.already_complete
     assert again.run.bytes_after == single.run.bytes_after
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
@@ -160,7 +160,7 @@ def test_whoever_comes_next_finishes_what_a_killed_part_has_left(
     part(source, tmp_path / "out", "1/2")
     part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "2/2")
     assert not (tmp_path / "out/config.json").exists()
-    report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**RUN, "part": name})
+    report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN, part=name)
     assert report.run.shards_missing == 0
     assert contents(tmp_path / "out") == expected
 
@@ -170,7 +170,7 @@ def test_the_source_is_gone(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
 ):
     """All shards are there. Whoever asks for something else gets the error of the source."""
-    single = nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **{**RUN, "verify": verify})
+    single = nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **RUN, verify=verify)
     part(source, tmp_path / "out", "1/2", verify=verify)
     part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "2/2", verify=verify)
     before = contents(tmp_path / "out")
@@ -217,7 +217,7 @@ def test_what_others_have_finished_meanwhile_is_complete(
         source,
         tmp_path / "out",
         **OPTIONS,
-        **{**RUN, "part": "1/1", "workers": 1},
+        **RUN, part="1/1", "workers": 1,
         progress=interfere,
     )
     assert report.run.already_complete
@@ -230,7 +230,7 @@ def test_a_dequantization(source: Path, tmp_path: Path):
     nf4conv.dequantize(tmp_path / "packed", tmp_path / "single", **options, **RUN)
     for name in names_of(3):
         nf4conv.dequantize(
-            tmp_path / "packed", tmp_path / "out", **options, **{**RUN, "part": name}
+            tmp_path / "packed", tmp_path / "out", **options, **RUN, part=name
         )
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
@@ -281,7 +281,7 @@ def where(hub: Hub, source: Path, tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("verify", [False, True], ids=["plain", "verified"])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_a_source_that_is_streamed(where: dict[str, Any], tmp_path: Path, count: int, verify: bool):
-    nf4conv.quantize(REPO, tmp_path / "single", **OPTIONS, **{**RUN, "verify": verify}, **where)
+    nf4conv.quantize(REPO, tmp_path / "single", **OPTIONS, **RUN, verify=verify, **where)
     for name in names_of(count):
         part(REPO, tmp_path / "out", name, verify=verify, **where)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
@@ -394,7 +394,7 @@ def test_a_part_of_another_plan_is_refused(
         OutputError,
         match=rf"out: holds an unfinished run that differs in {name}.*; all parts take the",
     ):
-        nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "part": "2/3", **options})
+        nf4conv.quantize(source, out, **OPTIONS, **RUN, part="2/3", **options)
     assert contents(out) == before
 
 
@@ -412,7 +412,7 @@ def test_what_does_not_go_with_parts_is_refused(
     source: Path, tmp_path: Path, options: dict[str, Any], message: str
 ):
     with pytest.raises(PlanError, match=message):
-        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**RUN, "part": "1/3", **options})
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN, part="1/3", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -440,7 +440,7 @@ def test_pushing_and_diffusers_pipelines_are_refused(source: Path, tmp_path: Pat
 
 def test_a_single_run_and_parts_keep_out_of_each_other_s_folder(source: Path, tmp_path: Path):
     part(source, tmp_path / "parts", "1/2")
-    nf4conv.quantize(source, tmp_path / "parts", **OPTIONS, **{**RUN, "overwrite": True})
+    nf4conv.quantize(source, tmp_path / "parts", **OPTIONS, **RUN, overwrite=True)
     shard = source / "model-00002-of-00002.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-2] + b"\xc0\x7f")  # a NaN stops the run

@@ -282,7 +282,7 @@ class Expected:
             assert rows[name].action == ("pack" if name in self.anew else "stay"), name
 
     def make(self, out: Path) -> None:
-        report = nf4conv.quantize(self.source, out, **self.options, **{**CPU, "verify": True})
+        report = nf4conv.quantize(self.source, out, **self.options, **CPU, verify=True)
         assert (report.packed, report.stay, report.run.copied) == (len(NAMES), self.stay, 2)
         note = any("a search needs the 16-bit model" in note for note in report.run.notes)
         unsearched = {self.scales[name] for name in NAMES if name not in self.anew} - {"search"}
@@ -367,7 +367,7 @@ class Expected:
 
     def check_rerun(self, out: Path) -> None:
         before = contents(out)
-        again = nf4conv.quantize(self.source, out, **self.options, **{**CPU, "verify": True})
+        again = nf4conv.quantize(self.source, out, **self.options, **CPU, verify=True)
         assert again.run.already_complete
         assert contents(out) == before
 

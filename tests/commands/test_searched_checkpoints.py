@@ -216,7 +216,7 @@ def test_verify_finds_a_scale_of_the_wrong_sign(source, plain, tmp_path):
 
 
 def test_quantize_with_verify_holds_them_to_the_search(source, tmp_path):
-    report = nf4conv.quantize(source, tmp_path / "out", **SEARCH, **{**CPU, "verify": True})
+    report = nf4conv.quantize(source, tmp_path / "out", **SEARCH, **CPU, verify=True)
     assert report.verification is not None
     assert report.verification.largest_relative_error < 0.09
     (_, least, most), *_ = nf4conv.verify(tmp_path / "out", source=source, **CPU).normal

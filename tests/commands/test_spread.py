@@ -247,7 +247,7 @@ def test_devices_that_are_not_there(tmp_path: Path, source: Path, device: str):
 
 def test_a_part_is_for_one_process(tmp_path: Path, source: Path):
     with pytest.raises(PlanError, match=r"^--part 1/2 is for one process: "):
-        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**TWO, "part": "1/2"})
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **TWO, part="1/2")
     assert not (tmp_path / "out").exists()
 
 
@@ -284,7 +284,7 @@ def test_without_ray(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         PlanError, match=r"^--ray needs one more package: pip install 'nf4conv\[ray\]'$"
     ):
-        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**ONE, "ray": True})
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **ONE, ray=True)
 
 
 class ForeignError(ValueError):

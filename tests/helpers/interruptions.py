@@ -232,7 +232,7 @@ def kill_parts_at_once(folder: Path) -> None:
     chosen = random.Random(18)
 
     def make(place: str | Path, where: dict[str, Any], out: Path, name: str) -> None:
-        nf4conv.quantize(place, out, **OPTIONS, **{**RUN, "part": name or None}, **where)
+        nf4conv.quantize(place, out, **OPTIONS, **RUN, part=name or None, **where)
 
     streamed = {"stream": True, "cache_dir": folder / "cache"}
     for place, where in ((source, {}), ("org/name", streamed)):

@@ -103,7 +103,7 @@ def overwriting(folder: Path, source: Path) -> Scenario:
     nf4conv.quantize(source, old, **{**OPTIONS, "quant_type": "fp4"}, **RUN)
 
     def overwrite(out: Path) -> None:
-        nf4conv.quantize(source, out, **OPTIONS, **{**RUN, "overwrite": True})
+        nf4conv.quantize(source, out, **OPTIONS, **RUN, overwrite=True)
 
     return Scenario(overwrite, prepare=lambda out: shutil.copytree(old, out))
 

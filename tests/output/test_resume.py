@@ -173,7 +173,7 @@ def test_another_job_is_refused(tmp_path, monkeypatch, change):
     with pytest.raises(OutputError, match=message):
         nf4conv.quantize(source, out, **options, **RUN)
     assert contents(out) == before
-    nf4conv.quantize(source, out, **options, **{**RUN, "overwrite": True})
+    nf4conv.quantize(source, out, **options, **RUN, overwrite=True)
     assert_as_never_interrupted(source, out, options)
 
 

@@ -425,7 +425,7 @@ def test_encoded_tensors_that_are_kept(
     options = {"dtype": dtype, "exclude": ("*o_proj*", "*down_proj*")}
     both(nf4conv.quantize, source, **options)
     without_torch(monkeypatch)
-    nf4conv.quantize(source, tmp_path / "audited", **options, **{**BARE, "verify": True})
+    nf4conv.quantize(source, tmp_path / "audited", **options, **BARE, verify=True)
     assert len(gpu) == 2
 
 
@@ -459,7 +459,7 @@ def test_experts_of_gpt_oss(
             nf4conv.quantize(lost, tmp_path / "out", **BARE)
     with monkeypatch.context() as patch:
         without_torch(patch)
-        nf4conv.quantize(source, tmp_path / "audited", **{**BARE, "verify": True})
+        nf4conv.quantize(source, tmp_path / "audited", **BARE, verify=True)
     found = compared_alike(source, tmp_path / "audited")
     assert found[f"{experts}.down_proj"] == found[f"{experts}.gate_up_proj"] == "equal in value"
     assert len(gpu) == (5 if dtype == torch.float16 else 4)
@@ -573,7 +573,7 @@ def test_only_what_takes_torch_takes_it(
     }
     assert asked.driver == packed
     assert any(note.startswith(f"1 of 7 tensors took torch ({why})") for note in report.run.notes)
-    audited = nf4conv.quantize(source, tmp_path / "audited", **{**MIXED, "verify": True})
+    audited = nf4conv.quantize(source, tmp_path / "audited", **MIXED, verify=True)
     assert audited.verification is not None
     assert audited.verification.bytes_differing == 0
     assert nf4conv.verify(tmp_path / "bare", source=source, exact=True, **MIXED).passed

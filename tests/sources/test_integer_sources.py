@@ -529,7 +529,7 @@ def test_parts_join_to_the_whole(tmp_path: Path, method: str):
     source, decoded = write(tmp_path / "source", *MAKERS[method])
     for part in ("1/2", "2/2"):
         options = {"max_shard_size": 200_000}
-        nf4conv.dequantize(source, tmp_path / "out", **options, **{**CPU, "part": part})
+        nf4conv.dequantize(source, tmp_path / "out", **options, **CPU, part=part)
     same_tensors(whole(tmp_path / "out"), decoded)
 
 
