@@ -217,7 +217,8 @@ def test_what_others_have_finished_meanwhile_is_complete(
         source,
         tmp_path / "out",
         **OPTIONS,
-        **RUN, part="1/1", "workers": 1,
+        **{**RUN, "workers": 1},
+        part="1/1",
         progress=interfere,
     )
     assert report.run.already_complete
@@ -229,9 +230,7 @@ def test_a_dequantization(source: Path, tmp_path: Path):
     options = {"max_shard_size": 150_000}
     nf4conv.dequantize(tmp_path / "packed", tmp_path / "single", **options, **RUN)
     for name in names_of(3):
-        nf4conv.dequantize(
-            tmp_path / "packed", tmp_path / "out", **options, **RUN, part=name
-        )
+        nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **options, **RUN, part=name)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
