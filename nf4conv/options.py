@@ -253,7 +253,7 @@ class QuantizeOptions(PushOptions, RunOptions):
         "Calibrate by this number of tokens.",
         metavar="N",
         unset="65536",
-        least=1,
+        least=512,
         needs="calibrate",
     )
 

@@ -5,7 +5,7 @@ models of docs/quality.md.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,30 +29,6 @@ _OUTPUTS: Final = 1.6  # of the time without --calibrate-output
 _DEVICE_BYTES: Final = 10**9  # a batch on its way through a block, and what is rounded at a time
 _HOST_BYTES: Final = 15 * 10**8  # Python, torch and transformers
 _CUDA_BYTES: Final = 7 * 10**8  # of the host
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Describes a calibration as far as its needs depend on it.
-
-    Attributes:
-        blocks: the number of blocks.
-        block_elements: the number of elements of the largest block, or of what is used at one time
-            outside the blocks.
-        matrices: the shape of each weight that is calibrated, [out, in].
-        finished_bytes: the bytes that all weights take in 4 bits.
-        tokens: the number of tokens that the model reads.
-        width: the number of hidden states of a token.
-        outputs: "qkv" or "all", as --calibrate-output has it; None without that option.
-    """
-
-    blocks: int
-    block_elements: int
-    matrices: Sequence[tuple[int, ...]]
-    finished_bytes: int
-    tokens: int
-    width: int
-    outputs: str | None
 
 
 @dataclass(frozen=True)
@@ -111,22 +87,50 @@ class Needs:
         return (available - host) // 2
 
 
-def estimate(shapes: Shapes) -> Needs:
-    """Estimates what a calibration takes."""
-    weights = sum(rows * columns for rows, columns in shapes.matrices)
-    gpu = _GPU_SECONDS_OF_WEIGHT + shapes.tokens * _GPU_SECONDS_OF_WEIGHT_AND_TOKEN
-    cpu = _CPU_OPERATIONS_OF_WEIGHT + shapes.tokens * _CPU_OPERATIONS_OF_WEIGHT_AND_TOKEN
-    squares = _output_squares(shapes)
-    working = _working_bytes(shapes) + 24 * max(squares, default=0)
-    kept = 1 if shapes.outputs is None else shapes.blocks + 2
-    slower = 1.0 if shapes.outputs is None else _OUTPUTS
+def estimate(
+    *,
+    blocks: int,
+    block_elements: int,
+    matrices: Collection[tuple[int, ...]],
+    finished_bytes: int,
+    tokens: int,
+    width: int,
+    outputs: str | None,
+) -> Needs:
+    """Estimates what a calibration takes.
+
+    Args:
+        blocks: the number of blocks.
+        block_elements: the number of elements of the largest block, or of what is used at one time
+            outside the blocks.
+        matrices: the shape of each weight that is calibrated, [out, in].
+        finished_bytes: the bytes that all weights take in 4 bits.
+        tokens: the number of tokens that the model reads.
+        width: the number of hidden states of a token.
+        outputs: "qkv" or "all", as --calibrate-output has it; None without that option.
+    """
+    weights = sum(rows * columns for rows, columns in matrices)
+    gpu = _GPU_SECONDS_OF_WEIGHT + tokens * _GPU_SECONDS_OF_WEIGHT_AND_TOKEN
+    cpu = _CPU_OPERATIONS_OF_WEIGHT + tokens * _CPU_OPERATIONS_OF_WEIGHT_AND_TOKEN
+    working = max(_working_bytes(rows, columns) for rows, columns in set(matrices))
+    kept = 1
+    slower = 1.0
+    squares = []  # elements of the second moments of gradients at outputs
+    if outputs is not None:
+        kept = blocks + 2
+        slower = _OUTPUTS
+        squares = sorted(rows**2 for rows, _ in matrices)
+        if outputs == "qkv":
+            # the first weights of a block are its smallest ones, if not by much
+            squares = squares[: 4 * blocks]
+        working += 24 * squares[-1]
     return Needs(
         gpu_seconds=_GPU_SECONDS_AT_START + slower * weights * gpu,
-        gpu_bytes=2 * shapes.block_elements + working + _DEVICE_BYTES,
+        gpu_bytes=2 * block_elements + working + _DEVICE_BYTES,
         cpu_seconds=slower * weights * cpu / _speed(),
-        cpu_bytes=_HOST_BYTES + 4 * shapes.block_elements + working,
-        hidden_elements=kept * shapes.tokens * shapes.width,
-        disk_bytes=shapes.finished_bytes + 4 * sum(squares),
+        cpu_bytes=_HOST_BYTES + 4 * block_elements + working,
+        hidden_elements=kept * tokens * width,
+        disk_bytes=finished_bytes + 4 * sum(squares),
     )
 
 
@@ -140,24 +144,10 @@ def _speed() -> float:
     return 2 * float(_PROBE) ** 3 * _PROBES / (time.perf_counter() - started)
 
 
-def _working_bytes(shapes: Shapes) -> int:
-    """Returns the most bytes that rounding takes at a time."""
-    most = 0
-    for rows, columns in set(shapes.matrices):
-        # moments to calibrate and judge by, and a factor in float64
-        factoring = 20 * columns**2
-        # gate and up are rounded together, and so are queries, keys and values
-        rounding = 12 * columns**2 + 32 * rows * columns
-        most = max(most, factoring, rounding)
-    return most
-
-
-def _output_squares(shapes: Shapes) -> list[int]:
-    """Returns about the sizes of the second moments of gradients at outputs."""
-    squares = [rows**2 for rows, _ in shapes.matrices]
-    if shapes.outputs is None:
-        return []
-    if shapes.outputs == "all":
-        return squares
-    # the first weights of a block are its smallest ones, if not by much
-    return sorted(squares)[: 4 * shapes.blocks]
+def _working_bytes(rows: int, columns: int) -> int:
+    """Returns the most bytes that rounding a weight takes."""
+    # moments to calibrate and judge by, and a factor in float64
+    factoring = 20 * columns**2
+    # gate and up are rounded together, and so are queries, keys and values
+    rounding = 12 * columns**2 + 32 * rows * columns
+    return max(factoring, rounding)

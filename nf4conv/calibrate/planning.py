@@ -6,7 +6,6 @@ No weight is read. Whatever is wrong with texts, model or options is known befor
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -14,11 +13,11 @@ import torch
 from torch import nn
 
 from nf4conv.calibrate.calibrating import calibrate
-from nf4conv.calibrate.model.building import build_model, find_blocks, load_tokenizer
+from nf4conv.calibrate.model.building import BlockList, build_model, find_blocks, load_tokenizer
 from nf4conv.calibrate.model.experts import experts_of
 from nf4conv.calibrate.model.flow import Flow, find_flow
 from nf4conv.calibrate.model.names import Filling, follow_names
-from nf4conv.calibrate.needs import Shapes, estimate
+from nf4conv.calibrate.needs import estimate
 from nf4conv.calibrate.session import PreparedCalibration
 from nf4conv.calibrate.stages import Target
 from nf4conv.calibrate.text import Text, require_known
@@ -27,11 +26,18 @@ from nf4conv.errors import PlanError
 from nf4conv.models.module_names import module_of
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.calibration import CalibrationText
-from nf4conv.plan.jobs import Job, PackJob, Plan
+from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.source import Source
+from nf4conv.sources.tensors import TensorInfo
 
 _USUAL_WIDTH: Final = 4096  # hidden states of a token, where the config does not say
+
+_Jobs = Mapping[str, Sequence[PackJob]]
+"""The jobs that pack a weight anew, by the tensor that they read."""
+
+_Fillings = Mapping[int | None, Sequence[Filling]]
+"""The parameters to fill from the checkpoint, by block; None stands for those outside."""
 
 
 def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> QuantizationPlan:
@@ -43,39 +49,162 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
     options = plan.options
     assert source.config is not None  # or else check_request would have refused it
     names = [tensor.name for tensor in source.tensors]
-    model = build_model(source.config, torch.float32, names)
-    found = _Found(plan, model)
-    if not found.targets:
+    model: Any = build_model(source.config, torch.float32, names)
+    jobs = _jobs_of(plan)
+    every = follow_names(model, source.tensors)
+    blocks = find_blocks(model, list(_packed_parameters(every, jobs)))
+    fillings = _by_block(every, blocks)
+    targets = _find_targets(model, fillings, blocks, jobs, plan.output.format.blocksize)
+    chosen = [target.job for found in targets.values() for target in found]
+    if not chosen:
         raise PlanError(f"{source}: --calibrate finds no weight to calibrate in its blocks")
-    flow = find_flow(model, found.blocks)
-    found.require_filled(flow)
-    if options.calibrate_output and model.get_output_embeddings() is None:  # type: ignore[operator]
+    flow = find_flow(model, blocks)
+    _require_filled(source, flow, every)
+    if options.calibrate_output and model.get_output_embeddings() is None:
         raise PlanError(
             f"--calibrate-output: {type(model).__name__} predicts no tokens to derive by; leave it "
             f"out"
         )
     windows = _windows(source, options, model, texts)
-    weights = frozenset(job.name for job in found.jobs)
+    block_bytes = []
+    for number in range(len(blocks.blocks)):
+        of_block = _tensors(fillings.get(number, ()))
+        block_bytes.append(sum(tensor.nbytes for tensor in of_block))
     calibration = PreparedCalibration(
         texts=tuple(CalibrationText(text.name, text.sha256) for text in texts),
         tokens=windows.tokens,
         judging_tokens=windows.judging * windows.ids.shape[1],
         window=windows.ids.shape[1],
         transformers=version("transformers"),
-        block_bytes=found.block_bytes,
-        bytes_spared=sum(job.source_bytes - job.nbytes for job in found.jobs),
-        weights=weights,
+        block_bytes=tuple(block_bytes),
+        bytes_spared=sum(job.source_bytes - job.nbytes for job in chosen),
+        weights=frozenset(job.name for job in chosen),
         outputs=options.calibrate_output,
         carry_out=calibrate,
-        needs=estimate(found.shapes(flow, windows, options)),
+        needs=estimate(
+            blocks=len(blocks.blocks),
+            block_elements=_most_elements(fillings, flow),
+            matrices=[job.matrix.shape for job in chosen],
+            finished_bytes=sum(job.nbytes for job in chosen),
+            tokens=windows.ids.size,
+            width=getattr(model.config.get_text_config(), "hidden_size", _USUAL_WIDTH),
+            outputs=options.calibrate_output,
+        ),
         windows=windows,
         flow=flow,
-        fillings=found.fillings,
-        targets=found.targets,
+        fillings=fillings,
+        targets=targets,
     )
-    output = with_jobs(plan.output, weights)
-    notes = (*plan.notes, *_notes(calibration, found, options))
+
+    def marked(job: Job) -> Job:
+        if isinstance(job, PackJob) and job.name in calibration.weights:
+            return replace(job, original=job, reason=f"{job.reason}, calibrated")
+        return job
+
+    output = plan.output.with_jobs(marked)
+    notes = (*plan.notes, *_notes(calibration, jobs, options))
     return replace(plan, output=output, calibration=calibration, notes=notes)
+
+
+def _jobs_of(plan: QuantizationPlan) -> _Jobs:
+    jobs: defaultdict[str, list[PackJob]] = defaultdict(list)
+    for job in plan.output.jobs:
+        if isinstance(job, PackJob) and job.stored is None:
+            jobs[job.source.name].append(job)
+    return jobs
+
+
+def _packed_parameters(fillings: Sequence[Filling], jobs: _Jobs) -> Iterator[str]:
+    """Yields the names of parameters that are filled from tensors that are packed."""
+    for filling in fillings:
+        if any(tensor.name in jobs for tensor in filling.tensors):
+            yield from filling.parameters
+
+
+def _by_block(fillings: Sequence[Filling], blocks: BlockList) -> _Fillings:
+    found: defaultdict[int | None, list[Filling]] = defaultdict(list)
+    for filling in fillings:
+        found[blocks.number_of(filling.parameters[0])].append(filling)
+    return dict(found)
+
+
+def _tensors(fillings: Sequence[Filling]) -> Iterator[TensorInfo]:
+    """Yields the tensors that parameters are filled from."""
+    for filling in fillings:
+        yield from filling.tensors
+
+
+def _most_elements(fillings: _Fillings, flow: Flow) -> int:
+    """Returns the most elements in memory at a time: of a block, or of what comes before it."""
+    needed = set(flow.needed)
+    before = [one for one in fillings.get(None, ()) if not needed.isdisjoint(one.parameters)]
+    parts = [part for number, part in fillings.items() if number is not None]
+    return max(sum(tensor.elements for tensor in _tensors(part)) for part in (before, *parts))
+
+
+def _find_targets(
+    model: nn.Module, fillings: _Fillings, blocks: BlockList, jobs: _Jobs, blocksize: int
+) -> dict[int, list[Target]]:
+    """Returns the packed weights that can be calibrated, by block."""
+    parameters = dict(model.named_parameters())
+    targets: defaultdict[int, list[Target]] = defaultdict(list)
+    for number, of_block in fillings.items():
+        if number is None:
+            continue
+        prefix = blocks.prefix(number)
+        for filling in of_block:
+            mine = [job for tensor in filling.tensors for job in jobs.get(tensor.name, ())]
+            parameter = parameters.get(filling.parameters[0])
+            if not mine or parameter is None:
+                continue
+            for job, path, expert in _places(model, filling, parameter, mine):
+                shape = job.matrix.shape
+                if len(shape) == 2 and shape[1] % blocksize == 0:
+                    targets[number].append(Target(job, path.removeprefix(prefix), expert))
+    return dict(targets)
+
+
+def _places(
+    model: nn.Module, filling: Filling, parameter: nn.Parameter, jobs: Sequence[PackJob]
+) -> Iterator[tuple[PackJob, str, int | None]]:
+    """Yields jobs with the module that multiplies with the weight, or its parameter and expert."""
+    name = filling.parameters[0]
+    if parameter.dim() == 3:
+        is_stored_as_stack = filling.convert is None or len(filling.tensors) == 1
+        experts = {} if is_stored_as_stack else experts_of(filling, parameter)
+        for job in jobs:
+            expert = job.matrix.expert if is_stored_as_stack else experts.get(job.source.name)
+            if expert is not None:
+                yield job, name, expert
+        return
+    path = module_of(name)
+    if filling.convert is not None or path == name:
+        return
+    module = model.get_submodule(path)
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        for job in jobs:
+            matrix = job.matrix
+            if (matrix.expert, matrix.rows, matrix.columns) == (None, None, None):
+                yield job, path, None
+
+
+def _require_filled(source: Source, flow: Flow, fillings: Sequence[Filling]) -> None:
+    """Raises a PlanError if a parameter that is needed is not in the checkpoint."""
+    needed = set(flow.needed)
+    for name, _ in flow.model.named_parameters():
+        if flow.blocks.number_of(name) is not None:
+            needed.add(name)
+    for filling in fillings:
+        needed.difference_update(filling.parameters)
+    needed.difference_update(name for name, _ in flow.model.named_buffers())
+    if needed:
+        what = min(needed)
+        if len(needed) > 1:
+            what = f"{what} and {len(needed) - 1:,} more"
+        raise PlanError(
+            f"{source}: --calibrate: transformers expects {what}, which the checkpoint does not "
+            f"have"
+        )
 
 
 def _windows(
@@ -110,159 +239,8 @@ def _length(model: Any) -> int:
     return length
 
 
-def with_jobs(output: Plan, names: frozenset[str]) -> Plan:
-    """Marks the jobs of weights that are calibrated."""
-
-    def marked(job: Job) -> Job:
-        if isinstance(job, PackJob) and job.name in names:
-            return replace(job, original=job, reason=f"{job.reason}, calibrated")
-        return job
-
-    return output.with_jobs(marked)
-
-
-class _Found:
-    """Finds out which weights of a plan are calibrated, and in which block each of them is.
-
-    Attributes:
-        targets: the weights of each block.
-    """
-
-    def __init__(self, plan: QuantizationPlan, model: Any) -> None:
-        self._source = plan.source
-        self._model = model
-        self._format = plan.output.format
-        self._fillings = follow_names(model, plan.source.tensors)
-        self._parameters = dict(model.named_parameters())
-        self._experts: dict[str, Mapping[str, int]] = {}
-        self._jobs: defaultdict[str, list[PackJob]] = defaultdict(list)
-        for job in plan.output.jobs:
-            if isinstance(job, PackJob) and job.stored is None:
-                self._jobs[job.source.name].append(job)
-        self.blocks = find_blocks(model, list(self._packed_parameters()))
-        self.targets = self._find_targets()
-
-    def _packed_parameters(self) -> Iterator[str]:
-        for filling in self._fillings:
-            if any(tensor.name in self._jobs for tensor in filling.tensors):
-                yield from filling.parameters
-
-    def _find_targets(self) -> dict[int, list[Target]]:
-        """Returns the packed weights that can be calibrated, by block."""
-        found: defaultdict[int, list[Target]] = defaultdict(list)
-        for filling in self._fillings:
-            number = self.blocks.number_of(filling.parameters[0])
-            if number is None:
-                continue
-            for tensor in filling.tensors:
-                for job in self._jobs.get(tensor.name, ()):
-                    target = self._target(filling, job, number)
-                    if target is not None:
-                        found[number].append(target)
-        return dict(found)
-
-    def _target(self, filling: Filling, job: PackJob, number: int) -> Target | None:
-        """Returns how a weight is calibrated; None if it cannot be."""
-        prefix = self.blocks.prefix(number)
-        name = filling.parameters[0]
-        matrix = job.matrix
-        if len(matrix.shape) != 2 or matrix.shape[1] % self._format.blocksize:
-            return None
-        expert = self._expert(filling, job)
-        if expert is not None:
-            return Target(job, name.removeprefix(prefix), expert)
-        path = module_of(name)
-        is_part = (matrix.expert, matrix.rows, matrix.columns) != (None, None, None)
-        if is_part or filling.convert is not None or path == name:
-            return None
-        module = self._model.get_submodule(path)
-        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        return Target(job, path.removeprefix(prefix)) if is_linear else None
-
-    def _expert(self, filling: Filling, job: PackJob) -> int | None:
-        """Returns the expert of a stacked parameter that a weight is of; None if it is alone."""
-        parameter = self._parameters.get(filling.parameters[0])
-        if parameter is None or parameter.dim() != 3:
-            return None
-        if filling.convert is None or len(filling.tensors) == 1:
-            return job.matrix.expert
-        found = self._experts.get(filling.parameters[0])
-        if found is None:
-            found = self._experts[filling.parameters[0]] = experts_of(filling, parameter)
-        return found.get(job.source.name)
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all weights that are packed, and were not before."""
-        return {job.name for jobs in self._jobs.values() for job in jobs}
-
-    @property
-    def jobs(self) -> list[PackJob]:
-        """The jobs of all weights that are calibrated."""
-        return [target.job for targets in self.targets.values() for target in targets]
-
-    @cached_property
-    def fillings(self) -> dict[int | None, list[Filling]]:
-        """The parameters to fill from the checkpoint, by block; None stands for those outside."""
-        found: defaultdict[int | None, list[Filling]] = defaultdict(list)
-        for filling in self._fillings:
-            found[self.blocks.number_of(filling.parameters[0])].append(filling)
-        return dict(found)
-
-    def require_filled(self, flow: Flow) -> None:
-        """Raises a PlanError if a parameter that is needed is not in the checkpoint."""
-        known = {name for filling in self._fillings for name in filling.parameters}
-        buffers = {name for name, _ in self._model.named_buffers()}
-        needed = set(flow.needed)
-        for name, _ in self._model.named_parameters():
-            if self.blocks.number_of(name) is not None:
-                needed.add(name)
-        missing = sorted(needed - known - buffers)
-        if missing:
-            what = missing[0]
-            if len(missing) > 1:
-                what = f"{what} and {len(missing) - 1:,} more"
-            raise PlanError(
-                f"{self._source}: --calibrate: transformers expects {what}, which the checkpoint "
-                f"does not have"
-            )
-
-    def shapes(self, flow: Flow, windows: Windows, options: QuantizeOptions) -> Shapes:
-        """Describes the calibration, for an estimate of what it takes."""
-        used = set(flow.needed)
-        outside = [
-            filling
-            for filling in self.fillings.get(None, ())
-            if not used.isdisjoint(filling.parameters)
-        ]
-        parts = [fillings for number, fillings in self.fillings.items() if number is not None]
-        return Shapes(
-            blocks=len(self.blocks.blocks),
-            block_elements=max(_elements(part) for part in (*parts, outside)),
-            matrices=[job.matrix.shape for job in self.jobs],
-            finished_bytes=sum(job.nbytes for job in self.jobs),
-            tokens=windows.ids.size,
-            width=getattr(self._model.config.get_text_config(), "hidden_size", _USUAL_WIDTH),
-            outputs=options.calibrate_output,
-        )
-
-    @property
-    def block_bytes(self) -> tuple[int, ...]:
-        """The bytes of each block in the checkpoint."""
-        found = []
-        for number in range(len(self.blocks.blocks)):
-            fillings = self.fillings.get(number, ())
-            found.append(sum(tensor.nbytes for filling in fillings for tensor in filling.tensors))
-        return tuple(found)
-
-
-def _elements(fillings: Sequence[Filling]) -> int:
-    """Returns the number of elements of what parameters are filled from."""
-    return sum(tensor.elements for filling in fillings for tensor in filling.tensors)
-
-
 def _notes(
-    calibration: PreparedCalibration, found: _Found, options: QuantizeOptions
+    calibration: PreparedCalibration, jobs: _Jobs, options: QuantizeOptions
 ) -> Iterator[str]:
     """Yields the lines about a calibration that the user should read."""
     wanted = options.calibration_tokens or TOKENS
@@ -274,7 +252,8 @@ def _notes(
     if calibration.tokens < wanted - calibration.window:
         yield f"the text has only {calibration.tokens:,} of {wanted:,} tokens; all are read"
     yield calibration.needs.described()
-    left_out = found.names - calibration.weights
+    packed = {job.name for of_tensor in jobs.values() for job in of_tensor}
+    left_out = packed - calibration.weights
     if left_out:
         yield (
             f"{len(left_out):,} other weights have searched scales, such as {min(left_out)}: they "

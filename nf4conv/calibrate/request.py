@@ -1,21 +1,16 @@
-"""Plans what --calibrate asks for, and refuses what cannot be by names, headers and small files.
+"""Plans what --calibrate asks for, and refuses what cannot be by names and small files.
 
-Neither torch nor transformers is imported: what cannot be is refused within a second.
+Neither torch nor transformers is imported before: that is refused within a second.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
 
-from nf4conv.calibrate.text import Text, read_texts, require_known
+from nf4conv.calibrate.text import Text, read_texts
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.quantization import QuantizationPlan, plan_source
-from nf4conv.sources.files import has_tokenizer
 from nf4conv.sources.source import Source
-
-_FEWEST_TOKENS: Final = 512
 
 
 def plan_calibrated(source: Source, options: QuantizeOptions) -> QuantizationPlan:
@@ -38,31 +33,20 @@ def check_request(source: Source, options: QuantizeOptions) -> list[Text]:
     """Returns the text that calibrates, once everything is refused that can be known so early."""
     if options.scales == "absmax":
         raise PlanError("--scales absmax does not go with --calibrate, which chooses all scales")
-    config = source.config
-    if (config or {}).get("_class_name"):
+    if source.config is None:
+        raise PlanError(f"{source}: --calibrate needs the config.json that says what model it is")
+    if source.config.get("_class_name"):
         raise PlanError(
             f"{source}: --calibrate is for models of transformers; --scales search needs no text"
         )
-    if config is None:
-        raise PlanError(f"{source}: --calibrate needs the config.json that says what model it is")
     if source.fetched is not None and source.fetched.absent:
         raise PlanError(
             "--calibrate reads each weight twice, so it does not go with --stream; leave --stream "
             "out to download the model first"
         )
-    tokens = options.calibration_tokens
-    if tokens is not None and tokens < _FEWEST_TOKENS:
-        raise PlanError(f"--calibration-tokens {tokens}: expected at least {_FEWEST_TOKENS}")
     _require_transformers()
     assert options.calibrate is not None
-    texts = read_texts(options.calibrate)
-    if any(text.ids is None for text in texts):
-        _require_tokenizer(source)
-    vocabulary = _text_config(config).get("vocab_size")
-    for text in texts:
-        if text.ids is not None and isinstance(vocabulary, int):
-            require_known(text.ids, vocabulary, text.name, str(source))
-    return texts
+    return read_texts(options.calibrate)
 
 
 def _require_transformers() -> None:
@@ -75,20 +59,4 @@ def _require_transformers() -> None:
         raise PlanError(
             f"--calibrate needs transformers 5: pip install 'nf4conv[calibrate]' "
             f"({found or 'it is not installed'})"
-        )
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the part of a config that describes the model that reads text."""
-    found = config.get("text_config")
-    return found if isinstance(found, dict) else config
-
-
-def _require_tokenizer(source: Source) -> None:
-    if source.made is not None and source.made.makers:
-        return
-    if not has_tokenizer(source.folder):
-        raise PlanError(
-            f"{source.folder}: has no tokenizer; give token ids instead: --calibrate ids.npy",
-            path=source.folder,
         )

@@ -9,7 +9,7 @@ A text is a file, or "default" for the files that nf4conv ships:
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,15 +35,6 @@ Ids = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Passage:
-    """A piece of text that the tokenizer reads at once."""
-
-    text: str
-    # True if the tokenizer puts its marks around it: chats have none
-    is_marked: bool = True
-
-
-@dataclass(frozen=True)
 class Text:
     """A file that has been read.
 
@@ -51,13 +42,13 @@ class Text:
         path: the file.
         sha256: the SHA-256 of the file.
         ids: its token ids; None if the tokenizer has to make them.
-        passages: its text; nothing for a file of token ids.
+        passages: its text, as the tokenizer reads it; nothing for a file of token ids.
     """
 
     path: Path
     sha256: str
     ids: Ids | None
-    passages: tuple[Passage, ...] = ()
+    passages: Sequence[str]
 
     @property
     def name(self) -> str:
@@ -67,40 +58,30 @@ class Text:
 
 def read_texts(place: str) -> list[Text]:
     """Reads the text that --calibrate names."""
-    if place != DEFAULT:
-        _require_file(place)
-        return [_read(Path(place))]
-    return [_read(path) for path in sorted(_SHIPPED.glob("*.jsonl"))]
-
-
-def _require_file(place: str) -> None:
-    """Raises a PlanError if a text is no file that can be read, and says what to give instead."""
+    if place == DEFAULT:
+        return [_read(path) for path in sorted(_SHIPPED.glob("*.jsonl"))]
     path = Path(place)
-    if path.is_file():
-        if path.suffix in _SUFFIXES:
-            return
+    if not path.exists():
+        raise PlanError(
+            f"--calibrate {place}: no such file; name one, or take --calibrate default. A data set "
+            f"on the Hub is not fetched: save some megabytes of its text as .txt or .jsonl"
+        )
+    if not path.is_file() or path.suffix not in _SUFFIXES:
         kinds = ", ".join(_SUFFIXES)
         raise PlanError(f"--calibrate {place}: expected a file that ends in {kinds}")
-    if path.exists():
-        raise PlanError(f"--calibrate {place}: expected a file, and this is none")
-    if place.count("/") == 1 and not place.startswith((".", "/")):
-        raise PlanError(
-            f"--calibrate {place}: no such file; a data set on the Hub is not fetched: save some "
-            f"megabytes of its text as .txt or .jsonl, or take --calibrate default"
-        )
-    raise PlanError(f"--calibrate {place}: no such file; name one, or take --calibrate default")
+    return [_read(path)]
 
 
 def _read(path: Path) -> Text:
     ids = None
-    passages: tuple[Passage, ...] = ()
+    passages: list[str] = []
     if path.suffix == ".npy":
         ids = read_ids(path).reshape(-1)  # windows are read one behind the other
     elif path.suffix == ".jsonl":
-        passages = tuple(_lines(path))
+        passages += _lines(path)
     else:
-        passages = (Passage(_decoded(path)),)
-    if not any(passage.text for passage in passages) and (ids is None or ids.size == 0):
+        passages.append(_decoded(path))
+    if not any(passages) and (ids is None or ids.size == 0):
         raise PlanError(f"{path}: holds no tokens, so it cannot calibrate a model", path=path)
     with named(path, PlanError):
         return Text(path, digest_of(path), ids, passages)
@@ -120,36 +101,32 @@ def _decoded(path: Path) -> str:
     return content
 
 
-def _lines(path: Path) -> Iterator[Passage]:
-    """Yields the texts and chats of a .jsonl file."""
+def _lines(path: Path) -> Iterator[str]:
+    """Yields the texts of a .jsonl file, and its chats written out."""
     # only a line feed ends a line of JSON: str.splitlines knows others, which strings may hold
     for number, line in enumerate(_decoded(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            yield _passage(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise PlanError(f"{path}: line {number} is not JSON: {error}", path=path) from error
-        found = _passage(entry)
-        if found is None:
+        except (TypeError, KeyError) as error:
             raise PlanError(
                 f'{path}: line {number} has neither "text" nor "messages" with "role" and '
                 f'"content"',
                 path=path,
-            )
-        yield found
+            ) from error
 
 
-def _passage(entry: Any) -> Passage | None:
-    """Returns the text of a line, or its chat written out; None if it has neither."""
-    try:
-        if "text" in entry:
-            text = entry["text"]
-            return Passage(text) if isinstance(text, str) else None
-        said = [f"{message['role']}: {message['content']}" for message in entry["messages"]]
-    except (TypeError, KeyError):
-        return None
-    return Passage("\n\n".join(said), is_marked=False)
+def _passage(entry: Any) -> str:
+    """Returns the text of a line, or its chat written out; raises TypeError or KeyError."""
+    if "text" not in entry:
+        return "\n\n".join(f"{said['role']}: {said['content']}" for said in entry["messages"])
+    text = entry["text"]
+    if not isinstance(text, str):
+        raise TypeError
+    return text
 
 
 def tokenized(text: Text, needed: int, tokenizer: Any) -> Ids:
@@ -158,12 +135,10 @@ def tokenized(text: Text, needed: int, tokenizer: Any) -> Ids:
     ids: list[int] = []
     passages = text.passages
     if path.suffix == ".txt":
-        passages = tuple(_parts(passages[0], _CHARACTERS * needed))
+        passages = _parts(passages[0], _CHARACTERS * needed)
     try:
         for passage in passages:
-            marked = passage.is_marked
-            encoded = tokenizer(passage.text, add_special_tokens=marked, verbose=False)
-            ids += encoded["input_ids"]
+            ids += tokenizer(passage, verbose=False)["input_ids"]
             if len(ids) > 4 * needed:
                 break
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -181,15 +156,16 @@ def tokenized(text: Text, needed: int, tokenizer: Any) -> Ids:
     return found
 
 
-def _parts(whole: Passage, most: int) -> Iterator[Passage]:
-    """Yields a text; of a long one, parts from all over it."""
-    if len(whole.text) <= most:
-        yield whole
-        return
+def _parts(whole: str, most: int) -> list[str]:
+    """Returns a text; of a long one, parts from all over it."""
+    if len(whole) <= most:
+        return [whole]
     length = max(most // _PARTS, 1)
+    parts = []
     for number in range(_PARTS):
-        start = (len(whole.text) - length) * number // (_PARTS - 1)
-        yield Passage(whole.text[start : start + length])
+        start = (len(whole) - length) * number // (_PARTS - 1)
+        parts.append(whole[start : start + length])
+    return parts
 
 
 def require_known(ids: Ids, vocabulary: int, name: str, model: str) -> None:

@@ -57,11 +57,15 @@ def test_what_is_needed_grows_with_tokens_outputs_and_what_is_kept(model: Path, 
 
 
 def test_the_time_on_a_cpu_is_told_as_busy_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    shapes = needs.Shapes(2, 10**6, [(1024, 1024)], 10**6, 65536, 1024, None)
+    def seconds() -> float:
+        shapes = {"blocks": 2, "block_elements": 10**6, "matrices": [(1024, 1024)]}
+        asked = {"finished_bytes": 10**6, "tokens": 65536, "width": 1024, "outputs": None}
+        return needs.estimate(**shapes, **asked).cpu_seconds
+
     monkeypatch.setattr(needs, "_speed", lambda: 10e9)
-    idle = needs.estimate(shapes).cpu_seconds
+    idle = seconds()
     monkeypatch.setattr(needs, "_speed", lambda: 1e9)
-    assert needs.estimate(shapes).cpu_seconds == pytest.approx(10 * idle)
+    assert seconds() == pytest.approx(10 * idle)
 
 
 def test_hidden_states_get_half_of_the_memory_that_is_left(monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ expert.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -21,11 +21,9 @@ _PRODUCTS: Final = ("linear", "matmul", "mm", "bmm", "__matmul__", "addmm", "bad
 def experts_of(filling: Filling, parameter: nn.Parameter) -> Mapping[str, int]:
     """Returns the expert that each tensor of a filling becomes, by the tensor's name.
 
-    It is empty unless matrices are joined to a parameter of [experts, …].
+    It is empty unless matrices are joined to the parameter, [experts, …].
     """
     if filling.convert is None or len(filling.parameters) != 1:
-        return {}
-    if parameter.dim() != 3:
         return {}
     if any(len(tensor.shape) != 2 for tensor in filling.tensors):
         return {}
@@ -45,27 +43,27 @@ def experts_of(filling: Filling, parameter: nn.Parameter) -> Mapping[str, int]:
     return found
 
 
-@dataclass
 class ExpertWatch(TorchFunctionMode):
     """Tells of products with the matrices of stacked parameters.
 
-    Attributes:
-        parameters: the parameters, [experts, …] each, by any key.
-        note: a function that is called with the key, the expert and its inputs,
+    Args:
+        parameters: the parameters, [experts, …] each, by their paths.
+        note: a function that is called with the path, the expert and its inputs,
             [tokens, in_features].
     """
 
-    parameters: Mapping[Any, torch.Tensor]
-    note: Callable[[Any, int, torch.Tensor], None]
-    _ranges: list[tuple[int, int, int, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        note: Callable[[str, int, torch.Tensor], None],
+    ) -> None:
         super().__init__()
-        for key, parameter in self.parameters.items():
+        self._note = note
+        self._ranges: list[tuple[int, int, int, str]] = []
+        for path, parameter in parameters.items():
             start = parameter.data_ptr()
             step = parameter.stride(0) * parameter.element_size()
-            stop = start + step * parameter.shape[0]
-            self._ranges.append((start, stop, step, key))
+            self._ranges.append((start, start + step * parameter.shape[0], step, path))
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -78,20 +76,16 @@ class ExpertWatch(TorchFunctionMode):
 
     def _look_at(self, factors: Sequence[torch.Tensor]) -> None:
         """Notes a product if one of its factors lies in the memory of a parameter."""
-        for place, factor in enumerate(factors):
+        for inputs, factor in pairwise(factors):
             address = factor.data_ptr()
-            for start, stop, step, key in self._ranges:
-                is_inside = start <= address < stop
-                if place == 0 or not is_inside:
+            for start, stop, step, path in self._ranges:
+                if not start <= address < stop:
                     continue
-                inputs = factors[place - 1]
                 if factor.dim() == 3:
                     for expert, of_expert in enumerate(inputs):
-                        self.note(key, expert, _used(of_expert))
+                        self._note(path, expert, _used(of_expert))
                 else:
-                    expert = (address - start) // step
-                    rows = inputs.reshape(-1, inputs.shape[-1])
-                    self.note(key, expert, rows)
+                    self._note(path, (address - start) // step, inputs)
                 return
 
 
