@@ -6,15 +6,13 @@ Times are of whole calls with a synchronised device, after one call of each kern
 weight. Weights are normal; inputs are correlated and differ in energy.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
+from benchmarks.records import parser, save
 from nf4conv.calibrate import rounding
 from nf4conv.calibrate.moments import SecondMoments
 from nf4conv.calibrate.rounding import calibrated
@@ -32,32 +30,16 @@ SHAPES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="")
-    arguments = parser.parse_args()
-    found: dict[str, object] = {"settings": settings()}
-    found["compiling"] = compile_kernels()
-    print(json.dumps(found), flush=True)
-    found["shapes"] = []
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="shapes whose name has this")
+    chosen = options.parse_args()
+    seconds = compile_kernels()
+    shapes = []
     for name, (outputs, inputs) in SHAPES.items():
-        if arguments.only in name:
-            found["shapes"].append(show({"name": name} | times(outputs, inputs)))
-            if arguments.json:
-                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def settings() -> dict[str, str]:
-    libraries = {name: version(name) for name in ("torch", "triton", "bitsandbytes")}
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d"),
-    } | libraries
-
-
-def show(row: dict[str, object]) -> dict[str, object]:
-    print(json.dumps(row), flush=True)
-    return row
+        if chosen.only in name:
+            shapes.append({"name": name} | times(outputs, inputs))
+            print(json.dumps(shapes[-1]), flush=True)
+            save(chosen, shapes=shapes, compiling=seconds)
 
 
 def timed(call: Callable[[], object]) -> tuple[float, object]:

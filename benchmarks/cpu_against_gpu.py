@@ -1,23 +1,18 @@
 """Bytes of the CPU path against those of bitsandbytes CUDA, on values whose quotients often lie on
 a cut.
 
-    python -m benchmarks.cpu_against_gpu [--elements 1073741824] [--output
-    benchmarks/results/cpu_against_gpu_h200.json]
+    python -m benchmarks.cpu_against_gpu [--elements 1073741824] [--json FILE]
 
 Every dtype and data type gets that many elements, nested and plain, in equal shares of six kinds:
 numbers of few bits, which tie with cuts, and random ones. One machine computes both sides.
 """
 
-import argparse
-import json
-import time
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 
 import torch
 from bitsandbytes import functional
 
+from benchmarks.records import parser, save
 from nf4conv.codec import cpu
 from nf4conv.format.layout import block_count
 
@@ -90,20 +85,14 @@ def compare(weight: torch.Tensor, quant_type: str) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--elements", type=int, default=1 << 30)
-    parser.add_argument(
-        "--output", type=Path, default=Path("benchmarks/results/cpu_against_gpu_h200.json")
-    )
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--elements", type=int, default=1 << 30)
+    chosen = options.parse_args()
     torch.manual_seed(0)
     rows = []
     for name, dtype in DTYPES.items():
         counts = {(kind, quant_type): [0, {}] for kind in KINDS for quant_type in ("nf4", "fp4")}
-        started = time.perf_counter()
-        chunks = -(-arguments.elements // CHUNK)
+        chunks = -(-chosen.elements // CHUNK)
         for number in range(-(-chunks // len(KINDS)) * len(KINDS)):
             kind = list(KINDS)[number % len(KINDS)]
             weight = KINDS[kind]().to(dtype)
@@ -119,19 +108,8 @@ def main() -> None:
             )
         total = sum(sum(found.values()) for _, found in counts.values())
         elements = sum(elements for elements, _ in counts.values()) // 2
-        seconds = time.perf_counter() - started
-        print(
-            f"{name}: {elements:,} elements each of NF4 and FP4, {total} bytes differ, "
-            f"{seconds:.0f} s",
-            flush=True,
-        )
-    machine = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "bitsandbytes": version("bitsandbytes"),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-    }
-    arguments.output.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        print(f"{name}: {elements:,} each of NF4 and FP4, {total} bytes differ", flush=True)
+        save(chosen, cpu=torch.backends.cpu.get_cpu_capability(), rows=rows)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import nf4conv
-from benchmarks.records import parser, save, versions
+from benchmarks.records import parser, save
 
 LAYERS = 8
 KINDS = ("bf16", "bitsandbytes", "nf4conv")
@@ -50,7 +50,7 @@ Measure = Callable[[], list[float]]
 
 
 def main() -> None:
-    arguments = parser(__doc__).parse_args()
+    chosen = parser(__doc__).parse_args()
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(KINDS))
     results = context.Queue()
@@ -67,8 +67,7 @@ def main() -> None:
                 continue
             break
         found[kind] = result
-        record = {"versions": versions(arguments.commit), "layers": LAYERS, "results": found}
-        save(record, arguments.json)
+        save(chosen, layers=LAYERS, results=found)
     for process in processes:
         process.join()
     for name in sorted(set().union(*found.values())):

@@ -8,15 +8,14 @@ it takes on other GPUs. Then blocks of 32, and several weights apart and in one 
 """
 
 from functools import partial
-from typing import Any
 
 import bitsandbytes
 import torch
 from bitsandbytes import functional
 
 import nf4conv
-from benchmarks.records import parser, save, versions
-from benchmarks.timing import Turns, copies_beyond_l2, graph
+from benchmarks.records import parser, save
+from benchmarks.timing import Timer, copies_beyond_l2, graph, take_turns
 from nf4conv.inference import linear
 from nf4conv.inference.kernels.product import choosing, launches
 
@@ -31,15 +30,14 @@ HOPPER = launches.CAPABILITY
 
 
 def main() -> None:
-    arguments = parser(__doc__).parse_args()
-    record: dict[str, Any] = {"versions": versions(arguments.commit)}
-    record |= {"rows": [], "blocks of 32": []}
+    chosen = parser(__doc__).parse_args()
+    record: dict[str, list[dict[str, object]]] = {"rows": [], "blocks of 32": []}
 
     def keep(part: str, found: list[dict[str, object]]) -> None:
         for one in found:
             print(one, flush=True)
         record[part] += found
-        save(record, arguments.json)
+        save(chosen, **record)
 
     for n, k in SHAPES:
         keep("rows", measured(n, k))
@@ -65,18 +63,18 @@ def measured(
         ours = [partial(nf4conv.linear_4bit, x, *pair) for pair in packed]
         theirs = [partial(bitsandbytes.matmul_4bit, x, data.t(), state) for data, state in packed]
         products = [partial(torch.nn.functional.linear, x, one) for one in dense]
-        turns = Turns(graph)
-        turns.add("bitsandbytes", theirs)
-        turns.add("cuBLAS", products)
+        timers: dict[str, Timer] = {"bitsandbytes": graph(theirs), "cuBLAS": graph(products)}
+        counts = {"bitsandbytes": len(theirs), "cuBLAS": len(products)}
         for name, capability in (("not Hopper", 0), ("nf4conv", HOPPER)):
             launches.CAPABILITY = capability  # type: ignore[misc]
             choosing.prepare_multiply.cache_clear()
             linear._weights.clear()
             if name == "nf4conv" or m <= launches.SHAPES[-1].rows:
-                turns.add(name, ours)
+                timers[name] = graph(ours)
+                counts[name] = len(ours)
         row: dict[str, object] = {"shape": [n, k], "rows": m}
-        for name, value in turns.measured().items():
-            row[name] = round(value, 2)
+        for name, value in take_turns(timers).items():
+            row[name] = round(value / counts[name], 2)
         found.append(row)
     return found
 

@@ -1,7 +1,7 @@
 """Times calls on a GPU: captured as graphs or in loops, by events, the providers in turns."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -58,44 +58,10 @@ def between_events(call: Call) -> float:
     return float(start.elapsed_time(stop)) * 1e3
 
 
-def take_turns(timers: dict[str, Timer], rounds: int = ROUNDS) -> dict[str, float]:
+def take_turns(timers: Mapping[str, Timer], rounds: int = ROUNDS) -> dict[str, float]:
     """Median µs of each timer, one measurement of every one in each round."""
     measured: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
             measured[name].append(timer())
     return {name: statistics.median(values) for name, values in measured.items()}
-
-
-class Turns:
-    """Ways to do one thing, timed in turns. One that fails is told of, and the others go on.
-
-    Attributes:
-        timer_of: makes a timer, in µs, of one pass over calls.
-        timers: of the ways, by name.
-        counts: how many calls each has.
-        wrong: why a way failed, by name.
-    """
-
-    def __init__(self, timer_of: Callable[[list[Call]], Timer]) -> None:
-        self.timer_of = timer_of
-        self.timers: dict[str, Timer] = {}
-        self.counts: dict[str, int] = {}
-        self.wrong: dict[str, str] = {}
-
-    def add(self, name: str, calls: list[Call]) -> None:
-        """Adds a way: calls that do the same with other inputs."""
-        self.timers[name] = self.timer_of(calls)
-        self.counts[name] = len(calls)
-
-    def attempt(self, name: str, prepare: Callable[[], list[Call]]) -> None:
-        """Adds the calls that are prepared, or keeps why that failed."""
-        try:
-            self.add(name, prepare())
-        except Exception as error:  # noqa: BLE001 - of Triton, the driver, torch: others go on
-            self.wrong[name] = f"{type(error).__name__}: {error}"[:300]
-
-    def measured(self, rounds: int = ROUNDS) -> dict[str, float]:
-        """Returns the median µs of a call of each way."""
-        times = take_turns(self.timers, rounds)
-        return {name: value / self.counts[name] for name, value in times.items()}
