@@ -11,19 +11,16 @@ the mean divergence KL(original ‖ rounded) over that of NF4 with blocks of 64 
 same windows. Weights are decoded to bfloat16, and everything is computed in float32.
 
 The methods run in this process, on matrices. `nf4conv quantize --calibrate` does the same from file
-to file; the row "files" is made by the command.
+to file.
 """
 
-import argparse
 import contextlib
 import gc
 import json
 import math
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,7 @@ import torch
 
 import nf4conv
 from benchmarks import int4_peers, language_models
+from benchmarks.records import parser, save
 from nf4conv.calibrate.moments import SecondMoments
 from nf4conv.calibrate.rounding import (
     factor,
@@ -62,7 +60,6 @@ STAGES = {
 EVALUATED = 16384  # bytes of a model's own text
 FOREIGN = 8192  # bytes of each other text
 CALIBRATED = 65536  # bytes
-WINDOW = 512  # bytes, unless the model has learnt shorter ones
 CHUNK = 8192  # bytes at a time
 SHIPPED = Path(nf4conv.__file__).parent / "calibrate" / "texts"
 
@@ -200,9 +197,6 @@ class Subject:
         self.stages = STAGES[self.model.config.model_type]
         self.blocks = self.model.base_model.layers
         self.original = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.window = WINDOW
-        if (folder / "training.json").exists():
-            self.window = json.loads((folder / "training.json").read_text())["window"]
         self.texts = {}
         for number, name in enumerate(texts):
             content = TEXTS[name]()
@@ -227,7 +221,7 @@ class Subject:
 
     def windows(self, text: bytes, size: int, seed: int) -> torch.Tensor:
         """Returns windows of a text, `size` bytes in all."""
-        return language_models.windows(text, size // self.window, seed, self.window)
+        return language_models.windows(text, size // language_models.WINDOW, seed)
 
     def reset(self) -> None:
         self.model.load_state_dict(self.original)
@@ -236,7 +230,8 @@ class Subject:
     def answer(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns log-probabilities, [windows, positions, 256]."""
         found = [
-            self.model(part).logits.log_softmax(-1) for part in ids.split(CHUNK // self.window)
+            self.model(part).logits.log_softmax(-1)
+            for part in ids.split(CHUNK // language_models.WINDOW)
         ]
         return torch.cat(found)
 
@@ -290,7 +285,7 @@ class Subject:
         generator = torch.Generator().manual_seed(0)
         embeddings = self.model.get_input_embeddings()
         hooks.append(embeddings.register_forward_hook(lambda _, __, out: out.requires_grad_()))
-        for part in ids.split(CHUNK // self.window):
+        for part in ids.split(CHUNK // language_models.WINDOW):
             said = self.model(part).logits.log_softmax(-1)
             chances = said.detach().exp().flatten(0, 1)
             drawn = torch.multinomial(chances, 1, generator=generator)
@@ -336,7 +331,7 @@ class Subject:
             raise StopIteration
 
         hook = self.blocks[0].register_forward_pre_hook(keep, with_kwargs=True)
-        for part in ids.split(CHUNK // self.window):
+        for part in ids.split(CHUNK // language_models.WINDOW):
             with contextlib.suppress(StopIteration):
                 self.model(part)
         hook.remove()
@@ -371,46 +366,28 @@ def plain(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", nargs="+", metavar="NAME=MODEL:TEXT")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--only", help="names of methods, with commas between")
-    parser.add_argument("--texts", default="own", help="what calibrates: own, shipped, python, …")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    chosen = arguments.only.split(",") if arguments.only else list(METHODS)
-    record = {"settings": settings(arguments.seed), "rows": []}
-    if arguments.json.exists():
-        record = json.loads(arguments.json.read_text())
-    for described in arguments.models:
+    options = parser(__doc__)
+    options.add_argument("models", nargs="+", metavar="NAME=MODEL:TEXT")
+    options.add_argument("--only", help="names of methods, with commas between")
+    options.add_argument("--texts", default="own", help="what calibrates: own, shipped, python, …")
+    options.add_argument("--seed", type=int, default=0)
+    chosen = options.parse_args()
+    methods = chosen.only.split(",") if chosen.only else list(METHODS)
+    rows: list[dict[str, Any]] = []
+    for described in chosen.models:
         name, _, rest = described.partition("=")
         folder, _, own = rest.rpartition(":")
         subject = Subject(Path(folder), own)
-        for method in chosen:
-            for text in arguments.texts.split(","):
+        for method in methods:
+            for text in chosen.texts.split(","):
                 kind = own if text == "own" else text
-                row = measured(subject, method, kind, arguments.seed)
-                add(record["rows"], {"model": name, "method": method, **row})
-                print(json.dumps(record["rows"][-1]), flush=True)
-                arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+                row = measured(subject, method, kind, chosen.seed)
+                rows.append({"model": name, "method": method, **row})
+                print(json.dumps(rows[-1]), flush=True)
+                save(chosen, seed=chosen.seed, bytes_calibrated=CALIBRATED, rows=rows)
         del subject
         gc.collect()
-    print_table(record["rows"])
-
-
-def settings(seed: int) -> dict[str, Any]:
-    libraries = ("torch", "transformers", "numpy")
-    return {
-        "bytes_evaluated": EVALUATED,
-        "bytes_evaluated_of_foreign_texts": FOREIGN,
-        "bytes_calibrated": CALIBRATED,
-        "seed": seed,
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": platform.machine(),
-        **{name: version(name) for name in libraries},
-    }
+    print_table(rows)
 
 
 def measured(subject: Subject, method: str, text: str, seed: int) -> dict[str, Any]:
@@ -429,16 +406,6 @@ def measured(subject: Subject, method: str, text: str, seed: int) -> dict[str, A
         "cpu_seconds": round(spent, 1),
         "texts": subject.measure(),
     }
-
-
-def add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    """Adds a row, or puts it in the place of one of the same model, method and calibration."""
-    keys = ("model", "method", "calibrated_on")
-    for number, other in enumerate(rows):
-        if all(other[key] == row[key] for key in keys):
-            rows[number] = row
-            return
-    rows.append(row)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
