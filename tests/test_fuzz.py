@@ -1,4 +1,4 @@
-"""A short run of the fuzzing target: the same cases each time. `make fuzz` tries others.
+"""A short run of the fuzzing target: the same cases each time. `make test-all` tries others.
 
 It runs as a program: its processes are forked from one that no other test has used.
 """

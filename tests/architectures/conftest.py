@@ -17,5 +17,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def python_with_transformers_4(request: pytest.FixtureRequest) -> Path:
     python = request.config.getoption("--transformers-4")
     if python is None:
-        pytest.fail("give --transformers-4 PYTHON, as `make test-architectures` does")
+        pytest.fail("give --transformers-4 PYTHON, as `make test-others` does")
     return python

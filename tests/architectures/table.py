@@ -36,7 +36,7 @@ import nf4conv
 
 INTRODUCTION = """# Architectures
 
-`make test-architectures` makes a small random checkpoint of each architecture with transformers
+`make test-others` makes a small random checkpoint of each architecture with transformers
 {transformers}, quantizes it with nf4conv, and loads the result. It fails on any difference that is
 not listed here. CI runs it for some of the architectures.
 

@@ -1,7 +1,7 @@
 """For every architecture: what we pack, transformers packs too, to the same bytes, and the model
 says the same.
 
-CI runs FAST; `make test-architectures` runs all.
+CI runs FAST; `make test-others` runs all.
 """
 
 import json

@@ -1,7 +1,7 @@
 """For every mixture: its packed experts load in plain transformers 5, and compute what decoded ones
 do.
 
-CI runs FAST; `make test-architectures` runs all.
+CI runs FAST; `make test-others` runs all.
 """
 
 import pytest

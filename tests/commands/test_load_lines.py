@@ -1,8 +1,7 @@
 """What `quantize` prints to be copied runs as it stands: the code that loads a result, from the
 terminal and from the card, and the command that pushes it.
 
-Here with the transformers of this environment; `make test-load-lines` does it with other releases,
-and writes docs/load-lines.md.
+Here with the transformers of this environment; `make test-others` does it with other releases.
 """
 
 import os

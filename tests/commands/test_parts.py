@@ -245,7 +245,7 @@ def interrupted(*words: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("scenario", ["parts", "streamed-parts"])
 def test_killed_at_any_operation_and_repeated(tmp_path: Path, scenario: str):
-    """Three parts, one after the other; at a few of all operations, which `make kills`
+    """Three parts, one after the other; at a few of all operations, which `make test-all`
     tries one by one.
     """
     results = interrupted(scenario, str(tmp_path), str(POINTS))

@@ -20,7 +20,7 @@ from tiny_pipelines import PIPELINES
 INTRODUCTION = """# Denoisers of diffusers
 
 This page shows what nf4conv does with the classes of diffusers {diffusers} that denoise, or that
-steer a denoiser. `make test-diffusers` fails on any difference that is not listed here.
+steer a denoiser. `make test-others` fails on any difference that is not listed here.
 
 - **packed**: the number of linear layers that nf4conv packs, and the number of all linear layers,
   in the class at its default size.

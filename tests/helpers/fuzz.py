@@ -244,7 +244,7 @@ def fuzz(
         for fault in found:
             number = fault.split()[1].removesuffix(":")
             kind = names[int(number) % len(names)]
-            again = f"repeat: make fuzz FUZZ='--cases 1 --seed {number} --kind \"{kind}\"'"
+            again = f"repeat: make test-all FUZZ='--cases 1 --seed {number} --kind \"{kind}\"'"
             print(f"{fault}\n    {again}\n", flush=True)
         print(f"{kinds.total():,} cases so far, {len(faults)} failures", flush=True)
         if died_at is not None and died_at + 1 < batch.numbers.stop:

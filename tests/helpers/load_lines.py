@@ -1,7 +1,7 @@
 """Runs the lines that `nf4conv quantize` prints and writes into cards, in any release of
 transformers.
 
-Usage: python tests/helpers/load_lines.py PYTHON ...   (`make test-load-lines`)
+Usage: python tests/helpers/load_lines.py PYTHON ...   (`make test-others`)
 
 prints the table of kinds of output and releases, with what each printed. Every PYTHON has nf4conv
 and a release of transformers.
@@ -271,7 +271,7 @@ def allows(install: str, release: str) -> bool:
 _INTRODUCTION: Final = """\
 # Code that loads a result
 
-*Made by `make test-load-lines`, which fails if a line does not do what it says.*
+*Made by `make test-others`, which fails if a line does not do what it says.*
 
 `nf4conv quantize` prints the code that loads its result, and writes it into the model card; above
 it stands what to install. Each cell tells what that code did with a tiny model on a CPU, from the

@@ -1,5 +1,5 @@
 """Trains packed experts with TRL, and in many short runs with checkpointing, of which one once
-hung. `make test-moe-training` installs TRL and runs this.
+hung. `make test-others` installs TRL and runs this.
 """
 
 import pytest

@@ -37,7 +37,7 @@ def interrupted(folder: Path, scenario: str, points: int, *more: str) -> list[di
 
 @pytest.mark.parametrize("scenario", ["quantize", "dequantize", "overwrite", "stream", "pipeline"])
 def test_killed_at_any_operation_and_resumed_gives_the_same_bytes(tmp_path: Path, scenario: str):
-    """At a few of all of them, which `make kills` tries one by one."""
+    """At a few of all of them, which `make test-all` tries one by one."""
     interrupted(tmp_path, scenario, POINTS)
 
 

@@ -204,7 +204,7 @@ def chromium(*arguments: str) -> str:
         or shutil.which("chromium-browser")
         or shutil.which("google-chrome")
     )
-    assert program, "make test-browser needs Chromium: apt-get install chromium"
+    assert program, "pytest -m browser needs Chromium: apt-get install chromium"
     command = [
         program,
         "--headless",
