@@ -4,7 +4,7 @@ the other.
 
 from collections.abc import Sequence
 
-from nf4conv.check.pairing import AlikePair, Pairs, note_foreign, note_missing
+from nf4conv.check.pairing import Pairs, TensorPair, note_foreign, note_missing
 from nf4conv.check.structure import Structure
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.experts import Experts
@@ -32,7 +32,7 @@ def pair_alike(structure: Structure, out: Source, source: Source) -> Pairs:
             structure.note("names", tensor.file, name, text)
         else:
             decoded = _decoded_for(original, tensor), _decoded_for(tensor, original)
-            pairs.append(AlikePair(*decoded, _are_stored_alike(original, tensor)))
+            pairs.append(TensorPair(*decoded, _are_stored_alike(original, tensor)))
     for name, tensor in tensors.items():
         if name not in originals:
             structure.note("names", tensor.file, name, "is not in the source")

@@ -36,19 +36,12 @@ class PackedPair(NamedTuple):
     job: PackJob  # how to read what it was made from, and to pack that again
 
 
-class CopiedPair(NamedTuple):
-    """Matches a tensor that is not packed with that of the source."""
-
-    tensor: TensorInfo
-    original: TensorInfo
-
-
-class AlikePair(NamedTuple):
-    """Matches the tensors of one name and one shape, with the dtypes that they are decoded to."""
+class TensorPair(NamedTuple):
+    """Matches a tensor of the source with that of its name; encoded ones are compared decoded."""
 
     original: TensorInfo
     tensor: TensorInfo
-    are_stored_alike: bool  # equal bytes mean equal tensors
+    are_stored_alike: bool = False  # equal bytes mean equal tensors
 
 
 @dataclass(frozen=True)
@@ -64,9 +57,9 @@ class Pairs:
     """
 
     weights: Sequence[PackedPair] = ()
-    copies: Sequence[CopiedPair] = ()
+    copies: Sequence[TensorPair] = ()
     alone: Sequence[TensorInfo] = ()
-    alike: Sequence[AlikePair] = ()
+    alike: Sequence[TensorPair] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +113,7 @@ def pair_decoded(structure: Structure, plan: DequantizationPlan) -> Pairs:
             )
             structure.note("copies", found.file, job.name, text)
         else:
-            copies.append(CopiedPair(found, job.source))
+            copies.append(TensorPair(job.source, found))
     alike = tuple(_pair_in_fp8(plan, {pair.tensor.name: pair.tensor for pair in copies}))
     if note_foreign(structure, plan.source, in_shape, len(structure.tensors)):
         return Pairs()
@@ -130,7 +123,9 @@ def pair_decoded(structure: Structure, plan: DequantizationPlan) -> Pairs:
     return Pairs(copies=tuple(copies), alike=alike)
 
 
-def _pair_in_fp8(plan: DequantizationPlan, stored: Mapping[str, TensorInfo]) -> Iterator[AlikePair]:
+def _pair_in_fp8(
+    plan: DequantizationPlan, stored: Mapping[str, TensorInfo]
+) -> Iterator[TensorPair]:
     """Yields weights that were encoded anew, in FP8 and as they are in the source.
 
     That their values are equal proves them without the encoder.
@@ -146,7 +141,7 @@ def _pair_in_fp8(plan: DequantizationPlan, stored: Mapping[str, TensorInfo]) -> 
         weight = job.source._replace(dtype="F32")
         original = weight._replace(encoding=Fp4(encoded.values, encoded.scale))
         in_fp8 = weight._replace(encoding=Scaled(stored[job.name], scale, block))
-        yield AlikePair(original, in_fp8, are_stored_alike=False)
+        yield TensorPair(original, in_fp8)
 
 
 def note_foreign(structure: Structure, source: Source, paired: int, total: int) -> bool:
@@ -285,21 +280,19 @@ def _origin_in(
     return _Origin(tensor, matrix)
 
 
-def _pair_copies(structure: Structure, by_name: Mapping[str, TensorInfo]) -> Iterator[CopiedPair]:
+def _pair_copies(structure: Structure, by_name: Mapping[str, TensorInfo]) -> Iterator[TensorPair]:
     for tensor in structure.plain.values():
         found = by_name.get(tensor.name)
         if found is None:
             structure.note("names", tensor.file, tensor.name, "is not in the source")
-        elif found.shape != tensor.shape or not _are_comparable(found.dtype, tensor.dtype):
+        elif found.shape != tensor.shape or not (
+            # floats were cast if they differ
+            found.dtype == tensor.dtype or {found.dtype, tensor.dtype} <= set(FLOAT_TAGS)
+        ):
             text = (
                 f"is {tensor.dtype} {list(tensor.shape)}, "
                 f"but the source has {found.dtype} {list(found.shape)}"
             )
             structure.note("copies", tensor.file, tensor.name, text)
         else:
-            yield CopiedPair(tensor, found)
-
-
-def _are_comparable(dtype: str, other: str) -> bool:
-    """Returns True if values of two dtypes can be compared: floats were cast if they differ."""
-    return dtype == other or (dtype in FLOAT_TAGS and other in FLOAT_TAGS)
+            yield TensorPair(found, tensor)

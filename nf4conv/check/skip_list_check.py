@@ -62,7 +62,8 @@ def check_skip_list(
 ) -> None:
     """Notes every module that a loader would make 4-bit or not against what is stored."""
     listed = quantization.get("llm_int8_skip_modules")
-    if listed is not None and not _is_list_of_names(listed):
+    is_list_of_names = isinstance(listed, list) and all(isinstance(one, str) for one in listed)
+    if listed is not None and not is_list_of_names:
         _note(structure, "llm_int8_skip_modules is not a list of names")
         return
     entries = HEADS if listed is None else listed
@@ -85,10 +86,6 @@ def _note(structure: Structure, text: str, *, is_fault: bool = True) -> None:
 def _finding(tensor: TensorInfo, text: str, is_sure: bool) -> Finding:
     """Says what a loader takes for the wrong kind; surely, unless it depends on how it names it."""
     return Finding("skip list", tensor.file.name, tensor.name, text, is_sure)
-
-
-def _is_list_of_names(listed: object) -> bool:
-    return isinstance(listed, list) and all(isinstance(entry, str) for entry in listed)
 
 
 def _rules_for(structure: Structure, entries: Sequence[str]) -> dict[str, Rule]:

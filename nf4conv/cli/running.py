@@ -252,8 +252,9 @@ class CommandGroup(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            if isinstance(error, OSError) and is_unread(error):
-                _leave_quietly()
+            if isinstance(error, OSError) and is_unread(error):  # its reader has left
+                discard_stdout()
+                sys.exit(UNREAD_EXIT)
             if os.environ.get("NF4CONV_DEBUG"):
                 raise
             _fail(_explained(error, ctx.command_path), 2)
@@ -264,7 +265,7 @@ def _tell_json(ctx: click.Context, error: Exception, code: int) -> None:
     if not ctx.meta.get(_PRINTS_JSON):
         return
     found: dict[str, object] = {
-        "error": _message_of(error),
+        "error": error.format_message() if isinstance(error, click.ClickException) else str(error),
         "kind": type(error).__name__,
         "exit_code": code,
     }
@@ -274,23 +275,10 @@ def _tell_json(ctx: click.Context, error: Exception, code: int) -> None:
     click.echo(json.dumps(found, indent=2))
 
 
-def _message_of(error: Exception) -> str:
-    """Returns what an error says."""
-    if isinstance(error, click.ClickException):
-        return error.format_message()
-    return str(error)
-
-
 def _fail(message: str, code: int) -> NoReturn:
     """Prints an error and ends the process."""
     tell(f"{click.style('Error:', fg='red')} {printable(message)}")
     sys.exit(code)
-
-
-def _leave_quietly() -> NoReturn:
-    """Ends the process after the program that reads our output has left."""
-    discard_stdout()
-    sys.exit(UNREAD_EXIT)
 
 
 def _explained(error: Exception, command: str) -> str:

@@ -82,9 +82,7 @@ class VerificationPlan:
             count += weight.nbytes - weight.values.nbytes
         for weight, job in self.pairs.weights:
             count += weight.nbytes + job.source_bytes
-        for stored, original in self.pairs.copies:
-            count += stored.nbytes + original.nbytes
-        for original, tensor, _ in self.pairs.alike:
+        for original, tensor, _ in (*self.pairs.copies, *self.pairs.alike):
             count += original.nbytes + tensor.nbytes
         count += sum(tensor.nbytes for tensor in self.pairs.alone)
         return count

@@ -23,7 +23,7 @@ from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.jobs import Plan, source_files
 from nf4conv.plan.quantization import QuantizationPlan
-from nf4conv.plan.rows import TensorRow, summed
+from nf4conv.plan.rows import summed
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.advice import unusual
 from nf4conv.report.loading import gpu_bytes
@@ -60,7 +60,11 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
     first = plans[0]
     is_packing = isinstance(first, QuantizationPlan)
     # modules that the user wants to be treated otherwise are not unusual
-    treated = [(row.name, _treatment(row)) for row in rows if "the user" not in row.reason]
+    treated = []
+    for row in rows:
+        if "the user" not in row.reason:
+            is_packed = row.action in ("pack", "stay")
+            treated.append((row.name, "packed" if is_packed else f"kept ({row.reason})"))
     return PlanReport(
         command=first.command,
         source=source,
@@ -81,12 +85,6 @@ def _reading_seconds(outputs: Sequence[Plan]) -> float | None:
     if speed is None:
         return None
     return sum(output.bytes_to_read for output in outputs) / speed
-
-
-def _treatment(row: TensorRow) -> str:
-    if row.action in ("pack", "stay"):
-        return "packed"
-    return f"kept ({row.reason})"
 
 
 def tell_what_is_read(

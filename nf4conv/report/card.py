@@ -135,13 +135,14 @@ def model_card(
 ) -> str:
     """Returns the card of a quantized checkpoint, given the size of its weight files."""
     source = plan.source
+    before = sum(tensor.nbytes for tensor in source.tensors)
     jobs = list(plan.whole.jobs)
     weights = Counter(plan.weights.values()).most_common()
     quantization = (plan.config or {}).get("quantization_config") or {}
     return _quantized_card(
         _name_original(source, plan.front, plan.options.base_model),
         _Packed(weights, jobs, list(not_packed(plan.whole, plan.weights))),
-        measured_rows(_source_bytes(source), bytes_after, verified, _parameters(jobs)),
+        measured_rows(before, bytes_after, verified, _parameters(jobs)),
         loading_of_plan(plan),
         library="transformers" if source.stem == "model" else "diffusers",
         compute_dtype=quantization.get("bnb_4bit_compute_dtype"),
@@ -369,10 +370,6 @@ def measured_rows(
         f"{row}\n| verified | every value against the original: relative error at most "
         f"{verified.largest_relative_error:.4f}, median {verified.median_relative_error:.4f} |"
     )
-
-
-def _source_bytes(source: Source) -> int:
-    return sum(tensor.nbytes for tensor in source.tensors)
 
 
 def _parameters(jobs: Sequence[Job]) -> int:

@@ -295,7 +295,10 @@ def verification_report(
         allowed = 0.0
         compared = measured.copies
     _note_differences(structure, measured.alike, allowed)
-    findings = _in_order(structure.findings)
+    parameters = sum(weight.elements for weight in structure.weights.values())
+    parameters += sum(tensor.elements for tensor in structure.plain.values())
+    order = list(CHECKS)
+    findings = tuple(sorted(structure.findings, key=lambda finding: order.index(finding.check)))
     rows = tuple(result.row(options) for result in measured.weights.values())
     tensors = None
     if source is not None:
@@ -318,7 +321,7 @@ def verification_report(
         tensors=tensors,
         relation=str(relation),
         sizes=_sizes(structure),
-        parameters=_parameters(structure),
+        parameters=parameters,
         identical=identical,
         options=replace(options, token=None, progress=None),
         device=measured.device,
@@ -400,12 +403,6 @@ def _what_is_foreign(measured: Measured) -> str:
     return ""
 
 
-def _in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sorts findings by their checks, as CHECKS lists them."""
-    order = {check: number for number, check in enumerate(CHECKS)}
-    return tuple(sorted(findings, key=lambda finding: order[finding.check]))
-
-
 def _check_results(ran: set[str], findings: Iterable[Finding]) -> dict[str, CheckResult]:
     """Returns the results of the checks that ran, and of any other that found a fault."""
     failed = {finding.check for finding in findings if finding.is_fault}
@@ -430,11 +427,6 @@ def _sizes(structure: Structure) -> dict[str, int]:
                 tables += part.nbytes
     not_packed = sum(tensor.nbytes for tensor in structure.plain.values())
     return {"codes": codes, "scales": scales, "tables": tables, "not_packed": not_packed}
-
-
-def _parameters(structure: Structure) -> int:
-    packed = sum(weight.elements for weight in structure.weights.values())
-    return packed + sum(tensor.elements for tensor in structure.plain.values())
 
 
 def join_reports(

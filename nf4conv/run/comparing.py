@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from nf4conv.check.pairing import AlikePair
+from nf4conv.check.pairing import TensorPair
 from nf4conv.options import MachineOptions
 from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.choice import open_devices_for_pairs
@@ -35,7 +35,10 @@ class _Pair(NamedTuple):
 
 
 def compare(
-    pairs: Sequence[AlikePair], run: MachineOptions, progress: Callable[[int], None], reader: Reader
+    pairs: Sequence[TensorPair],
+    run: MachineOptions,
+    progress: Callable[[int], None],
+    reader: Reader,
 ) -> tuple[str, dict[str, TensorDifference]]:
     """Compares tensors by their bytes, and by their values where bytes differ.
 

@@ -86,7 +86,9 @@ def _prove(
     results = {}
     for name, weight in weights.items():
         results[name] = proved.get(name) or WeightResult(weight)
-    copies = {tensor.name: TensorDifference(original, tensor) for tensor, original in pairs.copies}
+    copies = {
+        tensor.name: TensorDifference(original, tensor) for original, tensor, _ in pairs.copies
+    }
     unproved = {name: result for name, result in results.items() if name not in proved}
     if not unproved and copies.keys() <= same:
         return Measured(devices.name, results, copies)

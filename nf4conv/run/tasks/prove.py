@@ -141,13 +141,13 @@ def checkpoint_proof(pairs: Pairs, reader: Reader, advance: Callable[[int], None
     formats = {weight.format for weight, _ in packed}
     if len(formats) > 1:
         packed = []
-    copies = [CopyJob(original, tensor.dtype, "") for tensor, original in pairs.copies]
+    copies = [CopyJob(original, tensor.dtype, "") for original, tensor, _ in pairs.copies]
     jobs: list[Job] = [*(job for _, job in packed), *copies]
     place(jobs)
     stored: dict[int, TensorInfo] = {}
     for weight, job in packed:
         stored.update(zip(job.offsets, _parts(weight, job), strict=True))
-    for copy, (tensor, _) in zip(copies, pairs.copies, strict=True):
+    for copy, (_, tensor, _) in zip(copies, pairs.copies, strict=True):
         stored[copy.offset] = tensor
     stored = {offset: part for offset, part in stored.items() if part.nbytes}
     format = packed[0][0].format if packed else _ANY_FORMAT
