@@ -179,9 +179,11 @@ class Push:
             self._api.preupload_lfs_files(self.repo, [addition])
             return addition
 
-        addition = patiently(upload, self._stopped)
-        if addition is not None:
-            self._uploaded[file.name] = addition
+        self._uploaded[file.name] = patiently(upload, self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        if self._stopped.wait(seconds):
+            raise OutputError("no longer wanted")
 
 
 def _limit_silence(session: Any, seconds: float) -> None:

@@ -199,20 +199,6 @@ def _belongs_to_user(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not is_writable_by_others
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Writes a file for this user, whole or not at all, and makes its folder if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{os.urandom(8).hex()}")
-    try:
-        with os.fdopen(create(draft, 0o600), "wb") as file:
-            file.write(content)
-        draft.replace(path)
-    except BaseException:
-        with suppress(OSError):  # half of a file would keep a full disk full
-            draft.unlink()
-        raise
-
-
 def cache_folder() -> Path | None:
     """Returns where what is worth keeping between runs is kept; None for a user with no home."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "")

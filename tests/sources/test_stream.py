@@ -24,8 +24,7 @@ from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.units import size
 from nf4conv.options import SourceOptions
 from nf4conv.sources.header import read_header
-from nf4conv.sources.remote.contents import RemoteFile, check_content
-from nf4conv.sources.remote.repository import Repository
+from nf4conv.sources.remote.repository import RemoteFile, Repository, check_content
 from nf4conv.sources.remote.stream import ShardStream
 
 REPO = "some-org/model"

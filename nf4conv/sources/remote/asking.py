@@ -10,7 +10,6 @@ nor checks its size, so ranges are asked for here.
 """
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,9 +51,10 @@ def timeout() -> float:
     return float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
 
-def patiently(attempt: Callable[[], T], stopped: threading.Event | None = None) -> T | None:
+def patiently(attempt: Callable[[], T], pause: Callable[[float], object] | None = None) -> T:
     """Makes an attempt, and repeats it as long as that may help; then it raises one of HUB_ERRORS.
-    Returns None if `stopped` says that the result is not wanted any more.
+
+    `pause` waits for so many seconds, and raises what is to end the waiting.
     """
     tries = 0
     while True:
@@ -66,15 +66,7 @@ def patiently(attempt: Callable[[], T], stopped: threading.Event | None = None) 
                 raise
             wait = _asked_wait(error) or waits[tries]
         tries += 1
-        if stopped is None:
-            time.sleep(wait)
-        elif stopped.wait(wait):
-            return None
-
-
-def asked(attempt: Callable[[], T]) -> T:
-    """Makes an attempt whose result is always wanted, as `patiently` does."""
-    return cast("T", patiently(attempt))
+        (pause or time.sleep)(wait)
 
 
 def _waits_after(error: Exception) -> tuple[float, ...]:

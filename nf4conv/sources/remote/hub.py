@@ -3,7 +3,6 @@
 HF_HUB_OFFLINE forbids to ask the Hub.
 """
 
-import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +26,7 @@ from nf4conv.sources.files import (
 from nf4conv.sources.places import prefix_of
 from nf4conv.sources.reader import read_small
 from nf4conv.sources.remote.asking import explained
-from nf4conv.sources.remote.contents import RemoteFile
-from nf4conv.sources.remote.repository import Repository
-
-_log: Final = logging.getLogger(__name__)
+from nf4conv.sources.remote.repository import RemoteFile, Repository
 
 _DESCRIPTIONS: Final = (
     "config.json",
@@ -67,13 +63,6 @@ class Origin:
         return f"{place}@{self.commit}"
 
 
-def is_offline() -> bool:
-    """Returns True if the environment forbids to ask the Hub."""
-    if hasattr(constants, "is_offline_mode"):
-        return bool(constants.is_offline_mode())
-    return bool(constants.HF_HUB_OFFLINE)
-
-
 @dataclass(frozen=True)
 class Fetched:
     """A source that came from the Hub.
@@ -94,15 +83,21 @@ class Fetched:
 
 def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     """Fetches what is needed of a repository: weights of one kind, config, files to be copied."""
-    if where.local_files_only or is_offline():
-        return _with_small_files(_from_cache(repo, where))
+    if _is_offline(where):
+        found = _from_cache(repo, where)
+        small = _small_files(_names_in(found.folder), found.folder / "modules.json")
+        require_content(found.folder, small)
+        return found
     repository = Repository(repo, where)
     prefix = prefix_of(where)
     names = _names_below(repository, prefix)
     place = f"{repo}/{prefix}".rstrip("/")
     at_top = {name for name in names if "/" not in name}
     weights = find_weights(at_top, where.variant, place)
-    small = _small_files(repository, prefix, names)
+    modules = None
+    if "modules.json" in names:
+        modules = repository.fetch_first([f"{prefix}modules.json"]) / prefix / "modules.json"
+    small = _small_files(names, modules)
     if weights.is_index:
         small.add(weights.name)
     root = repository.fetch_first([f"{prefix}{name}" for name in sorted(small)])
@@ -131,31 +126,12 @@ def _names_below(repository: Repository, prefix: str) -> list[str]:
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
-def _small_files(repository: Repository, prefix: str, names: Collection[str]) -> set[str]:
-    """Returns the files that are read beside the weights, or copied, of those in the subfolder; its
-    modules.json is fetched if it has one.
-    """
-    modules = None
-    if "modules.json" in names:
-        root = repository.fetch_first([f"{prefix}modules.json"])
-        modules = read_small(root / prefix / "modules.json")
-    return _small_among(names, modules)
-
-
-def _small_among(names: Collection[str], modules: bytes | None) -> set[str]:
-    """Chooses the files that are read beside the weights, or copied, by the content of modules."""
-    small = {str(path) for path in auxiliary_names(names, modules)}
+def _small_files(names: Collection[str], modules: Path | None) -> set[str]:
+    """Chooses the files that are read beside the weights, or copied; modules.json names some."""
+    content = read_small(modules) if modules is not None and modules.is_file() else None
+    small = {str(path) for path in auxiliary_names(names, content)}
     small.update(name for name in _DESCRIPTIONS if name in names)
     return small
-
-
-def _with_small_files(found: Fetched) -> Fetched:
-    """Returns a source that was found in the cache, if no small file in it has lost its content."""
-    names = _names_in(found.folder)
-    modules = found.folder / "modules.json"
-    content = read_small(modules) if modules.is_file() else None
-    require_content(found.folder, _small_among(names, content))
-    return found
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -180,26 +156,25 @@ def require_content(folder: Path, names: Iterable[str]) -> None:
             )
 
 
+def _is_offline(where: SourceOptions) -> bool:
+    """Returns True if the Hub may not be asked."""
+    return where.local_files_only or bool(constants.HF_HUB_OFFLINE)
+
+
 def _why_offline() -> str:
     """Returns what forbids to ask the Hub."""
-    return "HF_HUB_OFFLINE" if is_offline() else "--local-files-only"
+    return "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "--local-files-only"
 
 
 def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
     """Fetches an adapter of PEFT; returns the folder in the cache that holds it, and where it came
     from.
     """
-    if where.local_files_only or is_offline():
+    if _is_offline(where):
         fetched = _from_cache(repo, where, (ADAPTER_CONFIG,))
         return fetched.folder, fetched.origin
     repository = Repository(repo, where)
-    names = []
-    if ADAPTER_CONFIG in repository.files:
-        names.append(ADAPTER_CONFIG)
-    for name in ADAPTER_WEIGHTS:
-        if name in repository.files:
-            names.append(name)
-            break
+    names = [name for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS) if name in repository.files]
     if not names:
         raise SourceError(f"{repo}: neither {ADAPTER_CONFIG} nor weights of an adapter in it")
     return repository.fetch_first(names), Origin(repo, repository.commit, "")
@@ -210,7 +185,7 @@ def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Fetche
 
     Returns the file in the cache, beside which the others are, and what is still on the Hub.
     """
-    if where.local_files_only or is_offline():
+    if _is_offline(where):
         found = _from_cache(repo, where, (name,))
         require_content(found.folder, ("README.md",))
         return found.folder / Path(name).name, found
@@ -243,7 +218,7 @@ def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str,
     """Fetches the model_index.json of a diffusers pipeline; returns where it is, and all files of
     the pipeline, relative to the folder.
     """
-    if where.local_files_only or is_offline():
+    if _is_offline(where):
         fetched = _from_cache(repo, where)
         return fetched, tuple(_names_in(fetched.folder))
     repository = Repository(repo, where)
@@ -272,8 +247,7 @@ def _from_cache(repo: str, where: SourceOptions, likely: Sequence[str] = _LIKELY
                 snapshot = snapshot.parent
             return Fetched(folder, Origin(repo, snapshot.name, subfolder), None, {})
     revision = f" at {where.revision}" if where.revision else ""
-    why = "HF_HUB_OFFLINE is set" if is_offline() else "--local-files-only"
     raise SourceError(
-        f"{repo}{revision}: not in the cache, and the hub may not be asked ({why}); run once "
-        f"without that, to download it"
+        f"{repo}{revision}: not in the cache, and the hub may not be asked ({_why_offline()}); run "
+        f"once without that, to download it"
     )

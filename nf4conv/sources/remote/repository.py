@@ -2,28 +2,31 @@
 
 Everything goes through huggingface_hub, which knows endpoints, tokens, caches and retries, and
 reads HF_HOME, HF_TOKEN and HF_ENDPOINT. A revision is resolved once; from then on its commit is
-what is asked for. Files that are in the cache are used where they are.
+what is asked for. Files that are in the cache are used where they are. What is fetched is compared
+with the size and hash that the Hub states for it.
 """
 
 import glob
+import hashlib
 import inspect
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import huggingface_hub
 import huggingface_hub.utils
 
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.remote.asking import asked, explained, get_range, timeout
-from nf4conv.sources.remote.contents import RemoteFile, damaged_files
+from nf4conv.sources.reader import digest_of
+from nf4conv.sources.remote.asking import explained, get_range, patiently, timeout
 
 _log: Final = logging.getLogger(__name__)
 
@@ -32,11 +35,52 @@ LIBRARY: Final = "nf4conv"
 # its functions are exported by name only, and differ between releases
 _utils: Any = huggingface_hub.utils
 
+_CHECKED_AT_ONCE: Final = 4  # files
+
 PATIENCE: Final = 5.0
 """Seconds that a transfer gets to notice that it is not wanted.
 
 A transfer that stalls is left alone with its own files.
 """
+
+
+class RemoteFile(NamedTuple):
+    """A file of a repository, as the Hub describes it."""
+
+    name: str  # its path in the repository
+    size: int  # bytes
+    sha256: str | None  # of its content; None for a small file that is kept in git itself
+    blob: str | None  # git's name for it; None if unknown
+
+
+def fetch_checked(file: RemoteFile, fetch: Callable[[bool], Path], repo: str) -> Path:
+    """Fetches a file and returns where it is; one whose content is not what the Hub describes is
+    fetched again, once. `fetch` takes True to fetch the whole file, whatever is there already.
+    """
+    for again in (False, True):
+        path = fetch(again)
+        problem = check_content(path, file)
+        if problem is None:
+            return path
+    raise SourceError(f"{repo}/{file.name}: {problem}, twice; what the hub delivers is damaged")
+
+
+def check_content(path: Path, file: RemoteFile) -> str | None:
+    """Returns what is wrong with a downloaded file; None if it is what the Hub describes."""
+    size = path.stat().st_size
+    if size != file.size:
+        return f"has {size:,} bytes, not the {file.size:,} that the hub says"
+    if file.sha256 is not None:
+        digest = hashlib.sha256()
+        expected = file.sha256
+    elif file.blob is not None:
+        digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)  # as git computes it
+        expected = file.blob
+    else:
+        return None
+    if digest_of(path, digest) != expected:
+        return f"its hash is not {expected}, which the hub says"
+    return None
 
 
 class Repository:
@@ -60,7 +104,7 @@ class Repository:
             "library_name": LIBRARY,
         }
         with explained(repo):
-            info = asked(self._describe)
+            info = patiently(self._describe)
             self.commit = _digits(info.sha, 40)
             self.files: dict[str, RemoteFile] = {}
             for file in info.siblings or ():
@@ -90,7 +134,9 @@ class Repository:
         return self._fetch(names, self.commit)
 
     def _fetch(self, names: Sequence[str], revision: str) -> Path:
-        """Fetches files of a revision, which must stand for the commit, and checks them."""
+        """Fetches files of a revision, which must stand for the commit, and checks what is new."""
+        # a name that the repository lacks fetches nothing
+        new = [self.files[name] for name in names if name in self.files and not self._has(name)]
         attempt = partial(
             huggingface_hub.snapshot_download,
             self.repo,
@@ -100,37 +146,33 @@ class Repository:
         )
         started = time.perf_counter()
         with explained(self.repo):
-            folder = Path(asked(attempt))
+            folder = Path(patiently(attempt))
         seconds = time.perf_counter() - started
         _log.info("%d files of %s are in the cache after %.1f s", len(names), self.repo, seconds)
         if folder.name != self.commit:
             raise SourceError(f"{self.repo}: changed while it was being read; run again")
-        # a name that the repository lacks has fetched nothing
-        there = [self.files[name] for name in names if name in self.files]
-        self._require_right({folder / file.name: file for file in there})
+        with explained(self.repo), ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:
+            list(pool.map(partial(self._check, folder), new))
         return folder
 
-    def _require_right(self, files: Mapping[Path, RemoteFile]) -> None:
-        """Checks that files in the cache are what the Hub describes. Those that are not are fetched
-        once more; a SourceError names those that are damaged again.
-        """
-        damaged = damaged_files(files.items())
-        if not damaged:
-            return
-        with explained(self.repo):
-            for file in damaged:
-                asked(partial(self._fetch_again, file))
-        again = {path: file for path, file in files.items() if file in damaged}
-        for file, problem in damaged_files(again.items()).items():
-            raise SourceError(
-                f"{self.repo}/{file.name}: {problem}, twice; what the hub delivers is damaged"
-            )
-
-    def _fetch_again(self, file: RemoteFile) -> None:
-        """Fetches a file into the cache, which has it already."""
-        huggingface_hub.hf_hub_download(
-            self.repo, file.name, revision=self.commit, force_download=True, **self._access
+    def _has(self, name: str) -> bool:
+        """Returns True if the cache has a file of the commit."""
+        found = huggingface_hub.try_to_load_from_cache(
+            self.repo, name, cache_dir=self._where.cache_dir, revision=self.commit
         )
+        return isinstance(found, str)
+
+    def _check(self, folder: Path, file: RemoteFile) -> None:
+        """Checks a file that has been fetched into the cache; a damaged one is fetched again."""
+
+        def fetch(again: bool) -> Path:
+            if again:
+                download = huggingface_hub.hf_hub_download
+                access = {"revision": self.commit, "force_download": True, **self._access}
+                patiently(partial(download, self.repo, file.name, **access))
+            return folder / file.name
+
+        fetch_checked(file, fetch, self.repo)
 
     def download(
         self, file: RemoteFile, folder: Path, go_on: Callable[[], None], *, again: bool
@@ -157,7 +199,7 @@ class Repository:
         url = huggingface_hub.hf_hub_url(self.repo, file.name, revision=self.commit)
         headers = _utils.build_hf_headers(token=self._where.token, library_name=LIBRARY)
         with explained(f"{self.repo}/{file.name}"):
-            content = asked(partial(get_range, url, headers, start, stop))
+            content = patiently(partial(get_range, url, headers, start, stop))
         if content is None:
             raise SourceError(
                 f"{self.repo}/{file.name}: the server gives no parts of files; run without --stream"

@@ -20,9 +20,14 @@ from typing import Final
 
 from nf4conv.errors import Nf4convError, OutputError, SourceError
 from nf4conv.sources.reader import Reader
-from nf4conv.sources.remote.asking import HUB_ERRORS, one_line, patiently
-from nf4conv.sources.remote.contents import RemoteFile, check_content
-from nf4conv.sources.remote.repository import PATIENCE, Repository, abort_transfers
+from nf4conv.sources.remote.asking import one_line, patiently
+from nf4conv.sources.remote.repository import (
+    PATIENCE,
+    RemoteFile,
+    Repository,
+    abort_transfers,
+    fetch_checked,
+)
 from nf4conv.system.background import Background, outlast
 
 FILES_ON_DISK: Final = 2  # the one being read and the one being fetched
@@ -170,41 +175,34 @@ class ShardStream(RemoteReader):
             return True
 
     def _fetch(self, file: RemoteFile) -> Path:
-        """Fetches a file and checks its content; a damaged file is fetched again, once."""
-        for again in (False, True):
-            local = self._download(file, again=again)
-            problem = check_content(local, file)
-            if problem is None:
-                return local
-        raise SourceError(
-            f"{self._repository.repo}/{file.name}: {problem}, twice; what the hub delivers is "
-            f"damaged"
-        )
-
-    def _go_on(self) -> None:
-        """Raises a SourceError if nobody waits any more."""
-        if self._stopped.is_set():
-            raise SourceError("no longer wanted")
-
-    def _download(self, file: RemoteFile, *, again: bool) -> Path:
         """Fetches a file, and turns whatever goes wrong into an error of nf4conv."""
         where = f"{self._repository.repo}/{file.name}"
-        attempt = partial(self._repository.download, file, self._folder, self._go_on, again=again)
+
+        def download(again: bool) -> Path:
+            fetch = self._repository.download
+            return patiently(
+                partial(fetch, file, self._folder, self._go_on, again=again), self._pause
+            )
+
         try:
-            local = patiently(attempt, self._stopped)
-        except HUB_ERRORS as error:
+            return fetch_checked(file, download, self._repository.repo)
+        except Nf4convError:
+            raise
+        except Exception as error:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise OutputError(
                     f"{self._folder}: no room for {where}, {file.size:,} bytes"
                 ) from error
             raise SourceError(f"{where}: {one_line(error)}") from error
-        except Nf4convError:
-            raise
-        except Exception as error:  # an answer that huggingface_hub did not expect
-            raise SourceError(f"{where}: {one_line(error)}") from error
-        if local is None:
-            raise SourceError(f"{file.name}: no longer wanted")
-        return local
+
+    def _pause(self, seconds: float) -> None:
+        self._stopped.wait(seconds)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Raises a SourceError if nobody waits any more."""
+        if self._stopped.is_set():
+            raise SourceError("no longer wanted")
 
 
 def _remove_others(folder: Path, files: Sequence[RemoteFile]) -> None:
