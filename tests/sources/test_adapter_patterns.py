@@ -12,7 +12,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
 from nf4conv.errors import SourceError
-from nf4conv.sources.adapters.patterns import values_by_path
+from nf4conv.sources.adapters.adapter import values_by_path
 
 pytestmark = pytest.mark.oracle
 
@@ -51,24 +51,16 @@ def test_many_names_of_modules_are_matched_in_time():
 
 @pytest.mark.parametrize("pattern", ENDLESS)
 def test_none_takes_for_ever(pattern: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("nf4conv.sources.adapters.patterns._SECONDS", 1)
+    monkeypatch.setattr("nf4conv.sources.adapters.adapter._SECONDS", 1)
     started = time.monotonic()
     with pytest.raises(SourceError, match="takes more than 1 seconds to match; write the paths"):
         values_by_path({pattern: 1}, ["a" * 1000], "here")
     assert time.monotonic() - started < 20
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
-        ("(", "expressions as keys"),
-        ("a{9999999999999}", "expressions as keys"),
-        ("(?:" * 5000, "expressions as keys"),
-        ("a" * 2_000_000, "more than 1,048,576 characters"),
-    ],
-)
-def test_what_cannot_be_matched_is_refused(pattern: str, reason: str):
-    with pytest.raises(SourceError, match=reason):
+@pytest.mark.parametrize("pattern", ["(", "a{9999999999999}", "(?:" * 5000])
+def test_what_cannot_be_matched_is_refused(pattern: str):
+    with pytest.raises(SourceError, match="here: keys are no regular expressions: .*[Ee]rror"):
         values_by_path({pattern: 1}, ["q_proj"], "here")
 
 

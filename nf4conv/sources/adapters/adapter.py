@@ -19,9 +19,12 @@ P is a path in the model as it is loaded, behind "base_model.model." (PEFT 0.21.
 tuners/lora/layer.py, utils/save_and_load.py).
 """
 
+import json
 import math
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +33,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import FLOAT_DTYPES
 from nf4conv.options import SourceOptions
-from nf4conv.sources.adapters.patterns import values_by_path
 from nf4conv.sources.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, require_own
 from nf4conv.sources.header import read_header
 from nf4conv.sources.pickle_header import read_pickle_header
@@ -70,6 +72,23 @@ _OTHER_BASES: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights for which PEFT changes the base when it makes the adapter."""
 
 _DEFAULT: Final = 8  # of PEFT, both for the rank and for lora_alpha
+
+
+_SECONDS: Final = 20  # for matching patterns
+
+_MATCHING: Final = """
+import json, re, sys
+patterns, paths = json.load(sys.stdin)
+compiled = [(pattern, re.compile(rf"(.*\\.)?({pattern})$")) for pattern in patterns]
+found = {}
+for path in paths:
+    for pattern, one in compiled:
+        if one.match(path):
+            found[path] = pattern
+            break
+json.dump(found, sys.stdout)
+"""
+"""A program that finds the first pattern that fits each path."""
 
 
 class Targeted(NamedTuple):
@@ -112,10 +131,7 @@ class Adapter(AdapterFiles):
         """Returns the config's value for a module: under `patterns` that of the first one that fits
         its path, or else that under `key`.
         """
-        otherwise = self.config.get(key, _DEFAULT)
-        if not self.config.get(patterns):
-            return otherwise
-        return self._values[patterns].get(path, otherwise)
+        return self._values[patterns].get(path, self.config.get(key, _DEFAULT))
 
     @cached_property
     def _values(self) -> dict[str, dict[str, Any]]:
@@ -136,7 +152,7 @@ class Adapter(AdapterFiles):
         indices = self.config.get("trainable_token_indices") or self.config.get("token_indices")
         if isinstance(indices, Mapping):
             indices = _of_module(indices, module)
-        if isinstance(indices, list) and all(_is_index(index) for index in indices):
+        if isinstance(indices, list) and all(type(n) is int and n >= 0 for n in indices):
             return tuple(indices)
         raise SourceError(
             f"{self.place}/{ADAPTER_CONFIG}: {module}: no list of trainable_token_indices"
@@ -157,16 +173,44 @@ class Adapter(AdapterFiles):
         return any(f".{parameter}".endswith(f".{target}") for target in self.target_parameters)
 
 
-def _is_index(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _of_module(values: Mapping[str, Any], module: str) -> Any:
     """Returns the first value whose key is the end of a module's path; None if there is none."""
     for key, value in values.items():
         if f".{module}".endswith(f".{key}"):
             return value
     return None
+
+
+def values_by_path(patterns: object, paths: Sequence[str], place: str) -> dict[str, Any]:
+    """Returns what the first pattern stands for that fits a path, for each path that one fits.
+
+    Patterns are regular expressions, which fit a whole path, or its end behind a dot (PEFT:
+    get_pattern_key). A hostile one may take for ever, which only the end of its process stops.
+    `place` names them in errors.
+    """
+    if not patterns:
+        return {}
+    if not isinstance(patterns, Mapping):
+        raise SourceError(f"{place}: not a JSON object with patterns as keys: {patterns!r:.80}")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _MATCHING],
+            input=json.dumps([list(patterns), list(paths)]),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=True,
+        )
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.strip().rpartition("\n")[2]
+        raise SourceError(f"{place}: keys are no regular expressions: {why:.200}") from error
+    except subprocess.TimeoutExpired as error:
+        raise SourceError(
+            f"{place}: takes more than {_SECONDS} seconds to match; write the paths of modules "
+            f"instead of patterns"
+        ) from error
+    found: dict[str, str] = json.loads(done.stdout)
+    return {path: patterns[pattern] for path, pattern in found.items()}
 
 
 def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
@@ -183,7 +227,7 @@ def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
         raise SourceError(f"{place}: no {ADAPTER_CONFIG} in it, so this is no adapter of PEFT")
     config = read_json(require_own(folder / ADAPTER_CONFIG, folder))
     _check_kind(place, config)
-    file = _weights_in(folder)
+    file = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         raise SourceError(f"{place}: neither {' nor '.join(ADAPTER_WEIGHTS)} in it")
     require_own(file, folder)
@@ -204,13 +248,6 @@ def _fetched(place: str, where: SourceOptions) -> "tuple[Path, Origin]":
 
     of_adapter = replace(where, revision=revision or None, subfolder=None, variant=None)
     return fetch_adapter(repo, of_adapter)
-
-
-def _weights_in(folder: Path) -> Path | None:
-    for name in ADAPTER_WEIGHTS:
-        if (folder / name).is_file():
-            return folder / name
-    return None
 
 
 def _check_kind(place: str, config: Mapping[str, Any]) -> None:
