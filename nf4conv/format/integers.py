@@ -7,9 +7,9 @@ WORD: Final = 32
 """Bits of a word; as many rows share whole words, whatever the bits of a code."""
 
 
-def words_of(codes: int, bits: int, *, is_padded: bool = False) -> int:
-    """Returns how many words codes take: all bits of each, or of padded ones as many as fit."""
-    return -(-codes // (WORD // bits)) if is_padded else -(-codes * bits // WORD)
+def words_of(codes: int, bits: int) -> int:
+    """Returns how many words codes take."""
+    return -(-codes * bits // WORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,9 @@ class IntegerLayout:
     columns: int  # of the weight as [rows, columns], that is, [out, in]
     group_size: int  # columns that share a scale, unless a group index says which
     zeros_less_one: bool = False  # True if zero points are stored one too small: GPTQ's version 1
-    # True if no code crosses the border of two words: compressed-tensors before release 0.18
-    is_padded: bool = False
     is_signed: bool = False  # True if codes are in two's complement
 
     @property
     def has_kernel(self) -> bool:
         """Returns True if a kernel decodes it; torch's operations decode the rest."""
-        return not self.is_padded and (self.packing != "AWQ" or self.bits == 4)
+        return self.packing != "AWQ" or self.bits == 4

@@ -103,21 +103,6 @@ def test_pack_quantized_is_that_of_compressed_tensors(
     same_bits(decode(weight, "compressed-tensors", bits, group_size or 128), weight.decoded)
 
 
-@pytest.mark.parametrize("bits", [3, 5, 6, 7])
-@pytest.mark.parametrize("zeros", ["none", "packed", "bytes"])
-def test_words_of_whole_codes_are_those_of_compressed_tensors_before_0_18(bits: int, zeros: str):
-    weight = compressed(
-        72,
-        128,
-        bits=bits,
-        is_symmetric=zeros == "none",
-        has_packed_zeros=zeros == "packed",
-        is_padded=True,
-    )
-    decoded = decode(weight, "compressed-tensors", bits, 32, is_padded=True)
-    same_bits(decoded, weight.decoded)
-
-
 @pytest.mark.parametrize("is_symmetric", [True, False], ids=["symmetric", "zeros"])
 def test_pack_quantized_with_a_group_index(is_symmetric: bool):
     weight = compressed(64, 128, is_symmetric=is_symmetric, is_reordered=True)

@@ -220,11 +220,6 @@ _INTEGERS: dict[str, Callable[[Path], None]] = {
         partial(integers.compressed, is_symmetric=False, is_reordered=True),
         partial(integers.compressed, bits=3, group_size=None, is_symmetric=False),
     ),
-    "pack-quantized of 0.17": templates.integers(
-        _PACKED,
-        integers.compressed,
-        partial(integers.compressed, bits=3, group_size=None, is_padded=True),
-    ),
     "gptq": templates.integers(
         {"quant_method": "gptq", **_GROUPS, "dynamic": {"+:x": {"bits": 3}}},
         partial(integers.gptq, is_reordered=True),

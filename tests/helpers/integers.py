@@ -155,7 +155,6 @@ def compressed(
     is_symmetric: bool = True,
     is_reordered: bool = False,
     has_packed_zeros: bool = True,
-    is_padded: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Weight:
     groups = 1 if group_size is None else columns // group_size
@@ -190,25 +189,7 @@ def compressed(
     decoded = decoded[:, torch.argsort(order)].contiguous()
     if not is_symmetric and not has_packed_zeros:
         parts["weight_zero_point"] = zeros
-    if is_padded:
-        parts["weight_packed"] = pack_padded(codes.int() + half, bits)
-        if not is_symmetric and has_packed_zeros:
-            packed = pack_padded(zeros.t().int() + half, bits)
-            parts["weight_zero_point"] = packed.t().contiguous()
     return Weight(parts, decoded)
-
-
-def pack_padded(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[lines, codes] packed as pack_to_int32 of compressed-tensors 0.17 does: int32.
-
-    A word holds whole codes only (compressors/pack_quantized/helpers.py).
-    """
-    lines, columns = codes.shape
-    in_word = 32 // bits
-    words = torch.zeros((lines, -(-columns // in_word)), dtype=torch.int32)
-    for column in range(columns):
-        words[:, column // in_word] |= codes[:, column].int() << (column % in_word * bits)
-    return words
 
 
 # --- torchao --------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_none_takes_for_ever(pattern: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("pattern", ["(", "a{9999999999999}", "(?:" * 5000])
 def test_what_cannot_be_matched_is_refused(pattern: str):
-    with pytest.raises(SourceError, match="here: keys are no regular expressions: .*[Ee]rror"):
+    with pytest.raises(SourceError, match=r"here: keys are no regular expressions: .*[Ee]rror"):
         values_by_path({pattern: 1}, ["q_proj"], "here")
 
 

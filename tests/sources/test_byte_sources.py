@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from comparing import compared
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -14,7 +13,6 @@ from integers import random_codes, random_scales, torchao
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.cli import main
 from nf4conv.errors import SourceError
 
 CPU = {"device": "cpu", "workers": 2, "buffer_size": 1}
@@ -131,26 +129,6 @@ def test_experts_and_layers_of_torchao_that_differ(tmp_path: Path):
     decoded = load_file(tmp_path / "out" / FILE)
     assert decoded[f"{Q}.weight"].shape == (128, 256)
     assert torch.equal(decoded[f"{other}.weight"], int4.decoded)
-
-
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
-def test_bytes_that_were_rounded_to_fewer_bits(tmp_path: Path, dtype: str):
-    """IntxUnpackedToInt8Tensor: only the config says how many bits there were."""
-    fields = {"weight_dtype": {"_type": "torch.dtype", "_data": dtype}}
-    intx = {"default": {"_type": "IntxWeightOnlyConfig", "_data": fields}}
-    parts = of_torchao(8, torch.bfloat16)
-    source = write(tmp_path / "source", TORCHAO | {"quant_type": intx}, parts)
-    [row] = nf4conv.inspect(source).tensors
-    assert (row.name, row.shape) == (f"{Q}.weight", (128, 256))
-    assert row.stored == f"{dtype.upper()}, groups of 32"
-    shown = CliRunner().invoke(main, ["inspect", str(source)]).stdout
-    assert shown.startswith("1 tensors, 1 of them in fewer than 16 bits, in ")
-    notes = "".join(nf4conv.plan_quantize(source).made.notes)
-    assert f"(torchao): 1 of {dtype.upper()}, groups of 32" in notes
-    assert ("rounded once more" in notes) == (dtype == "int4")
-    nf4conv.quantize(source, tmp_path / "out", **CPU)
-    card = (tmp_path / "out/README.md").read_text()
-    assert f"weights in {dtype.upper()}, groups of 32, which were decoded first" in card
 
 
 def test_floats_of_torchao(tmp_path: Path):

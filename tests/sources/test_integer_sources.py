@@ -339,9 +339,7 @@ def test_old_names_of_autoround(tmp_path: Path, backend: str, make: Any):
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
 
 
-@pytest.mark.parametrize("is_padded", [False, True], ids=["0.18", "0.17"])
-def test_pack_quantized_of_any_bits(tmp_path: Path, is_padded: bool):
-    """Shapes tell which release packed them."""
+def test_pack_quantized_of_any_bits(tmp_path: Path):
     modules = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkvo"]
     description = json.loads(json.dumps(PACKED))
     special = {}
@@ -352,28 +350,32 @@ def test_pack_quantized_of_any_bits(tmp_path: Path, is_padded: bool):
             bits=bits,
             group_size=group_size,
             is_symmetric=bits % 2 == 0,
-            is_padded=is_padded,
             dtype=torch.float16,
         )
         strategy = "group" if group_size else "channel"
         weights = {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": group_size}
         description["config_groups"][f"of {bits}"] = {"targets": [module], "weights": weights}
     special["model.layers.0.mlp.up_proj"] = compressed(
-        *(1024, 1024), bits=3, is_symmetric=False, is_padded=is_padded, dtype=torch.float16
+        *(1024, 1024), bits=3, is_symmetric=False, dtype=torch.float16
     )
     source, decoded = write(tmp_path / "source", compressed, description, special)
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
 
 
-def test_bits_that_cannot_be_told_apart_are_refused(tmp_path: Path):
-    """Before 0.18, a word held four codes of 7 bits, and as many of 8."""
+@pytest.mark.parametrize("what", ["no shape", "words of 0.17"])
+def test_bits_that_cannot_be_told_apart_are_refused(tmp_path: Path, what: str):
+    """Before 0.18, a word of compressed-tensors held whole codes only."""
     description = json.loads(json.dumps(PACKED))
-    for bits in (7, 8):
-        weights = {"num_bits": bits, "type": "int", "group_size": 32}
+    for bits in (4, 8):
+        weights = {"num_bits": bits, "type": "int", "strategy": "channel"}
         description["config_groups"][f"of {bits}"] = {"weights": weights}
-    special = {Q: compressed(128, 128, bits=8, dtype=torch.float16)}
-    source, _ = write(tmp_path / "source", compressed, description, special)
+    weight = compressed(128, 128, bits=8, group_size=None, dtype=torch.float16)
+    if what == "no shape":
+        del weight.parts["weight_shape"]
+    else:
+        weight.parts["weight_packed"] = torch.zeros((128, -(-128 // 10)), dtype=torch.int32)
+    source, _ = write(tmp_path / "source", compressed, description, {Q: weight})
     with pytest.raises(SourceError, match=f"{Q}.weight_packed: .* fit no compressed-tensors"):
         make_plan(source, DequantizeOptions())
 

@@ -413,7 +413,7 @@ FACTORS = {f"{Q}.lora_A.weight": torch.ones(4, 64), f"{Q}.lora_B.weight": torch.
         (
             {},
             {"rank_pattern": {"(": 3}},
-            "rank_pattern: not a JSON object with regular expressions",
+            "rank_pattern: keys are no regular expressions",
         ),
         ({}, {"alpha_pattern": ["q"]}, "alpha_pattern: not a JSON object"),
         ({}, {"r": 8}, "rank 8 of its config"),

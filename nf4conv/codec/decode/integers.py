@@ -8,8 +8,7 @@ lowest bits of its first word; a code of 3, 5, 6 or 7 bits may run over the bord
 
 compressed-tensors  [rows, words]: a stream for each row. Zero points are packed along the rows,
                     or one int8 each, less 2^(bits - 1); PackedQuantizationCompressor of
-                    compressed-tensors 0.20. Before 0.18, a word held only whole codes, and its
-                    highest bits nothing where 32 is no multiple
+                    compressed-tensors 0.20
 GPTQ                [words, rows]: a stream down each column. Zero points [groups, words], one too
                     small in version 1, where loaders add 1 to whole words, carries included;
                     dequantize_weight of GPTQModel 7.7 and its convert_gptq_v1_to_v2_format;
@@ -208,10 +207,6 @@ def _gptq_zero_points(zeros: torch.Tensor, layout: IntegerLayout) -> torch.Tenso
 def _stream(words: torch.Tensor, layout: IntegerLayout) -> torch.Tensor:
     """Returns the codes in streams of compressed-tensors: [streams, codes] uint8."""
     bits = layout.bits
-    if layout.is_padded:
-        mask = 2**bits - 1
-        codes = [(words >> shift) & mask for shift in range(0, WORD - bits + 1, bits)]
-        return torch.stack(codes, dim=-1).flatten(-2).to(torch.uint8)
     missing = -words.shape[1] % bits
     if WORD % bits != 0 and missing:  # the last words of a stream may be cut off
         nothing = words.new_zeros((words.shape[0], missing))

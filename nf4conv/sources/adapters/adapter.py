@@ -191,7 +191,9 @@ def values_by_path(patterns: object, paths: Sequence[str], place: str) -> dict[s
     if not patterns:
         return {}
     if not isinstance(patterns, Mapping):
-        raise SourceError(f"{place}: not a JSON object with patterns as keys: {patterns!r:.80}")
+        raise SourceError(
+            f"{place}: not a JSON object with regular expressions as keys: {patterns!r:.80}"
+        )
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _MATCHING],

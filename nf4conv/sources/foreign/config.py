@@ -80,9 +80,6 @@ _DECODED_PACKINGS: Final = {
 }
 """The packings that an error names."""
 
-_BITS_OF_DTYPES: Final = {f"int{bits}": bits for bits in range(1, 8)}
-"""Bits by the dtype of weights in a config of torchao."""
-
 _INT4_OF_TORCHAO: Final = ("Int4WeightOnlyConfig", "Float8DynamicActivationInt4WeightConfig")
 """Configs of torchao that store two integers a byte, or eight a word."""
 
@@ -125,8 +122,6 @@ class Description:
     blocks: tuple[Block, ...]  # blocks that may share a scale, the most likely first
     schemes: tuple[Scheme, ...] = ()  # how integers may be packed; empty if no bits are named
     packing: str | None = None  # how words lie: "GPTQ", "GPTQ v2" or "AWQ"
-    # how many bits integers were rounded to that torchao stores in a byte each
-    bits_in_bytes: int = 8
     is_reordered: bool = False  # True if columns are not in the order of their groups
     names_block: bool = False  # True if it says which rows and columns share a scale
     has_zeros: bool = False  # True if all integers have zero points
@@ -163,7 +158,7 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
         raise _undecodable(method, what, why)
     if method == "torchao":
         schemes = tuple(_schemes_of_torchao(found))
-        return Description(method, (), schemes, bits_in_bytes=_bits_in_bytes(found))
+        return Description(method, (), schemes)
     return Description(
         method,
         blocks=tuple(_blocks(found)),
@@ -404,23 +399,6 @@ def _schemes_of_torchao(found: Mapping[str, Any]) -> Iterator[Scheme]:
         fields = node.get("_data")
         size = _first_int(fields, "group_size") if isinstance(fields, Mapping) else None
         yield 4, 128 if size is None else size  # the size that both have by default
-
-
-def _bits_in_bytes(found: Mapping[str, Any]) -> int:
-    """Returns how many bits the integers have that torchao stores in a byte each: 8, unless all
-    configs of layers name the same dtype of fewer bits.
-    """
-    named = set()
-    for node in _mappings_in(found):
-        fields = node.get("_data")
-        is_of_layers = str(node.get("_type")).endswith("Config")
-        if not is_of_layers or not isinstance(fields, Mapping) or "fqn_to_config" in fields:
-            continue
-        dtype = fields.get("weight_dtype")
-        named.add(str(dtype.get("_data")) if isinstance(dtype, Mapping) else "int8")
-    if len(named) != 1:
-        return 8
-    return _BITS_OF_DTYPES.get(named.pop(), 8)
 
 
 def _first_int(fields: Mapping[str, Any], *keys: str) -> int | None:

@@ -1,7 +1,7 @@
 """Small floats, and 8-bit integers, with scales: FP8, MXFP8, INT8, MXFP4, NVFP4."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from nf4conv.errors import SourceError
@@ -19,7 +19,7 @@ from nf4conv.sources.foreign.formats import (
 )
 from nf4conv.sources.tensors import Encoding, Kernel, TensorInfo, cut_rows
 
-_FLOAT8: Final = {"F8_E4M3": "FP8 (E4M3)", "F8_E5M2": "FP8 (E5M2)"}
+_BYTES: Final = {"F8_E4M3": "FP8 (E4M3)", "F8_E5M2": "FP8 (E5M2)", "I8": "INT8"}
 
 _SCALE_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8")
 
@@ -63,12 +63,12 @@ class Fp4(Foreign):
     def made_of(
         cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
     ) -> Foreign:
-        return Fp4(
-            parts["values"],
-            parts["scale"],
-            divisor=parts.get("divisor"),
-            multiplier=parts.get("multiplier"),
-        )
+        values = parts["values"]
+        [*_, second] = cls.layout.values()
+        if parts["scale"].dtype == "F8_E4M3" and len(parts) < 3:
+            raise lacks(values, values.name.removesuffix(cls.stored) + second.suffixes[0])
+        second_scales = parts.get("divisor"), parts.get("multiplier")
+        return Fp4(values, parts["scale"], *second_scales)
 
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
         if len(self.values.shape) != 2:
@@ -140,15 +140,6 @@ class CompressedFp4(Fp4):
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
         return tensor.dtype != "I32"
 
-    @classmethod
-    def made_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
-    ) -> Foreign:
-        if parts["scale"].dtype == "F8_E4M3" and "divisor" not in parts:
-            values = parts["values"]
-            raise lacks(values, f"{values.name.removesuffix(cls.stored)}_global_scale")
-        return super().made_of(parts, sizes, siblings)
-
 
 class PlainFp4(Fp4):
     """FP4 under the name of the weight.
@@ -179,14 +170,6 @@ class PlainFp4(Fp4):
         known = (("U8", "F8_E4M3"), ("I8", "F8_E8M0"))
         return kinds in known or is_of_quark or has_multiplier
 
-    @classmethod
-    def made_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
-    ) -> Foreign:
-        if parts["scale"].dtype == "F8_E4M3" and "multiplier" not in parts:
-            raise lacks(parts["values"], f"{parts['values'].name}_scale_2")
-        return super().made_of(parts, sizes, siblings)
-
 
 @dataclass(frozen=True, slots=True)
 class Scaled(Foreign):
@@ -201,15 +184,10 @@ class Scaled(Foreign):
     scale: TensorInfo | None = None
     block: tuple[int, int] | None = None  # (rows, columns) that share a scale; None if shapes tell
     zero: TensorInfo | None = None  # I8: what is subtracted before; as many as scales, or None
-    # fewer for integers that could be told apart in fewer, as torchao stores them
-    bits: int = field(default=8, compare=False)
 
     @property
     def name(self) -> str:
-        dtype = _FLOAT8.get(self.values.dtype, self.values.dtype)
-        if self.values.dtype == "I8":
-            dtype = f"INT{self.bits}"
-        return f"{dtype}, {self._sharing()}"
+        return f"{_BYTES[self.values.dtype]}, {self._sharing()}"
 
     def _sharing(self) -> str:
         """Returns in a few words which values share a scale."""
@@ -226,10 +204,6 @@ class Scaled(Foreign):
     @property
     def made_from(self) -> str:
         return self.name if self.values.dtype == "I8" else self.values.made_from
-
-    @property
-    def has_few_bits(self) -> bool:
-        return self.bits < 8
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -313,11 +287,10 @@ class TorchaoBytes(Scaled):
     def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
         stored = tensor.name.removesuffix("_qdata")
         module, is_field, weight = stored.rpartition("._")
-        description = siblings.description
         if stored == tensor.name or not is_field:
             return None
         scale = siblings.find(f"{stored}_scale")
-        is_matrix = len(tensor.shape) == 2 and tensor.dtype in (*_FLOAT8, "I8")
+        is_matrix = len(tensor.shape) == 2 and tensor.dtype in _BYTES
         if scale is None or not is_matrix:
             raise misfit(tensor, scale or tensor)
         columns = tensor.shape[1]
@@ -326,8 +299,9 @@ class TorchaoBytes(Scaled):
         if groups > 0 and columns % groups == 0:
             blocks.append((1, columns // groups))
         zero = siblings.find(f"{stored}_zero_point")
-        encoding = replace(_scaled(tensor, scale, zero, blocks), bits=description.bits_in_bytes)
-        return tensor._replace(name=f"{module}.{weight}", dtype=siblings.dtype, encoding=encoding)
+        name = f"{module}.{weight}"
+        encoding = _scaled(tensor, scale, zero, blocks)
+        return tensor._replace(name=name, dtype=siblings.dtype, encoding=encoding)
 
 
 def _scaled(

@@ -36,8 +36,7 @@ class Dimension(NamedTuple):
     def size(self, whole: int, sizes: Sizes) -> int | None:
         """Returns how long it is for a size of the weight; None if that is no multiple."""
         if self.is_words:
-            padded = bool(sizes.get("is_padded"))
-            return words_of(whole, sizes["bits"], is_padded=padded)
+            return words_of(whole, sizes["bits"])
         return whole // self.divisor if whole % self.divisor == 0 else None
 
     def whole(self, size: int, sizes: Sizes) -> int:

@@ -8,13 +8,12 @@ a weight are columns of its tensors.
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, ClassVar, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.integers import WORD, IntegerLayout, words_of
 from nf4conv.sources.arranged import Columns
-from nf4conv.sources.foreign.config import Description, Scheme
+from nf4conv.sources.foreign.config import Description
 from nf4conv.sources.foreign.formats import (
     FLOATS,
     Foreign,
@@ -62,7 +61,7 @@ class PackedIntegers(Foreign):
 
     @property
     def sizes(self) -> Sizes:
-        return {"bits": self.codes.bits, "is_padded": self.codes.is_padded}
+        return {"bits": self.codes.bits}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -88,16 +87,13 @@ class PackedIntegers(Foreign):
     def rows_together(self, tensor: TensorInfo) -> int | None:
         if self.is_transposed:
             return None
-        # rows that share whole words, if codes are packed along rows
-        return WORD // self.codes.bits if self.codes.is_padded else WORD
+        return WORD  # rows that share whole words, if codes are packed along rows
 
     @classmethod
     def made_of(
         cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
     ) -> "PackedIntegers":
-        if "group_size" not in sizes:
-            sizes = {**sizes, "group_size": _group_size(parts, sizes, siblings.description)}
-        _check_groups(parts, sizes, siblings.description)
+        sizes = {**sizes, "group_size": _group_size(parts, sizes, siblings.description)}
         return cls(
             values=parts["values"],
             scale=parts["scale"],
@@ -125,32 +121,25 @@ class PackedIntegers(Foreign):
 
 
 def _group_size(parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description) -> int:
-    """Returns the columns of a group; the last group may have fewer."""
+    """Returns the columns of a group, of which the last may have fewer; raises a SourceError if the
+    config names groups, and those of the weight are none of them.
+    """
+    values, scale = parts["values"], parts["scale"]
     columns, groups = sizes["in"], sizes["groups"]
-    for _, size in description.schemes:
+    named = [size for _, size in description.schemes]
+    for size in named:
         if size is not None and -(-columns // size) == groups:
             return size
+    if named and None not in named:
+        raise SourceError.about(
+            values.file,
+            values.name,
+            f"has {columns:,} columns, and {scale.name} has {groups:,} groups of them; "
+            f"the config says groups of {' or '.join(sorted(map(str, set(named))))}",
+        )
     if columns % groups != 0:
-        raise misfit(parts["values"], parts["scale"])
+        raise misfit(values, scale)
     return columns // groups
-
-
-def _check_groups(parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description) -> None:
-    """Raises a SourceError if the config names groups, and those of the weight are none of them."""
-    columns, groups = sizes["in"], sizes["groups"]
-    for _, size in description.schemes:
-        if size is None or -(-columns // size) == groups:
-            return
-    if not description.schemes:
-        return
-    values, scale = parts["values"], parts["scale"]
-    listed = " or ".join(sorted({str(size) for _, size in description.schemes}))
-    raise SourceError.about(
-        values.file,
-        values.name,
-        f"has {columns:,} columns, and {scale.name} has {groups:,} groups of them; "
-        f"the config says groups of {listed}",
-    )
 
 
 def _line(part: TensorInfo) -> int:
@@ -278,9 +267,8 @@ class CompressedIntegers(PackedIntegers):
         cls, parts: Mapping[str, TensorInfo], stem: str, siblings: SiblingTensors
     ) -> Sizes | None:
         """Returns the columns that W_shape names, if the config and the shapes leave a choice."""
-        words, groups = _words_and_groups(parts)
-        fitting = _fitting_any(words, groups, _schemes_of(siblings.description))
-        if len(fitting) == 1 and groups > 1:
+        groups = _groups_of(parts)
+        if groups > 1 and len(cls.candidates(parts, None, siblings.description)) == 1:
             return None
         shape = siblings.find(f"{stem}_shape")
         return {} if shape is None else {"in": _stored_columns(parts["values"], shape, siblings)}
@@ -290,18 +278,23 @@ class CompressedIntegers(PackedIntegers):
         cls, parts: Mapping[str, TensorInfo], told: Sizes | None, description: Description
     ) -> list[Sizes]:
         """Returns how the words are packed by the config, or by W_shape if it leaves a choice."""
-        words, groups = _words_and_groups(parts)
-        schemes = _schemes_of(description)
-        if not told:
-            fitting = _fitting_any(words, groups, schemes)
-            return [*fitting] if len(fitting) == 1 else []
-        if told["in"] % groups != 0:
-            return []
+        words, groups = parts["values"].shape[1], _groups_of(parts)
         found: list[Sizes] = []
-        for bits in sorted({bits for bits, _ in schemes}):
-            found += _fitting(words, told["in"], bits, groups)
-        # words of whole codes of 7 bits are as many as those of 8 bits
-        return found[:1] if len({sizes["bits"] for sizes in found}) == 1 else []
+        for bits, size in description.schemes or ((4, None), (8, None), (2, None)):
+            if not 1 <= bits <= 8:
+                continue
+            columns = 0
+            if told:
+                columns = told["in"]
+            elif size is not None:
+                columns = groups * size
+            elif groups == 1 and WORD % bits == 0:
+                columns = words * WORD // bits
+            sizes = {"bits": bits, "in": columns, "groups": groups}
+            fits = columns % groups == 0 and words_of(columns, bits) == words
+            if fits and sizes not in found:
+                found.append(sizes)
+        return found if len(found) == 1 else []
 
     @classmethod
     def codes_of(
@@ -318,50 +311,13 @@ class CompressedIntegers(PackedIntegers):
             bits=sizes["bits"],
             columns=sizes["in"],
             group_size=sizes["group_size"],
-            is_padded=bool(sizes["is_padded"]),
         )
 
 
-def _words_and_groups(parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
-    """Returns how many words a row of compressed-tensors has, and how many groups share scales."""
+def _groups_of(parts: Mapping[str, TensorInfo]) -> int:
+    """Returns how many groups of a row of compressed-tensors have scales of their own."""
     scale = parts["scale"]
-    return parts["values"].shape[1], scale.shape[1] if len(scale.shape) == 2 else 1
-
-
-def _schemes_of(description: Description) -> tuple[Scheme, ...]:
-    """Returns the bits and group sizes that a config describes, or usual bits if it has none."""
-    if not description.schemes:
-        return ((4, None), (8, None), (2, None))
-    return tuple(scheme for scheme in description.schemes if 1 <= scheme[0] <= 8)
-
-
-@lru_cache(maxsize=4096)  # models have few shapes and many weights
-def _fitting_any(words: int, groups: int, schemes: tuple[Scheme, ...]) -> tuple[Sizes, ...]:
-    """Returns how words may be packed by what the config describes, if groups tell the columns."""
-    fitting: list[Sizes] = []
-    for bits, size in schemes:
-        if size is not None:
-            fitting += _fitting(words, groups * size, bits, groups)
-        elif groups == 1 and WORD % bits == 0:
-            fitting += _fitting(words, words * WORD // bits, bits, groups)
-    return tuple(sizes for place, sizes in enumerate(fitting) if sizes not in fitting[:place])
-
-
-def _fitting(words: int, columns: int, bits: int, groups: int) -> Iterator[Sizes]:
-    """Yields how so many columns may be packed into so many words.
-
-    Releases from 0.18 on pack all bits of words. Earlier ones let no code cross the border of two.
-    """
-    for is_padded in (False, True):
-        differs = WORD % bits != 0
-        if words_of(columns, bits, is_padded=is_padded) == words and (differs or not is_padded):
-            yield {
-                "bits": bits,
-                "in": columns,
-                "groups": groups,
-                "group_size": columns // groups,
-                "is_padded": is_padded,
-            }
+    return scale.shape[1] if len(scale.shape) == 2 else 1
 
 
 def _stored_columns(tensor: TensorInfo, shape: TensorInfo, siblings: SiblingTensors) -> int:
