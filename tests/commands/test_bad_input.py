@@ -194,7 +194,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "already quantized": (
         in_config(quantization_config={"quant_method": "aqlm"}),
         ".*already quantized: quant_method aqlm; give the checkpoint that it was made from: a "
-        "codebook of its own",
+        "format that nf4conv does not decode",
     ),
 }
 

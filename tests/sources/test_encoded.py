@@ -488,19 +488,9 @@ def test_a_nan_in_an_encoded_weight_is_found(tmp_path: Path):
 # --- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("method", "reason"),
-    [
-        *((name, "packed integers in a layout of its own") for name in ("quanto", "sinq", "hqq")),
-        *((name, "a codebook of its own") for name in ("aqlm", "vptq", "spqr", "higgs")),
-        *((name, "integers that lie as one kernel reads them") for name in ("marlin", "eetq")),
-        ("fp_quant", "small floats in a layout of its own, or rotated"),
-        ("gguf", "llama.cpp's block formats, which nf4conv reads from the .gguf file itself"),
-        ("never-heard-of", "a format that nf4conv does not decode"),
-    ],
-)
+@pytest.mark.parametrize("method", ["hqq", "aqlm", "marlin", "gguf", "never-heard-of"])
 @pytest.mark.parametrize("nested", [False, True], ids=["top", "text_config"])
-def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, reason: str, nested: bool):
+def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, nested: bool):
     source = write(tmp_path / "source", PLAIN)
     description = {"quantization_config": {"quant_method": method}}
     (source / "config.json").write_text(
@@ -508,7 +498,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, reason: 
     )
     with pytest.raises(
         SourceError,
-        match=f"source: already quantized: quant_method {method}; .* made from: {reason}$",
+        match=f"source: already quantized: quant_method {method}; .* that nf4conv does not decode$",
     ):
         nf4conv.plan_quantize(source)
 

@@ -355,9 +355,7 @@ def test_pack_quantized_of_any_bits(tmp_path: Path):
         strategy = "group" if group_size else "channel"
         weights = {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": group_size}
         description["config_groups"][f"of {bits}"] = {"targets": [module], "weights": weights}
-    special["model.layers.0.mlp.up_proj"] = compressed(
-        *(1024, 1024), bits=3, is_symmetric=False, dtype=torch.float16
-    )
+    special[modules[7]] = compressed(*(1024, 1024), bits=3, is_symmetric=False, dtype=torch.float16)
     source, decoded = write(tmp_path / "source", compressed, description, special)
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
@@ -698,16 +696,22 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'; .* decodes gptq"),
+        (
+            GPTQ | {"checkpoint_format": "marlin"},
+            "checkpoint_format 'marlin'; .* decodes the words of GPTQ",
+        ),
         (GPTQ | {"checkpoint_format": "gptq_p"}, "checkpoint_format 'gptq_p'"),
         (GPTQ | {"is_marlin_format": True}, "checkpoint_format 'marlin'"),
         (GPTQ | {"checkpoint_format": "bitblas"}, "checkpoint_format 'bitblas'"),
-        (AWQ | {"version": "GEMV"}, "version 'gemv'; .* nf4conv decodes gemm"),
+        (AWQ | {"version": "GEMV"}, "version 'gemv'; .* nf4conv decodes the words of AWQ"),
         (AWQ | {"version": "gemv_fast"}, "version 'gemv_fast'"),
         (AWQ | {"version": "marlin"}, "version 'marlin'"),
         (AWQ | {"backend": "llm-awq"}, "backend 'llm-awq'"),
         (AWQ | {"pack_method": "order"}, "pack_method 'order'; .* decodes reorder"),
-        (AWQ | {"pack_method": "reorder", "zero_point": False}, "awq, zero_point 'false'"),
+        (
+            AWQ | {"pack_method": "reorder", "zero_point": False},
+            "awq, pack_method 'reorder'; .* with zero points",
+        ),
         (AUTO_ROUND | {"packing_format": "auto_round:mlx"}, "packing_format 'auto_round:mlx'"),
         (AUTO_ROUND | {"data_type": "mx_int"}, "data_type 'mx_int'; .* decodes int, fp, mx_fp"),
         (AUTO_ROUND | {"packing_format": "gptq:marlin"}, "packing_format 'gptq:marlin'"),

@@ -120,7 +120,7 @@ class Bitsandbytes4bit(Foreign):
             return None
         components = {}
         for suffix in layout.COMPONENT_SUFFIXES:
-            found = siblings.find(f"{tensor.name}.{suffix}")
+            found = siblings.by_name.get(f"{tensor.name}.{suffix}")
             if found is not None:
                 components[suffix] = found
         encoding, faults = read_weight(tensor, components, siblings.read)

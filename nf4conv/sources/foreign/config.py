@@ -6,7 +6,7 @@ read.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,26 +30,7 @@ _ALIASES: Final = {
 """Other spellings of values of quant_method."""
 
 _KERNEL: Final = "integers that lie as one kernel reads them"
-_OWN_LAYOUT: Final = "packed integers in a layout of its own"
 _ROTATED: Final = "its weights are rotated"
-
-_REFUSED: Final = {
-    **dict.fromkeys(
-        ("aqlm", "vptq", "spqr", "higgs", "quip", "quip_sharp", "squeezellm", "exl2", "exl3"),
-        "a codebook of its own",
-    ),
-    **dict.fromkeys(
-        ("marlin", "gptq_marlin", "awq_marlin", "bitblas", "gptq_bitblas", "awq_bitblas", "eetq"),
-        _KERNEL,
-    ),
-    **dict.fromkeys(("quanto", "sinq", "metal", "gemma", "hqq"), _OWN_LAYOUT),
-    **dict.fromkeys(
-        ("fp_quant", "fouroversix", "nvfp4"), "small floats in a layout of its own, or rotated"
-    ),
-    "bitnet": "three values, which BitNet's layers scale in a way of their own",
-    "gguf": "llama.cpp's block formats, which nf4conv reads from the .gguf file itself",
-}
-"""Values of quant_method that are refused, with the reason."""
 
 _PACKINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "gptq": {"gptq": "GPTQ", "gptq_v2": "GPTQ v2"},
@@ -73,13 +54,6 @@ _PACKINGS: Final[Mapping[str, Mapping[str, str]]] = {
 """How words lie, by quant_method and by what a config calls it; the first is what a config means
 that does not say."""
 
-_DECODED_PACKINGS: Final = {
-    "gptq": "gptq and gptq_v2",
-    "awq": "gemm and exllama",
-    "auto-round": "auto_round:auto_gptq, auto_round:gptqmodel and auto_round:auto_awq",
-}
-"""The packings that an error names."""
-
 _INT4_OF_TORCHAO: Final = ("Int4WeightOnlyConfig", "Float8DynamicActivationInt4WeightConfig")
 """Configs of torchao that store two integers a byte, or eight a word."""
 
@@ -99,14 +73,15 @@ _CLASSES_OF_TORCHAO: Final = (
 
 _IS_CLASS_OF_TORCHAO: Final = re.compile(r"\w+Config|\w+_weight_only|\w+_weight")
 
-_WHOLE_OR_ROWS: Final = (("per_tensor", None), ("per_channel", 0), ("per_channel", None))
-
-_DECODED_OF_QUARK: Final[Mapping[str, tuple[tuple[str, int | None], ...]]] = {
-    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), (*_WHOLE_OR_ROWS, ("per_block", None))),
-    "int8": _WHOLE_OR_ROWS,
-    "fp4": (("per_group", 1), ("per_group", -1), ("per_group", None)),
+_DECODED_OF_QUARK: Final[Mapping[str, Sequence[str]]] = {
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), ("per_tensor", "per_channel", "per_block")),
+    "int8": ("per_tensor", "per_channel"),
+    "fp4": ("per_group",),
 }
-"""(qscheme, ch_axis) that are decoded, by dtype in a config of AMD's Quark."""
+"""The values of qscheme that are decoded, by dtype in a config of AMD's Quark."""
+
+_AXES_OF_QUARK: Final = {"per_channel": (0, None), "per_group": (1, -1, None)}
+"""The values of ch_axis that are decoded: scales of rows, and of groups of their columns."""
 
 Block = tuple[int, int]  # (rows, columns) that share a scale
 
@@ -141,7 +116,7 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
     if config.get("quantization_bit"):  # 0 in models that are not quantized
         raise UndecodableError(
             f"already quantized: quantization_bit {config['quantization_bit']!r:.20} of ChatGLM; "
-            f"give the checkpoint that it was made from: {_OWN_LAYOUT}"
+            f"give the checkpoint that it was made from"
         )
     found = quantization_of(config)
     of_modelopt = exported.get("quantization")
@@ -152,8 +127,8 @@ def describe(config: Mapping[str, Any], exported: Mapping[str, Any]) -> Descript
     method = str(found.get("quant_method") or "compressed-tensors").lower()
     method = _ALIASES.get(method, method)
     if method not in METHODS and not method.startswith(_WITH_VARIANTS):
-        reason = _REFUSED.get(method, "a format that nf4conv does not decode")
-        raise _undecodable(" ".join(method.split())[:60], "", reason)
+        name = " ".join(method.split())[:60]
+        raise _undecodable(name, "", "a format that nf4conv does not decode")
     for what, why in _refusals(method, found):
         raise _undecodable(method, what, why)
     if method == "torchao":
@@ -195,18 +170,23 @@ def _refusals(method: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str]
     if "weight_scale_semantics" in found:
         # dequantize_weight of gptqmodel/nn_modules/qlinear/fp8.py of GPTQModel 7.7.0
         yield "weight_scale_semantics of GPTQModel", "its scales divide, where others multiply"
-    if method == "compressed-tensors":
-        if "marlin-24" in _texts(found):
-            yield "format marlin-24", _KERNEL
-        # rotations of two weights cancel each other, and so do those of queries and keys
-        # (compressed_tensors/transform/transform_args.py of compressed-tensors 0.20)
-        if not {"input", "output"}.isdisjoint(_texts(found.get("transform_config"))):
-            yield "transform_config that rotates activations", _ROTATED
-    if method in ("gptq", "awq") and found.get("rotation"):
-        # _setup_rotation_online_had of gptqmodel/models/loader.py
-        yield "rotation", _ROTATED
-    if method == "awq":
-        yield from _refusals_of_awq(found)
+    if "marlin-24" in _texts(found):
+        yield "format marlin-24", _KERNEL
+    # rotations of two weights cancel each other, and so do those of queries and keys
+    # (compressed_tensors/transform/transform_args.py of compressed-tensors 0.20)
+    if not {"input", "output"}.isdisjoint(_texts(found.get("transform_config"))):
+        yield "transform_config that rotates activations", _ROTATED
+    for key in ("rotation", "rotation_config"):  # of GPTQModel, of AutoRound
+        if found.get(key):
+            yield key, _ROTATED
+    # the first AWQ is named as a backend alone. AMD's Quark writes pack_method, and codes in two's
+    # complement where there are no zero points
+    # (quark/torch/export/main_export/quant_config_parser.py of Quark 0.13)
+    if found.get("backend") == "llm-awq":
+        yield "backend 'llm-awq'", _KERNEL
+    order = found.get("pack_method", "reorder")
+    if order != "reorder" or ("pack_method" in found and found.get("zero_point") is False):
+        yield f"pack_method {order!r:.40}", "nf4conv decodes reorder with zero points"
     if method == "auto-round":
         yield from _refusals_of_auto_round(found)
     if method == "torchao":
@@ -215,7 +195,8 @@ def _refusals(method: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str]
         yield from _refusals_of_quark(found)
     if method in _PACKINGS and _packing(method, found) is None:
         key, named = _named_packing(method, found)
-        yield f"{key} {named!r:.40}", f"nf4conv decodes {_DECODED_PACKINGS[method]}"
+        decoded = ", ".join(dict.fromkeys(_PACKINGS[method].values()))
+        yield f"{key} {named!r:.40}", f"nf4conv decodes the words of {decoded}"
 
 
 def _named_packing(method: str, found: Mapping[str, Any]) -> tuple[str, str]:
@@ -242,22 +223,6 @@ def _packing(method: str, found: Mapping[str, Any]) -> str | None:
     return _PACKINGS[method].get(named)
 
 
-def _refusals_of_awq(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields what is called AWQ's and is not.
-
-    The first AWQ, llm-awq, is named as a backend alone. AMD's Quark writes pack_method too, and
-    codes in two's complement where there are no zero points
-    (quark/torch/export/main_export/quant_config_parser.py of Quark 0.13).
-    """
-    if found.get("backend") == "llm-awq":
-        yield "backend 'llm-awq'", "nf4conv decodes gemm and exllama"
-    order = found.get("pack_method", "reorder")
-    if order != "reorder":
-        yield f"pack_method {order!r:.40}", "nf4conv decodes reorder"
-    elif "pack_method" in found and found.get("zero_point") is False:
-        yield "zero_point 'false'", "nf4conv decodes those of Quark that have them"
-
-
 def _refusals_of_auto_round(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields what AutoRound writes beside integers of few bits, FP8, MXFP4, MXFP8 and NVFP4."""
     values = found.get("data_type", "int")
@@ -267,8 +232,6 @@ def _refusals_of_auto_round(found: Mapping[str, Any]) -> Iterator[tuple[str, str
     of_integers = values in ("int", "int_sym", "int_asym_dq")
     if not of_integers and values not in ("fp", "fp8") and not is_small_float:
         yield f"data_type {values!r:.40}", "nf4conv decodes int, fp, mx_fp and nv_fp"
-    if found.get("rotation_config"):
-        yield "rotation_config", _ROTATED
     # with rounded activations, its own layout has zero points one too small as well
     # (qlinear_triton_act.py, from 0.4 on), and more tensors beside
     bits = _first_int(found, "act_bits")
@@ -310,8 +273,9 @@ def _refusals_of_quark(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "weights of two stages", "they have scales of scales"
             continue
         dtype, scheme = str(weight.get("dtype")), str(weight.get("qscheme"))
-        axis = weight.get("ch_axis") if scheme in ("per_channel", "per_group") else None
-        if (scheme, axis) not in _DECODED_OF_QUARK.get(dtype, ()):
+        axis = weight.get("ch_axis")
+        is_decoded = scheme in _DECODED_OF_QUARK.get(dtype, ())
+        if not is_decoded or axis not in _AXES_OF_QUARK.get(scheme, (axis,)):
             yield f"weights in {dtype:.20} {scheme:.20}", "they lie in another way"
         scales = weight.get("scale_format")
         if dtype == "fp4" and scales not in ("e8m0", "float32", None):
@@ -339,25 +303,17 @@ def _weights_of_quark(found: Mapping[str, Any]) -> Iterator[Any]:
 
 def _blocks(found: Mapping[str, Any]) -> Iterator[Block]:
     """Yields the shapes of blocks that share a scale, as far as a description names any."""
-    for block in _blocks_named(found):
+    # transformers has a default; AutoRound writes the key under its own method
+    default = (128, 128) if str(found.get("quant_method")) == "fp8" else None
+    named = [found.get("weight_block_size", default), (1, found.get("group_size"))]
+    for weights in (*_weights_of_quark(found), *_weights_of_groups(found)):
+        if isinstance(weights, Mapping):
+            named += [weights.get("block_size"), weights.get("block_structure")]
+            named.append((1, weights.get("group_size")))
+    for block in named:
         is_pair = isinstance(block, (list, tuple)) and len(block) == 2
         if is_pair and all(type(size) is int and size > 0 for size in block):
             yield block[0], block[1]
-
-
-def _blocks_named(found: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields everything that may describe a block, checked or not."""
-    if str(found.get("quant_method")) == "fp8":
-        yield found.get("weight_block_size", (128, 128))  # the default of transformers
-    else:
-        yield found.get("weight_block_size")  # of AutoRound
-    yield 1, found.get("group_size")
-    for weight in _weights_of_quark(found):
-        if isinstance(weight, Mapping):
-            yield weight.get("block_size")
-    for weights in _weights_of_groups(found):
-        yield weights.get("block_structure")
-        yield 1, weights.get("group_size")
 
 
 def _schemes(found: Mapping[str, Any]) -> Iterator[Scheme]:

@@ -14,7 +14,6 @@ from nf4conv.sources.foreign.formats import (
     Sizes,
     lacks,
     misfit,
-    named,
     part,
 )
 from nf4conv.sources.tensors import Encoding, Kernel, TensorInfo, cut_rows
@@ -161,7 +160,7 @@ class PlainFp4(Fp4):
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
         if tensor.name.endswith("_packed"):
             return False
-        scale = siblings.find(*named(tensor.name, _SCALES.split()))
+        scale = siblings.part_of(tensor.name, _SCALES.split())
         if scale is None:
             return False
         kinds = (tensor.dtype, scale.dtype)
@@ -220,8 +219,8 @@ class Scaled(Foreign):
     @classmethod
     def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
         description = siblings.description
-        scale = siblings.find(*named(tensor.name, _SCALES.split()))
-        zero = siblings.find(f"{tensor.name}_zero_point")
+        scale = siblings.part_of(tensor.name, _SCALES.split())
+        zero = siblings.by_name.get(f"{tensor.name}_zero_point")
         if scale is not None and description.method == "fbgemm_fp8":
             scale = _scale_of_columns(tensor, scale)
         if scale is None and tensor.dtype == "I8":
@@ -289,7 +288,7 @@ class TorchaoBytes(Scaled):
         module, is_field, weight = stored.rpartition("._")
         if stored == tensor.name or not is_field:
             return None
-        scale = siblings.find(f"{stored}_scale")
+        scale = siblings.by_name.get(f"{stored}_scale")
         is_matrix = len(tensor.shape) == 2 and tensor.dtype in _BYTES
         if scale is None or not is_matrix:
             raise misfit(tensor, scale or tensor)
@@ -298,7 +297,7 @@ class TorchaoBytes(Scaled):
         blocks = []
         if groups > 0 and columns % groups == 0:
             blocks.append((1, columns // groups))
-        zero = siblings.find(f"{stored}_zero_point")
+        zero = siblings.by_name.get(f"{stored}_zero_point")
         name = f"{module}.{weight}"
         encoding = _scaled(tensor, scale, zero, blocks)
         return tensor._replace(name=name, dtype=siblings.dtype, encoding=encoding)
@@ -427,7 +426,7 @@ class Bitsandbytes8bit(Foreign):
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
         if f"{stem}SCB" not in siblings.by_name:
             return False
-        order = siblings.find(f"{stem}weight_format")
+        order = siblings.by_name.get(f"{stem}weight_format")
         if order is not None and any(siblings.read(order)):
             raise SourceError.about(
                 order.file, order.name, "a layout for one kind of GPU; only rows are decoded"

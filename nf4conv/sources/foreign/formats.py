@@ -5,7 +5,7 @@ in notes and records. CONTRIBUTING.md shows how a format is added.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -98,9 +98,14 @@ class SiblingTensors:
     # sizes found before: models have few shapes and many weights
     solved: dict[Any, Sizes] = field(default_factory=dict)
 
-    def find(self, *names: str) -> TensorInfo | None:
-        """Returns the first tensor that there is of these names."""
-        for name in names:
+    def part_of(self, stem: str, suffixes: Iterable[str]) -> TensorInfo | None:
+        """Returns the first tensor that there is; "~" stands for the module of a weight."""
+        for suffix in suffixes:
+            name = stem + suffix
+            if suffix[0] == "~":
+                if not stem.endswith(".weight"):
+                    continue
+                name = module_of(stem) + suffix[1:]
             if name in self.by_name:
                 return self.by_name[name]
         return None
@@ -110,7 +115,7 @@ class SiblingTensors:
         stem, _, ending = tensor.name.rpartition("_scale")
         if not stem or ending not in ("", "_inv", "_2", "s"):
             return False
-        return self.find(stem, f"{stem}_packed") is not None
+        return stem in self.by_name or f"{stem}_packed" in self.by_name
 
 
 class Foreign(Encoding):
@@ -210,7 +215,7 @@ class Foreign(Encoding):
         for role, described in cls.layout.items():
             if role == "values":
                 continue
-            found = siblings.find(*named(stem, described.suffixes))
+            found = siblings.part_of(stem, described.suffixes)
             if found is not None:
                 parts[role] = found
             elif not described.is_optional:
@@ -302,15 +307,6 @@ def _other(found: TensorInfo, parts: Mapping[str, TensorInfo]) -> TensorInfo:
     if found is not parts["values"] or len(parts) == 1:
         return found
     return list(parts.values())[1]
-
-
-def named(stem: str, suffixes: Sequence[str]) -> Iterator[str]:
-    """Yields the names that a part may have; "~" stands for the module of a weight."""
-    for suffix in suffixes:
-        if not suffix.startswith("~"):
-            yield stem + suffix
-        elif module_of(stem) != stem:
-            yield module_of(stem) + suffix[1:]
 
 
 def lacks(tensor: TensorInfo, name: str) -> SourceError:

@@ -270,7 +270,7 @@ class CompressedIntegers(PackedIntegers):
         groups = _groups_of(parts)
         if groups > 1 and len(cls.candidates(parts, None, siblings.description)) == 1:
             return None
-        shape = siblings.find(f"{stem}_shape")
+        shape = siblings.by_name.get(f"{stem}_shape")
         return {} if shape is None else {"in": _stored_columns(parts["values"], shape, siblings)}
 
     @classmethod
@@ -357,7 +357,7 @@ class TorchaoInt4(PackedIntegers):
 
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
-        zeros = siblings.find(f"{stem}_weight_zero_point")
+        zeros = siblings.by_name.get(f"{stem}_weight_zero_point")
         is_of_4_bits = tensor.dtype == "I32" or (zeros is not None and zeros.dtype != "I8")
         return is_of_4_bits and bool(siblings.description.schemes)
 
