@@ -339,13 +339,13 @@ def gpt_oss(_: Path) -> Release:
     rest = kept(
         "model.embed_tokens.weight", "model.layers.0.self_attn.sinks",
         "model.layers.0.mlp.router.weight", "model.layers.0.mlp.router.bias",
-        f"{experts}.gate_up_proj_bias", f"{experts}.down_proj_bias",
     )  # fmt: skip
     stored, decoded = {}, {}
     for name, rows in {"gate_up_proj": 16, "down_proj": 8}.items():
         blocks = pairs(2 * rows, 64).view(2, rows, 2, 16)
         scales = powers(2, rows, 2)
         stored |= {f"{experts}.{name}_blocks": blocks, f"{experts}.{name}_scales": scales}
+        rest[f"{experts}.{name}_bias"] = in_turns(torch.tensor([0.5, -2.0]), 2, rows).to(BF16)
         decoded[f"{experts}.{name}"] = convert_moe_packed_tensors(blocks, scales).contiguous()
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     config = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "dtype": "bfloat16"}

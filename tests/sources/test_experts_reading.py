@@ -154,8 +154,11 @@ def without_last_expert(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def of_another_shape(tensors: dict[str, torch.Tensor]) -> None:
-    without(EXPERT)(tensors)
-    encode(tensors, EXPERT, torch.randn(64, 64, dtype=torch.bfloat16))
+    """A whole expert, whose matrices go with each other."""
+    for projection in ("up", "gate", "down"):
+        name = EXPERT.replace("up_proj", f"{projection}_proj")
+        without(name)(tensors)
+        encode(tensors, name, torch.randn(64, 64, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def of_another_shape(tensors: dict[str, torch.Tensor]) -> None:
     [
         (without(EXPERT), r"layers\.0\.mlp\.experts: expert 2 has no up_proj\.weight"),
         (without_last_expert, r"layers\.1\.mlp\.experts: expert 3 has no \w+\.weight"),
-        (of_another_shape, r"experts\.2\.up_proj\.weight: BF16 \[64, 64\], but .*0\.up_proj"),
+        (of_another_shape, r"experts\.2\.\w+\.weight: BF16 \[64, 64\], but .*0\.\w+_proj"),
     ],
     ids=["one matrix missing", "last expert missing", "another shape"],
 )
@@ -182,7 +185,7 @@ def test_experts_that_cannot_be_stacked_are_refused(mixtures, tmp_path, change, 
     [
         (without(EXPERT), r"2\.up_proj\.weight is missing: of 4 experts of this layer 3 have it"),
         (without_last_expert, r"experts\.3\.\w+\.weight is missing: of 4 experts"),
-        (of_another_shape, r"experts\.2\.up_proj\.weight is \[64, 64\], but .*0\.up_proj"),
+        (of_another_shape, r"experts\.2\.\w+\.weight is \[64, 64\], but .*0\.\w+_proj"),
     ],
     ids=["one matrix missing", "last expert missing", "another shape"],
 )
