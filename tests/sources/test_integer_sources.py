@@ -586,7 +586,7 @@ def test_evaluate_says_what_to_give_instead(tmp_path: Path):
     """transformers loads no GPTQ without a package that the tests do not install."""
     source, decoded = write(tmp_path / "source", gptq, GPTQ)
     np.save(tmp_path / "ids.npy", np.arange(256, dtype=np.int32) % 96)
-    said = r"source: transformers cannot load it: .+; `nf4conv dequantize` makes a 16-bit model"
+    said = r"source: transformers cannot load it: .+ `nf4conv dequantize` makes a 16-bit model"
     with pytest.raises(SourceError, match=said):
         evaluated(write_plain(tmp_path / "plain", decoded), source, text=tmp_path / "ids.npy")
 
