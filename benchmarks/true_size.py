@@ -36,7 +36,7 @@ from nf4conv.commands.dequantize import dry_run
 from nf4conv.options import DequantizeOptions
 from nf4conv.run.device.on_torch import reading
 from nf4conv.sources.remote import hub
-from nf4conv.sources.remote.contents import RemoteFile
+from nf4conv.sources.remote.repository import RemoteFile
 from nf4conv.system.files import _SharedDescriptor
 from nf4conv.system.machine import peak_resident
 
