@@ -93,12 +93,15 @@ class Layout:  # no tuple, which Triton would take apart
     group: int = 0
 
 
-LAYOUTS: Final = {
+_WITHOUT_GROUPS: Final = {
     "Q4_0": Layout(0, Fields(2, 4, 16), center=8),
     "Q4_1": Layout(0, Fields(4, 4, 16), has_minimum=True),
     "Q5_0": Layout(0, Fields(6, 4, 16), Fields(2, 1, 1), center=16),
     "Q5_1": Layout(0, Fields(8, 4, 16), Fields(4, 1, 1), has_minimum=True),
     "Q8_0": Layout(0, Fields(2, 8, 32)),
+}
+
+_WITH_GROUPS: Final = {
     "Q2_K": Layout(80, Fields(16, 2, 32), has_minimum=True, kind=NIBBLES, first=0, group=16),
     "Q3_K": Layout(
         108, Fields(32, 2, 32), Fields(0, 1, 32), center=4, kind=SPLIT, first=96, group=16
@@ -111,6 +114,8 @@ LAYOUTS: Final = {
         208, Fields(0, 4, 64), Fields(128, 2, 32), center=32, kind=SIGNED, first=192, group=16
     ),
 }
+
+LAYOUTS: Final = {**_WITHOUT_GROUPS, **_WITH_GROUPS}
 """The layouts of the types that nf4conv decodes itself, by ggml-common.h and ggml-quants.c in
 llama.cpp.
 """

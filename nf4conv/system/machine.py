@@ -48,14 +48,6 @@ def c_library() -> ctypes.CDLL:
         return ctypes.CDLL("msvcrt")
 
 
-def windows_library(name: str) -> ctypes.CDLL:
-    """Returns a library of Windows, such as "kernel32".
-
-    On 64 bits all calls of Windows are called as those of C are.
-    """
-    return ctypes.CDLL(name)
-
-
 def cuda_driver() -> ctypes.CDLL:
     """Returns the library of the CUDA driver."""
     return ctypes.CDLL(CUDA_DRIVER)
@@ -122,7 +114,7 @@ def total_memory() -> int:
     """Returns the bytes of this machine's memory."""
     if IS_POSIX:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(_memory_status().total_physical)
+    return _memory_of_windows()[1]
 
 
 def available_memory() -> int:
@@ -132,7 +124,7 @@ def available_memory() -> int:
     macOS, which does not tell, all of the machine's memory.
     """
     if not IS_POSIX:
-        return int(_memory_status().free_physical)
+        return _memory_of_windows()[2]
     found = _number_in(Path("/proc/meminfo"), "MemAvailable:")
     free = total_memory() if found is None else found * 1024
     folder = Path("/sys/fs/cgroup")
@@ -168,7 +160,7 @@ def _number_in(file: Path, name: str) -> int | None:
 def peak_resident() -> int:
     """Returns the most bytes of memory that this process has used so far."""
     if not IS_POSIX:
-        return int(_counters().peak_working_set)
+        return _process_of_windows()[1]
     # getrusage would do, but on Linux its figure includes what the parent held when it started this
     # process
     found = _status("VmHWM")
@@ -185,7 +177,7 @@ def resident() -> int:
     On macOS, which does not tell, the most that it has used so far.
     """
     if not IS_POSIX:
-        return int(_counters().working_set)
+        return _process_of_windows()[2]
     found = _status("VmRSS")
     return peak_resident() if found is None else found
 
@@ -196,56 +188,20 @@ def _status(name: str) -> int | None:
     return None if found is None else found * 1024
 
 
-class _MemoryStatus(ctypes.Structure):
-    """MEMORYSTATUSEX of Windows."""
-
-    _fields_ = (
-        ("size", ctypes.c_uint32),
-        ("load", ctypes.c_uint32),
-        ("total_physical", ctypes.c_uint64),
-        ("free_physical", ctypes.c_uint64),
-        ("total_page_file", ctypes.c_uint64),
-        ("free_page_file", ctypes.c_uint64),
-        ("total_virtual", ctypes.c_uint64),
-        ("free_virtual", ctypes.c_uint64),
-        ("free_extended_virtual", ctypes.c_uint64),
-    )
+def _memory_of_windows() -> "ctypes.Array[ctypes.c_uint64]":
+    """Returns MEMORYSTATUSEX in words of 64 bits: size, all memory, free memory and more."""
+    words = (ctypes.c_uint64 * 8)(64)
+    ctypes.CDLL("kernel32").GlobalMemoryStatusEx(ctypes.byref(words))
+    return words
 
 
-def _memory_status() -> _MemoryStatus:
-    """Returns what Windows tells of the machine's memory."""
-    status = _MemoryStatus()
-    status.size = ctypes.sizeof(status)
-    windows_library("kernel32").GlobalMemoryStatusEx(ctypes.byref(status))
-    return status
-
-
-class _MemoryCounters(ctypes.Structure):
-    """PROCESS_MEMORY_COUNTERS of Windows."""
-
-    _fields_ = (
-        ("size", ctypes.c_uint32),
-        ("page_faults", ctypes.c_uint32),
-        ("peak_working_set", ctypes.c_size_t),
-        ("working_set", ctypes.c_size_t),
-        ("peak_paged_pool", ctypes.c_size_t),
-        ("paged_pool", ctypes.c_size_t),
-        ("peak_non_paged_pool", ctypes.c_size_t),
-        ("non_paged_pool", ctypes.c_size_t),
-        ("page_file", ctypes.c_size_t),
-        ("peak_page_file", ctypes.c_size_t),
-    )
-
-
-def _counters() -> _MemoryCounters:
-    """Returns what Windows counts of this process's memory."""
-    counters = _MemoryCounters()
-    counters.size = ctypes.sizeof(counters)
-    kernel32 = windows_library("kernel32")
+def _process_of_windows() -> "ctypes.Array[ctypes.c_uint64]":
+    """Returns PROCESS_MEMORY_COUNTERS in words of 64 bits: size, peak, memory now and more."""
+    words = (ctypes.c_uint64 * 9)(72)
     # the handle that stands for this process, whatever its number
     this_process = ctypes.c_void_p(-1)
-    kernel32.K32GetProcessMemoryInfo(this_process, ctypes.byref(counters), counters.size)
-    return counters
+    ctypes.CDLL("kernel32").K32GetProcessMemoryInfo(this_process, ctypes.byref(words), 72)
+    return words
 
 
 @contextmanager

@@ -37,14 +37,15 @@ class Kernel32:
     """Plays the library of Windows that counts memory."""
 
     def K32GetProcessMemoryInfo(self, _process: object, counters: Any, size: int) -> int:  # noqa: N802
-        assert size == ctypes.sizeof(counters._obj) == 72
-        counters._obj.peak_working_set = PEAK()
-        counters._obj.working_set = PEAK() - 1
+        words = counters._obj
+        assert size == ctypes.sizeof(words) == words[0] == 72
+        words[1], words[2] = PEAK(), PEAK() - 1
         return 1
 
     def GlobalMemoryStatusEx(self, status: Any) -> int:  # noqa: N802
-        assert status._obj.size == ctypes.sizeof(status._obj) == 64
-        status._obj.total_physical = 2**34
+        words = status._obj
+        assert ctypes.sizeof(words) == words[0] == 64
+        words[1] = words[2] = 2**34
         return 1
 
 
