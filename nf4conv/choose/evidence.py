@@ -15,13 +15,15 @@ from nf4conv.models.families import families_of, is_transposed
 from nf4conv.models.family_table import READ_DIRECTLY, Family
 from nf4conv.models.module_names import is_multimodal, module_of
 from nf4conv.models.name_patterns import (
+    EXPERT,
     FLOAT32,
     HEAD,
+    LANGUAGE_LAYER,
+    NUMBERED,
+    PREDICTION_LAYER,
     ROUTER,
     is_embedding,
     is_in_tower,
-    is_numbered,
-    place_below,
 )
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
@@ -154,7 +156,7 @@ class Evidence:
             return reason
         if self._is_linear_by_family(module):
             return None
-        if any(family.only_blocks for family in self.families) and not is_numbered(module):
+        if any(family.only_blocks for family in self.families) and not NUMBERED.search(module):
             # A proj_out at the top is packed if blocks have a proj_out, too: the skip list could
             # not name it without naming theirs. It may have few rows. Only bitsandbytes' kernels
             # for CPUs cannot take these, and diffusers needs a GPU.
@@ -170,14 +172,14 @@ class Evidence:
 
     def _why_no_layer(self, module: str, shape: tuple[int, ...]) -> Why | str | None:
         """Returns why a matrix is no layer between the model's input and its output."""
-        parent, _, leaf = module.rpartition(".")
-        if is_embedding(leaf):
+        if is_embedding(module.rpartition(".")[2]):
             return "an input embedding"
-        place = place_below(parent)
-        if not place.is_numbered and (HEAD.search(module) or shape[0] in self.vocab_sizes):
+        may_be_head = HEAD.search(module) or shape[0] in self.vocab_sizes
+        if may_be_head and not NUMBERED.search(module):
             return Why.HEAD
-        is_beyond = place.language_layer is not None and 0 < self.layers <= place.language_layer
-        if place.is_prediction_layer or is_beyond:
+        layer = LANGUAGE_LAYER.match(module)
+        is_beyond = layer is not None and 0 < self.layers <= int(layer[1])
+        if is_beyond or PREDICTION_LAYER.search(module):
             return "a layer beyond the model's, for predicting several tokens"
         return None
 
@@ -185,9 +187,9 @@ class Evidence:
         """Returns why a matrix inside a layer has to stay unpacked."""
         if ROUTER.search(module):
             return Why.ROUTER
-        parent, _, leaf = module.rpartition(".")
-        if not experts and place_below(parent).is_expert:
+        if not experts and EXPERT.search(module):
             return Why.EXPERT
+        parent, _, leaf = module.rpartition(".")
         if leaf == "weights_proj":
             return READ_DIRECTLY  # by the indexer of sparse attention
         if leaf in ("x_proj", "dt_proj", "out_proj") and f"{parent}.D" in self.shapes:
@@ -209,7 +211,7 @@ class Evidence:
             return None
         if bias is not None:
             return f"its bias has shape {list(bias)}"
-        if not is_numbered(module):
+        if not NUMBERED.search(module):
             return "outside the layers and without a bias"
         return None
 
@@ -250,7 +252,7 @@ def _names_in_blocks(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         if len(shape) != 2 or not name.endswith(".weight"):
             continue
         module = module_of(name)
-        if is_numbered(module):
+        if NUMBERED.search(module):
             names.update(module.split("."))
     return names
 

@@ -1,14 +1,13 @@
 """Chooses everything about the quantization of one checkpoint: what is packed, how, what stays."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from nf4conv.choose.decisions import Keep, Pack, Selection
-from nf4conv.choose.selection import demote, select
+from nf4conv.choose.decisions import Pack, Selection
+from nf4conv.choose.selection import select
 from nf4conv.choose.unchanged import common_format, weights_that_stay
 from nf4conv.errors import PlanError
-from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES
+from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import DTYPES, QuantizeOptions
@@ -33,10 +32,11 @@ class Choice:
 def choose(source: Source, options: QuantizeOptions) -> Choice:
     """Chooses what is packed, in which format, and what stays as it is."""
     config = source.config or {}
-    selection = select(source.tensors, config, options)
-    dtype = _choose_dtype(source, selection, options)
+    dtype = options.dtype or _dtype_of_source(source)
     format = choose_format(source, dtype, options)
-    selection = _without_odd_sizes(source, selection, format)
+    selection = select(source.tensors, config, options, format=format)
+    if options.dtype is None:
+        _check_float64(source, selection)
     unchanged = weights_that_stay(source, selection.decisions, format, options)
     return Choice(selection, format, unchanged)
 
@@ -64,25 +64,26 @@ def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -
     )
 
 
-def _choose_dtype(source: Source, selection: Selection, options: QuantizeOptions) -> str:
+def _dtype_of_source(source: Source) -> str:
     """Returns the dtype that weights are cast to before packing, and that others are stored in."""
-    if options.dtype is not None:
-        return options.dtype
-    choices = ", ".join(DTYPES)
     dtype = checkpoint_dtype(source.config or {}) or dominant_dtype(source.tensors)
     if dtype not in DTYPES:
         raise PlanError(
             f"{source.folder}/config.json: {dtype} is not a dtype that can be packed; "
-            f"give --dtype {choices}"
+            f"give --dtype {', '.join(DTYPES)}"
         )
+    return dtype
+
+
+def _check_float64(source: Source, selection: Selection) -> None:
+    """Raises a PlanError if a weight in float64 is to be packed."""
     for tensor in source.tensors:
         if tensor.dtype == "F64" and isinstance(selection.decisions[tensor.name], Pack):
             raise PlanError.about(
                 tensor.file,
                 tensor.name,
-                f"float64 cannot be packed; say what to cast it to: --dtype {choices}",
+                f"float64 cannot be packed; say what to cast it to: --dtype {', '.join(DTYPES)}",
             )
-    return dtype
 
 
 def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:
@@ -94,26 +95,3 @@ def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:
     if not sizes:
         return "float32"
     return DTYPE_NAMES[max(sizes, key=sizes.__getitem__)]
-
-
-def _without_odd_sizes(source: Source, selection: Selection, format: Format) -> Selection:
-    """Keeps the weights whose packed bytes do not divide into elements of the storage dtype."""
-    size = DTYPE_BITS[format.storage_tag] // 8
-    if size == 1:
-        return selection
-    odd = [name for name, decision in selection.decisions.items() if _is_odd(decision, size)]
-    if not odd:
-        return selection
-    why = f"its packed bytes do not divide into {format.quant_storage}"
-    return demote(selection, odd, source.tensors, source.config or {}, why)
-
-
-def _is_odd(decision: Pack | Keep, size: int) -> bool:
-    """Returns True if a packed weight's bytes do not divide into elements of this many bytes."""
-    if isinstance(decision, Keep):
-        return False
-    for matrix in decision.matrices:
-        packed_bytes = -(-math.prod(matrix.shape) // 2)
-        if packed_bytes % size:
-            return True
-    return False

@@ -6,7 +6,7 @@ module as skipped: that always loads.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Final
@@ -17,8 +17,9 @@ from nf4conv.choose.evidence import FEWEST_ROWS, Evidence, Why
 from nf4conv.choose.experts import Experts, alike_in_layers, check_layout, readers_of
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import FLOAT_DTYPES
+from nf4conv.format.layout import Format
 from nf4conv.format.units import size
-from nf4conv.models.families import families_of, is_transposed
+from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
 from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
@@ -47,8 +48,9 @@ def select(
     options: QuantizeOptions,
     *,
     packs_towers: bool = False,
+    format: Format | None = None,
 ) -> Selection:
-    """Decides for every tensor of a checkpoint.
+    """Decides for every tensor of a checkpoint; what `format` cannot hold is kept.
 
     Globs of the user add to the rules; they replace none of them.
     """
@@ -68,6 +70,9 @@ def select(
             decision = _decide_stack(tensor, evidence, experts, moe, unwanted)
             if decision is None:
                 decision = _decide(tensor, evidence, options, moe, unwanted, packs_towers)
+            shapes = [matrix.shape for matrix in _matrices_of(decision)]
+            if format is not None and not all(map(format.holds, shapes)):
+                decision = _kept_whole(tensor, evidence, experts, format.quant_storage)
             known[kind] = decision
         elif isinstance(decision, Pack):
             # another of many experts, each of which becomes one whole matrix
@@ -85,29 +90,6 @@ def select(
             f"{readers.text}; --moe portable keeps them in 16 bits, which loads everywhere"
         )
     return with_skip_list(decisions, names, notes)
-
-
-def demote(
-    selection: Selection,
-    names: Iterable[str],
-    tensors: Sequence[TensorInfo],
-    config: Mapping[str, Any],
-    why: str,
-) -> Selection:
-    """Decides again with some tensors kept that were to be packed.
-
-    The other experts of the same layers are kept with them.
-    """
-    decisions = dict(selection.decisions)
-    experts = Experts.gather(tensors, config)
-    has_linear_experts = any(family.splits_experts for family in families_of(config))
-    for name in names:
-        packed = [matrix.name for matrix in _matrices_of(decisions[name])]
-        if packed != [name] and (has_linear_experts or name not in experts.stacks):
-            raise PlanError(f"{name}: {why}, but it cannot be kept in 16 bits on its own")
-        decisions[name] = Keep(why, is_linear=name not in experts.stacks)
-    decisions = alike_in_layers(decisions, experts)
-    return with_skip_list(decisions, ModuleNames.of(config), selection.notes)
 
 
 def with_skip_list(
@@ -230,6 +212,17 @@ def _decide_stack(
     if matrices[0].shape[0] < FEWEST_ROWS:
         return Keep(Why.FEW_ROWS)
     return Pack(matrices, "experts, taken out of their stack")
+
+
+def _kept_whole(
+    tensor: TensorInfo, evidence: Evidence, experts: Experts, quant_storage: str
+) -> Keep:
+    """Decides for a tensor of which a format cannot hold what would be packed."""
+    why = f"its packed bytes do not divide into {quant_storage}"
+    is_stack = tensor.name in experts.stacks
+    if is_stack and any(family.splits_experts for family in evidence.families):
+        raise PlanError(f"{tensor.name}: {why}, but it cannot be kept in 16 bits on its own")
+    return Keep(why, is_linear=not is_stack)
 
 
 def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:

@@ -97,6 +97,11 @@ class Format:
         """Safetensors' tag of quant_storage."""
         return next(tag for tag, name in STORAGE_DTYPES.items() if name == self.quant_storage)
 
+    def holds(self, shape: Sequence[int]) -> bool:
+        """Returns True if the packed bytes of a weight divide into elements of quant_storage."""
+        packed_bytes = -(-math.prod(shape) // 2)
+        return 8 * packed_bytes % DTYPE_BITS[self.storage_tag] == 0
+
     def decodes_like(self, other: "Format") -> bool:
         """Returns True if codes and scales of both formats are decoded in the same way; dtypes may
         differ.

@@ -5,7 +5,6 @@ A module's path on disk is a tensor's name without ".weight", and its leaf the l
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
@@ -133,51 +132,24 @@ FLOAT32: Final = re.compile(_any_of(_FLOAT32))
 """Found in the name of a tensor that models keep in float32."""
 
 NUMBERED: Final = re.compile(r"\.\d+\.")
+"""Found in the path of a module that is below something numbered, as everything in a layer is."""
+
 LANGUAGE_LAYER: Final = re.compile(
     r"^(?:model\.|language_model\.model\.|model\.language_model\.)layers\.(\d+)\."
 )
+"""Matches the path of a module in a layer of the language model; group 1 is its number."""
+
 PREDICTION_LAYER: Final = re.compile(r"(^|\.)(mtp\w*|nextn\w*)\.")
+"""Found in the path of a module in a layer that predicts tokens beyond the next one."""
+
 EXPERT: Final = re.compile(r"(^|\.)experts\.\d+\.")
+"""Found in the path of a module in a single expert."""
 
 
 @lru_cache(maxsize=1024)
 def is_embedding(leaf: str) -> bool:
     """Returns True if a module is an embedding, by the last part of its path."""
     return EMBEDDING.match(leaf) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Describes where a module stands, by the path above it."""
-
-    is_numbered: bool  # below something numbered, as the layers are
-    language_layer: int | None  # the number of the language model's layer; None outside of them
-    is_prediction_layer: bool  # in a layer that predicts tokens beyond the next one
-    is_expert: bool  # in a single expert
-
-
-@lru_cache(maxsize=4096)
-def place_below(parent: str) -> Place:
-    """Returns the place of the modules directly below a path; of those at the top, below "".
-
-    Places are cached: a checkpoint may have 100,000 modules, which come in groups below one parent.
-    """
-    above = f"{parent}." if parent else ""
-    found = LANGUAGE_LAYER.match(above)
-    layer = None
-    if found:
-        layer = int(found[1])
-    return Place(
-        is_numbered=NUMBERED.search(above) is not None,
-        language_layer=layer,
-        is_prediction_layer=PREDICTION_LAYER.search(above) is not None,
-        is_expert=EXPERT.search(above) is not None,
-    )
-
-
-def is_numbered(module: str) -> bool:
-    """Returns True if a module is below something numbered, as everything in a layer is."""
-    return place_below(module.rpartition(".")[0]).is_numbered
 
 
 def is_in_tower(module: str) -> bool:
