@@ -21,7 +21,6 @@ from nf4conv.format.layout import has_components
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
-from nf4conv.plan.jobs import Plan, source_files
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import summed
 from nf4conv.plan.writing import WritingPlan
@@ -73,18 +72,17 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
         tensors=tuple(rows),
         config=plan.config,
         gpu_bytes=gpu_bytes(totals.bytes_after) if is_packing else None,
-        reading_seconds=_reading_seconds([one.output for one in plans]),
+        reading_seconds=_reading_seconds(plans),
         notes=(*plan.notes, *unusual(treated)),
     )
 
 
-def _reading_seconds(outputs: Sequence[Plan]) -> float | None:
+def _reading_seconds(plans: Sequence[WritingPlan]) -> float | None:
     """Estimates how long the source is read, by how fast some of it is read now."""
-    files = set().union(*(source_files(output.shards) for output in outputs))
-    speed = reading_speed(files)
+    speed = reading_speed([file for plan in plans for file in plan.source.files])
     if speed is None:
         return None
-    return sum(output.bytes_to_read for output in outputs) / speed
+    return sum(plan.output.bytes_to_read for plan in plans) / speed
 
 
 def tell_what_is_read(

@@ -7,8 +7,9 @@ decimals of nested_offset vary in number. So each shard holds
     tensors of 8-, 4-, 2- and 1-byte elements, in that order: everything is aligned without a hole
     the JSON blobs, packed tight when all their lengths are known
 
-Within an alignment, tensors of one kind stand together in the order of the jobs. So the outputs of
-neighbouring small tensors are neighbours too, and can be written together.
+Within an alignment, copies come first, and then one component of all weights after the other, by
+its suffix. So the outputs of neighbouring small tensors are neighbours too, and can be written
+together.
 """
 
 import json
@@ -25,7 +26,6 @@ from nf4conv.plan.jobs import (
     ALIGNMENTS,
     CopyJob,
     Job,
-    Kind,
     PackJob,
     Plan,
     Shard,
@@ -171,25 +171,26 @@ def _place(name: str, content: _Content) -> Shard:
 
 def place(jobs: Sequence[Job]) -> int:
     """Gives every tensor of a shard its offset, and returns the bytes of all but JSON blobs."""
-    copies: defaultdict[Kind, list[CopyJob]] = defaultdict(list)
+    copies: defaultdict[int, list[CopyJob]] = defaultdict(list)  # by alignment
     packed: list[PackJob] = []
     for job in jobs:
         if isinstance(job, CopyJob):
-            copies[Kind(-ALIGNMENTS[job.dtype], "copy", 0)].append(job)
+            copies[ALIGNMENTS[job.dtype]].append(job)
         else:
             packed.append(job)
-            job.offsets = [0] * len(job.footprint.kinds)
-    kinds = list(copies)
-    if packed:
-        kinds += packed[0].footprint.kinds  # those of all weights, for they share a format
+            job.offsets = [0] * (len(job.components) - 1)
+    # those of all weights, for they share a format
+    components = packed[0].components[:-1] if packed else ()
+    numbers = sorted(range(len(components)), key=lambda number: components[number].suffix)
     position = 0
-    for kind in sorted(kinds):
-        if kind in copies:
-            for copy in copies[kind]:
-                copy.offset = position
-                position += copy.nbytes
-        else:
+    for alignment in (8, 4, 2, 1):
+        for copy in copies[alignment]:
+            copy.offset = position
+            position += copy.nbytes
+        for number in numbers:
+            if ALIGNMENTS[components[number].dtype] != alignment:
+                continue
             for job in packed:
-                job.offsets[kind.component] = position
-                position += job.footprint.sizes[kind.component]
+                job.offsets[number] = position
+                position += job.footprint.sizes[number]
     return position

@@ -51,10 +51,6 @@ class DiffusersPlan(Generic[PlanT]):
         return add_totals([plan.totals() for plan in self.submodels.values()])
 
     @property
-    def calibration(self) -> None:
-        """Returns None: no submodel is calibrated."""
-
-    @property
     def config(self) -> dict[str, Any]:
         """Returns the config of each submodel, by its name."""
         return {name: plan.config for name, plan in self.submodels.items()}

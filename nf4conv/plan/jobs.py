@@ -24,17 +24,6 @@ ALIGNMENTS: Final = {dtype: max(bits // 8, 1) for dtype, bits in DTYPE_BITS.item
 _ENTRY_SYNTAX: Final = len(',:{"dtype":"","shape":[],"data_offsets":[,]}')
 
 
-class Kind(NamedTuple):
-    """Says which tensors of a shard stand together. Kinds sort as they follow each other there."""
-
-    # negative, so that the largest alignment comes first
-    negative_alignment: int
-    # "copy", or "packed" and the suffix of the component
-    name: str
-    # place of the component among those of its weight; 0 for a copy
-    component: int
-
-
 class Footprint(NamedTuple):
     """Says what a weight of one shape takes in the output.
 
@@ -45,8 +34,6 @@ class Footprint(NamedTuple):
     components: tuple[Component, ...]
     # bytes of each
     sizes: tuple[int, ...]
-    # kind of each but the blob
-    kinds: tuple[Kind, ...]
     # bytes of all
     total: int
     # the most bytes that they take in a header, without their names
@@ -58,13 +45,10 @@ def footprint(format: Format, shape: tuple[int, ...]) -> Footprint:
     """Computes what a weight of this shape takes when it is packed in this format."""
     parts = components(format, shape)
     sizes = tuple(part.nbytes for part in parts)
-    kinds = []
-    for place, part in enumerate(parts[:-1]):
-        kinds.append(Kind(-ALIGNMENTS[part.dtype], f"packed {part.suffix}", place))
     header = 0
     for part in parts:
         header += 1 + len(part.suffix) + entry_size(part.dtype, part.shape)
-    return Footprint(parts, sizes, tuple(kinds), sum(sizes), header)
+    return Footprint(parts, sizes, sum(sizes), header)
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from nf4conv.errors import SourceError
 from nf4conv.models.experts import ROUTER_OF_UNSLOTH, single_expert, stack_name
 from nf4conv.models.families import experts_in, is_gpt_oss, stacked_layouts
-from nf4conv.models.family_table import ExpertLayout
+from nf4conv.models.family_table import ExpertLayout, ExpertStack
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.tensors import TensorInfo
 
@@ -20,11 +20,8 @@ class _Stack(NamedTuple):
     """A tensor that is to be put together."""
 
     name: str  # in the result
-    projections: tuple[str, ...]  # those that it fuses
-    leaf: str  # "weight" or "bias"
-    is_transposed: bool = False
-    is_interleaved: bool = False
-    is_flat: bool = False
+    kind: ExpertStack  # how the experts lie in it
+    leaf: str = "weight"  # or "bias"
 
 
 @dataclass
@@ -37,7 +34,7 @@ class _Layer:
 
     def has(self, stack: _Stack) -> bool:
         """Returns True if the layer has any of the matrices of a stack."""
-        return any((name, stack.leaf) in self.tensors for name in stack.projections)
+        return any((name, stack.leaf) in self.tensors for name in stack.kind.projections)
 
 
 def join_experts(
@@ -99,7 +96,8 @@ def _stacks_of(
             name = f"{layer.experts}.{projection}"
             if leaf == "bias":
                 name += "_bias"
-            yield _Stack(name, (projection,), leaf, is_transposed=leaf == "weight")
+            kind = ExpertStack("", "", (projection,), is_transposed=leaf == "weight")
+            yield _Stack(name, kind, leaf)
         return
     for layout in layouts:
         found = []
@@ -107,8 +105,7 @@ def _stacks_of(
             stacked_as = stack_name(layer.experts, kind, layout)
             if stacked_as is None:
                 continue
-            flags = (kind.is_transposed, kind.is_interleaved, kind.is_flat)
-            stack = _Stack(stacked_as, kind.projections, "weight", *flags)
+            stack = _Stack(stacked_as, kind)
             if layer.has(stack):
                 found.append(stack)
         if found:
@@ -120,7 +117,7 @@ def _matrices(
     layer: _Layer, stack: _Stack, config: Mapping[str, Any]
 ) -> list[tuple[TensorInfo, ...]]:
     """Returns the matrices of each expert that a stack is put together from."""
-    found = [layer.tensors.get((name, stack.leaf), {}) for name in stack.projections]
+    found = [layer.tensors.get((name, stack.leaf), {}) for name in stack.kind.projections]
     count = max(max(matrices, default=-1) for matrices in found) + 1
     numbers = experts_in(config)
     if len(numbers) == 1:
@@ -128,7 +125,7 @@ def _matrices(
     experts = []
     for number in range(count):
         projections = []
-        for name, matrices in zip(stack.projections, found, strict=True):
+        for name, matrices in zip(stack.kind.projections, found, strict=True):
             matrix = matrices.get(number)
             if matrix is None:
                 raise SourceError(
@@ -159,10 +156,10 @@ def _check_alike(layer: _Layer, stack: _Stack, experts: Sequence[tuple[TensorInf
     inputs = {matrix.shape[1:] for matrix in first}
     heights = {matrix.shape[0] for matrix in first if matrix.shape}
     fits = len(inputs) == 1 and all(len(matrix.shape) == dimensions for matrix in first)
-    if not fits or (stack.is_interleaved and len(heights) > 1):
+    if not fits or (stack.kind.is_interleaved and len(heights) > 1):
         shapes = " and ".join(str(list(matrix.shape)) for matrix in first)
         raise SourceError(
-            f"{first[0].file}: {layer.experts}: {' and '.join(stack.projections)} of {shapes} "
+            f"{first[0].file}: {layer.experts}: {' and '.join(stack.kind.projections)} of {shapes} "
             f"cannot be stacked"
         )
 
@@ -172,13 +169,13 @@ def _stacked(stack: _Stack, experts: Sequence[tuple[TensorInfo, ...]]) -> Tensor
     first = experts[0][0]
     height = sum(matrix.shape[0] for matrix in experts[0])
     shape = (height, *first.shape[1:])
-    if stack.is_transposed:
+    if stack.kind.is_transposed:
         shape = shape[::-1]
-    if stack.is_flat:
+    if stack.kind.is_flat:
         shape = (len(experts) * shape[0], *shape[1:])
     else:
         shape = (len(experts), *shape)
-    encoding = StackedExperts(tuple(experts), stack.is_transposed, stack.is_interleaved)
+    encoding = StackedExperts(tuple(experts), stack.kind.is_transposed, stack.kind.is_interleaved)
     return first._replace(name=stack.name, shape=shape, encoding=encoding)
 
 

@@ -11,32 +11,13 @@ import threading
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from nf4conv.system.machine import IS_POSIX
 
 # a descriptor is not inherited by other programs, and bytes are not changed as if they were text
 _PLAIN: Final = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _BLOCK: Final = 512  # bytes; st_blocks counts in it, whatever the blocks of the disk are
-
-
-class PositionedFile(Protocol):
-    """An open file that any thread may read and write at any position."""
-
-    def read(self, buffer: memoryview, position: int) -> int:
-        """Reads bytes into a buffer, perhaps fewer than fit; returns how many, 0 at the end."""
-
-    def write(self, data: memoryview, position: int) -> int:
-        """Writes bytes from a position on, perhaps not all; returns how many."""
-
-    def truncate(self, size: int) -> None:
-        """Makes the file so many bytes long; what is new is zero."""
-
-    def sync(self) -> None:
-        """Waits until the disk has all that was written, by whichever thread."""
-
-    def close(self) -> None:
-        """Closes the file; no thread may be using it. Does nothing the second time."""
 
 
 class _SharedDescriptor:
@@ -46,25 +27,33 @@ class _SharedDescriptor:
         self._descriptor = descriptor
 
     def read(self, buffer: memoryview, position: int) -> int:
+        """Reads bytes into a buffer, perhaps fewer than fit; returns how many, 0 at the end."""
         return os.preadv(self._descriptor, [buffer], position)
 
     def write(self, data: memoryview, position: int) -> int:
+        """Writes bytes from a position on, perhaps not all; returns how many."""
         return os.pwrite(self._descriptor, data, position)
 
     def truncate(self, size: int) -> None:
+        """Makes the file so many bytes long; what is new is zero."""
         os.ftruncate(self._descriptor, size)
 
     def sync(self) -> None:
+        """Waits until the disk has all that was written, by whichever thread."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
+        """Closes the file; no thread may be using it. Does nothing the second time."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class _HandleOfEachThread:
-    """Opens the file once for each thread that uses it, and moves the position of its handle."""
+    """Opens the file once for each thread that uses it, and moves the position of its handle.
+
+    Its methods are those of _SharedDescriptor.
+    """
 
     def __init__(self, path: Path, mode: str, first: FileIO) -> None:
         # a relative path would change its meaning with the working directory
@@ -107,6 +96,10 @@ class _HandleOfEachThread:
             for handle in self._handles:
                 handle.close()
             self._handles.clear()
+
+
+PositionedFile: TypeAlias = _SharedDescriptor | _HandleOfEachThread
+"""An open file that any thread may read and write at any position."""
 
 
 def open_to_read(path: Path) -> PositionedFile:
