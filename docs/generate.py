@@ -29,8 +29,7 @@ RESULTS: Final = {
     nf4conv.QuantizeReport: "`quantize`",
     nf4conv.DequantizeReport: "`dequantize`",
     nf4conv.VerifyReport: "`verify`",
-    nf4conv.Evaluation: "`evaluate`",
-    nf4conv.Evaluations: "`evaluate` of several",
+    nf4conv.Evaluations: "`evaluate`",
     nf4conv.Inspection: "`inspect`",
     nf4conv.Environment: "`env`",
 }

@@ -326,8 +326,9 @@ def test_evaluate(tmp_path: Path):
         *("evaluate", tmp_path / "out", "--source", tmp_path / "decoded"),
         *("--text", tmp_path / "ids.npy", "--device", "cpu"),
     )
-    assert report["figures"]["agreement"] == 1
-    assert abs(report["figures"]["kl"]) < 1e-6
+    figures = report["evaluations"][0]["figures"]
+    assert figures["agreement"] == 1
+    assert abs(figures["kl"]) < 1e-6
 
 
 def test_evaluate_says_what_it_needs(packed: Path, monkeypatch: pytest.MonkeyPatch):

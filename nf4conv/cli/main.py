@@ -184,8 +184,7 @@ def evaluate(outs: tuple[str, ...], **values: Any) -> None:
     display, given = begin(EvaluateOptions, values, values["source"])
     with display.progress() as progress:
         found = nf4conv.evaluate(outs, **given, progress=progress)
-    result = found.evaluations[0] if len(outs) == 1 else found
-    display.show(result, evaluation_lines(found, terminal_width()))
+    display.show(found, evaluation_lines(found, terminal_width()))
     sys.exit(0 if found.passed else 1)
 
 

@@ -95,25 +95,23 @@ def evaluate(outs: str | Path | Sequence[str | Path], options: EvaluateOptions) 
         _require_stored(question, model)
     if question.kind == "encoder" and options.max_kl is not None:
         raise PlanError("--max-kl: an encoder gives no probabilities")
-    figures = _ask_all(question, original, stored, options)
-    bits = _bits_per_weight(stored)
+    found = _ask_all(question, original, stored, options)
     evaluations = []
-    for out, model, found in zip(outs, stored, figures, strict=True):
-        one = Evaluation(
-            out=str(out),
-            source=str(options.source),
-            passed=options.max_kl is None or found["kl"] <= options.max_kl,
-            kind=question.kind,
-            text=question.text,
-            tokens=question.ids.numel(),
-            device=question.device,
-            arithmetic="float32, weights decoded" if question.device == "cpu" else "as loaded",
-            figures=found,
-            bytes=sum(tensor.nbytes for tensor in model.tensors),
-            bits_per_weight=next(bits),
-        )
-        evaluations.append(one)
-    return Evaluations(all(one.passed for one in evaluations), tuple(evaluations))
+    for out, model, figures, bits in zip(
+        outs, stored, found, _bits_per_weight(stored), strict=True
+    ):
+        passed = options.max_kl is None or figures["kl"] <= options.max_kl
+        nbytes = sum(tensor.nbytes for tensor in model.tensors)
+        evaluations.append(Evaluation(str(out), passed, figures, nbytes, bits))
+    return Evaluations(
+        source=str(options.source),
+        kind=question.kind,
+        text=question.text,
+        tokens=question.ids.numel(),
+        device=question.device,
+        arithmetic="float32, weights decoded" if question.device == "cpu" else "as loaded",
+        evaluations=tuple(evaluations),
+    )
 
 
 def _require_folder_of_model(place: str | Path, opened: Source) -> None:

@@ -12,7 +12,6 @@ from nf4conv.declaring import Checked, options_of
 from nf4conv.report.results import (
     DequantizeReport,
     Environment,
-    Evaluation,
     Evaluations,
     Inspection,
     PlanReport,
@@ -29,7 +28,6 @@ Result: TypeAlias = (
     | QuantizeReport
     | DequantizeReport
     | VerifyReport
-    | Evaluation
     | Evaluations
     | Inspection
     | Environment

@@ -481,13 +481,7 @@ class Evaluation:
 
     Attributes:
         out: the model in 4 bits.
-        source: the model that it was made from.
         passed: True if `kl` is at most --max-kl, or if no --max-kl was given.
-        kind: the kind of model: "causal", "masked" or "encoder".
-        text: where the tokens come from.
-        tokens: the number of tokens that both models read.
-        device: the device that both models ran on.
-        arithmetic: the arithmetic that both models used.
         figures: the results by name. An encoder has `cosine` (mean over positions), `cosine_least`
             (the smallest) and `cosine_pooled` (of the mean state of each window). All other models
             have the divergence of the predicted next token in nats as `kl` (mean over positions),
@@ -501,47 +495,41 @@ class Evaluation:
             if there are none.
     """
 
+    out: str
+    passed: bool
+    figures: Mapping[str, float]
+    bytes: int
+    bits_per_weight: float | None
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Describes one or several forms of one model in 4 bits, side by side.
+
+    Attributes:
+        source: the model that they were made from.
+        passed: True if each of them passed.
+        kind: the kind of model: "causal", "masked" or "encoder".
+        text: where the tokens come from.
+        tokens: the number of tokens that all models read.
+        device: the device that all models ran on.
+        arithmetic: the arithmetic that all models used.
+        evaluations: one for each form, in the order in which they were given.
+    """
+
     command: ClassVar[str] = "evaluate"
 
-    out: str
     source: str
-    passed: bool
+    passed: bool = field(init=False)
     kind: str
     text: str
     tokens: int
     device: str
     arithmetic: str
-    figures: Mapping[str, float]
-    bytes: int = 0
-    bits_per_weight: float | None = None
-
-    def rows(self) -> dict[str, str]:
-        """Returns the lines of a table: what was measured, and how, in words and figures."""
-        lines = {}
-        for name, value in self.figures.items():
-            lines[name.replace("_", " ")] = f"{value:.5g}"
-        if self.bits_per_weight is not None:
-            lines["bits per weight"] = f"{self.bits_per_weight:.3f}"
-        lines["size"] = f"{self.bytes / 1e6:,.1f} MB"
-        lines["text"] = f"{self.tokens:,} tokens of {self.text}"
-        lines["run"] = f"on {self.device}, {self.arithmetic}"
-        return lines
-
-
-@dataclass(frozen=True)
-class Evaluations:
-    """Describes several forms of one model in 4 bits, side by side.
-
-    Attributes:
-        passed: True if each of them passed.
-        evaluations: one for each form, in the order in which they were given. All read the same
-            tokens.
-    """
-
-    command: ClassVar[str] = "evaluate"
-
-    passed: bool
     evaluations: tuple[Evaluation, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passed", all(one.passed for one in self.evaluations))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Evaluates one model on the CPU."""
+"""Evaluates models on the CPU."""
 
 from pathlib import Path
 from typing import Any

@@ -13,7 +13,6 @@ from nf4conv.report.page import folder_name
 from nf4conv.report.results import (
     DequantizeReport,
     Environment,
-    Evaluation,
     Evaluations,
     Inspection,
     PlanReport,
@@ -322,8 +321,12 @@ def evaluation_lines(compared: Evaluations, width: int | None) -> Iterator[str]:
     all_forms = compared.evaluations
     first = all_forms[0]
     if len(all_forms) == 1:
-        for name, value in first.rows().items():
-            yield f"{name:<20}{value}"
+        for name, value in first.figures.items():
+            yield f"{name.replace('_', ' '):<20}{value:.5g}"
+        if first.bits_per_weight is not None:
+            yield f"{'bits per weight':<20}{first.bits_per_weight:.3f}"
+        yield f"{'size':<20}{size(first.bytes)}"
+        yield from _evaluated(compared)
         return
     columns = {
         "model": [printable(folder_name(one.out)) for one in all_forms],
@@ -353,17 +356,17 @@ def evaluation_lines(compared: Evaluations, width: int | None) -> Iterator[str]:
         }
     yield from table(columns, width)
     yield ""
-    yield from _evaluated(first)
-
-
-def _evaluated(first: Evaluation) -> Iterator[str]:
-    """Yields what is common to several forms of a model."""
     if "perplexity_source" in first.figures:
-        source = printable(folder_name(first.source))
+        source = printable(folder_name(compared.source))
         yield f"{source} itself: perplexity {first.figures['perplexity_source']:.5g}"
         yield "KL in nats a token, ± the 95 % interval of its mean"
-    yield f"{first.tokens:,} tokens of {printable(first.text)}"
-    yield f"on {first.device}, {first.arithmetic}"
+    yield from _evaluated(compared)
+
+
+def _evaluated(compared: Evaluations) -> Iterator[str]:
+    """Yields what all forms of a model read, and how they ran."""
+    yield f"{compared.tokens:,} tokens of {printable(compared.text)}"
+    yield f"on {compared.device}, {compared.arithmetic}"
 
 
 def _ratio(value: float, first: float) -> str:
