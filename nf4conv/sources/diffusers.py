@@ -126,7 +126,7 @@ def _describe(
     """
     index = folder / MODEL_INDEX
     at_top, below = _by_folder(names)
-    files = [path for path in auxiliary_names(at_top, None) if path.name != MODEL_INDEX]
+    files = [path for path in auxiliary_names(at_top) if path.name != MODEL_INDEX]
     submodels: dict[str, SourceOptions] = {}
     for part, value in read_json(index).items():
         # "unet": ["diffusers", "UNet2DConditionModel"]; a part left out is [null, null]
@@ -147,7 +147,7 @@ def _describe(
         else:
             _refuse_weights(folder / part, own, value[1])
             # such as those of a tokenizer
-            copied = {*auxiliary_names(own, None), PurePosixPath("config.json")}
+            copied = {*auxiliary_names(own), PurePosixPath("config.json")}
             files += [PurePosixPath(part, name) for name in own if PurePosixPath(name) in copied]
     if not submodels:
         raise SourceError(f"{index}: no part of this diffusers pipeline has weights", path=index)

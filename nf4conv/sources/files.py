@@ -10,9 +10,9 @@ Hub's cache, of which a snapshot consists: CACHE/models--org--name/snapshots/COM
 CACHE/models--org--name/blobs/HASH.
 """
 
-import json
+import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
@@ -193,8 +193,11 @@ _FOREIGN_FOLDERS: Final = (
 
 _TEMPLATES: Final = "additional_chat_templates"
 
-_MODULES: Final = "modules.json"  # lists the modules of sentence-transformers
-_LARGEST_MODULES: Final = 2**20
+_MODULE: Final = re.compile(r"\d+_\w+")
+"""Names of the folders of sentence-transformers' modules, such as 1_Pooling, beside modules.json.
+
+Some of them hold small weights of their own.
+"""
 
 
 def auxiliary_files(
@@ -206,21 +209,23 @@ def auxiliary_files(
     that do.
     """
     own, others = own_files(folder, root or folder)
-    modules = None
-    if _MODULES in own and (folder / _MODULES).stat().st_size <= _LARGEST_MODULES:
-        modules = (folder / _MODULES).read_bytes()
-    return auxiliary_names(others if strays else own, modules)
+    chosen = auxiliary_names([*own, *others])
+    return tuple(path for path in chosen if (str(path) in others) == strays)
 
 
-def auxiliary_names(names: Iterable[str], modules: bytes | None) -> tuple[PurePosixPath, ...]:
-    """Chooses the files that are copied as they are from a listing of a checkpoint's folder, given
-    the content of modules.json, if there is one. They are sorted.
+def auxiliary_names(names: Collection[str]) -> tuple[PurePosixPath, ...]:
+    """Chooses the files that are copied as they are from a listing of a checkpoint's folder. They
+    are sorted.
     """
-    folders = _module_folders(modules)
+    has_modules = "modules.json" in names
     chosen = []
     for name in names:
         path = PurePosixPath(name)
-        if _is_chosen_below(path, folders) if len(path.parts) > 1 else _is_chosen_at_top(path):
+        if len(path.parts) == 1:
+            is_chosen = _is_chosen_at_top(path)
+        else:
+            is_chosen = _is_chosen_below(path, has_modules=has_modules)
+        if is_chosen:
             chosen.append(path)
     return tuple(sorted(chosen))
 
@@ -234,33 +239,14 @@ def _is_chosen_at_top(path: PurePosixPath) -> bool:
     return not is_index
 
 
-def _is_chosen_below(path: PurePosixPath, modules: frozenset[str]) -> bool:
-    """Returns True for a file in a sub-folder that loaders look for; `modules` are the folders of
-    sentence-transformers modules.
-    """
+def _is_chosen_below(path: PurePosixPath, *, has_modules: bool) -> bool:
+    """Returns True for a file in a sub-folder that loaders look for."""
     top, *_ = folders = path.parts[:-1]
     if any(folder.startswith(".") or folder == "__pycache__" for folder in folders):
         return False
-    if top in modules or top == _TEMPLATES:
+    if top == _TEMPLATES or (has_modules and _MODULE.fullmatch(top)):
         return True
     return path.suffix == ".py" and top not in _FOREIGN_FOLDERS
-
-
-def _module_folders(description: bytes | None) -> frozenset[str]:
-    """Returns the folders of sentence-transformers modules such as 1_Pooling.
-
-    Some of them hold small weights of their own. What modules.json says is only compared with names
-    that are found in the folder.
-    """
-    folders = set()
-    try:
-        for module in json.loads(description or b""):
-            parts = PurePosixPath(module["path"]).parts
-            if parts:
-                folders.add(parts[0])
-    except (ValueError, RecursionError, TypeError, KeyError):
-        return frozenset()
-    return frozenset(folders)
 
 
 _TOKENIZER_FILES: Final = (

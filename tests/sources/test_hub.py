@@ -371,7 +371,7 @@ def test_modules_of_sentence_transformers_come_along(hub: Hub, where: SourceOpti
             "modules.json": modules,
             "2_Dense/config.json": b"{}",
             "2_Dense/model.safetensors": save({"linear.weight": torch.ones(64, 64)}),
-            "3_Other/model.safetensors": b"x" * 3000,
+            "other/model.safetensors": b"x" * 3000,
         },
     )
     assert fetched_names(open_source(REPO, where)) == {

@@ -24,7 +24,6 @@ from nf4conv.sources.files import (
     read_index,
 )
 from nf4conv.sources.places import prefix_of
-from nf4conv.sources.reader import read_small
 from nf4conv.sources.remote.asking import explained
 from nf4conv.sources.remote.repository import RemoteFile, Repository
 
@@ -85,8 +84,7 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     """Fetches what is needed of a repository: weights of one kind, config, files to be copied."""
     if _is_offline(where):
         found = _from_cache(repo, where)
-        small = _small_files(_names_in(found.folder), found.folder / "modules.json")
-        require_content(found.folder, small)
+        require_content(found.folder, _small_files(_names_in(found.folder)))
         return found
     repository = Repository(repo, where)
     prefix = prefix_of(where)
@@ -94,10 +92,7 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     place = f"{repo}/{prefix}".rstrip("/")
     at_top = {name for name in names if "/" not in name}
     weights = find_weights(at_top, where.variant, place)
-    modules = None
-    if "modules.json" in names:
-        modules = repository.fetch_first([f"{prefix}modules.json"]) / prefix / "modules.json"
-    small = _small_files(names, modules)
+    small = _small_files(names)
     if weights.is_index:
         small.add(weights.name)
     root = repository.fetch_first([f"{prefix}{name}" for name in sorted(small)])
@@ -126,10 +121,9 @@ def _names_below(repository: Repository, prefix: str) -> list[str]:
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
-def _small_files(names: Collection[str], modules: Path | None) -> set[str]:
-    """Chooses the files that are read beside the weights, or copied; modules.json names some."""
-    content = read_small(modules) if modules is not None and modules.is_file() else None
-    small = {str(path) for path in auxiliary_names(names, content)}
+def _small_files(names: Collection[str]) -> set[str]:
+    """Returns the files that are read beside the weights, or copied."""
+    small = {str(path) for path in auxiliary_names(names)}
     small.update(name for name in _DESCRIPTIONS if name in names)
     return small
 
