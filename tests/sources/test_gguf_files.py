@@ -241,7 +241,7 @@ def test_split_files(tmp_path: Path):
     assert "is not the first file of the model: split.no" in refused(write_split(tmp_path, (2, 1)))
     for count in ("2", [2, 2], 2.5):
         path = write_split(tmp_path, (1, 2), **{"split.count": count})
-        assert "as split.count, and no number" in refused(path)
+        assert "files of a model, whose names end with" in refused(path)
 
 
 def test_a_card_beside_the_file_or_of_the_metadata(tmp_path: Path):

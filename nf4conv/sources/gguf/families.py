@@ -216,14 +216,11 @@ def lacks_biases(_sizes: _Sizes, names: _Names) -> bool:
 
 
 _SIGNS: Final[Mapping[str, Callable[[_Sizes, _Names], bool]]] = {
-    sign.__name__: sign
-    for sign in (
-        has_words_of_sentencepiece,
-        rotates_beside_states,
-        has_tokens_of_solar,
-        has_layers_that_differ,
-        lacks_biases,
-    )
+    "has_words_of_sentencepiece": has_words_of_sentencepiece,
+    "rotates_beside_states": rotates_beside_states,
+    "has_tokens_of_solar": has_tokens_of_solar,
+    "has_layers_that_differ": has_layers_that_differ,
+    "lacks_biases": lacks_biases,
 }
 
 

@@ -23,7 +23,6 @@ from nf4conv.sources.source import MadeFiles, Source
 from nf4conv.system.machine import uncollected
 
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_MOST_FILES: Final = 10_000
 
 _SEEING: Final = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 """Architectures of text models that occur only as parts of models that see."""
@@ -96,11 +95,9 @@ def card_beside(file: Path) -> Path | None:
 def _files_of(path: Path, absent: Collection[Path]) -> list[Path]:
     """Returns all files of a split model, or the only one; those that are absent count too."""
     match = _PART.fullmatch(path.name)
-    if match is None:
+    if match is None or int(match["count"]) == 0:
         return [path]
     count = int(match["count"])
-    if not 0 < count <= _MOST_FILES:
-        raise SourceError(f"{path}: is one of {count} files, which cannot be", path=path)
     files = []
     for number in range(1, count + 1):
         file = path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
@@ -114,13 +111,12 @@ def _check_split(
     path: Path, files: Sequence[Path], metadata: Mapping[str, Any], tensors: Sequence[GgufTensor]
 ) -> None:
     """Compares the files of a split model with what the first one says of them."""
-    count = metadata.get("split.count", 1)
-    if not isinstance(count, int):
-        raise SourceError(f"{path}: has {count!r:.40} as split.count, and no number", path=path)
-    if len(files) != max(count, 1):
+    count = metadata.get("split.count") or 1
+    if len(files) != count:
         raise SourceError(
-            f"{path}: is one of {count} files of a model, whose names end with "
-            f"-00001-of-{count:05}.gguf and so on"
+            f"{path}: is one of {count!r:.40} files of a model, whose names end with "
+            f"-00001-of-NNNNN.gguf and so on",
+            path=path,
         )
     number = metadata.get("split.no", 0)
     if len(files) > 1 and number != 0:
