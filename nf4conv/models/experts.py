@@ -85,39 +85,28 @@ def single_expert(name: str) -> SingleExpert | None:
 
 def find_stack(name: str, layouts: Sequence[ExpertLayout]) -> FoundStack | None:
     """Returns how experts are stacked in a tensor; None if its name is not that of a stack."""
+    dotted = f".{name}"
     for layout in layouts:
         for stack in layout.stacks:
-            match = re.match(stack.pattern, name)
-            if match is not None:
-                return FoundStack(stack, match.expand(stack.experts), layout)
+            if dotted.endswith(stack.end):
+                experts = dotted.removesuffix(stack.end) + stack.experts
+                return FoundStack(stack, experts[1:], layout)
     return None
 
 
 def partner_names(name: str, found: FoundStack) -> Iterator[str]:
     """Yields the names of the stacks that a layer has beside one of this name."""
-    end = _name_after_group(found.stack)
+    above = name.removesuffix(found.stack.end[1:])
     for other in found.layout.stacks:
         if other is not found.stack and other.experts == found.stack.experts:
-            yield name.removesuffix(end) + _name_after_group(other)
-
-
-def _name_after_group(stack: ExpertStack) -> str:
-    """Returns the end of a stack's name: what its pattern has after the group.
-
-    The ends of the patterns are names as they stand, with escaped dots.
-    """
-    return stack.pattern.rpartition(")")[2].removesuffix("$").replace("\\", "")
+            yield above + other.end[1:]
 
 
 def stack_name(experts: str, stack: ExpertStack, layout: ExpertLayout) -> str | None:
-    """Returns the name of the tensor that stacks experts."""
-    if layout is INKLING and ".llm." not in f".{experts}":
+    """Returns the name of the tensor that stacks experts; None if those are of other layers."""
+    dotted = f".{experts}"
+    if layout is INKLING and ".llm." not in dotted:
         return None  # without towers these models have the standard names
-    below = stack.experts.removeprefix(r"\1")
-    if not experts.endswith(below):
+    if not dotted.endswith(stack.experts):
         return None
-    above = experts.removesuffix(below)
-    # what a pattern has after its first group, such as ".experts", is inside the group of others
-    name = above + _name_after_group(stack)
-    found = find_stack(name, (layout,))
-    return name if found is not None and found.experts == experts else None
+    return experts.removesuffix(stack.experts[1:]) + stack.end[1:]

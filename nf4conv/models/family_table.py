@@ -26,8 +26,8 @@ class ExpertStack:
     """Describes one kind of tensor that holds the same projections of all experts of a layer.
 
     Attributes:
-        pattern: matches the whole name of such a tensor.
-        experts: the path below which single experts are numbered, as the replacement of `re.sub`.
+        end: the end of the name of such a tensor, from a dot on.
+        experts: what stands in its place in the path below which single experts are numbered.
         projections: the projections in the tensor, in order; two of them are fused.
         is_transposed: True if each matrix is stored as [in, out].
         is_interleaved: True if the outputs of fused projections alternate; False if those of the
@@ -36,7 +36,7 @@ class ExpertStack:
             columns]; False for a tensor of three dimensions.
     """
 
-    pattern: str
+    end: str
     experts: str
     projections: tuple[str, ...]
     is_transposed: bool = False
@@ -115,7 +115,7 @@ class Family:
 def _layout(
     gate_up: str,
     down: str,
-    experts: str = r"\1",
+    experts: str = ".experts",
     *,
     is_transposed: bool = False,
     is_interleaved: bool = False,
@@ -129,7 +129,7 @@ def _layout(
     return ExpertLayout(stacks, fits_either_way)
 
 
-_FUSED: Final = (r"^(.*(?:^|\.)experts)\.gate_up_proj$", r"^(.*(?:^|\.)experts)\.down_proj$")
+_FUSED: Final = (".experts.gate_up_proj", ".experts.down_proj")
 
 STANDARD: Final = _layout(*_FUSED)
 """The layout of most models in transformers 5: [experts, out, in], gate before up."""
@@ -139,41 +139,36 @@ GPT_OSS: Final = _layout(*_FUSED, is_transposed=True, is_interleaved=True)
 # repositories have [in, out], and what transformers 5 saves may have [out, in]
 QWEN3_VL: Final = _layout(*_FUSED, is_transposed=True, fits_either_way=True)
 GRANITE: Final = _layout(
-    r"^(.*\.block_sparse_moe)\.input_linear\.weight$",
-    r"^(.*\.block_sparse_moe)\.output_linear\.weight$",
-    r"\1.experts",
+    ".block_sparse_moe.input_linear.weight",
+    ".block_sparse_moe.output_linear.weight",
+    ".block_sparse_moe.experts",
 )
-ARIA: Final = _layout(
-    r"^(.*\.experts)\.fc1\.weight$", r"^(.*\.experts)\.fc2\.weight$", is_transposed=True
-)
+ARIA: Final = _layout(".experts.fc1.weight", ".experts.fc2.weight", is_transposed=True)
 # models that transformers saves without towers have the standard names instead
 INKLING: Final = ExpertLayout(
     (
-        ExpertStack(r"^(.*\.experts)\.w13_weight$", r"\1", GATE_UP, is_interleaved=True),
-        ExpertStack(r"^(.*\.experts)\.w2_weight$", r"\1", DOWN),
+        ExpertStack(".experts.w13_weight", ".experts", GATE_UP, is_interleaved=True),
+        ExpertStack(".experts.w2_weight", ".experts", DOWN),
     )
 )
 STEP: Final = ExpertLayout(
-    tuple(
-        ExpertStack(rf"^(.*)\.moe\.{name}\.weight$", r"\1.mlp.experts", (name,))
-        for name in (*GATE_UP, *DOWN)
-    )
+    tuple(ExpertStack(f".moe.{name}.weight", ".mlp.experts", (name,)) for name in (*GATE_UP, *DOWN))
 )
 DBRX: Final = ExpertLayout(
     (
-        ExpertStack(r"^(.*\.experts)\.mlp\.w1$", r"\1", ("gate_proj",), is_flat=True),
-        ExpertStack(r"^(.*\.experts)\.mlp\.v1$", r"\1", ("up_proj",), is_flat=True),
-        ExpertStack(r"^(.*\.experts)\.mlp\.w2$", r"\1", DOWN, is_transposed=True, is_flat=True),
+        ExpertStack(".experts.mlp.w1", ".experts", ("gate_proj",), is_flat=True),
+        ExpertStack(".experts.mlp.v1", ".experts", ("up_proj",), is_flat=True),
+        ExpertStack(".experts.mlp.w2", ".experts", DOWN, is_transposed=True, is_flat=True),
     ),
     has_loader=False,
 )
-_ATTENTION_OF_JETMOE: Final = r"^(.*\.self_attention\.experts)"
+_ATTENTION: Final = ".self_attention.experts"
 JETMOE: Final = ExpertLayout(
     (
-        ExpertStack(r"^(.*\.mlp)\.input_linear\.weight$", r"\1.experts", GATE_UP),
-        ExpertStack(r"^(.*\.mlp)\.output_linear\.weight$", r"\1.experts", DOWN),
-        ExpertStack(rf"{_ATTENTION_OF_JETMOE}\.input_linear\.weight$", r"\1", ("input_linear",)),
-        ExpertStack(rf"{_ATTENTION_OF_JETMOE}\.output_linear\.weight$", r"\1", ("output_linear",)),
+        ExpertStack(".mlp.input_linear.weight", ".mlp.experts", GATE_UP),
+        ExpertStack(".mlp.output_linear.weight", ".mlp.experts", DOWN),
+        ExpertStack(f"{_ATTENTION}.input_linear.weight", _ATTENTION, ("input_linear",)),
+        ExpertStack(f"{_ATTENTION}.output_linear.weight", _ATTENTION, ("output_linear",)),
     ),
     has_loader=False,
 )

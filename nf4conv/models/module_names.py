@@ -45,18 +45,8 @@ OTHER_CONFIGS: Final = (
 )
 """Keys of config.json below which a multimodal model describes its other parts."""
 
-TOWERS: Final = (
-    "vision_tower",
-    "visual",
-    "vision_model",
-    "audio_tower",
-    "multi_modal_projector",
-    "model.vision_tower",
-    "model.visual",
-    "model.vision_model",
-    "model.audio_tower",
-    "model.multi_modal_projector",
-)
+_TOWERS: Final = ("vision_tower", "visual", "vision_model", "audio_tower", "multi_modal_projector")
+TOWERS: Final = (*_TOWERS, *(f"model.{name}" for name in _TOWERS))
 """What most multimodal models call the parts that are not packed."""
 
 TIED_HEADS: Final = ("lm_head", "proj_out", "output_projection", "embed_out")
