@@ -13,25 +13,10 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from nf4conv.errors import PlanError, first_line
 from nf4conv.models.config import architecture_of, without_quantization
 from nf4conv.models.parsing import excess_of, parse_config
-
-_RANDOM: Final = {
-    "uniform_",
-    "normal_",
-    "trunc_normal_",
-    "kaiming_uniform_",
-    "kaiming_normal_",
-    "xavier_uniform_",
-    "xavier_normal_",
-    "orthogonal_",
-    "sparse_",
-    "erfinv_",
-}
-"""Functions that initialize weights, which then are thrown away."""
 
 _ATTENTION: Final = ("sdpa", "eager")
 
@@ -96,7 +81,7 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype, names: Iterable[s
     for attention in _ATTENTION:
         try:
             parsed = _parse(config, model_class)
-            with _without_weights(), _NoInitialization():
+            with _without_weights():
                 model: nn.Module = model_class._from_config(
                     parsed, dtype=dtype, attn_implementation=attention
                 )
@@ -119,7 +104,10 @@ def _parse(config: Mapping[str, Any], model_class: Any) -> Any:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Moves every parameter to the meta device as soon as a module has it."""
+    """Moves every parameter to the meta device as soon as a module has it.
+
+    So its initialization takes no time.
+    """
     register = nn.Module.register_parameter
 
     def register_without_weight(
@@ -134,17 +122,6 @@ def _without_weights() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-class _NoInitialization(TorchFunctionMode):
-    """Leaves out the random initialization of weights."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(function, "__name__", "") in _RANDOM and args:
-            return args[0]
-        return function(*args, **(kwargs or {}))
 
 
 def find_blocks(model: nn.Module, packed: Collection[str]) -> BlockList:

@@ -9,7 +9,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -78,7 +79,9 @@ class Flow:
             The hidden states that enter the first block, and the calls of all blocks.
         """
         try:
-            return _caught(self.model, self.blocks, ids, is_tuple=self.is_tuple).result()
+            catcher = _Catcher(self.blocks.blocks, is_tuple=self.is_tuple, changes=False)
+            catcher.run(self.model, ids)
+            return catcher.hidden, catcher.calls
         except _FAILURES as error:
             raise PlanError(
                 f"--calibrate: {type(self.model).__name__} cannot be run on token ids alone: "
@@ -90,11 +93,13 @@ class Flow:
 
         `ids` are the tokens, [windows, length], whose own hidden states are passed by.
         """
-        last = len(self.blocks.blocks) - 1
+
+        def forward(*_: Any, **__: Any) -> Any:
+            return (hidden,) if self.is_tuple else hidden
+
         with ExitStack() as stack:
-            for number, block in enumerate(self.blocks.blocks):
-                made = hidden if number == last else None
-                stack.enter_context(_in_place(block, _passing(made, is_tuple=self.is_tuple)))
+            for block in self.blocks.blocks:
+                stack.enter_context(_in_place(block, forward))
             logits: torch.Tensor = self.model(input_ids=ids).logits
         return logits
 
@@ -104,80 +109,55 @@ class _Stop(Exception):  # noqa: N818 - it is no error
 
 
 class _Catcher:
-    """Stands in the place of all blocks."""
+    """Runs a model on windows, and stands in the place of all blocks.
+
+    Attributes:
+        hidden: what enters the first block.
+        calls: what each block is called with.
+        fault: why the model cannot be run block by block; empty if it can.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module], *, is_tuple: bool, changes: bool) -> None:
+        self.hidden = torch.empty(0)
+        self.calls: list[Call] = []
+        self.fault = "not all of its blocks are run"
         self._blocks = blocks
         self._is_tuple = is_tuple
         self._changes = changes
-        self._hidden: torch.Tensor | None = None
-        self._returned: torch.Tensor | None = None
-        self._calls: list[Call] = []
-        self.fault = ""
+        self._returned = self.hidden
 
-    def forward_of(self, number: int) -> Callable[..., Any]:
-        """Returns what stands in the place of a block's forward."""
+    @torch.no_grad()
+    def run(self, model: nn.Module, ids: torch.Tensor) -> None:
+        """Runs the model up to its last block."""
+        arguments: dict[str, Any] = {"input_ids": ids}
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            arguments["use_cache"] = False
+        with ExitStack() as stack:
+            for number, block in enumerate(self._blocks):
+                stack.enter_context(_in_place(block, partial(self._note, number)))
+            stack.enter_context(suppress(_Stop))
+            model(**arguments)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._note(number, args, kwargs)
-
-        return forward
-
-    def _note(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _note(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Notes a call of a block, and returns what the block would; ends the run at the last."""
         is_named = _NAME in kwargs
         hidden = kwargs.pop(_NAME) if is_named else args[0]
-        if number != len(self._calls):
-            self.fault = "its blocks are not run one after the other"
-        if self._hidden is None:
-            self._hidden = hidden
-        elif self._returned is None or not torch.equal(hidden, self._returned):
-            self.fault = "what a block returns is changed before the next block"
-        self._calls.append(Call(args if is_named else args[1:], kwargs, is_named))
-        if self.fault or len(self._calls) == len(self._blocks):
-            raise _Stop
+        if number != len(self.calls):
+            self._stop("its blocks are not run one after the other")
+        if number == 0:
+            self.hidden = hidden
+        elif not torch.equal(hidden, self._returned):
+            self._stop("what a block returns is changed before the next block")
+        self.calls.append(Call(args if is_named else args[1:], kwargs, is_named))
+        if len(self.calls) == len(self._blocks):
+            self._stop("")
         # during the check something else than what came in, so that no mix-up goes unnoticed
         self._returned = torch.rand_like(hidden) if self._changes else hidden
         return (self._returned,) if self._is_tuple else self._returned
 
-    def result(self) -> tuple[torch.Tensor, list[Call]]:
-        assert self._hidden is not None
-        return self._hidden, self._calls
-
-
-@torch.no_grad()
-def _caught(
-    model: nn.Module,
-    blocks: BlockList,
-    ids: torch.Tensor,
-    *,
-    is_tuple: bool,
-    changes: bool = False,
-) -> _Catcher:
-    """Runs a model on windows; its blocks note what they are called with."""
-    catcher = _Catcher(blocks.blocks, is_tuple=is_tuple, changes=changes)
-    arguments: dict[str, Any] = {"input_ids": ids}
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        arguments["use_cache"] = False
-    with ExitStack() as stack:
-        for number, block in enumerate(blocks.blocks):
-            stack.enter_context(_in_place(block, catcher.forward_of(number)))
-        stack.enter_context(suppress(_Stop))
-        model(**arguments)
-        catcher.fault = "not all of its blocks are run"
-    return catcher
-
-
-def _passing(made: torch.Tensor | None, *, is_tuple: bool) -> Callable[..., Any]:
-    """Returns a forward that hands on what it gets, or `made`."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        found = made
-        if found is None:
-            found = kwargs[_NAME] if _NAME in kwargs else args[0]
-        return (found,) if is_tuple else found
-
-    return forward
+    def _stop(self, fault: str) -> NoReturn:
+        self.fault = fault
+        raise _Stop
 
 
 @contextmanager
@@ -196,10 +176,10 @@ def find_flow(model: nn.Module, blocks: BlockList) -> Flow:
     ids = torch.zeros((2, 8), dtype=torch.int64)
     faults = []
     for is_tuple in (False, True):
-        used: dict[str, None] = {}
+        catcher = _Catcher(blocks.blocks, is_tuple=is_tuple, changes=True)
         try:
-            with _noting_parameters(model, used):
-                catcher = _caught(model, blocks, ids, is_tuple=is_tuple, changes=True)
+            with _noting_parameters(model) as used:
+                catcher.run(model, ids)
             if not catcher.fault:
                 names = tuple(name for name in used if blocks.number_of(name) is None)
                 return Flow(model, blocks, is_tuple, names)
@@ -220,21 +200,18 @@ def _fill_with_zeros(model: nn.Module, blocks: BlockList) -> None:
 
 
 @contextmanager
-def _noting_parameters(model: nn.Module, used: dict[str, None]) -> Iterator[None]:
-    """Notes names of parameters and buffers of the modules that run, in `used`."""
+def _noting_parameters(model: nn.Module) -> Iterator[dict[str, None]]:
+    """Notes names of parameters and buffers of the modules that run, in their order."""
+    prefixes: dict[nn.Module, str] = {}
+    used: dict[str, None] = {}
+
+    def note(module: nn.Module, args: Any) -> None:  # noqa: ARG001
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                used[f"{prefixes[module]}{name}"] = None
+
     with ExitStack() as stack:
         for path, module in model.named_modules():
-            prefix = f"{path}." if path else ""
-            tensors = {**module._parameters, **module._buffers}
-            own = [f"{prefix}{name}" for name, tensor in tensors.items() if tensor is not None]
-            if own:
-                hook = _noting(used, own)
-                stack.callback(module.register_forward_pre_hook(hook).remove)
-        yield
-
-
-def _noting(used: dict[str, None], names: Sequence[str]) -> Callable[[nn.Module, Any], None]:
-    def note(module: nn.Module, args: Any) -> None:  # noqa: ARG001
-        used.update(dict.fromkeys(names))
-
-    return note
+            prefixes[module] = f"{path}." if path else ""
+            stack.callback(module.register_forward_pre_hook(note).remove)
+        yield used
