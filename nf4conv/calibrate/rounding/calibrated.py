@@ -47,7 +47,8 @@ def round_calibrated(
     draft = Draft.beside([one.state for one in searched], factor)
     choose(draft, ordered(weights, factor), factor)
     if sweeps:
-        gradient = factor.moments @ (ordered(weights, factor) - draft.values())
+        errors = ordered(weights, factor) - draft.values()
+        gradient = factor.moments @ errors
         for _ in range(sweeps):
             sweep(draft, gradient, factor)
     return stored(draft, searched, factor)
@@ -55,7 +56,10 @@ def round_calibrated(
 
 def ordered(weights: Sequence[torch.Tensor], factor: Factor) -> torch.Tensor:
     """Returns weights as [in_features, outputs] float32, inputs in the order of the factor."""
-    columns = [weight.T.index_select(0, factor.order).float() for weight in weights]
+    columns = []
+    for weight in weights:
+        in_order = weight.T.index_select(0, factor.order)
+        columns.append(in_order.float())
     return torch.cat(columns, dim=1)
 
 
@@ -76,18 +80,26 @@ def choose(draft: Draft, target: torch.Tensor, factor: Factor) -> None:
     inputs, outputs = target.shape
     blocksize = factor.blocksize
     steps = steps_for(target.device)
-    errors = target.new_empty((lazy_inputs(inputs, blocksize), outputs))
-    for start in range(0, inputs, errors.shape[0]):
-        stop = min(start + errors.shape[0], inputs)
+    lazy = lazy_inputs(inputs, blocksize)
+    errors = target.new_empty((lazy, outputs))
+    for start in range(0, inputs, lazy):
+        stop = min(start + lazy, inputs)
         for first in range(start, stop, blocksize):
-            last = first + blocksize
-            upper = factor.upper[first:last, first:last]
-            of_group = errors[first - start : last - start]
-            steps.round_group(draft.at(first // blocksize), target[first:last], upper, of_group)
-            shares = factor.upper[first:last, last:stop].T
-            target[last:stop].addmm_(shares, of_group, alpha=-1)
-        shares = factor.upper[start:stop, stop:].T
-        target[stop:].addmm_(shares, errors[: stop - start], alpha=-1)
+            group = slice(first, first + blocksize)
+            behind = slice(first + blocksize, stop)
+            upper = factor.upper[group]
+            of_group = errors[first - start :][:blocksize]
+            steps.round_group(
+                draft.at(first // blocksize),
+                target[group],
+                upper[:, group],
+                of_group,
+            )
+            target[behind].addmm_(upper[:, behind].T, of_group, alpha=-1)
+        behind = slice(stop, inputs)
+        upper = factor.upper[start:stop, behind]
+        of_block = errors[: stop - start]
+        target[behind].addmm_(upper.T, of_block, alpha=-1)
 
 
 def sweep(draft: Draft, gradient: torch.Tensor, factor: Factor) -> None:
@@ -97,20 +109,28 @@ def sweep(draft: Draft, gradient: torch.Tensor, factor: Factor) -> None:
     """
     inputs, outputs = gradient.shape
     blocksize = factor.blocksize
-    moments = factor.moments
     steps = steps_for(gradient.device)
-    changes = gradient.new_empty((lazy_inputs(inputs, blocksize), outputs))
-    for start in range(0, inputs, changes.shape[0]):
-        stop = min(start + changes.shape[0], inputs)
-        for first in range(start, stop, blocksize):
-            last = first + blocksize
-            of_group = moments[first:last, first:last]
-            change = changes[first - start : last - start]
-            steps.sweep_group(draft.at(first // blocksize), gradient[first:last], of_group, change)
-            gradient[start:stop].addmm_(moments[start:stop, first:last], change, alpha=-1)
-        of_block = changes[: stop - start]
-        gradient[:start].addmm_(moments[:start, start:stop], of_block, alpha=-1)
-        gradient[stop:].addmm_(moments[stop:, start:stop], of_block, alpha=-1)
+    lazy = lazy_inputs(inputs, blocksize)
+    changes = gradient.new_empty((lazy, outputs))
+    for start in range(0, inputs, lazy):
+        stop = min(start + lazy, inputs)
+        block = slice(start, stop)
+        moments = factor.moments[:, block]
+        inside = moments[block]
+        of_block = gradient[block]
+        for first in range(0, stop - start, blocksize):
+            group = slice(first, first + blocksize)
+            change = changes[group]
+            steps.sweep_group(
+                draft.at((start + first) // blocksize),
+                of_block[group],
+                inside[group, group],
+                change,
+            )
+            of_block.addmm_(inside[:, group], change, alpha=-1)
+        change = changes[: stop - start]
+        gradient[:start].addmm_(moments[:start], change, alpha=-1)
+        gradient[stop:].addmm_(moments[stop:], change, alpha=-1)
 
 
 def lazy_inputs(inputs: int, blocksize: int) -> int:
@@ -131,14 +151,15 @@ def stored(draft: Draft, searched: Sequence[Rounded], factor: Factor) -> list[Ro
         state = one.state
         rows = slice(start, start + state.shape[0])
         start = rows.stop
-        ranks = draft.ranks[:, rows].index_select(0, places).T
-        pairs = draft.levels.codes.index_select(0, ranks.reshape(-1).int()).view(-1, 2)
-        packed = ((pairs[:, 0] << 4) | pairs[:, 1])[:, None].contiguous()
+        ranks = draft.ranks[:, rows].index_select(0, places)
+        codes = draft.levels.codes_of(ranks.T)
+        packed = (codes[0::2] << 4) | codes[1::2]
         scales = draft.scales
-        state2 = state.state2
-        if state2 is not None:
+        nested = state.state2
+        if nested is not None:
             scales = draft.scale_codes
-            state2 = replace(state2, absmax=state2.absmax * ROOM)
-        absmax = scales[:, rows].index_select(0, group_places).T.reshape(-1)
-        results.append(Rounded(packed, replace(state, absmax=absmax, state2=state2)))
+            nested = replace(nested, absmax=nested.absmax * ROOM)
+        scales = scales[:, rows].index_select(0, group_places)
+        found = replace(state, absmax=scales.T.reshape(-1), state2=nested)
+        results.append(Rounded(packed[:, None], found))
     return results

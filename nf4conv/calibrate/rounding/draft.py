@@ -44,8 +44,8 @@ class Draft:
     ranks: torch.Tensor
     scales: torch.Tensor
     scale_codes: torch.Tensor
-    offset: torch.Tensor | None
-    maxima: torch.Tensor | None
+    offset: torch.Tensor | None = None
+    maxima: torch.Tensor | None = None
 
     @classmethod
     def beside(cls, searched: Sequence[QuantState], factor: Factor) -> "Draft":
@@ -56,23 +56,28 @@ class Draft:
         outputs = sum(state.shape[0] for state in searched)
         inputs = searched[0].shape[1]
         device = factor.order.device
+        scales = torch.empty((len(factor.groups), outputs), device=device)
+        draft = cls(
+            levels=levels_of(searched[0].quant_type, device),
+            ranks=torch.empty((inputs, outputs), dtype=torch.uint8, device=device),
+            scales=scales,
+            scale_codes=torch.empty_like(scales, dtype=torch.uint8),
+        )
         offsets = []
         maxima = []
         for state in searched:
-            if state.state2 is not None and state.offset is not None:
-                by_block = (state.state2.absmax * ROOM).repeat_interleave(NESTED_BLOCKSIZE)
-                by_row = by_block[: state.absmax.numel()].view(state.shape[0], -1)
-                maxima.append(by_row.T.index_select(0, factor.groups))
-                offsets.append(state.offset.expand(state.shape[0]))
-        groups = (inputs // factor.blocksize, outputs)
-        return cls(
-            levels=levels_of(searched[0].quant_type, device),
-            ranks=torch.empty((inputs, outputs), dtype=torch.uint8, device=device),
-            scales=torch.empty(groups, device=device),
-            scale_codes=torch.empty(groups, dtype=torch.uint8, device=device),
-            offset=torch.cat(offsets) if offsets else None,
-            maxima=torch.cat(maxima, dim=1) if maxima else None,
-        )
+            nested = state.state2
+            if nested is None or state.offset is None:
+                return draft
+            rows = state.shape[0]
+            maximum = nested.absmax * ROOM
+            by_block = maximum.repeat_interleave(NESTED_BLOCKSIZE)
+            by_row = by_block[: state.absmax.numel()].view(rows, -1)
+            maxima.append(by_row.T.index_select(0, factor.groups))
+            offsets.append(state.offset.expand(rows))
+        draft.offset = torch.cat(offsets)
+        draft.maxima = torch.cat(maxima, dim=1)
+        return draft
 
     def of(self, outputs: slice | torch.Tensor) -> "Draft":
         """Returns a view of some outputs; a copy if they are given by their numbers."""
@@ -82,13 +87,17 @@ class Draft:
 
     def at(self, group: int) -> "Draft":
         """Returns a view of one group: scales and maxima have one dimension then."""
-        blocksize = self.ranks.shape[0] // self.scales.shape[0]
+        blocksize = len(self.ranks) // len(self.scales)
+        first = group * blocksize
+        maxima = self.maxima
+        if maxima is not None:
+            maxima = maxima[group]
         return replace(
             self,
-            ranks=self.ranks[group * blocksize : (group + 1) * blocksize],
+            ranks=self.ranks[first : first + blocksize],
             scales=self.scales[group],
             scale_codes=self.scale_codes[group],
-            maxima=None if self.maxima is None else self.maxima[group],
+            maxima=maxima,
         )
 
     def copy(self) -> "Draft":
@@ -104,7 +113,8 @@ class Draft:
     def values(self) -> torch.Tensor:
         """Returns the decoded weights, [in_features, outputs] float32."""
         values = self.levels.decode(self.ranks)
-        grouped = values.view(self.scales.shape[0], -1, values.shape[1])
+        groups, outputs = self.scales.shape
+        grouped = values.view(groups, -1, outputs)
         grouped.mul_(self.scales[:, None, :])
         return values
 
@@ -120,10 +130,13 @@ class Draft:
         """
         if self.offset is None or self.maxima is None:
             return wanted, torch.zeros_like(wanted, dtype=torch.uint8)
-        quotients = (wanted - self.offset) / self.maxima.where(self.maxima > 0, 1)
-        codes = torch.bucketize(quotients, dynamic_cuts(wanted.device)).to(torch.uint8)
-        values = code_table("dynamic", wanted.device)[codes.long()]
-        return flushed(values * self.maxima) + self.offset, codes
+        device = wanted.device
+        divisors = self.maxima.where(self.maxima > 0, 1)
+        quotients = (wanted - self.offset) / divisors
+        codes = torch.bucketize(quotients, dynamic_cuts(device))
+        values = code_table("dynamic", device)[codes]
+        scales = flushed(values * self.maxima) + self.offset
+        return scales, codes.to(torch.uint8)
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Draft":
         """Returns a draft of all tensors, each of them changed."""

@@ -46,11 +46,12 @@ class Factor:
     @property
     def groups(self) -> torch.Tensor:
         """The group at each place of the order, [groups] int64."""
-        return self.order[:: self.blocksize] // self.blocksize
+        first = self.order[:: self.blocksize]
+        return first // self.blocksize
 
 
 def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> Factor:
-    """Orders the inputs of a layer and factor the inverse of their second moments.
+    """Orders the inputs of a layer, and factors the inverse of their second moments.
 
     The factorisation is in float64. Where it fails, the damping grows tenfold until it holds.
 
@@ -59,14 +60,17 @@ def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> F
     """
     diagonal = moments.diagonal()
     # a sum is finite only if every term is, unless it overflows, which must stop us as well
-    if not bool(moments.sum(dtype=torch.float64).isfinite()):
+    total = moments.sum(dtype=torch.float64)
+    if not bool(total.isfinite()):
         raise CodecError("second moments: not finite; the activations hold NaN or infinity")
     dead = diagonal <= 0
-    floor = diagonal.double().mean().clamp_min(1e-30)
+    mean = diagonal.double().mean()
+    floor = mean.clamp_min(1e-30)
     order = energy_order(diagonal, blocksize)
     upper, used = _factor_of_inverse(moments, order, floor, damping)
-    ordered = moments.index_select(0, order).index_select(1, order)
-    ordered.diagonal()[dead[order]] = floor.float()
+    ordered = in_order(moments, order)
+    of_ordered = ordered.diagonal()
+    of_ordered[dead[order]] = floor.float()
     return Factor(order, ordered, upper, blocksize, used)
 
 
@@ -76,9 +80,17 @@ def energy_order(diagonal: torch.Tensor, blocksize: int) -> torch.Tensor:
     What is rounded first is compensated by all that follow.
     """
     groups = diagonal.view(-1, blocksize)
-    rank = groups.sum(dim=1, dtype=torch.float64).argsort(descending=True, stable=True)
+    energy = groups.sum(dim=1, dtype=torch.float64)
+    ranked = energy.argsort(descending=True, stable=True)
     inside = groups.argsort(dim=1, descending=True, stable=True)
-    return (rank[:, None] * blocksize + inside[rank]).view(-1)
+    order = ranked[:, None] * blocksize + inside[ranked]
+    return order.view(-1)
+
+
+def in_order(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a square matrix with rows and columns in an order."""
+    rows = matrix.index_select(0, order)
+    return rows.index_select(1, order)
 
 
 def _factor_of_inverse(
@@ -92,8 +104,9 @@ def _factor_of_inverse(
     """
     backwards = order.flip(0)
     while damping <= _LARGEST_DAMPING:
-        work = _in_order(moments, backwards, floor)
-        work.diagonal().add_(damping * floor)
+        work = _undamped(moments, backwards, floor)
+        diagonal = work.diagonal()
+        diagonal.add_(damping * floor)
         lower = work.mT  # torch makes a factor column by column, so it can stand in its place
         failed = torch.zeros((), dtype=torch.int32, device=work.device)
         torch.linalg.cholesky_ex(lower, out=(lower, failed))
@@ -104,14 +117,15 @@ def _factor_of_inverse(
     raise CodecError("second moments: no damping makes them positive definite")
 
 
-def _in_order(moments: torch.Tensor, order: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+def _undamped(moments: torch.Tensor, order: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """Returns moments with rows and columns in an order, float64; dead inputs have the floor."""
-    size = moments.shape[0]
-    found = torch.empty((size, size), dtype=torch.float64, device=moments.device)
-    for rows in _pieces(size):
-        found[rows] = moments.index_select(0, order[rows]).index_select(1, order)
+    found = torch.empty_like(moments, dtype=torch.float64)
+    for rows in _pieces(moments.shape[0]):
+        piece = moments.index_select(0, order[rows])
+        found[rows] = piece.index_select(1, order)
     diagonal = found.diagonal()
-    diagonal.copy_(torch.where(diagonal > 0, diagonal, floor.float()))
+    alive = diagonal.where(diagonal > 0, floor.float())
+    diagonal.copy_(alive)
     return found
 
 
@@ -121,18 +135,21 @@ def _invert_lower(lower: torch.Tensor) -> None:
     Columns are replaced from the last to the first. What stands below a diagonal block D is then
     multiplied by the inverse that stands to the right of it, and by that of D.
     """
-    for block in reversed(list(_pieces(lower.shape[0]))):
-        unit = torch.eye(block.stop - block.start, dtype=lower.dtype, device=lower.device)
-        inverse = torch.linalg.solve_triangular(lower[block, block], unit, upper=False)
-        below = lower[block.stop :, block.stop :] @ lower[block.stop :, block]
-        lower[block.stop :, block] = (below @ inverse).neg_()
+    size = lower.shape[0]
+    for block in reversed(list(_pieces(size))):
+        inside = lower[block, block]
+        unit = torch.eye(len(inside), dtype=lower.dtype, device=lower.device)
+        inverse = torch.linalg.solve_triangular(inside, unit, upper=False)
+        rest = slice(block.stop, size)
+        below = lower[rest, rest] @ lower[rest, block]
+        lower[rest, block] = (below @ inverse).neg_()
         lower[block, block] = inverse
 
 
 def _backwards(matrix: torch.Tensor) -> torch.Tensor:
     """Returns a matrix from its last row and column backwards, float32."""
     size = matrix.shape[0]
-    found = torch.empty((size, size), device=matrix.device)
+    found = torch.empty_like(matrix, dtype=torch.float32, memory_format=torch.contiguous_format)
     for rows in _pieces(size):
         mirrored = matrix[size - rows.stop : size - rows.start]
         found[rows] = mirrored.flip(0, 1)

@@ -32,11 +32,19 @@ class Levels:
 
     def ranks(self, quotients: torch.Tensor) -> torch.Tensor:
         """Returns the rank of the level nearest to each quotient: uint8, in the same shape."""
-        return torch.bucketize(quotients, self.cuts, out_int32=True).to(torch.uint8)
+        ranks = torch.bucketize(quotients, self.cuts, out_int32=True)
+        return ranks.to(torch.uint8)
 
     def decode(self, ranks: torch.Tensor) -> torch.Tensor:
         """Returns the values of ranks, uint8 of any shape: float32, in the same shape."""
-        return self.values.index_select(0, ranks.reshape(-1).int()).view(ranks.shape)
+        flat = ranks.reshape(-1)
+        values = self.values.index_select(0, flat.int())
+        return values.view(ranks.shape)
+
+    def codes_of(self, ranks: torch.Tensor) -> torch.Tensor:
+        """Returns the codes of ranks, uint8 of any shape: uint8, flat."""
+        flat = ranks.reshape(-1)
+        return self.codes.index_select(0, flat.int())
 
 
 @cache

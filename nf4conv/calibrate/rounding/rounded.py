@@ -48,14 +48,19 @@ def layer_cost(weight: torch.Tensor, rounded: Rounded, moments: torch.Tensor) ->
     total = torch.zeros((), dtype=torch.float64, device=errors.device)
     rows = max(1, _CHUNK // errors.shape[1])
     for part in torch.split(errors, rows):
-        products = (part @ moments).mul_(part)
+        products = part @ moments
+        products *= part
         total += products.sum(dtype=torch.float64)
     return float(total)
 
 
 def relative_error(weight: torch.Tensor, rounded: Rounded) -> float:
     """Returns ‖W - Ŵ‖ / ‖W‖, summed in float64; 0 for a weight of zeros."""
-    errors = rounded.errors(weight)
-    distance = float(torch.linalg.vector_norm(errors, dtype=torch.float64))
-    length = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
+    distance = _length(rounded.errors(weight))
+    length = _length(weight)
     return distance / length if length else 0.0
+
+
+def _length(weight: torch.Tensor) -> float:
+    length = torch.linalg.vector_norm(weight, dtype=torch.float64)
+    return float(length)

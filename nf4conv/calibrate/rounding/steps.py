@@ -88,7 +88,9 @@ def _least(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the least costs and their scales and codes: of [candidates, outputs], [outputs]."""
     at = costs.argmin(dim=0)[None]
-    return costs.gather(0, at)[0], scales.gather(0, at)[0], codes.gather(0, at)[0]
+    cost = costs.gather(0, at)[0]
+    scale = scales.gather(0, at)[0]
+    return cost, scale, codes.gather(0, at)[0]
 
 
 def _costs(
@@ -96,7 +98,8 @@ def _costs(
 ) -> torch.Tensor:
     """Returns what rounding a group costs with each of [candidates, outputs] scales."""
     candidates, outputs = scales.shape
-    residue = target[:, None, :].expand(-1, candidates, -1).reshape(target.shape[0], -1)
+    of_each = target[:, None, :].expand(-1, candidates, -1)
+    residue = of_each.reshape(len(target), -1)
     costs = _round_columns(residue, upper, scales.reshape(-1), levels, None)
     return costs.view(candidates, outputs)
 

@@ -18,7 +18,7 @@ import torch
 
 from nf4conv.calibrate.rounding.calibrated import SWEEPS, choose, ordered, stored, sweep
 from nf4conv.calibrate.rounding.draft import Draft
-from nf4conv.calibrate.rounding.factor import Factor, factor
+from nf4conv.calibrate.rounding.factor import Factor, factor, in_order
 from nf4conv.calibrate.rounding.rounded import Rounded
 
 OUTPUT_DAMPING: Final = 0.05
@@ -53,12 +53,15 @@ def round_two_sided(
         CodecError: the moments are not finite.
     """
     outputs = factor(output_moments, 1, OUTPUT_DAMPING)
-    target = ordered([weight], inputs).index_select(1, outputs.order)
-    draft = Draft.beside([searched.state], inputs).of(outputs.order)
+    target = ordered([weight], inputs)
+    target = target.index_select(1, outputs.order)
+    draft = Draft.beside([searched.state], inputs)
+    draft = draft.of(outputs.order)
     _choose(draft, target.clone(), inputs, outputs)
     if sweeps:
         draft = _swept(draft, target, inputs, outputs, sweeps)
-    (result,) = stored(draft.of(outputs.order.argsort()), [searched], inputs)
+    draft = draft.of(outputs.order.argsort())
+    (result,) = stored(draft, [searched], inputs)
     return result
 
 
@@ -77,7 +80,8 @@ def two_sided_cost(
     spread = input_moments @ errors
     for block in _blocks(errors.shape[1]):
         products = errors[:, block].T @ spread
-        total += (products * output_moments[block]).sum(dtype=torch.float64)
+        products *= output_moments[block]
+        total += products.sum(dtype=torch.float64)
     return float(total)
 
 
@@ -92,9 +96,11 @@ def _choose(draft: Draft, target: torch.Tensor, inputs: Factor, outputs: Factor)
         choose(chosen, wanted.clone(), inputs)
         draft.of(block).put(chosen)
         residue = wanted - chosen.values()
-        upper = outputs.upper[block, block]
-        errors = torch.linalg.solve_triangular(upper, residue, upper=True, left=False)
-        target[:, block.stop :].addmm_(errors, outputs.upper[block, block.stop :], alpha=-1)
+        upper = outputs.upper[block]
+        inside = upper[:, block]
+        errors = torch.linalg.solve_triangular(inside, residue, upper=True, left=False)
+        behind = slice(block.stop, None)
+        target[:, behind].addmm_(errors, upper[:, behind], alpha=-1)
 
 
 def _swept(
@@ -104,21 +110,25 @@ def _swept(
     apart = _apart(target.shape[1], target.device)
     draft = draft.of(apart)
     errors = target.index_select(1, apart) - draft.values()
-    gains = outputs.moments.index_select(0, apart).index_select(1, apart)
-    gains.diagonal().add_(outputs.damping * outputs.moments.diagonal().mean())
+    gains = in_order(outputs.moments, apart)
+    of_each = gains.diagonal()
+    of_each.add_(outputs.damping * outputs.moments.diagonal().mean())
     for _ in range(sweeps):
         for block in _blocks(target.shape[1]):
-            energy = gains.diagonal()[block]
+            energy = of_each[block]
             # what the errors of all outputs ask of these: the target that makes the cost least
-            gradient = inputs.moments @ ((errors @ gains[:, block]) / energy)
+            wanted = (errors @ gains[:, block]) / energy
+            gradient = inputs.moments @ wanted
             before = gradient.clone()
             trial = draft.of(block).copy()
             values = trial.values()
             sweep(trial, gradient, inputs)
             growth = values - trial.values()  # of the errors
-            change = 2 * (before * growth * energy).sum(dtype=torch.float64)
+            slope = before * growth * energy
+            change = 2 * slope.sum(dtype=torch.float64)
             curvature = growth.T @ (gradient - before)
-            change += (curvature * gains[block, block]).sum(dtype=torch.float64)
+            curvature *= gains[block, block]
+            change += curvature.sum(dtype=torch.float64)
             if float(change) < 0:  # of the two-sided cost
                 draft.of(block).put(trial)
                 errors[:, block] += growth
@@ -139,4 +149,5 @@ def _apart(outputs: int, device: torch.device) -> torch.Tensor:
     """
     blocks = len(list(_blocks(outputs)))
     places = torch.arange(outputs, device=device)
-    return torch.cat([places[first::blocks] for first in range(blocks)])
+    parts = [places[first::blocks] for first in range(blocks)]
+    return torch.cat(parts)
