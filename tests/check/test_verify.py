@@ -775,12 +775,11 @@ def test_normal_weights_are_well_within_the_tolerance(quant_type: str, blocksize
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tolerance": -1}, "expected a relative error"),
         ({"tolerance": math.nan}, "expected a relative error"),
         ({"tolerance": 0.1}, "give --source"),
         ({"exact": True}, "give --source"),
     ],
-    ids=["negative", "NaN", "tolerance without source", "exact without source"],
+    ids=str,
 )
 def test_requests_that_make_no_sense(good: Path, options: dict[str, object], message: str):
     with pytest.raises(PlanError, match=message):

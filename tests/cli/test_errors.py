@@ -3,6 +3,7 @@
 import copy
 import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from nf4conv.errors import named
 
 CPU = {"device": "cpu"}
 UP = "model.layers.1.mlp.up_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
 
 
 def shard_of(source: Path) -> Path:
@@ -35,45 +37,44 @@ def with_header(source: Path, name: str, **changes: object) -> Path:
     return file
 
 
-def error_of(source: Path, out: Path, **options: object) -> Nf4convError:
-    with pytest.raises(Nf4convError) as raised:
-        nf4conv.quantize(source, out, **options, **CPU)
-    return raised.value
+def with_value(source: Path, name: str, value: float) -> Path:
+    """Changes a value of a tensor."""
+    file = shard_of(source)
+    tensors = load_file(file)
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, file)
+    return file
 
 
-def test_a_header_that_describes_no_tensor(tmp_path: Path):
-    source = write_source(tmp_path / "source")
-    file = with_header(source, UP, dtype="F128")
-    error = error_of(source, tmp_path / "out")
-    assert (error.path, error.tensor) == (file, UP)
-    assert str(error).startswith(f"{file}: {UP}: ")
-
-
-def test_a_file_that_is_cut_off(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def cut_off(source: Path) -> Path:
     file = shard_of(source)
     file.write_bytes(file.read_bytes()[:-1])
-    assert error_of(source, tmp_path / "out").path == file
+    return file
 
 
-def test_a_weight_that_holds_nan(tmp_path: Path):
+def without_json(source: Path) -> Path:
+    (source / "config.json").write_text("{")
+    return source / "config.json"
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Path], str | None]] = {
+    "a header that describes no tensor": (lambda source: with_header(source, UP, dtype="F128"), UP),
+    "a file that is cut off": (cut_off, None),
+    "a weight that holds NaN": (lambda source: with_value(source, UP, torch.nan), UP),
+    "a value that does not fit the dtype": (lambda source: with_value(source, NORM, 1e30), NORM),
+    "a config that is no JSON": (without_json, None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_has_a_place(tmp_path: Path, fault: str):
     source = write_source(tmp_path / "source")
-    file = shard_of(source)
-    tensors = load_file(file)
-    tensors[UP][3, 3] = torch.nan
-    save_file(tensors, file)
-    error = error_of(source, tmp_path / "out")
-    assert (error.path, error.tensor) == (file, UP)
-
-
-def test_values_that_do_not_fit_a_dtype(tmp_path: Path):
-    source = write_source(tmp_path / "source")
-    file = shard_of(source)
-    tensors = load_file(file)
-    tensors["model.layers.1.input_layernorm.weight"][0] = 1e30
-    save_file(tensors, file)
-    error = error_of(source, tmp_path / "out", dtype="float16")
-    assert (error.path, error.tensor) == (file, "model.layers.1.input_layernorm.weight")
+    damage, tensor = FAULTS[fault]
+    file = damage(source)
+    with pytest.raises(Nf4convError) as raised:
+        nf4conv.quantize(source, tmp_path / "out", dtype="float16", **CPU)
+    assert (raised.value.path, raised.value.tensor) == (file, tensor)
+    assert str(raised.value).startswith(f"{file}: {tensor}: " if tensor else f"{file}: ")
 
 
 def test_what_the_operating_system_refuses():
@@ -82,20 +83,12 @@ def test_what_the_operating_system_refuses():
     assert (str(raised.value), raised.value.path) == ("a/b: Input/output error", Path("a/b"))
 
 
-def test_a_config_that_is_no_json(tmp_path: Path):
-    source = write_source(tmp_path / "source")
-    (source / "config.json").write_text("{")
-    error = error_of(source, tmp_path / "out")
-    assert (error.path, error.tensor) == (source / "config.json", None)
-
-
 def test_a_folder_that_holds_something(tmp_path: Path):
-    source = write_source(tmp_path / "source")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine.txt").write_text("mine")
-    error = error_of(source, tmp_path / "out")
-    assert isinstance(error, OutputError)
-    assert error.path == tmp_path / "out"
+    with pytest.raises(OutputError) as raised:
+        nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "out", **CPU)
+    assert raised.value.path == tmp_path / "out"
 
 
 def test_no_source(tmp_path: Path):

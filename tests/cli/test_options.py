@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -186,6 +187,8 @@ def test_several_names_are_a_tuple_or_a_list_and_no_str(kind: Any, name: str):
         (RunOptions, "workers", True, "a whole number from 0 to 1024"),
         (RunOptions, "workers", 2000, "a whole number from 0 to 1024"),
         (RunOptions, "part", "3/2", "I/N with I from 1 to N, such as 2/3"),
+        (partial(EvaluateOptions, source="model"), "tokens", 1, "a whole number from 2 on"),
+        (partial(EvaluateOptions, source="model"), "max_kl", -1.0, "a divergence in nats, such as"),
     ],
 )
 def test_a_wrong_value_is_refused_as_it_is_typed(kind: Any, name: str, value: Any, expected: str):
@@ -198,19 +201,6 @@ def test_a_wrong_value_is_refused_as_it_is_typed(kind: Any, name: str, value: An
     assert isinstance(error, ValueError)
     again = copy.copy(error)  # by what pickle takes, too
     assert (str(again), again.value) == (str(error), value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("tokens", 1, "a whole number from 2 on"),
-        ("max_kl", -1.0, "a divergence in nats, such as 0.05"),
-        ("device", "gpu", "auto, cpu, cuda or cuda:N "),
-    ],
-)
-def test_evaluate_refuses_wrong_values_too(tmp_path: Path, name: str, value: Any, expected: str):
-    with pytest.raises(OptionError, match=re.escape(f"{typed(name)} {value}: expected {expected}")):
-        nf4conv.evaluate(tmp_path, source=tmp_path, **{name: value})
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:3", "cuda:all", "cuda:0,cuda:1"])
@@ -236,6 +226,7 @@ def test_formats_are_those_of_the_codebook():
     ("arguments", "line"),
     [
         (["--blocksize", "100"], "--blocksize 100: expected one of 32, 64, "),
+        (["--workers", "9999999"], "--workers 9999999: expected a whole number from 0 to 1024"),
         (["--device", "mps"], "--device mps: expected auto, cpu, cuda or cuda:N (cuda is an"),
         (["--part", "4/3"], "--part 4/3: expected I/N"),
         (["--verify", "--tolerance", "-1"], "--tolerance -1.0: expected a relative error"),

@@ -286,32 +286,6 @@ def test_a_symbolic_link_to_the_source_is_seen_through(tmp_path):
     assert "is inside the source folder" in refused(quantize(source, tmp_path / "link" / "out"))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (
-            ["--blocksize", "100"],
-            "--blocksize 100: expected one of 32, 64, 128, 256, 512, 1024, 2048, 4096",
-        ),
-        (
-            ["--device", "gpu"],
-            "--device gpu: expected auto, cpu, cuda or cuda:N (cuda is an NVIDIA GPU; "
-            "anywhere else, cpu is the one)",
-        ),
-        (
-            ["--include", "*norm*"],
-            "no tensor of this checkpoint would be packed; --dry-run shows why each is kept",
-        ),
-    ],
-    ids=["blocksize", "device", "nothing left"],
-)
-def test_options_that_cannot_be_met_are_refused(tmp_path, option, message):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    result = run("quantize", source, out, "--device", "cpu", *option)
-    assert refused(result).endswith(message)
-    assert not (out / "config.json").exists()
-
-
 @pytest.mark.parametrize(("source", "out"), [("", "out"), ("source", "")], ids=["source", "out"])
 def test_an_empty_path_is_not_taken_for_the_current_folder(tmp_path, monkeypatch, source, out):
     """`--overwrite "$UNSET"` would otherwise clear the folder that the user stands in."""
@@ -328,14 +302,6 @@ def test_an_empty_path_is_not_taken_for_the_current_folder(tmp_path, monkeypatch
         "set"
     )
     assert contents(here) == {"model.safetensors": b"another checkpoint"}
-
-
-def test_more_threads_than_any_machine_runs_are_refused(tmp_path):
-    result = quantize(tmp_path, tmp_path / "out", "--workers", 10**8)
-    assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1].startswith(
-        "Error: --workers 100000000: expected a whole number from 0 to 1024"
-    )
 
 
 def test_a_dry_run_shows_why_nothing_would_be_packed(tmp_path):
