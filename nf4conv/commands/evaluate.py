@@ -138,7 +138,7 @@ def _ask_all(
 ) -> list[dict[str, float]]:
     """Asks the original, then each model in 4 bits, and measures how far the answers are apart."""
     progress = options.progress or (lambda _: None)
-    begin(progress, [Step("evaluating", 1, "evaluating", lambda done: f"{100 * done:.0f} %")])
+    begin(progress, [Step("evaluating", 1, "evaluating", is_share=True)])
     share = 1 / len(question.ids) / (1 + len(outs))
     measure = _state_figures if question.kind == "encoder" else _token_figures
 

@@ -107,7 +107,7 @@ def tell_what_is_read(
     calibration = plan.calibration if isinstance(plan, QuantizationPlan) else None
     if calibration is not None:
         read = calibration.bytes_to_read
-        steps.append(Step("calibrating", read, "calibrating", calibration.describe))
+        steps.append(Step("calibrating", read, "calibrating"))
         work -= calibration.bytes_spared
     begin(options.progress, [*steps, Step(verb, work, last)], plan.notes)
 

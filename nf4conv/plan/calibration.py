@@ -54,14 +54,10 @@ class Calibration:
         return len(self.block_bytes)
 
     @property
-    def passes(self) -> int:
-        """The number of times that all blocks are run."""
-        return 1 if self.outputs is None else 3
-
-    @property
     def bytes_to_read(self) -> int:
-        """The bytes of the source that are read for it."""
-        return self.passes * sum(self.block_bytes)
+        """The bytes of the source that are read for it: gradients take two more passes."""
+        passes = 1 if self.outputs is None else 3
+        return passes * sum(self.block_bytes)
 
     @property
     def knows(self) -> str:
@@ -70,31 +66,6 @@ class Calibration:
             return "activations"
         which = "all weights" if self.outputs == "all" else "the first weights of each block"
         return f"activations, and how predictions depend on the outputs of {which}"
-
-    def describe(self, done: float) -> str:
-        """Says how many blocks and tokens are done, given the source bytes that were read."""
-        finished = self._finished(int(done))
-        run = finished * (self.tokens + self.judging_tokens)
-        of_pass = ""
-        if self.passes > 1:
-            number = min(finished // self.blocks + 1, self.passes)
-            of_pass = f"pass {number} of {self.passes}, "
-            finished -= (number - 1) * self.blocks
-        return f"{of_pass}{finished} of {self.blocks} blocks, {run:,} tokens"
-
-    def _finished(self, done: int) -> int:
-        """Returns how many blocks are finished, in all passes."""
-        passes, left = divmod(done, sum(self.block_bytes))
-        finished = passes * self.blocks
-        sizes = self.block_bytes
-        if passes == 1 and self.passes > 1:
-            sizes = sizes[::-1]  # the gradients come from behind
-        for nbytes in sizes:
-            left -= nbytes
-            if left < 0:
-                break
-            finished += 1
-        return finished
 
     def described(self) -> dict[str, Any]:
         """Returns the fields of nf4conv.json that are known before anything is computed."""

@@ -16,7 +16,6 @@ from nf4conv.calibrate import calibrating, needs
 from nf4conv.calibrate.needs import Needs
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError
-from nf4conv.report.text.progress_bar import ProgressBar, Step
 
 SMALL = Needs(
     gpu_seconds=170.0,
@@ -99,48 +98,6 @@ def test_a_gpu_with_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch
     ):
         SMALL.memory_left(gpu)
     assert replace(SMALL, gpu_bytes=6 * 10**9).memory_left(gpu) > 0
-
-
-@pytest.mark.parametrize("outputs", [None, "qkv"])
-def test_progress_tells_blocks_tokens_and_time(
-    model: Path,
-    text: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    outputs: str | None,
-):
-    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
-    calibration = nf4conv.plan_quantize(
-        model, **options_for(text, calibrate_output=outputs)
-    ).made.calibration
-    assert calibration.passes == (3 if outputs else 1)
-    ticks = iter(range(0, 10_000, 60))
-    monkeypatch.setattr("time.monotonic", lambda: float(next(ticks)))
-    steps = [
-        Step("calibrating", calibration.bytes_to_read, describe=calibration.describe),
-        Step("quantizing", 100),
-    ]
-    with ProgressBar(hidden=False) as advance:
-        advance.begin(steps)
-        for number in range(calibration.passes):
-            for size in calibration.block_bytes[:: -1 if number == 1 else 1]:
-                advance(size)
-        advance(100)
-    lines = capsys.readouterr().err.splitlines()
-    tokens = calibration.tokens + calibration.judging_tokens
-    before = "pass 1 of 3, " if outputs else ""
-    left = 5 if outputs else 1
-    assert lines[0] == (
-        f"calibrating: {before}1 of 2 blocks, {tokens:,} tokens, about {left} min left"
-    )
-    if outputs:
-        assert lines[2].startswith(
-            f"calibrating: pass 2 of 3, 1 of 2 blocks, {3 * tokens:,} tokens"
-        )
-        assert lines[5].startswith(
-            f"calibrating: pass 3 of 3, 2 of 2 blocks, {6 * tokens:,} tokens"
-        )
-    assert lines[-1].startswith("quantizing: 100 B of 100 B (100 %)")
 
 
 @pytest.mark.parametrize(

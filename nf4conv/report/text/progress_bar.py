@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
@@ -14,7 +14,7 @@ from nf4conv.report.text.terminal import tell, tell_notes
 
 _SECONDS_BETWEEN_LINES: Final = 30.0
 
-_DESCRIBED_BAR: Final = "{desc}: {percentage:3.0f}%|{bar}| {postfix} [{elapsed}<{remaining}]"
+_BAR_OF_SHARES: Final = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Step:
 
     Attributes:
         verb: what is being done, such as "quantizing".
-        total: the number of bytes that are read for it, or of other units.
+        total: the number of bytes that are read for it.
         last: what is being done after all of them.
-        describe: says how much is done, given the number of units. None for bytes and their speed.
+        is_share: True if `total` is 1, of whatever is done; then no bytes are shown.
     """
 
     verb: str
     total: float
     last: str = "finishing"
-    describe: Callable[[float], str] | None = None
+    is_share: bool = False
 
 
 class ProgressBar:
@@ -105,7 +105,7 @@ class _Running:
             return
         from tqdm import tqdm  # this import takes a moment
 
-        shape = {} if self._step.describe is None else {"bar_format": _DESCRIBED_BAR}
+        shape = {"bar_format": _BAR_OF_SHARES} if self._step.is_share else {}
         self._bar = tqdm(
             total=self._step.total,
             desc=self._step.verb,
@@ -114,8 +114,6 @@ class _Running:
             leave=False,
             **shape,
         )
-        if self._step.describe is not None:
-            self._bar.set_postfix_str(self._describe(1.0))
 
     def advance(self, count: float) -> float:
         """Counts units of this step, and returns those that are left for the next one."""
@@ -124,8 +122,6 @@ class _Running:
         if self._bar is None:
             self._write_line()
             return count - part
-        if self._step.describe is not None:
-            self._bar.set_postfix_str(self._describe(1.0), refresh=False)
         self._bar.update(part)
         if self.is_over:
             self._bar.set_description(self._step.last)
@@ -147,8 +143,7 @@ class _Running:
     def _describe(self, seconds: float) -> str:
         """Says how much is done after a number of seconds."""
         done, total = self._done, self._step.total
-        if self._step.describe is not None:
-            return self._step.describe(done)
-        return (
-            f"{size(done)} of {size(total)} ({100 * done / total:.0f} %), {size(done / seconds)}/s"
-        )
+        share = f"{100 * done / total:.0f} %"
+        if self._step.is_share:
+            return share
+        return f"{size(done)} of {size(total)} ({share}), {size(done / seconds)}/s"
