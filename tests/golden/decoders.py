@@ -230,6 +230,85 @@ def modelopt_nvfp4(_: Path) -> Release:
     return Release(config, kept(*REST_OF_LLAMA), stored, decoded, installed("nvidia-modelopt"))
 
 
+def quark(_: Path) -> Release:
+    """A layer of each kind, as Quark's own layers decode them, in float32.
+
+    Its difference of a code and a zero point is a byte: codes are such that it does not overflow.
+    """
+    from quark.torch.export.nn.modules.realquantizer import StaticScaledRealQuantizer
+    from quark.torch.quantization.config.config import QTensorConfig
+
+    every_int8 = codes(16, 256, 256).to(torch.uint8).view(torch.int8)
+    half_of_int8 = (codes(16, 128, 128) - 64).to(torch.int8)
+    zeros = torch.arange(-8, 8, dtype=torch.int8)
+    fp8_of_rows = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}
+    int8_of_rows = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
+    mxfp4 = {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1, "group_size": 32}
+    kinds: list[tuple[dict[str, Any], Tensors]] = [
+        (
+            {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+            {"weight": every_fp8(2, 256), "weight_scale": torch.tensor(0.0123)},
+        ),
+        (
+            {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [4, 64]},
+            {"weight": every_fp8(8, 256), "weight_scale": edges(torch.float32, 2, 4)},
+        ),
+        (fp8_of_rows, {"weight": every_fp8(7, 256), "weight_scale": edges(torch.float32, 7)}),
+        (
+            {"dtype": "int8", "qscheme": "per_tensor"},
+            {
+                "weight": half_of_int8,
+                "weight_scale": torch.tensor(0.0123),
+                "weight_zero_point": torch.tensor(3, dtype=torch.int8),
+            },
+        ),
+        (
+            int8_of_rows,
+            {
+                "weight": every_int8,
+                "weight_scale": edges(torch.float32, 16),
+                "weight_zero_point": torch.zeros(16, dtype=torch.int8),
+            },
+        ),
+        (
+            int8_of_rows,
+            {
+                "weight": half_of_int8,
+                "weight_scale": edges(torch.float32, 16),
+                "weight_zero_point": zeros,
+            },
+        ),
+        (
+            {**mxfp4, "scale_format": "e8m0"},
+            {"weight": pairs(32, 64), "weight_scale": powers(32, 2)},
+        ),
+    ]
+    every_key = {"is_dynamic": False, "ch_axis": None, "group_size": None, "symmetric": True}
+    every_key |= {"round_method": "half_even", "scale_type": "float"}
+    observers = {"per_tensor": "PerTensorMinMaxObserver", "per_channel": "PerChannelMinMaxObserver"}
+    observers |= {"per_group": "PerBlockMXObserver", "per_block": "PerBlock2DMinMaxObserver"}
+    stored, decoded, of_layers = {}, {}, {}
+    for (described, parts), name in zip(kinds, llama_names(len(kinds)), strict=True):
+        described = every_key | described | {"observer_cls": observers[described["qscheme"]]}
+        of_layers[name] = {"weight": described}
+        stored |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        layer = StaticScaledRealQuantizer(
+            QTensorConfig.from_dict(described),
+            None,
+            reorder=False,
+            real_quantized=True,
+            float_dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        layer.scale = parts["weight_scale"]
+        layer.zero_point = parts.get("weight_zero_point")
+        decoded[f"{name}.weight"] = layer(parts["weight"])
+    quantization = {"quant_method": "quark", "global_quant_config": of_layers[llama_names(1)[0]]}
+    quantization |= {"layer_quant_config": of_layers}
+    config = llama_config(dtype="bfloat16", quantization_config=quantization)
+    return Release(config, kept(*REST_OF_LLAMA), stored, decoded, installed("amd-quark"))
+
+
 # --- GPTQ, AWQ, AutoRound -------------------------------------------------------------------------
 
 
@@ -545,7 +624,7 @@ RELEASES = {
     for make in (
         kimi_k26, kimi_k3, deepseek_v41, deepseek_v4, deepseek_v4_by_script, deepseek_v32,
         deepseek_v32_by_script, gpt_oss, gptq, awq, autoround, llama_fp8, llama_nvfp4,
-        modelopt_nvfp4,
+        modelopt_nvfp4, quark,
     )
 }  # fmt: skip
 
