@@ -74,19 +74,21 @@ def explained(
 @quant_types
 @dtypes
 @weights
-@pytest.mark.parametrize("blocksize", [32, 64, 256, 4096])
-def test_every_differing_code_is_explained(quant_type, dtype, elements, blocksize):
-    weight = random_weight(elements, dtype, seed=elements + blocksize)
-    packed, state = quantize_4bit(weight, quant_type, blocksize, double_quant=False)
-    other, other_state = theirs(weight, quant_type, blocksize=blocksize)
-    assert torch.equal(state.absmax, other_state.absmax)
-    ours, others = nibbles(packed)[:elements], nibbles(other)[:elements]
-    differing = (ours != others).nonzero().view(-1)
-    absmax = state.absmax[differing // blocksize]
-    codebook = CODEBOOKS[quant_type]
-    assert explained(weight[differing], absmax, ours[differing], others[differing], codebook).all()
-    if quant_type == "nf4":
-        assert differing.numel() <= (2 if dtype == torch.float32 else 0)
+def test_every_differing_code_is_explained(quant_type, dtype, elements):
+    for blocksize in [32, 64, 256, 4096]:
+        weight = random_weight(elements, dtype, seed=elements + blocksize)
+        packed, state = quantize_4bit(weight, quant_type, blocksize, double_quant=False)
+        other, other_state = theirs(weight, quant_type, blocksize=blocksize)
+        assert torch.equal(state.absmax, other_state.absmax)
+        ours, others = nibbles(packed)[:elements], nibbles(other)[:elements]
+        differing = (ours != others).nonzero().view(-1)
+        absmax = state.absmax[differing // blocksize]
+        codebook = CODEBOOKS[quant_type]
+        assert explained(
+            weight[differing], absmax, ours[differing], others[differing], codebook
+        ).all()
+        if quant_type == "nf4":
+            assert differing.numel() <= (2 if dtype == torch.float32 else 0)
 
 
 def test_fp4_differs_by_the_sign_of_zero():
@@ -127,18 +129,20 @@ def test_nested_codes_are_the_same_or_neighbours(blocks):
 @quant_types
 @dtypes
 @nestings
-@pytest.mark.parametrize("shape", [(192, 128), (64, 1024), (5, 64)], ids=str)
-def test_decoded_values_are_equal(quant_type, dtype, nested, shape):
-    weight = random_weight(shape[0] * shape[1], dtype).view(shape)
-    packed, state = theirs(weight, quant_type, nested)
-    expected = functional.dequantize_4bit(packed, state)
-    decoded = dequantize_4bit(packed, state)
-    assert decoded.dtype == expected.dtype
-    assert decoded.shape == expected.shape
-    # 0.0 equals -0.0: the sign of FP4's code 8 is lost by the AVX-512 path
-    assert torch.equal(decoded, expected)
-    signed = expected != 0
-    assert torch.equal(decoded.view(INTEGER[dtype])[signed], expected.view(INTEGER[dtype])[signed])
+def test_decoded_values_are_equal(quant_type, dtype, nested):
+    for shape in [(192, 128), (64, 1024), (5, 64)]:
+        weight = random_weight(shape[0] * shape[1], dtype).view(shape)
+        packed, state = theirs(weight, quant_type, nested)
+        expected = functional.dequantize_4bit(packed, state)
+        decoded = dequantize_4bit(packed, state)
+        assert decoded.dtype == expected.dtype
+        assert decoded.shape == expected.shape
+        # 0.0 equals -0.0: the sign of FP4's code 8 is lost by the AVX-512 path
+        assert torch.equal(decoded, expected)
+        signed = expected != 0
+        assert torch.equal(
+            decoded.view(INTEGER[dtype])[signed], expected.view(INTEGER[dtype])[signed]
+        )
 
 
 @quant_types

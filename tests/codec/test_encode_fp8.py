@@ -1,5 +1,6 @@
 """MXFP4 encoded as FP8: what another project's converter gave, and every code at every distance."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -39,44 +40,48 @@ def is_exact(code: int, distance: int) -> bool:
     return steps == int(steps)
 
 
-@pytest.mark.parametrize("distance", [*range(20), 100, 254])
-@pytest.mark.parametrize("code", range(16))
-def test_a_value_is_exact_or_refused(code: int, distance: int):
+def test_a_value_is_exact_or_refused():
     """The first group has the largest scale, and the second a value at some distance below it."""
-    values = torch.zeros(1, 32, dtype=torch.uint8)
-    values[0, 0] = 7  # 6, which only the first group can have
-    values[0, 16] = code
-    largest = 254
-    scale = torch.tensor([[largest, largest - distance]], dtype=torch.uint8)
-    if not is_exact(code, distance):
-        with pytest.raises(CodecError, match=r"^1 values are not exact in FP8"):
-            encode_values(values, scale, E4M3, block=BLOCK)
-        return
-    encoded = encode_values(values, scale, E4M3, block=BLOCK)
-    for dtype in (E8M0, torch.float32):
-        scales = encode_scales(scale, dtype, block=BLOCK)
-        decoded = decode_scaled(encoded, scales, BLOCK, torch.float32)
+    for code, distance in product(range(16), [*range(20), 100, 254]):
+        values = torch.zeros(1, 32, dtype=torch.uint8)
+        values[0, 0] = 7  # 6, which only the first group can have
+        values[0, 16] = code
+        largest = 254
+        scale = torch.tensor([[largest, largest - distance]], dtype=torch.uint8)
+        if not is_exact(code, distance):
+            with pytest.raises(CodecError, match=r"^1 values are not exact in FP8"):
+                encode_values(values, scale, E4M3, block=BLOCK)
+            continue
+        encoded = encode_values(values, scale, E4M3, block=BLOCK)
+        for dtype in (E8M0, torch.float32):
+            scales = encode_scales(scale, dtype, block=BLOCK)
+            decoded = decode_scaled(encoded, scales, BLOCK, torch.float32)
+            expected = decode_fp4(values, scale, torch.float32)
+            assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))
+
+
+def test_partial_blocks_and_small_scales():
+    for (rows, columns, block), largest in product(
+        [
+            (128, 128, BLOCK),
+            (1, 32, BLOCK),
+            (130, 160, BLOCK),
+            (64, 96, (32, 32)),
+            (100, 128, (7, 64)),
+        ],
+        [0, 3, 6, 20, 254],
+    ):
+        generator = torch.Generator().manual_seed(rows + largest)
+        values = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
+        below = torch.randint(0, 15, (rows, columns // 32), generator=generator)
+        scale = (largest - below).clamp(min=0).to(torch.uint8)
+        encoded = encode_values(values.view(torch.int8), scale, E4M3, block=block)
+        scales = encode_scales(scale, torch.float32, block=block)
+        assert scales.shape == (-(-rows // block[0]), -(-columns // block[1]))
+        assert torch.equal(scales, encode_scales(scale, E8M0, block=block).to(torch.float32))
+        decoded = decode_scaled(encoded, scales, block, torch.float32)
         expected = decode_fp4(values, scale, torch.float32)
         assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "block"),
-    [(128, 128, BLOCK), (1, 32, BLOCK), (130, 160, BLOCK), (64, 96, (32, 32)), (100, 128, (7, 64))],
-)
-@pytest.mark.parametrize("largest", [0, 3, 6, 20, 254])
-def test_partial_blocks_and_small_scales(rows, columns, block, largest):
-    generator = torch.Generator().manual_seed(rows + largest)
-    values = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
-    below = torch.randint(0, 15, (rows, columns // 32), generator=generator)
-    scale = (largest - below).clamp(min=0).to(torch.uint8)
-    encoded = encode_values(values.view(torch.int8), scale, E4M3, block=block)
-    scales = encode_scales(scale, torch.float32, block=block)
-    assert scales.shape == (-(-rows // block[0]), -(-columns // block[1]))
-    assert torch.equal(scales, encode_scales(scale, E8M0, block=block).to(torch.float32))
-    decoded = decode_scaled(encoded, scales, block, torch.float32)
-    expected = decode_fp4(values, scale, torch.float32)
-    assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))
 
 
 def test_a_scale_that_is_nan_is_refused():

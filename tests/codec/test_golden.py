@@ -6,6 +6,7 @@ decode to the others.
 """
 
 import json
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -28,12 +29,11 @@ if not backends.why_plain((9, 0)):
 
     BACKENDS["kernels"] = kernels
 VECTORS = {name: load_file(GOLDEN / f"{name}.safetensors") for name in DTYPES}
-CASES = [
-    (name, key.rpartition("/")[0])
+CASES = {
+    name: [key.removesuffix("/packed") for key in vectors if key.endswith("/packed")]
     for name, vectors in VECTORS.items()
-    for key in vectors
-    if key.endswith("/packed")
-]
+}
+each = pytest.mark.parametrize(("dtype", "name"), [*product(VECTORS, BACKENDS)])
 
 
 def device_of(backend: ModuleType) -> torch.device:
@@ -56,65 +56,60 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(found.cpu().view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "case"), CASES, ids=["-".join(case).replace("/", "-") for case in CASES]
-)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_quantizes_to_the_recorded_bytes(name: str, dtype: str, case: str) -> None:
+@each
+def test_quantizes_to_the_recorded_bytes(name: str, dtype: str) -> None:
     backend, vectors = BACKENDS[name], VECTORS[dtype]
-    device, (family, quant_type) = device_of(backend), case.split("/")
-    weight = vectors[f"{family}/weight"].to(device)
-    packed = torch.empty_like(vectors[f"{case}/packed"], device=device)
-    absmax = torch.empty_like(vectors[f"{case}/absmax"], device=device)
-    backend.quantize_blocks(weight, packed, absmax, quant_type, blocksize_of(case))
-    assert same_bits(absmax, vectors[f"{case}/absmax"])
-    assert same_bits(packed, vectors[f"{case}/packed"])
+    for case in CASES[dtype]:
+        device, (family, quant_type) = device_of(backend), case.split("/")
+        weight = vectors[f"{family}/weight"].to(device)
+        packed = torch.empty_like(vectors[f"{case}/packed"], device=device)
+        absmax = torch.empty_like(vectors[f"{case}/absmax"], device=device)
+        backend.quantize_blocks(weight, packed, absmax, quant_type, blocksize_of(case))
+        assert same_bits(absmax, vectors[f"{case}/absmax"])
+        assert same_bits(packed, vectors[f"{case}/packed"]), case
 
 
-@pytest.mark.parametrize(
-    ("dtype", "case"), CASES, ids=["-".join(case).replace("/", "-") for case in CASES]
-)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_dequantizes_to_the_recorded_bytes(name: str, dtype: str, case: str) -> None:
+@each
+def test_dequantizes_to_the_recorded_bytes(name: str, dtype: str) -> None:
     backend, vectors = BACKENDS[name], VECTORS[dtype]
     device = device_of(backend)
     if is_kernels(backend) and device.type == "cpu" and dtype == "bf16":
         pytest.skip("the interpreter truncates to bfloat16")
-    expected = vectors[f"{case}/dequantized"]
-    absmax, state2, offset = vectors[f"{case}/absmax"].to(device), None, None
-    if f"{case}/codes" in vectors:
-        absmax, offset = vectors[f"{case}/codes"].to(device), vectors[f"{case}/offset"].to(device)
-        state2 = NestedState(
-            vectors[f"{case}/nested_absmax"].to(device), code_table("dynamic", device)
-        )
-    out = torch.empty_like(expected, device=device)
-    decoding = Decoding(absmax, state2, offset, case.split("/")[1], blocksize_of(case))
-    backend.dequantize_blocks(vectors[f"{case}/packed"].to(device), decoding, out)
-    finite = ~expected.isnan()
-    assert torch.equal(out.cpu().isnan(), ~finite)
-    assert same_bits(out.cpu()[finite], expected[finite])
+    for case in CASES[dtype]:
+        expected = vectors[f"{case}/dequantized"]
+        absmax, state2, offset = vectors[f"{case}/absmax"].to(device), None, None
+        if f"{case}/codes" in vectors:
+            absmax = vectors[f"{case}/codes"].to(device)
+            offset = vectors[f"{case}/offset"].to(device)
+            state2 = NestedState(
+                vectors[f"{case}/nested_absmax"].to(device), code_table("dynamic", device)
+            )
+        out = torch.empty_like(expected, device=device)
+        decoding = Decoding(absmax, state2, offset, case.split("/")[1], blocksize_of(case))
+        backend.dequantize_blocks(vectors[f"{case}/packed"].to(device), decoding, out)
+        finite = ~expected.isnan()
+        assert torch.equal(out.cpu().isnan(), ~finite)
+        assert same_bits(out.cpu()[finite], expected[finite]), case
 
 
-@pytest.mark.parametrize(
-    ("dtype", "case"), CASES, ids=["-".join(case).replace("/", "-") for case in CASES]
-)
-@pytest.mark.parametrize("name", BACKENDS)
-def test_compresses_absmax_to_the_recorded_bytes(name: str, dtype: str, case: str) -> None:
+@each
+def test_compresses_absmax_to_the_recorded_bytes(name: str, dtype: str) -> None:
     backend, vectors = BACKENDS[name], VECTORS[dtype]
-    if f"{case}/codes" not in vectors:
-        assert case.startswith(("special", "ties"))
-        return
-    device = device_of(backend)
-    codes = torch.empty_like(vectors[f"{case}/codes"], device=device)
-    nested_absmax = torch.empty_like(vectors[f"{case}/nested_absmax"], device=device)
-    offset = backend.compress_absmax(vectors[f"{case}/absmax"].to(device), codes, nested_absmax)
-    if is_kernels(backend) and device.type == "cpu":
-        # its mean is torch's on the CPU, in another order than on a GPU
-        assert offset.item() == pytest.approx(vectors[f"{case}/offset"].item(), rel=1e-6)
-        return
-    assert same_bits(offset, vectors[f"{case}/offset"])
-    assert same_bits(nested_absmax, vectors[f"{case}/nested_absmax"])
-    assert same_bits(codes, vectors[f"{case}/codes"])
+    for case in CASES[dtype]:
+        if f"{case}/codes" not in vectors:
+            assert case.startswith(("special", "ties"))
+            continue
+        device = device_of(backend)
+        codes = torch.empty_like(vectors[f"{case}/codes"], device=device)
+        nested_absmax = torch.empty_like(vectors[f"{case}/nested_absmax"], device=device)
+        offset = backend.compress_absmax(vectors[f"{case}/absmax"].to(device), codes, nested_absmax)
+        if is_kernels(backend) and device.type == "cpu":
+            # its mean is torch's on the CPU, in another order than on a GPU
+            assert offset.item() == pytest.approx(vectors[f"{case}/offset"].item(), rel=1e-6)
+            continue
+        assert same_bits(offset, vectors[f"{case}/offset"])
+        assert same_bits(nested_absmax, vectors[f"{case}/nested_absmax"])
+        assert same_bits(codes, vectors[f"{case}/codes"]), case
 
 
 def test_mean_has_the_recorded_bits() -> None:

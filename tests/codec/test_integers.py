@@ -1,5 +1,6 @@
 """Packed integers of compressed-tensors, GPTQ and AWQ: decoded values against the methods' own."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,14 +41,17 @@ def decode(weight: Weight, packing: str, bits: int, group_size: int, **more: Any
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("is_symmetric", [True, False], ids=["symmetric", "zeros"])
-@pytest.mark.parametrize("is_reordered", [True, False], ids=["desc_act", "in-order"])
-def test_gptq_is_that_of_gptqmodel(bits: int, version: int, is_symmetric: bool, is_reordered: bool):
-    weight = gptq(
-        96, 128, bits=bits, version=version, is_symmetric=is_symmetric, is_reordered=is_reordered
-    )
-    same_bits(decode(weight, "GPTQ", bits, 32, zeros_less_one=version == 1), weight.decoded)
+def test_gptq_is_that_of_gptqmodel(bits: int):
+    for version, is_symmetric, is_reordered in product([1, 2], [True, False], [True, False]):
+        weight = gptq(
+            96,
+            128,
+            bits=bits,
+            version=version,
+            is_symmetric=is_symmetric,
+            is_reordered=is_reordered,
+        )
+        same_bits(decode(weight, "GPTQ", bits, 32, zeros_less_one=version == 1), weight.decoded)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
@@ -85,22 +89,20 @@ def test_awq_is_that_of_the_converter_of_compressed_tensors(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("group_size", [32, None], ids=["groups", "channels"])
-@pytest.mark.parametrize("zeros", ["none", "packed", "bytes"])
-@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
-def test_pack_quantized_is_that_of_compressed_tensors(
-    bits: int, group_size: int | None, zeros: str, dtype: torch.dtype
-):
-    weight = compressed(
-        72,
-        128,
-        bits=bits,
-        group_size=group_size,
-        is_symmetric=zeros == "none",
-        has_packed_zeros=zeros == "packed",
-        dtype=dtype,
-    )
-    same_bits(decode(weight, "compressed-tensors", bits, group_size or 128), weight.decoded)
+def test_pack_quantized_is_that_of_compressed_tensors(bits: int):
+    for group_size, zeros, dtype in product(
+        [32, None], ["none", "packed", "bytes"], [F16, BF16, F32]
+    ):
+        weight = compressed(
+            72,
+            128,
+            bits=bits,
+            group_size=group_size,
+            is_symmetric=zeros == "none",
+            has_packed_zeros=zeros == "packed",
+            dtype=dtype,
+        )
+        same_bits(decode(weight, "compressed-tensors", bits, group_size or 128), weight.decoded)
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False], ids=["symmetric", "zeros"])

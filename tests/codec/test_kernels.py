@@ -51,14 +51,14 @@ def assert_quantizes_like_the_reference(
         assert torch.equal(bits(found), bits(expected))
 
 
-@pytest.mark.parametrize("elements", [1, 64, 4096, 8192 + 8, 5003], ids="n{}".format)
 @pytest.mark.parametrize("blocksize", [32, 64, 4096], ids="b{}".format)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_quantize_any_size(quant_type: str, dtype: str, blocksize: int, elements: int) -> None:
-    assert_quantizes_like_the_reference(
-        random_weight(elements, DTYPES[dtype]), quant_type, blocksize
-    )
+def test_quantize_any_size(quant_type: str, dtype: str, blocksize: int) -> None:
+    for elements in [1, 64, 4096, 8192 + 8, 5003]:
+        assert_quantizes_like_the_reference(
+            random_weight(elements, DTYPES[dtype]), quant_type, blocksize
+        )
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])

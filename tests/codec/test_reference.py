@@ -3,6 +3,7 @@
 """
 
 import math
+from itertools import product
 from types import ModuleType
 
 import hypothesis.extra.numpy as hypothesis_numpy
@@ -106,15 +107,17 @@ def test_the_nibble_after_an_odd_end_is_the_code_of_zero(backend):
 
 @backends
 @quant_types
-@pytest.mark.parametrize("exponent", [*range(-127, -97), 125, 126, 127])
-def test_flushing_near_the_ends_of_the_exponent(backend, quant_type, exponent):
+def test_flushing_near_the_ends_of_the_exponent(backend, quant_type):
     """Elements from the smallest subnormal up, beside an absmax of 1.25 · 2^exponent."""
-    magnitudes = 2.0 ** torch.linspace(-149, -110, 62)
-    signs = torch.tensor([1.0, -1.0]).repeat(31)
-    weight = torch.cat((torch.tensor([1.25, 0.7]) * 2.0**exponent, (magnitudes * signs).float()))
-    weight = torch.where(weight.abs() > weight[0], weight[0], weight)
-    assert_quantized_as_defined(backend, weight, quant_type, 64)
-    assert_quantized_as_defined(backend, weight.bfloat16(), quant_type, 32)
+    for exponent in [*range(-127, -97), 125, 126, 127]:
+        magnitudes = 2.0 ** torch.linspace(-149, -110, 62)
+        signs = torch.tensor([1.0, -1.0]).repeat(31)
+        weight = torch.cat(
+            (torch.tensor([1.25, 0.7]) * 2.0**exponent, (magnitudes * signs).float())
+        )
+        weight = torch.where(weight.abs() > weight[0], weight[0], weight)
+        assert_quantized_as_defined(backend, weight, quant_type, 64)
+        assert_quantized_as_defined(backend, weight.bfloat16(), quant_type, 32)
 
 
 @backends
@@ -133,20 +136,20 @@ def test_an_ulp_decides(backend, quant_type, toward):
 @backends
 @quant_types
 @dtypes
-@pytest.mark.parametrize("elements", [1, 2, 7, 63, 64, 65, 127, 640, 1001])
-def test_odd_sizes(backend, quant_type, dtype, elements):
-    assert_quantized_as_defined(
-        backend, random_weight(elements, dtype, seed=elements), quant_type, 64
-    )
+def test_odd_sizes(backend, quant_type, dtype):
+    for elements in [1, 2, 7, 63, 64, 65, 127, 640, 1001]:
+        assert_quantized_as_defined(
+            backend, random_weight(elements, dtype, seed=elements), quant_type, 64
+        )
 
 
 @backends
 @quant_types
-@pytest.mark.parametrize("blocksize", BLOCKSIZES)
-def test_blocksizes(backend, quant_type, blocksize):
-    assert_quantized_as_defined(
-        backend, random_weight(blocksize + 33, torch.bfloat16), quant_type, blocksize
-    )
+def test_blocksizes(backend, quant_type):
+    for blocksize in BLOCKSIZES:
+        assert_quantized_as_defined(
+            backend, random_weight(blocksize + 33, torch.bfloat16), quant_type, blocksize
+        )
 
 
 @backends
@@ -248,17 +251,16 @@ def compress(
 
 
 @backends
-@pytest.mark.parametrize("blocks", [1, 2, 255, 256, 257, 1000])
-@pytest.mark.parametrize("spread", [1.0, 1e-37, 1e-40, 1e38, 0.0])
-def test_nested_codes(backend, blocks, spread):
-    absmax = torch.rand(blocks, generator=torch.Generator().manual_seed(blocks)) * spread + (
-        spread == 0
-    )
-    codes, nested, offset = compress(backend, absmax)
-    expected, maxima = scalar.compress(absmax.numpy(), np.float32(offset.item()))
-    assert bytes(codes.tolist()) == expected
-    assert_same_bits(nested, torch.from_numpy(maxima))
-    assert_same_bits(offset, cuda_mean(absmax))
+def test_nested_codes(backend):
+    for blocks, spread in product([1, 2, 255, 256, 257, 1000], [1.0, 1e-37, 1e-40, 1e38, 0.0]):
+        absmax = torch.rand(blocks, generator=torch.Generator().manual_seed(blocks)) * spread + (
+            spread == 0
+        )
+        codes, nested, offset = compress(backend, absmax)
+        expected, maxima = scalar.compress(absmax.numpy(), np.float32(offset.item()))
+        assert bytes(codes.tolist()) == expected
+        assert_same_bits(nested, torch.from_numpy(maxima))
+        assert_same_bits(offset, cuda_mean(absmax))
 
 
 @backends
@@ -328,24 +330,22 @@ def test_signs_of_zero(backend):
 @backends
 @quant_types
 @dtypes
-@pytest.mark.parametrize(
-    "scale", [1e-37, 2.0**-118, 1e-40, 3e38, math.inf, -math.inf, math.nan, 65504.0, 1e5, 7e-8]
-)
-def test_decoding_with_odd_scales(backend, quant_type, dtype, scale):
-    packed = torch.arange(128).to(torch.uint8)
-    scales = torch.tensor([1.0, scale, 0.5, scale])
-    decoded = dequantize(backend, packed, scales, 256, quant_type, dtype)
-    codes = torch.stack((packed >> 4, packed & 15), dim=1).view(-1).tolist()
-    values = [np.float32(value) for value in CODEBOOKS[quant_type].values]
-    if quant_type == "fp4":
-        values[8] = np.float32(-0.0)
-    products = [
-        scalar.product(values[code], np.float32(scales[i // 64].item()))
-        for i, code in enumerate(codes)
-    ]
-    expected = torch.tensor(np.array(products)).to(dtype)
-    expected.view(INTEGER[dtype])[expected.isnan()] = torch.iinfo(INTEGER[dtype]).max
-    assert_same_bits(decoded, expected)
+def test_decoding_with_odd_scales(backend, quant_type, dtype):
+    for scale in [1e-37, 2.0**-118, 1e-40, 3e38, math.inf, -math.inf, math.nan, 65504.0, 1e5, 7e-8]:
+        packed = torch.arange(128).to(torch.uint8)
+        scales = torch.tensor([1.0, scale, 0.5, scale])
+        decoded = dequantize(backend, packed, scales, 256, quant_type, dtype)
+        codes = torch.stack((packed >> 4, packed & 15), dim=1).view(-1).tolist()
+        values = [np.float32(value) for value in CODEBOOKS[quant_type].values]
+        if quant_type == "fp4":
+            values[8] = np.float32(-0.0)
+        products = [
+            scalar.product(values[code], np.float32(scales[i // 64].item()))
+            for i, code in enumerate(codes)
+        ]
+        expected = torch.tensor(np.array(products)).to(dtype)
+        expected.view(INTEGER[dtype])[expected.isnan()] = torch.iinfo(INTEGER[dtype]).max
+        assert_same_bits(decoded, expected)
 
 
 @backends

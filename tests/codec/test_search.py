@@ -74,20 +74,16 @@ def block_errors(weight: torch.Tensor, decoded: torch.Tensor, blocksize: int) ->
 
 @backends
 @quant_types
-@pytest.mark.parametrize(
-    ("blocksize", "blocks"),
-    [(32, 9), (64, 5), (128, 3), (512, 1)],
-    ids=["b32", "b64", "b128", "b512"],
-)
-def test_ordinary_blocks_are_as_defined(backend, quant_type, blocksize, blocks):
-    weight = random_weight(blocksize * blocks - 13, torch.float32, seed=blocksize)
-    packed, scales = search(backend, weight, quant_type, blocksize)
-    expected, expected_scales = scalar.search(weight.numpy(), quant_type, blocksize)
-    assert_same(
-        (packed, scales),
-        (torch.tensor(list(expected), dtype=torch.uint8), torch.from_numpy(expected_scales)),
-    )
-    assert (scales.numpy() != scalar.quantize(weight.numpy(), quant_type, blocksize)[1]).any()
+def test_ordinary_blocks_are_as_defined(backend, quant_type):
+    for blocksize, blocks in [(32, 9), (64, 5), (128, 3), (512, 1)]:
+        weight = random_weight(blocksize * blocks - 13, torch.float32, seed=blocksize)
+        packed, scales = search(backend, weight, quant_type, blocksize)
+        expected, expected_scales = scalar.search(weight.numpy(), quant_type, blocksize)
+        assert_same(
+            (packed, scales),
+            (torch.tensor(list(expected), dtype=torch.uint8), torch.from_numpy(expected_scales)),
+        )
+        assert (scales.numpy() != scalar.quantize(weight.numpy(), quant_type, blocksize)[1]).any()
 
 
 @quant_types
@@ -104,33 +100,33 @@ def test_special_blocks_are_as_defined(quant_type, dtype):
 @pytest.mark.parametrize("backend", [cpu, kernels], ids=["cpu", "kernels"])
 @quant_types
 @dtypes
-@pytest.mark.parametrize("blocksize", [32, 1024], ids="b{}".format)
-def test_special_blocks_and_ties_are_those_of_the_reference(backend, quant_type, dtype, blocksize):
-    for weight in (
-        special_weight(dtype, blocksize, "nan"),
-        tie_weight(dtype, blocksize, quant_type)[:-3],
-    ):
-        for piece in (weight, weight[: blocksize // 2 + 1]):
-            expected = search(reference, piece, quant_type, blocksize)
-            assert_same(search(backend, piece, quant_type, blocksize), expected)
+def test_special_blocks_and_ties_are_those_of_the_reference(backend, quant_type, dtype):
+    for blocksize in [32, 1024]:
+        for weight in (
+            special_weight(dtype, blocksize, "nan"),
+            tie_weight(dtype, blocksize, quant_type)[:-3],
+        ):
+            for piece in (weight, weight[: blocksize // 2 + 1]):
+                expected = search(reference, piece, quant_type, blocksize)
+                assert_same(search(backend, piece, quant_type, blocksize), expected)
 
 
 @quant_types
 @dtypes
-@pytest.mark.parametrize("blocksize", BLOCKSIZES, ids="b{}".format)
-def test_special_blocks_keep_the_bytes_of_absmax(quant_type, dtype, blocksize):
+def test_special_blocks_keep_the_bytes_of_absmax(quant_type, dtype):
     """Zeros, subnormal numbers, infinities, NaN alone and magnitudes beyond the range that is
     searched.
     """
-    weight = special_weight(dtype, blocksize)
-    packed, scales = search(reference, weight, quant_type, blocksize)
-    expected, absmax = torch.empty_like(packed), torch.empty_like(scales)
-    reference.quantize_blocks(weight, expected, absmax, quant_type, blocksize)
-    special = ~((absmax >= 2.0**-100) & (absmax <= 2.0**100))
-    assert special.sum() >= 7
-    assert torch.equal(scales[special], absmax[special])
-    by_block = packed.view(-1, blocksize // 2), expected.view(-1, blocksize // 2)
-    assert torch.equal(by_block[0][special], by_block[1][special])
+    for blocksize in BLOCKSIZES:
+        weight = special_weight(dtype, blocksize)
+        packed, scales = search(reference, weight, quant_type, blocksize)
+        expected, absmax = torch.empty_like(packed), torch.empty_like(scales)
+        reference.quantize_blocks(weight, expected, absmax, quant_type, blocksize)
+        special = ~((absmax >= 2.0**-100) & (absmax <= 2.0**100))
+        assert special.sum() >= 7
+        assert torch.equal(scales[special], absmax[special])
+        by_block = packed.view(-1, blocksize // 2), expected.view(-1, blocksize // 2)
+        assert torch.equal(by_block[0][special], by_block[1][special])
 
 
 HOSTILE = hypothesis_numpy.arrays(

@@ -48,48 +48,48 @@ def example() -> tuple[list[TensorInfo], dict[str, Pack | Keep]]:
     return tensors, decisions
 
 
-@pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize(
     "format", FORMATS, ids=lambda f: f"{f.quant_type}-{f.blocksize}-{f.double_quant}-{f.dtype}"
 )
-def test_properties(format, limit):
-    tensors, decisions = example()
-    plan = make_plan(tensors, decisions, format, max_shard_size=limit)
-    assert plan == make_plan(tensors, decisions, format, max_shard_size=limit)
-    assert [job.source.name for job in plan.jobs] == [tensor.name for tensor in tensors]
-    for number, shard in enumerate(plan.shards, start=1):
-        single = len(plan.shards) == 1
-        assert shard.name == (
-            "model.safetensors"
-            if single
-            else f"model-{number:05d}-of-{len(plan.shards):05d}.safetensors"
-        )
-        assert len(shard.jobs) == 1 or sum(job.nbytes for job in shard.jobs) <= limit
-        assert shard.header_size % 8 == 0
-        entries = sorted(shard.entries(), key=lambda entry: entry[3:])
-        position = 0
-        for name, dtype, shape, start, stop in entries:
-            assert start == position, name  # neither a hole nor an overlap
-            assert stop - start == math.prod(shape) * DTYPE_BITS[dtype] // 8
-            assert start % max(DTYPE_BITS[dtype] // 8, 1) == 0
-            position = stop
-        assert position == shard.fixed_size
-        # every name once, all components of a weight here, and the header as long as it can get
-        # still fits
-        names = list(shard.tensor_names())
-        blobs = [name for name in names if "quant_state" in name]
-        assert sorted(names) == sorted([entry[0] for entry in entries] + blobs)
-        packed = [job for job in shard.jobs if isinstance(job, PackJob)]
-        assert len(blobs) == len(packed)
-        longest = [
-            (job.components[-1].nbytes, blob) for job, blob in zip(packed, blobs, strict=True)
-        ]
-        full = list(shard.entries())
-        for nbytes, blob in longest:
-            full.append((blob, "U8", (nbytes,), position, position + nbytes))
-            position += nbytes
-        assert len(build_header(full)) <= shard.header_size
-        assert position == shard.fixed_size + shard.blobs_size
+def test_properties(format):
+    for limit in LIMITS:
+        tensors, decisions = example()
+        plan = make_plan(tensors, decisions, format, max_shard_size=limit)
+        assert plan == make_plan(tensors, decisions, format, max_shard_size=limit)
+        assert [job.source.name for job in plan.jobs] == [tensor.name for tensor in tensors]
+        for number, shard in enumerate(plan.shards, start=1):
+            single = len(plan.shards) == 1
+            assert shard.name == (
+                "model.safetensors"
+                if single
+                else f"model-{number:05d}-of-{len(plan.shards):05d}.safetensors"
+            )
+            assert len(shard.jobs) == 1 or sum(job.nbytes for job in shard.jobs) <= limit
+            assert shard.header_size % 8 == 0
+            entries = sorted(shard.entries(), key=lambda entry: entry[3:])
+            position = 0
+            for name, dtype, shape, start, stop in entries:
+                assert start == position, name  # neither a hole nor an overlap
+                assert stop - start == math.prod(shape) * DTYPE_BITS[dtype] // 8
+                assert start % max(DTYPE_BITS[dtype] // 8, 1) == 0
+                position = stop
+            assert position == shard.fixed_size
+            # every name once, all components of a weight here, and the header as long as it can get
+            # still fits
+            names = list(shard.tensor_names())
+            blobs = [name for name in names if "quant_state" in name]
+            assert sorted(names) == sorted([entry[0] for entry in entries] + blobs)
+            packed = [job for job in shard.jobs if isinstance(job, PackJob)]
+            assert len(blobs) == len(packed)
+            longest = [
+                (job.components[-1].nbytes, blob) for job, blob in zip(packed, blobs, strict=True)
+            ]
+            full = list(shard.entries())
+            for nbytes, blob in longest:
+                full.append((blob, "U8", (nbytes,), position, position + nbytes))
+                position += nbytes
+            assert len(build_header(full)) <= shard.header_size
+            assert position == shard.fixed_size + shard.blobs_size
 
 
 def test_kept_tensors_take_the_checkpoint_s_dtype_unless_they_are_float32_by_design():

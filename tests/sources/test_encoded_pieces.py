@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -144,25 +144,24 @@ def write_encoded(folder: Path, case: str) -> TensorInfo:
     return TensorInfo("w", "BF16", shape, file, 0, len(content), encoding(**parts))
 
 
-@pytest.mark.parametrize("unit", [1, 32, 512])
-@pytest.mark.parametrize("most", [1, 5000, 10**6])
 @pytest.mark.parametrize("case", CASES)
-def test_pieces_decode_to_the_whole(tmp_path: Path, case: str, most: int, unit: int):
+def test_pieces_decode_to_the_whole(tmp_path: Path, case: str):
     tensor = write_encoded(tmp_path, case)
-    pieces = [*encoded_pieces(tensor, most, unit)]
-    starts = [piece.start for piece in pieces] + [tensor.elements]
-    assert starts[0] == 0
-    assert all(start % unit == 0 for start in starts[:-1])
-    assert [right - left for left, right in pairwise(starts)] == [
-        piece.tensor.elements for piece in pieces
-    ]
-    with Reader() as reader, Worker(reader, 2**16, lambda _: None) as worker:
-        device = device_of(worker, TorchBackend("cpu"))
-        whole = read_decoded(device, tensor)
-        again = torch.cat([read_decoded(device, piece.tensor).view(-1) for piece in pieces])
-    assert whole.shape == tensor.shape
-    assert whole.dtype == TORCH_DTYPES[tensor.dtype]
-    assert torch.equal(whole.view(-1).view(torch.int16), again.view(torch.int16))
+    for most, unit in product([1, 5000, 10**6], [1, 32, 512]):
+        pieces = [*encoded_pieces(tensor, most, unit)]
+        starts = [piece.start for piece in pieces] + [tensor.elements]
+        assert starts[0] == 0
+        assert all(start % unit == 0 for start in starts[:-1])
+        assert [right - left for left, right in pairwise(starts)] == [
+            piece.tensor.elements for piece in pieces
+        ]
+        with Reader() as reader, Worker(reader, 2**16, lambda _: None) as worker:
+            device = device_of(worker, TorchBackend("cpu"))
+            whole = read_decoded(device, tensor)
+            again = torch.cat([read_decoded(device, piece.tensor).view(-1) for piece in pieces])
+        assert whole.shape == tensor.shape
+        assert whole.dtype == TORCH_DTYPES[tensor.dtype]
+        assert torch.equal(whole.view(-1).view(torch.int16), again.view(torch.int16))
 
 
 @pytest.mark.parametrize(
@@ -173,30 +172,29 @@ def test_what_can_be_cut_is_cut(tmp_path: Path, case: str):
     assert len([*encoded_pieces(tensor, 2000)]) > 1
 
 
-@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 @pytest.mark.parametrize("elements", [1, 4095, 32768, 100_001])
-@pytest.mark.parametrize(("blocksize", "unit"), [(32, 1), (64, 128), (64, 4096)])
-def test_packed_weights_in_pieces(
-    tmp_path: Path, elements: int, blocksize: int, unit: int, double_quant: bool
-):
-    weight = torch.randn(1, elements, generator=torch.Generator().manual_seed(0)).bfloat16()
-    packed, state = quantize_4bit(weight, blocksize=blocksize, double_quant=double_quant)
-    file, content, parts = tmp_path / "parts", bytearray(), {}
-    for role, part in {"values": packed, **state.components()}.items():
-        raw = part.numpy().tobytes()
-        dtype = {torch.uint8: U8, torch.float32: F32}[part.dtype]
-        start = len(content)
-        content += raw
-        parts[role] = TensorInfo(role, dtype, tuple(part.shape), file, start, len(content))
-    file.write_bytes(content)
-    encoding, faults = read_weight(parts.pop("values"), parts, read_bytes)
-    assert not faults
-    tensor = TensorInfo("w", "BF16", (1, elements), file, 0, len(content), encoding)
-    pieces = packed_pieces(tensor, 20_000, unit)
-    assert len(pieces) > 1 or elements <= 32768
-    assert all(piece.start % unit == 0 and piece.start % (256 * blocksize) == 0 for piece in pieces)
-    with Reader() as reader, Worker(reader, 2**16, lambda _: None) as worker:
-        device = device_of(worker, TorchBackend("cpu"))
-        again = torch.cat([read_decoded(device, piece.tensor).clone() for piece in pieces])
-    expected = dequantize_4bit(packed, state)
-    assert torch.equal(again.view(torch.int16), expected.view(-1).view(torch.int16))
+def test_packed_weights_in_pieces(tmp_path: Path, elements: int):
+    for (blocksize, unit), double_quant in product([(32, 1), (64, 128), (64, 4096)], [True, False]):
+        weight = torch.randn(1, elements, generator=torch.Generator().manual_seed(0)).bfloat16()
+        packed, state = quantize_4bit(weight, blocksize=blocksize, double_quant=double_quant)
+        file, content, parts = tmp_path / "parts", bytearray(), {}
+        for role, part in {"values": packed, **state.components()}.items():
+            raw = part.numpy().tobytes()
+            dtype = {torch.uint8: U8, torch.float32: F32}[part.dtype]
+            start = len(content)
+            content += raw
+            parts[role] = TensorInfo(role, dtype, tuple(part.shape), file, start, len(content))
+        file.write_bytes(content)
+        encoding, faults = read_weight(parts.pop("values"), parts, read_bytes)
+        assert not faults
+        tensor = TensorInfo("w", "BF16", (1, elements), file, 0, len(content), encoding)
+        pieces = packed_pieces(tensor, 20_000, unit)
+        assert len(pieces) > 1 or elements <= 32768
+        assert all(
+            piece.start % unit == 0 and piece.start % (256 * blocksize) == 0 for piece in pieces
+        )
+        with Reader() as reader, Worker(reader, 2**16, lambda _: None) as worker:
+            device = device_of(worker, TorchBackend("cpu"))
+            again = torch.cat([read_decoded(device, piece.tensor).clone() for piece in pieces])
+        expected = dequantize_4bit(packed, state)
+        assert torch.equal(again.view(torch.int16), expected.view(-1).view(torch.int16))
