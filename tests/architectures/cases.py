@@ -409,18 +409,6 @@ MIXTURES = _names("""
 """)
 """Mixtures of experts that the sweep loads with their experts in 4 bits."""
 
-STACKED_MIXTURES = _names("""
-    AriaTextForCausalLM GptOssForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM
-    GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM HYV4ForCausalLM Inkling2ForCausalLM
-    InklingForCausalLM MiniMaxM3VLForCausalLM ZayaForCausalLM GptOssForSequenceClassification
-    Mistral4ForSequenceClassification AriaForConditionalGeneration DiffusionGemmaForBlockDiffusion
-    Inkling2ForConditionalGeneration InklingForConditionalGeneration Mistral4ForCausalLM
-    MuseSparkForConditionalGeneration Qwen3VLMoeForConditionalGeneration DiffusionGemmaModel
-    Glm4vMoeTextModel OpenAIPrivacyFilterModel Qwen3VLMoeTextModel JetMoeForCausalLM
-    JetMoeForSequenceClassification
-""")
-"""Mixtures that transformers 5 saves with a layer's experts in one tensor."""
-
 MIXTURE_EXCEPTIONS = {
     "JetMoeForCausalLM": "packed, it is refused",
     "JetMoeForSequenceClassification": "packed, it is refused",
