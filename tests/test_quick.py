@@ -19,7 +19,7 @@ from pathlib import Path
 import host_driver
 import pytest
 import torch
-from checkpoints import contents
+from checkpoints import contents, save_model
 from click.testing import CliRunner, Result
 from gguf_files import write_gguf
 from hub_server import Hub, Repo
@@ -88,10 +88,7 @@ def write_source(folder: Path, dtype: str) -> Path:
         "vocab_size": 256,
         "dtype": {"bf16": "bfloat16", "f16": "float16"}[dtype],
     }
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return save_model(folder, tensors, config)
 
 
 def run(*arguments: object, exit_code: int = 0) -> Result:

@@ -27,6 +27,7 @@ from calibrations import (
     tensors_in,
     weights_in,
 )
+from checkpoints import save_adapter, save_model
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -295,16 +296,14 @@ def test_experts_that_few_tokens_reach_are_counted(tmp_path):
 
 def test_adapters_are_merged_first(model, text, tmp_path):
     adapter = tmp_path / "adapter"
-    adapter.mkdir()
     generator = torch.Generator().manual_seed(0)
     factors = {}
     for layer in range(2):
         module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         factors[f"{module}.lora_A.weight"] = torch.randn((4, 64), generator=generator) / 8
         factors[f"{module}.lora_B.weight"] = torch.randn((64, 4), generator=generator) / 8
-    save_file(factors, adapter / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    save_adapter(adapter, factors, config)
     lora = (str(adapter),)
     merged = tmp_path / "merged"
     nf4conv.dequantize(model, merged, lora=lora, **CPU)
@@ -326,10 +325,8 @@ def test_encoded_sources_are_decoded_first(model, text, tmp_path):
     config = json.loads((model / "config.json").read_text())
     for kind, content in (("encoded", encoded), ("decoded", decoded)):
         folder = tmp_path / kind
-        folder.mkdir()
-        save_file(content, folder / "model.safetensors")
         of_kind = {**config, "quantization_config": {"quant_method": "fp8"}}
-        (folder / "config.json").write_text(json.dumps(of_kind if kind == "encoded" else config))
+        save_model(folder, content, of_kind if kind == "encoded" else config)
         nf4conv.quantize(folder, tmp_path / f"{kind}-out", **options_for(text), **CPU)
     expected = weights_in(tmp_path / "decoded-out")
     found = weights_in(tmp_path / "encoded-out")

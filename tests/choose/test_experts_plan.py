@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import contents, tensors_of
+from checkpoints import contents, save_model, tensors_of
 from hub_server import Hub, Repo
-from safetensors.torch import save_file
 
 import nf4conv
 from nf4conv.commands.writing import describe as describe_plan
@@ -74,8 +73,6 @@ def write(
     architecture, make = ARCHITECTURES.get(model_type, WITHOUT_STACKS)
     tensors = make()
     change(tensors)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
     config = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -83,8 +80,7 @@ def write(
         "num_experts": NUMBER,
         "vocab_size": 1000,
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return save_model(folder, tensors, config)
 
 
 def packed_experts(found: Tensors, layer: int) -> list[str]:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from adapters import load, make_model
-from checkpoints import contents, tensors_of, write_source
+from checkpoints import contents, save_model, tensors_of, write_source
 from click.testing import CliRunner
 from comparing import compared
 from four_bit import pack, write
-from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig
 
 import nf4conv
@@ -381,13 +380,12 @@ def test_part_of_a_stored_checkpoint_stays_in_its_storage(tmp_path):
 
 def test_a_weight_whose_bytes_do_not_divide_stays_in_16_bits(tmp_path):
     folder = tmp_path / "source"
-    folder.mkdir()
     odd, even = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
-    save_file(
+    save_model(
+        folder,
         {odd: torch.ones(33, 2).bfloat16(), even: torch.ones(64, 64).bfloat16()},
-        folder / "model.safetensors",
+        {"model_type": "llama", "dtype": "bfloat16"},
     )
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16"}))
     plan = nf4conv.plan_quantize(folder, quant_storage="float32").made
     reasons = {row.name: (row.action, row.reason) for row in plan.rows()}
     assert reasons[odd] == ("copy", "its packed bytes do not divide into float32")

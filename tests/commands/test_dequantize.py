@@ -10,9 +10,9 @@ from pathlib import Path
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from checkpoints import contents, tensors_of, write_source
+from checkpoints import contents, save_model, tensors_of, write_source
 from four_bit import pack, write
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from weights import special_weight
 
 import nf4conv
@@ -186,10 +186,8 @@ def test_conv1d_weights_are_transposed_back(tmp_path):
         f"transformer.h.0.attn.{name}.weight": random(64, width)
         for name, width in (("c_attn", 192), ("c_proj", 64))
     }
-    (tmp_path / "source").mkdir()
-    save_file(weights, tmp_path / "source/model.safetensors")
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32"}
-    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    save_model(tmp_path / "source", weights, config)
     nf4conv.quantize(tmp_path / "source", tmp_path / "packed", **CPU)
     nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **CPU)
     for name, weight in weights.items():
@@ -204,10 +202,8 @@ def test_a_conv1d_checkpoint_can_be_packed_again(tmp_path):
     the format.
     """
     weight = random(64, 192).bfloat16()
-    (tmp_path / "source").mkdir()
-    save_file({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16"}
-    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    save_model(tmp_path / "source", {"transformer.h.0.attn.c_attn.weight": weight}, config)
     options = {"double_quant": False}
     nf4conv.quantize(tmp_path / "source", tmp_path / "packed", **options, **CPU)
     nf4conv.quantize(tmp_path / "packed", tmp_path / "again", **options, **CPU)

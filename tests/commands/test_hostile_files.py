@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_source
+from checkpoints import save_adapter, save_model, write_source
 from four_bit import CONFIG, pack
 from four_bit import write as write_packed
 from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  # noqa: F401
@@ -102,12 +102,8 @@ def test_blocks_larger_than_their_matrix(tmp_path: Path, block: list[int]):
     """One scale for all, however far a block is said to reach."""
     rows = 64 if block[0] == 1 else 1
     tensors = FP8 | {f"{UP}_scale_inv": torch.full((rows, 1 if block[1] > 1 else 64), 0.5)}
-    (tmp_path / "source").mkdir()
-    save_file(tensors, tmp_path / "source/model.safetensors")
     described = {"quant_method": "fp8", "weight_block_size": block}
-    (tmp_path / "source/config.json").write_text(
-        json.dumps(CONFIG | {"quantization_config": described})
-    )
+    save_model(tmp_path / "source", tensors, CONFIG | {"quantization_config": described})
     assert (
         command("quantize", tmp_path / "source", tmp_path / "out", "--no-double-quant").exit_code
         == 0
@@ -143,13 +139,11 @@ def test_a_config_nested_to_the_limit_of_the_reader(tmp_path: Path):
 def test_half_a_character_in_what_is_recorded_is_an_escape(tmp_path: Path):
     """In the config of an adapter, which nf4conv.json repeats after all work."""
     source, adapter = write_source(tmp_path / "source"), tmp_path / "adapter"
-    adapter.mkdir()
     place = f"base_model.model.{UP.removesuffix('.weight')}"
     factors = {
         f"{place}.lora_A.weight": torch.randn(4, 128),
         f"{place}.lora_B.weight": torch.randn(512, 4),
     }
-    save_file(factors, adapter / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "r": 4,
@@ -157,7 +151,7 @@ def test_half_a_character_in_what_is_recorded_is_an_escape(tmp_path: Path):
         "base_model_name_or_path": "x\ud800",
         "note": "\ud800",
     }
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    save_adapter(adapter, factors, config)
     assert command("quantize", source, tmp_path / "out", "--lora", adapter).exit_code == 0
     record = json.loads((tmp_path / "out/nf4conv.json").read_bytes())
     assert "\\ud800" in json.dumps(record)
@@ -176,13 +170,11 @@ def test_what_is_wrong_is_said_in_a_line_however_much_it_is(tmp_path: Path, name
 
 
 def test_a_linear_without_columns_is_kept_and_listed(tmp_path: Path):
-    (tmp_path / "source").mkdir()
     tensors = {UP: torch.ones(64, 64), UP.replace("up", "down"): torch.ones(64, 0)}
-    save_file(tensors, tmp_path / "source/model.safetensors")
-    (tmp_path / "source/config.json").write_text(json.dumps(CONFIG))
+    save_model(tmp_path / "source", tensors, CONFIG)
     assert command("quantize", tmp_path / "source", tmp_path / "out").exit_code == 0
     assert command("verify", tmp_path / "out", "--source", tmp_path / "source").exit_code == 0
-    save_file({UP: torch.ones(64, 0)}, tmp_path / "source/model.safetensors")
+    save_model(tmp_path / "source", {UP: torch.ones(64, 0)}, CONFIG)
     assert "no tensor of this checkpoint would be packed" in refused(
         command("quantize", tmp_path / "source", tmp_path / "empty")
     )

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import save_model
 from click.testing import Result
 from command_line import run
 from pace import time_limit
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nf4conv.choose.skip_list import build_skip_modules
 from nf4conv.errors import PlanError
@@ -31,12 +32,9 @@ def _in_no_time() -> Iterator[None]:
 
 
 def write(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
-    folder.mkdir()
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
+    return save_model(folder, tensors, {"model_type": "llama"})
 
 
 def command(*arguments: object) -> Result:

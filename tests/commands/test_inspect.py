@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents, write_source
+from checkpoints import contents, save_model, write_source
 from command_line import run
 from four_bit import CONFIG, pack, write
 from hub_server import Hub, Repo
@@ -64,9 +64,8 @@ def test_any_checkpoint_is_shown_as_it_is_stored(tmp_path: Path):
         "model.layers.0.q_proj.weight_scale_inv": torch.ones(1, 1),
         "model.norm.weight": torch.ones(64, dtype=torch.bfloat16),
     }
-    save_file(tensors, tmp_path / "model.safetensors")
     described = CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(described))
+    save_model(tmp_path, tensors, described)
     found = nf4conv.inspect(tmp_path)
     assert {row.name: row.stored for row in found.tensors} == {
         "model.layers.0.q_proj.weight": "F8_E4M3",

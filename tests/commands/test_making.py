@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import contents, write_source
+from checkpoints import contents, save_adapter, write_source
 from command_line import run
-from safetensors.torch import save_file
 
 import nf4conv
 from nf4conv.errors import OutputError, SourceError, VerificationError
@@ -168,16 +167,12 @@ def test_a_record_of_somebody_else_s_making_stops_nothing(
 
 def test_adapters_are_in_it_without_their_paths(tmp_path: Path):
     base, adapter = write_source(tmp_path / "base"), tmp_path / "adapter"
-    adapter.mkdir()
     name = "base_model.model.model.layers.0.self_attn.q_proj"
     factors = {
         f"{name}.lora_A.weight": torch.ones(4, 64),
         f"{name}.lora_B.weight": torch.ones(64, 4),
     }
-    save_file(factors, adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8})
-    )
+    save_adapter(adapter, factors, {"peft_type": "LORA", "r": 4, "lora_alpha": 8})
     nf4conv.quantize(base, tmp_path / "out", lora=(str(adapter),), **CPU)
     record = json.loads((tmp_path / "out/nf4conv.json").read_text())
     assert [merged["id"] for merged in record["source"]["adapters"]] == [adapter.name]

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents
+from checkpoints import contents, save_adapter, save_model
 from command_line import run
 from four_bit import CONFIG, pack, write
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import nf4conv
 from nf4conv.declaring import deciding
@@ -52,11 +52,8 @@ def others() -> dict[str, torch.Tensor]:
 
 
 def write_plain(folder: Path) -> Path:
-    folder.mkdir()
     tensors = {name: weight(name) for name in NAMES} | others()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    return save_model(folder, tensors, CONFIG)
 
 
 def write_other_tool(folder: Path, blocksizes: dict[str, int]) -> Path:
@@ -70,16 +67,13 @@ def write_other_tool(folder: Path, blocksizes: dict[str, int]) -> Path:
 
 def write_adapter(folder: Path) -> Path:
     """An adapter of the q_proj of all layers."""
-    folder.mkdir()
     factors = {}
     for seed, name in enumerate(Q_PROJS):
         module = f"base_model.model.{name.removesuffix('.weight')}"
         factors[f"{module}.lora_A.weight"] = random(4, 64, seed)
         factors[f"{module}.lora_B.weight"] = random(64, 4, seed + 50)
-    save_file(factors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return save_adapter(folder, factors, config)
 
 
 def as_of_0_1_0(folder: Path, out: Path, **decided: Any) -> Path:

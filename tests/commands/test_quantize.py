@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents, tensors_of, write_source
+from checkpoints import contents, save_model, tensors_of, write_source
 from safetensors.torch import load_file, save_file
 
 import nf4conv
@@ -165,10 +165,8 @@ def test_mixed_dtypes_become_the_config_s(tmp_path):
 
 
 def write_single(folder: Path, tensors: dict[str, torch.Tensor], **config: str) -> Path:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(
-        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config})
+    save_model(
+        folder, tensors, {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config}
     )
     return folder
 
@@ -301,11 +299,9 @@ def test_include_and_exclude(tmp_path):
 
 def test_a_single_file_and_transposed_weights(tmp_path):
     """GPT-2 stores [in, out]; a single file takes the config that lies beside it."""
-    (tmp_path / "source").mkdir()
     weight = torch.randn(64, 192, generator=torch.Generator().manual_seed(0))
-    save_file({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32"}
-    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    save_model(tmp_path / "source", {"transformer.h.0.attn.c_attn.weight": weight}, config)
     nf4conv.quantize(tmp_path / "source/model.safetensors", tmp_path / "out", **CPU)
     assert_is(
         tmp_path / "out",
@@ -317,7 +313,6 @@ def test_a_single_file_and_transposed_weights(tmp_path):
 
 @pytest.mark.parametrize("rows", [33, 65, 513])
 def test_odd_sizes(tmp_path, rows):
-    (tmp_path / "source").mkdir()
     generator = torch.Generator().manual_seed(rows)
     weights = {
         f"model.layers.{layer}.mlp.up_proj.weight": torch.randn(
@@ -325,9 +320,8 @@ def test_odd_sizes(tmp_path, rows):
         ).half()
         for layer in range(4)
     }
-    save_file(weights, tmp_path / "source/model.safetensors")
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16"}
-    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    save_model(tmp_path / "source", weights, config)
     for double_quant in (True, False):
         options = {"double_quant": double_quant}
         out = tmp_path / f"out-{double_quant}"

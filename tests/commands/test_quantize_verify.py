@@ -10,9 +10,8 @@ from typing import Any
 import command_line
 import pytest
 import torch
-from checkpoints import contents, write_source
+from checkpoints import contents, save_model, write_source
 from hub_server import Hub, Repo
-from safetensors.torch import save_file
 
 import nf4conv
 from nf4conv.errors import VerificationError
@@ -64,17 +63,14 @@ def test_it_finds_what_verify_finds(
 
 
 def test_transposed_weights(tmp_path: Path):
-    (tmp_path / "source").mkdir()
     weight = torch.randn(64, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
-    save_file({"transformer.h.0.attn.c_attn.weight": weight}, tmp_path / "source/model.safetensors")
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16"}
-    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    save_model(tmp_path / "source", {"transformer.h.0.attn.c_attn.weight": weight}, config)
     report = nf4conv.quantize(tmp_path / "source", tmp_path / "out", **VERIFY)
     agrees(tmp_path / "out", tmp_path / "source", report.verification)
 
 
 def test_fp8_sources_kept_ones_too(tmp_path: Path):
-    (tmp_path / "source").mkdir()
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name in ("q_proj", "o_proj"):
@@ -84,10 +80,9 @@ def test_fp8_sources_kept_ones_too(tmp_path: Path):
             f"{module}.weight": values,
             f"{module}.weight_scale_inv": torch.rand(3, 1, generator=generator),
         }
-    save_file(tensors, tmp_path / "source/model.safetensors")
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
     config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    save_model(tmp_path / "source", tensors, config)
     options = {"exclude": ("*o_proj*",)}
     report = nf4conv.quantize(tmp_path / "source", tmp_path / "out", **options, **SMALL)
     assert report.verification is not None

@@ -1,14 +1,14 @@
 """Weights that lie otherwise than their names and shapes suggest: read rightly, or refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.functional import int8_vectorwise_dequant, quantize_4bit
+from checkpoints import save_model
 from integers import awq, gptq
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 from transformers.integrations import fbgemm_fp8
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
@@ -32,13 +32,10 @@ def write(
     model_type: str = "llama",
     **more: Any,
 ) -> Path:
-    folder.mkdir()
     config = {"model_type": model_type, "dtype": "bfloat16", **more}
     if description is not None:
         config["quantization_config"] = description
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / FILE)
-    return folder
+    return save_model(folder, tensors, config)
 
 
 @pytest.mark.parametrize("inner", [64, 128])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import command_line
 import pytest
 import torch
-from checkpoints import contents, tensors_of
+from checkpoints import contents, save_model, tensors_of
 from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
@@ -344,8 +344,6 @@ def test_verify_names_what_is_not_as_planned(tmp_path: Path, source: Path):
 def test_other_sources_are_told_what_to_do(tmp_path: Path):
     tensors = {"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}
     folder = tmp_path / "plain"
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text("{}")
+    save_model(folder, tensors, {})
     with pytest.raises(Nf4convError, match="no tensor of this checkpoint is quantized"):
         nf4conv.dequantize(folder, tmp_path / "out", **FP8, **CPU)

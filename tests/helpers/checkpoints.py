@@ -1,6 +1,7 @@
 """Makes tiny checkpoints in the shape of real ones, without transformers."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -93,3 +94,21 @@ def contents(folder: Path, names: str = "*") -> dict[str, bytes]:
         if path.is_file():
             found[str(path.relative_to(folder))] = path.read_bytes()
     return found
+
+
+def save_model(folder: Path, tensors: Mapping[str, torch.Tensor], config: object) -> Path:
+    """Writes a checkpoint of one file, and its config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    apart = torch.contiguous_format
+    stored = {name: tensor.clone(memory_format=apart) for name, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_adapter(folder: Path, factors: Mapping[str, torch.Tensor], config: object) -> Path:
+    """Writes an adapter in the layout of PEFT."""
+    folder.mkdir()
+    save_file(dict(factors), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder

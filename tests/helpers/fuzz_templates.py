@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from checkpoints import EXPERTS, write_mixture, write_source
+from checkpoints import EXPERTS, save_adapter, write_mixture, write_source
 from click.testing import CliRunner
 from four_bit import pack
 from four_bit import write as write_packed
 from integers import Weight
-from safetensors.torch import save_file
 from test_encoded import PLAIN, Q
 from test_encoded import random as random_weight
 from test_encoded import write as write_encoded
@@ -184,10 +183,8 @@ def adapter_of_experts(folder: Path) -> None:
 def _write_adapter(
     folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, object]
 ) -> None:
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
     described = {"peft_type": "LORA", **config}
-    (folder / "adapter_config.json").write_text(json.dumps(described))
+    save_adapter(folder, tensors, described)
     (folder / "README.md").write_text("# An adapter\n")
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from checkpoints import contents, write_mixture, write_source
+from checkpoints import contents, save_model, write_mixture, write_source
 from gguf_files import LLAMA, write_gguf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 # none of these imports the Hub's client, which must know the address of our server before
 import nf4conv
@@ -228,10 +228,9 @@ def decoding_integers(folder: Path, plain: Path) -> Scenario:
         weight = gptq(*stored.pop(name).shape)
         module = name.removesuffix(".weight")
         stored |= {f"{module}.{part}": values for part, values in weight.parts.items()}
-    save_file(stored, source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    (source / "config.json").write_text(json.dumps(config))
+    save_model(source, stored, config)
 
     def dequantize(out: Path) -> None:
         nf4conv.dequantize(source, out, max_shard_size=150_000, **RUN)

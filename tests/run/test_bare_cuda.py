@@ -2,7 +2,6 @@
 of `quantize` and the same values of `dequantize`. Needs a GPU.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import save_model
 from four_bit import pack, write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -48,16 +48,13 @@ SHAPES = {
 
 def write_source(folder: Path, dtype: torch.dtype) -> Path:
     generator = torch.Generator().manual_seed(1)
-    folder.mkdir()
     tensors = {
         name: (torch.randn(shape, generator=generator) * 0.05).to(dtype)
         for name, shape in SHAPES.items()
     }
     tensors["model.layers.0.self_attn.v_proj.weight"][0] = 0
-    save_file(tensors, folder / "model.safetensors")
     config = CONFIG | {"vocab_size": 100, "torch_dtype": str(dtype)[6:]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return save_model(folder, tensors, config)
 
 
 GPU = {"device": "cuda", "workers": 3, "buffer_size": 12 * 2**20}
@@ -161,11 +158,7 @@ def test_non_finite_weights_are_refused(tmp_path, dtype, value, name):
 def test_more_elements_than_an_int32_counts(tmp_path):
     rows, columns = 65536, 32832
     weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
-    (tmp_path / "source").mkdir()
-    save_file(
-        {"model.layers.0.mlp.up_proj.weight": weight.cpu()}, tmp_path / "source/model.safetensors"
-    )
-    (tmp_path / "source/config.json").write_text(json.dumps(CONFIG))
+    save_model(tmp_path / "source", {"model.layers.0.mlp.up_proj.weight": weight.cpu()}, CONFIG)
     report = nf4conv.quantize(tmp_path / "source", tmp_path / "out", device="cuda")
     assert report.run.device_peak_bytes < 1.5e9
     written = load_file(tmp_path / "out/model.safetensors")

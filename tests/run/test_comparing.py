@@ -1,6 +1,5 @@
 """Two checkpoints in any formats: equal bytes, equal values, and how far the rest is apart."""
 
-import json
 import math
 import subprocess
 import sys
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from checkpoints import contents
+from checkpoints import contents, save_model
 from comparing import compared
 from four_bit import pack, write
 from hub_server import Repo
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import nf4conv
 from nf4conv.errors import PlanError, SourceError
@@ -49,10 +48,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def plain(folder: Path, content: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
-    folder.mkdir()
-    save_file(content or tensors(), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
-    return folder
+    return save_model(folder, content or tensors(), {"model_type": "llama", **config})
 
 
 @both_buffers

@@ -19,7 +19,7 @@ import host_driver
 import integers
 import pytest
 import torch
-from checkpoints import contents
+from checkpoints import contents, save_model
 from comparing import compared
 from safetensors.torch import load_file, save_file
 from test_lora import write_adapter
@@ -77,21 +77,15 @@ def write(
     quantization: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Path:
-    folder.mkdir()
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": str(dtype)[6:],
         "vocab_size": 64,
     }
-    (folder / "config.json").write_text(
-        json.dumps(config | ({"quantization_config": quantization} if quantization else {}))
-    )
-    return folder
+    if quantization:
+        config["quantization_config"] = quantization
+    return save_model(folder, tensors, config)
 
 
 SHAPES = {

@@ -1,12 +1,11 @@
 """Patterns of an adapter's config: as PEFT matches them, and never for ever."""
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_source
+from checkpoints import save_adapter, write_source
 from hostile import command, refused
 from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
@@ -68,15 +67,12 @@ UP = "base_model.model.model.layers.0.mlp.up_proj"
 
 
 def write_adapter(folder: Path, dtype: torch.dtype = torch.float32, **config: object) -> Path:
-    folder.mkdir()
     factors = {
         f"{UP}.lora_A.weight": torch.ones((4, 128), dtype=dtype),
         f"{UP}.lora_B.weight": torch.ones((512, 4), dtype=dtype),
     }
-    save_file(factors, folder / "adapter_model.safetensors")
     described = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **config}
-    (folder / "adapter_config.json").write_text(json.dumps(described))
-    return folder
+    return save_adapter(folder, factors, described)
 
 
 @pytest.mark.parametrize(

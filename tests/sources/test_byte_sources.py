@@ -1,16 +1,16 @@
 """Bytes with scales and zero points as sources: compressed-tensors' int-quantized, and torchao."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import save_model
 from comparing import compared
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from integers import random_codes, random_scales, torchao
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import nf4conv
 from nf4conv.errors import SourceError
@@ -23,12 +23,9 @@ TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8W
 
 
 def write(folder: Path, description: dict[str, Any], parts: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir()
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     config["quantization_config"] = description
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: part.contiguous() for name, part in parts.items()}, folder / FILE)
-    return folder
+    return save_model(folder, parts, config)
 
 
 def random_bytes(*shape: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import integers
 import pytest
 import torch
+from checkpoints import save_model
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -348,13 +349,8 @@ ENCODINGS = [
 def write(
     folder: Path, tensors: dict[str, torch.Tensor], description: dict[str, Any] | None = None
 ) -> Path:
-    folder.mkdir()
     config = CONFIG | ({} if description is None else {"quantization_config": description})
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors"
-    )
-    return folder
+    return save_model(folder, tensors, config)
 
 
 def quantized(source: Path, **options: Any) -> dict[str, torch.Tensor]:

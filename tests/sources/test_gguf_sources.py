@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from checkpoints import save_model
 from gguf_families import (
     FAMILIES,
     MIXTURE,
@@ -22,7 +23,7 @@ from gguf_families import (
     decoded_by_gguf,
     write_model,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
 import nf4conv
@@ -91,9 +92,8 @@ def output_of(kind: type, folder: Path) -> torch.Tensor:
 def rewrite(folder: Path, state: dict[str, torch.Tensor], **config: object) -> None:
     """Puts other tensors into a model, and other values into its config."""
     (folder / "model.safetensors").unlink()
-    save_file(state, folder / "model.safetensors")
     written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(written | config))
+    save_model(folder, state, written | config)
 
 
 def comes_back(folder: Path, out: Path) -> None:

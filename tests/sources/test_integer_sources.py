@@ -10,6 +10,7 @@ import pytest
 import torch
 from adapters import load, train
 from calibrations import make_model, make_text
+from checkpoints import save_model
 from evaluated import evaluated
 from hub_server import Hub, Repo
 from integers import Weight, awq, compressed, gptq, torchao
@@ -123,10 +124,7 @@ def write_tensors(
 def write_plain(
     folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] = LLAMA
 ) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: part.clone().contiguous() for name, part in tensors.items()}, folder / FILE)
-    return folder
+    return save_model(folder, tensors, config)
 
 
 FILE = "model.safetensors"
@@ -195,12 +193,11 @@ def test_a_model_in_bfloat16_stays_one(tmp_path: Path):
     """Its scales are float16, and so are its decoded weights; what computes is bfloat16."""
     source, decoded = write(tmp_path / "source", gptq, GPTQ)
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     tensors = load_file(source / FILE)
     kept = {name for name in tensors if name.endswith(".weight")}
     for name in kept:
         tensors[name] = decoded[name] = tensors[name].bfloat16()
-    save_file(tensors, source / FILE)
+    save_model(source, tensors, config | {"dtype": "bfloat16"})
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")

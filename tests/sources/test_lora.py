@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import INPUT, LINEAR, load, make_model, merged_by_peft, train
-from checkpoints import contents
+from checkpoints import contents, save_adapter
 from click.testing import CliRunner
 from hub_server import Hub, Repo
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -305,19 +305,14 @@ def test_an_adapter_of_single_experts_is_merged_into_them(tmp_path):
 
 
 def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
-    folder.mkdir()
-    save_file(
-        {f"base_model.model.{name}": tensor for name, tensor in tensors.items()},
-        folder / "adapter_model.safetensors",
-    )
     described = {
         "peft_type": "LORA",
         "r": 4,
         "lora_alpha": 8,
         "base_model_name_or_path": "org/base",
     }
-    (folder / "adapter_config.json").write_text(json.dumps(described | config))
-    return folder
+    factors = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    return save_adapter(folder, factors, described | config)
 
 
 def test_pickled_adapters_are_read_too(tmp_path):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from checkpoints import save_model
+from safetensors.torch import load_file
 
 import nf4conv
 from nf4conv.errors import SourceError
@@ -36,13 +37,10 @@ def taught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(folder: Path, **parts: torch.Tensor) -> Path:
-    folder.mkdir()
     content: dict[str, Any] = {"model_type": "llama", "dtype": "bfloat16"}
     content["quantization_config"] = {"quant_method": "nibbles"}
-    (folder / "config.json").write_text(json.dumps(content))
     stored = {f"{Q}.{name}": part for name, part in parts.items()}
-    save_file(stored, folder / "model.safetensors")
-    return folder
+    return save_model(folder, stored, content)
 
 
 def test_a_new_format(tmp_path: Path):

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from checkpoints import tensors_of
+from checkpoints import save_model, tensors_of
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     CompressedTensorsConfig,
     FineGrainedFP8Config,
@@ -35,10 +35,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return save_model(folder, tensors, config)
 
 
 def differing(actual: Tensors, expected: Tensors) -> list[str]:

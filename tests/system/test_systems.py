@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import contents
+from checkpoints import contents, save_model
 from click.testing import CliRunner
-from safetensors.torch import save_file
 
 import nf4conv
 from nf4conv.cli import main
@@ -53,16 +52,14 @@ def values(rows: int, columns: int, seed: int) -> torch.Tensor:
 def source(tmp_path: Path) -> Path:
     """A checkpoint of 12 linear layers, which becomes four shards."""
     folder = tmp_path / "source"
-    folder.mkdir()
     tensors = {"model.embed_tokens.weight": values(64, 64, 1)}
     for layer in range(6):
         prefix = f"model.layers.{layer}"
         tensors[f"{prefix}.mlp.up_proj.weight"] = values(256, 128, layer)
         tensors[f"{prefix}.self_attn.q_proj.weight"] = values(64, 64, -layer)
         tensors[f"{prefix}.input_layernorm.weight"] = torch.ones(64).bfloat16()
-    save_file(tensors, folder / "model.safetensors")
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
+    save_model(folder, tensors, config)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "README.md").write_bytes("---\nlicense: mit\n---\nÀ propos: 4 → 2\n".encode())
     return folder
