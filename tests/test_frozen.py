@@ -4,19 +4,14 @@ tests/golden/frozen.py made the digests, and they are never made anew. A differe
 stands in a list below, with its reason.
 """
 
-import sys
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-from nf4conv.errors import Nf4convError
-
-sys.path.insert(0, str(Path(__file__).parent / "golden"))
-
 from frozen import CASES, Workshop, digest, digests, frozen
 from inputs import SOURCES
+
+from nf4conv.errors import Nf4convError
 
 
 class Difference(NamedTuple):

@@ -33,8 +33,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# cases take sources from tests of the room
-sys.path.append(str(Path(__file__).parents[1] / "sources"))
+# cases take sources from tests of the room, and shapes from frozen inputs
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("sources", "golden")]
 
 # of processor time that a case may take; by the clock, ten times as many; most cases take 0.02 s
 SECONDS = 20

@@ -8,81 +8,10 @@ from typing import Any
 
 from fuzz_case import Case, passes_verify
 from gguf_files import LLAMA, SHAPES, write_gguf
+from inputs import FAMILIES
 
-_EXPERTS = {name: shape for name, shape in SHAPES.items() if ".ffn_" not in name} | {
-    "blk.0.ffn_norm.weight": (256,),
-    "blk.0.ffn_gate_inp.weight": (3, 256),
-    "blk.0.ffn_gate_exps.weight": (3, 64, 256),
-    "blk.0.ffn_up_exps.weight": (3, 64, 256),
-    "blk.0.ffn_down_exps.weight": (3, 256, 64),
-}
-
-
-def _of(architecture: str, **more: Any) -> dict[str, Any]:
-    """The metadata of Llama for another architecture; double underscores stand for dots."""
-    renamed = {key.replace("llama.", f"{architecture}."): LLAMA[key] for key in LLAMA}
-    renamed["general.architecture"] = architecture
-    for key, value in more.items():
-        renamed[f"{architecture}.{key.replace('__', '.')}"] = value
-    return renamed
-
-
-# metadata and shapes of files whose tensors are put together or taken apart in different ways
-FILES: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
-    "llama": (LLAMA, SHAPES),
-    "mixtral": ({**LLAMA, "llama.expert_count": 3, "llama.expert_used_count": 2}, _EXPERTS),
-    "deepseek2": (
-        _of("deepseek2", attention__key_length_mla=48, attention__value_length_mla=32),
-        {
-            **{name: shape for name, shape in _EXPERTS.items() if "attn_" not in name},
-            "blk.0.attn_norm.weight": (256,),
-            "blk.0.attn_q.weight": (192, 256),
-            "blk.0.attn_kv_a_mqa.weight": (80, 256),
-            "blk.0.attn_kv_a_norm.weight": (64,),
-            "blk.0.attn_k_b.weight": (4, 64, 32),
-            "blk.0.attn_v_b.weight": (4, 32, 64),
-            "blk.0.attn_output.weight": (256, 128),
-            "blk.0.exp_probs_b.bias": (3,),
-        },
-    ),
-    "gpt-oss": (
-        _of("gpt-oss", expert_count=3, attention__key_length=64),
-        {
-            **{name: shape for name, shape in _EXPERTS.items() if "ffn_norm" not in name},
-            "blk.0.post_attention_norm.weight": (256,),
-            "blk.0.attn_sinks.weight": (4,),
-            "blk.0.ffn_gate_exps.bias": (3, 64),
-            "blk.0.ffn_up_exps.bias": (3, 64),
-            "blk.0.ffn_down_exps.bias": (3, 256),
-        },
-    ),
-    "qwen35": (
-        _of(
-            "qwen35",
-            ssm__group_count=2,
-            ssm__time_step_rank=4,
-            ssm__state_size=32,
-            ssm__inner_size=128,
-            ssm__conv_kernel=4,
-            attention__recurrent_layers=[True],
-        ),
-        {
-            **{name: shape for name, shape in SHAPES.items() if "attn_" not in name},
-            "blk.0.attn_norm.weight": (256,),
-            "blk.0.post_attention_norm.weight": (256,),
-            "blk.0.attn_qkv.weight": (256, 256),
-            "blk.0.attn_gate.weight": (128, 256),
-            "blk.0.ssm_alpha.weight": (4, 256),
-            "blk.0.ssm_beta.weight": (4, 256),
-            "blk.0.ssm_a": (4,),
-            "blk.0.ssm_dt.bias": (4,),
-            "blk.0.ssm_conv1d.weight": (256, 32),
-            "blk.0.ssm_norm.weight": (32,),
-            "blk.0.ssm_out.weight": (256, 128),
-        },
-    ),
-}
-del FILES["qwen35"][1]["blk.0.ffn_norm.weight"]
+FILES = {"llama": (LLAMA, SHAPES), **FAMILIES}
+"""Metadata and shapes of files whose tensors are put together or taken apart in different ways."""
 
 _TYPES = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "Q4_1")
 _STRANGE: tuple[Any, ...] = (

@@ -1,15 +1,10 @@
 """Small mixtures of experts, built by transformers, and the weights of their single experts."""
 
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "architectures"))
-
 from changes import CHANGES
 from tiny import default_dtype, tiny_settings
 

@@ -4,20 +4,16 @@ written, or, where the part is not needed, decoded to the same values.
 
 import json
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
+from inputs import ENCODED, SOURCES, Tensor, Tensors, save, save_json, write
 
 import nf4conv
 from nf4conv.errors import Nf4convError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
-
-from inputs import ENCODED, SOURCES, Tensor, Tensors, save, save_json, write
 
 GONE: Final = ("hqq", "bitnet", "quark")  # no longer decoded
 FORMATS: Final = [

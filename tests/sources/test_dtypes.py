@@ -3,21 +3,17 @@ float16 are that rounded once, and float16 refuses by name what it cannot hold.
 """
 
 import struct
-import sys
 from pathlib import Path
 from typing import Final
 
 import pytest
 import torch
 from checkpoints import tensors_of
+from inputs import BLOCKS, ENCODED, SOURCES, Tensor, save
+from test_damaged_formats import GONE, read
 
 import nf4conv
 from nf4conv.errors import SourceError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
-
-from inputs import BLOCKS, ENCODED, SOURCES, Tensor, save
-from test_damaged_formats import GONE, read
 
 OF_POWERS_OF_TWO: Final = (
     "fp8 powers of two", "fp8 casts", "mxfp8", "mxfp4 rows", "mxfp4 compressed-tensors",

@@ -5,19 +5,15 @@ The cases have what released models say of their encoding, and where.
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pytest
+from inputs import SOURCES, save_json
 
 import nf4conv
 from nf4conv.errors import UndecodableError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
-
-from inputs import SOURCES, save_json
 
 FP8: Final = {
     "quant_method": "fp8",
