@@ -674,18 +674,10 @@ def test_codes_stored_as_floats_pass_with_a_note(tmp_path: Path):
 @pytest.mark.oracle
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 def test_a_checkpoint_of_transformers_and_bitsandbytes(tmp_path: Path, double_quant: bool):
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from adapters import make_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    torch.manual_seed(0)
-    tiny = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-    )
-    LlamaForCausalLM(tiny).bfloat16().save_pretrained(tmp_path / "source")
+    make_model(tmp_path / "source", "llama", torch.bfloat16, intermediate_size=128)
     chosen = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=torch.bfloat16,

@@ -5,11 +5,11 @@ write.
 import json
 import os
 import re
-from pathlib import Path
 
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from adapters import make_model
 from checkpoints import contents, save_model, tensors_of, write_source
 from four_bit import pack, write
 from safetensors.torch import load_file
@@ -378,30 +378,13 @@ def test_components_that_contradict_each_other_are_refused(tmp_path, damage, mes
         nf4conv.dequantize(write(tmp_path / "source", stored), tmp_path / "out", **CPU)
 
 
-def tiny_llama(folder: Path, dtype: torch.dtype) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
 def test_a_checkpoint_of_transformers_and_bitsandbytes_loads_without_them(tmp_path, nested):
     """It gives what the quantized model gives when that computes in float32."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    source = tiny_llama(tmp_path / "source", torch.float32)
+    source = make_model(tmp_path / "source", "llama", intermediate_size=128)
     wish = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
     )

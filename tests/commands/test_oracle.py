@@ -214,21 +214,6 @@ def test_the_whole_round_trip_of_minilm(tmp_path, double_quant):
     assert (found - expected).abs().max() < 1e-5
 
 
-def test_the_sentence_transformers_files_come_along(tmp_path):
-    nf4conv.quantize(MINILM, tmp_path / "ours", **CPU)
-    for name in (
-        "modules.json",
-        "1_Pooling/config.json",
-        "tokenizer.json",
-        "vocab.txt",
-        "special_tokens_map.json",
-    ):
-        assert (tmp_path / "ours" / name).read_bytes() == (MINILM / name).read_bytes()
-    assert "sentence-transformers" in (tmp_path / "ours/README.md").read_text(), (
-        "a card, by which the Hub files it"
-    )
-
-
 def write_llama(folder: Path, dtype: torch.dtype, tied: bool, sharded: bool) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -312,15 +297,3 @@ def test_a_llama_with_double_quantization_differs_in_single_scales(tmp_path, dty
         ours, theirs = mine(tokens).logits.float(), peer(tokens).logits.float()
     # of the largest logit; measured: 0.5 % for bfloat16, 0.08 % for float16, 0 for float32
     assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
-
-
-def test_input_shards_do_not_change_the_result(tmp_path):
-    whole = write_llama(tmp_path / "whole", torch.bfloat16, tied=False, sharded=False)
-    parts = write_llama(tmp_path / "parts", torch.bfloat16, tied=False, sharded=True)
-    for source in (whole, parts):
-        nf4conv.quantize(source, tmp_path / f"{source.name}-out", **CPU)
-    left, right = (tensors_of(tmp_path / f"{source.name}-out") for source in (whole, parts))
-    assert left.keys() == right.keys()
-    assert all(
-        torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left
-    )
