@@ -114,6 +114,7 @@ def test_decodes_into_the_layout_of_a_grouped_product(dtype):
     assert torch.equal(found[used], decode(gate, used, dtype))
 
 
+@pytest.mark.slow
 def test_few_rows():
     """The PTX of the kernel, executed without a GPU: several units and stages, and an expert that
     does not exist.

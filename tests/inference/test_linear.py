@@ -241,6 +241,7 @@ def test_refuses_a_weight_that_is_no_matrix() -> None:
         nf4conv.linear_4bit(torch.zeros(128), packed, state)
 
 
+@pytest.mark.slow
 def test_the_kernels_multiply() -> None:
     """Their PTX for an H200 and for an A100, executed without one: several units and stages, and
     what hangs over an edge.

@@ -42,6 +42,7 @@ print(spilled(2))
 
 
 @compiles
+@pytest.mark.slow
 def test_the_kernels_multiply() -> None:
     """Their PTX, executed: every panel, clusters of one and two programs, what hangs over an edge,
     and plans by chance.
@@ -52,6 +53,7 @@ def test_the_kernels_multiply() -> None:
 
 
 @compiles
+@pytest.mark.slow
 def test_no_register_is_spilled() -> None:
     done = run_compiling("-c", SPILLED)
     assert done.returncode == 0, done.stderr
