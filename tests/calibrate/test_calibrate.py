@@ -76,7 +76,7 @@ def test_gradients_at_outputs_are_those_of_the_whole_model(
     for name, module in whole.named_modules():
         if f"{name}.weight" in plan.calibration.weights:
             module.register_forward_hook(watch(f"{name}.weight"))
-    windows = plan.calibration.windows
+    windows = plan.made.calibration.windows
     ids = torch.from_numpy(windows.ids[: windows.calibrating])
     chances = whole(ids).logits.log_softmax(-1)
     chances.max(-1).values.sum().backward()

@@ -114,17 +114,6 @@ def test_a_rerun_that_asks_for_more(source: Path, tmp_path: Path):
         nf4conv.quantize(source, tmp_path / "out", device="cpu", verify=True, tolerance=0.01)
 
 
-def test_a_run_killed_at_its_very_end_is_tidied_up(source: Path, tmp_path: Path):
-    """Between the removal of its record and that of its lock."""
-    nf4conv.quantize(source, tmp_path / "out", **CPU)
-    before = contents(tmp_path / "out")
-    (tmp_path / "out/.nf4conv").mkdir()
-    (tmp_path / "out/.nf4conv/lock").touch()
-    assert nf4conv.quantize(source, tmp_path / "out", **CPU).run.already_complete
-    assert contents(tmp_path / "out") == before
-    assert not (tmp_path / "out/.nf4conv").exists()
-
-
 def test_verify_says_if_the_source_given_is_another(source: Path, tmp_path: Path):
     nf4conv.quantize(source, tmp_path / "out", **CPU)
     assert not nf4conv.verify(tmp_path / "out", source=source, **CPU).findings
