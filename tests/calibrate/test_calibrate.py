@@ -74,7 +74,7 @@ def test_gradients_at_outputs_are_those_of_the_whole_model(
         return hook
 
     for name, module in whole.named_modules():
-        if f"{name}.weight" in plan.calibration.weights:
+        if f"{name}.weight" in plan.made.calibration.weights:
             module.register_forward_hook(watch(f"{name}.weight"))
     windows = plan.made.calibration.windows
     ids = torch.from_numpy(windows.ids[: windows.calibrating])
