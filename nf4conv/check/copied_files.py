@@ -23,21 +23,19 @@ _TOKENIZER: Final = "tokenizer.json"
 _LARGEST_TOKENIZER: Final = 2**28  # bytes
 
 
-def check_copied_files(structure: Structure, source: Source, *, is_ours: bool, exact: bool) -> None:
-    """Notes every file beside the weights that is not the source's; with `exact`, as faults."""
+def check_copied_files(structure: Structure, source: Source) -> None:
+    """Notes every file beside the weights that is not the source's; with --exact, as faults."""
     names = source.auxiliary()
     if not names:
         return
     with source.whole_folder() as folder:
-        if is_ours:
-            check_files(structure, folder, names, exact=exact)
+        if structure.record is not None:
+            check_files(structure, folder, names)
         elif is_file(folder / _TOKENIZER) and is_file(structure.folder / _TOKENIZER):
             _check_vocabulary(structure, folder / _TOKENIZER, structure.folder / _TOKENIZER)
 
 
-def check_files(
-    structure: Structure, source: Path, names: Iterable[PurePosixPath], *, exact: bool
-) -> None:
+def check_files(structure: Structure, source: Path, names: Iterable[PurePosixPath]) -> None:
     """Notes every file of a folder of ours that is not the one it was copied from."""
     taken = FolderNames(structure.folder / MAKING, OWN_NAMES)
     for name in names:
@@ -45,10 +43,11 @@ def check_files(
             continue  # it could not be copied
         copy = structure.folder / name
         if not is_file(copy):
-            structure.note(CHECK, str(name), "", "is missing; the source has it", is_fault=exact)
+            text = "is missing; the source has it"
+            structure.note(CHECK, str(name), "", text, is_fault=structure.exact)
         elif not _are_equal(source / name, copy):
             text = "is not the source's, byte for byte"
-            structure.note(CHECK, str(name), "", text, is_fault=exact)
+            structure.note(CHECK, str(name), "", text, is_fault=structure.exact)
 
 
 def _are_equal(original: Path, copy: Path) -> bool:

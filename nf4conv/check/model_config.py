@@ -9,9 +9,8 @@ arithmetic and have one name everywhere.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from nf4conv.check.structure import Structure
 from nf4conv.choose.formats import dominant_dtype
@@ -52,34 +51,12 @@ _OF_THE_MODEL: Final = frozenset(
 _MISSING: Final = object()
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """A key of config.json that is not what it should be."""
+class _Difference(NamedTuple):
+    """A key of a config that is not what it should be."""
 
     path: str  # the keys that lead to it, with dots between them
     wanted: object
     found: object
-
-    @property
-    def is_rewritten(self) -> bool:
-        return self.path.rpartition(".")[2] in _REWRITTEN
-
-    @property
-    def is_of_the_model(self) -> bool:
-        """True if the key decides the model, whatever tool wrote it, and both have it."""
-        if _MISSING in (self.wanted, self.found):
-            return False
-        name = self.path.rpartition(".")[2]
-        # transformers 5 names the parts of a model more exactly: qwen2_vl_vision
-        is_part = name == "model_type" and name != self.path
-        is_renamed = is_part and str(self.found).startswith(str(self.wanted))
-        return name in _OF_THE_MODEL and not is_renamed
-
-    def line(self) -> str:
-        found = _shown(self.found)
-        if self.wanted is _MISSING:
-            return f"{self.path} is {found:.100}; the source has no such key"
-        return f"{self.path} is {found:.100}; by the source it is {_shown(self.wanted):.100}"
 
 
 def is_ours(structure: Structure) -> bool:
@@ -88,15 +65,13 @@ def is_ours(structure: Structure) -> bool:
     return record is not None and record.get("schema_version") == SCHEMA_VERSION
 
 
-def check_model_config(structure: Structure, source: Source, *, exact: bool) -> None:
+def check_model_config(structure: Structure, source: Source) -> None:
     """Notes every key by which config.json describes another model than the source's."""
-    check_planned_config(structure, _planned(structure, source), exact=exact)
+    check_planned_config(structure, _planned(structure, source))
 
 
-def check_planned_config(
-    structure: Structure, planned: Mapping[str, Any] | None, *, exact: bool
-) -> None:
-    """Notes every key by which config.json is not as planned; with `exact`, rewritten ones, too."""
+def check_planned_config(structure: Structure, planned: Mapping[str, Any] | None) -> None:
+    """Notes every key by which config.json is not as planned; with --exact, rewritten ones, too."""
     if planned is None:
         return
     ours = is_ours(structure)
@@ -104,22 +79,39 @@ def check_planned_config(
     if config is None:
         if not (structure.folder / "config.json").is_file():
             text = "is missing; the source has one"
-            structure.note(CHECK, "config.json", "", text, is_fault=exact or ours)
+            structure.note(CHECK, "config.json", "", text, is_fault=structure.exact or ours)
         return  # that it cannot be read is noted elsewhere
     for difference in _differences(planned, config, ""):
-        if ours or difference.is_of_the_model:
-            is_fault = exact or not difference.is_rewritten
-            structure.note(CHECK, "config.json", "", difference.line(), is_fault=is_fault)
+        if ours or _is_of_the_model(difference):
+            _note(structure, "config.json", difference)
 
 
-def check_model_index(around: Structure, index: Path, *, is_ours: bool, exact: bool) -> None:
+def check_model_index(around: Structure, index: Path, *, is_ours: bool) -> None:
     """Notes every key by which model_index.json describes another pipeline than the source's."""
-    wanted = read_json(index)
-    found = read_json(around.folder / index.name)
-    for difference in _differences(wanted, found, ""):
+    for difference in _differences(read_json(index), read_json(around.folder / index.name), ""):
         if is_ours or difference.wanted is not _MISSING:  # other tools add keys
-            is_fault = exact or not difference.is_rewritten
-            around.note(CHECK, index.name, "", difference.line(), is_fault=is_fault)
+            _note(around, index.name, difference)
+
+
+def _is_of_the_model(difference: _Difference) -> bool:
+    """Returns True for a key that decides the model, whatever tool wrote it, and that both have."""
+    path, wanted, found = difference
+    name = path.rpartition(".")[2]
+    if name not in _OF_THE_MODEL or _MISSING in (wanted, found):
+        return False
+    # transformers 5 names the parts of a model more closely: qwen2_vl_vision
+    is_part = name == "model_type" and name != path
+    return not (is_part and str(found).startswith(str(wanted)))
+
+
+def _note(structure: Structure, file: str, difference: _Difference) -> None:
+    path, wanted, found = difference
+    by_source = f"by the source it is {_shown(wanted):.100}"
+    if wanted is _MISSING:
+        by_source = "the source has no such key"
+    is_fault = structure.exact or path.rpartition(".")[2] not in _REWRITTEN
+    text = f"{path} is {_shown(found):.100}; {by_source}"
+    structure.note(CHECK, file, "", text, is_fault=is_fault)
 
 
 def _planned(structure: Structure, source: Source) -> Mapping[str, Any] | None:

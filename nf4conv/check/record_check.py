@@ -38,11 +38,11 @@ _PART: Final = re.compile(r" \([\d,]+ weights\)$")
 _OF_FORMAT: Final = ("quant_type", "blocksize", "double_quant", "quant_storage", "dtype")
 
 
-def check_record(structure: Structure, *, exact: bool) -> None:
+def check_record(structure: Structure) -> None:
     """Notes everything that nf4conv.json says of the stored tensors and that is not so."""
     record = structure.record
     if record is None:
-        _note_lack(structure, exact=exact)
+        _note_lack(structure)
         return
     if "not_packed" not in record:  # release 0.1.0 said nothing of tensors
         return
@@ -50,18 +50,20 @@ def check_record(structure: Structure, *, exact: bool) -> None:
         structure.note(CHECK, MAKING, "", text)
 
 
-def _note_lack(structure: Structure, *, exact: bool) -> None:
+def _note_lack(structure: Structure) -> None:
     """Notes that there is no record; a fault with --exact if nf4conv made the checkpoint.
 
     Other tools write no record, and what they make is compared all the same.
     """
     if (structure.folder / MAKING).is_file():
-        structure.note(CHECK, MAKING, "", "is no record that can be read", is_fault=exact)
+        text = "is no record that can be read"
+        structure.note(CHECK, MAKING, "", text, is_fault=structure.exact)
         return
     witness = _witness_of(structure)
     if witness:
-        structure.note(CHECK, MAKING, "", f"is missing, but {witness}", is_fault=exact)
-    elif exact and structure.weights:
+        text = f"is missing, but {witness}"
+        structure.note(CHECK, MAKING, "", text, is_fault=structure.exact)
+    elif structure.exact and structure.weights:
         text = "no record: made by another tool, compared with what quantizing gives"
         structure.note(CHECK, "", "", text, is_fault=False)
 

@@ -60,6 +60,7 @@ class Structure:
         read: reads a small tensor.
         scales: tells how a weight was scaled according to the record, given its name.
         record: the content of its nf4conv.json; None if it has none that can be read.
+        exact: True for --exact, by which also such files must be as planned that change no value.
     """
 
     folder: Path
@@ -70,6 +71,7 @@ class Structure:
     read: Callable[[TensorInfo], bytes] = read_bytes
     scales: Callable[[str], str] = lambda _: "absmax"
     record: Mapping[str, Any] | None = None
+    exact: bool = False
 
     def note(
         self, check: str, file: Path | str, tensor: str, text: str, *, is_fault: bool = True

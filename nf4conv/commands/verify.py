@@ -11,7 +11,7 @@ nothing    every value is compared, and the user says which difference passes
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -134,6 +134,7 @@ def plan_checkpoint(path: Path, options: VerifyOptions) -> VerificationPlan:
         DiffusersFolderError: it is a pipeline.
     """
     structure = _look_at(path, has_source=options.source is not None)
+    structure.exact = options.exact
     relation = relation_of(structure)
     if options.source is None:
         return _plan_alone(path, structure, relation, options)
@@ -176,7 +177,7 @@ def _plan_alone(
             f"made from; --source compares it with another checkpoint",
             path=path,
         )
-    check_record(structure, exact=options.exact)
+    check_record(structure)
     if relation is Relation.QUANTIZED:
         check_config(structure)
         check_card(structure)
@@ -195,17 +196,15 @@ def _plan_quantized(
     path: Path, structure: Structure, source: Source, options: VerifyOptions
 ) -> VerificationPlan:
     """Plans to compare a checkpoint with what quantizing its source gives."""
-    check_record(structure, exact=options.exact)
+    check_record(structure)
     # a submodel without packed weights is copied as it is: its config says nothing about them
     if structure.weights:
         check_config(structure)
     pairs = pair(structure, source)
     if path.is_dir() and (pairs.weights or pairs.copies):
         check_card(structure)
-        check_model_config(structure, source, exact=options.exact)
-        check_copied_files(
-            structure, source, is_ours=structure.record is not None, exact=options.exact
-        )
+        check_model_config(structure, source)
+        check_copied_files(structure, source)
     check_origin(structure, source)
     return VerificationPlan(path, options, structure, Relation.QUANTIZED, source, pairs)
 
@@ -214,12 +213,12 @@ def _plan_decoded(
     path: Path, structure: Structure, plan: DequantizationPlan, options: VerifyOptions
 ) -> VerificationPlan:
     """Plans to compare a checkpoint with what decoding its source gives, as a plan says."""
-    check_record(structure, exact=options.exact)
+    check_record(structure)
     check_plain_config(structure)
     pairs = pair_decoded(structure, plan)
     if path.is_dir() and pairs.copies:
-        check_planned_config(structure, plan.config, exact=options.exact)
-        check_copied_files(structure, plan.source, is_ours=True, exact=options.exact)
+        check_planned_config(structure, plan.config)
+        check_copied_files(structure, plan.source)
     check_origin(structure, plan.source)
     return VerificationPlan(path, options, structure, Relation.DECODED, plan.source, pairs)
 
@@ -229,15 +228,16 @@ def _plan_alike(
 ) -> VerificationPlan:
     """Plans to compare the values of two checkpoints."""
     if structure.record is None:
-        check_record(structure, exact=options.exact)
+        check_record(structure)
     pairs = pair_alike(structure, out, source)
     return VerificationPlan(path, options, structure, Relation.NONE, source, pairs)
 
 
 def verify_result(path: Path, source: Source, options: VerifyOptions) -> VerifyReport:
     """Verifies one checkpoint against a source that is open, with its adapters merged."""
-    plan = _plan_quantized(path, read_structure(path), source, replace(options, exact=True))
-    return _verify_values(replace(plan, options=options))
+    structure = read_structure(path)
+    structure.exact = True
+    return _verify_values(_plan_quantized(path, structure, source, options))
 
 
 def _plan_pipeline(
@@ -251,6 +251,9 @@ def _plan_pipeline(
     where = narrowed(options, SourceOptions)
     origin = None if source is None else open_diffusers(source, where)
     structures = {name: read_structure(folder.folder / name) for name in folder.submodels}
+    around = Structure(folder.folder)
+    for structure in (around, *structures.values()):
+        structure.exact = options.exact
     relations = {name: relation_of(structure) for name, structure in structures.items()}
     are_alike = all(relation is Relation.NONE for relation in relations.values())
     if origin is None and are_alike:
@@ -283,12 +286,11 @@ def _plan_pipeline(
             opened = _open_submodel(structure, origin, origin.submodels[name], options)
             plan = _plan_quantized(place, structure, opened, options)
         submodels[name] = plan
-    around = Structure(folder.folder)
     if origin is not None and not are_alike:
         ours = any(is_ours(structure) for structure in structures.values())
-        check_model_index(around, origin.index, is_ours=ours, exact=options.exact)
+        check_model_index(around, origin.index, is_ours=ours)
         if ours:
-            check_files(around, origin.folder, origin.files, exact=options.exact)
+            check_files(around, origin.folder, origin.files)
     return submodels, around.findings
 
 
