@@ -276,7 +276,7 @@ def execute(plan: AnyPlan, out: Path, options: QuantizeOptions) -> QuantizeRepor
             report = _write_pipeline(plan, out, options, repository)
         else:
             offer = None if repository is None else repository.offer
-            report = _write_one(plan, out, options, offer)
+            report = _write_one(plan, out, options, offer, repository)
         if repository is not None:
             report = _pushed(report, repository, out, plan)
     return replace(report, run=replace(report.run, seconds=time.perf_counter() - started))
@@ -287,12 +287,16 @@ def _write_one(
     out: Path,
     options: QuantizeOptions,
     announce: Callable[[str, Path], None] | None = None,
+    repository: "Push | None" = None,
 ) -> QuantizeReport:
-    """Carries out the plan of one checkpoint; tells `announce` name and path of finished shards."""
+    """Carries out the plan of one checkpoint; tells `announce` name and path of finished shards.
+
+    The card names the repository that is pushed to from the start: a run may end before it pushes.
+    """
     progress = options.progress or ignore
 
     def write() -> Written:
-        card = partial(_card, plan)
+        card = partial(_card, plan, repository)
         if plan.calibration is None:
             return write_checkpoint(plan, out, options, progress, card, announce)
         made = plan.calibration.carry_out(plan, out, options, progress)
@@ -314,14 +318,27 @@ def _write_one(
 
 
 def _card(
-    plan: QuantizationPlan, bytes_after: int, verified: VerificationSummary | None
+    plan: QuantizationPlan,
+    repository: "Push | None",
+    bytes_after: int,
+    verified: VerificationSummary | None,
 ) -> str | None:
     """Writes the model card; None for a submodel."""
     if plan.is_submodel:
         return None
     from nf4conv.report.card import model_card  # importing YAML takes a moment
 
-    return model_card(plan, bytes_after, verified)
+    return _with_repository(model_card(plan, bytes_after, verified), plan, repository)
+
+
+def _with_repository(card: str, plan: AnyPlan, repository: "Push | None") -> str:
+    """Returns a card whose code loads the model from the repository that it is pushed to."""
+    from nf4conv.report.card import with_repository  # importing YAML takes a moment
+
+    loading = loading_of_plan(plan)
+    if loading is None or repository is None:
+        return card
+    return with_repository(card, loading, repository.repo)
 
 
 def _report_of(
@@ -393,7 +410,8 @@ def _write_pipeline(
     def join(run: RunReport, reports: Sequence[QuantizeReport]) -> QuantizeReport:
         return _report_of(plan, run, _verification(plan, reports))
 
-    return write_submodels(plan, out, options, write, join, partial(_pipeline_card, plan))
+    card = partial(_pipeline_card, plan, repository)
+    return write_submodels(plan, out, options, write, join, card)
 
 
 def _verification(
@@ -424,13 +442,15 @@ def _verification(
     )
 
 
-def _pipeline_card(plan: DiffusersPlan[QuantizationPlan], report: QuantizeReport) -> str:
+def _pipeline_card(
+    plan: DiffusersPlan[QuantizationPlan], repository: "Push | None", report: QuantizeReport
+) -> str:
     """Writes the model card of a diffusers pipeline."""
     from nf4conv.report.card import diffusers_card  # importing YAML takes a moment
 
     out = Path(report.run.out)
     sizes = {name: bytes_on_disk(out, name, part) for name, part in plan.submodels.items()}
-    return diffusers_card(plan, sizes, report.verification)
+    return _with_repository(diffusers_card(plan, sizes, report.verification), plan, repository)
 
 
 # --- uploading ----------------------------------------------------------------------------------
@@ -452,16 +472,16 @@ def _open_push(options: QuantizeOptions) -> "AbstractContextManager[Push | None]
 
 def _pushed(report: QuantizeReport, repository: "Push", out: Path, plan: AnyPlan) -> QuantizeReport:
     """Commits what has been uploaded, and adds the address to the report."""
-    from nf4conv.report.card import with_repository  # importing YAML takes a moment
-
     first = next(iter(plan.submodels.values())) if isinstance(plan, DiffusersPlan) else plan
     loading = loading_of_plan(plan)
     card = out / "README.md"
     if loading is not None:
         report = replace(report, loading=loading.code(repository.repo))
-        if card.is_file():
-            text = with_repository(card.read_text(encoding="utf-8"), loading, repository.repo)
-            write_file(card, [text.encode()])
+    if card.is_file():
+        before = card.read_text(encoding="utf-8")
+        after = _with_repository(before, plan, repository)
+        if after != before:  # of a result that was complete, and not pushed
+            write_file(card, [after.encode()])
     quant_type = first.output.format.quant_type
     address = repository.commit(out, f"Quantize to {quant_type} with nf4conv")
     return replace(report, pushed=address, push="")
