@@ -73,24 +73,8 @@ class Selection:
         decisions: the decision for every tensor of the source by name, in the source's order.
         skip_modules: the content of llm_int8_skip_modules.
         notes: what the user should know, one line each.
-        split: modules that vLLM fuses although some of their parts are packed and others are not.
     """
 
     decisions: dict[str, Pack | Keep]
     skip_modules: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    split: tuple[str, ...] = ()
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The notes, and a line about the modules that are split."""
-        if not self.split:
-            return self.notes
-        what = self.split[0]
-        if len(self.split) > 1:
-            what += f" and {len(self.split) - 1:,} more"
-        line = (
-            f"vLLM cannot load this: of {what}, which it fuses, some parts are packed and others "
-            "are not"
-        )
-        return (*self.notes, line)

@@ -104,16 +104,18 @@ def with_skip_list(
     decisions = dict(decisions)
     while True:
         kept = _kept_modules(decisions)
-        fused = skip_list.fused_modules((module for module, _ in _packed_modules(decisions)), kept)
+        unpacked, split = skip_list.fused_modules(
+            (module for module, _ in _packed_modules(decisions)), kept
+        )
         skipped: list[str] = []
-        for module in (*kept, *fused.unpacked):
+        for module in (*kept, *unpacked):
             skipped += names.spellings(module)
         packed = chain.from_iterable(
             names.spellings(module) for module, _ in _packed_modules(decisions)
         )
         entries, mistaken = skip_list.build_skip_modules(packed, skipped, names.absent)
         if not mistaken:
-            return Selection(decisions, entries, tuple(notes), fused.split)
+            return Selection(decisions, entries, (*notes, *_note_on_split(split)))
         for module, tensor in list(_packed_modules(decisions)):
             if mistaken.isdisjoint(names.spellings(module)):
                 continue
@@ -124,6 +126,16 @@ def with_skip_list(
             decisions[tensor] = Keep(
                 "a loader could not tell its name from that of a skipped module", is_linear=True
             )
+
+
+def _note_on_split(split: Sequence[str]) -> Iterator[str]:
+    """Yields a line if vLLM fuses modules of which only some are packed."""
+    if split:
+        more = f" and {len(split) - 1:,} more" if len(split) > 1 else ""
+        yield (
+            f"vLLM cannot load this: of {split[0]}{more}, which it fuses, some parts are packed "
+            f"and others are not"
+        )
 
 
 def _packed_modules(decisions: Mapping[str, Pack | Keep]) -> Iterator[tuple[str, str]]:

@@ -23,18 +23,6 @@ _FUSED: Final = {**dict.fromkeys(QKV, "qkv_proj"), **dict.fromkeys(GATE_UP, "gat
 """The modules that vLLM and SGLang merge into one. They look for its name in the list."""
 
 
-class FusedModules(NamedTuple):
-    """Lists what vLLM makes of modules that it fuses.
-
-    Attributes:
-        unpacked: paths of fused modules of which no part is packed: they have to be listed too.
-        split: paths of those of which only some parts are packed, which vLLM cannot load.
-    """
-
-    unpacked: tuple[str, ...]
-    split: tuple[str, ...]
-
-
 class SkipList(NamedTuple):
     """Holds a list of modules to skip.
 
@@ -47,12 +35,16 @@ class SkipList(NamedTuple):
     mistaken: frozenset[str]
 
 
-def fused_modules(packed: Iterable[str], kept: Iterable[str]) -> FusedModules:
-    """Returns what vLLM makes of modules that it fuses."""
+def fused_modules(packed: Iterable[str], kept: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns what vLLM makes of modules that it fuses.
+
+    First the paths of fused modules of which no part is packed: they have to be listed too. Then
+    those of which only some parts are packed, which vLLM cannot load.
+    """
     # a dict, because it keeps the order
     with_kept_part = dict.fromkeys(path for path in map(_fused_path, kept) if path is not None)
     if not with_kept_part:
-        return FusedModules((), ())
+        return [], []
     with_packed_part = set(map(_fused_path, packed))
     unpacked = []
     split = []
@@ -61,7 +53,7 @@ def fused_modules(packed: Iterable[str], kept: Iterable[str]) -> FusedModules:
             split.append(path)
         else:
             unpacked.append(path)
-    return FusedModules(tuple(unpacked), tuple(split))
+    return unpacked, split
 
 
 def _fused_path(path: str) -> str | None:

@@ -89,7 +89,7 @@ def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
     config = _config(source, choice, options)
     notes = (
         *source.notes,
-        *choice.selection.lines,
+        *choice.selection.notes,
         *_notes_on_unchanged(choice.unchanged, options),
         *_notes_on_few_bits(output),
         *notes_on_files(source, output),

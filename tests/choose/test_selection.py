@@ -462,7 +462,7 @@ def test_fused_modules_are_listed_for_vllm_and_split_ones_noted():
     )
     assert "model.layers.0.self_attn.qkv_proj" in found.skip_modules
     assert "model.layers.0.mlp.gate_up_proj" not in found.skip_modules
-    [note] = [note for note in found.lines if "vLLM" in note]
+    [note] = [note for note in found.notes if "vLLM" in note]
     assert "model.layers.0.mlp.gate_up_proj" in note
     assert vllm(found.skip_modules)("model.layers.0.self_attn.qkv_proj")
 
