@@ -19,7 +19,7 @@ loads and computes something else.
 tests/choose/test_expert_configs.py does it for mixtures of experts.)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.format.layout import Format
@@ -75,7 +75,7 @@ def quantized_config(
     so the format is that on disk. Modules to skip are listed even if there are none: with null
     every loader would guess. Without a dtype, what the source says of it stays.
     """
-    edited = with_keys_of_both(without_quantization(config))
+    edited = at_all_levels(without_quantization(config), add_keys_of_transformers_4)
     if dtype is not None:
         edited = plain_config(edited, dtype)
     edited["quantization_config"] = {
@@ -99,7 +99,13 @@ def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
     Every dtype that the source names, at any level, becomes this one.
     """
-    edited = _with_dtype(without_quantization(config), dtype)
+
+    def name_dtype(level: dict[str, Any]) -> None:
+        for key in DTYPE_KEYS:
+            if level.get(key) is not None:
+                level[key] = dtype
+
+    edited = at_all_levels(without_quantization(config), name_dtype)
     # releases before 4.56 read nothing but torch_dtype
     if "dtype" in edited or "torch_dtype" not in edited:
         edited["dtype"] = dtype
@@ -109,25 +115,23 @@ def plain_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a config with every trace of a quantization removed, at all levels."""
-    edited = {}
-    for key, value in config.items():
-        if key in LEFTOVERS or key == OF_EXPERTS:
-            continue
-        edited[key] = without_quantization(value) if isinstance(value, Mapping) else value
-    return edited
+
+    def remove_traces(level: dict[str, Any]) -> None:
+        for key in (*LEFTOVERS, OF_EXPERTS):
+            level.pop(key, None)
+
+    return at_all_levels(config, remove_traces)
 
 
-def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns a copy in which every dtype that is named is this one, at all levels."""
-    edited: dict[str, Any] = {}
+def at_all_levels(
+    config: Mapping[str, Any], edit: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Returns a copy of a config of which each level has been edited, the inner ones first."""
+    level = {}
     for key, value in config.items():
-        if key in DTYPE_KEYS and value is not None:
-            edited[key] = dtype
-        elif isinstance(value, Mapping):
-            edited[key] = _with_dtype(value, dtype)
-        else:
-            edited[key] = value
-    return edited
+        level[key] = at_all_levels(value, edit) if isinstance(value, Mapping) else value
+    edit(level)
+    return level
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
@@ -143,22 +147,12 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def with_keys_of_both(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a config to which keys of transformers 4 are added, at all levels.
-
-    No key that is there changes.
-    """
-    edited: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key not in ("rope_parameters", "rope_scaling"):
-            edited[key] = with_keys_of_both(value)
-        else:
-            edited[key] = value
-    family = FAMILIES.get(str(edited.get("model_type")))
-    if family is not None and family.counts_experts_twice and "num_local_experts" in edited:
-        edited.setdefault("num_experts", edited["num_local_experts"])
-    _add_rope(edited)
-    return edited
+def add_keys_of_transformers_4(config: dict[str, Any]) -> None:
+    """Adds keys that transformers 4 reads to one level of a config; none that is there changes."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.counts_experts_twice and "num_local_experts" in config:
+        config.setdefault("num_experts", config["num_local_experts"])
+    _add_rope(config)
 
 
 def _add_rope(config: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from nf4conv.errors import PlanError
-from nf4conv.models.config import OF_EXPERTS
+from nf4conv.models.config import OF_EXPERTS, at_all_levels
 from nf4conv.options import DequantizeOptions
 from nf4conv.plan.jobs import CopyJob
 from nf4conv.sources.foreign.config import Block, quantization_of
@@ -48,17 +48,14 @@ def fp8_config(config: Mapping[str, Any]) -> dict[str, Any]:
     `expert_dtype` says so, beside quantization_config as in DeepSeek-V4-Flash-Base, or in it as in
     V4.1: vLLM takes experts for FP4 where it is missing.
     """
-    edited = _with_fp8_experts(config)
+
+    def name_fp8(level: dict[str, Any]) -> None:
+        if OF_EXPERTS in level:
+            level[OF_EXPERTS] = "fp8"
+
+    edited = at_all_levels(config, name_fp8)
     if edited == config:
         edited[OF_EXPERTS] = "fp8"
-    return edited
-
-
-def _with_fp8_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    edited: dict[str, Any] = {}
-    for key, value in config.items():
-        nested = _with_fp8_experts(value) if isinstance(value, Mapping) else value
-        edited[key] = "fp8" if key == OF_EXPERTS else nested
     return edited
 
 

@@ -12,7 +12,7 @@ import transformers
 from adapters import make_model
 
 import nf4conv
-from nf4conv.models.config import levels, with_keys_of_both
+from nf4conv.models.config import add_keys_of_transformers_4, at_all_levels, levels
 
 UNREAD = {"_load_in_4bit": True, "_load_in_8bit": False}
 """Keys that transformers writes into quantization_config, and no loader reads."""
@@ -30,6 +30,10 @@ RENAMED = {
     "olmoe": (),
 }
 """By model type, what transformers 4.57.6 reads and 5.23.0 does not write, besides rope_theta."""
+
+
+def with_keys_of_both(config: dict[str, Any]) -> dict[str, Any]:
+    return at_all_levels(config, add_keys_of_transformers_4)
 
 
 def config_as_saved(model_type: str) -> dict[str, Any]:
