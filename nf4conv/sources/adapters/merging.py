@@ -11,7 +11,7 @@ for that.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -157,45 +157,39 @@ _WITH_HEAD: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of architectures that have an embedding and a head of the same shape."""
 
 
-@dataclass(frozen=True)
-class _Changed:
-    """The weights that an adapter changes, by their names in the model."""
-
-    shapes: Mapping[str, tuple[int, ...]]  # the shape that each is made for
-    heads: tuple[str, ...]  # those that are output heads
-    embedding: str | None  # the one that is the embedding
-
-
 def separate_head(base: Base, adapter: Adapter) -> tuple[Adapter, str]:
     """Gives a tied head a tensor of its own if the adapter was trained to make it differ.
 
     The base gets the tensor, and a config that says so. Returns the adapter without its changes of
     a head that is to remain the embedding, and what to add to the line about it.
     """
-    changed = _changed_weights(base, adapter)
     if base.config.get("tie_word_embeddings", True) is False:
         return adapter, ""
+    shapes = _shapes_changed(adapter)
+    heads = [name for name in shapes if _leaf(name) in TIED_HEADS]
+    embeddings = [name for name in shapes if is_embedding(_leaf(name)) and base.find(name)]
     has_head = _has_head(base)
-    if not changed.heads and not (changed.embedding and has_head):
+    if not heads and not (embeddings and has_head):
         return adapter, ""
     if adapter.config.get("ensure_weight_tying"):
-        absent = [name for name in changed.heads if base.find(name) is None]
+        absent = [name for name in heads if base.find(name) is None]
         return _without(adapter, absent), ", the output head tied to the embedding"
-    head = changed.heads[0] if changed.heads else "lm_head.weight"
+    head = heads[0] if heads else "lm_head.weight"
     if base.find(head) is None:
-        shape = changed.shapes.get(head)
-        if shape is None and changed.embedding is not None:
-            shape = changed.shapes[changed.embedding]
-        embeddings = _embeddings_of(base, shape)
-        if not has_head or len(embeddings) != 1:
+        shape = shapes[heads[0] if heads else embeddings[0]]
+        alike = []
+        for name, tensor in base.tensors.items():
+            if tensor.shape == shape and is_embedding(_leaf(name)):
+                alike.append(tensor)
+        if not has_head or len(alike) != 1:
             raise base.lacks(adapter, head)
-        base.add(embeddings[0]._replace(name=head))
+        base.add(alike[0]._replace(name=head))
     _untie_config(base)
     return adapter, ", the output head untied from the embedding"
 
 
-def _changed_weights(base: Base, adapter: Adapter) -> _Changed:
-    """Returns the weights that an adapter changes, with the heads and the embedding among them."""
+def _shapes_changed(adapter: Adapter) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes that an adapter is made for, by the names of weights in the model."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in adapter.targeted:
         shape = shape_made(adapter, part)
@@ -204,14 +198,7 @@ def _changed_weights(base: Base, adapter: Adapter) -> _Changed:
     for name, tensor in adapter.replaced.items():
         if tensor.shape:
             shapes[name] = tensor.shape
-    heads = []
-    embedding = None
-    for name in shapes:
-        if _leaf(name) in TIED_HEADS:
-            heads.append(name)
-        if embedding is None and is_embedding(_leaf(name)) and base.find(name) is not None:
-            embedding = name
-    return _Changed(shapes, tuple(heads), embedding)
+    return shapes
 
 
 def _has_head(base: Base) -> bool:
@@ -227,15 +214,6 @@ def _without(adapter: Adapter, heads: list[str]) -> Adapter:
     targeted = tuple(part for part in adapter.targeted if part.module not in modules)
     replaced = {name: tensor for name, tensor in adapter.replaced.items() if name not in heads}
     return replace(adapter, targeted=targeted, replaced=replaced)
-
-
-def _embeddings_of(base: Base, shape: tuple[int, ...] | None) -> list[TensorInfo]:
-    """Returns the embeddings of the source that have a shape."""
-    found = []
-    for name, tensor in base.tensors.items():
-        if tensor.shape == shape and is_embedding(_leaf(name)):
-            found.append(tensor)
-    return found
 
 
 def _untie_config(base: Base) -> None:

@@ -233,8 +233,10 @@ class Scaled(Foreign):
             )
         if zero is None and description.has_zeros and tensor.dtype == "I8":
             raise lacks(tensor, f"{tensor.name}_zero_point")
-        if scale is not None and description.names_block:
-            _check_single(tensor, scale, description.blocks)
+        if description.names_block and scale is not None and scale.shape == (1, 1):
+            rows, columns = tensor.shape if len(tensor.shape) == 2 else (0, 0)
+            if not any(rows <= height and columns <= width for height, width in description.blocks):
+                raise misfit(tensor, scale)
         return tensor._replace(
             dtype=siblings.dtype, encoding=_scaled(tensor, scale, zero, description.blocks)
         )
@@ -337,15 +339,6 @@ def _block_of(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Block]) ->
     if all(size in (1, whole) for size, whole in zip(scale.shape, tensor.shape, strict=True)):
         return None
     raise misfit(tensor, scale)
-
-
-def _check_single(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Block]) -> None:
-    """Raises a SourceError for a grid of one scale, where the config names smaller blocks."""
-    if scale.shape != (1, 1) or len(tensor.shape) != 2:
-        return
-    rows, columns = tensor.shape
-    if not any(rows <= height and columns <= width for height, width in blocks):
-        raise misfit(tensor, scale)
 
 
 def _scale_of_columns(tensor: TensorInfo, scale: TensorInfo) -> TensorInfo:

@@ -95,7 +95,7 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     small = _small_files(names)
     if weights.is_index:
         small.add(weights.name)
-    root = repository.fetch_first([f"{prefix}{name}" for name in sorted(small)])
+    root = repository.fetch([f"{prefix}{name}" for name in sorted(small)], notes_commit=True)
     folder = root / prefix
     shards = [weights.name]
     if weights.is_index:
@@ -171,7 +171,7 @@ def fetch_adapter(repo: str, where: SourceOptions) -> tuple[Path, Origin]:
     names = [name for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS) if name in repository.files]
     if not names:
         raise SourceError(f"{repo}: neither {ADAPTER_CONFIG} nor weights of an adapter in it")
-    return repository.fetch_first(names), Origin(repo, repository.commit, "")
+    return repository.fetch(names, notes_commit=True), Origin(repo, repository.commit, "")
 
 
 def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Fetched]:
@@ -187,7 +187,8 @@ def fetch_gguf(repo: str, name: str, where: SourceOptions) -> tuple[Path, Fetche
     wanted = f"{prefix_of(where)}{name}"
     needed = _files_of_gguf(repository, repo, wanted)
     described = [file for file in ("README.md", ".gitattributes") if file in repository.files]
-    root = repository.fetch_first(described if where.stream else sorted({*needed, *described}))
+    fetched = described if where.stream else sorted({*needed, *described})
+    root = repository.fetch(fetched, notes_commit=True)
     absent = {root / file: repository.files[file] for file in sorted(needed)}
     absent = {path: file for path, file in absent.items() if not path.is_file()}
     origin = Origin(repo, repository.commit, (where.subfolder or "").strip("/"))
@@ -217,7 +218,7 @@ def list_diffusers(repo: str, where: SourceOptions) -> tuple[Fetched, tuple[str,
         return fetched, tuple(_names_in(fetched.folder))
     repository = Repository(repo, where)
     prefix = prefix_of(where)
-    folder = repository.fetch_first([f"{prefix}{MODEL_INDEX}"]) / prefix
+    folder = repository.fetch([f"{prefix}{MODEL_INDEX}"], notes_commit=True) / prefix
     origin = Origin(repo, repository.commit, prefix.rstrip("/"))
     return Fetched(folder, origin, repository, {}), tuple(_names_below(repository, prefix))
 

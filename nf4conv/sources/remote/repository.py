@@ -118,23 +118,14 @@ class Repository:
             self.repo, revision=self._where.revision, files_metadata=True, timeout=timeout()
         )
 
-    def fetch_first(self, names: Sequence[str]) -> Path:
-        """Fetches files as `fetch` does, and lets the cache note which commit the revision stands
-        for.
+    def fetch(self, names: Sequence[str], *, notes_commit: bool = False) -> Path:
+        """Fetches files into the cache, and checks what is new; returns the folder in which they
+        now are, with others perhaps.
 
-        Without that note the revision would not be found offline. Raises a SourceError if the
-        revision has moved meanwhile.
+        With `notes_commit`, the cache notes which commit the revision stands for, without which it
+        would not be found offline. Raises a SourceError if the revision has moved meanwhile.
         """
-        return self._fetch(names, self._where.revision or "main")
-
-    def fetch(self, names: Sequence[str]) -> Path:
-        """Fetches files into the cache, and checks that they are what the Hub describes; returns
-        the folder in which they now are, with others perhaps.
-        """
-        return self._fetch(names, self.commit)
-
-    def _fetch(self, names: Sequence[str], revision: str) -> Path:
-        """Fetches files of a revision, which must stand for the commit, and checks what is new."""
+        revision = (self._where.revision or "main") if notes_commit else self.commit
         # a name that the repository lacks fetches nothing
         new = [self.files[name] for name in names if name in self.files and not self._has(name)]
         attempt = partial(
