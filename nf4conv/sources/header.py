@@ -16,8 +16,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-from nf4conv.errors import SourceError, named
+from nf4conv.errors import SourceError
 from nf4conv.format.dtypes import DTYPE_BITS
+from nf4conv.sources.reader import FileBytes, bytes_of
 from nf4conv.sources.tensors import TensorInfo
 
 LENGTH_BYTES: Final = 8
@@ -34,6 +35,7 @@ LARGEST_SIZE: Final = 2**63  # sizes of tensors are int64 everywhere
 _POINTER: Final = b"version https://git-lfs"
 """How a file of git-lfs begins that has not been fetched."""
 
+_HEAD: Final = 2**17  # bytes that are read first; most headers are shorter
 _SHORT_HEADER: Final = 2**23  # bytes; a longer header describes at least as much data
 _LONGEST_NAME: Final = 1000  # characters
 _MOST_DOTS: Final = 64
@@ -45,17 +47,22 @@ Names are divided at their dots, so many dots would take much memory.
 
 def read_header(path: Path) -> tuple[TensorInfo, ...]:
     """Returns the tensors of a safetensors file, in the order of their bytes."""
-    with named(path, SourceError), path.open("rb") as file:
-        size = path.stat().st_size
-        stop = header_stop(path, file.read(LENGTH_BYTES), size)
-        raw = file.read(stop - LENGTH_BYTES)
-    return parse_header(raw, path, size)
+    with bytes_of(path) as file:
+        raw = header_json(path, file)
+    return parse_header(raw, path, file.size)
 
 
-def header_stop(path: Path, head: bytes, size: int) -> int:
-    """Returns where the header of a safetensors file of so many bytes ends, given its first 8 bytes
-    or more.
-    """
+def header_json(path: Path, file: FileBytes) -> bytes:
+    """Reads the JSON of the header of a safetensors file."""
+    head = file.read(0, min(_HEAD, file.size))
+    stop = _header_stop(path, head, file.size)
+    if stop > len(head):
+        head += file.read(len(head), stop)
+    return head[LENGTH_BYTES:stop]
+
+
+def _header_stop(path: Path, head: bytes, size: int) -> int:
+    """Returns where the header of a file of so many bytes ends, given its first 8 bytes or more."""
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     if head.startswith(_POINTER[: len(head)]) and len(head) >= LENGTH_BYTES:
         raise SourceError(

@@ -28,10 +28,9 @@ from nf4conv.sources.files import (
     require_shards,
 )
 from nf4conv.sources.foreign.presenting import decoded_tensors
-from nf4conv.sources.gguf.header import FileBytes
 from nf4conv.sources.gguf.opening import card_beside, open_gguf
 from nf4conv.sources.places import from_address, is_repo_id
-from nf4conv.sources.reader import read_json
+from nf4conv.sources.reader import FileBytes, read_json
 from nf4conv.sources.shards import check_index, read_headers
 from nf4conv.sources.source import Source, read_tensor
 from nf4conv.sources.unfinished import check_finished

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from nf4conv.errors import PlanError, SourceError, first_line, named
 from nf4conv.sources.tensors import TensorInfo
@@ -211,6 +211,25 @@ def reading_speed(files: Iterable[Path]) -> float | None:
             if seconds > _PROBING:
                 break
     return count / seconds if count else None
+
+
+class FileBytes(NamedTuple):
+    """A file, which may be on the Hub."""
+
+    size: int
+    read: Callable[[int, int], bytes]  # bytes start … stop
+
+
+@contextmanager
+def bytes_of(path: Path) -> Iterator[FileBytes]:
+    """Opens a file on this disk."""
+    with named(path, SourceError), path.open("rb") as file:
+
+        def read(start: int, stop: int) -> bytes:
+            file.seek(start)
+            return file.read(stop - start)
+
+        yield FileBytes(file.seek(0, 2), read)
 
 
 def read_chunks(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:

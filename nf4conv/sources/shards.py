@@ -3,30 +3,19 @@
 Notices a file that has changed since its header was read.
 """
 
-import os
-import zlib
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nf4conv.errors import SourceError, named
-from nf4conv.sources.header import (
-    LENGTH_BYTES,
-    LONGEST_HEADER,
-    MOST_TENSORS,
-    header_stop,
-    parse_header,
-)
+from nf4conv.sources.header import MOST_TENSORS, header_json, parse_header
 from nf4conv.sources.pickle_header import read_pickle_header
-from nf4conv.sources.reader import each
+from nf4conv.sources.reader import FileBytes, bytes_of, each
 from nf4conv.sources.tensors import TensorInfo
 
 if TYPE_CHECKING:
     from nf4conv.sources.remote.hub import Fetched
-
-_ENDS: Final = 2**14  # bytes at either end of a file whose checksum is taken
-_HEAD: Final = 2**17  # bytes asked for first of a file on the Hub; most headers are shorter
 
 
 class Stamp(NamedTuple):
@@ -35,28 +24,13 @@ class Stamp(NamedTuple):
     size: int  # bytes
     modified: int  # when its content changed, which can be set at will; ns
     changed: int  # when the kernel last saw any change; ns
-    ends: int  # CRC-32 of its first and last bytes, between them the header
 
 
 def stamp_of(path: Path) -> Stamp:
     """Returns what a file is now; raises a SourceError if it cannot be read."""
-    stamp, _ = stamp_and_head(path)
-    return stamp
-
-
-def stamp_and_head(path: Path) -> tuple[Stamp, bytes]:
-    """Reads both ends of a file; returns what it is now, and its first bytes, which hold the whole
-    header of a safetensors file.
-    """
-    with named(path, SourceError), path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        head = file.read(_ENDS)
-        if path.suffix == ".safetensors":  # pickles and GGUF begin with other bytes than a length
-            length = min(int.from_bytes(head[:LENGTH_BYTES], "little"), LONGEST_HEADER)
-            head += file.read(max(LENGTH_BYTES + length - len(head), 0))
-        file.seek(max(status.st_size - _ENDS, 0))
-        ends = zlib.crc32(file.read(_ENDS), zlib.crc32(head))
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, ends), head
+    with named(path, SourceError):
+        status = path.stat()
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def changed_files(stamps: Mapping[Path, Stamp]) -> list[Path]:
@@ -100,7 +74,7 @@ def read_headers(
         if stamp is not None:
             stamps[file] = stamp
         if file.suffix == ".safetensors":
-            tensors = parse_header(head[LENGTH_BYTES : header_stop(file, head, size)], file, size)
+            tensors = parse_header(head, file, size)
         else:
             tensors = read_pickle_header(file)
         if len(seen) + len(tensors) > MOST_TENSORS:
@@ -119,19 +93,22 @@ def read_headers(
 
 
 def _read_head(fetched: "Fetched | None", path: Path) -> tuple[bytes, int, Stamp | None]:
-    """Reads the beginning of a weight file, on disk or on the Hub, with the whole header of a
-    safetensors file; returns it with the size of the file, and what the file is now.
+    """Reads the header of a weight file, on disk or on the Hub: its JSON; of a pickle nothing.
+
+    Returns it with the size of the file, and what the file is now.
     """
+    is_plain = path.suffix == ".safetensors"
     if fetched is None or fetched.repository is None or path not in fetched.absent:
-        stamp, head = stamp_and_head(path)
+        stamp = stamp_of(path)
+        head = b""
+        if is_plain:
+            with bytes_of(path) as file:
+                head = header_json(path, file)
         return head, stamp.size, stamp if fetched is None else None
-    if path.suffix != ".safetensors":
+    if not is_plain:
         raise SourceError(
             f"{path}: only safetensors can be streamed; run without --stream", path=path
         )
-    file = fetched.absent[path]
-    head = fetched.repository.read(file, 0, min(file.size, _HEAD))
-    stop = header_stop(path, head, file.size)
-    if stop > len(head):
-        head += fetched.repository.read(file, len(head), stop)
-    return head, file.size, None
+    remote = fetched.absent[path]
+    read = partial(fetched.repository.read, remote)
+    return header_json(path, FileBytes(remote.size, read)), remote.size, None

@@ -10,7 +10,7 @@ from checkpoints import write_source
 from safetensors.torch import save_file
 
 from nf4conv.errors import SourceError
-from nf4conv.sources import shards
+from nf4conv.sources import header
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.reader import read_json
 from nf4conv.sources.tensors import TensorInfo
@@ -39,8 +39,8 @@ def test_a_sharded_folder(tmp_path):
 
 
 def test_a_header_longer_than_what_is_read_first(tmp_path):
-    names = [f"model.layers.{number}.self_attn.q_proj.weight" for number in range(300)]
-    assert len(names) * 100 > shards._ENDS
+    names = [f"model.layers.{number}.self_attn.q_proj.weight" for number in range(1500)]
+    assert len(names) * 100 > header._HEAD
     source = open_source(save(tmp_path / "source", "model.safetensors", *names))
     assert {tensor.name for tensor in source.tensors} == set(names)
 

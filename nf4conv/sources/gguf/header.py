@@ -11,15 +11,16 @@ absent.
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from ctypes import c_float
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from nf4conv.errors import SourceError, named
+from nf4conv.errors import SourceError
 from nf4conv.format.gguf import BLOCK_TYPES, BlockType
 from nf4conv.sources.header import MOST_TENSORS, check_name
+from nf4conv.sources.reader import FileBytes, bytes_of
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -123,13 +124,6 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape) // self.block_type.values * self.block_type.size
 
 
-class FileBytes(NamedTuple):
-    """A file that may not be here."""
-
-    size: int
-    read: Callable[[int, int], bytes]  # bytes start … stop
-
-
 def read_gguf_header(
     path: Path, remote: FileBytes | None = None
 ) -> tuple[Mapping[str, Any], tuple[GgufTensor, ...]]:
@@ -140,14 +134,8 @@ def read_gguf_header(
     """
     if remote is not None:
         return _Header(path, remote).parsed()
-    with named(path, SourceError), path.open("rb") as file:
-
-        def read(start: int, stop: int) -> bytes:
-            file.seek(start)
-            return file.read(stop - start)
-
-        size = file.seek(0, 2)
-        return _Header(path, FileBytes(size, read)).parsed()
+    with bytes_of(path) as file:
+        return _Header(path, file).parsed()
 
 
 class _Header:

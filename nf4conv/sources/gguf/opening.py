@@ -14,10 +14,10 @@ from nf4conv.format.gguf import PLAIN, RARE
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.files import STEMS, is_file, require_own
 from nf4conv.sources.gguf.families import GgufFamily, architectures, card_of, config_of, family_of
-from nf4conv.sources.gguf.header import FileBytes, GgufTensor, read_gguf_header
+from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
-from nf4conv.sources.reader import read_json
+from nf4conv.sources.reader import FileBytes, read_json
 from nf4conv.sources.shards import stamp_of
 from nf4conv.sources.source import MadeFiles, Source
 from nf4conv.system.machine import uncollected
