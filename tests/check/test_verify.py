@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -423,11 +424,18 @@ def damaged(good: Path, tmp_path: Path) -> Path:
 
 def run_command(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]], str]:
     """Exit code, findings, and what was printed."""
-    words = ["verify", str(folder), "--device", "cpu", *options]
-    done = CliRunner().invoke(main, [*words, "--json"])
+    reports: list[VerifyReport] = []
+
+    def verify(*arguments: Any, **given: Any) -> VerifyReport:
+        reports.append(verified(*arguments, **given))
+        return reports[0]
+
+    verified = nf4conv.verify
+    with mock.patch.object(nf4conv, "verify", verify):
+        done = CliRunner().invoke(main, ["verify", str(folder), "--device", "cpu", *options])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    found = json.loads(done.stdout).get("findings", [])
-    return done.exit_code, found, CliRunner().invoke(main, words).output
+    found = [dataclasses.asdict(finding) for report in reports for finding in report.findings]
+    return done.exit_code, found, done.output
 
 
 def assert_found(found: list[dict[str, Any]], check: str, name: str) -> None:
