@@ -67,7 +67,7 @@ ORACLES = {
         "inference.moe.loading.checkpoints",
         "inference.moe.loading.operations",
         "calibrate.model.building",
-        "calibrate.model.names",
+        "calibrate.model.filling",
     ),
     "ray": ("commands.spread",),
 }

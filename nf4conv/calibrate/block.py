@@ -7,7 +7,7 @@ import torch
 
 from nf4conv.calibrate.hidden import give_back
 from nf4conv.calibrate.kept import Tensors, components_of, digest_of_components, parts_of
-from nf4conv.calibrate.model.weights import matrix_in
+from nf4conv.calibrate.model.filling import matrix_in
 from nf4conv.calibrate.moments import BlockAtWork, moments_of
 from nf4conv.calibrate.rounding import (
     Rounded,

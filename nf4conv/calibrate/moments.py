@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from nf4conv.calibrate.hidden import HiddenStates
+from nf4conv.calibrate.model.filling import Contents
 from nf4conv.calibrate.model.flow import Call
-from nf4conv.calibrate.model.weights import Contents
 from nf4conv.calibrate.stages import Stage, Target, inputs_of
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format

@@ -15,8 +15,8 @@ from torch import nn
 from nf4conv.calibrate.calibrating import calibrate
 from nf4conv.calibrate.model.building import BlockList, build_model, find_blocks, load_tokenizer
 from nf4conv.calibrate.model.experts import experts_of
+from nf4conv.calibrate.model.filling import Filling, follow_names
 from nf4conv.calibrate.model.flow import Flow, find_flow
-from nf4conv.calibrate.model.names import Filling, follow_names
 from nf4conv.calibrate.needs import estimate
 from nf4conv.calibrate.session import PreparedCalibration
 from nf4conv.calibrate.stages import Target

@@ -10,9 +10,8 @@ import torch
 
 from nf4conv.calibrate.hidden import HiddenStates
 from nf4conv.calibrate.kept import KeptFiles
+from nf4conv.calibrate.model.filling import Contents, Filling
 from nf4conv.calibrate.model.flow import Call, Flow
-from nf4conv.calibrate.model.names import Filling
-from nf4conv.calibrate.model.weights import Contents
 from nf4conv.calibrate.needs import Needs
 from nf4conv.calibrate.stages import Target
 from nf4conv.calibrate.windows import Windows

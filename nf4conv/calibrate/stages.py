@@ -43,7 +43,7 @@ Stage: TypeAlias = Sequence[Target]
 """Weights of a block that multiply the same inputs, or those of all experts."""
 
 
-class _Stop(Exception):  # noqa: N818 - it is no error
+class _Stop(BaseException):  # it is no error
     """Ends the run of a block where nothing more is needed of it."""
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from nf4conv.errors import PlanError, first_line
+from nf4conv.errors import Nf4convError, PlanError, first_line
 from nf4conv.models.config import architecture_of, without_quantization
 from nf4conv.models.parsing import excess_of, parse_config
 
@@ -45,21 +45,26 @@ class BlockList:
         return int(number) if number.isdecimal() else None
 
 
+@contextmanager
+def planning_error(message: str) -> Iterator[None]:
+    """Turns what the code of transformers raises, which may be anything, into a PlanError."""
+    try:
+        yield
+    except (Nf4convError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise PlanError(f"{message}: {first_line(error)}") from error
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Loads the tokenizer of a checkpoint."""
     import transformers
 
     advice = "give token ids instead: --calibrate ids.npy"
-    try:
+    with planning_error(f"{folder}: transformers finds no tokenizer that it can load; {advice}"):
         return transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # transformers raises anything
-        raise PlanError(
-            f"{folder}: transformers finds no tokenizer that it can load "
-            f"({first_line(error)}); {advice}",
-            path=folder,
-        ) from error
 
 
 def build_model(config: Mapping[str, Any], dtype: torch.dtype, names: Iterable[str]) -> nn.Module:
@@ -138,21 +143,3 @@ def find_blocks(model: nn.Module, packed: Collection[str]) -> BlockList:
             f"--calibrate: {type(model).__name__} has no list of blocks with weights to pack"
         )
     return best[1]
-
-
-def set_tensor(model: nn.Module, name: str, values: torch.Tensor) -> None:
-    """Puts a tensor in the place of a parameter or a buffer."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    if leaf in module._parameters:
-        module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
-    else:
-        module._buffers[leaf] = values
-
-
-def release(model: nn.Module, names: Collection[str]) -> None:
-    """Puts parameters without weights in the place of others."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in names:
-        if name in parameters:
-            set_tensor(model, name, parameters[name].detach().to("meta"))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nf4conv.calibrate.model.names import Filling
+from nf4conv.calibrate.model.filling import Filling
 
 _PRODUCTS: Final = ("linear", "matmul", "mm", "bmm", "__matmul__", "addmm", "baddbmm")
 

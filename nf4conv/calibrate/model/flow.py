@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from nf4conv.calibrate.model.building import BlockList, set_tensor
-from nf4conv.errors import Nf4convError, PlanError, first_line
+from nf4conv.calibrate.model.building import BlockList, planning_error
+from nf4conv.calibrate.model.filling import set_tensor
+from nf4conv.errors import PlanError, first_line
 
 _NAME = "hidden_states"
-
-_FAILURES: Final = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
-"""Raised by the code of a model that gets other weights or arguments than it expects."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +38,13 @@ class Call:
 
     def run(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the hidden states that a block makes of others."""
-        try:
+        name = type(block).__name__
+        message = f"--calibrate: {name} cannot be run, as if config.json did not belong to these"
+        with planning_error(f"{message} weights"):
             if self.is_named:
                 found = block(*self.args, **{_NAME: hidden}, **self.kwargs)
             else:
                 found = block(hidden, *self.args, **self.kwargs)
-        except (Nf4convError, torch.OutOfMemoryError):
-            raise
-        except _FAILURES as error:
-            raise PlanError(
-                f"--calibrate: {type(block).__name__} cannot be run, as if config.json did not "
-                f"belong to these weights: {first_line(error)}"
-            ) from error
         made: torch.Tensor = found[0] if isinstance(found, (tuple, list)) else found
         return made
 
@@ -78,15 +71,11 @@ class Flow:
         Returns:
             The hidden states that enter the first block, and the calls of all blocks.
         """
-        try:
-            catcher = _Catcher(self.blocks.blocks, is_tuple=self.is_tuple, changes=False)
+        name = type(self.model).__name__
+        catcher = _Catcher(self.blocks.blocks, is_tuple=self.is_tuple, changes=False)
+        with planning_error(f"--calibrate: {name} cannot be run on token ids alone"):
             catcher.run(self.model, ids)
-            return catcher.hidden, catcher.calls
-        except _FAILURES as error:
-            raise PlanError(
-                f"--calibrate: {type(self.model).__name__} cannot be run on token ids alone: "
-                f"{first_line(error)}"
-            ) from error
+        return catcher.hidden, catcher.calls
 
     def predictions(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Returns what the head makes of the hidden states behind the last block.
@@ -104,7 +93,7 @@ class Flow:
         return logits
 
 
-class _Stop(Exception):  # noqa: N818 - it is no error
+class _Stop(BaseException):  # it is no error
     """Ends a run behind the last block."""
 
 
