@@ -65,16 +65,16 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
             f"--calibrate-output: {type(model).__name__} predicts no tokens to derive by; leave it "
             f"out"
         )
-    windows = _windows(source, options, model, texts)
+    calibrating, judging = _windows(source, options, model, texts)
     block_bytes = []
     for number in range(len(blocks.blocks)):
         of_block = _tensors(fillings.get(number, ()))
         block_bytes.append(sum(tensor.nbytes for tensor in of_block))
     calibration = PreparedCalibration(
         texts=tuple(CalibrationText(text.name, text.sha256) for text in texts),
-        tokens=windows.tokens,
-        judging_tokens=windows.judging * windows.ids.shape[1],
-        window=windows.ids.shape[1],
+        tokens=calibrating.size,
+        judging_tokens=judging.size,
+        window=calibrating.shape[1],
         transformers=version("transformers"),
         block_bytes=tuple(block_bytes),
         bytes_spared=sum(job.source_bytes - job.nbytes for job in chosen),
@@ -86,11 +86,12 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
             block_elements=_most_elements(fillings, flow),
             matrices=[job.matrix.shape for job in chosen],
             finished_bytes=sum(job.nbytes for job in chosen),
-            tokens=windows.ids.size,
+            tokens=calibrating.size + judging.size,
             width=getattr(model.config.get_text_config(), "hidden_size", _USUAL_WIDTH),
             outputs=options.calibrate_output,
         ),
-        windows=windows,
+        calibrating=calibrating,
+        judging=judging,
         flow=flow,
         fillings=fillings,
         targets=targets,
@@ -209,8 +210,8 @@ def _require_filled(source: Source, flow: Flow, fillings: Sequence[Filling]) -> 
 
 def _windows(
     source: Source, options: QuantizeOptions, model: Any, texts: Sequence[Text]
-) -> Windows:
-    """Cuts the texts into windows that the model can read."""
+) -> tuple[Windows, Windows]:
+    """Cuts the texts into windows that the model can read: to calibrate by, and to judge by."""
 
     def load() -> Any:
         with source.whole_folder() as folder:
@@ -219,7 +220,9 @@ def _windows(
     tokens = options.calibration_tokens or TOKENS
     windows = cut_windows(texts, tokens, _length(model), load)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    require_known(windows.ids, vocabulary, ", ".join(text.name for text in texts), str(source))
+    name = ", ".join(text.name for text in texts)
+    for part in windows:
+        require_known(part, vocabulary, name, str(source))
     return windows
 
 

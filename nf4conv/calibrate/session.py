@@ -37,7 +37,8 @@ class PreparedCalibration(Calibration):
 
     Attributes:
         needs: the time, memory and disk space that it takes.
-        windows: the tokens that the model reads.
+        calibrating: the windows that calibrate.
+        judging: the windows that judge.
         flow: runs the model up to its blocks.
         fillings: what the parameters of each block are filled from, by the block's number; None
             stands for those outside.
@@ -45,7 +46,8 @@ class PreparedCalibration(Calibration):
     """
 
     needs: Needs
-    windows: Windows
+    calibrating: Windows
+    judging: Windows
     flow: Flow
     fillings: Mapping[int | None, Sequence[Filling]]
     targets: Mapping[int, Sequence[Target]]
@@ -92,12 +94,10 @@ class Session:
         self.told = 0
         self._buffers = buffers
         self._progress = progress
-        # no batch holds windows of both kinds
         step = max(_BATCH_TOKENS[device.type] // self.calibration.window, 1)
-        windows = self.calibration.windows
-        ids = torch.from_numpy(windows.ids)
-        calibrating = torch.split(ids[: windows.calibrating], step)
-        self.batches = (*calibrating, *torch.split(ids[windows.calibrating :], step))
+        calibrating = torch.split(torch.from_numpy(self.calibration.calibrating), step)
+        judging = torch.split(torch.from_numpy(self.calibration.judging), step)
+        self.batches = (*calibrating, *judging)
         self.calibrating_batches = len(calibrating)
 
     def tell(self, nbytes: int) -> None:

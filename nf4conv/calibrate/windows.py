@@ -5,7 +5,6 @@ The same texts and tokens give the same windows everywhere.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -27,34 +26,14 @@ _HELD_OUT: Final = 8  # for so many windows that calibrate there is one that jud
 
 _FEWEST: Final = 4  # windows that calibrate
 
-
-@dataclass(frozen=True)
-class Windows:
-    """Holds the windows that a model reads, those that judge behind those that calibrate.
-
-    Attributes:
-        ids: [windows, length] int64.
-        calibrating: the number of windows that calibrate.
-    """
-
-    ids: npt.NDArray[np.int64]
-    calibrating: int
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that calibrate."""
-        return self.calibrating * int(self.ids.shape[1])
-
-    @property
-    def judging(self) -> int:
-        """The number of windows that judge."""
-        return len(self.ids) - self.calibrating
+Windows = npt.NDArray[np.int64]
+"""Token ids, [windows, length]."""
 
 
 def cut_windows(
     texts: Sequence[Text], tokens: int, length: int, load_tokenizer: Callable[[], Any]
-) -> Windows:
-    """Chooses windows of texts, as many of each.
+) -> tuple[Windows, Windows]:
+    """Chooses windows of texts, as many of each: those that calibrate, and those that judge.
 
     `tokens` should calibrate. A window has `length` of them, with the marks that encoders expect
     around it. The model's tokenizer is loaded only if texts are not token ids already.
@@ -83,11 +62,11 @@ def cut_windows(
         first = np.full((len(windows), 1), ends[0])
         last = np.full((len(windows), 1), ends[1])
         windows = np.concatenate((first, windows, last), axis=1)
-    return Windows(np.ascontiguousarray(windows), len(windows) - judging)
+    return windows[:-judging], windows[-judging:]
 
 
-def _chosen(texts: Sequence[Ids], wanted: int, length: int) -> npt.NDArray[np.int64]:
-    """Returns windows of token ids in a shuffled order, [windows, length]."""
+def _chosen(texts: Sequence[Ids], wanted: int, length: int) -> Windows:
+    """Returns windows of token ids in a shuffled order."""
     shuffled = random.Random(SEED)
     of_each = max((2 * wanted + len(texts)) // (2 * len(texts)), 1)
     chosen = []

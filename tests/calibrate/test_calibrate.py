@@ -59,6 +59,7 @@ def test_gradients_at_outputs_are_those_of_the_whole_model(
     plan = nf4conv.plan_quantize(model, **options, **CPU)
     with pytest.raises(Killed):
         plan.execute(tmp_path / "out")
+    calibration = plan.made.calibration
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     sums: dict[str, torch.Tensor] = {}
@@ -74,10 +75,9 @@ def test_gradients_at_outputs_are_those_of_the_whole_model(
         return hook
 
     for name, module in whole.named_modules():
-        if f"{name}.weight" in plan.made.calibration.weights:
+        if f"{name}.weight" in calibration.weights:
             module.register_forward_hook(watch(f"{name}.weight"))
-    windows = plan.made.calibration.windows
-    ids = torch.from_numpy(windows.ids[: windows.calibrating])
+    ids = torch.from_numpy(calibration.calibrating)
     chances = whole(ids).logits.log_softmax(-1)
     chances.max(-1).values.sum().backward()
 

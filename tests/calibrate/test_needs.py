@@ -49,9 +49,10 @@ def test_what_is_needed_grows_with_tokens_outputs_and_what_is_kept(model: Path, 
     every = needed(calibrate_output="all")
     assert needed(calibrate_output="qkv").disk_bytes < every.disk_bytes
     assert plain.disk_bytes < every.disk_bytes
-    windows = nf4conv.plan_quantize(model, **options_for(text)).made.calibration.windows
-    assert plain.hidden_elements == windows.ids.size * 64
-    assert every.hidden_elements == 4 * windows.ids.size * 64
+    calibration = nf4conv.plan_quantize(model, **options_for(text)).made.calibration
+    tokens = calibration.tokens + calibration.judging_tokens
+    assert plain.hidden_elements == tokens * 64
+    assert every.hidden_elements == 4 * tokens * 64
     assert needed(calibration_tokens=512).hidden_elements < plain.hidden_elements
 
 

@@ -140,10 +140,8 @@ def test_texts(worded: Path, tmp_path: Path, kind: str):
 
 def windows_of(source: Path, text: Path | str) -> np.ndarray[Any, Any]:
     options = {"calibrate": str(text), "calibration_tokens": 1024}
-    found: np.ndarray[Any, Any] = nf4conv.plan_quantize(
-        source, **options
-    ).made.calibration.windows.ids
-    return found
+    calibration = nf4conv.plan_quantize(source, **options).made.calibration
+    return np.concatenate((calibration.calibrating, calibration.judging))
 
 
 def test_windows_of_token_ids_are_taken(model: Path, text: Path, tmp_path: Path):
