@@ -226,7 +226,10 @@ def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
         dtypes += ("I32",)
     for tensor in tensors:
         is_unread = tensor.dtype in dtypes and tensor.encoding is None
-        if method is not None and _is_integer_matrix(tensor):
+        # no model has a matrix of integers before it is quantized
+        is_matrix = tensor.name.endswith(".weight") and len(tensor.shape) > 1
+        is_integers = tensor.dtype in _INTEGER_DTYPES and tensor.encoding is None
+        if method is not None and is_matrix and is_integers:
             raise SourceError.about(
                 tensor.file,
                 tensor.name,
@@ -296,9 +299,3 @@ def _check_gated_layer(tensors: Mapping[str, TensorInfo], name: str) -> None:
             return
     for wrong, beside in misfits:
         raise misfit(wrong, beside)
-
-
-def _is_integer_matrix(tensor: TensorInfo) -> bool:
-    """Returns True for a matrix of integers: no model has such a weight before it is quantized."""
-    is_matrix = tensor.name.endswith(".weight") and len(tensor.shape) > 1
-    return is_matrix and tensor.dtype in _INTEGER_DTYPES and tensor.encoding is None

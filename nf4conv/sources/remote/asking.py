@@ -71,14 +71,12 @@ def patiently(attempt: Callable[[], T], pause: Callable[[float], object] | None 
 
 def _waits_after(error: Exception) -> tuple[float, ...]:
     """Returns the seconds to wait before each further try; none if trying again does not help."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if status is not None:
             return WAITS if status in _PASSING_STATUSES else ()
         if _is_without_connection(cause):
             return WAITS[:1]
-        cause = cause.__cause__
     is_of_the_disk = isinstance(error, OSError) and error.errno is not None
     return () if is_of_the_disk else WAITS
 
@@ -91,14 +89,19 @@ def _is_without_connection(error: BaseException) -> bool:
 
 def _asked_wait(error: Exception) -> float | None:
     """Returns the seconds that the server wants to be left alone; None if it does not say."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         headers = getattr(getattr(cause, "response", None), "headers", None) or {}
         text = str(headers.get("Retry-After", ""))
         if text.isascii() and text.isdecimal():
             return min(float(text), _LONGEST_WAIT)
-        cause = cause.__cause__
     return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and what it came of."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 @contextmanager
@@ -134,11 +137,9 @@ def _next_step(error: Exception, what: str) -> str:
 
 def is_unreachable(error: Exception) -> bool:
     """Returns True for an error that says that no server was reached at all."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         if _is_without_connection(cause) or isinstance(cause, ConnectionRefusedError):
             return True
-        cause = cause.__cause__
     # requests says it in words only
     return any(word in str(error) for word in ("NewConnectionError", "NameResolutionError"))
 
