@@ -196,8 +196,10 @@ def parameters_of_packed(
         plain: set[str] = set()
         for name in grouped(names.plain_experts()):
             plain.update(mapping.ends_in(name, "")[2])
+        # the files have parameters once that are those of other layers, too
+        there = is_packed | plain | set(model.all_tied_weights_keys)
         for name in parameters:
-            if name not in is_packed | plain:
+            if name not in there:
                 raise CodecError(f"{name} is missing: the files have no experts for it; {AGAIN}")
     return is_packed
 
