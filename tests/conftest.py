@@ -8,11 +8,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partialmethod
+from pathlib import Path
 
 # the Hub of all tests; sets HF_ENDPOINT, which huggingface_hub reads when it is imported
 import hub_server
 import pytest
 import torch
+from checkpoints import write_source
 from click.testing import CliRunner
 
 from nf4conv.codec.backends import why_plain
@@ -71,6 +73,12 @@ def _memory_for_others() -> Iterator[None]:
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint of two shards."""
+    return write_source(tmp_path / "source")
 
 
 @pytest.fixture

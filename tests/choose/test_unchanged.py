@@ -82,8 +82,7 @@ def test_options_that_are_left_out_are_those_of_the_source(tmp_path, format):
     assert found.identical
 
 
-def test_ours_is_written_again_as_it_is(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_ours_is_written_again_as_it_is(source, tmp_path):
     nf4conv.quantize(source, tmp_path / "nf4", **CPU)
     nf4conv.quantize(tmp_path / "nf4", tmp_path / "again", **CPU)
     assert_same(tmp_path / "again", tmp_path / "nf4")
@@ -326,8 +325,7 @@ def stop(*_: object) -> None:
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_the_same_bytes_are_stored_as_another_dtype(tmp_path, storage):
-    source = write_source(tmp_path / "source")
+def test_the_same_bytes_are_stored_as_another_dtype(source, tmp_path, storage):
     options = {"quant_storage": storage}
     plain, stored = tmp_path / "plain", tmp_path / "stored"
     nf4conv.quantize(source, plain, **CPU)
@@ -358,8 +356,7 @@ def test_the_same_bytes_are_stored_as_another_dtype(tmp_path, storage):
     }
 
 
-def test_the_storage_of_a_source_stays_unless_another_is_asked_for(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_the_storage_of_a_source_stays_unless_another_is_asked_for(source, tmp_path):
     nf4conv.quantize(source, tmp_path / "nf4", **CPU)
     nf4conv.quantize(tmp_path / "nf4", tmp_path / "fsdp", quant_storage="bfloat16", **CPU)
     nf4conv.quantize(tmp_path / "fsdp", tmp_path / "same", **CPU)
@@ -371,8 +368,7 @@ def test_the_storage_of_a_source_stays_unless_another_is_asked_for(tmp_path):
         ).read_bytes()
 
 
-def test_part_of_a_stored_checkpoint_stays_in_its_storage(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_part_of_a_stored_checkpoint_stays_in_its_storage(source, tmp_path):
     nf4conv.quantize(source, tmp_path / "fsdp", quant_storage="bfloat16", **CPU)
     nf4conv.dequantize(tmp_path / "fsdp", tmp_path / "part", include=("*layers.0*",), **CPU)
     assert nf4conv.verify(tmp_path / "part", **CPU).passed

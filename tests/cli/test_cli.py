@@ -77,8 +77,7 @@ def test_commands_are_listed_in_the_order_of_use():
     assert set(listed) == set(main.commands)
 
 
-def test_json_is_all_that_stdout_gets_and_quiet_says_nothing(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_json_is_all_that_stdout_gets_and_quiet_says_nothing(source, tmp_path):
     command = ["quantize", source, tmp_path / "out", "--device", "cpu"]
     planned = json.loads(command_line.run(*command, "--json", "--dry-run").stdout)["totals"]
     report = json.loads(command_line.run(*command, "--json").stdout)
@@ -92,8 +91,7 @@ def test_json_is_all_that_stdout_gets_and_quiet_says_nothing(tmp_path):
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_summary(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_summary(source, tmp_path):
     done = command_line.run("quantize", source, tmp_path / "out", "--device", "cpu")
     assert done.exit_code == 0
     assert re.fullmatch(
@@ -117,8 +115,7 @@ def test_summary(tmp_path):
     assert push == f"push: hf upload YOUR_NAME/out {tmp_path / 'out'} ."
 
 
-def test_dry_run_shows_every_tensor_with_its_reason_and_writes_nothing(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_dry_run_shows_every_tensor_with_its_reason_and_writes_nothing(source, tmp_path):
     result = command_line.run("quantize", source, tmp_path / "out", "--dry-run", "--json")
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
@@ -133,8 +130,7 @@ def test_dry_run_shows_every_tensor_with_its_reason_and_writes_nothing(tmp_path)
 
 
 @pytest.mark.parametrize("command", ["quantize", "dequantize"])
-def test_a_dry_run_says_how_long_reading_takes(tmp_path, monkeypatch, command):
-    source = write_source(tmp_path / "source")
+def test_a_dry_run_says_how_long_reading_takes(source, tmp_path, monkeypatch, command):
     if command == "dequantize":
         command_line.run("quantize", source, tmp_path / "packed", "--device", "cpu")
         source = tmp_path / "packed"
@@ -189,16 +185,14 @@ def test_short_names_of_dtypes(short, dtype):
     ],
     ids=lambda value: value[0].removeprefix("--") if isinstance(value, list) else "",
 )
-def test_an_option_that_would_be_ignored_is_refused(tmp_path, options, said):
-    source = write_source(tmp_path / "source")
+def test_an_option_that_would_be_ignored_is_refused(source, tmp_path, options, said):
     refused = command_line.run("quantize", source, tmp_path / "out", *options)
     assert refused.exit_code == 2
     assert said in refused.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pattern_that_matches_nothing_is_named(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_a_pattern_that_matches_nothing_is_named(source, tmp_path):
     patterns = ["--exclude", "*up_prj*", "--exclude", "*q_proj*", "--dry-run"]
     shown = command_line.run("quantize", source, tmp_path / "out", *patterns)
     notes = [line for line in shown.stdout.splitlines() if line.startswith("Note: --")]
@@ -225,8 +219,7 @@ def test_env_says_who_would_compute():
 
 
 @pytest.mark.parametrize("command", ["quantize", "verify", "inspect", "env"])
-def test_json_has_one_head_in_all_commands(tmp_path, command):
-    source = write_source(tmp_path / "source")
+def test_json_has_one_head_in_all_commands(source, tmp_path, command):
     nf4conv.quantize(source, tmp_path / "packed", device="cpu")
     arguments = {
         "quantize": [source, tmp_path / "out"],
@@ -240,8 +233,7 @@ def test_json_has_one_head_in_all_commands(tmp_path, command):
     assert dict(list(content.items())[:3]) == head
 
 
-def test_no_line_is_wider_than_the_terminal(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_no_line_is_wider_than_the_terminal(source):
     plan = quantize.dry_run(source, QuantizeOptions())
     inspection = nf4conv.inspect(source)
     for lines in (plan_lines(plan, 60), inspection_lines(inspection, 60)):
@@ -325,8 +317,7 @@ def test_no_color():
     )
 
 
-def test_names_in_a_file_neither_break_lines_nor_drive_the_terminal(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_names_in_a_file_neither_break_lines_nor_drive_the_terminal(source):
     name = "model.norm\n\x1b[2J\x9b\u202e.weight"
     save_file(
         {"model.layers.0.mlp.up_proj.weight": torch.ones(64, 64), name: torch.ones(4)},
@@ -352,8 +343,7 @@ def test_an_output_without_arrows_does_not_fail_the_run(tmp_path):
     assert "869.12 kB \\u2192 " in done.stdout
 
 
-def test_a_reader_that_leaves_early_is_no_error_worth_a_traceback(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_a_reader_that_leaves_early_is_no_error_worth_a_traceback(source):
     command = f"{sys.executable} -m nf4conv inspect {source} | true"
     done = subprocess.run(
         ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True

@@ -67,8 +67,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Path], str | None]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_has_a_place(tmp_path: Path, fault: str):
-    source = write_source(tmp_path / "source")
+def test_what_is_wrong_has_a_place(source: Path, tmp_path: Path, fault: str):
     damage, tensor = FAULTS[fault]
     file = damage(source)
     with pytest.raises(Nf4convError) as raised:
@@ -108,8 +107,7 @@ def test_another_process_gets_the_place_too():
     assert (str(again), again.path, again.tensor) == ("line", Path("a/b"), "t")
 
 
-def test_json_has_the_place(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_json_has_the_place(source: Path):
     file = with_header(source, UP, dtype="F128")
     done = run("inspect", source, "--json")
     found = json.loads(done.stdout)

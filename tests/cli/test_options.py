@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import click
 import pytest
-from checkpoints import contents, write_source
+from checkpoints import contents
 from command_line import run
 
 import nf4conv
@@ -93,8 +93,7 @@ def test_the_function_shows_each_field_in_signature_and_help(name: str):
         assert line.split()[1] == field.said.help.split()[0]
 
 
-def test_progress_is_a_keyword_but_no_option_and_in_no_record(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_progress_is_a_keyword_but_no_option_and_in_no_record(source: Path, tmp_path: Path):
     done: list[int] = []
     nf4conv.quantize(source, tmp_path / "out", device="cpu", progress=done.append)
     assert sum(done) > 0
@@ -255,8 +254,7 @@ def test_errors_name_options_that_there_are():
         assert named <= spelled | others, path
 
 
-def test_keywords_do_what_the_classes_do(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_keywords_do_what_the_classes_do(source: Path, tmp_path: Path):
     report = nf4conv.quantize(
         source,
         tmp_path / "out",

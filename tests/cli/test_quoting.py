@@ -28,8 +28,7 @@ def test_the_advice_of_inspect(tmp_path: Path):
     assert shlex.split(line)[2] == str(out)
 
 
-def test_the_advice_to_verify(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_the_advice_to_verify(source: Path, tmp_path: Path):
     out = tmp_path / "o u't"
     nf4conv.quantize(source, out, **RUN)
     with pytest.raises(OutputError) as refused:

@@ -200,8 +200,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_source_is_refused(tmp_path, damage, message):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_a_damaged_source_is_refused(source, tmp_path, damage, message):
+    out = tmp_path / "out"
     damage(source)
     line = refused(quantize(source, out, "--max-shard-size", "60kB"))
     assert re.search(f"(^|[/.]){message}$", line), line
@@ -237,16 +237,15 @@ def test_a_source_that_is_no_checkpoint_is_refused(tmp_path, name, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_one_shard_of_several_is_refused(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_one_shard_of_several_is_refused(source, tmp_path):
     line = refused(quantize(source / FIRST, tmp_path / "out"))
     assert line.endswith(
         "one shard of those that model.safetensors.index.json lists; give the folder"
     )
 
 
-def test_an_output_folder_with_something_in_it_is_refused_and_left_alone(tmp_path):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_an_output_folder_with_something_in_it_is_refused_and_left_alone(source, tmp_path):
+    out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("irreplaceable")
     assert (
@@ -258,16 +257,15 @@ def test_an_output_folder_with_something_in_it_is_refused_and_left_alone(tmp_pat
     assert contents(out) == {"thesis.txt": b"irreplaceable"}
 
 
-def test_an_output_that_is_a_file_is_refused(tmp_path):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_an_output_that_is_a_file_is_refused(source, tmp_path):
+    out = tmp_path / "out"
     out.write_text("")
     assert refused(quantize(source, out)) == f"{out}: exists and is not a folder"
 
 
 @pytest.mark.parametrize("place", [".", "inside/deeper", ".."], ids=["equal", "inside", "around"])
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["", "overwrite"])
-def test_an_output_folder_that_meets_the_source_is_refused(tmp_path, place, overwrite):
-    source = write_source(tmp_path / "source")
+def test_an_output_folder_that_meets_the_source_is_refused(source, place, overwrite):
     before = contents(source)
     line = refused(quantize(source, source / place, *overwrite))
     assert line.endswith(
@@ -280,8 +278,7 @@ def test_an_output_folder_that_meets_the_source_is_refused(tmp_path, place, over
     assert contents(source) == before
 
 
-def test_a_symbolic_link_to_the_source_is_seen_through(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_a_symbolic_link_to_the_source_is_seen_through(source, tmp_path):
     (tmp_path / "link").symlink_to(source)
     assert "is inside the source folder" in refused(quantize(source, tmp_path / "link" / "out"))
 
@@ -304,8 +301,8 @@ def test_an_empty_path_is_not_taken_for_the_current_folder(tmp_path, monkeypatch
     assert contents(here) == {"model.safetensors": b"another checkpoint"}
 
 
-def test_a_dry_run_shows_why_nothing_would_be_packed(tmp_path):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_a_dry_run_shows_why_nothing_would_be_packed(source, tmp_path):
+    out = tmp_path / "out"
     line = refused(quantize(source, out, "--include", "*norm*"))
     assert (
         line

@@ -101,8 +101,7 @@ def test_values_are_those_of_bitsandbytes(tmp_path, quant_type, nested):
 
 @pytest.mark.parametrize("workers", [1, 5])
 @pytest.mark.parametrize("buffer_size", [1, 3 * 2**16, 10**9])
-def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_size):
-    source = write_source(tmp_path / "source")
+def test_bytes_depend_on_neither_workers_nor_buffers(source, tmp_path, workers, buffer_size):
     nf4conv.quantize(source, tmp_path / "packed", **CPU)
     nf4conv.dequantize(tmp_path / "packed", tmp_path / "expected", **CPU)
     nf4conv.dequantize(
@@ -115,11 +114,10 @@ def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_s
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
-def test_a_round_trip_brings_back_all_but_the_precision(tmp_path):
+def test_a_round_trip_brings_back_all_but_the_precision(source, tmp_path):
     """Same tensors, dtypes and shapes, the same config and files; a second round trip changes
     nothing more.
     """
-    source = write_source(tmp_path / "source")
     (source / "chat_template.jinja").write_text("{{ x }}")
     nf4conv.quantize(source, tmp_path / "packed", **CPU)
     nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **CPU)
@@ -335,8 +333,7 @@ def test_a_plan_tells_everything_beforehand(tmp_path):
     assert {row.name for row in plan.rows()} == tensors_of(tmp_path / "out").keys()
 
 
-def test_what_is_not_quantized_is_refused(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_what_is_not_quantized_is_refused(source, tmp_path):
     with pytest.raises(PlanError, match="no tensor of this checkpoint is quantized"):
         nf4conv.dequantize(source, tmp_path / "out", **CPU)
     assert not (tmp_path / "out").exists()

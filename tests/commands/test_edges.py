@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import contents, write_source
+from checkpoints import contents
 from safetensors.torch import load_file, save_file
 from test_quantize import assert_is
 
@@ -144,9 +144,8 @@ def test_tiny_and_empty_matrices_are_not_lost(tmp_path, shape):
         assert torch.equal(found[SECOND], weights[SECOND])
 
 
-def test_bytes_do_not_depend_on_the_order_of_sets(tmp_path):
+def test_bytes_do_not_depend_on_the_order_of_sets(source, tmp_path):
     """Python orders sets of names anew in every process."""
-    source = write_source(tmp_path / "source")
     options = ["--device", "cpu", "--exclude", "*.3.*", "--exclude", "*.1.mlp.*", "--quiet"]
     for seed in "12":
         command = [sys.executable, "-m", "nf4conv", "quantize", source, tmp_path / seed, *options]

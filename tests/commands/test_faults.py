@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import contents, write_source
+from checkpoints import contents
 from safetensors.torch import load_file, save_file
 from test_resume import OPTIONS, RUN
 
@@ -57,8 +57,8 @@ def fail_from(name: str, call: int, number: int, monkeypatch: pytest.MonkeyPatch
         ("preadv", 4, errno.EIO, SourceError, rf"source/{SHARD_OF_TWO}: Input/output error"),
     ],
 )
-def test_a_system_call_that_fails(tmp_path, monkeypatch, name, call, number, error, match):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_a_system_call_that_fails(source, tmp_path, monkeypatch, name, call, number, error, match):
+    out = tmp_path / "out"
     with monkeypatch.context() as patched:
         fail_from(name, call, number, patched)
         with pytest.raises(error, match=match):
@@ -66,8 +66,7 @@ def test_a_system_call_that_fails(tmp_path, monkeypatch, name, call, number, err
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
 
-def test_short_reads_and_short_writes_are_continued(tmp_path, monkeypatch):
-    source = write_source(tmp_path / "source")
+def test_short_reads_and_short_writes_are_continued(source, tmp_path, monkeypatch):
     preadv, pwrite = os.preadv, os.pwrite
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:1000]], at))
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:700], at))
@@ -77,8 +76,8 @@ def test_short_reads_and_short_writes_are_continued(tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_source_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_a_source_that_shrinks_while_it_is_read(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
     shard = source / "model-00002-of-00002.safetensors"
     content, status = shard.read_bytes(), shard.stat()
     read_into = Reader.read_into
@@ -100,11 +99,11 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
 
-def test_a_source_that_is_rewritten_while_it_is_read(tmp_path, monkeypatch):
+def test_a_source_that_is_rewritten_while_it_is_read(source, tmp_path, monkeypatch):
     """The bytes that were read are partly old and partly new. Neither the run nor a resumed one may
     make a checkpoint of them.
     """
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    out = tmp_path / "out"
     shard = source / "model-00001-of-00002.safetensors"
     status = shard.stat()
     pwrite = os.pwrite
@@ -128,8 +127,8 @@ def test_a_source_that_is_rewritten_while_it_is_read(tmp_path, monkeypatch):
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_a_source_that_changes_between_plan_and_resume_is_refused(tmp_path, monkeypatch):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_a_source_that_changes_between_plan_and_resume_is_refused(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
     with monkeypatch.context() as patched:
         patched.setattr(
             os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -144,8 +143,8 @@ def test_a_source_that_changes_between_plan_and_resume_is_refused(tmp_path, monk
         nf4conv.quantize(source, out, **OPTIONS, **RUN)
 
 
-def test_too_little_room_is_seen_before_the_first_byte(tmp_path, monkeypatch):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_too_little_room_is_seen_before_the_first_byte(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
     needed = nf4conv.plan_quantize(source, **OPTIONS).made.output.largest_size
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
@@ -157,9 +156,9 @@ def test_too_little_room_is_seen_before_the_first_byte(tmp_path, monkeypatch):
     assert not any(out.rglob("*.safetensors"))
 
 
-def test_a_full_disk_by_the_real_command(tmp_path):
+def test_a_full_disk_by_the_real_command(source, tmp_path):
     """The kernel refuses to let a file grow, as a full disk would, in the middle of the run."""
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    out = tmp_path / "out"
     command = [
         sys.executable,
         "-m",
@@ -188,8 +187,8 @@ def test_a_full_disk_by_the_real_command(tmp_path):
     assert not (out / "config.json").exists()
 
 
-def test_an_unexpected_error_in_a_worker_reaches_the_caller(tmp_path, monkeypatch):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_an_unexpected_error_in_a_worker_reaches_the_caller(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
     calls = 0
     quantize_blocks = (
         sys.modules["nf4conv.codec.backends"].backend(torch.device("cpu")).quantize_blocks
@@ -213,8 +212,8 @@ def test_an_unexpected_error_in_a_worker_reaches_the_caller(tmp_path, monkeypatc
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
 
-def test_memory_that_runs_out_is_one_clear_line(tmp_path, monkeypatch):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_memory_that_runs_out_is_one_clear_line(source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
 
     def failing(*_: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
@@ -227,8 +226,7 @@ def test_memory_that_runs_out_is_one_clear_line(tmp_path, monkeypatch):
     assert_unfinished_and_resumable(source, out, tmp_path / "whole")
 
 
-def test_the_source_is_never_written_to(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_the_source_is_never_written_to(source, tmp_path):
     before = contents(source)
     for path in source.iterdir():
         path.chmod(0o444)

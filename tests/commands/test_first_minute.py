@@ -82,8 +82,7 @@ def test_other_addresses_are_refused_in_one_line(address: str):
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_a_pointer_of_git_lfs_is_named(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_a_pointer_of_git_lfs_is_named(source: Path, tmp_path: Path):
     shard = next(source.glob("*.safetensors"))
     shard.write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 4976698672\n"

@@ -121,16 +121,14 @@ def test_blocks_larger_than_their_matrix(tmp_path: Path, block: list[int]):
     ],
     ids=str,
 )  # fmt: skip
-def test_configs_that_nobody_writes(tmp_path: Path, change: dict[str, Any]):
-    source = write_source(tmp_path / "source")
+def test_configs_that_nobody_writes(source: Path, tmp_path: Path, change: dict[str, Any]):
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | change))
     done = command("quantize", source, tmp_path / "out", "--dry-run")
     assert done.exit_code == 0 or "dtype" in refused(done)
 
 
-def test_a_config_nested_to_the_limit_of_the_reader(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_a_config_nested_to_the_limit_of_the_reader(source: Path, tmp_path: Path):
     (source / "config.json").write_text('{"a":' * 500 + "1" + "}" * 500)
     line = refused(command("quantize", source, tmp_path / "out"))
     assert line.endswith("config.json: not JSON: nested more than 64 times")
@@ -183,9 +181,8 @@ def test_a_linear_without_columns_is_kept_and_listed(tmp_path: Path):
 @pytest.mark.parametrize("tolerance", ["nan", "inf", "-1", "-inf"])
 @pytest.mark.parametrize("name", ["quantize", "verify"])
 def test_a_tolerance_that_is_none_is_refused_before_the_work(
-    tmp_path: Path, tolerance: str, name: str
+    source: Path, tmp_path: Path, tolerance: str, name: str
 ):
-    source = write_source(tmp_path / "source")
     arguments = {"verify": [source, "--source", source]}
     line = refused(
         command(
@@ -200,8 +197,9 @@ def test_a_tolerance_that_is_none_is_refused_before_the_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_memory_that_runs_out_on_a_cpu_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = write_source(tmp_path / "source")
+def test_memory_that_runs_out_on_a_cpu_is_one_line(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
 
     def failing(*_: object) -> None:
         torch.empty(2**60)
@@ -235,8 +233,7 @@ def test_an_error_that_is_not_ours_is_one_line_that_says_so(
 # --- values too large for their scales ------------------------------------------------------------
 
 
-def test_scales_whose_mean_is_infinite_are_refused_or_kept(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_scales_whose_mean_is_infinite_are_refused_or_kept(source: Path, tmp_path: Path):
     shard = source / "model-00001-of-00002.safetensors"
     tensors = load_file(shard)
     tensors[UP] = torch.full_like(tensors[UP], 2e37)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import contents, write_source
+from checkpoints import contents
 from test_pipeline import Call, alive, pipeline
 
 import nf4conv
@@ -139,9 +139,11 @@ def is_among(process: subprocess.Popen[Any], which: str, number: signal.Signals)
 
 
 @pytest.mark.parametrize("number", LINES, ids=["ctrl-c", "sigterm"])
-def test_at_any_moment_from_the_first_import_on(tmp_path: Path, number: signal.Signals):
+def test_at_any_moment_from_the_first_import_on(
+    source: Path, tmp_path: Path, number: signal.Signals
+):
     """The moments are spread over the whole run; most of it is the import of torch."""
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    out = tmp_path / "out"
     command = [
         "quantize",
         source,
@@ -181,14 +183,13 @@ def test_at_any_moment_from_the_first_import_on(tmp_path: Path, number: signal.S
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_a_signal_that_a_shell_has_turned_off_stays_off(tmp_path: Path):
+def test_a_signal_that_a_shell_has_turned_off_stays_off(source: Path, tmp_path: Path):
     """A shell turns SIGINT off for `command &` in a script."""
     ignoring = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "os.execv(sys.executable, sys.argv[1:])"
     )
-    source = write_source(tmp_path / "source")
     inner = [
         sys.executable,
         "-m",
@@ -209,9 +210,8 @@ def test_a_signal_that_a_shell_has_turned_off_stays_off(tmp_path: Path):
         assert process.wait(600) == 0
 
 
-def test_a_full_disk_that_is_written_to_as_output(tmp_path: Path):
+def test_a_full_disk_that_is_written_to_as_output(source: Path):
     """Both click and the commands write to stdout."""
-    source = write_source(tmp_path / "source")
     for command in (["--version"], ["quantize", "--help"], ["inspect", source]):
         arguments = [sys.executable, "-m", "nf4conv", *map(str, command)]
         with Path("/dev/full").open("w") as full:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_source
 from four_bit import CONFIG
 from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  # noqa: F401
 from safetensors.torch import save_file
@@ -88,10 +87,7 @@ def test_a_header_longer_than_its_data_is_not_read(tmp_path: Path):
     assert peak < 200
 
 
-def test_more_tensors_than_any_model_has_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    source = write_source(tmp_path / "source")
+def test_more_tensors_than_any_model_has_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch):
     for module, place in (
         ("nf4conv.sources.shards", "in all files up to it"),
         ("nf4conv.sources.header", "expected"),
@@ -108,8 +104,7 @@ def test_more_tensors_than_any_model_has_are_refused(
     [["config.json"], ["model.safetensors.index.json"], ["README.md"]],
     ids=" and ".join,
 )
-def test_descriptions_of_gigabytes_are_not_read(tmp_path: Path, names: list[str]):
-    source = write_source(tmp_path / "source")
+def test_descriptions_of_gigabytes_are_not_read(source: Path, tmp_path: Path, names: list[str]):
     for name in names:
         with (source / name).open("ab") as file:
             file.truncate(3 * 2**30)

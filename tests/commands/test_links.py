@@ -57,9 +57,8 @@ def test_a_link_that_leads_out_is_not_copied_and_said(tmp_path: Path, secret: Pa
 )
 @pytest.mark.parametrize("command_name", ["quantize", "inspect"])
 def test_a_config_or_weights_that_lead_out_are_refused_by_name(
-    tmp_path: Path, name: str, command_name: str
+    source: Path, tmp_path: Path, name: str, command_name: str
 ):
-    source = write_source(tmp_path / "source")
     if name == "hf_quant_config.json":
         (tmp_path / name).write_text("{}")
         if command_name == "inspect":
@@ -150,9 +149,8 @@ BOMB = "---\n" + "a0: &a0 {x: 1}\n" + "".join(
     ids=["merge keys", "deep", "long", "no text", "broken", "link"],
 )
 def test_front_matter_that_cannot_be_read_is_said_before_the_work(
-    tmp_path: Path, card: bytes | str, reason: str
+    source: Path, tmp_path: Path, card: bytes | str, reason: str
 ):
-    source = write_source(tmp_path / "source")
     if isinstance(card, str):
         (tmp_path / "card").write_text("---\nlicense: mit\n---\n")
         (source / "README.md").symlink_to(tmp_path / "card")
@@ -168,8 +166,7 @@ def test_front_matter_that_cannot_be_read_is_said_before_the_work(
     assert "license" not in (tmp_path / "out/README.md").read_text()
 
 
-def test_a_card_that_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = write_source(tmp_path / "source")
+def test_a_card_that_may_not_be_read_is_said(source: Path, monkeypatch: pytest.MonkeyPatch):
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
     opening = Path.open
 
@@ -208,8 +205,7 @@ def test_names_of_submodels_are_text_in_a_card(tmp_path: Path):
     assert row.count("|") == 4
 
 
-def test_a_source_that_is_a_stranger_s_tree_of_links_ends(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_a_source_that_is_a_stranger_s_tree_of_links_ends(source: Path, tmp_path: Path):
     (source / "loop.json").symlink_to("loop.json")
     (source / "up").symlink_to("..")
     (source / "dangling.txt").symlink_to("nowhere")

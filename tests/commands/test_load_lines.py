@@ -314,8 +314,7 @@ def test_a_card_that_was_made_before_it_was_pushed_names_the_repository(tmp_path
 # --- without config.json --------------------------------------------------------------------------
 
 
-def test_without_config_json_a_note_says_so_and_nothing_is_pushed(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_without_config_json_a_note_says_so_and_nothing_is_pushed(source: Path, tmp_path: Path):
     (source / "config.json").unlink()
     arguments = ["quantize", str(source), str(tmp_path / "out")]
     planned = run(*arguments, "--dry-run")

@@ -16,11 +16,6 @@ CPU = {"device": "cpu"}
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_source(tmp_path / "source")
-
-
 def stamps(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents, save_model, tensors_of, write_source
+from checkpoints import contents, save_model, tensors_of
 from safetensors.torch import load_file, save_file
 
 import nf4conv
@@ -42,8 +42,9 @@ def assert_is(folder: Path, name: str, weight: torch.Tensor, options: dict[str, 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("blocksize", [32, 64, 4096])
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
-def test_weights_are_what_the_codec_makes_of_them(tmp_path, quant_type, blocksize, double_quant):
-    source = write_source(tmp_path / "source")
+def test_weights_are_what_the_codec_makes_of_them(
+    source, tmp_path, quant_type, blocksize, double_quant
+):
     options = {"quant_type": quant_type, "blocksize": blocksize, "double_quant": double_quant}
     nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
     for name, weight in tensors_of(source).items():
@@ -55,8 +56,7 @@ def test_weights_are_what_the_codec_makes_of_them(tmp_path, quant_type, blocksiz
 
 @pytest.mark.parametrize("workers", [1, 5])
 @pytest.mark.parametrize("buffer_size", [1, 3 * 2**16, 10**9])
-def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_size):
-    source = write_source(tmp_path / "source")
+def test_bytes_depend_on_neither_workers_nor_buffers(source, tmp_path, workers, buffer_size):
     nf4conv.quantize(source, tmp_path / "expected", **CPU)
     nf4conv.quantize(
         source, tmp_path / "out", device="cpu", workers=workers, buffer_size=buffer_size
@@ -65,8 +65,7 @@ def test_bytes_depend_on_neither_workers_nor_buffers(tmp_path, workers, buffer_s
 
 
 @pytest.mark.parametrize("limit", [1, 30_000, 100_000])
-def test_shards_and_index(tmp_path, limit):
-    source = write_source(tmp_path / "source")
+def test_shards_and_index(source, tmp_path, limit):
     nf4conv.quantize(source, tmp_path / "whole", **CPU)
     nf4conv.quantize(source, tmp_path / "out", max_shard_size=limit, **CPU)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
@@ -83,8 +82,7 @@ def test_shards_and_index(tmp_path, limit):
     assert not (tmp_path / "whole/model.safetensors.index.json").exists()
 
 
-def test_config_and_auxiliary_files(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_config_and_auxiliary_files(source, tmp_path):
     for name in (
         "tokenizer.model",
         "chat_template.jinja",
@@ -125,9 +123,8 @@ def test_config_and_auxiliary_files(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("configured", ["bfloat16", None])
-def test_dtype(tmp_path, dtype, configured):
+def test_dtype(source, tmp_path, dtype, configured):
     """Weights are cast before they are packed, other tensors for good. The config says to what."""
-    source = write_source(tmp_path / "source")
     config = json.loads((source / "config.json").read_text()) | {"dtype": configured}
     (source / "config.json").write_text(
         json.dumps({key: value for key, value in config.items() if value})
@@ -143,8 +140,7 @@ def test_dtype(tmp_path, dtype, configured):
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
 
 
-def test_mixed_dtypes_become_the_config_s(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_mixed_dtypes_become_the_config_s(source, tmp_path):
     shard = source / "model-00001-of-00002.safetensors"
     tensors = load_file(shard)
     for name, dtype in (
@@ -279,8 +275,7 @@ def test_finite_weights_whose_sum_is_not_are_packed(tmp_path):
         assert_is(tmp_path / "out", name, weight, options)
 
 
-def test_include_and_exclude(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_include_and_exclude(source, tmp_path):
     options = {
         "include": ("*.up_proj.*", "model.layers.0.*"),
         "exclude": ("*.3.*", "model.layers.4.mlp.*"),

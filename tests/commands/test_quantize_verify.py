@@ -10,7 +10,7 @@ from typing import Any
 import command_line
 import pytest
 import torch
-from checkpoints import contents, save_model, write_source
+from checkpoints import contents, save_model
 from hub_server import Hub, Repo
 
 import nf4conv
@@ -20,11 +20,6 @@ from nf4conv.output.writer import ShardWriter
 CPU = {"device": "cpu", "workers": 2}
 VERIFY = {"device": "cpu", "workers": 2, "verify": True}
 SMALL = {"device": "cpu", "workers": 2, "buffer_size": 1, "verify": True}
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_source(tmp_path / "source")
 
 
 def agrees(out: Path, source: Path, summary: Any) -> None:

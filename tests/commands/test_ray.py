@@ -80,8 +80,7 @@ def test_a_node_is_lost(tmp_path: Path, cluster):
 
 
 @pytest.mark.usefixtures("cluster")
-def test_an_error_is_told_once_and_not_tried_again(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_an_error_is_told_once_and_not_tried_again(source: Path, tmp_path: Path):
     file = source / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-2] + b"\xc0\x7f")  # a NaN, which only a task finds
     driver = start(source, tmp_path / "out")

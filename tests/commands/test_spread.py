@@ -95,11 +95,6 @@ class Run:
         return self.process.returncode, output, errors
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_source(tmp_path / "source")
-
-
 def looks_finished(out: Path) -> bool:
     return any((out / name).exists() for name in ("config.json", "model.safetensors.index.json"))
 

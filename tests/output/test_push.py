@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import contents, write_source
+from checkpoints import contents
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 from huggingface_hub import HfApi, constants
@@ -33,11 +33,6 @@ OPTIONS = {"max_shard_size": 60_000}
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking_module, "WAITS", (0.01, 0.01))
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_source(tmp_path / "source")
 
 
 def push(

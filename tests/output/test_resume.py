@@ -135,8 +135,7 @@ def test_a_source_that_was_replaced_unseen_gives_no_mixed_result(tmp_path, monke
     assert_as_never_interrupted(source, out)
 
 
-def test_a_source_that_was_replaced_after_it_was_planned_is_refused(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_a_source_that_was_replaced_after_it_was_planned_is_refused(source, tmp_path):
     plan = nf4conv.plan_quantize(source, **OPTIONS, **RUN)
     replaced_unseen(source / "model-00002-of-00002.safetensors")
     with pytest.raises(
@@ -214,8 +213,8 @@ def wait_for_work(out: Path) -> None:
     ],
     ids=["ctrl-c", "sigterm"],
 )
-def test_a_signal_stops_with_one_line_and_the_run_resumes(tmp_path, number, code, line):
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+def test_a_signal_stops_with_one_line_and_the_run_resumes(source, tmp_path, number, code, line):
+    out = tmp_path / "out"
     process = slow_command(source, out)
     wait_for_work(out)
     process.send_signal(number)

@@ -65,8 +65,7 @@ def test_of_a_subfolder_on_the_hub(hub: Hub, tmp_path: Path):
     assert f"(https://huggingface.co/{REPO}), `half`, at commit [" in body
 
 
-def test_sizes_are_those_on_disk(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_sizes_are_those_on_disk(source: Path, tmp_path: Path):
     report = nf4conv.quantize(source, tmp_path / "out", max_shard_size=60_000, **CPU)
     _, body = parts(tmp_path / "out")
     on_disk = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
@@ -95,8 +94,7 @@ def test_sizes_are_those_on_disk(tmp_path: Path):
     ],
     ids=["empty", "plain", "unfinished", "list", "broken", "other-types", "bomb", "object"],
 )
-def test_any_card_of_the_source_is_survived(tmp_path: Path, card: str):
-    source = write_source(tmp_path / "source")
+def test_any_card_of_the_source_is_survived(source: Path, tmp_path: Path, card: str):
     (source / "README.md").write_text(card)
     nf4conv.quantize(source, tmp_path / "out", **CPU)
     front, _ = parts(tmp_path / "out")
@@ -141,9 +139,8 @@ def test_the_author_s_text_is_kept_below_ours(tmp_path: Path):
     assert theirs.strip() == "# Some Model"
 
 
-def test_what_only_trainers_need_is_not_copied(tmp_path: Path):
+def test_what_only_trainers_need_is_not_copied(source: Path, tmp_path: Path):
     """The scheduler/ of a pipeline is, see test_diffusers.py."""
-    source = write_source(tmp_path / "source")
     leftovers = {
         "trainer_state.json",
         "optimizer.pt",
@@ -225,16 +222,14 @@ def test_cards_that_were_stacked_before_lose_all_of_our_sections(tmp_path: Path)
     assert body.count("## Check") == 1
 
 
-def test_the_authors_may_write_about_4_bits_themselves(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_the_authors_may_write_about_4_bits_themselves(source: Path, tmp_path: Path):
     theirs = "# Our model in 4 bits\n\nWe like nf4conv, and other tools.\n\n---\n\nMore."
     (source / "README.md").write_text(theirs)
     _, body = anew(source, tmp_path / "out")
     assert body.rstrip().endswith(theirs)
 
 
-def test_an_original_without_text_leaves_nothing_below_ours(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_an_original_without_text_leaves_nothing_below_ours(source: Path, tmp_path: Path):
     front, _ = anew(source, tmp_path / "out")
     assert front["pipeline_tag"] == "text-generation"
     _, body = anew(tmp_path / "out", tmp_path / "again", quant_type="fp4")
@@ -242,8 +237,7 @@ def test_an_original_without_text_leaves_nothing_below_ours(tmp_path: Path):
     assert "\n---\n" not in body
 
 
-def test_a_class_of_many_tasks_is_given_none(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_a_class_of_many_tasks_is_given_none(source: Path, tmp_path: Path):
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
     front, _ = anew(source, tmp_path / "other")

@@ -403,8 +403,7 @@ def test_an_index_that_is_wrong(
     assert hub.count("GET /cdn.*safetensors$") == 0
 
 
-def test_importing_and_planning_locally_does_without_huggingface_hub(tmp_path: Path):
-    source = write_source(tmp_path / "source")
+def test_importing_and_planning_locally_does_without_huggingface_hub(source: Path):
     code = (
         "import sys, nf4conv\n"
         "nf4conv.plan_quantize(sys.argv[1])\n"

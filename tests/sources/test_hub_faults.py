@@ -263,9 +263,9 @@ def test_no_network(tmp_path: Path, url: str):
     ), error
 
 
-def test_no_network_to_push_to(tmp_path: Path):
+def test_no_network_to_push_to(source: Path, tmp_path: Path):
     """Nothing is computed for a result that cannot be pushed."""
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    out = tmp_path / "out"
     asked = ["quantize", source, out, "--device", "cpu", "--push-to-hub", "me/x"]
     error = offline(tmp_path, "http://127.0.0.1:{port}", *asked)
     assert re.fullmatch(r"Error: --push-to-hub me/x: .+; you seem offline\n", error)

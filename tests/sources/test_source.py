@@ -56,8 +56,7 @@ def test_every_byte_is_where_the_header_says(tmp_path):
         assert (tensor.nbytes, tensor.elements) == (len(raw), values[tensor.name].numel())
 
 
-def test_model_safetensors_wins_over_an_index_as_in_transformers(tmp_path):
-    source = write_source(tmp_path / "source")
+def test_model_safetensors_wins_over_an_index_as_in_transformers(source):
     save(source, "model.safetensors", "only")
     assert [tensor.name for tensor in open_source(source).tensors] == ["only"]
 
