@@ -117,13 +117,11 @@ class WeightResult(_Pieces):
             not searched.
         scales: the differences between its scales and those of the source. None if it was not
             compared with a source.
-        is_damaged: True if it is not what calibration made of it.
     """
 
     weight: Bitsandbytes4bit
     improper: int = 0
     scales: ScaleErrors | None = None
-    is_damaged: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_improper(self, count: int) -> None:
@@ -159,8 +157,6 @@ class WeightResult(_Pieces):
                 "scales",
                 f"{self.improper:,} scales are infinite or NaN, or negative without being searched",
             )
-        if self.is_damaged:
-            yield "codes", "is not what calibration made of it"
         row = self.row(options)
         errors = row.errors
         if errors is None or self.scales is None:

@@ -3,29 +3,32 @@ it is written.
 
 The worker that has completed a weight looks at it while the source is in the page cache, and on
 disk, where that of a stream does not stay. As with `nf4conv verify`, what comes out the same once
-more is right (tasks/prove.py); torch looks at the rest (tasks/diagnose.py).
+more is right (tasks/prove.py). Anything else was damaged on its way, which is all that is said.
 """
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from nf4conv.format.layout import Format, parse_quant_state
 from nf4conv.options import VerifyOptions
 from nf4conv.output.writer import ShardWriter
 from nf4conv.plan.jobs import CopyJob, PackJob, component_name, format_of
 from nf4conv.plan.rows import distance
-from nf4conv.report.measured import TensorDifference, WeightResult
+from nf4conv.report.measured import ScaleErrors, WeightResult
 from nf4conv.report.results import VerificationSummary
 from nf4conv.run.device.choice import Devices
 from nf4conv.run.device.protocol import CopyPart
-from nf4conv.run.tasks.compare_bytes import stored_from
+from nf4conv.run.tasks.compare_bytes import StoredBytes, stored_from
 from nf4conv.run.tasks.keep import write_converted
-from nf4conv.run.tasks.prove import Proof, prove_kept_weight
+from nf4conv.run.tasks.prove import Proof, placed_parts, prove_kept_weight
 from nf4conv.run.worker import Worker
 from nf4conv.sources.cutting import Piece
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, described_weight
 from nf4conv.sources.tensors import TensorInfo
+
+_DAMAGED: Final = "is not stored as it was written; is the disk, or the memory, failing?"
 
 
 class AuditOfWritten:
@@ -39,7 +42,8 @@ class AuditOfWritten:
         self._format = format
         self._place = writer.place
         self._weights: dict[str, WeightResult] = {}
-        self._copies: dict[str, TensorDifference] = {}
+        self._copies: set[str] = set()
+        self._damaged: set[str] = set()  # the names of what is not as it was written
         self._lock = threading.Lock()
 
     def check_weights(
@@ -47,42 +51,42 @@ class AuditOfWritten:
     ) -> None:
         """Looks at weights, all of which but their JSON blobs is in the shard's file."""
         stored = {job.name: self._stored(job, blobs[job.name]) for job in jobs}
-        results = self._proved(worker, stored, jobs)
+        results = self._packed_again([job for job in jobs if job.stored is None], stored, worker)
         for job in jobs:
-            if job.original is not None:
-                # its bytes are proved by those of the finished block, and its errors measured here
-                is_damaged = job.name not in results
-                results[job.name] = self._diagnosed(worker, stored[job.name], job.original)
-                results[job.name].is_damaged = is_damaged
-            elif job.name not in results:
-                results[job.name] = self._diagnosed(worker, stored[job.name], job)
+            if job.stored is None:
+                continue
+            result = WeightResult(stored[job.name])
+            prove_kept_weight(result, job, worker.piece, worker)
+            if result.scales is None:
+                with self._lock:
+                    self._damaged.add(job.name)
+            elif job.original is not None:  # what it was calibrated from, which tells its errors
+                result = self._compared(worker, stored[job.name], job.original)
+            results[job.name] = result
         with self._lock:
             self._weights.update(results)
 
-    def _proved(
-        self, worker: Worker, stored: Mapping[str, Bitsandbytes4bit], jobs: Sequence[PackJob]
+    def _packed_again(
+        self, jobs: Sequence[PackJob], stored: Mapping[str, Bitsandbytes4bit], worker: Worker
     ) -> dict[str, WeightResult]:
-        """Returns the weights that are right; of those that one task has packed, all or none."""
-        found = {}
-        to_pack = []
+        """Packs weights once more, and compares their bytes."""
+        if not jobs:
+            return {}
+        parts: dict[int, TensorInfo] = {}
         for job in jobs:
-            if job.stored is None:
-                to_pack.append(job)
-            else:
-                result = WeightResult(stored[job.name])
-                prove_kept_weight(result, job, worker.piece, worker)
-                if result.scales is not None:
-                    found[job.name] = result
-        if to_pack:
-            proof = Proof(self._format, to_pack, stored_from(worker, *self._place(0)), stored)
-            for task in proof.tasks(self._devices, worker.piece):
-                task(worker)
-            if not proof.unlike:
-                found.update(proof.proved())
-        return found
+            parts.update(placed_parts(stored[job.name], job))
+        compared = StoredBytes(worker.reader, parts, worker.advance)
+        proof = Proof(self._format, jobs, compared, stored)
+        for task in proof.tasks(self._devices, worker.piece):
+            task(worker)
+        with self._lock:
+            self._damaged |= proof.unlike
+        for result in proof.measured.values():
+            result.scales = ScaleErrors()
+        return proof.measured
 
-    def _diagnosed(self, worker: Worker, weight: Bitsandbytes4bit, job: PackJob) -> WeightResult:
-        """Compares a weight with what quantizing its source gives."""
+    def _compared(self, worker: Worker, weight: Bitsandbytes4bit, job: PackJob) -> WeightResult:
+        """Compares a calibrated weight with what it was made from."""
         from nf4conv.run.tasks.diagnose import weight_tasks  # importing torch takes seconds
 
         result = WeightResult(weight)
@@ -91,16 +95,7 @@ class AuditOfWritten:
         return result
 
     def check_copy(self, worker: Worker, job: CopyJob, piece: Piece) -> None:
-        """Looks at a kept tensor, or a piece of it."""
-        result = self._copy(job)
-        if self._is_same(worker, job, piece):
-            return
-        from nf4conv.run.tasks.diagnose import compare_copy  # importing torch takes seconds
-
-        compare_copy(self._devices.torch, result, piece, worker)
-
-    def _is_same(self, worker: Worker, job: CopyJob, piece: Piece) -> bool:
-        """Returns True if a kept tensor, or a piece of it, comes out as it is written."""
+        """Reads, and converts, a kept tensor or a piece of it once more, and compares its bytes."""
         stored = stored_from(worker, *self._place(0))
         if job.is_changed:
             backend = self._devices.backend_for(job.name)
@@ -108,17 +103,10 @@ class AuditOfWritten:
         else:
             offset = job.offset + piece.tensor.start - job.source.start
             worker.copy(*piece.tensor.file_range, stored, offset)
-        return not stored.unlike
-
-    def _copy(self, job: CopyJob) -> TensorDifference:
-        """Returns what is known of a kept tensor, pieces of which several workers look at."""
         with self._lock:
-            if job.name not in self._copies:
-                file, start = self._place(job.offset)
-                stop = start + job.nbytes
-                stored = TensorInfo(job.name, job.dtype, job.source.shape, file, start, stop)
-                self._copies[job.name] = TensorDifference(job.source, stored)
-            return self._copies[job.name]
+            self._copies.add(job.name)
+            if stored.unlike:
+                self._damaged.add(job.name)
 
     def _stored(self, job: PackJob, blob: bytes) -> Bitsandbytes4bit:
         """Describes a weight as it lies in a shard that is not complete."""
@@ -139,13 +127,12 @@ class AuditOfWritten:
         return replace(described_weight(parts.pop(""), parts, fields, format.scales), blob=blob)
 
     def faults(self) -> Iterator[str]:
-        """Yields what is wrong: with weights, the largest error first; with other tensors."""
+        """Yields what is wrong: what is damaged, then weights, the largest error first."""
+        for name in sorted(self._damaged):
+            yield f"{name}: {_DAMAGED}"
         for result in sorted(self._weights.values(), key=_by_error):
             for _, text in result.faults(self._options):
                 yield f"{result.weight.values.name}: {text}"
-        for copy in self._copies.values():
-            if copy.fault:
-                yield f"{copy.b.name}: {copy.fault}"
 
     def summary(self) -> VerificationSummary:
         rows = [self._weights[name].row(self._options) for name in sorted(self._weights)]

@@ -46,10 +46,20 @@ class StoredBytes:
             stop = self._stored[last].stop
             count = min(stop - place.start, len(data))
             if not self.is_stored(place, data[:count]):
-                self.unlike.update(part.name for part in self._stored[index : last + 1])
+                self._find_unlike(index, last, offset, data[:count])
             index = last + 1
             offset += count
             data = data[count:]
+
+    def _find_unlike(self, first: int, last: int, offset: int, data: memoryview) -> None:
+        """Finds out which of some neighbours got other bytes than are stored."""
+        for number in range(first, last + 1):
+            part = self._stored[number]
+            start = max(self._starts[number] - offset, 0)
+            skipped = max(offset - self._starts[number], 0)
+            mine = data[start : start + part.nbytes - skipped]
+            if not self.is_stored(part._replace(start=part.start + skipped), mine):
+                self.unlike.add(part.name)
 
     def _last_neighbour(self, index: int, place: TensorInfo, size: int) -> int:
         """Returns the last of the tensors that lie one after the other in the file, from one on.

@@ -146,10 +146,10 @@ def checkpoint_proof(pairs: Pairs, reader: Reader, advance: Callable[[int], None
     place(jobs)
     stored: dict[int, TensorInfo] = {}
     for weight, job in packed:
-        stored.update(zip(job.offsets, _parts(weight, job), strict=True))
+        stored.update(placed_parts(weight, job))
     for copy, (_, tensor, _) in zip(copies, pairs.copies, strict=True):
-        stored[copy.offset] = tensor
-    stored = {offset: part for offset, part in stored.items() if part.nbytes}
+        if tensor.nbytes:
+            stored[copy.offset] = tensor
     format = packed[0][0].format if packed else _ANY_FORMAT
     weights = {job.name: weight for weight, job in packed}
     return Proof(format, jobs, StoredBytes(reader, stored, advance), weights)
@@ -181,6 +181,14 @@ def _parts(weight: Bitsandbytes4bit, job: PackJob) -> list[TensorInfo]:
         if part is not None:
             found.append(part._replace(name=job.name))
     return found
+
+
+def placed_parts(weight: Bitsandbytes4bit, job: PackJob) -> dict[int, TensorInfo]:
+    """Returns the tensors of a weight by the places that a job gives them, but for empty ones and
+    the quant state.
+    """
+    placed = zip(job.offsets, _parts(weight, job), strict=True)
+    return {offset: part for offset, part in placed if part.nbytes}
 
 
 def prove_kept_weight(result: WeightResult, job: PackJob, piece: int, worker: Worker) -> None:
