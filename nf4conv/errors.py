@@ -7,8 +7,7 @@ Nf4convError                    base of all; the command line prints the line an
 │   ├── AdapterError            the input is a LoRA adapter, but must be a model
 │   ├── UndecodableError        the input is quantized by a method that nf4conv does not decode
 │   ├── NonFiniteError          a weight to pack holds NaN or infinity (run/device/protocol.py)
-│   ├── CastError               a value is too large for its new dtype (run/device/protocol.py)
-│   └── MergeError              adapters make a tensor NaN or infinite (run/device/protocol.py)
+│   └── CastError               a value is too large for its dtype (run/device/protocol.py)
 ├── PlanError                   the input is readable, but the options do not fit it
 │   └── OptionError             an option has a value that it cannot have; also a ValueError
 ├── OutputError                 the output exists already, is in use, or the disk is full

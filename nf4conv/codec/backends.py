@@ -3,9 +3,8 @@ nothing faster.
 """
 
 import functools
-import re
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Final
 
@@ -16,11 +15,6 @@ from nf4conv.codec import cpu, reference
 OLDEST_CAPABILITY: Final = (8, 0)
 """Compute capability of the oldest GPU that runs the kernels: their max.bf16x2, max.f16x2 and
 cvt.rn.bf16x2.f32 are instructions of sm_80.
-"""
-
-OLDEST_TRITON: Final = (3, 5)
-"""The oldest Triton that compiles the kernels; torch 2.9 brings it. Older ones have no
-constexpr_function.
 """
 
 Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str, int], None]
@@ -65,25 +59,12 @@ def why_plain(capability: tuple[int, int] | None) -> str:
     if capability is None:
         return "it is not an NVIDIA GPU"
     if capability < OLDEST_CAPABILITY:
-        return f"its compute capability is {_dotted(capability)}, and the kernels need 8.0"
-    if _triton_release() < OLDEST_TRITON:
-        return f"there is no Triton {_dotted(OLDEST_TRITON)} or newer"
+        return (
+            f"its compute capability is {capability[0]}.{capability[1]}, and the kernels need 8.0"
+        )
+    if find_spec("triton") is None:
+        return "Triton is not installed"
     return ""
-
-
-def _triton_release() -> tuple[int, int]:
-    """Returns major and minor number of the installed Triton; zeros if there is none."""
-    try:
-        found = re.match(r"(\d+)\.(\d+)", version("triton"))
-    except PackageNotFoundError:  # Triton is made for Linux
-        return 0, 0
-    if found is None:
-        return 0, 0
-    return int(found[1]), int(found[2])
-
-
-def _dotted(numbers: tuple[int, int]) -> str:
-    return ".".join(map(str, numbers))
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -21,6 +21,7 @@ from nf4conv.run.loop import Pipeline, make_pipeline
 from nf4conv.run.parts import finish_if_whole, verification_of
 from nf4conv.sources.source import source_changes
 from nf4conv.sources.unfinished import finished_shards
+from nf4conv.system.machine import peak_resident
 
 _log: Final = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def write_checkpoint(
     devices = open_devices(lambda: output.jobs, output.format, run, is_measured=run.verify)
     device = devices.name  # which finds the device, or says that there is none
     pipeline = make_pipeline(devices.backends, run, progress)
-    before = pipeline.memory()
+    host_baseline = peak_resident()
     with _open_folder(plan, out, run, device) as folder:
         _prepare_folder(plan, folder, run, device, card)
         resumed = len(folder.finished)
@@ -80,7 +81,6 @@ def write_checkpoint(
             missing = finish_if_whole(folder, reread=not plan.part.is_watched)
         if not missing:
             _log.info("finalized %s in %.1f s", out, time.perf_counter() - begun)
-        after = pipeline.memory()
         totals = plan.totals()
         report = RunReport(
             out=str(out),
@@ -92,9 +92,9 @@ def write_checkpoint(
             seconds=time.perf_counter() - started,
             pipeline_seconds=pipeline.elapsed,
             seconds_by_activity={what.value: spent for what, spent in pipeline.seconds.items()},
-            host_baseline_bytes=before.host,
-            host_peak_bytes=after.host,
-            device_peak_bytes=after.device,
+            host_baseline_bytes=host_baseline,
+            host_peak_bytes=peak_resident(),
+            device_peak_bytes=sum(backend.device_memory() for backend in devices.backends),
             shards_resumed=resumed,
             notes=(*plan.notes, *devices.notes(), *folder.left_out),
             shards_missing=missing,

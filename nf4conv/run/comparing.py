@@ -15,15 +15,13 @@ from nf4conv.run.device.on_driver.backend import gpu_named
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.protocol import PairOfPieces
 from nf4conv.run.loop import Task, make_pipeline
-from nf4conv.run.pieces import batches
+from nf4conv.run.pieces import LARGEST_BATCH, PAIR_SLACK, batches
 from nf4conv.run.tasks.compare_bytes import byte_tasks
 from nf4conv.run.worker import Backend, Worker
 from nf4conv.sources.cutting import pieces_alike, share_parts
 from nf4conv.sources.reader import Reader
 
 _log: Final = logging.getLogger(__name__)
-
-_SLACK: Final = 2**12  # bytes that two pieces take beside those that grow with them
 
 
 class _Pair(NamedTuple):
@@ -88,14 +86,7 @@ def _value_tasks(
             yield partial(_compare_in_turn, backend, list(_pairs([result], nbytes)))
         else:
             others.append(result)
-    found = batches(
-        _pairs(others, nbytes),
-        _room,
-        piece,
-        _dtypes,
-        backend.pairs_at_a_time,
-    )
-    for pairs in found:
+    for pairs in batches(_pairs(others, nbytes), _room, piece, _dtypes, LARGEST_BATCH):
         yield partial(_compare, backend, pairs)
 
 
@@ -113,7 +104,7 @@ def _pairs(results: Iterable[TensorDifference], nbytes: int) -> Iterator[_Pair]:
 
 
 def _room(pair: _Pair) -> int:
-    return pair.pieces.a.nbytes + pair.pieces.b.nbytes + _SLACK
+    return pair.pieces.a.nbytes + pair.pieces.b.nbytes + PAIR_SLACK
 
 
 def _dtypes(pair: _Pair) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from nf4conv.format.units import size
 from nf4conv.options import MachineOptions
@@ -27,7 +27,7 @@ from nf4conv.run.worker import Activity, Backend, Worker
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
 from nf4conv.system.background import Background, outlast
-from nf4conv.system.machine import peak_resident, usable_cores
+from nf4conv.system.machine import usable_cores
 
 _log: Final = logging.getLogger(__name__)
 
@@ -37,13 +37,6 @@ _CUDA_WORKERS: Final = 8
 
 Task: TypeAlias = Callable[[Worker], None]
 """A piece of work that no other task depends on."""
-
-
-class MemoryUse(NamedTuple):
-    """The most memory used so far: resident in this process, and held on devices; bytes."""
-
-    host: int
-    device: int
 
 
 @dataclass(eq=False)
@@ -95,10 +88,6 @@ class Pipeline:
         if crew.error is not None:
             raise crew.error
         self.elapsed += time.perf_counter() - crew.started
-
-    def memory(self) -> MemoryUse:
-        """Returns the most memory used so far."""
-        return MemoryUse(peak_resident(), sum(backend.device_memory() for backend in self.backends))
 
     def _work(self, crew: "_Crew", reader: Reader) -> None:
         """Runs tasks in this thread until none is left."""

@@ -82,10 +82,6 @@ class Backend(Protocol):
     def copy_elements(self, job: CopyJob, piece: int) -> int:
         """Returns how many elements of a decoded or cast tensor fit into `piece` bytes."""
 
-    @property
-    def pairs_at_a_time(self) -> int:
-        """The most pairs of tensors that can be subtracted in one call."""
-
     def pair_bytes(self, piece: int) -> int:
         """Returns how many bytes two pieces that are subtracted have together."""
 

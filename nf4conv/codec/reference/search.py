@@ -19,7 +19,8 @@ def search_scales(blocks: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, 
         codes: [rows, blocksize] uint8.
     """
     absmax = find_absmax(blocks)
-    searched = (absmax >= search.LEAST_ABSMAX) & (absmax <= search.LARGEST_ABSMAX)
+    searched = absmax >= search.LEAST_ABSMAX
+    searched &= absmax <= search.LARGEST_ABSMAX
     exponents = absmax.view(torch.int32) & _EXPONENT_BITS
     power = exponents.view(torch.float32).where(searched, 1)
     normalized = flushed(blocks / power[:, None])
@@ -65,13 +66,20 @@ def _least_squares(known: torch.Tensor, absmax: torch.Tensor, quant_type: str) -
         shifts.append((distance * level).sum(dim=1))
         squares.append((level.square() // 16).sum(dim=1))  # in 16ths, whose sums float32 holds
     best = torch.stack(costs).argmin(dim=0)  # the first of equals
-    shift = torch.stack(shifts).gather(0, best[None])[0].float()
-    square = torch.stack(squares).gather(0, best[None])[0].float()
+    shift = _chosen(shifts, best)
+    square = _chosen(squares, best)
     factors = torch.from_numpy(search.candidates(quant_type)).to(known.device)
     factor = factors.index_select(0, best)
     stepped = factor.abs() * (1 + shift / square / 16)
     clamped = stepped.clamp(search.LEAST_FACTOR, search.LARGEST_FACTOR)
     return absmax * clamped.copysign(factor)
+
+
+def _chosen(sums: list[torch.Tensor], best: torch.Tensor) -> torch.Tensor:
+    """Returns of each row the sum of its best factor, [rows] float32."""
+    by_factor = torch.stack(sums)
+    chosen = by_factor.gather(0, best[None])
+    return chosen[0].float()
 
 
 def _codes_by_scale(values: torch.Tensor, scales: torch.Tensor, quant_type: str) -> torch.Tensor:

@@ -35,29 +35,23 @@ class NonFiniteError(SourceError):
 
 
 class CastError(SourceError):
-    """A tensor holds values that are infinite in the dtype that it would be cast to."""
+    """A tensor holds values that are infinite in the dtype that it would be cast to, or becomes NaN
+    or infinite where adapters change it.
+    """
 
-    def __init__(self, tensor: TensorInfo, tag: str) -> None:
+    def __init__(self, tensor: TensorInfo, tag: str, *, is_merged: bool = False) -> None:
         dtype = DTYPE_NAMES.get(tag, tag)
+        if is_merged:
+            text = (
+                f"adapters make finite values NaN or infinite in {dtype}: they hold such values, "
+                f"or values too large for it; repair the adapter, or give another --dtype"
+            )
+        else:
+            text = (
+                f"has values too large for {dtype}, to which it would be cast; give another --dtype"
+            )
         super().__init__(
-            f"{tensor.file}: {tensor.name}: has values too large for {dtype}, to which it "
-            f"would be cast; give another --dtype",
-            path=tensor.file,
-            tensor=tensor.name,
-        )
-
-
-class MergeError(SourceError):
-    """A tensor becomes NaN or infinite where adapters change it."""
-
-    def __init__(self, tensor: TensorInfo, tag: str) -> None:
-        dtype = DTYPE_NAMES.get(tag, tag)
-        super().__init__(
-            f"{tensor.file}: {tensor.name}: adapters make finite values NaN or infinite in "
-            f"{dtype}: they hold such values, or values too large for it; "
-            f"repair the adapter, or give another --dtype",
-            path=tensor.file,
-            tensor=tensor.name,
+            f"{tensor.file}: {tensor.name}: {text}", path=tensor.file, tensor=tensor.name
         )
 
 

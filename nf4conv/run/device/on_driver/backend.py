@@ -13,20 +13,15 @@ from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.buffers import Gpu
 from nf4conv.run.device.on_driver.device import DriverDevice
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose, load_bundles
-from nf4conv.run.pieces import LARGEST_BATCH, aligned, bytes_of
+from nf4conv.run.pieces import PAIR_SLACK, aligned, bytes_of
 from nf4conv.run.worker import Worker
 
 DECODED: Final = 2
 """Pieces of an encoded weight that are decoded at a time, as far as a piece holds them."""
 
-PAIR_SLACK: Final = 2**12
-"""Bytes that two tensors, or pieces of them, take beside those that grow with them."""
-
 
 class DriverBackend:
     """One GPU with kernels; `returned` bytes at most come back for each that goes there."""
-
-    pairs_at_a_time = LARGEST_BATCH
 
     def __init__(
         self,

@@ -25,8 +25,6 @@ _log: Final = logging.getLogger(__name__)
 class TorchBackend:
     """torch on one device: "auto", "cpu", "cuda" or "cuda:N"."""
 
-    pairs_at_a_time = 1
-
     def __init__(self, device: str) -> None:
         self._wanted = device
         self._found: torch.device | None = None

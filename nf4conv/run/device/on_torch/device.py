@@ -13,7 +13,7 @@ from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_torch import packing
 from nf4conv.run.device.on_torch.buffers import SharedTensors, TorchBuffers
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, exactly_decoded, read_values
-from nf4conv.run.device.protocol import CastError, Converted, CopyPart, MergeError, PairOfPieces
+from nf4conv.run.device.protocol import CastError, Converted, CopyPart, PairOfPieces
 from nf4conv.run.worker import Activity, Backend, Worker
 from nf4conv.sources.arranged import Merged
 from nf4conv.sources.tensors import TensorInfo
@@ -36,8 +36,8 @@ class TorchDevice(TorchBuffers):
     def convert(self, parts: Sequence[CopyPart]) -> Iterator[Converted]:
         """Yields kept tensors, or parts of them, in the dtypes that they are stored in.
 
-        Once all values have been given, raises a CastError if finite values become infinite, or a
-        MergeError if they become NaN or infinite where an adapter changes them.
+        Once all values have been given, raises a CastError if finite values become infinite, or NaN
+        where an adapter changes them.
         """
         error: SourceError | None = None
         for job, piece in parts:
@@ -70,8 +70,7 @@ class TorchDevice(TorchBuffers):
             before = read_values(self, exactly_decoded(tensor))
         if not bool((torch.isfinite(before) & ~torch.isfinite(cast)).any()):
             return None
-        kind = MergeError if is_merged else CastError
-        return kind(job.source, job.dtype)
+        return CastError(job.source, job.dtype, is_merged=is_merged)
 
     def subtract(self, pairs: Sequence[PairOfPieces]) -> list[Errors]:
         differences = []
