@@ -11,3 +11,12 @@ def are_finite(values: memoryview) -> bool:
 def largest_magnitude(values: memoryview) -> float:
     """Returns the largest magnitude of float32 values; NaN if one of them is NaN."""
     return float(np.abs(np.frombuffer(values, np.float32)).max())
+
+
+def count_improper(scales: memoryview, *, may_be_negative: bool) -> int:
+    """Counts the float32 scales that are NaN, infinite or, unless they may be, negative."""
+    values = np.frombuffer(scales, np.float32)
+    improper = ~np.isfinite(values)
+    if not may_be_negative:
+        improper |= values < 0
+    return int(improper.sum())

@@ -6,7 +6,6 @@ first.
 """
 
 import math
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -122,12 +121,6 @@ class WeightResult(_Pieces):
     weight: Bitsandbytes4bit
     improper: int = 0
     scales: ScaleErrors | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add_improper(self, count: int) -> None:
-        """Counts improper scales; from any thread."""
-        with self._lock:
-            self.improper += count
 
     def row(self, options: VerifyOptions) -> TensorRow:
         """Returns the row of a report that describes the weight."""

@@ -10,9 +10,7 @@ from typing import Final, NamedTuple
 from nf4conv.check.pairing import TensorPair
 from nf4conv.options import MachineOptions
 from nf4conv.report.measured import TensorDifference
-from nf4conv.run.device.choice import open_devices_for_pairs
-from nf4conv.run.device.on_driver.backend import gpu_named
-from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.device.choice import open_devices_for_pairs, require_device
 from nf4conv.run.device.protocol import PairOfPieces
 from nf4conv.run.loop import Task, make_pipeline
 from nf4conv.run.pieces import LARGEST_BATCH, PAIR_SLACK, batches
@@ -43,8 +41,7 @@ def compare(
     Returns the device that compared values, and what was found of each tensor, by its name. Raises
     a PlanError if there is no such device as the user named, although none is needed here.
     """
-    if run.device not in ("auto", "cpu") and gpu_named(run.device) is None:
-        _ = TorchBackend(run.device).name  # which finds the device, or says that there is none
+    require_device(run)
     results = {}
     for original, tensor, are_stored_alike in pairs:
         # byte_tasks clear this when they find bytes that differ

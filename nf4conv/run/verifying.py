@@ -11,13 +11,14 @@ from typing import Final
 
 from nf4conv.check.pairing import Pairs
 from nf4conv.options import MachineOptions
+from nf4conv.plan.jobs import PackJob
 from nf4conv.report.measured import Measured, TensorDifference, WeightResult
 from nf4conv.run.comparing import compare
-from nf4conv.run.device.choice import open_devices
+from nf4conv.run.device.choice import Devices, open_devices, require_device
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.loop import make_pipeline, open_reader
-from nf4conv.run.tasks.prove import checkpoint_proof, is_kept, prove_kept_weight
-from nf4conv.run.tasks.scan import count_values
+from nf4conv.run.tasks.prove import Proof, checkpoint_proof, is_kept, prove_kept_weight
+from nf4conv.run.tasks.scan import count_improper_scales, count_values
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.source import Source
@@ -56,48 +57,66 @@ def _prove(
     progress: Callable[[int], None],
     reader: Reader,
 ) -> Measured:
-    """Makes once more what the pairs say, and diagnoses what does not come out the same."""
-    proof = checkpoint_proof(pairs, reader, progress)
-    kept = [(WeightResult(weight), job) for weight, job in pairs.weights if is_kept(weight, job)]
-    devices = open_devices(lambda: proof.jobs, proof.format, run, is_measured=True)
-    started = time.perf_counter()
-    proved: dict[str, WeightResult] = {}
-    same: set[str] = set()
-    if pairs.weights or pairs.copies:
-        pipeline = make_pipeline(devices.backends, run, progress)
-        piece = pipeline.piece
-        of_kept = [partial(prove_kept_weight, result, job, piece) for result, job in kept]
-        pipeline.run(chain(proof.tasks(devices, piece), of_kept), reader)
-        proved = proof.proved()
-        for result, job in kept:
-            if result.scales is not None:
-                proved[job.name] = result
-        same = proof.same_copies()
-        for result in proved.values():  # whose scales need not be looked at on their own
-            progress(result.weight.nbytes - result.weight.values.nbytes)
-        _log.info(
-            "made anew in %.1f s: %d of %d weights, and %d of %d other tensors, are the same",
-            time.perf_counter() - started,
-            len(proved),
-            len(weights),
-            len(same),
-            len(pairs.copies),
-        )
-    results = {}
-    for name, weight in weights.items():
-        results[name] = proved.get(name) or WeightResult(weight)
+    """Makes once more what the pairs say, and diagnoses what does not come out the same. Of weights
+    without a source, only scales are looked at.
+    """
+    results = {name: WeightResult(weight) for name, weight in weights.items()}
     copies = {
         tensor.name: TensorDifference(original, tensor) for original, tensor, _ in pairs.copies
     }
-    unproved = {name: result for name, result in results.items() if name not in proved}
-    if not unproved and copies.keys() <= same:
-        return Measured(devices.name, results, copies)
-    unlike = {name: copy for name, copy in copies.items() if name not in same}
+    unlike = dict(copies)
+    device = "cpu"
+    if pairs.weights or pairs.copies:
+        devices, proof = _made_anew(results, pairs, run, progress, reader)
+        device = devices.name
+        unlike = {name: copy for name, copy in copies.items() if name in proof.unlike}
+    else:
+        require_device(run)
+    unproved = {name: result for name, result in results.items() if result.scales is None}
     started = time.perf_counter()
-    _diagnose(unproved, unlike, pairs, devices.torch, run, progress, reader)
+    pipeline = make_pipeline([], run, progress)
+    scale_tasks = [
+        partial(count_improper_scales, result, pipeline.piece) for result in unproved.values()
+    ]
+    pipeline.run(scale_tasks, reader)
+    compared = [pair for pair in pairs.weights if pair[1].name in unproved]
+    if compared or unlike:
+        device = devices.torch.name
+        _diagnose(unproved, compared, unlike, devices.torch, run, progress, reader)
     seconds = time.perf_counter() - started
     _log.info("looked at the values of %d tensors in %.1f s", len(unproved) + len(unlike), seconds)
-    return Measured(devices.torch.name, results, copies)
+    return Measured(device, results, copies)
+
+
+def _made_anew(
+    results: dict[str, WeightResult],
+    pairs: Pairs,
+    run: MachineOptions,
+    progress: Callable[[int], None],
+    reader: Reader,
+) -> tuple[Devices, Proof]:
+    """Makes weights and other tensors once more; puts those that are right among the results."""
+    started = time.perf_counter()
+    proof = checkpoint_proof(pairs, reader, progress)
+    kept = [(results[job.name], job) for weight, job in pairs.weights if is_kept(weight, job)]
+    devices = open_devices(lambda: proof.jobs, proof.format, run, is_measured=True)
+    pipeline = make_pipeline(devices.backends, run, progress)
+    piece = pipeline.piece
+    of_kept = [partial(prove_kept_weight, result, job, piece) for result, job in kept]
+    pipeline.run(chain(proof.tasks(devices, piece), of_kept), reader)
+    results.update(proof.proved())
+    proved = [result for result in results.values() if result.scales is not None]
+    for result in proved:  # whose scales need not be looked at on their own
+        progress(result.weight.nbytes - result.weight.values.nbytes)
+    _log.info(
+        "made anew in %.1f s: %d of %d weights, and %d of %d other tensors, are the same",
+        time.perf_counter() - started,
+        len(proved),
+        len(results),
+        sum(tensor.name not in proof.unlike for _, tensor, _ in pairs.copies),
+        len(pairs.copies),
+    )
+    return devices, proof
 
 
 def _look_at_values(
@@ -113,8 +132,8 @@ def _look_at_values(
 
 def _diagnose(
     results: Mapping[str, WeightResult],
+    weights: Sequence[tuple[Bitsandbytes4bit, PackJob]],
     copies: Mapping[str, TensorDifference],
-    pairs: Pairs,
     torch: TorchBackend,
     run: MachineOptions,
     progress: Callable[[int], None],
@@ -125,10 +144,8 @@ def _diagnose(
 
     pipeline = make_pipeline([torch], run, progress)
     piece = pipeline.piece
-    tasks = [diagnose.scale_tasks(result, torch, piece) for result in results.values()]
-    for weight_pair in pairs.weights:
-        name = weight_pair.weight.values.name
-        if name in results:
-            tasks.append(diagnose.weight_tasks(results[name], weight_pair.job, torch, piece))
+    tasks = []
+    for _, job in weights:
+        tasks.append(diagnose.weight_tasks(results[job.name], job, torch, piece))
     tasks += [diagnose.copy_tasks(copy, torch, piece) for copy in copies.values()]
     pipeline.run(chain.from_iterable(tasks), reader)

@@ -86,6 +86,12 @@ class Devices:
         return (f"{len(self._reasons):,} of {self._number:,} tensors took torch ({why})",)
 
 
+def require_device(run: MachineOptions) -> None:
+    """Raises a PlanError if there is no such device as the user named, although none is needed."""
+    if run.device not in ("auto", "cpu") and gpu_named(run.device) is None:
+        _ = TorchBackend(run.device).name
+
+
 def open_devices(
     jobs: Callable[[], Iterable[Job]], format: Format, run: MachineOptions, *, is_measured: bool
 ) -> Devices:

@@ -15,10 +15,10 @@ import torch
 
 from nf4conv.codec.backends import backend, encoder
 from nf4conv.codec.decode.packed import described_state
-from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
+from nf4conv.codec.error_sums import SMALLEST_NORMAL
 from nf4conv.codec.ops import compress_absmax
 from nf4conv.codec.quant_state import DTYPES, QuantState, decoding_of
-from nf4conv.codec.reference.dequantize import decoded_absmax, decoded_values
+from nf4conv.codec.reference.dequantize import decoded_values
 from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.dtypes import DTYPE_BITS, FLOAT_TAGS
 from nf4conv.format.layout import (
@@ -42,7 +42,7 @@ from nf4conv.run.loop import Task
 from nf4conv.run.pieces import WeightPiece, pieces_of, weight_pieces
 from nf4conv.run.worker import Activity, Worker
 from nf4conv.sources.cutting import Piece
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts, packed_spans
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts
 from nf4conv.sources.tensors import FileRange, TensorInfo, cut_elements
 
 _TIE: Final = 2.0**-18
@@ -54,14 +54,6 @@ _NESTED_TIE: Final = 2.0**-14
 """Relative to nested absmax: how much nearer another 8-bit code may be. bitsandbytes on a CPU looks
 the codes up in a table of 2^16.
 """
-
-
-def scale_tasks(result: WeightResult, torch: TorchBackend, piece: int) -> Iterator[Task]:
-    """Yields the tasks that look at the scales of a weight, which need no source."""
-    weight = result.weight
-    blocksize = weight.format.blocksize
-    for start, stop in packed_spans(weight.elements, blocksize, piece // 4 * blocksize):
-        yield partial(_check_scales, torch, result, start, stop)
 
 
 def weight_tasks(
@@ -88,29 +80,6 @@ def copy_tasks(result: TensorDifference, torch: TorchBackend, piece: int) -> Ite
         most = piece // 4
     for part in pieces_of(source, most):
         yield partial(compare_copy, torch, result, part)
-
-
-def _check_scales(
-    torch_backend: TorchBackend, result: WeightResult, start: int, stop: int, worker: Worker
-) -> None:
-    """Counts the scales of elements start … stop that are infinite, NaN or, if they were not
-    searched, negative.
-    """
-    device = device_of(worker, torch_backend)
-    weight = result.weight
-    parts = cut_parts(dict(weight.parts), weight.blocksize, start, stop)
-    parts["values"] = parts["values"]._replace(stop=parts["values"].start)
-    _, state = _stored_piece(weight, parts, device.read(_ranges(parts)))
-    with device.timed(Activity.COMPUTE):
-        scales = decoded_absmax(decoding_of(state))
-        improper = ~torch.isfinite(scales)
-        if weight.format.scales == "absmax":
-            allowed = torch.zeros((), device=device.torch_device)
-            if state.state2 is not None:
-                # a block of zeros may decode to less than zero
-                allowed = NESTED_ERROR * state.state2.absmax.max()
-            improper |= scales < -allowed
-        result.add_improper(int(improper.sum()))
 
 
 def _compare_weight(

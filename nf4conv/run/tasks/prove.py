@@ -121,10 +121,6 @@ class Proof:
                 found[name] = result
         return found
 
-    def same_copies(self) -> set[str]:
-        """Returns the names of kept tensors that came out as they are stored."""
-        return {job.name for job in self.jobs if isinstance(job, CopyJob)} - self.unlike
-
 
 def checkpoint_proof(pairs: Pairs, reader: Reader, advance: Callable[[int], None]) -> Proof:
     """Returns the proof of a checkpoint; `advance` is told how many stored bytes have been read.

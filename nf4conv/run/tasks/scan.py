@@ -18,6 +18,7 @@ from nf4conv.format.dtypes import DTYPE_BITS, DTYPE_NAMES, TAGS
 from nf4conv.format.layout import Format, block_count
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
+from nf4conv.report.measured import WeightResult
 from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.protocol import CastError
 from nf4conv.run.loop import make_pipeline, open_reader
@@ -128,6 +129,27 @@ def check_scales(jobs: Sequence[Job], source: Source, run: MachineOptions) -> No
             large.append(job)
     if large:
         _refuse_overflow(large, source, run)
+
+
+def count_improper_scales(result: WeightResult, piece: int, worker: Worker) -> None:
+    """Counts the scales of a packed weight that are infinite, NaN or, if they were not searched,
+    negative.
+    """
+    from nf4conv.codec.finite import count_improper  # importing numpy takes a moment
+
+    weight = result.weight
+    may_be_negative = weight.format.scales != "absmax"
+    if weight.nested_offset is not None and weight.nested_offset < 0 and not may_be_negative:
+        result.improper += weight.absmax.elements  # it is the mean of them
+    # the magnitudes of nested blocks are never negative
+    scales = weight.absmax if weight.nested_absmax is None else weight.nested_absmax
+    may_be_negative &= weight.nested_absmax is None
+    for start in range(scales.start, scales.stop, piece):
+        stop = min(start + piece, scales.stop)
+        host = worker.buffer[: stop - start]
+        worker.fill(host, [(scales.file, start, stop)], [0])
+        result.improper += count_improper(host, may_be_negative=may_be_negative)
+    worker.advance(weight.nbytes - weight.values.nbytes - scales.nbytes)
 
 
 def _largest_of(
