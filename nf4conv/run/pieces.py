@@ -11,8 +11,8 @@ from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.plan.jobs import PackJob
 from nf4conv.sources.cutting import Piece, encoded_pieces, packed_pieces, plain_pieces
-from nf4conv.sources.foreign.bitsandbytes import packed_in_order
-from nf4conv.sources.tensors import TensorInfo
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts, packed_in_order
+from nf4conv.sources.tensors import FileRange, TensorInfo
 
 T = TypeVar("T")
 
@@ -88,6 +88,14 @@ def located(job: PackJob) -> tuple[TensorInfo, PackedMatrix]:
         source = flipped
         matrix = matrix._replace(transpose=False, rows=matrix.columns, columns=matrix.rows)
     return source, matrix
+
+
+def scale_ranges(stored: Bitsandbytes4bit, piece: WeightPiece) -> dict[str, FileRange]:
+    """Returns where the scales of a piece are stored, by role."""
+    stop = piece.start + piece.elements
+    parts = cut_parts(dict(stored.parts), stored.blocksize, piece.start, stop)
+    roles = ("absmax", "nested_absmax")
+    return {role: parts[role].file_range for role in roles if role in parts}
 
 
 def pieces_of(source: TensorInfo, most: int) -> Iterable[Piece]:

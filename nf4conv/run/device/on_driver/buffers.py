@@ -221,13 +221,6 @@ class Row(NamedTuple):
     elements: int  # of what it reads
 
 
-class TiledTable(NamedTuple):
-    """A table of rows, each of which takes some programs of a kernel."""
-
-    address: int
-    tiles: int  # programs of all rows
-
-
 class BatchInput:
     """Collects what a task brings to the GPU.
 
@@ -291,8 +284,11 @@ class BatchInput:
         self.buffers.source.view[position : position + len(raw)] = raw
         return self.address(position)
 
-    def tiled_table(self, rows: Sequence[Row], tile: int) -> TiledTable:
-        """Adds a table of rows and the first tile of each; a tile has so many elements."""
+    def tiled_table(self, rows: Sequence[Row], tile: int) -> tuple[int, int]:
+        """Adds a table of rows and the first tile of each; a tile has so many elements.
+
+        Returns its address, and the number of tiles: the programs of a kernel.
+        """
         *first_tiles, tiles = starts(-(-row.elements // tile) for row in rows)
         columns = list(zip(*rows, strict=True))
-        return TiledTable(self.table([*columns, first_tiles]), tiles)
+        return self.table([*columns, first_tiles]), tiles

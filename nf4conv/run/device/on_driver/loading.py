@@ -7,7 +7,6 @@ taken.
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
@@ -188,8 +187,7 @@ def _groups_in_order(columns: int, group_size: int, letter: Literal["i", "q"]) -
     return array(letter, (column // group_size for column in range(columns))).tobytes()
 
 
-@dataclass
-class Loaded:
+class Loaded(NamedTuple):
     """Tensors on the GPU, once the launches that decode and cast them are done."""
 
     addresses: list[int]  # where each begins, and where the last one ends; between them are zeros

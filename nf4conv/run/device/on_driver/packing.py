@@ -8,8 +8,7 @@ those that are stored. Everything comes down in one copy.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -26,9 +25,9 @@ from nf4conv.run.device.on_driver.kernels import (
 )
 from nf4conv.run.device.on_driver.loading import load
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Packed, Scales
-from nf4conv.run.pieces import WeightPiece, starts
+from nf4conv.run.pieces import WeightPiece, scale_ranges, starts
 from nf4conv.run.worker import Activity
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 
 _SUMS: Final = 32
 """Bytes of a program's sums, see kernels/error.py: two float32, two float64, an int64."""
@@ -101,16 +100,6 @@ class _ScalesOut:
         return Scales(self.codes.of(view), self.nested_absmax.of(view), offsets)
 
 
-@dataclass(frozen=True)
-class _StoredScales:
-    """Tells where the stored scales of a piece are in the input: positions."""
-
-    absmax: int
-    nested_absmax: int | None
-    nested_offset: int
-    offset: float  # what is to be put there
-
-
 class _Measurement:
     """Measures the errors of weights that one call packs, with the scales of stored ones.
 
@@ -128,30 +117,36 @@ class _Measurement:
         self._batch = batch
         self._kernels = batch.buffers.gpu.kernels[measuring_purpose(format)]
         self._tile = self._kernels.numbers["tile"]  # elements that a program looks at
-        self._scales = []
+        self._stored = stored
+        self._scales = []  # positions of stored scales in the input, by role
         for weight, piece in zip(stored, pieces, strict=True):
-            self._scales.append(_add_scales(batch, weight, piece))
+            ranges = scale_ranges(weight, piece)
+            positions = {role: batch.add(file_range) for role, file_range in ranges.items()}
+            positions["nested_offset"] = batch.take(4)
+            self._scales.append(positions)
         self._sums = layout.add(_SUMS * -(-piece.elements // self._tile) for piece in pieces)
 
     def launches(self, rows: Sequence[Row]) -> list[Launch]:
         """Returns the launches that measure; rows are those of the weights that are packed."""
         places = self._sums.addresses(self._batch.buffers.output.address)
-        return [self._launch(*each) for each in zip(rows, self._scales, places, strict=True)]
+        each = zip(rows, self._stored, self._scales, places, strict=True)
+        return [self._launch(*one) for one in each]
 
-    def _launch(self, row: Row, scales: _StoredScales, sums: int) -> Launch:
+    def _launch(
+        self, row: Row, stored: Bitsandbytes4bit, scales: Mapping[str, int], sums: int
+    ) -> Launch:
         tables = self._kernels.tables
         programs = -(-row.elements // self._tile)
-        nested_offset = self._batch.put(scales.nested_offset, scales.offset)
-        nested_absmax = nested_offset  # which is not read without double quantization
-        if scales.nested_absmax is not None:
-            nested_absmax = self._batch.address(scales.nested_absmax)
+        self._batch.put(scales["nested_offset"], stored.nested_offset or 0.0)
+        # without double quantization neither of these is read
+        nested_absmax = scales.get("nested_absmax", scales["nested_offset"])
         arguments = (
             row.source,
             row.result,
-            self._batch.address(scales.absmax),
+            self._batch.address(scales["absmax"]),
             tables["nested"],
-            nested_absmax,
-            nested_offset,
+            self._batch.address(nested_absmax),
+            self._batch.address(scales["nested_offset"]),
             tables["values"],
             tables["bounds"],
             sums,
@@ -166,17 +161,6 @@ class _Measurement:
         """Returns what has been measured of each weight."""
         sums = self._sums.of(view)
         return [_errors_of(sums[start:stop]) for start, stop in pairwise(self._sums.starts)]
-
-
-def _add_scales(batch: BatchInput, weight: Bitsandbytes4bit, piece: WeightPiece) -> _StoredScales:
-    """Adds the scales of a piece as they are stored."""
-    stop = piece.start + piece.elements
-    parts = cut_parts(dict(weight.parts), weight.blocksize, piece.start, stop)
-    absmax = batch.add(parts["absmax"].file_range)
-    nested_absmax = None
-    if "nested_absmax" in parts:
-        nested_absmax = batch.add(parts["nested_absmax"].file_range)
-    return _StoredScales(absmax, nested_absmax, batch.take(4), weight.nested_offset or 0.0)
 
 
 def _errors_of(sums: memoryview) -> Errors:
@@ -302,20 +286,16 @@ def _check_finite(
 
 def _quantize(batch: BatchInput, kernels: Kernels[int], rows: Sequence[Row]) -> list[Launch]:
     """Returns the launches that pack weights to codes and absmax, one for each alignment."""
-    aligned = []
-    others = []
+    by_kernel: dict[str, list[Row]] = {"quantize_aligned": [], "quantize_any": []}
     for row in rows:
         is_aligned = row.elements % kernels.numbers["slot"] == 0 and row.result % 4 == 0
-        if is_aligned:
-            aligned.append(row)
-        else:
-            others.append(row)
+        by_kernel["quantize_aligned" if is_aligned else "quantize_any"].append(row)
     launches = []
-    for name, chosen in (("quantize_aligned", aligned), ("quantize_any", others)):
+    for name, chosen in by_kernel.items():
         if chosen:
-            table = batch.tiled_table(chosen, kernels.numbers["tile"])
-            arguments = (table.address, 0, kernels.tables["codes"], len(chosen))
-            launches.append(Launch(kernels.functions[name], table.tiles, arguments))
+            table, tiles = batch.tiled_table(chosen, kernels.numbers["tile"])
+            arguments = (table, 0, kernels.tables["codes"], len(chosen))
+            launches.append(Launch(kernels.functions[name], tiles, arguments))
     return launches
 
 
@@ -329,9 +309,9 @@ def _compress(
     codes = out.codes.addresses(base)
     nested_absmax = out.nested_absmax.addresses(base)
     rows = [Row(*row) for row in zip(absmax, codes, nested_absmax, out.blocks, strict=True)]
-    table = batch.tiled_table(rows, kernels.numbers["nested_tile"])
-    arguments = (table.address, means, kernels.tables["middles"], len(rows))
-    launches.append(Launch(kernels.functions["compress"], table.tiles, arguments))
+    table, tiles = batch.tiled_table(rows, kernels.numbers["nested_tile"])
+    arguments = (table, means, kernels.tables["middles"], len(rows))
+    launches.append(Launch(kernels.functions["compress"], tiles, arguments))
     return launches
 
 

@@ -13,9 +13,9 @@ from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_matrix, read_values
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Packed, Scales
-from nf4conv.run.pieces import WeightPiece
+from nf4conv.run.pieces import WeightPiece, scale_ranges
 from nf4conv.run.worker import Activity
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts
+from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import FileRange
 
 
@@ -27,7 +27,7 @@ def pack(
     stored: Sequence[Bitsandbytes4bit],
 ) -> Packed:
     """Packs weights, or a piece of a large one, as device/protocol.py says."""
-    scale_ranges = [_scale_ranges(*pair) for pair in zip(stored, pieces, strict=False)]
+    scale_ranges = [scale_ranges(*pair) for pair in zip(stored, pieces, strict=False)]
     ranges = [file_range for of_weight in scale_ranges for file_range in of_weight.values()]
     weights, raws = read_weights(device, pieces, DTYPES[format.dtype], ranges)
     found = iter(raws)
@@ -151,17 +151,6 @@ def _read_decoded(device: TorchBuffers, piece: WeightPiece, dtype: torch.dtype) 
     if piece.tensor is None:
         return read_matrix(device, piece.job, dtype)
     return read_values(device, piece.tensor).to(dtype)
-
-
-def _scale_ranges(stored: Bitsandbytes4bit, piece: WeightPiece) -> dict[str, FileRange]:
-    """Returns where the scales of a piece are stored, by role."""
-    stop = piece.start + piece.elements
-    parts = cut_parts(dict(stored.parts), stored.blocksize, piece.start, stop)
-    ranges: dict[str, FileRange] = {}
-    for role in ("absmax", "nested_absmax"):
-        if role in parts:
-            ranges[role] = parts[role].file_range
-    return ranges
 
 
 def _measure(
