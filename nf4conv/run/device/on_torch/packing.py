@@ -27,11 +27,11 @@ def pack(
     stored: Sequence[Bitsandbytes4bit],
 ) -> Packed:
     """Packs weights, or a piece of a large one, as device/protocol.py says."""
-    scale_ranges = [scale_ranges(*pair) for pair in zip(stored, pieces, strict=False)]
-    ranges = [file_range for of_weight in scale_ranges for file_range in of_weight.values()]
+    scales_read = [scale_ranges(*pair) for pair in zip(stored, pieces, strict=False)]
+    ranges = [file_range for of_weight in scales_read for file_range in of_weight.values()]
     weights, raws = read_weights(device, pieces, DTYPES[format.dtype], ranges)
     found = iter(raws)
-    scales = [{role: next(found) for role in of_weight} for of_weight in scale_ranges]
+    scales = [{role: next(found) for role in of_weight} for of_weight in scales_read]
     with device.timed(Activity.COMPUTE):
         _check_finite(pieces, weights)
         codes = []
