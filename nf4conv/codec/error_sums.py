@@ -1,7 +1,16 @@
 """The quantization error of a weight: what one pass over it and its packed form measures, and the
 bound that every value is held to.
 
-All backends return `ErrorSums`, and judge a value by the same bound:
+All backends return five float64 on the weight's device, [5]:
+
+Σ error²       of a value: its float32 (or half-precision) original minus the float32 product
+               value(code) · absmax, before any rounding to an output dtype
+Σ weight²
+max |error|    NaN is ignored
+max |error| / absmax of the value's block; NaN is ignored
+outside        the number of values outside the bound below; errors that are NaN or infinite are
+
+They judge a value by the same bound:
 
     |w - value(code) · a|  ≤  half_gap(code) · (|a| + D)  +  |value(code)| · D  +  2^-126
 
@@ -21,7 +30,6 @@ hold NaN, infinity or magnitudes above 2^126 (docs/format.md).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -34,30 +42,6 @@ SLACK: Final = 2**-20  # added to half a gap, relative to absmax
 NESTED_ERROR: Final = 9 / 1280 + SLACK  # D / nested_absmax
 
 SMALLEST_NORMAL: Final = 2**-126
-
-
-@dataclass(frozen=True)
-class ErrorSums:
-    """Sums and extremes of the quantization error of one tensor: 0-d tensors on its device.
-
-    The error of a value is its float32 (or half-precision) original minus the float32 product
-    value(code) · absmax, before any rounding to an output dtype.
-
-    Attributes:
-        max_error: float32, the largest |error|; NaN is ignored.
-        max_relative_error: float32, the largest |error| / absmax of the value's block; NaN is
-            ignored.
-        squared_error: float64, Σ error².
-        squared_weight: float64, Σ weight².
-        outside: int64, the number of values outside the bound of the module docstring. An error
-            that is NaN or infinite always is.
-    """
-
-    max_error: torch.Tensor
-    max_relative_error: torch.Tensor
-    squared_error: torch.Tensor
-    squared_weight: torch.Tensor
-    outside: torch.Tensor
 
 
 def half_gaps(quant_type: str, scales: str) -> tuple[float, ...]:
@@ -74,17 +58,7 @@ def half_gaps(quant_type: str, scales: str) -> tuple[float, ...]:
     return tuple(half_gap_of[value] for value in values)
 
 
-def merged(parts: Sequence[ErrorSums]) -> ErrorSums:
-    """Returns the sums of a tensor from those of its consecutive pieces, added in their order."""
-    max_errors = torch.stack([part.max_error for part in parts])
-    max_relative_errors = torch.stack([part.max_relative_error for part in parts])
-    squared_errors = torch.stack([part.squared_error for part in parts])
-    squared_weights = torch.stack([part.squared_weight for part in parts])
-    outside = torch.stack([part.outside for part in parts])
-    return ErrorSums(
-        max_error=max_errors.amax(),
-        max_relative_error=max_relative_errors.amax(),
-        squared_error=squared_errors.sum(),
-        squared_weight=squared_weights.sum(),
-        outside=outside.sum(),
-    )
+def merged(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the sums of a tensor from those of its consecutive pieces: [5] float64."""
+    rows = torch.stack(list(parts))
+    return torch.cat([rows[:, :2].sum(dim=0), rows[:, 2:4].amax(dim=0), rows[:, 4:].sum(dim=0)])

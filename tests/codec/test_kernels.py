@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from batched import launch_mean, quantize_batch
+from four_bit import sums_of
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, spread_values
 
 from nf4conv.codec import kernels, ops, reference
@@ -223,21 +224,19 @@ def test_error_sums(quant_type: str, dtype: str, nested: bool) -> None:
     for elements in (4096 * 6, 5003, 64 * 70 + 8):  # several programs; less than one
         weight = random_weight(elements, DTYPES[dtype]).to(DEVICE)
         packed, state = ops.quantize_4bit(weight, quant_type, 64, nested)
-        sums = kernels.error_sums(weight, packed.view(-1), decoding_of(state))
+        sums = sums_of(kernels, weight, packed.view(-1), decoding_of(state))
         error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
-        assert sums.max_error.item() == error.abs().max().item()
-        assert sums.squared_error.item() == pytest.approx(
-            error.double().square().sum().item(), rel=1e-12
-        )
-        assert sums.squared_weight.item() == pytest.approx(
+        assert sums.max_error == error.abs().max().item()
+        assert sums.squared_error == pytest.approx(error.double().square().sum().item(), rel=1e-12)
+        assert sums.squared_weight == pytest.approx(
             weight.double().square().sum().item(), rel=1e-12
         )
         absmax = decoded_absmax(decoding_of(state))
         peaks = torch.nn.functional.pad(error.abs(), (0, -elements % 64)).view(-1, 64).amax(1)
-        assert sums.max_relative_error.item() == (peaks / absmax)[absmax > 0].max().item()
-        assert sums.outside.item() == 0
+        assert sums.max_relative_error == (peaks / absmax)[absmax > 0].max().item()
+        assert sums.outside == 0
         packed[elements // 4] ^= 0x88
-        assert kernels.error_sums(weight, packed.view(-1), decoding_of(state)).outside.item() > 0
+        assert sums_of(kernels, weight, packed.view(-1), decoding_of(state)).outside > 0
 
 
 @pytest.mark.parametrize("name", SPECIAL_BLOCKS)
@@ -248,8 +247,6 @@ def test_error_bound_fails_only_where_the_format_does(name: str) -> None:
     packed, absmax = (
         part[:-p] for part, p in zip(quantized(kernels, weight, "nf4", 64), (5, 3), strict=True)
     )
-    outside = kernels.error_sums(
-        weight, packed, Decoding(absmax, None, None, "nf4", 64)
-    ).outside.item()
+    outside = sums_of(kernels, weight, packed, Decoding(absmax, None, None, "nf4", 64)).outside
     broken = name in {"above-two-to-the-126"} or "nan" in name or "infinity" in name
     assert (outside > 0) == broken

@@ -168,6 +168,4 @@ def test_error_sums_of_an_exact_weight_are_zero() -> None:
     exact = ops.dequantize_4bit(packed, state)
     sums = error_sums(exact, packed, state)
     assert (sums.max_error, sums.squared_error, sums.outside) == (0, 0, 0)
-    assert sums.squared_weight.item() == pytest.approx(
-        exact.double().square().sum().item(), rel=1e-6
-    )
+    assert sums.squared_weight == pytest.approx(exact.double().square().sum().item(), rel=1e-6)

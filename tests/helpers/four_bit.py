@@ -2,15 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
 from nf4conv.codec.backends import backend
-from nf4conv.codec.error_sums import ErrorSums
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.codec.quant_state import QuantState, decoding_of
+from nf4conv.codec.quant_state import Decoding, QuantState, decoding_of
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -20,13 +19,30 @@ CONFIG = {
 }
 
 
+class ErrorSums(NamedTuple):
+    """What a backend's `error_sums` returns, by name."""
+
+    squared_error: float
+    squared_weight: float
+    max_error: float
+    max_relative_error: float
+    outside: float
+
+
 def error_sums(
     weight: torch.Tensor, packed: torch.Tensor, state: QuantState, scales: str = "absmax"
 ) -> ErrorSums:
     """Measures how far a packed weight is from its source, on the backend of its device."""
     decoding = decoding_of(state)._replace(scales=scales)
-    sums: ErrorSums = backend(weight.device).error_sums(weight.view(-1), packed.view(-1), decoding)
-    return sums
+    return sums_of(backend(weight.device), weight.view(-1), packed.view(-1), decoding)
+
+
+def sums_of(
+    functions: Any, weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding
+) -> ErrorSums:
+    sums = functions.error_sums(weight, packed, decoding)
+    assert sums.dtype == torch.float64
+    return ErrorSums(*sums.tolist())
 
 
 def pack(name: str, weight: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:

@@ -265,7 +265,7 @@ def integer_source(folder: Path, kind: str) -> Path:
     tensors = {"model.norm.weight": torch.ones(64, dtype=torch.float16)}
     several_pieces = (544, 128) if kind in ("GPTQ", "AWQ", "torchao") else (288, 128)
     for name, shape in (
-        ("mlp.up_proj", (160, 160)),
+        ("self_attn.o_proj", (160, 160)),
         ("mlp.down_proj", (96, 64)),
         ("mlp.gate_proj", (2304, 1024) if ON_GPU else several_pieces),
     ):

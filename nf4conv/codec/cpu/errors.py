@@ -14,7 +14,7 @@ import torch
 
 from nf4conv.codec import reference
 from nf4conv.codec.cpu.dequantize import are_between, pair_table, value_pairs
-from nf4conv.codec.error_sums import SMALLEST_NORMAL, ErrorSums, half_gaps, merged
+from nf4conv.codec.error_sums import SMALLEST_NORMAL, half_gaps, merged
 from nf4conv.codec.quant_state import Decoding
 from nf4conv.codec.reference.dequantize import decoded_values, unpacked
 from nf4conv.codec.reference.errors import scales_and_shifts
@@ -26,7 +26,7 @@ _MIN_SQUARED: Final = 2.0**-40
 _MAX_SQUARED: Final = 2.0**50
 
 
-def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
+def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> torch.Tensor:
     """Compares a weight with its packed form, as `reference.error_sums` does. Squares are added up
     in float32 within a block, and in float64 from there on.
     """
@@ -54,7 +54,7 @@ def _chunk_errors(
     decoding: Decoding,
     scales: torch.Tensor,
     shifts: torch.Tensor,
-) -> ErrorSums:
+) -> torch.Tensor:
     """Compares consecutive blocks, of which `scales_and_shifts` has given scales and shifts.
 
     Chunks whose squares might leave float32, and partial blocks, are left to the reference.
@@ -76,13 +76,14 @@ def _chunk_errors(
     # float32 within a block, float64 over blocks
     squared_errors = errors.square_().sum(dim=1)
     squared_weights = original.square_().view(-1, blocksize).sum(dim=1)
-    return ErrorSums(
-        max_error=peaks.amax(),
-        max_relative_error=relative_peaks.amax(),
-        squared_error=squared_errors.sum(dtype=torch.float64),
-        squared_weight=squared_weights.sum(dtype=torch.float64),
-        outside=outside,
-    )
+    figures = [
+        squared_errors.sum(dtype=torch.float64),
+        squared_weights.sum(dtype=torch.float64),
+        peaks.amax().double(),
+        relative_peaks.amax().double(),
+        outside.double(),
+    ]
+    return torch.stack(figures)
 
 
 def _count_outside(

@@ -9,7 +9,7 @@ summed in float64: no weight is too small or too large for its square, and 2^31 
 import torch
 import triton.language as tl
 
-from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums
+from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL
 from nf4conv.codec.kernels.arithmetic import lookup, multiply
 from nf4conv.codec.kernels.decoding.dequantize import load_absmax
 from nf4conv.codec.kernels.launch import Launcher, kernel
@@ -29,7 +29,7 @@ CONFIGURATIONS = {2: (256, 4), 4: (256, 4)}
 TILES = tl.constexpr(8)  # of a program
 
 
-def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> ErrorSums:
+def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -> torch.Tensor:
     """Compares a weight with its packed form, as `reference.error_sums` does."""
     quant_type = decoding.quant_type
     blocksize = decoding.blocksize
@@ -59,15 +59,8 @@ def error_sums(weight: torch.Tensor, packed: torch.Tensor, decoding: Decoding) -
             (weight.dtype, decoding.state2 is None),
             num_warps,
         )
-    peak = peaks.amax(1) if n else peaks.new_zeros(2)
-    total = squares.sum(1)
-    return ErrorSums(
-        max_error=peak[0],
-        max_relative_error=peak[1],
-        squared_error=total[0],
-        squared_weight=total[1],
-        outside=outside.sum(),
-    )
+    largest = peaks.amax(1) if n else peaks.new_zeros(2)
+    return torch.cat([squares.sum(1), largest.double(), outside.sum().double().view(1)])
 
 
 _NESTED_ERROR = tl.constexpr(NESTED_ERROR)

@@ -2,7 +2,7 @@
 
 import torch
 
-from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, ErrorSums, half_gaps
+from nf4conv.codec.error_sums import NESTED_ERROR, SMALLEST_NORMAL, half_gaps, merged
 from nf4conv.codec.quant_state import Decoding
 from nf4conv.codec.reference.blocks import CHUNK, flushed
 from nf4conv.codec.reference.dequantize import (
@@ -29,7 +29,7 @@ def error_sums(
     packed: torch.Tensor,
     decoding: Decoding,
     known: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> ErrorSums:
+) -> torch.Tensor:
     """Compares a weight, [n], with its packed form, on the weight's device. `known` is the result
     of `scales_and_shifts`, for a caller who has it already.
     """
@@ -39,13 +39,8 @@ def error_sums(
     half_gap = torch.tensor(
         half_gaps(decoding.quant_type, decoding.scales), dtype=torch.float32, device=device
     )
-    chunks = -(-weight.numel() // CHUNK)
-    max_error = torch.zeros(chunks, dtype=torch.float32, device=device)
-    max_relative_error = torch.zeros(chunks, dtype=torch.float32, device=device)
-    squared_error = torch.zeros(chunks, dtype=torch.float64, device=device)
-    squared_weight = torch.zeros(chunks, dtype=torch.float64, device=device)
-    outside = torch.zeros(chunks, dtype=torch.int64, device=device)
-    for chunk, start in enumerate(range(0, weight.numel(), CHUNK)):
+    parts = [torch.zeros(5, dtype=torch.float64, device=device)]
+    for start in range(0, weight.numel(), CHUNK):
         original = weight[start : start + CHUNK].float()
         count = original.numel()
         codes = unpacked(packed[start // 2 : (start + CHUNK) // 2])[:count]
@@ -55,21 +50,17 @@ def error_sums(
         error = (original - flushed(value * flushed(scale))).abs()
         of_rounding = half_gap.index_select(0, codes) * (scale.abs() + shift)
         bound = of_rounding + value.abs() * shift + SMALLEST_NORMAL
-        max_error[chunk] = _largest(error)
-        max_relative_error[chunk] = _largest((error / scale).abs().where(scale != 0, 0))
-        squared_error[chunk] = error.double().square().sum()
-        squared_weight[chunk] = original.double().square().sum()
-        outside[chunk] = (~((error <= bound) & error.isfinite())).sum()
-    return ErrorSums(
-        max_error=_largest(max_error),
-        max_relative_error=_largest(max_relative_error),
-        squared_error=squared_error.sum(),
-        squared_weight=squared_weight.sum(),
-        outside=outside.sum(),
-    )
+        figures = [
+            error.double().square().sum(),
+            original.double().square().sum(),
+            _largest(error).double(),
+            _largest((error / scale).abs().where(scale != 0, 0)).double(),
+            (~((error <= bound) & error.isfinite())).sum().double(),
+        ]
+        parts.append(torch.stack(figures))
+    return merged(parts)
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """Returns the largest value, 0-d: NaN is ignored, and 0 is that of no values."""
-    with_zero = torch.cat((values, values.new_zeros(1)))
-    return with_zero.nan_to_num(nan=0.0, posinf=torch.inf).amax()
+    """Returns the largest of some magnitudes, 0-d; NaN is ignored."""
+    return values.nan_to_num(nan=0.0, posinf=torch.inf).amax()

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from nf4conv.codec.backends import backend, encoder
-from nf4conv.codec.error_sums import ErrorSums
 from nf4conv.codec.ops import compress_absmax
 from nf4conv.codec.quant_state import DTYPES, Decoding, NestedState, code_table
 from nf4conv.format.layout import Format, block_count
@@ -175,16 +174,9 @@ def _measure(
     return piece_errors(sums)
 
 
-def piece_errors(sums: ErrorSums, differing: int = 0, not_nearest: int = 0) -> Errors:
-    """Brings the sums of a piece to the host; waits for the device once."""
-    figures = [
-        sums.squared_error.double(),
-        sums.squared_weight.double(),
-        sums.max_error.double(),
-        sums.max_relative_error.double(),
-        sums.outside.double(),
-    ]
-    squared_error, squared_weight, largest, relative, outside = torch.stack(figures).tolist()
+def piece_errors(sums: torch.Tensor, differing: int = 0, not_nearest: int = 0) -> Errors:
+    """Brings the error sums of a piece to the host; waits for the device once."""
+    squared_error, squared_weight, largest, relative, outside = sums.tolist()
     return Errors(
         squared_error, squared_weight, largest, differing, relative, int(outside), not_nearest
     )
