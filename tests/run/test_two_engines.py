@@ -90,7 +90,9 @@ def write(
 
 SHAPES = {
     "model.layers.0.mlp.down_proj.weight": (64, 64),
-    "model.layers.0.mlp.gate_proj.weight": (2304, 1024) if ON_GPU else (288, 128),  # several pieces
+    "model.layers.0.self_attn.o_proj.weight": (2304, 1024)
+    if ON_GPU
+    else (288, 128),  # several pieces
     "model.layers.0.mlp.up_proj.weight": (33, 65),
     "model.layers.0.self_attn.q_proj.weight": (37, 5),
     "model.layers.0.self_attn.k_proj.weight": (16, 130),
@@ -265,9 +267,9 @@ def integer_source(folder: Path, kind: str) -> Path:
     tensors = {"model.norm.weight": torch.ones(64, dtype=torch.float16)}
     several_pieces = (544, 128) if kind in ("GPTQ", "AWQ", "torchao") else (288, 128)
     for name, shape in (
-        ("self_attn.o_proj", (160, 160)),
+        ("mlp.up_proj", (160, 160)),
         ("mlp.down_proj", (96, 64)),
-        ("mlp.gate_proj", (2304, 1024) if ON_GPU else several_pieces),
+        ("self_attn.o_proj", (2304, 1024) if ON_GPU else several_pieces),
     ):
         parts = make(*shape, dtype=torch.float16).parts
         tensors |= {f"model.layers.0.{name}.{suffix}": part for suffix, part in parts.items()}
@@ -299,7 +301,7 @@ def test_verification_of_what_was_decoded(
     assert report.tensors.compared == 4
     assert len(gpu) == 1
     tensors = load_file(out / "model.safetensors")
-    damaged = "model.layers.0.mlp.gate_proj.weight"
+    damaged = "model.layers.0.self_attn.o_proj.weight"
     tensors[damaged].view(-1)[-3:] += 1
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     if not ON_GPU:
@@ -615,7 +617,7 @@ def test_a_weight_that_is_merged_with_an_adapter(
         report = nf4conv.quantize(source, tmp_path / "bare", **options, **audited)
     same_weights(tmp_path / "bare", tmp_path / "torch")
     assert asked.torch == {f"{module}.weight"}
-    assert "model.layers.0.mlp.gate_proj.weight" in asked.driver
+    assert "model.layers.0.self_attn.o_proj.weight" in asked.driver
     assert "1 of 7 tensors took torch (merged with an adapter)" in report.run.notes
     assert report.verification is not None
     assert report.verification.bytes_differing == 0

@@ -8,7 +8,6 @@ E8M0 scales, 2^(byte − 127), are stored as such or as plain bytes (OCP Microsc
 section 5.4.1).
 """
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Final
@@ -89,15 +88,25 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 def byte_values(values: torch.Tensor) -> torch.Tensor:
     """Returns 8-bit values of any dtype as float32, in their shape.
 
-    On a CPU, a table of all pairs is twice as fast as one of all values, and that several times as
-    fast as torch's cast.
+    Those of FP8 are bits that are moved to where a wider type has them: torch's own cast takes
+    several times as long on a CPU, and a table of all pairs leaves no room in a core's cache.
     """
-    stored = values.reshape(-1).view(torch.uint8)
-    if stored.numel() % 2 or stored.storage_offset() % 2:
-        table = _all_values(values.dtype, values.device)
-        return table.index_select(0, stored.to(torch.int32)).view(values.shape)
-    pairs = look_up(_all_pairs(values.dtype, values.device), stored.view(torch.uint16))
-    return pairs.view(values.shape)
+    if values.dtype == torch.float8_e4m3fn:
+        return _e4m3_values(values.view(torch.int8))
+    if values.dtype == torch.float8_e5m2:  # it is the upper half of a float16
+        upper = values.view(torch.uint8).to(torch.int16)
+        return upper.bitwise_left_shift_(8).view(torch.float16).to(torch.float32)
+    return values.to(torch.float32)
+
+
+def _e4m3_values(stored: torch.Tensor) -> torch.Tensor:
+    """Returns the values of E4M3, whose bytes are given as int8, as float32."""
+    bits = stored.to(torch.int32)  # with copies of the sign above bit 7
+    bits.bitwise_left_shift_(20).bitwise_and_(-0x78100000)
+    decoded = bits.view(torch.float32).mul_(2.0**120)  # exponents count from there
+    if stored.numel() and (stored.max() == 127 or stored.view(torch.uint8).max() == 255):
+        bits[stored & 127 == 127] |= 0x7FC00000  # NaN
+    return decoded
 
 
 def look_up(pairs: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
@@ -114,17 +123,6 @@ def as_pairs(values: torch.Tensor) -> torch.Tensor:
     """
     second, first = torch.meshgrid(values, values, indexing="ij")
     return torch.stack([first, second], dim=-1).view(torch.int64).view(-1)
-
-
-def _all_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns what each byte stands for: [256] float32."""
-    every = torch.arange(256, dtype=torch.uint8, device=device)
-    return every.view(dtype).to(torch.float32)
-
-
-@functools.cache
-def _all_pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return as_pairs(_all_values(dtype, device))
 
 
 def chunk_size(device: torch.device) -> int:
