@@ -3,7 +3,6 @@ nothing faster.
 """
 
 import functools
-from collections.abc import Callable
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Final
@@ -16,9 +15,6 @@ OLDEST_CAPABILITY: Final = (8, 0)
 """Compute capability of the oldest GPU that runs the kernels: their max.bf16x2, max.f16x2 and
 cvt.rn.bf16x2.f32 are instructions of sm_80.
 """
-
-Encoder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, str, int], None]
-"""Takes a weight, its packed codes and its scales, both written, its quant_type and blocksize."""
 
 
 @functools.cache
@@ -41,15 +37,6 @@ def choose_backend(device_type: str, capability: tuple[int, int] | None) -> Modu
     from nf4conv.codec import kernels  # importing Triton takes a second
 
     return kernels
-
-
-def encoder(device: torch.device, scales: str) -> Encoder:
-    """Returns `quantize_blocks` on a device, which searches for the scales "search"."""
-    functions = backend(device)
-    if scales == "search":
-        return functools.partial(functions.quantize_blocks, searches=True)
-    found: Encoder = functions.quantize_blocks
-    return found
 
 
 def why_plain(capability: tuple[int, int] | None) -> str:

@@ -3,7 +3,7 @@
 import torch
 
 from nf4conv.codec import cpu, reference
-from nf4conv.codec.backends import backend, encoder
+from nf4conv.codec.backends import backend
 from nf4conv.codec.quant_state import (
     DTYPE_NAMES,
     Decoding,
@@ -67,8 +67,8 @@ def quantize_4bit(
     blocks = block_count(flat.numel(), blocksize)
     packed = torch.empty((-(-flat.numel() // 2), 1), dtype=torch.uint8, device=device)
     absmax = torch.empty(blocks, dtype=torch.float32, device=device)
-    encode = encoder(device, scales)
-    encode(flat, packed.view(-1), absmax, quant_type, blocksize)
+    quantize_blocks = backend(device).quantize_blocks
+    quantize_blocks(flat, packed.view(-1), absmax, quant_type, blocksize, scales == "search")
     code = code_table(quant_type, device)
     state = QuantState(absmax, tensor.shape, tensor.dtype, blocksize, quant_type, code)
     if double_quant:

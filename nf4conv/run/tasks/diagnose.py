@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from nf4conv.codec.backends import backend, encoder
+from nf4conv.codec.backends import backend
 from nf4conv.codec.decode.packed import described_state
 from nf4conv.codec.error_sums import SMALLEST_NORMAL
 from nf4conv.codec.ops import compress_absmax
@@ -142,10 +142,10 @@ def _compare_piece(
     should have.
     """
     expected = torch.empty_like(packed)
-    encoder(weight.device, scales)(weight, expected, absmax, state.quant_type, state.blocksize)
-    sums = backend(weight.device).error_sums(
-        weight, packed, decoding_of(state)._replace(scales=scales)
-    )
+    functions = backend(weight.device)
+    form = (state.quant_type, state.blocksize, scales == "search")
+    functions.quantize_blocks(weight, expected, absmax, *form)
+    sums = functions.error_sums(weight, packed, decoding_of(state)._replace(scales=scales))
     unequal = packed != expected
     differing = int(unequal.sum())
     not_nearest = 0

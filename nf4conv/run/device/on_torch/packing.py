@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from nf4conv.codec.backends import backend, encoder
+from nf4conv.codec.backends import backend
 from nf4conv.codec.ops import compress_absmax
 from nf4conv.codec.quant_state import DTYPES, Decoding, NestedState, code_table
 from nf4conv.format.layout import Format, block_count
@@ -38,8 +38,14 @@ def pack(
         for piece, weight in zip(pieces, weights, strict=True):
             absmax = room_for_absmax(piece, format.blocksize, gathered, weight.device)
             packed = torch.empty(-(-weight.numel() // 2), dtype=torch.uint8, device=weight.device)
-            encode = encoder(weight.device, format.scales)
-            encode(weight, packed, absmax, format.quant_type, format.blocksize)
+            backend(weight.device).quantize_blocks(
+                weight,
+                packed,
+                absmax,
+                format.quant_type,
+                format.blocksize,
+                format.scales == "search",
+            )
             codes.append(packed)
             all_absmax.append(absmax)
         errors = []
