@@ -144,7 +144,7 @@ def _hook(
     made: torch.Tensor,
 ) -> None:
     """Adds the gradients at the outputs of a module, once they are computed."""
-    made.register_hook(lambda gradient: moments.add(gradient.detach()))  # type: ignore[no-untyped-call]
+    made.register_hook(moments.add)  # type: ignore[no-untyped-call]
 
 
 def _chosen(session: Session, number: int, call: Call, hidden: torch.Tensor) -> Sequence[Target]:

@@ -70,6 +70,15 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
     for number in range(len(blocks.blocks)):
         of_block = _tensors(fillings.get(number, ()))
         block_bytes.append(sum(tensor.nbytes for tensor in of_block))
+    needs = estimate(
+        blocks=len(blocks.blocks),
+        block_elements=_most_elements(fillings, flow),
+        matrices=[job.matrix.shape for job in chosen],
+        finished_bytes=sum(job.nbytes for job in chosen),
+        tokens=calibrating.size + judging.size,
+        width=getattr(model.config.get_text_config(), "hidden_size", _USUAL_WIDTH),
+        outputs=options.calibrate_output,
+    )
     calibration = PreparedCalibration(
         texts=tuple(CalibrationText(text.name, text.sha256) for text in texts),
         tokens=calibrating.size,
@@ -81,15 +90,7 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
         weights=frozenset(job.name for job in chosen),
         outputs=options.calibrate_output,
         carry_out=calibrate,
-        needs=estimate(
-            blocks=len(blocks.blocks),
-            block_elements=_most_elements(fillings, flow),
-            matrices=[job.matrix.shape for job in chosen],
-            finished_bytes=sum(job.nbytes for job in chosen),
-            tokens=calibrating.size + judging.size,
-            width=getattr(model.config.get_text_config(), "hidden_size", _USUAL_WIDTH),
-            outputs=options.calibrate_output,
-        ),
+        needs=needs,
         calibrating=calibrating,
         judging=judging,
         flow=flow,
