@@ -33,7 +33,6 @@ from nf4conv.errors import SourceError, named
 from nf4conv.format.codebook import RECORDED_SCALES
 from nf4conv.sources.reader import each, read_json
 from nf4conv.sources.source import AdapterFiles, Source
-from nf4conv.system.files import read_at
 
 MAKING: Final = "nf4conv.json"
 
@@ -330,5 +329,8 @@ def _samples(path: Path, most: int) -> bytes:
     """Reads about so many samples of a file, at equal distances."""
     with named(path, SourceError), path.open("rb", buffering=0) as file:
         size = file.seek(0, 2)
-        places = range(0, size, max(size // most, _SAMPLE))
-        return b"".join(read_at(file.fileno(), _SAMPLE, place) for place in places)
+        samples = []
+        for place in range(0, size, max(size // most, _SAMPLE)):
+            file.seek(place)
+            samples.append(file.read(_SAMPLE))
+        return b"".join(samples)

@@ -123,14 +123,6 @@ def create(path: Path, mode: int) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, mode)
 
 
-def read_at(descriptor: int, size: int, position: int) -> bytes:
-    """Reads at most so many bytes from a position on, of a file that only this thread uses."""
-    if hasattr(os, "pread"):
-        return os.pread(descriptor, size, position)
-    os.lseek(descriptor, position, os.SEEK_SET)
-    return os.read(descriptor, size)
-
-
 def sync(descriptor: int) -> None:
     """Waits until the disk has a file's content."""
     os.fsync(descriptor)

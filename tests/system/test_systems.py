@@ -237,15 +237,6 @@ def test_a_thread_opens_its_handle_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(opened) == 3
 
 
-def test_read_at_means_the_same_without_pread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "file").write_bytes(b"0123456789")
-    with (tmp_path / "file").open("rb", buffering=0) as file:
-        found = [files.read_at(file.fileno(), 4, place) for place in (8, 0, 10)]
-        monkeypatch.delattr(os, "pread", raising=False)
-        assert [files.read_at(file.fileno(), 4, place) for place in (8, 0, 10)] == found
-    assert found == [b"89", b"0123", b""]
-
-
 def test_figures_of_this_machine():
     assert 2**28 < machine.total_memory() < 2**50
     assert 2**20 < machine.resident() <= machine.peak_resident() < machine.total_memory()
