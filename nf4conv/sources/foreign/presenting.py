@@ -15,6 +15,7 @@ from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 from nf4conv.models.families import families_of
 from nf4conv.models.module_names import module_of
+from nf4conv.models.name_patterns import ROUTER
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.foreign.config import describe
 from nf4conv.sources.foreign.floats import (
@@ -81,7 +82,7 @@ _OF_GATED_LAYERS: Final = (
 """Names of the weights of layers that compute down(act(gate(x)) * up(x)): of gate, up and down."""
 
 _ENDS_OF_CHECKED: Final = (".gate_proj.weight", ".w1.weight", "bias")
-"""Ends of names by which `_check_neighbours` finds what belongs together."""
+"""Ends of names by which `check_neighbours` finds what belongs together."""
 
 _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed",
@@ -199,7 +200,7 @@ def _replaced(
             kept.append(tensor)
     _check_unused(rest, method)
     _check_casts(rest, found)
-    _check_neighbours({tensor.name: tensor for tensor in kept})
+    check_neighbours({tensor.name: tensor for tensor in kept})
     return tuple(kept)
 
 
@@ -262,7 +263,7 @@ def _check_casts(rest: Sequence[TensorInfo], found: Mapping[str, TensorInfo]) ->
             )
 
 
-def _check_neighbours(tensors: Mapping[str, TensorInfo]) -> None:
+def check_neighbours(tensors: Mapping[str, TensorInfo]) -> None:
     """Raises a SourceError if a decoded weight does not go with what it is computed with.
 
     Its own parts may agree with each other, and be those of a weight of another size nevertheless.
@@ -276,7 +277,9 @@ def _check_neighbours(tensors: Mapping[str, TensorInfo]) -> None:
         weight = tensors.get(f"{name[:-4]}weight") or tensors.get(name.removesuffix("_bias"))
         if weight is None or weight.encoding is None or len(weight.shape) > 3:
             continue
-        if len(weight.shape) == len(tensor.shape) + 1 and tensor.shape[-1] not in weight.shape[-2:]:
+        is_one_less = len(weight.shape) == len(tensor.shape) + 1
+        is_router = ROUTER.search(module_of(weight.name)) is not None  # whose bias may be shorter
+        if is_one_less and tensor.shape[-1] not in weight.shape[-2:] and not is_router:
             raise misfit(weight, tensor)
 
 
