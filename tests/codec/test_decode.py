@@ -3,10 +3,12 @@ implementations.
 """
 
 import math
+from functools import partial
 
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+import weights
 from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from hypothesis import given
@@ -19,18 +21,10 @@ from nf4conv.codec.decode.packed import decode_packed
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.errors import CodecError
 
+same_bits = partial(weights.same_bits, any_nan=True)
+
 BF16 = torch.bfloat16
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert actual.is_contiguous()
-    nans = torch.isnan(expected)
-    assert torch.equal(torch.isnan(actual), nans)
-    kind = {2: torch.int16, 4: torch.int32}[actual.element_size()]
-    assert torch.equal(actual.view(kind)[~nans], expected.view(kind)[~nans])
 
 
 def random_bytes(*shape: int, seed: int = 0) -> torch.Tensor:

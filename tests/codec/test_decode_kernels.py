@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import weights
 from integers import Weight, awq, compressed, gptq, torchao
 
 from nf4conv.codec.decode.fp4 import decode_fp4
@@ -17,6 +18,8 @@ from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.kernels.ahead import Codec, fp4_decoder, integer_decoder, scaled_decoder
 from nf4conv.codec.kernels.decoding.fp4 import fp4_kernel
 from nf4conv.format.integers import IntegerLayout
+
+same_bits = partial(weights.same_bits, any_nan=True)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # the interpreter truncates where the GPU rounds to nearest
@@ -44,16 +47,6 @@ def random_scale(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         : scale.numel()
     ]
     return scale.to(dtype)
-
-
-def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    actual = actual.cpu()
-    nans = torch.isnan(expected)
-    assert torch.equal(torch.isnan(actual), nans)
-    kind = {2: torch.int16, 4: torch.int32}[actual.element_size()]
-    assert torch.equal(actual.view(kind)[~nans], expected.view(kind)[~nans])
 
 
 LAYOUTS = {

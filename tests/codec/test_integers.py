@@ -9,21 +9,13 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from integers import Weight, awq, compressed, gptq, pack_stream
+from weights import same_bits
 
 from nf4conv.codec.decode.integers import decode_integers, unpack
 from nf4conv.errors import CodecError
 from nf4conv.format.integers import IntegerLayout
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-KIND = {2: torch.int16, 4: torch.int32}
-
-
-def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert actual.is_contiguous()
-    kind = KIND[actual.element_size()]
-    assert torch.equal(actual.view(kind), expected.view(kind))
 
 
 def decode(weight: Weight, packing: str, bits: int, group_size: int, **more: Any) -> torch.Tensor:

@@ -15,7 +15,6 @@ from torch import nn
 
 import nf4conv
 
-LM = Path(__file__).parents[3] / "shared/lm"  # beside the repository, where it is developed
 ROWS, COLUMNS = 1050, 1024  # more than one range for each of two threads, and a partial one
 
 STATES: dict[str, Callable[[], AbstractContextManager[object]]] = {

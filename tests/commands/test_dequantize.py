@@ -13,7 +13,7 @@ from adapters import make_model
 from checkpoints import contents, save_model, tensors_of, write_source
 from four_bit import pack, write
 from safetensors.torch import load_file
-from weights import special_weight
+from weights import same_bits, special_weight
 
 import nf4conv
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
@@ -25,7 +25,6 @@ from nf4conv.options import DequantizeOptions
 CPU = {"device": "cpu"}
 SMALL = {"device": "cpu", "workers": 2, "buffer_size": 1}
 NAME = "model.layers.0.mlp.up_proj.weight"
-BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -42,12 +41,6 @@ def decoded(
         if key.startswith(f"{name}.")
     }
     return dequantize_4bit(tensors[name], QuantState.from_components(parts), dtype=dtype)
-
-
-def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert torch.equal(actual.view(BITS[actual.dtype]), expected.view(BITS[actual.dtype]))
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

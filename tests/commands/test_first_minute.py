@@ -166,7 +166,7 @@ def job(name: str, reason: str, bits: float, after: float, action: str = "copy")
         kept = CopyJob(tensor, "BF16", reason)
         kept.nbytes = nbytes
         return kept
-    return PackJob(tensor, PackedMatrix(name, shape), reason, Footprint((), (), (), nbytes, 0))
+    return PackJob(tensor, PackedMatrix(name, shape), reason, Footprint((), (), nbytes, 0))
 
 
 def test_a_run_that_saves_little_says_why():

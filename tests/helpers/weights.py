@@ -163,3 +163,14 @@ def spread_values(count: int) -> torch.Tensor:
     index = torch.arange(count, dtype=torch.int64)
     hashed = (index * 2_654_435_761 + 12_345) & 0xFFFF_FFFF
     return ((hashed >> 9) + (1 << 20)).to(torch.float32) * 2.0**-27
+
+
+def same_bits(actual: torch.Tensor, expected: torch.Tensor, *, any_nan: bool = False) -> None:
+    """Compares dtype, shape and bits; with `any_nan`, one NaN is as good as another."""
+    actual = actual.cpu()
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert actual.is_contiguous()
+    nans = expected.isnan() & any_nan
+    assert torch.equal(actual.isnan() & any_nan, nans)
+    kind = {2: torch.int16, 4: torch.int32}[actual.element_size()]
+    assert torch.equal(actual.view(kind)[~nans], expected.view(kind)[~nans])
