@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from nf4conv.check.comparing import pair_alike
 from nf4conv.check.config_check import check_config, check_plain_config
 from nf4conv.check.copied_files import check_copied_files, check_files
 from nf4conv.check.model_config import (
@@ -24,7 +23,7 @@ from nf4conv.check.model_config import (
     check_planned_config,
     is_ours,
 )
-from nf4conv.check.pairing import Pairs, pair, pair_decoded
+from nf4conv.check.pairing import Pairs, pair, pair_alike, pair_decoded
 from nf4conv.check.record_check import (
     check_calibrated,
     check_card,

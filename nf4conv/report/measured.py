@@ -21,7 +21,7 @@ from nf4conv.report.tolerance import FOREIGN_ERROR, tolerance_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import TensorInfo
 
-CHECKS: Final[Mapping[str, tuple[str, str]]] = {
+CHECKS: Final = {
     # what is found in the headers and small tensors of the checkpoint itself
     "files": ("every weight file is a whole safetensors file, and no other lies beside them", ""),
     "index": ("the index and the headers name the same tensors in the same files", ""),

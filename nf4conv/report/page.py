@@ -15,8 +15,7 @@ from nf4conv.format.units import size
 from nf4conv.output.writer import write_result
 from nf4conv.plan.rows import KindRow, distance, kind_of
 from nf4conv.report.results import VerifyReport, grouped, where
-from nf4conv.report.text.tables import count_cell, error_cell
-from nf4conv.report.text.terminal import printable
+from nf4conv.report.text.terminal import count_cell, error_cell, printable
 from nf4conv.sources.record import name_of
 from nf4conv.version import __version__
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nf4conv.check.comparing import pair_alike
+from nf4conv.check.pairing import pair_alike
 from nf4conv.check.structure import Structure
 from nf4conv.options import MachineOptions, SourceOptions
 from nf4conv.plan.rows import Errors

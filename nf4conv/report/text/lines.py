@@ -21,8 +21,7 @@ from nf4conv.report.results import (
     VerifyReport,
     grouped,
 )
-from nf4conv.report.text.tables import count_cell, error_cell, table
-from nf4conv.report.text.terminal import printable
+from nf4conv.report.text.terminal import count_cell, error_cell, printable, table
 from nf4conv.sources.record import recorded_calibration, recorded_weights
 from nf4conv.version import __version__
 
