@@ -177,7 +177,7 @@ def parameters_of_packed(
         check_components(name, names)
     for name, numbers in grouped(names.experts).items():
         converter, source, targets = mapping.ends_in(name, ".absmax")
-        if converter is None:
+        if not isinstance(converter, ExpertsConverter):  # linear layers of shared experts
             continue
         sources[targets] = converter.operations[0].sources
         packed[targets][source] = numbers
