@@ -179,7 +179,8 @@ def parameters_of_packed(
         converter, source, targets = mapping.ends_in(name, ".absmax")
         if not isinstance(converter, ExpertsConverter):  # linear layers of shared experts
             continue
-        sources[targets] = converter.operations[0].sources
+        operation: Any = converter.operations[0]
+        sources[targets] = operation.sources
         packed[targets][source] = numbers
         if numbers:
             expected = sum(mapping.parameters[target].shape[0] for target in targets)
