@@ -412,7 +412,7 @@ def test_what_does_not_go_with_parts_is_refused(
     source: Path, tmp_path: Path, options: dict[str, Any], message: str
 ):
     with pytest.raises(PlanError, match=message):
-        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN, part="1/3", **options)
+        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN, **{"part": "1/3"} | options)
     assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,7 @@ from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.codec.quant_state import QuantState
 from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import SourceError
-from nf4conv.options import DequantizeOptions
+from nf4conv.options import DequantizeOptions, RunOptions
 from nf4conv.plan.jobs import Plan
 from nf4conv.run.device.choice import open_devices
 from nf4conv.run.device.on_driver.backend import DriverBackend
@@ -36,7 +36,8 @@ SHAPES = {
     "model.layers.0.mlp.down_proj.weight": (1024, 4096),
     # more than one piece, mean over several thread blocks
     "model.layers.0.mlp.gate_proj.weight": (4096, 2304),
-    "model.layers.0.mlp.up_proj.weight": (33, 65),
+    # of another layer, for those of one layer go together
+    "model.layers.1.mlp.up_proj.weight": (33, 65),
     "model.layers.0.self_attn.q_proj.weight": (37, 5),
     "model.layers.0.self_attn.k_proj.weight": (64, 130),
     "model.layers.0.self_attn.v_proj.weight": (39, 64),
@@ -83,7 +84,7 @@ def decoded(
 
 
 def is_bare(output: Plan) -> bool:
-    devices = open_devices(lambda: output.jobs, output.format, GPU, is_measured=False)
+    devices = open_devices(lambda: output.jobs, output.format, RunOptions(**GPU), is_measured=False)
     return isinstance(devices.main, DriverBackend)
 
 
@@ -139,7 +140,7 @@ def test_kernels_are_compiled_where_there_is_no_c_compiler(tmp_path):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+    "name", ["model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"]
 )
 def test_non_finite_weights_are_refused(tmp_path, dtype, value, name):
     source = write_source(tmp_path / "source", dtype)
