@@ -63,8 +63,8 @@ CHECKS: Final = {
         "weights source exact",
     ),
 }
-"""What each check holds a checkpoint to, and what there must be for it to run, in the order in
-which reports list them. `_ran` says what the words mean.
+"""The rule of each check, and the words for what it needs before it can run, which `_ran` explains.
+Reports list checks in this order.
 """
 
 
@@ -427,8 +427,8 @@ def join_reports(
 ) -> VerifyReport:
     """Joins the reports of a diffusers pipeline into one, whose names begin with the submodel.
 
-    What was made how, and with which options, is told for the first submodel. `around` is what is
-    wrong with the files beside them.
+    The first submodel tells how all were made, and with which options. `around` holds the faults of
+    the files beside the submodels.
     """
     first = next(iter(reports.values()))
     sizes = dict.fromkeys(first.sizes, 0)

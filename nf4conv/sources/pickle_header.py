@@ -33,14 +33,14 @@ _STRANGE_FLAGS: Final = 0x61  # encrypted, patched, strongly encrypted
 _DAMAGES: Final = (
     zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError, OverflowError, LookupError
 )  # fmt: skip
-"""What zipfile raises about damaged archives."""
+"""Errors that zipfile raises about damaged archives."""
 
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL: Final = 1001
 
 
 _Content: TypeAlias = tuple[Any, Mapping[str, range]]
-"""What the pickle describes, and where in the file the bytes of each storage are, by its key."""
+"""The value of a pickle, and by the key of each storage the place of its bytes in the file."""
 
 
 def read_pickle_header(path: Path) -> tuple[TensorInfo, ...]:

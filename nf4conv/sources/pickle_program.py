@@ -98,7 +98,7 @@ class StoredTensor(NamedTuple):
 
 
 class _Name(str):
-    """What a pickle names, such as a function, with its module; it is no text of the pickle."""
+    """Names a function or a class with its module, as opposed to a text that the pickle holds."""
 
     __slots__ = ()
 

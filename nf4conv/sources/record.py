@@ -189,7 +189,7 @@ class CalibratedBlock:
 class CalibrationResult:
     """Says what came of a calibration: by which device and versions, and of each block.
 
-    Of a finished one it also says what the model read: texts with their SHA-256, and tokens.
+    A finished calibration also names what the model read: texts with their SHA-256, and tokens.
     """
 
     made_by: Mapping[str, str]
