@@ -1,7 +1,7 @@
 """Describes tensors that are cut out of others, put together, or changed by adapters."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.sources.tensors import Encoding, FileRange, TensorInfo
@@ -113,33 +113,11 @@ class LowRankDelta:
     row_step: int = 1  # distance between them
     experts: int = 0  # how many experts the factors stack; 0 if they are those of a single matrix
     expert: int | None = None  # which expert the tensor is; None if it is a stack of all of them
-    # True if the columns of `up` are sorted by expert and then by rank; False if by rank first
-    is_expert_major: bool = False
 
     @property
     def needs_all_rows(self) -> bool:
         """Returns True if a row of the result depends on other rows of the tensor."""
         return self.magnitude is not None and self.is_transposed
-
-
-@dataclass(frozen=True, slots=True)
-class VectorDelta:
-    """The addition of scale · vector to a bias."""
-
-    vector: TensorInfo  # of the shape of the bias
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class RowsDelta:
-    """New rows in the place of others: tokens that an adapter trained."""
-
-    rows: TensorInfo  # [rows, columns]
-    indices: tuple[int, ...]  # the row of the tensor that each of them replaces
-
-
-Delta: TypeAlias = LowRankDelta | VectorDelta | RowsDelta
-"""What an adapter does to a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +127,7 @@ class Merged(Encoding):
     name: ClassVar[str] = "merged with an adapter"
 
     base: TensorInfo  # the tensor that is changed, or a piece of it
-    deltas: tuple[Delta, ...]  # the changes, in the order in which they are made
+    deltas: tuple[LowRankDelta, ...]  # the changes, in the order in which they are made
     first_row: int = 0  # how many rows of the whole tensor are before those of `base`
 
     @property
@@ -161,9 +139,8 @@ class Merged(Encoding):
         return self.base
 
     def rows_together(self, tensor: TensorInfo) -> int | None:
-        for delta in self.deltas:
-            if isinstance(delta, LowRankDelta) and delta.needs_all_rows:
-                return None
+        if any(delta.needs_all_rows for delta in self.deltas):
+            return None
         return self.base.rows_together
 
     def rows(self, tensor: TensorInfo, start: int, stop: int) -> Encoding:
@@ -174,9 +151,5 @@ class Merged(Encoding):
         return self.base.is_stack
 
     def matrix(self, tensor: TensorInfo, index: int) -> Encoding:
-        deltas = []
-        for delta in self.deltas:
-            if isinstance(delta, LowRankDelta):
-                delta = replace(delta, expert=index)
-            deltas.append(delta)
-        return replace(self, base=self.base.matrix(index), deltas=tuple(deltas))
+        deltas = tuple(replace(delta, expert=index) for delta in self.deltas)
+        return replace(self, base=self.base.matrix(index), deltas=deltas)

@@ -1,4 +1,4 @@
-"""Adapters of experts in either order of lora_B's columns, against PEFT."""
+"""Adapters of experts, against PEFT."""
 
 import json
 import shutil
@@ -46,21 +46,6 @@ def of_peft(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def of_unsloth(of_peft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same adapter with the columns sorted by expert, and Unsloth's mark in its config."""
-    folder = tmp_path_factory.mktemp("unsloth") / "adapter"
-    shutil.copytree(of_peft, folder)
-    tensors = load_file(folder / "adapter_model.safetensors")
-    for name, tensor in tensors.items():
-        if ".experts." in name and "lora_B" in name:
-            by_rank = tensor.view(-1, RANK, EXPERTS)
-            tensors[name] = by_rank.transpose(1, 2).reshape(tensor.shape).contiguous()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    configure(folder, auto_mapping={"unsloth_fixed": True})
-    return folder
-
-
 def configure(folder: Path, **changes: Any) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -94,47 +79,28 @@ def test_an_adapter_of_peft_is_merged_as_peft_merges_it(base, of_peft, tmp_path)
     [
         {"auto_mapping": {"unsloth_fixed": True}},
         {"auto_mapping": None, "base_model_name_or_path": "unsloth/Qwen3-30B-A3B"},
+        {"lora_B_layout": "grouped_by_expert"},
     ],
-    ids=["mark", "base"],
+    ids=["mark", "base", "order"],
 )
-def test_an_adapter_of_unsloth_that_says_nothing_is_refused(base, of_peft, tmp_path, changes):
+def test_an_adapter_of_unsloth_in_its_old_order_is_refused(base, of_peft, tmp_path, changes):
     adapter = str(changed(of_peft, tmp_path, **changes))
-    with pytest.raises(SourceError, match="does not say in which order lora_B is"):
+    with pytest.raises(SourceError, match="lora_B_layout .* has to be rank_major"):
         make_plan(base, DequantizeOptions(lora=(adapter,)))
-    with pytest.raises(
-        SourceError, match="lora_B_layout has to be rank_major or grouped_by_expert"
-    ):
-        nf4conv.plan_quantize(base, lora=(adapter,))
 
 
 def test_its_card_tells_too(base, of_peft, tmp_path):
     adapter = changed(of_peft, tmp_path, auto_mapping=None)
     (adapter / "README.md").write_text("---\ntags:\n- unsloth\n---\n")
-    result = CliRunner().invoke(
-        main, ["dequantize", str(base), str(tmp_path / "out"), "--lora", str(adapter)]
-    )
-    assert result.exit_code == 2
-    assert "lora_B_layout has to be" in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert "Traceback" not in result.stderr
+    with pytest.raises(SourceError, match="has to be rank_major"):
+        nf4conv.plan_quantize(base, lora=(str(adapter),))
 
 
-@pytest.mark.parametrize("order", ["rank_major", "grouped_by_expert"])
-def test_what_newer_releases_of_unsloth_write_decides(base, of_peft, of_unsloth, tmp_path, order):
+def test_an_adapter_of_unsloth_in_the_order_of_peft_says_so(base, of_peft, tmp_path):
     expected = merged_by_peft(load(base), of_peft).state_dict()
-    adapter = of_peft if order == "rank_major" else of_unsloth
-    marked = changed(adapter, tmp_path, auto_mapping={"unsloth_fixed": True}, lora_B_layout=order)
+    mark = {"auto_mapping": {"unsloth_fixed": True}, "lora_B_layout": "rank_major"}
+    marked = changed(of_peft, tmp_path, **mark)
     assert is_close(merged(base, marked, tmp_path / "1"), expected)
-    # what happens unnoticed to an adapter that is read in the wrong order
-    other = "grouped_by_expert" if order == "rank_major" else "rank_major"
-    configure(marked, lora_B_layout=other)
-    assert not is_close(merged(base, marked, tmp_path / "2"), expected)
-
-
-def test_an_unknown_mark_is_refused(base, of_peft, tmp_path):
-    adapter = changed(of_peft, tmp_path, lora_B_layout="columns")
-    with pytest.raises(SourceError, match="lora_B_layout is 'columns', expected rank_major or"):
-        make_plan(base, DequantizeOptions(lora=(str(adapter),)))
 
 
 def test_an_adapter_of_unsloth_without_experts_needs_no_order(base, tmp_path):
@@ -148,18 +114,6 @@ def test_one_rank_needs_no_order(base, tmp_path):
     configure(tmp_path / "adapter", auto_mapping={"unsloth_fixed": True})
     expected = merged_by_peft(load(base), tmp_path / "adapter").state_dict()
     assert is_close(merged(base, tmp_path / "adapter", tmp_path / "out"), expected)
-
-
-def test_quantize_and_verify_take_the_order(base, of_peft, of_unsloth, tmp_path):
-    marked = changed(of_unsloth, tmp_path, lora_B_layout="grouped_by_expert")
-    options = {"lora": (str(marked),), "moe": "packed"}
-    nf4conv.quantize(base, tmp_path / "out", **options, **CPU)
-    for adapter in (marked, of_peft):
-        right = {"exact": True, "lora": (str(adapter),)}
-        assert nf4conv.verify(tmp_path / "out", source=base, **right, **CPU).passed
-    configure(marked, lora_B_layout="rank_major")
-    wrong = {"lora": (str(marked),)}
-    assert not nf4conv.verify(tmp_path / "out", source=base, **wrong, **CPU).passed
 
 
 # --- experts that are in 4 bits, in every layout --------------------------------------------------

@@ -2,14 +2,10 @@
 
     P.lora_A.weight [rank, in] and P.lora_B.weight [out, rank]
         added to P.weight: scale · B · A
-    P.lora_B.bias
-        added to P.bias: scale · it
     P.lora_magnitude_vector [out]
         DoRA: the norms that the rows then get
     P.lora_embedding_A [rank, n] and P.lora_embedding_B [width, rank]
         added to P.weight: scale · (B · A), transposed
-    P.token_adapter.trainable_tokens_delta
-        rows that replace those of P.weight
     P.base_layer.lora_A.weight …
         changes one more parameter of P (target_parameters)
     everything else
@@ -19,12 +15,9 @@ P is a path in the model as it is loaded, behind "base_model.model." (PEFT 0.21.
 tuners/lora/layer.py, utils/save_and_load.py).
 """
 
-import json
 import math
 import re
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,16 +38,13 @@ if TYPE_CHECKING:
     from nf4conv.sources.remote.hub import Origin
 
 _ROLE: Final = re.compile(
-    r"(?P<module>.+?)(?P<nested>(\.base_layer)*)\.(token_adapter\.)?"
-    r"(?P<role>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B"
-    r"|lora_magnitude_vector(?=(\.weight)?$)|trainable_tokens_delta)(\.weight)?"
+    r"(?P<module>.+?)(?P<nested>(\.base_layer)*)\."
+    r"(?P<role>lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B"
+    r"|lora_magnitude_vector(?=(\.weight)?$))(\.weight)?"
 )
 """The name of a LoRA tensor behind "base_model.model.": the module, the wrappers around it, and
 what the tensor is to the module (its role).
 """
-
-TOKENS: Final = "trainable_tokens_delta"
-"""The role of rows that are put in the place of those of an embedding."""
 
 _OTHER_ARITHMETIC: Final = {
     "use_qalora": "QA-LoRA",
@@ -65,6 +55,9 @@ _OTHER_ARITHMETIC: Final = {
     "monteclora_config": "MonteCLoRA",
     "layer_replication": "layer replication",
     "megatron_config": "Megatron's parallel layers",
+    "trainable_token_indices": "trainable tokens",
+    "lora_bias": "biases of lora_B",
+    "ensure_weight_tying": "a head that is kept tied",
 }
 """Keys of adapter_config.json that stand for another arithmetic than LoRA's, and its name."""
 
@@ -73,22 +66,7 @@ _OTHER_BASES: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _DEFAULT: Final = 8  # of PEFT, both for the rank and for lora_alpha
 
-
-_SECONDS: Final = 20  # for matching patterns
-
-_MATCHING: Final = """
-import json, re, sys
-patterns, paths = json.load(sys.stdin)
-compiled = [(pattern, re.compile(rf"(.*\\.)?({pattern})$")) for pattern in patterns]
-found = {}
-for path in paths:
-    for pattern, one in compiled:
-        if one.match(path):
-            found[path] = pattern
-            break
-json.dump(found, sys.stdout)
-"""
-"""A program that finds the first pattern that fits each path."""
+_LONGEST_PATTERN: Final = 1000  # characters
 
 
 class Targeted(NamedTuple):
@@ -131,32 +109,34 @@ class Adapter(AdapterFiles):
         """Returns the config's value for a module: under `patterns` that of the first one that fits
         its path, or else that under `key`.
         """
-        return self._values[patterns].get(path, self.config.get(key, _DEFAULT))
+        for pattern, value in self._patterns[patterns]:
+            if pattern.match(path):
+                return value
+        return self.config.get(key, _DEFAULT)
 
     @cached_property
-    def _values(self) -> dict[str, dict[str, Any]]:
-        """The values of modules and parameters by path, by the key of their patterns."""
-        paths = []
-        for part in self.targeted:
-            paths.append(part.module)
-            leaves = {target.rpartition(".")[2] for target in self.target_parameters}
-            paths += [f"{part.module}.{leaf}" for leaf in leaves]
+    def _patterns(self) -> dict[str, list[tuple[re.Pattern[str], Any]]]:
+        """The patterns of modules and what they stand for, by their key in the config.
+
+        They fit a whole path, or its end behind a dot (PEFT: get_pattern_key).
+        """
         found = {}
         for key in ("rank_pattern", "alpha_pattern"):
             place = f"{self.place}/{ADAPTER_CONFIG}: {key}"
-            found[key] = values_by_path(self.config.get(key) or {}, paths, place)
+            values = self.config.get(key) or {}
+            if not isinstance(values, Mapping) or any(len(p) > _LONGEST_PATTERN for p in values):
+                raise SourceError(
+                    f"{place}: expected a JSON object with regular expressions of up to "
+                    f"{_LONGEST_PATTERN:,} characters as keys"
+                )
+            try:
+                found[key] = [
+                    (re.compile(rf"(.*\.)?({pattern})$"), value)
+                    for pattern, value in values.items()
+                ]
+            except (re.error, OverflowError, RecursionError) as error:
+                raise SourceError(f"{place}: keys are no regular expressions: {error}") from error
         return found
-
-    def token_indices(self, module: str) -> tuple[int, ...]:
-        """Returns the rows of an embedding that trainable tokens take the place of."""
-        indices = self.config.get("trainable_token_indices") or self.config.get("token_indices")
-        if isinstance(indices, Mapping):
-            indices = _of_module(indices, module)
-        if isinstance(indices, list) and all(type(n) is int and n >= 0 for n in indices):
-            return tuple(indices)
-        raise SourceError(
-            f"{self.place}/{ADAPTER_CONFIG}: {module}: no list of trainable_token_indices"
-        )
 
     @property
     def target_parameters(self) -> tuple[str, ...]:
@@ -173,54 +153,10 @@ class Adapter(AdapterFiles):
         return any(f".{parameter}".endswith(f".{target}") for target in self.target_parameters)
 
 
-def _of_module(values: Mapping[str, Any], module: str) -> Any:
-    """Returns the first value whose key is the end of a module's path; None if there is none."""
-    for key, value in values.items():
-        if f".{module}".endswith(f".{key}"):
-            return value
-    return None
-
-
-def values_by_path(patterns: object, paths: Sequence[str], place: str) -> dict[str, Any]:
-    """Returns what the first pattern stands for that fits a path, for each path that one fits.
-
-    Patterns are regular expressions, which fit a whole path, or its end behind a dot (PEFT:
-    get_pattern_key). A hostile one may take for ever, which only the end of its process stops.
-    `place` names them in errors.
-    """
-    if not patterns:
-        return {}
-    if not isinstance(patterns, Mapping):
-        raise SourceError(
-            f"{place}: not a JSON object with regular expressions as keys: {patterns!r:.80}"
-        )
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _MATCHING],
-            input=json.dumps([list(patterns), list(paths)]),
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=True,
-        )
-    except subprocess.CalledProcessError as error:
-        why = error.stderr.strip().rpartition("\n")[2]
-        raise SourceError(f"{place}: keys are no regular expressions: {why:.200}") from error
-    except subprocess.TimeoutExpired as error:
-        raise SourceError(
-            f"{place}: takes more than {_SECONDS} seconds to match; write the paths of modules "
-            f"instead of patterns"
-        ) from error
-    found: dict[str, str] = json.loads(done.stdout)
-    return {path: patterns[pattern] for path, pattern in found.items()}
-
-
 def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
     """Reads what an adapter consists of: a folder, or "org/name" on the Hub, with "@revision" or
     without. Raises a SourceError that names the arithmetic if that is not LoRA's.
     """
-    if not place.strip():
-        raise SourceError("--lora: empty; give a folder, or the name of an adapter on the Hub")
     folder = Path(place)
     origin = None
     if not folder.is_dir():
@@ -240,12 +176,11 @@ def open_adapter(place: str, where: SourceOptions | None = None) -> Adapter:
 def _fetched(place: str, where: SourceOptions) -> "tuple[Path, Origin]":
     """Fetches an adapter from the Hub; returns its folder in the cache and where it came from."""
     repo, _, revision = place.partition("@")
-    if Path(place).is_file():
-        raise SourceError(
-            f"{place}: a file; give the folder that PEFT saved, with its {ADAPTER_CONFIG}"
-        )
     if Path(place).exists() or not is_repo_id(repo):
-        raise SourceError(f"{place}: no such folder; an adapter is a folder, or a name on the Hub")
+        raise SourceError(
+            f"{place}: no such folder; --lora takes the folder that PEFT saved, with its "
+            f"{ADAPTER_CONFIG}, or the name of an adapter on the Hub"
+        )
     from nf4conv.sources.remote.hub import fetch_adapter  # huggingface_hub takes long to import
 
     of_adapter = replace(where, revision=revision or None, subfolder=None, variant=None)
@@ -255,7 +190,7 @@ def _fetched(place: str, where: SourceOptions) -> "tuple[Path, Origin]":
 def _check_kind(place: str, config: Mapping[str, Any]) -> None:
     """Raises a SourceError if an adapter cannot be merged by LoRA's arithmetic."""
     kind = config.get("peft_type")
-    if kind not in ("LORA", "TRAINABLE_TOKENS"):
+    if kind != "LORA":
         raise SourceError(
             f"{place}: an adapter of the kind {kind}; only LoRA, with or without DoRA, can be "
             f"merged"

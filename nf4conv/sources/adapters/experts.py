@@ -5,13 +5,9 @@ In memory, the experts of a layer are fused: gate_up_proj and down_proj are para
 of their matrices.
 
 The factors of all experts are stacked. lora_A is [experts · rank, in], the rank of the first expert
-before that of the second. lora_B is [out, rank · experts], in one of two orders:
-
-    rank-major      column k · experts + e is column k of expert e: PEFT (ParamWrapper), vLLM, and
-                    Unsloth since 2026-09-17
-    expert-major    column e · rank + k is: Unsloth before that, in training and in what it saved
-
-A merge in the wrong order gives a model that runs and is wrong (unsloth#6930, unsloth-zoo#1269).
+before that of the second. lora_B is [out, rank · experts], column k · experts + e is column k of
+expert e (rank-major). Unsloth sorted the columns by expert until 2026-09-17: the shapes are the
+same, and a merge of these would give a model that runs and is wrong (unsloth#6930).
 """
 
 import json
@@ -30,12 +26,6 @@ from nf4conv.sources.files import ADAPTER_CONFIG
 from nf4conv.sources.tensors import TensorInfo
 
 _OTHER_NAMES: Final = {usual: other for other, usual in USUAL_NAMES.items()}
-
-_ORDER: Final = "lora_B_layout"
-"""The key of adapter_config.json in which newer releases of Unsloth write the order."""
-
-_IS_EXPERT_MAJOR: Final = {"rank_major": False, "grouped_by_expert": True}
-"""The orders as Unsloth calls them."""
 
 _LONGEST_CARD: Final = 2**20  # bytes of a README that are looked at
 
@@ -153,7 +143,8 @@ def _changes_of_parameter(
     if down.shape[0] != rank * experts or up.shape[1] != rank * experts:
         more = f" for {experts} experts and the rank {rank} of its config"
         raise misfit(adapter, down, first.tensor, more)
-    expert_major = rank > 1 and experts > 1 and _is_expert_major(adapter)
+    if rank > 1 and experts > 1:
+        _require_rank_major(adapter)
     for place in places:
         height = up.shape[0] // place.shares
         rows = None
@@ -170,7 +161,6 @@ def _changes_of_parameter(
             row_step=place.shares if place.is_interleaved else 1,
             experts=experts,
             expert=place.expert,
-            is_expert_major=expert_major,
         )
         yield Change(place.tensor, delta)
 
@@ -203,22 +193,17 @@ def _is_stack_transposed(base: Base, module: str) -> bool:
     return gate_up.shape[1:] == (down.shape[2], 2 * down.shape[1])
 
 
-def _is_expert_major(adapter: Adapter) -> bool:
-    """Returns True if the columns of lora_B are sorted by expert, False if by rank; raises a
-    SourceError if Unsloth made the adapter, and does not say the order.
+def _require_rank_major(adapter: Adapter) -> None:
+    """Raises a SourceError unless the columns of lora_B are sorted by rank; if Unsloth made the
+    adapter, it has to say so.
     """
-    marked = adapter.config.get(_ORDER)
-    known = " or ".join(_IS_EXPERT_MAJOR)
-    if marked is None and _is_of_unsloth(adapter):
-        raise SourceError(
-            f"{adapter.place}/{ADAPTER_CONFIG}: Unsloth made this adapter of experts, and does not "
-            f"say in which order lora_B is: its {_ORDER} has to be {known}"
-        )
-    if marked is not None and marked not in _IS_EXPERT_MAJOR:
-        raise SourceError(
-            f"{adapter.place}/{ADAPTER_CONFIG}: {_ORDER} is {marked!r:.50}, expected {known}"
-        )
-    return marked is not None and _IS_EXPERT_MAJOR[marked]
+    order = adapter.config.get("lora_B_layout")
+    if order == "rank_major" or (order is None and not _is_of_unsloth(adapter)):
+        return
+    raise SourceError(
+        f"{adapter.place}/{ADAPTER_CONFIG}: lora_B_layout of this adapter of experts has to be "
+        f"rank_major, but is {order!r:.50}; older releases of Unsloth wrote another order"
+    )
 
 
 def _is_of_unsloth(adapter: Adapter) -> bool:

@@ -10,7 +10,7 @@ for that.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -23,8 +23,8 @@ from nf4conv.models.name_patterns import is_embedding
 from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.adapter import Adapter, Targeted, open_adapter
 from nf4conv.sources.adapters.experts import changes_of_parameters
-from nf4conv.sources.adapters.modules import Base, Change, changes_of_module, misfit, shape_made
-from nf4conv.sources.arranged import Delta, Merged, Strided
+from nf4conv.sources.adapters.modules import Base, change_of_module, misfit
+from nf4conv.sources.arranged import LowRankDelta, Merged, Strided
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.shards import stamp_of
 from nf4conv.sources.source import Source
@@ -59,20 +59,25 @@ class _Merging:
 
     def __init__(self, source: Source) -> None:
         self._base = Base(source)
-        self._deltas: dict[str, list[Delta]] = {}  # by the name of the tensor on disk
+        self._deltas: dict[str, list[LowRankDelta]] = {}  # by the name of the tensor on disk
         self._replaced_by: dict[str, str] = {}  # the adapter's place, by that name
         self._notes: list[str] = []
 
     def add(self, adapter: Adapter) -> None:
         """Merges an adapter into the source as it is by now."""
-        adapter, note = separate_head(self._base, adapter)
+        note = separate_head(self._base, adapter)
         for name, tensor in adapter.replaced.items():
             self._replace(adapter, name, tensor)
         modules: dict[str, list[Targeted]] = {}
         for part in adapter.targeted:
             modules.setdefault(part.module, []).append(part)
         for module, parts in modules.items():
-            for change in self._changes_of(adapter, module, parts):
+            weight = self._base.find(f"{module}.weight")
+            if weight is not None and len(parts) == 1:
+                changes = [change_of_module(self._base, adapter, parts[0], weight)]
+            else:  # parts of the module's own parameters
+                changes = list(changes_of_parameters(self._base, adapter, module, parts))
+            for change in changes:
                 self._deltas.setdefault(change.tensor.name, []).append(change.delta)
         counts = f"{len(modules):,} modules changed, {len(adapter.replaced):,} tensors replaced"
         self._notes.append(f"{adapter} merged: {counts}{note}")
@@ -109,19 +114,6 @@ class _Merging:
             )
         self._base.tensors[found.name] = _in_place_of(found, tensor)
 
-    def _changes_of(
-        self, adapter: Adapter, module: str, parts: Sequence[Targeted]
-    ) -> Iterator[Change]:
-        """Yields what an adapter does to the tensors of a module.
-
-        Several parts, or a part of a module without a weight, are those of the module's parameters;
-        the outermost wrapper comes first.
-        """
-        weight = self._base.find(f"{module}.weight")
-        if weight is not None and len(parts) == 1:
-            return changes_of_module(self._base, adapter, parts[0], weight)
-        return changes_of_parameters(self._base, adapter, module, parts)
-
     def result(self, adapters: Sequence[Adapter]) -> Source:
         """Returns the source with everything that has been added."""
         source = self._base.source
@@ -157,48 +149,29 @@ _WITH_HEAD: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of architectures that have an embedding and a head of the same shape."""
 
 
-def separate_head(base: Base, adapter: Adapter) -> tuple[Adapter, str]:
+def separate_head(base: Base, adapter: Adapter) -> str:
     """Gives a tied head a tensor of its own if the adapter was trained to make it differ.
 
-    The base gets the tensor, and a config that says so. Returns the adapter without its changes of
-    a head that is to remain the embedding, and what to add to the line about it.
+    The base gets the tensor, and a config that says so. Returns what to add to the line about it.
     """
     if base.config.get("tie_word_embeddings", True) is False:
-        return adapter, ""
-    shapes = _shapes_changed(adapter)
-    heads = [name for name in shapes if _leaf(name) in TIED_HEADS]
-    embeddings = [name for name in shapes if is_embedding(_leaf(name)) and base.find(name)]
+        return ""
+    names = sorted({f"{part.module}.weight" for part in adapter.targeted} | set(adapter.replaced))
+    heads = [name for name in names if _leaf(name) in TIED_HEADS]
+    embeddings = [base.find(name) for name in names if is_embedding(_leaf(name))]
     has_head = _has_head(base)
-    if not heads and not (embeddings and has_head):
-        return adapter, ""
-    if adapter.config.get("ensure_weight_tying"):
-        absent = [name for name in heads if base.find(name) is None]
-        return _without(adapter, absent), ", the output head tied to the embedding"
+    if not heads and not (any(embeddings) and has_head):
+        return ""
     head = heads[0] if heads else "lm_head.weight"
     if base.find(head) is None:
-        shape = shapes[heads[0] if heads else embeddings[0]]
-        alike = []
-        for name, tensor in base.tensors.items():
-            if tensor.shape == shape and is_embedding(_leaf(name)):
-                alike.append(tensor)
-        if not has_head or len(alike) != 1:
+        if not any(embeddings):
+            embeddings = [one for name, one in base.tensors.items() if is_embedding(_leaf(name))]
+        alike = [one for one in embeddings if one is not None]
+        if not has_head or not alike:
             raise base.lacks(adapter, head)
-        base.add(alike[0]._replace(name=head))
+        base.add(max(alike, key=lambda one: one.elements)._replace(name=head))
     _untie_config(base)
-    return adapter, ", the output head untied from the embedding"
-
-
-def _shapes_changed(adapter: Adapter) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes that an adapter is made for, by the names of weights in the model."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for part in adapter.targeted:
-        shape = shape_made(adapter, part)
-        if shape is not None:
-            shapes[f"{part.module}.weight"] = shape
-    for name, tensor in adapter.replaced.items():
-        if tensor.shape:
-            shapes[name] = tensor.shape
-    return shapes
+    return ", the output head untied from the embedding"
 
 
 def _has_head(base: Base) -> bool:
@@ -206,14 +179,6 @@ def _has_head(base: Base) -> bool:
     if base.config.get("is_encoder_decoder"):  # which scales a tied head, and no other
         return False
     return architecture_of(base.config).endswith(_WITH_HEAD)
-
-
-def _without(adapter: Adapter, heads: list[str]) -> Adapter:
-    """Returns an adapter that leaves these heads as they are."""
-    modules = [module_of(name) for name in heads]
-    targeted = tuple(part for part in adapter.targeted if part.module not in modules)
-    replaced = {name: tensor for name, tensor in adapter.replaced.items() if name not in heads}
-    return replace(adapter, targeted=targeted, replaced=replaced)
 
 
 def _untie_config(base: Base) -> None:

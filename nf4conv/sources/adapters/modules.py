@@ -4,14 +4,14 @@ An adapter names modules of the model as it is loaded; on disk they may be calle
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nf4conv.errors import SourceError
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
-from nf4conv.sources.adapters.adapter import TOKENS, Adapter, Targeted
-from nf4conv.sources.arranged import Delta, LowRankDelta, RowsDelta, VectorDelta
+from nf4conv.sources.adapters.adapter import Adapter, Targeted
+from nf4conv.sources.arranged import LowRankDelta
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
 
@@ -92,7 +92,7 @@ class Change(NamedTuple):
     """A change that an adapter makes to one tensor."""
 
     tensor: TensorInfo  # of the source
-    delta: Delta
+    delta: LowRankDelta
 
 
 class Factors(NamedTuple):
@@ -121,32 +121,11 @@ def factors_of(adapter: Adapter, part: Targeted) -> Factors:
     )
 
 
-def shape_made(adapter: Adapter, part: Targeted) -> tuple[int, int] | None:
-    """Returns the shape of the weight that a module's factors are made for; None for a module of
-    which only trainable tokens are given.
-    """
-    if part.tensors.keys() == {TOKENS}:
-        return None
-    factors = factors_of(adapter, part)
-    rows = factors.up.shape[0]
-    columns = factors.down.shape[1]
-    return (columns, rows) if factors.is_embedding else (rows, columns)
-
-
-def changes_of_module(
-    base: Base, adapter: Adapter, part: Targeted, weight: TensorInfo
-) -> Iterator[Change]:
-    """Yields what an adapter does to the tensors of a module that has a weight."""
-    if TOKENS in part.tensors:
-        yield from _changes_of_tokens(base, adapter, part, weight)
-        if len(part.tensors) == 1:
-            return
+def change_of_module(base: Base, adapter: Adapter, part: Targeted, weight: TensorInfo) -> Change:
+    """Returns what an adapter does to a module's weight."""
     path = part.module
     if adapter.targets(f"{part.module}.weight"):
         path = f"{part.module}.weight"
-    bias = part.tensors.get("lora_B.bias")
-    if bias is not None:
-        yield _change_of_bias(base, adapter, part.module, bias, adapter.scale(path))
     up, down, _ = factors = factors_of(adapter, part)
     transposed = _is_product_transposed(base, adapter, factors, weight)
     if down.shape[0] != adapter.rank(path) or up.shape[1] != down.shape[0]:
@@ -154,44 +133,7 @@ def changes_of_module(
     magnitude = part.tensors.get("lora_magnitude_vector")
     if magnitude is not None and magnitude.elements != up.shape[0]:
         raise misfit(adapter, magnitude, weight)
-    yield Change(weight, LowRankDelta(up, down, adapter.scale(path), transposed, magnitude))
-
-
-def _changes_of_tokens(
-    base: Base, adapter: Adapter, part: Targeted, embedding: TensorInfo
-) -> Iterator[Change]:
-    """Yields the change of an embedding's rows, and of a head that is the same."""
-    rows = part.tensors[TOKENS]
-    indices = adapter.token_indices(part.module)
-    if rows.shape != (len(indices), *embedding.shape[1:]):
-        raise misfit(adapter, rows, embedding)
-    if max(indices, default=0) >= embedding.shape[0]:
-        raise misfit(adapter, rows, embedding)
-    delta = RowsDelta(rows, indices)
-    yield Change(embedding, delta)
-    head = _stored_twin(base, embedding)
-    if head is not None:
-        yield Change(head, delta)
-
-
-def _stored_twin(base: Base, embedding: TensorInfo) -> TensorInfo | None:
-    """Returns the head that is stored beside an embedding although it is the same."""
-    head = base.find("lm_head.weight")
-    if head is None or head == embedding or head.shape != embedding.shape:
-        return None
-    return head if base.config.get("tie_word_embeddings") is True else None
-
-
-def _change_of_bias(
-    base: Base, adapter: Adapter, module: str, bias: TensorInfo, scale: float
-) -> Change:
-    """Returns the change of a module's bias; raises a SourceError if the bias does not fit."""
-    target = base.find(f"{module}.bias")
-    if target is None:
-        raise base.lacks(adapter, f"{module}.bias")
-    if target.shape != bias.shape:
-        raise misfit(adapter, bias, target)
-    return Change(target, VectorDelta(bias, scale))
+    return Change(weight, LowRankDelta(up, down, adapter.scale(path), transposed, magnitude))
 
 
 def _is_product_transposed(

@@ -15,19 +15,16 @@ from nf4conv.format.dtypes import DTYPE_BITS, TORCH_NAMES
 from nf4conv.format.gguf import NEGATIVE_EXP, PLAIN, PLUS_ONE
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
-from nf4conv.run.device.on_torch.merge import AddedVector, Change, Factors, NewRows, merge_deltas
+from nf4conv.run.device.on_torch.merge import Factors, merge_deltas
 from nf4conv.run.pieces import located
 from nf4conv.run.worker import Activity
 from nf4conv.sources.arranged import (
     Columns,
-    Delta,
     Excerpt,
     LowRankDelta,
     Merged,
-    RowsDelta,
     StackedExperts,
     Strided,
-    VectorDelta,
 )
 from nf4conv.sources.foreign.formats import Foreign
 from nf4conv.sources.gguf.blocks import GgufBlocks
@@ -187,26 +184,20 @@ def _fused(matrices: Sequence[torch.Tensor], encoding: StackedExperts) -> torch.
 
 
 def _read_merged(device: TorchBuffers, tensor: TensorInfo, encoding: Merged) -> torch.Tensor:
-    changes = [_read_delta(device, delta) for delta in encoding.deltas]
+    factors = [_read_factors(device, delta) for delta in encoding.deltas]
     values = _read_whole(device, encoding.base)
     with device.timed(Activity.COMPUTE):
-        return merge_deltas(values, changes, encoding.first_row, TORCH_DTYPES[tensor.dtype])
+        return merge_deltas(values, factors, encoding.first_row, TORCH_DTYPES[tensor.dtype])
 
 
-def _read_delta(device: TorchBuffers, delta: Delta) -> Change:
+def _read_factors(device: TorchBuffers, delta: LowRankDelta) -> Factors:
     """Reads the tensors of a delta; the device keeps them for other pieces of the same tensor."""
-    match delta:
-        case LowRankDelta():
-            up = device.kept(delta.up, _read_whole)
-            down = device.kept(delta.down, _read_whole)
-            magnitude = None
-            if delta.magnitude is not None:
-                magnitude = device.kept(delta.magnitude, _read_whole)
-            return Factors(delta, up, down, magnitude)
-        case VectorDelta():
-            return AddedVector(device.kept(delta.vector, _read_whole), delta.scale)
-        case RowsDelta():
-            return NewRows(device.kept(delta.rows, _read_whole), delta.indices)
+    up = device.kept(delta.up, _read_whole)
+    down = device.kept(delta.down, _read_whole)
+    magnitude = None
+    if delta.magnitude is not None:
+        magnitude = device.kept(delta.magnitude, _read_whole)
+    return Factors(delta, up, down, magnitude)
 
 
 def _read_whole(device: TorchBuffers, tensor: TensorInfo) -> torch.Tensor:
