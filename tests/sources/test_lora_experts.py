@@ -9,13 +9,10 @@ import pytest
 import torch
 import transformers
 from adapters import load, make_model, merged_by_peft, train
-from click.testing import CliRunner
 from packed_experts import make_mixture, pack_as_unsloth_does_gpt_oss, pack_one_by_one, pack_stacked
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.cli import main
 from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions
@@ -85,7 +82,7 @@ def test_an_adapter_of_peft_is_merged_as_peft_merges_it(base, of_peft, tmp_path)
 )
 def test_an_adapter_of_unsloth_in_its_old_order_is_refused(base, of_peft, tmp_path, changes):
     adapter = str(changed(of_peft, tmp_path, **changes))
-    with pytest.raises(SourceError, match="lora_B_layout .* has to be rank_major"):
+    with pytest.raises(SourceError, match=r"lora_B_layout .* has to be rank_major"):
         make_plan(base, DequantizeOptions(lora=(adapter,)))
 
 
