@@ -18,7 +18,6 @@ T = TypeVar("T")
 
 ENOUGH: Final = 2**62  # more elements, or bytes, than there are
 LARGEST_BATCH: Final = 4096  # items that a worker takes together
-PAIR_SLACK: Final = 2**12  # bytes that two tensors take beside those that grow with them
 
 
 class WeightPiece(NamedTuple):

@@ -82,9 +82,6 @@ class Backend(Protocol):
     def copy_elements(self, job: CopyJob, piece: int) -> int:
         """Returns how many elements of a decoded or cast tensor fit into `piece` bytes."""
 
-    def pair_bytes(self, piece: int) -> int:
-        """Returns how many bytes two pieces that are subtracted have together."""
-
 
 class Worker:
     """Holds what one thread works with.

@@ -349,13 +349,6 @@ def test_torch_is_not_imported_where_no_value_has_to_be_compared(packed, tmp_pat
     without_torch(packed["source"], plain(tmp_path / "again"))
 
 
-@pytest.mark.gpu
-def test_torch_is_not_imported_for_values_either_once_the_kernels_are_compiled(packed, tmp_path):
-    rounded = plain(tmp_path / "rounded", {**tensors(), UP: tensors()[UP].half()})
-    compared(packed["source"], rounded, device="cuda")  # compiles them
-    without_torch(packed["source"], rounded)
-
-
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 def test_a_device_that_is_not_there(packed, device):
     with pytest.raises(PlanError, match=f"--device {device}: "):

@@ -171,16 +171,6 @@ def comparer(
 # --------------------------------------------------------------------- plain vectors
 
 
-def subtractor(_device: torch.device, a: torch.dtype, b: torch.dtype) -> Codec:
-    """Returns what finds out how far two vectors of floats are apart: "subtract". A program looks
-    at "tile" elements.
-    """
-    pointers = (a, b, torch.float64)
-    kernel = _variant(vectors.difference_kernel, pointers, (), vectors.NUM_WARPS)
-    tile = vectors.DIFFERENCE_TILE.value * vectors.DIFFERENCE_STEPS.value
-    return Codec({"subtract": kernel}, numbers={"tile": tile})
-
-
 def caster(_device: torch.device, source: torch.dtype, target: torch.dtype) -> Codec:
     """Returns what casts floats to another dtype: "cast". A program casts "tile" values."""
     kernel = _variant(vectors.cast_kernel, (source, target, torch.int32), (), vectors.NUM_WARPS)

@@ -4,14 +4,12 @@ seconds; else torch.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
-from nf4conv.report.measured import TensorDifference
 from nf4conv.run.device.on_driver.backend import DECODED, DriverBackend, gpu_named, open_gpu
 from nf4conv.run.device.on_driver.kernels import (
     Purpose,
@@ -24,7 +22,6 @@ from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.pieces import ENOUGH, located, pieces_of, whole_weight
 from nf4conv.run.worker import Backend
 from nf4conv.sources.arranged import Excerpt, Merged, StackedExperts
-from nf4conv.sources.cutting import pieces_alike
 
 _log: Final = logging.getLogger(__name__)
 
@@ -103,45 +100,22 @@ def open_devices(
     if number is None:
         return _torch_alone(run, _no_gpu(run))
     listed = list(jobs())
-    kernels = {}
+    purposes: set[Purpose] = set()
     reasons = {}
     for job in listed:
-        kernels[job.name] = _kernels_for_job(job, format, is_measured=is_measured)
-        if kernels[job.name] is None:
+        kernels = _kernels_for_job(job, format, is_measured=is_measured)
+        if kernels is None:
             reasons[job.name] = _why_torch(job)
-    return _open(run, number, kernels, reasons, format, _returned(listed))
-
-
-def open_devices_for_pairs(results: Sequence[TensorDifference], run: MachineOptions) -> Devices:
-    """Opens the devices that compare tensors value by value; torch is not imported."""
-    number = gpu_named(run.device)
-    if number is None:
-        return _torch_alone(run, _no_gpu(run))
-    kernels = {result.b.name: _kernels_for_pair(result) for result in results}
-    without = [name for name, found in kernels.items() if found is None]
-    return _open(run, number, kernels, dict.fromkeys(without, "other formats"), None, 0.0)
-
-
-def _open(
-    run: MachineOptions,
-    number: int,
-    kernels: Mapping[str, Collection[Purpose] | None],
-    reasons: Mapping[str, str],
-    format: Format | None,
-    returned: float,
-) -> Devices:
-    """Opens a GPU for tensors, given the kernels that each takes, or why it takes torch."""
-    purposes: set[Purpose] = set()
-    for found in kernels.values():
-        purposes.update(found or ())
+        else:
+            purposes |= kernels
     if reasons and not purposes:  # the driver would only copy bytes
         why = Counter(reasons.values()).most_common(1)[0][0]
         return _torch_alone(run, f"there are no kernels for it: {why}")
-    driver = open_gpu(number, purposes, format, returned)
+    driver = open_gpu(number, purposes, format, _returned(listed))
     if driver is None:
         return _torch_alone(run, _NOT_COMPILED)
     _log.info("computes on %s with kernels, by the CUDA driver, without torch", driver.name)
-    return Devices(TorchBackend(run.device), driver, reasons, len(kernels))
+    return Devices(TorchBackend(run.device), driver, reasons, len(listed))
 
 
 def _torch_alone(run: MachineOptions, why: str) -> Devices:
@@ -190,21 +164,6 @@ def _kernels_for_job(job: Job, format: Format, *, is_measured: bool) -> frozense
     if is_measured:
         purposes.add(measuring_purpose(format))
     return found | purposes
-
-
-def _kernels_for_pair(result: TensorDifference) -> frozenset[Purpose] | None:
-    """Tells which kernels subtract two tensors; None if there are none for them."""
-    dtypes = (result.a.dtype, result.b.dtype)
-    if dtypes[0] not in DTYPE_NAMES or dtypes[1] not in DTYPE_NAMES:
-        return None
-    found = {Purpose("subtractor", dtypes)}
-    _, *pieces = next(pieces_alike(result.a, result.b, ENOUGH))
-    for piece in pieces:
-        of_piece = kernels_for_tensor(piece, (piece.dtype,))
-        if of_piece is None:
-            return None
-        found |= of_piece
-    return frozenset(found)
 
 
 def _why_torch(job: Job) -> str:

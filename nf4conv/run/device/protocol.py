@@ -124,13 +124,6 @@ class CopyPart(NamedTuple):
     piece: Piece
 
 
-class PairOfPieces(NamedTuple):
-    """Holds the same elements of two tensors."""
-
-    a: TensorInfo
-    b: TensorInfo
-
-
 class Device(Protocol):
     """A device as one thread uses it."""
 
@@ -155,10 +148,4 @@ class Device(Protocol):
 
         Either all of them are encoded, or none is. A CastError, once all values have been given,
         says that finite ones become infinite.
-        """
-
-    def subtract(self, pairs: Sequence[PairOfPieces]) -> list[Errors]:
-        """Returns how far the values of each pair are apart.
-
-        All first tensors of the pairs are of one dtype, and so are all second ones.
         """

@@ -41,7 +41,7 @@ from nf4conv.run.device.protocol import Gathered
 from nf4conv.run.loop import Task
 from nf4conv.run.pieces import WeightPiece, pieces_of, weight_pieces
 from nf4conv.run.worker import Activity, Worker
-from nf4conv.sources.cutting import Piece
+from nf4conv.sources.cutting import Piece, pieces_alike, share_parts
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts
 from nf4conv.sources.tensors import FileRange, TensorInfo, cut_elements
 
@@ -80,6 +80,17 @@ def copy_tasks(result: TensorDifference, torch: TorchBackend, piece: int) -> Ite
         most = piece // 4
     for part in pieces_of(source, most):
         yield partial(compare_copy, torch, result, part)
+
+
+def value_tasks(result: TensorDifference, torch: TorchBackend, piece: int) -> Iterator[Task]:
+    """Yields the tasks that compare two tensors, encoded or not, value by value."""
+    # both decoded take a few times as much
+    pieces = list(pieces_alike(result.a, result.b, piece // 4))
+    if share_parts(pieces[0][1]) or share_parts(pieces[0][2]):
+        yield partial(_compare_values, torch, result, pieces)
+        return
+    for one in pieces:
+        yield partial(_compare_values, torch, result, [one])
 
 
 def _compare_weight(
@@ -268,6 +279,21 @@ def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> dict[str, torch.Te
     far = (scaled - values[state.absmax.int()]).abs()
     near = (scaled - values[nearest]).abs()
     return {"absmax": far > near + _NESTED_TIE, "nested_absmax": _unlike(largest, nested)}
+
+
+def _compare_values(
+    torch_backend: TorchBackend,
+    result: TensorDifference,
+    pieces: Sequence[tuple[int, TensorInfo, TensorInfo]],
+    worker: Worker,
+) -> None:
+    """Compares pieces of two tensors, as both are decoded."""
+    device = device_of(worker, torch_backend)
+    for start, a, b in pieces:
+        original = read_values(device, a).clone()  # the next read reuses the buffer
+        found = read_values(device, b)
+        with device.timed(Activity.COMPUTE):
+            result.add_piece(start, difference(original, found))
 
 
 def compare_copy(

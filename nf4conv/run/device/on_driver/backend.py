@@ -13,7 +13,7 @@ from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.buffers import Gpu
 from nf4conv.run.device.on_driver.device import DriverDevice
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose, load_bundles
-from nf4conv.run.pieces import PAIR_SLACK, aligned, bytes_of
+from nf4conv.run.pieces import aligned, bytes_of
 from nf4conv.run.worker import Worker
 
 DECODED: Final = 2
@@ -27,7 +27,7 @@ class DriverBackend:
         self,
         device: driver.Device,
         kernels: Mapping[Purpose, Kernels[bytes]],
-        format: Format | None,
+        format: Format,
         returned: float,
     ) -> None:
         self._gpu = Gpu(device, kernels)
@@ -56,7 +56,6 @@ class DriverBackend:
         return self._gpu.held
 
     def weight_room(self, job: PackJob) -> int:
-        assert self._format is not None
         decoded = bytes_of(TAGS[self._format.dtype], job.elements)
         if job.source.encoding is not None:
             decoded //= DECODED
@@ -70,9 +69,6 @@ class DriverBackend:
         bits = max(DTYPE_BITS[job.source.dtype], bits_returned)
         return max(piece * 8 // bits, 64)
 
-    def pair_bytes(self, piece: int) -> int:
-        return piece - PAIR_SLACK
-
 
 def gpu_named(device: str) -> int | None:
     """Returns the number of the GPU that "auto", "cuda" or "cuda:N" names; None without one."""
@@ -84,7 +80,7 @@ def gpu_named(device: str) -> int | None:
 
 
 def open_gpu(
-    number: int, purposes: Collection[Purpose], format: Format | None, returned: float
+    number: int, purposes: Collection[Purpose], format: Format, returned: float
 ) -> DriverBackend | None:
     """Loads the kernels for some purposes to a GPU; None if they cannot be compiled."""
     device = driver.Device(number)

@@ -85,6 +85,3 @@ class TorchBackend:
         if source.encoding is None or is_unpacked:
             return piece * 8 // DTYPE_BITS[source.dtype]
         return piece // 2
-
-    def pair_bytes(self, piece: int) -> int:
-        return piece // 4  # both decoded take a few times as much

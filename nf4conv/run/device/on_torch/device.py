@@ -13,7 +13,7 @@ from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_torch import packing
 from nf4conv.run.device.on_torch.buffers import SharedTensors, TorchBuffers
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, exactly_decoded, read_values
-from nf4conv.run.device.protocol import CastError, Converted, CopyPart, PairOfPieces
+from nf4conv.run.device.protocol import CastError, Converted, CopyPart
 from nf4conv.run.worker import Activity, Backend, Worker
 from nf4conv.sources.arranged import Merged
 from nf4conv.sources.tensors import TensorInfo
@@ -71,15 +71,6 @@ class TorchDevice(TorchBuffers):
         if not bool((torch.isfinite(before) & ~torch.isfinite(cast)).any()):
             return None
         return CastError(job.source, job.dtype, is_merged=is_merged)
-
-    def subtract(self, pairs: Sequence[PairOfPieces]) -> list[Errors]:
-        differences = []
-        for pair in pairs:
-            a = read_values(self, pair.a).clone()  # the next read reuses the buffer
-            b = read_values(self, pair.b)
-            with self.timed(Activity.COMPUTE):
-                differences.append(difference(a, b))
-        return differences
 
     def count_unpackable(self, tensor: TensorInfo, limit: float) -> tuple[int, int]:
         """Counts the values of a tensor that are NaN or infinite, and others above a magnitude."""
