@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from nf4conv.choose.experts import Experts
 from nf4conv.choose.selection import unmatched
 from nf4conv.commands.writing import (
-    bytes_on_disk,
     describe,
     open_unchanged,
     tell_what_is_read,
@@ -417,39 +416,28 @@ def _write_pipeline(
 def _verification(
     plan: DiffusersPlan[QuantizationPlan], reports: Sequence[QuantizeReport]
 ) -> VerificationSummary | None:
-    """Joins the summaries of all submodels; None if nothing was verified.
-
-    Without verification no report has one. With it, no submodel is skipped.
-    """
-    found: list[VerificationSummary] = []
-    for report in reports:
-        if report.verification is None:
-            return None
-        found.append(report.verification)
+    """Joins the summaries of all submodels; None if this run has not verified them."""
     rows: list[TensorRow] = []
-    for name, part in zip(plan.submodels, found, strict=True):
-        rows += [row.inside(name) for row in part.weights]
-    if rows:
-        return VerificationSummary.of(rows, sum(part.copied for part in found))
-    # An earlier run verified them, and its figures are all that is left. They do not tell the
-    # median of all weights.
-    return VerificationSummary(
-        packed=sum(part.packed for part in found),
-        copied=sum(part.copied for part in found),
-        largest_relative_error=max(part.largest_relative_error for part in found),
-        median_relative_error=float("nan"),
-        bytes_differing=sum(part.bytes_differing for part in found),
-    )
+    copied = 0
+    for name, report in zip(plan.submodels, reports, strict=True):
+        found = report.verification
+        if found is None or report.run.already_complete:
+            return None
+        rows += [row.inside(name) for row in found.weights]
+        copied += found.copied
+    return VerificationSummary.of(rows, copied)
 
 
 def _pipeline_card(
-    plan: DiffusersPlan[QuantizationPlan], repository: "Push | None", report: QuantizeReport
+    plan: DiffusersPlan[QuantizationPlan],
+    repository: "Push | None",
+    report: QuantizeReport,
+    reports: Sequence[QuantizeReport],
 ) -> str:
     """Writes the model card of a diffusers pipeline."""
     from nf4conv.report.card import diffusers_card  # importing YAML takes a moment
 
-    out = Path(report.run.out)
-    sizes = {name: bytes_on_disk(out, name, part) for name, part in plan.submodels.items()}
+    sizes = {name: part.run.bytes_after for name, part in zip(plan.submodels, reports, strict=True)}
     return _with_repository(diffusers_card(plan, sizes, report.verification), plan, repository)
 
 

@@ -2,8 +2,8 @@
 
 The submodels of a pipeline are written one after the other:
 
-OUT/.nf4conv            lock and fingerprint of the whole, and which submodels are finished
-OUT/<submodel>          a workspace of its own, see output/workspace.py
+OUT/.nf4conv            lock of the whole
+OUT/<submodel>          a checkpoint of its own: a rerun finds by its record that it is there
 OUT/model_index.json    last of all: without it diffusers does not take the folder for a pipeline
 """
 
@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 
 from nf4conv.check.config_check import check_config
 from nf4conv.check.structure import structure_of
-from nf4conv.declaring import deciding
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import has_components
-from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions, SourceOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions, SourceOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.quantization import QuantizationPlan
@@ -28,17 +27,13 @@ from nf4conv.report.advice import unusual
 from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.results import DequantizeReport, PlanReport, QuantizeReport, RunReport
 from nf4conv.report.text.progress_bar import Step, begin
-from nf4conv.run.checkpoint import ignore
 from nf4conv.sources.diffusers import DiffusersFolder
 from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_small, reading_speed
-from nf4conv.sources.record import read_record
-from nf4conv.sources.source import Source, source_changes, source_stamps
+from nf4conv.sources.source import Source
 from nf4conv.sources.unfinished import is_unfinished
-from nf4conv.system.files import space_taken
 from nf4conv.system.folders import remove
 from nf4conv.system.machine import uncollected
-from nf4conv.version import __version__
 
 OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
 ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
@@ -149,7 +144,7 @@ def write_submodels(
     options: OptionsT,
     write: Callable[[PlanT, Path, OptionsT], ReportT],
     join: Callable[[RunReport, Sequence[ReportT]], ReportT],
-    card: Callable[[ReportT], str] | None = None,
+    card: Callable[[ReportT, Sequence[ReportT]], str] | None = None,
 ) -> ReportT:
     """Carries out the plans of all submodels.
 
@@ -157,138 +152,60 @@ def write_submodels(
         plan: the plan of the pipeline.
         out: the output folder.
         options: how to use the machine, and whom to tell the number of source bytes that are read.
-        write: carries out the plan of one submodel.
+        write: carries out the plan of one submodel; it recognises one that is there already.
         join: returns the report of the whole, given what came of all runs, and their reports.
-        card: returns the README.md of the pipeline, given its report; None if it gets none.
+        card: returns the README.md of the pipeline, given all these reports; None if it gets none.
     """
-    if not options.overwrite and _is_complete(plan, out):
+    index = plan.folder.index
+    if (out / index.name).is_file() and not is_unfinished(out) and not options.overwrite:
         reports = [write(part, out / name, options) for name, part in plan.submodels.items()]
         tidy(out)
-        return join(_joined(plan, out, reports, 0), reports)
-    stamps = {name: source_changes(part.source) for name, part in plan.submodels.items()}
-    opened = Workspace(out, _fingerprint(plan, options), stamps, overwrite=options.overwrite)
-    with opened as workspace:
-        if options.verify:
-            workspace.forget()  # submodels of an earlier run, which nobody may have looked at
+        return join(_joined(plan, out, reports), reports)
+    begun = {"command": type(options).__name__, "--device": options.device}
+    with Workspace(out, begun, overwrite=options.overwrite) as workspace:
         for name in plan.submodels:
             workspace.require_name(name)
-        index = plan.folder.index
+        missing = [part for name, part in plan.submodels.items() if not (out / name).exists()]
+        workspace.check_space(sum(part.space_needed(()) for part in missing))
         # it is there if an earlier run ended between its last two steps
         remove(out, index.name)
-        reports, kept = _write_missing(plan, workspace, options, write)
+        reports = []
+        for name, part in plan.submodels.items():
+            # one that an earlier run has finished may not be verified
+            again = options.verify and not is_unfinished(out / name)
+            reports.append(write(part, out / name, replace(options, overwrite=again)))
         for file in plan.folder.files:
             workspace.copy(str(file), plan.folder.folder / file)
-        report = join(_joined(plan, out, reports, kept, workspace.left_out), reports)
+        report = join(_joined(plan, out, reports, workspace.left_out), reports)
         if card is not None:
-            workspace.write("README.md", card(report).encode(errors="backslashreplace"))
+            workspace.write("README.md", card(report, reports).encode(errors="backslashreplace"))
         workspace.complete({index.name: read_small(index)})
     return report
-
-
-def _write_missing(
-    plan: DiffusersPlan[PlanT],
-    workspace: Workspace,
-    options: OptionsT,
-    write: Callable[[PlanT, Path, OptionsT], ReportT],
-) -> tuple[list[ReportT], int]:
-    """Writes the submodels that are not finished.
-
-    Returns their reports, and the number of shards of the others.
-    """
-    out = workspace.out
-    progress = options.progress or ignore
-    missing = {}
-    kept = 0
-    for name, part in plan.submodels.items():
-        if _files(name, part) <= workspace.finished.keys():
-            kept += len(part.output.shards)
-            progress(part.output.bytes_to_read)
-        else:
-            missing[name] = part
-    workspace.check_space(sum(_space_needed(out / name, part) for name, part in missing.items()))
-    reports: list[ReportT] = []
-    last = list(plan.submodels)[-1]
-    for name, part in missing.items():
-        # what is there but not begun was finished and not yet noted, or is to be overwritten
-        again = replace(options, overwrite=not is_unfinished(out / name))
-        reports.append(write(part, out / name, again))
-        if name != last:  # the last one is never skipped, so that a run has something to report
-            for shard in _files(name, part):
-                workspace.record(shard, (out / shard).stat().st_size)
-    return reports, kept
-
-
-def _is_complete(plan: DiffusersPlan[Any], out: Path) -> bool:
-    """Returns True if an earlier run came to its end; each submodel then has its own record."""
-    index = out / plan.folder.index.name
-    if is_unfinished(out) or not index.is_file():
-        return False
-    if read_small(index) != read_small(plan.folder.index):
-        return False
-    return all(read_record(out / name) is not None for name in plan.submodels)
-
-
-def _files(name: str, plan: WritingPlan) -> set[str]:
-    """Returns the files by which a finished submodel is noted."""
-    return {f"{name}/{shard.name}" for shard in plan.output.shards}
-
-
-def _space_needed(folder: Path, plan: WritingPlan) -> int:
-    """Returns the bytes that a submodel takes beyond what lies in its folder.
-
-    What lies there is deleted, or kept as a part of the result.
-    """
-    present = sum(space_taken(path) for path in folder.rglob("*") if path.is_file())
-    return max(plan.space_needed(()) - present, 0)
-
-
-def _fingerprint(plan: DiffusersPlan[Any], run: RunOptions) -> dict[str, Any]:
-    """Returns what a run must have in common with the one that it resumes.
-
-    Each submodel's workspace has a complete fingerprint. This one is for finished submodels, whose
-    own is gone.
-    """
-    submodels = {}
-    for name, part in plan.submodels.items():
-        submodels[name] = {
-            "source files": source_stamps(part.source),
-            "config": part.config,
-            "options": deciding(part.options),
-        }
-    return {
-        "command": type(next(iter(plan.submodels.values()))).__name__,
-        "version": __version__,
-        "--device": run.device,
-        "submodels": submodels,
-    }
 
 
 def _joined(
     plan: DiffusersPlan[Any],
     out: Path,
     reports: Sequence[QuantizeReport | DequantizeReport],
-    kept: int,
     left_out: Sequence[str] = (),
 ) -> RunReport:
-    """Joins what came of the submodels that were written.
-
-    `kept` is the number of shards of the others; `left_out` are lines about files that are not
-    copied.
-    """
+    """Joins what came of all submodels; `left_out` are lines about files that are not copied."""
     runs = [report.run for report in reports]
+    shards_resumed = 0
+    for run, part in zip(runs, plan.submodels.values(), strict=True):
+        shards_resumed += len(part.output.shards) if run.already_complete else run.shards_resumed
     totals = plan.totals()
     return replace(
-        runs[0],
+        next((run for run in runs if not run.already_complete), runs[0]),
         out=str(out),
-        already_complete=all(run.already_complete for run in runs),
         copied=totals.copied,
         bytes_before=totals.bytes_before,
-        bytes_after=sum(bytes_on_disk(out, name, part) for name, part in plan.submodels.items()),
+        bytes_after=sum(run.bytes_after for run in runs),
         pipeline_seconds=sum(run.pipeline_seconds for run in runs),
         seconds_by_activity=sum_of_seconds(runs),
         host_peak_bytes=max(run.host_peak_bytes for run in runs),
         device_peak_bytes=max(run.device_peak_bytes for run in runs),
-        shards_resumed=kept + sum(run.shards_resumed for run in runs),
+        shards_resumed=shards_resumed,
         notes=(*plan.notes, *left_out),
     )
 
@@ -300,8 +217,3 @@ def sum_of_seconds(runs: Sequence[RunReport]) -> dict[str, float]:
         for activity, spent in run.seconds_by_activity.items():
             seconds[activity] = seconds.get(activity, 0.0) + spent
     return seconds
-
-
-def bytes_on_disk(out: Path, submodel: str, plan: WritingPlan) -> int:
-    """Returns the bytes of a submodel's weight files."""
-    return sum((out / submodel / shard.name).stat().st_size for shard in plan.output.shards)

@@ -186,19 +186,13 @@ class OutputFolder:
         self,
         name: str,
         size: int,
-        digest: int | None = None,
+        digest: int,
         source_bytes: int = 0,
         verified: Mapping[str, Any] | None = None,
     ) -> None:
-        """Records that a shard is complete; without its digest the file is read to compute it.
-
-        May be called from any thread.
-        """
-        path = self.out / name
-        with named(path, OutputError, inside=True):
-            if digest is None:
-                digest = digest_of_file(path)
-            sync_folder(path.parent)  # no record may outlive its shard
+        """Records that a shard is complete. May be called from any thread."""
+        with named(self.out / name, OutputError, inside=True):
+            sync_folder(self.out)  # no record may outlive its shard
         file = FinishedFile(size, digest, source_bytes, verified)
         content = describe_finished(name, file._replace(plan=self._plan))
         record = self._work / SHARDS / record_name(name)

@@ -95,7 +95,7 @@ def _is_sound(file: FinishedFile) -> bool:
 
 def record_name(shard: str) -> str:
     """Returns the name of the record of a finished shard."""
-    return f"{shard.replace('/', ' ')}.json"
+    return f"{shard}.json"
 
 
 def is_unfinished(out: Path) -> bool:

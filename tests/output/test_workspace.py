@@ -36,7 +36,8 @@ def workspace(out: Path, run: dict[str, object] = RUN, *, overwrite: bool = Fals
 def write_shard(space: Workspace, name: str, value: int = 7) -> None:
     writer = space.open_shard(name, 128, 4)
     writer.write(0, memoryview(bytes([value] * 4)))
-    space.record(name, writer.finish([("w", "U8", (4,), 0, 4)], b""))
+    size = writer.finish([("w", "U8", (4,), 0, 4)], b"")
+    space.record(name, size, writer.digest)
 
 
 def interrupted(out: Path, *names: str) -> None:
