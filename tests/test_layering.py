@@ -77,6 +77,7 @@ HEAVY = {"torch", "triton", "numpy", "transformers", "bitsandbytes"}
 WITHOUT_HEAVY = (*ORDER[: ORDER.index("run") + 1], "cli")
 WITH_TORCH = "run.device.on_torch"
 EXCEPT = {
+    "sources.pickle_header": "lets torch read pickles",
     "sources.reader": "reads arrays of numpy",
     "output.digest": "sums words of 64 bits at the speed of memory",
     "run.device.on_driver.kernels": "compiles with torch, once",

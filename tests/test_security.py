@@ -36,8 +36,6 @@ PROMISES = {
     "a quant state": "test_quant_state.py",
     "any other small tensor": "test_hostile_files.py",
     "config.json and other JSON": "test_limits.py",
-    "the program of a pickle": "test_pickle_header.py",
-    "the directory of a zip archive": "test_pickle_header.py",
     "a tensor of a pickle": "test_pickle_header.py",
     "files open at a time": "test_source.py",
     "weights that are packed with double quantization": "test_non_finite.py",

@@ -193,9 +193,8 @@ def calibrate_case(chosen: random.Random, whole: Path, work: Path) -> Case:
 
 _SOURCES: dict[str, Callable[[Path], None]] = {
     "safetensors": templates.plain,
-    "zip pickle": lambda folder: templates.pickled(folder, is_zip=True),
-    "legacy pickle": lambda folder: templates.pickled(folder, is_zip=False),
-    "sharded pickles": lambda folder: templates.pickled(folder, is_zip=True, shards=2),
+    "pickle": templates.pickled,
+    "sharded pickles": lambda folder: templates.pickled(folder, shards=2),
     "nf4": lambda folder: templates.four_bit(folder, double_quant=False),
     "nf4 with double quantization": templates.four_bit,
     "fp4": lambda folder: templates.four_bit(folder, quant_type="fp4"),

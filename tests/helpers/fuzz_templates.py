@@ -48,7 +48,7 @@ def plain(folder: Path) -> None:
     (folder / "README.md").write_text(CARD)
 
 
-def pickled(folder: Path, *, is_zip: bool, shards: int = 1) -> None:
+def pickled(folder: Path, *, shards: int = 1) -> None:
     state = PLAIN | {
         f"{Q}.weight": random_weight(64, 64).bfloat16().t(),
         UP: random_weight(128, 64)[32:96],
@@ -58,7 +58,7 @@ def pickled(folder: Path, *, is_zip: bool, shards: int = 1) -> None:
     files = {name: f"pytorch_model-{number % shards:05d}.bin" for number, name in enumerate(state)}
     for file in set(files.values()):
         part = {name: tensor for name, tensor in state.items() if files[name] == file}
-        torch.save(part, folder / file, _use_new_zipfile_serialization=is_zip)
+        torch.save(part, folder / file)
     (folder / "pytorch_model.bin.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": files})
     )

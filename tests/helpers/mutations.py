@@ -202,10 +202,9 @@ def _with_header(header: bytes, data: bytes) -> bytes:
 
 
 def mutate_pickle(chosen: random.Random, content: bytes) -> bytes:
-    """Changes parts of a zip archive, or the opcodes of a legacy file."""
+    """Changes parts of a zip archive, or its bytes."""
     if not zipfile.is_zipfile(BytesIO(content)) or chosen.random() < 0.2:
-        mutate = mutate_program if chosen.random() < 0.7 else mutate_bytes
-        return mutate(chosen, content)
+        return mutate_bytes(chosen, content)
     made = BytesIO()
     with zipfile.ZipFile(BytesIO(content)) as before, zipfile.ZipFile(made, "w") as after:
         entries = before.infolist()
