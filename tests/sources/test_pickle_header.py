@@ -307,8 +307,7 @@ def test_damage_is_an_error_or_harmless(tmp_path: Path, data: st.DataObject):
     path.write_bytes(raw)
     try:
         tensors = read_pickle_header(path)
-    except SourceError as error:
-        assert len(str(error).splitlines()) == 1
+    except SourceError:
         return
     for tensor in tensors:
         assert 0 <= tensor.start <= tensor.stop <= len(raw)
