@@ -74,13 +74,11 @@ def calibrate(
 
 def _space_needed(session: Session) -> int:
     """Returns the bytes that will be written to disk beside the result."""
-    needs = session.calibration.needs
-    there = 0
-    for number in session.calibration.targets:
-        file = session.kept.file(_name(number))
-        there += file.stat().st_size if file.is_file() else 0
-    hidden = needs.hidden_elements * session.dtype.itemsize
-    return needs.disk_bytes - there + max(hidden - session.memory, 0)
+    calibration = session.calibration
+    files = [session.kept.file(_name(number)) for number in calibration.targets]
+    there = sum(file.stat().st_size for file in files if file.is_file())
+    hidden = calibration.hidden_elements * session.dtype.itemsize
+    return calibration.disk_bytes - there + max(hidden - session.memory, 0)
 
 
 def _calibrate_all(session: Session) -> dict[int, CalibratedBlock]:

@@ -4,7 +4,7 @@
     OUT/.nf4conv/calibrated/outputs-00003.safetensors   second moments of gradients
 
 The metadata of a file hold its record: facts, device, versions; and a digest of all of it. What
-does not match is removed and made again.
+does not match is made again.
 """
 
 import hashlib
@@ -23,7 +23,6 @@ from nf4conv.calibrate.rounding import Rounded
 from nf4conv.errors import OutputError, named
 from nf4conv.format.layout import COMPONENT_SUFFIXES, Format
 from nf4conv.output.writer import write_file
-from nf4conv.system.folders import is_link, remove
 
 _log: Final = logging.getLogger(__name__)
 
@@ -56,12 +55,9 @@ class KeptFiles:
         """
         record = json.dumps({"made_by": self._made_by, "facts": facts})
         metadata = {"record": record, "sha256": _digest(record, tensors)}
-        content = save(tensors, metadata)
-        file = self.file(name)
         with named(self.folder, OutputError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            remove(self.folder, file.name)  # whatever stands there, a folder even
-        write_file(file, [content])
+        write_file(self.file(name), [save(tensors, metadata)])
 
     def read(self, name: str) -> tuple[Tensors, Any] | None:
         """Returns tensors in host memory, and the facts that were written with them.
@@ -71,37 +67,31 @@ class KeptFiles:
             says that they are made again.
 
         Raises:
-            OutputError: another device or other versions have made them, or what is there in their
-                place cannot be removed.
+            OutputError: another device or other versions have made them.
         """
         file = self.file(name)
-        if not (file.exists() or is_link(file)):
+        if not file.is_file():
             return None
-        if file.is_file() and not is_link(file):
-            try:
-                with safe_open(file, "pt") as opened:
-                    names = opened.keys()
-                    tensors = {name: opened.get_tensor(name) for name in names}
-                    metadata = opened.metadata() or {}
-            except (OSError, SafetensorError):
-                metadata = {}  # whatever stands there
-            if metadata and metadata.get("sha256") == _digest(metadata.get("record", ""), tensors):
-                record = json.loads(metadata["record"])
-                self._require_same_maker(record["made_by"])
-                return tensors, record["facts"]
-        _log.warning("%s: is not what was written, and is made again", file)
-        with named(self.folder, OutputError):
-            remove(self.folder, file.name)
-        return None
-
-    def _require_same_maker(self, before: Mapping[str, str]) -> None:
+        try:
+            with safe_open(file, "pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                metadata = opened.metadata() or {}
+        except (OSError, SafetensorError):
+            metadata = {}
+        record = metadata.get("record", "")
+        if not metadata or metadata.get("sha256") != _digest(record, tensors):
+            _log.warning("%s: is not what was written, and is made again", file)
+            file.unlink()
+            return None
+        found = json.loads(record)
         for what, now in self._made_by.items():
-            if before.get(what) != now:
+            before = found["made_by"].get(what)
+            if before != now:
                 raise OutputError(
-                    f"{self.folder.parent.parent}: calibration has begun with {what} "
-                    f"{before.get(what)}, and this is {now}; go on there, or --overwrite to start "
-                    f"anew"
+                    f"{self.folder.parent.parent}: calibration has begun with {what} {before}, and "
+                    f"this is {now}; go on there, or --overwrite to start anew"
                 )
+        return tensors, found["facts"]
 
 
 def _digest(record: str, tensors: Tensors) -> str:

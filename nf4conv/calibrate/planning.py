@@ -17,7 +17,6 @@ from nf4conv.calibrate.model.building import BlockList, build_model, find_blocks
 from nf4conv.calibrate.model.experts import experts_of
 from nf4conv.calibrate.model.filling import Filling, follow_names
 from nf4conv.calibrate.model.flow import Flow, find_flow
-from nf4conv.calibrate.needs import estimate
 from nf4conv.calibrate.session import PreparedCalibration
 from nf4conv.calibrate.stages import Target
 from nf4conv.calibrate.text import Text, require_known
@@ -29,7 +28,6 @@ from nf4conv.plan.calibration import CalibrationText
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.source import Source
-from nf4conv.sources.tensors import TensorInfo
 
 _USUAL_WIDTH: Final = 4096  # hidden states of a token, where the config does not say
 
@@ -43,17 +41,19 @@ _Fillings = Mapping[int | None, Sequence[Filling]]
 def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> QuantizationPlan:
     """Adds a calibration to the plan of a checkpoint, whose scales are searched.
 
-    `check_request` has let its source and its options pass, and returned the texts.
+    request.py has let its source and its options pass.
     """
     source = plan.source
     options = plan.options
-    assert source.config is not None  # or else check_request would have refused it
-    names = [tensor.name for tensor in source.tensors]
-    model: Any = build_model(source.config, torch.float32, names)
+    assert source.config is not None  # or else it would have been refused
+    model: Any = build_model(source.config, torch.float32)
     jobs = _jobs_of(plan)
     every = follow_names(model, source.tensors)
-    blocks = find_blocks(model, list(_packed_parameters(every, jobs)))
-    fillings = _by_block(every, blocks)
+    packed = [one for one in every if any(tensor.name in jobs for tensor in one.tensors)]
+    blocks = find_blocks(model, [name for one in packed for name in one.parameters])
+    fillings: defaultdict[int | None, list[Filling]] = defaultdict(list)
+    for one in every:
+        fillings[blocks.number_of(one.parameters[0])].append(one)
     targets = _find_targets(model, fillings, blocks, jobs, plan.output.format.blocksize)
     chosen = [target.job for found in targets.values() for target in found]
     if not chosen:
@@ -66,31 +66,27 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
             f"out"
         )
     calibrating, judging = _windows(source, options, model, texts)
-    block_bytes = []
-    for number in range(len(blocks.blocks)):
-        of_block = _tensors(fillings.get(number, ()))
-        block_bytes.append(sum(tensor.nbytes for tensor in of_block))
-    needs = estimate(
-        blocks=len(blocks.blocks),
-        block_elements=_most_elements(fillings, flow),
-        matrices=[job.matrix.shape for job in chosen],
-        finished_bytes=sum(job.nbytes for job in chosen),
-        tokens=calibrating.size + judging.size,
-        width=getattr(model.config.get_text_config(), "hidden_size", _USUAL_WIDTH),
-        outputs=options.calibrate_output,
-    )
+    outputs = options.calibrate_output
+    tokens = calibrating.size + judging.size
+    # with gradients: before each block, behind the last, and the gradients
+    kept = 1 if outputs is None else len(blocks.blocks) + 2
+    width = getattr(model.config.get_text_config(), "hidden_size", _USUAL_WIDTH)
     calibration = PreparedCalibration(
         texts=tuple(CalibrationText(text.name, text.sha256) for text in texts),
         tokens=calibrating.size,
         judging_tokens=judging.size,
         window=calibrating.shape[1],
         transformers=version("transformers"),
-        block_bytes=tuple(block_bytes),
+        block_bytes=tuple(
+            sum(tensor.nbytes for one in fillings.get(number, ()) for tensor in one.tensors)
+            for number in range(len(blocks.blocks))
+        ),
         bytes_spared=sum(job.source_bytes - job.nbytes for job in chosen),
         weights=frozenset(job.name for job in chosen),
-        outputs=options.calibrate_output,
+        outputs=outputs,
         carry_out=calibrate,
-        needs=needs,
+        disk_bytes=_disk_bytes(chosen, outputs, len(blocks.blocks)),
+        hidden_elements=kept * tokens * width,
         calibrating=calibrating,
         judging=judging,
         flow=flow,
@@ -116,32 +112,13 @@ def _jobs_of(plan: QuantizationPlan) -> _Jobs:
     return jobs
 
 
-def _packed_parameters(fillings: Sequence[Filling], jobs: _Jobs) -> Iterator[str]:
-    """Yields the names of parameters that are filled from tensors that are packed."""
-    for filling in fillings:
-        if any(tensor.name in jobs for tensor in filling.tensors):
-            yield from filling.parameters
-
-
-def _by_block(fillings: Sequence[Filling], blocks: BlockList) -> _Fillings:
-    found: defaultdict[int | None, list[Filling]] = defaultdict(list)
-    for filling in fillings:
-        found[blocks.number_of(filling.parameters[0])].append(filling)
-    return dict(found)
-
-
-def _tensors(fillings: Sequence[Filling]) -> Iterator[TensorInfo]:
-    """Yields the tensors that parameters are filled from."""
-    for filling in fillings:
-        yield from filling.tensors
-
-
-def _most_elements(fillings: _Fillings, flow: Flow) -> int:
-    """Returns the most elements in memory at a time: of a block, or of what comes before it."""
-    needed = set(flow.needed)
-    before = [one for one in fillings.get(None, ()) if not needed.isdisjoint(one.parameters)]
-    parts = [part for number, part in fillings.items() if number is not None]
-    return max(sum(tensor.elements for tensor in _tensors(part)) for part in (before, *parts))
+def _disk_bytes(chosen: Sequence[PackJob], outputs: str | None, blocks: int) -> int:
+    """Returns the most bytes of finished weights and of second moments of gradients."""
+    squares = sorted(job.matrix.shape[0] ** 2 for job in chosen) if outputs is not None else []
+    if outputs == "qkv":
+        # the first weights of a block are its smallest ones, if not by much
+        squares = squares[: 4 * blocks]
+    return sum(job.nbytes for job in chosen) + 4 * sum(squares)
 
 
 def _find_targets(
@@ -255,7 +232,6 @@ def _notes(
     )
     if calibration.tokens < wanted - calibration.window:
         yield f"the text has only {calibration.tokens:,} of {wanted:,} tokens; all are read"
-    yield calibration.needs.described()
     packed = {job.name for of_tensor in jobs.values() for job in of_tensor}
     left_out = packed - calibration.weights
     if left_out:

@@ -6,7 +6,7 @@ Neither torch nor transformers is imported before: that is refused within a seco
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
-from nf4conv.calibrate.text import Text, read_texts
+from nf4conv.calibrate.text import read_texts
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.quantization import QuantizationPlan, plan_source
@@ -21,16 +21,6 @@ def plan_calibrated(source: Source, options: QuantizeOptions) -> QuantizationPla
     Raises:
         PlanError: the request cannot be met.
     """
-    # --scales is checked here, because the plan below no longer has what was asked for
-    texts = check_request(source, options)
-    plan = plan_source(source, replace(options, scales="search"))
-    from nf4conv.calibrate.planning import plan_calibration  # importing torch takes seconds
-
-    return plan_calibration(plan, texts)
-
-
-def check_request(source: Source, options: QuantizeOptions) -> list[Text]:
-    """Returns the text that calibrates, once everything is refused that can be known so early."""
     if options.scales == "absmax":
         raise PlanError("--scales absmax does not go with --calibrate, which chooses all scales")
     if source.config is None:
@@ -46,7 +36,12 @@ def check_request(source: Source, options: QuantizeOptions) -> list[Text]:
         )
     _require_transformers()
     assert options.calibrate is not None
-    return read_texts(options.calibrate)
+    texts = read_texts(options.calibrate)
+    # the plan no longer has what was asked for
+    plan = plan_source(source, replace(options, scales="search"))
+    from nf4conv.calibrate.planning import plan_calibration  # importing torch takes seconds
+
+    return plan_calibration(plan, texts)
 
 
 def _require_transformers() -> None:

@@ -12,7 +12,6 @@ from nf4conv.calibrate.hidden import HiddenStates
 from nf4conv.calibrate.kept import KeptFiles
 from nf4conv.calibrate.model.filling import Contents, Filling
 from nf4conv.calibrate.model.flow import Call, Flow
-from nf4conv.calibrate.needs import Needs
 from nf4conv.calibrate.stages import Target
 from nf4conv.calibrate.windows import Windows
 from nf4conv.codec.quant_state import DTYPES
@@ -24,9 +23,12 @@ from nf4conv.run.device.on_torch.reading import read_values
 from nf4conv.run.worker import Worker
 from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import TensorInfo
+from nf4conv.system.machine import available_memory
 
 _BATCH_TOKENS: Final = {"cuda": 8192, "cpu": 4096}
 """Tokens that go through a block together. They decide the order of sums, and so the bytes."""
+
+_SHARE_OF_MEMORY: Final = 4  # hidden states take no more than 1/4 of what is free of the host
 
 _BUFFER: Final = 2**25  # bytes of host memory to read into
 
@@ -36,7 +38,9 @@ class PreparedCalibration(Calibration):
     """Holds what carries out a calibration, beside what describes it.
 
     Attributes:
-        needs: the time, memory and disk space that it takes.
+        disk_bytes: the most bytes in the output's work folder, hidden states apart.
+        hidden_elements: the number of hidden states that are kept: in memory, and where there is
+            too little of it on disk.
         calibrating: the windows that calibrate.
         judging: the windows that judge.
         flow: runs the model up to its blocks.
@@ -45,7 +49,8 @@ class PreparedCalibration(Calibration):
         targets: the weights of each block that are calibrated.
     """
 
-    needs: Needs
+    disk_bytes: int
+    hidden_elements: int
     calibrating: Windows
     judging: Windows
     flow: Flow
@@ -87,7 +92,7 @@ class Session:
         self.blocks = plan.calibration.flow.blocks.blocks
         self.device = device
         self.kept = kept
-        self.memory = plan.calibration.needs.memory_left(device)
+        self.memory = available_memory() // _SHARE_OF_MEMORY
         self.dtype = torch.float32
         if device.type == "cuda":
             self.dtype = DTYPES[plan.output.format.dtype]

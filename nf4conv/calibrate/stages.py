@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nf4conv.calibrate.model.experts import ExpertWatch
-from nf4conv.calibrate.model.flow import Call
+from nf4conv.calibrate.model.flow import Call, Stop
 from nf4conv.plan.jobs import PackJob
 
 Note: TypeAlias = Callable[[str, int | None, torch.Tensor], None]
@@ -41,10 +41,6 @@ class Target:
 
 Stage: TypeAlias = Sequence[Target]
 """Weights of a block that multiply the same inputs, or those of all experts."""
-
-
-class _Stop(BaseException):  # it is no error
-    """Ends the run of a block where nothing more is needed of it."""
 
 
 def find_stages(
@@ -85,9 +81,9 @@ def inputs_of(
     def note(path: str, expert: int | None, found: torch.Tensor) -> None:  # noqa: ARG001
         caught.setdefault(expert or 0, found.reshape(-1, found.shape[-1]))
         if expert is None:
-            raise _Stop
+            raise Stop
 
-    with _watching(block, stage[:1], note), suppress(_Stop):
+    with _watching(block, stage[:1], note), suppress(Stop):
         call.run(block, hidden)
     return caught
 

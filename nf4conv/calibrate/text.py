@@ -29,8 +29,6 @@ _SUFFIXES: Final = (".txt", ".jsonl", ".npy")
 _CHARACTERS: Final = 16  # of text that are read for a token that is wanted
 _PARTS: Final = 64  # of a long text that are read, at equal distances
 
-_MOST_UNKNOWN: Final = 0.5  # share of tokens that stand for what a tokenizer does not know
-
 Ids = npt.NDArray[np.integer[Any]]
 
 
@@ -81,8 +79,6 @@ def _read(path: Path) -> Text:
         passages += _lines(path)
     else:
         passages.append(_decoded(path))
-    if not any(passages) and (ids is None or ids.size == 0):
-        raise PlanError(f"{path}: holds no tokens, so it cannot calibrate a model", path=path)
     with named(path, PlanError):
         return Text(path, digest_of(path), ids, passages)
 
@@ -91,14 +87,11 @@ def _decoded(path: Path) -> str:
     """Reads a text; raises a PlanError if it is not UTF-8."""
     try:
         with named(path, PlanError):
-            content = path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise PlanError(
             f"{path}: is no UTF-8 text; convert it, or give token ids (.npy)", path=path
         ) from error
-    if "\0" in content:
-        raise PlanError(f"{path}: holds zero bytes, as no text does", path=path)
-    return content
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -145,15 +138,7 @@ def tokenized(text: Text, needed: int, tokenizer: Any) -> Ids:
         raise PlanError(
             f"{path}: the model's tokenizer cannot read it ({error})", path=path
         ) from error
-    found = np.array(ids, dtype=np.int64)
-    unknown = int((found == getattr(tokenizer, "unk_token_id", None)).sum())
-    if unknown > _MOST_UNKNOWN * found.size:
-        raise PlanError(
-            f"{path}: the model's tokenizer knows only {found.size - unknown:,} of {found.size:,} "
-            f"tokens of it; give text in a language that the model has learnt",
-            path=path,
-        )
-    return found
+    return np.array(ids, dtype=np.int64)
 
 
 def _parts(whole: str, most: int) -> list[str]:

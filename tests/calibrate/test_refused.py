@@ -69,10 +69,7 @@ EARLY: dict[str, tuple[str, Any, str]] = {
     "a folder": ("../", None, "ends in .txt, .jsonl, .npy"),
     "of the Hub": ("wikitext/wikitext-2", None, "data set on the Hub is not fetched"),
     "a PDF": ("text.pdf", b"%PDF", "ends in .txt, .jsonl, .npy"),
-    "empty": ("text.txt", b"", "holds no tokens"),
     "binary": ("text.txt", b"\xff\xfe\x00\x01", "no UTF-8 text; convert it, or give token ids"),
-    "zero bytes": ("text.txt", b"abc\0" * 2000, "holds zero bytes"),
-    "empty lines": ("text.jsonl", b"\n\n", "holds no tokens"),
     "no JSON": ("text.jsonl", b"{'text'}", "line 1 is not JSON"),
     "other fields": ("text.jsonl", b'{"prompt": "a"}', 'line 1 has neither "text" nor "messages"'),
     "a list": ("text.jsonl", b"[1]", 'line 1 has neither "text" nor "messages"'),
@@ -125,7 +122,7 @@ LATE: dict[str, tuple[str, Any, str]] = {
     "negative ids": ("ids.npy", np.full(4000, -1), "holds the token id -1"),
     "short": ("text.txt", b"abc" * 20, "60 tokens are too few to calibrate with: at least 160"),
     "short ids": ("ids.npy", np.arange(20), "20 tokens are too few"),
-    "foreign": ("text.txt", "日本語の文章".encode() * 500, "knows only 0 of 3,000 tokens of it"),
+    "empty lines": ("text.jsonl", b"\n\n", "0 tokens are too few"),
 }
 
 
@@ -195,7 +192,6 @@ SOURCES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (without_config, "needs the config.json"),
     "of nobody": (with_config(architectures=["NobodysModel"]), "has no NobodysModel"),
     "cannot be built": (with_config(num_attention_heads=0), "cannot build LlamaForCausalLM"),
-    "too many layers": (with_config(num_hidden_layers=10**9), "num_hidden_layers is 1,000,000,000"),
     "layers that are missing": (with_config(num_hidden_layers=3), "which the checkpoint does not"),
 }
 
@@ -257,18 +253,13 @@ def test_streamed_sources(hub: Hub, model: Path, text: Path, tmp_path: Path):
 
 
 def test_diffusers(text: Path, tmp_path: Path):
+    source = tmp_path / "transformer"
+    source.mkdir()
     tensors = {"double_blocks.0.img_attn.qkv.weight": torch.ones(64, 64)}
-    pipeline = tmp_path / "pipeline"
-    (pipeline / "transformer").mkdir(parents=True)
-    save_file(tensors, pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
-    config = {"_class_name": "FluxTransformer2DModel"}
-    (pipeline / "transformer" / "config.json").write_text(json.dumps(config))
-    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
-    (pipeline / "model_index.json").write_text(json.dumps(index))
-    for source in (pipeline, pipeline / "transformer"):
-        line = refused("quantize", source, tmp_path / "out", "--calibrate", text)
-        assert "--calibrate is for models of transformers" in line
-        assert not (tmp_path / "out").exists()
+    save_file(tensors, source / "diffusion_pytorch_model.safetensors")
+    (source / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    line = refused("quantize", source, tmp_path / "out", "--calibrate", text)
+    assert "--calibrate is for models of transformers" in line
 
 
 @pytest.mark.parametrize(

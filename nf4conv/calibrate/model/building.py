@@ -5,7 +5,7 @@ repeated: neither takes memory. Buffers, such as the frequencies of rotary embed
 nothing on disk holds them. No code comes from the checkpoint.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import nn
 
 from nf4conv.errors import Nf4convError, PlanError, first_line
 from nf4conv.models.config import architecture_of, without_quantization
-from nf4conv.models.parsing import excess_of, parse_config
+from nf4conv.models.parsing import parse_config
 
 _ATTENTION: Final = ("sdpa", "eager")
 
@@ -67,7 +67,7 @@ def load_tokenizer(folder: Path) -> Any:
         )
 
 
-def build_model(config: Mapping[str, Any], dtype: torch.dtype, names: Iterable[str]) -> nn.Module:
+def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
     """Builds the model of a config.json, all parameters of which are on the meta device."""
     import transformers
 
@@ -79,9 +79,6 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype, names: Iterable[s
             f"--calibrate: {release} has no {architecture or 'architecture'}; "
             f"without --calibrate the model can be quantized all the same"
         )
-    excess = excess_of(config, names)
-    if excess is not None:
-        raise PlanError(f"--calibrate: {architecture}: {excess}")
     failures = []
     for attention in _ATTENTION:
         try:

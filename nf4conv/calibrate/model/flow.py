@@ -93,8 +93,8 @@ class Flow:
         return logits
 
 
-class _Stop(BaseException):  # it is no error
-    """Ends a run behind the last block."""
+class Stop(BaseException):  # it is no error
+    """Ends a run where nothing more is needed of it."""
 
 
 class _Catcher:
@@ -124,7 +124,7 @@ class _Catcher:
         with ExitStack() as stack:
             for number, block in enumerate(self._blocks):
                 stack.enter_context(_in_place(block, partial(self._note, number)))
-            stack.enter_context(suppress(_Stop))
+            stack.enter_context(suppress(Stop))
             model(**arguments)
 
     def _note(self, number: int, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class _Catcher:
 
     def _stop(self, fault: str) -> NoReturn:
         self.fault = fault
-        raise _Stop
+        raise Stop
 
 
 @contextmanager
