@@ -1,11 +1,8 @@
-"""Compares what nf4conv.json and the card say with what is stored.
-
-That is formats and numbers of weights, and of nf4conv.json also the tensors that are not packed,
-and the digests of weights that are calibrated.
+"""Compares what nf4conv.json says with what is stored: formats and numbers of weights, numbers of
+tensors that are not packed, and the digests of weights that are calibrated.
 """
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +12,6 @@ from nf4conv.check.pairing import Pairs
 from nf4conv.check.structure import Structure
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, is_in_4_bits
-from nf4conv.sources.original_card import read_front_matter
 from nf4conv.sources.reader import read_chunks
 from nf4conv.sources.record import (
     MAKING,
@@ -28,13 +24,6 @@ from nf4conv.sources.source import Source
 
 CHECK: Final = "record"
 
-_CARD: Final = "README.md"
-_LARGEST_CARD: Final = 2**22  # bytes
-_CHECKSUMS: Final = "SHA256SUMS"
-_LARGEST_CHECKSUMS: Final = 2**24  # bytes
-_ROW: Final = re.compile(r"^\| (?P<label>[^|]+) \| (?P<text>[^|]*) \|$", re.MULTILINE)
-_PART: Final = re.compile(r" \([\d,]+ weights\)$")
-
 _OF_FORMAT: Final = ("quant_type", "blocksize", "double_quant", "quant_storage", "dtype")
 
 
@@ -42,48 +31,17 @@ def check_record(structure: Structure) -> None:
     """Notes everything that nf4conv.json says of the stored tensors and that is not so."""
     record = structure.record
     if record is None:
-        _note_lack(structure)
+        if (structure.folder / MAKING).is_file():
+            text = "is no record that can be read"
+            structure.note(CHECK, MAKING, "", text, is_fault=structure.exact)
+        elif structure.exact and structure.weights:
+            text = "no record: made by another tool, compared with what quantizing gives"
+            structure.note(CHECK, "", "", text, is_fault=False)
         return
     if "not_packed" not in record:  # release 0.1.0 said nothing of tensors
         return
     for text in (*_wrong_groups(structure, record), *_wrong_counts(structure, record)):
         structure.note(CHECK, MAKING, "", text)
-
-
-def _note_lack(structure: Structure) -> None:
-    """Notes that there is no record; a fault with --exact if nf4conv made the checkpoint.
-
-    Other tools write no record, and what they make is compared all the same.
-    """
-    if (structure.folder / MAKING).is_file():
-        text = "is no record that can be read"
-        structure.note(CHECK, MAKING, "", text, is_fault=structure.exact)
-        return
-    witness = _witness_of(structure)
-    if witness:
-        text = f"is missing, but {witness}"
-        structure.note(CHECK, MAKING, "", text, is_fault=structure.exact)
-    elif structure.exact and structure.weights:
-        text = "no record: made by another tool, compared with what quantizing gives"
-        structure.note(CHECK, "", "", text, is_fault=False)
-
-
-def _witness_of(structure: Structure) -> str:
-    """Returns which file says that nf4conv made a checkpoint, and what it says; empty if none."""
-    folders = [structure.folder]
-    # a pipeline has one card; submodels that were copied as they are have no record
-    if structure.weights and (structure.folder.parent / "model_index.json").is_file():
-        folders.append(structure.folder.parent)
-    for folder in folders:
-        card, _ = read_front_matter(folder / _CARD, folder)
-        if card.is_ours:
-            return f"{_CARD} says that nf4conv made this"
-        sums = folder / _CHECKSUMS
-        if sums.is_file() and sums.stat().st_size <= _LARGEST_CHECKSUMS:
-            names = sums.read_text("utf-8", errors="replace").splitlines()
-            if any(line.endswith((f" {MAKING}", f"*{MAKING}", f"/{MAKING}")) for line in names):
-                return f"{_CHECKSUMS} lists it"
-    return ""
 
 
 def check_origin(structure: Structure, source: Source) -> None:
@@ -94,34 +52,6 @@ def check_origin(structure: Structure, source: Source) -> None:
     made_from = record["source"].get("id")
     text = f"it was made from {made_from}, whose tensors are not those of the source given"
     structure.note("names", MAKING, "", text, is_fault=False)
-
-
-def check_card(structure: Structure) -> None:
-    """Notes the rows of the card's table that are not so; people may write anything around it.
-
-    A card of somebody else, without nf4conv.json, is not looked at.
-    """
-    card = structure.folder / _CARD
-    if structure.record is None or not card.is_file() or card.stat().st_size > _LARGEST_CARD:
-        return
-    text = card.read_text(encoding="utf-8", errors="replace")
-    claimed: dict[str, str] = {}
-    for row in _ROW.finditer(text):
-        # the original's own words stand below, with a table of its own perhaps
-        claimed.setdefault(row["label"], row["text"])
-    formats = [weight.format for weight in structure.weights.values()]
-    stored = {
-        "4-bit data type": {format.quant_type.upper() for format in formats},
-        "block size": {str(format.blocksize) for format in formats},
-        "double quantization": {"yes" if format.double_quant else "no" for format in formats},
-    }
-    for label, values in stored.items():
-        if label not in claimed:
-            continue
-        # with their numbers of weights or without
-        if {_PART.sub("", value) for value in claimed[label].split(", ")} != values:
-            there = " and ".join(sorted(values))
-            structure.note(CHECK, _CARD, "", f"{label} is {claimed[label]:.50}, but it is {there}")
 
 
 def _wrong_groups(structure: Structure, record: Mapping[str, Any]) -> Iterator[str]:

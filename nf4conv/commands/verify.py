@@ -26,7 +26,6 @@ from nf4conv.check.model_config import (
 from nf4conv.check.pairing import Pairs, pair, pair_alike, pair_decoded
 from nf4conv.check.record_check import (
     check_calibrated,
-    check_card,
     check_origin,
     check_record,
 )
@@ -81,7 +80,7 @@ class VerificationPlan:
             count += weight.nbytes - weight.values.nbytes
         for weight, job in self.pairs.weights:
             count += weight.nbytes + job.source_bytes
-        for original, tensor, _ in (*self.pairs.copies, *self.pairs.alike):
+        for original, tensor in (*self.pairs.copies, *self.pairs.alike):
             count += original.nbytes + tensor.nbytes
         count += sum(tensor.nbytes for tensor in self.pairs.alone)
         return count
@@ -179,7 +178,6 @@ def _plan_alone(
     check_record(structure)
     if relation is Relation.QUANTIZED:
         check_config(structure)
-        check_card(structure)
         if not structure.weights and not any(found.is_fault for found in structure.findings):
             structure.note("components", "", "", f"{path}: has no weight in 4 bits")
         return VerificationPlan(path, options, structure, relation)
@@ -201,7 +199,6 @@ def _plan_quantized(
         check_config(structure)
     pairs = pair(structure, source)
     if path.is_dir() and (pairs.weights or pairs.copies):
-        check_card(structure)
         check_model_config(structure, source)
         check_copied_files(structure, source)
     check_origin(structure, source)

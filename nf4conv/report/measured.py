@@ -247,18 +247,16 @@ class Measured:
     Attributes:
         device: the device that measured it.
         weights: what was measured of each packed weight, by its name.
-        copies: what was measured of each tensor that is not packed, by its name. Empty without a
-            source.
+        copies: what was measured of each tensor that is not packed, by its name; of all tensors if
+            nothing says how the checkpoint was made. Empty without a source.
         not_finite: how many values of a tensor that is compared with nothing are NaN or infinite,
             by its name.
-        alike: how far each tensor is from that of a source from which nothing says how it was made.
     """
 
     device: str
     weights: Mapping[str, WeightResult]
     copies: Mapping[str, TensorDifference]
     not_finite: Mapping[str, int] = field(default_factory=dict)
-    alike: Mapping[str, TensorDifference] = field(default_factory=dict)
 
 
 def verification_report(
@@ -277,13 +275,9 @@ def verification_report(
     added to it. `started` is `time.perf_counter()` when the verification began.
     """
     if relation is Relation.NONE:
-        allowed = 0.0 if options.exact else options.tolerance
-        compared = measured.alike
+        _note_differences(structure, measured.copies, 0.0 if options.exact else options.tolerance)
     else:
         _note_faults(structure, measured, options, source)
-        allowed = 0.0
-        compared = measured.copies
-    _note_differences(structure, measured.alike, allowed)
     parameters = sum(weight.elements for weight in structure.weights.values())
     parameters += sum(tensor.elements for tensor in structure.plain.values())
     order = list(CHECKS)
@@ -291,7 +285,7 @@ def verification_report(
     rows = tuple(result.row(options) for result in measured.weights.values())
     tensors = None
     if source is not None:
-        tensors = ComparedTensors.sum_up(result.compared() for result in compared.values())
+        tensors = ComparedTensors.sum_up(result.compared() for result in measured.copies.values())
         if relation is not Relation.NONE:  # bits are compared, and no errors measured
             tensors = replace(tensors, largest_relative_error=None)
     identical = None
@@ -303,7 +297,7 @@ def verification_report(
     return VerifyReport(
         path=path,
         source=source,
-        checks=_check_results(_ran(source, options, structure, measured, relation), findings),
+        checks=_check_results(_ran(source, options, structure, relation), findings),
         findings=findings,
         made=structure.record,
         weights=rows,
@@ -333,7 +327,6 @@ def _ran(
     source: str | None,
     options: VerifyOptions,
     structure: Structure,
-    measured: Measured,
     relation: Relation,
 ) -> set[str]:
     """Returns the names of the checks that were made: those for which everything is there."""
@@ -344,7 +337,7 @@ def _ran(
         "weights": relation is Relation.QUANTIZED,
         "source": source is not None,
         "alone": relation is Relation.DECODED and source is None,
-        "alike": not is_made or bool(measured.alike),
+        "alike": not is_made,
         "record": structure.record is not None,
         "calibrated": any(weight.format.scales == "calibrated" for weight in weights),
         "exact": options.exact,

@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Final
@@ -42,12 +41,10 @@ def verify_values(
     if pairs.alone:
         return _look_at_values(pairs.alone, run, progress)
     with open_reader(source) as reader:
-        alike: Mapping[str, TensorDifference] = {}
         if pairs.alike:
-            device, alike = compare(pairs.alike, run, progress, reader)
-            if not pairs.copies:
-                return Measured(device, {}, {}, alike=alike)
-        return replace(_prove(weights, pairs, run, progress, reader), alike=alike)
+            device, copies = compare(pairs.alike, run, progress, reader)
+            return Measured(device, {}, copies)
+        return _prove(weights, pairs, run, progress, reader)
 
 
 def _prove(
@@ -61,9 +58,7 @@ def _prove(
     without a source, only scales are looked at.
     """
     results = {name: WeightResult(weight) for name, weight in weights.items()}
-    copies = {
-        tensor.name: TensorDifference(original, tensor) for original, tensor, _ in pairs.copies
-    }
+    copies = {tensor.name: TensorDifference(original, tensor) for original, tensor in pairs.copies}
     unlike = dict(copies)
     device = "cpu"
     if pairs.weights or pairs.copies:
@@ -113,7 +108,7 @@ def _made_anew(
         time.perf_counter() - started,
         len(proved),
         len(results),
-        sum(tensor.name not in proof.unlike for _, tensor, _ in pairs.copies),
+        sum(tensor.name not in proof.unlike for _, tensor in pairs.copies),
         len(pairs.copies),
     )
     return devices, proof

@@ -209,12 +209,6 @@ class Encoding:
         """Returns the tensor that adapters are merged into; None if there are none."""
         return None
 
-    def decodes_like(self, other: "Encoding") -> bool:
-        """Returns True if parts of equal layout and equal bytes decode to equal tensors."""
-        if type(self) is not type(other) or self.settings != other.settings:
-            return False
-        return all(part.encoding is None for _, part in (*self.parts, *other.parts))
-
     @property
     def settings(self) -> dict[str, Any]:
         """Returns the fields that say how parts are decoded."""

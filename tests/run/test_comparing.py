@@ -229,11 +229,11 @@ def test_codes_in_another_storage_have_equal_values(packed, tmp_path):
     assert found.unlike == {UP: "equal in value"}
 
 
-def test_components_in_other_shards_and_another_order_are_identical(packed, tmp_path):
+def test_components_in_other_shards_and_another_order_are_equal(packed, tmp_path):
     content = load_file(packed["nf4"] / "model.safetensors")
     names = sorted(content, reverse=True)
     shards = [{name: content[name] for name in names[start::2]} for start in range(2)]
-    assert not compared(packed["nf4"], write(tmp_path / "b", *shards)).unlike
+    assert compared(packed["nf4"], write(tmp_path / "b", *shards)).within(0)
 
 
 def test_weights_that_a_family_stores_transposed(tmp_path):
@@ -261,24 +261,17 @@ def test_experts_that_one_of_the_two_stacks(tmp_path, run):
     assert {name: tensor.shape for name, tensor in decoded.items()} == {
         name: tensor.shape for name, tensor in stacked.items()
     }
-    apart = {}
-    for number in range(3):
-        gate_up = decoded[f"{layer}.gate_up_proj"][number].t()
-        apart[f"{layer}.{number}.gate_proj.weight"] = gate_up[:128]
-        apart[f"{layer}.{number}.up_proj.weight"] = gate_up[128:]
-        apart[f"{layer}.{number}.down_proj.weight"] = decoded[f"{layer}.down_proj"][number].t()
     for a, b in ((source, tmp_path / "packed"), (tmp_path / "packed", source)):
         found = compared(a, b, **run)
         assert found.within(0.12)
-        assert found.statuses == dict.fromkeys(apart, "different")
-    assert len(apart) == 9
-    expert = stacked[f"{layer}.gate_up_proj"][2, :, 128:].t().double()
-    error = expert - apart[f"{layer}.2.up_proj.weight"].double()
-    found = compared(source, tmp_path / "packed", **run).error(f"{layer}.2.up_proj.weight")
-    assert found == pytest.approx(float(error.norm() / expert.norm()), rel=TEN_DIGITS)
+        assert found.statuses == dict.fromkeys(stacked, "different")
+    name = f"{layer}.gate_up_proj"
+    error = (stacked[name] - decoded[name].double()).norm() / stacked[name].double().norm()
+    found = compared(source, tmp_path / "packed", **run).error(name)
+    assert found == pytest.approx(float(error), rel=TEN_DIGITS)
     assert not compared(source, source, **run).unlike
     again = compared(tmp_path / "packed", tmp_path / "decoded", **run)
-    assert again.statuses == dict.fromkeys(apart, "equal in value")
+    assert again.statuses == dict.fromkeys(stacked, "equal in value")
 
 
 def test_a_checkpoint_on_the_hub(hub, tmp_path):
@@ -306,7 +299,7 @@ def test_a_weight_that_another_method_encodes(tmp_path, run, rows):
         tmp_path / "fp8", {UP: values, name: scale}, quantization_config=method, dtype="bfloat16"
     )
     assert compared(encoded, plain(tmp_path / "plain", {UP: decoded}), **run).within(0)
-    assert not compared(encoded, encoded, **run).unlike
+    assert compared(encoded, encoded, **run).within(0)
     packed = write(tmp_path / "packed", pack(UP, decoded, blocksize=128))
     found = compared(encoded, packed, **run)
     assert 0.05 < found.error(UP) < 0.2

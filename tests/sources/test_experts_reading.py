@@ -340,7 +340,6 @@ def pack_stacks_of_qwen3(source: Path, folder: Path) -> None:
 PACKED: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
     "one by one": ("gpt_oss", lambda source, out: pack_one_by_one("gpt_oss", source, out)),
     "stacked": ("gpt_oss", pack_stacked),
-    "Unsloth's names": ("gpt_oss", pack_as_unsloth_does_gpt_oss),
     "stacked qwen3": ("qwen3_moe", pack_stacks_of_qwen3),
 }
 
@@ -367,6 +366,12 @@ def test_another_model_does_not_pass(mixtures, tmp_path, layout):
     assert report.checks["names"].passed
     assert not report.checks["source"].passed
     assert not compared(tmp_path / "nf4", mixtures[family], **CPU).within(0.12)
+
+
+def test_names_of_unsloth_are_refused_beside_the_source(mixtures, tmp_path):
+    pack_as_unsloth_does_gpt_oss(mixtures["gpt_oss"], tmp_path / "nf4")
+    with pytest.raises(PlanError, match="names that Unsloth gives them; `nf4conv dequantize`"):
+        nf4conv.verify(tmp_path / "nf4", source=mixtures["gpt_oss"], **CPU)
 
 
 def test_single_experts_beside_stacks_in_4_bits(mixtures, tmp_path):

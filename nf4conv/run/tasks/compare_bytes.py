@@ -96,25 +96,14 @@ def stored_from(worker: Worker, file: Path, start: int) -> StoredBytes:
 
 
 def byte_tasks(results: Iterable[TensorDifference], piece: int) -> Iterator[Task]:
-    """Yields the tasks that compare tensors which are stored alike, byte by byte."""
+    """Yields the tasks that compare tensors which are stored as they are, byte by byte."""
+    step = min(piece // 2, _CHUNK)
     for result in results:
-        for a, b in zip(_parts(result.a), _parts(result.b), strict=True):
-            yield from _tasks_of_part(result, a, b, min(piece // 2, _CHUNK))
-
-
-def _tasks_of_part(
-    result: TensorDifference, a: TensorInfo, b: TensorInfo, piece: int
-) -> Iterator[Task]:
-    for at in range(0, a.nbytes, piece):
-        start = a.start + at
-        file_range = (a.file, start, min(start + piece, a.stop))
-        yield partial(_compare, result, file_range, b.file, b.start + at)
-
-
-def _parts(tensor: TensorInfo) -> list[TensorInfo]:
-    if tensor.encoding is None:
-        return [tensor]
-    return [part for _, part in tensor.encoding.parts]
+        a, b = result.a, result.b
+        for at in range(0, a.nbytes, step):
+            start = a.start + at
+            file_range = (a.file, start, min(start + step, a.stop))
+            yield partial(_compare, result, file_range, b.file, b.start + at)
 
 
 def _compare(

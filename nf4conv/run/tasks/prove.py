@@ -137,13 +137,13 @@ def checkpoint_proof(pairs: Pairs, reader: Reader, advance: Callable[[int], None
     formats = {weight.format for weight, _ in packed}
     if len(formats) > 1:
         packed = []
-    copies = [CopyJob(original, tensor.dtype, "") for original, tensor, _ in pairs.copies]
+    copies = [CopyJob(original, tensor.dtype, "") for original, tensor in pairs.copies]
     jobs: list[Job] = [*(job for _, job in packed), *copies]
     place(jobs)
     stored: dict[int, TensorInfo] = {}
     for weight, job in packed:
         stored.update(placed_parts(weight, job))
-    for copy, (_, tensor, _) in zip(copies, pairs.copies, strict=True):
+    for copy, (_, tensor) in zip(copies, pairs.copies, strict=True):
         if tensor.nbytes:
             stored[copy.offset] = tensor
     format = packed[0][0].format if packed else _ANY_FORMAT
