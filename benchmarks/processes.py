@@ -35,7 +35,7 @@ def run(command: Sequence[object]) -> Result:
         raise RuntimeError(f"{command}: exit {done.returncode}\n{done.stderr[-2000:]}")
     report = json.loads(done.stdout[done.stdout.index("{") :])
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    found = report | report.get("run", {}) | {"wall_seconds": wall, "cpu_seconds": cpu}
+    found = report | report.get("totals", {}) | {"wall_seconds": wall, "cpu_seconds": cpu}
     return {key: found[key] for key in KEPT if key in found}
 
 

@@ -26,8 +26,7 @@ from nf4conv.report.results import PlanReport
 HERE: Final = Path(__file__).parent
 RESULTS: Final = {
     PlanReport: "`quantize --dry-run`, `dequantize --dry-run`",
-    nf4conv.QuantizeReport: "`quantize`",
-    nf4conv.DequantizeReport: "`dequantize`",
+    nf4conv.RunReport: "`quantize`, `dequantize`",
     nf4conv.VerifyReport: "`verify`",
     nf4conv.Evaluations: "`evaluate`",
     nf4conv.Inspection: "`inspect`",

@@ -50,12 +50,11 @@ if TYPE_CHECKING:
     from nf4conv.plan.rows import TensorRow as TensorRow
     from nf4conv.report.as_json import to_json as to_json
     from nf4conv.report.page import write_page as write_page
-    from nf4conv.report.results import DequantizeReport as DequantizeReport
     from nf4conv.report.results import Environment as Environment
     from nf4conv.report.results import Evaluation as Evaluation
     from nf4conv.report.results import Evaluations as Evaluations
     from nf4conv.report.results import Inspection as Inspection
-    from nf4conv.report.results import QuantizeReport as QuantizeReport
+    from nf4conv.report.results import RunReport as RunReport
     from nf4conv.report.results import VerifyReport as VerifyReport
 
 
@@ -80,7 +79,7 @@ _NAMES_IN: Final = {
     "nf4conv.report.as_json": "to_json",
     "nf4conv.report.page": "write_page",
     "nf4conv.report.results": (
-        "DequantizeReport Environment Evaluation Evaluations Inspection QuantizeReport VerifyReport"
+        "Environment Evaluation Evaluations Inspection RunReport VerifyReport"
     ),
 }
 

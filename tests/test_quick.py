@@ -142,7 +142,7 @@ def test_quantize(source: Path, tmp_path: Path, blocksize: int, quant_type: str)
         *("quantize", source, tmp_path / "out", "--device", "cpu"),
         *("--blocksize", blocksize, "--quant-type", quant_type),
     )
-    assert report["packed"] == 5
+    assert report["totals"]["packed"] == 5
     case = next(case for case in SHAPES if case.startswith(f"{blocksize}-"))
     assert_recorded(tmp_path / "out", "bf16", case, quant_type)
 
@@ -156,7 +156,7 @@ def test_non_finite(source: Path, tmp_path: Path):
     refused = run(*asked, exit_code=2)
     assert f"{weight_name('64-801')}: 1 of 801 values are NaN" in refused.stderr
     excluded = ("--exclude", weight_name("64-801"), "--overwrite")
-    assert run_json(*asked, *excluded)["packed"] == 4
+    assert run_json(*asked, *excluded)["totals"]["packed"] == 4
     kept = load_file(tmp_path / "out/model.safetensors")[weight_name("64-801")]
     expected = weights[weight_name("64-801")]
     assert torch.equal(kept.view(torch.uint8), expected.view(torch.uint8))

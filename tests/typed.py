@@ -10,7 +10,7 @@ from pathlib import Path
 import nf4conv
 
 
-def with_keywords() -> nf4conv.QuantizeReport:
+def with_keywords() -> nf4conv.RunReport:
     nf4conv.quantize("SRC", "OUT", scales="search", device="cpu", include=["*.layers.0.*"])
     nf4conv.quantize("SRC", "OUT", blocksze=64)  # type: ignore[call-arg]
     nf4conv.quantize("SRC", "OUT", blocksize=100)  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ def with_keywords() -> nf4conv.QuantizeReport:
     return nf4conv.quantize(Path("SRC"), Path("OUT"), moe="packed", token=None)
 
 
-def planned(source: str) -> nf4conv.QuantizeReport:
+def planned(source: str) -> nf4conv.RunReport:
     plan: nf4conv.Plan = nf4conv.plan_quantize(source, blocksize=128)
     nf4conv.plan_quantize(source, blocksize=100)  # type: ignore[arg-type]
     row: nf4conv.TensorRow = plan.rows[0]

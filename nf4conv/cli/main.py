@@ -107,7 +107,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
     in 4 bits of bitsandbytes anew: weights in the format asked for, by default their own, stay bit
     for bit. In a diffusers pipeline, --include 'transformer/*' chooses submodels.
     """
-    from nf4conv.report.text.lines import plan_lines, quantization_lines  # this holds up --help
+    from nf4conv.report.text.lines import plan_lines, run_lines  # this holds up --help
 
     display, given = begin(QuantizeOptions, values, source)
     if display.dry_run:
@@ -118,7 +118,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
         return
     with display.progress() as progress:
         report = nf4conv.quantize(source, out, **given, progress=progress)
-    display.show(report, quantization_lines(report))
+    display.show(report, run_lines(report))
 
 
 @main.command(
@@ -210,7 +210,7 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     each. SRC is a folder, a .safetensors or .gguf file, or a model on the Hugging Face Hub. OUT
     loads as any 16-bit model, and llama.cpp converts it to GGUF.
     """
-    from nf4conv.report.text.lines import dequantization_lines, plan_lines  # this holds up --help
+    from nf4conv.report.text.lines import plan_lines, run_lines  # this holds up --help
 
     display, given = begin(DequantizeOptions, values, source)
     if display.dry_run:
@@ -221,7 +221,7 @@ def dequantize(source: str, out: str, **values: Any) -> None:
         return
     with display.progress() as progress:
         report = nf4conv.dequantize(source, out, **given, progress=progress)
-    display.show(report, dequantization_lines(report))
+    display.show(report, run_lines(report))
 
 
 @main.command(cls=Command, epilog=examples("env", "env --json"))

@@ -22,8 +22,8 @@ from nf4conv.plan import dequantization
 from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.diffusers import DiffusersPlan, for_submodel, is_included
 from nf4conv.plan.parts import in_parts, plan_part
-from nf4conv.report.results import DequantizeReport, PlanReport
-from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
+from nf4conv.report.results import PlanReport, RunReport
+from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
 from nf4conv.run.earlier import found_or_written
 from nf4conv.run.parts import finish_without_source
 from nf4conv.run.tasks.scan import check_scales
@@ -39,7 +39,7 @@ AnyPlan: TypeAlias = DequantizationPlan | DiffusersPlan[DequantizationPlan]
 
 
 @after_two_places(DequantizeOptions)
-def dequantize(source: str | Path, out: str | Path, options: DequantizeOptions) -> DequantizeReport:
+def dequantize(source: str | Path, out: str | Path, options: DequantizeOptions) -> RunReport:
     """Decodes a 4-bit checkpoint or diffusers pipeline, exactly as bitsandbytes' CUDA library does.
 
     A run that was interrupted goes on where it stopped: run it again with the same arguments.
@@ -68,8 +68,7 @@ def dequantize(source: str | Path, out: str | Path, options: DequantizeOptions) 
         found = finish_without_source(Path(out), "dequantize", options)
         if found is None:
             raise
-        run, totals = found
-        return DequantizeReport(run, totals.decoded)
+        return found
     return execute(plan, Path(out), options)
 
 
@@ -153,7 +152,7 @@ def plan_submodel(
     return dequantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
 
 
-def execute(plan: AnyPlan, out: Path, options: DequantizeOptions) -> DequantizeReport:
+def execute(plan: AnyPlan, out: Path, options: DequantizeOptions) -> RunReport:
     """Carries out a plan, in as many processes as the options say."""
     started = time.perf_counter()
     options = in_parts(plan, options, out)
@@ -167,23 +166,19 @@ def execute(plan: AnyPlan, out: Path, options: DequantizeOptions) -> DequantizeR
         report = _write_one(plan, out, options)
     else:
         require_apart(plan.folder.folder, out)
-        decoded = plan.totals().decoded
-        report = write_submodels(
-            plan, out, options, _write_one, lambda run, _: DequantizeReport(run, decoded)
-        )
-    return replace(report, run=replace(report.run, seconds=time.perf_counter() - started))
+        report = write_submodels(plan, out, options, _write_one)
+    return replace(report, seconds=time.perf_counter() - started)
 
 
-def _write_one(plan: DequantizationPlan, out: Path, options: DequantizeOptions) -> DequantizeReport:
+def _write_one(plan: DequantizationPlan, out: Path, options: DequantizeOptions) -> RunReport:
     """Carries out the plan of one checkpoint."""
     progress = options.progress or ignore
 
-    def write() -> Written:
+    def write() -> RunReport:
         check_scales(list(plan.output.jobs), plan.source, options)
         return write_checkpoint(plan, out, options, progress, partial(_card, plan))
 
-    written = found_or_written(plan, out, options, progress, write)
-    return DequantizeReport(written.report, plan.totals().decoded)
+    return found_or_written(plan, out, options, progress, write)
 
 
 def _card(plan: DequantizationPlan, *_figures: object) -> str | None:

@@ -17,7 +17,6 @@ from nf4conv.options import InspectOptions, SourceOptions
 from nf4conv.plan.rows import TensorRow, summed, total_of
 from nf4conv.report.advice import unusual
 from nf4conv.report.inspected import inspected_rows, layout_of_experts
-from nf4conv.report.loading import gpu_bytes
 from nf4conv.report.results import Inspection
 from nf4conv.sources.diffusers import open_diffusers
 from nf4conv.sources.foreign.config import quantization_of
@@ -75,7 +74,6 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
         model_type=None if is_pipeline else configs[0].get("model_type"),
         made=next((record for record in records if record), None),
         notes=tuple(notes),
-        gpu_bytes=gpu_bytes(totals.bytes),
         tensors=tuple(tensors),
         kinds=summed(tensors),
         totals=totals,

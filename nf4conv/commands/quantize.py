@@ -31,9 +31,9 @@ from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.report.advice import advice
-from nf4conv.report.loading import gpu_bytes, loading_of_plan, push_command
-from nf4conv.report.results import PlanReport, QuantizeReport, RunReport, VerificationSummary
-from nf4conv.run.checkpoint import Written, ignore, require_apart, write_checkpoint
+from nf4conv.report.loading import loading_of_plan, push_command
+from nf4conv.report.results import PlanReport, RunReport, VerificationSummary
+from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
 from nf4conv.run.device.protocol import NonFiniteError
 from nf4conv.run.earlier import found_or_written
 from nf4conv.run.parts import finish_without_source
@@ -55,14 +55,14 @@ AnyPlan: TypeAlias = QuantizationPlan | DiffusersPlan[QuantizationPlan]
 
 
 @after_two_places(QuantizeOptions)
-def quantize(source: str | Path, out: str | Path, options: QuantizeOptions) -> QuantizeReport:
+def quantize(source: str | Path, out: str | Path, options: QuantizeOptions) -> RunReport:
     """Quantizes a checkpoint to 4 bits; in a diffusers pipeline, each submodel by its own rules.
 
     A run that was interrupted goes on where it stopped: run it again with the same arguments.
 
     Example:
         >>> report = nf4conv.quantize("./Llama-3.1-8B", "./Llama-3.1-8B-nf4", verify=True)
-        >>> print(report.packed, "weights,", report.bits_per_parameter, "bits per parameter")
+        >>> print(report.totals.packed, "weights,", report.totals.bits_per_parameter, "bits each")
 
     Args:
         source: a folder, a .safetensors file, a torch pickle, or "org/name" on the Hugging Face
@@ -87,7 +87,7 @@ def quantize(source: str | Path, out: str | Path, options: QuantizeOptions) -> Q
         found = finish_without_source(Path(out), "quantize", options)
         if found is None:
             raise
-        return _report(*found)
+        return found
     return execute(plan, Path(out), options)
 
 
@@ -113,7 +113,7 @@ class Plan:
         """Counts tensors, parameters, bytes and files."""
         return self.made.totals()
 
-    def execute(self, out: str | Path) -> QuantizeReport:
+    def execute(self, out: str | Path) -> RunReport:
         """Carries the plan out. Arguments, results and errors are those of `quantize`."""
         return execute(self.made, Path(out), self.options)
 
@@ -253,7 +253,7 @@ def _plan_submodel(
 # --- writing ------------------------------------------------------------------------------------
 
 
-def execute(plan: AnyPlan, out: Path, options: QuantizeOptions) -> QuantizeReport:
+def execute(plan: AnyPlan, out: Path, options: QuantizeOptions) -> RunReport:
     """Carries out a plan, in as many processes as the options say, and uploads the result."""
     started = time.perf_counter()
     options = in_parts(plan, options, out)
@@ -278,7 +278,7 @@ def execute(plan: AnyPlan, out: Path, options: QuantizeOptions) -> QuantizeRepor
             report = _write_one(plan, out, options, offer, repository)
         if repository is not None:
             report = _pushed(report, repository, out, plan)
-    return replace(report, run=replace(report.run, seconds=time.perf_counter() - started))
+    return replace(report, seconds=time.perf_counter() - started)
 
 
 def _write_one(
@@ -287,14 +287,14 @@ def _write_one(
     options: QuantizeOptions,
     announce: Callable[[str, Path], None] | None = None,
     repository: "Push | None" = None,
-) -> QuantizeReport:
+) -> RunReport:
     """Carries out the plan of one checkpoint; tells `announce` name and path of finished shards.
 
     The card names the repository that is pushed to from the start: a run may end before it pushes.
     """
     progress = options.progress or ignore
 
-    def write() -> Written:
+    def write() -> RunReport:
         card = partial(_card, plan, repository)
         if plan.calibration is None:
             return write_checkpoint(plan, out, options, progress, card, announce)
@@ -303,17 +303,14 @@ def _write_one(
         return write_checkpoint(made, out, after, progress, card, announce)
 
     try:
-        written = found_or_written(plan, out, options, progress, write)
+        report = found_or_written(plan, out, options, progress, write)
     except NonFiniteError as error:
         from nf4conv.run.tasks.scan import unpackable  # only few runs need to import it
 
         raise unpackable(error.job, plan.output.format, options, plan.source) from error
-    run = written.report
-    if plan.part is None:
-        run = replace(run, bytes_before=sum(tensor.nbytes for tensor in plan.source.tensors))
-        if run.already_complete and options.verify:
-            _verify_again(plan, out, options)
-    return _report_of(plan, run, written.verification)
+    if plan.part is None and report.already_complete and options.verify:
+        _verify_again(plan, out, options)
+    return _with_commands(report, plan)
 
 
 def _card(
@@ -340,29 +337,14 @@ def _with_repository(card: str, plan: AnyPlan, repository: "Push | None") -> str
     return with_repository(card, loading, repository.repo)
 
 
-def _report_of(
-    plan: AnyPlan, run: RunReport, verification: VerificationSummary | None
-) -> QuantizeReport:
-    """Adds what a plan tells to the report of what came of it."""
-    report = _report(run, plan.totals())
+def _with_commands(report: RunReport, plan: AnyPlan) -> RunReport:
+    """Adds how the result is loaded and pushed."""
     loading = loading_of_plan(plan)
     if loading is not None:
-        report = replace(report, loading=loading.code(run.out), install=loading.install)
+        report = replace(report, loading=loading.code(report.out), install=loading.install)
     if plan.config is not None:
-        report = replace(report, push=push_command(Path(run.out)))
-    return replace(report, verification=verification)
-
-
-def _report(run: RunReport, totals: PlanTotals) -> QuantizeReport:
-    """Makes the report of a run of which no more than the totals are known."""
-    return QuantizeReport(
-        run=run,
-        packed=totals.packed,
-        stay=totals.stay,
-        parameters=totals.parameters,
-        bits_per_parameter=8 * run.bytes_after / max(totals.parameters, 1),
-        gpu_bytes=gpu_bytes(run.bytes_after),
-    )
+        report = replace(report, push=push_command(Path(report.out)))
+    return report
 
 
 def _verify_again(plan: QuantizationPlan, out: Path, options: QuantizeOptions) -> None:
@@ -395,10 +377,10 @@ def _write_pipeline(
     out: Path,
     options: QuantizeOptions,
     repository: "Push | None",
-) -> QuantizeReport:
+) -> RunReport:
     """Carries out the plan of a pipeline. On the Hub, folders stand before the names of files."""
 
-    def write(part: QuantizationPlan, folder: Path, options: QuantizeOptions) -> QuantizeReport:
+    def write(part: QuantizationPlan, folder: Path, options: QuantizeOptions) -> RunReport:
         if repository is None:
             return _write_one(part, folder, options)
         offer = repository.offer
@@ -406,38 +388,22 @@ def _write_pipeline(
             part, folder, options, lambda name, path: offer(f"{folder.name}/{name}", path)
         )
 
-    def join(run: RunReport, reports: Sequence[QuantizeReport]) -> QuantizeReport:
-        return _report_of(plan, run, _verification(plan, reports))
-
     card = partial(_pipeline_card, plan, repository)
-    return write_submodels(plan, out, options, write, join, card)
-
-
-def _verification(
-    plan: DiffusersPlan[QuantizationPlan], reports: Sequence[QuantizeReport]
-) -> VerificationSummary | None:
-    """Joins the summaries of all submodels; None if this run has not verified them."""
-    rows: list[TensorRow] = []
-    copied = 0
-    for name, report in zip(plan.submodels, reports, strict=True):
-        found = report.verification
-        if found is None or report.run.already_complete:
-            return None
-        rows += [row.inside(name) for row in found.weights]
-        copied += found.copied
-    return VerificationSummary.of(rows, copied)
+    return _with_commands(write_submodels(plan, out, options, write, card), plan)
 
 
 def _pipeline_card(
     plan: DiffusersPlan[QuantizationPlan],
     repository: "Push | None",
-    report: QuantizeReport,
-    reports: Sequence[QuantizeReport],
+    report: RunReport,
+    reports: Sequence[RunReport],
 ) -> str:
     """Writes the model card of a diffusers pipeline."""
     from nf4conv.report.card import diffusers_card  # importing YAML takes a moment
 
-    sizes = {name: part.run.bytes_after for name, part in zip(plan.submodels, reports, strict=True)}
+    sizes = {
+        name: part.totals.bytes_after for name, part in zip(plan.submodels, reports, strict=True)
+    }
     return _with_repository(diffusers_card(plan, sizes, report.verification), plan, repository)
 
 
@@ -458,7 +424,7 @@ def _open_push(options: QuantizeOptions) -> "AbstractContextManager[Push | None]
     )
 
 
-def _pushed(report: QuantizeReport, repository: "Push", out: Path, plan: AnyPlan) -> QuantizeReport:
+def _pushed(report: RunReport, repository: "Push", out: Path, plan: AnyPlan) -> RunReport:
     """Commits what has been uploaded, and adds the address to the report."""
     first = next(iter(plan.submodels.values())) if isinstance(plan, DiffusersPlan) else plan
     loading = loading_of_plan(plan)

@@ -21,17 +21,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from nf4conv import errors
-from nf4conv.commands.writing import OptionsT, ReportT, sum_of_seconds, tell_what_is_read
+from nf4conv.commands.writing import OptionsT, sum_of_seconds, tell_what_is_read
 from nf4conv.errors import Nf4convError, PlanError
 from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.parts import plan_part
-from nf4conv.report.results import (
-    DequantizeReport,
-    QuantizeReport,
-    RunReport,
-    VerificationSummary,
-)
+from nf4conv.report.results import RunReport, VerificationSummary
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.device.on_driver.driver import bus_id, device_count
 from nf4conv.sources.record import read_record
@@ -44,7 +39,7 @@ from nf4conv.system.signals import (
     stop_handler,
 )
 
-Made: TypeAlias = QuantizeReport | DequantizeReport | Exception
+Made: TypeAlias = RunReport | Exception
 """The report of a part, or the error that ended it."""
 
 _MOST_CORES: Final = 8  # of a task of Ray's: more gain nothing
@@ -52,8 +47,8 @@ _PARTS_PER_TASK: Final = 4  # so that a slower host carries out fewer
 
 
 def carry_out(
-    plan: Any, execute: Callable[[Any, Path, OptionsT], ReportT], out: Path, options: OptionsT
-) -> ReportT:
+    plan: Any, execute: Callable[[Any, Path, OptionsT], RunReport], out: Path, options: OptionsT
+) -> RunReport:
     """Has workers make all parts of a plan, and finishes the checkpoint.
 
     Args:
@@ -98,19 +93,17 @@ def carry_out(
     if options.verify:
         alone = replace(alone, verify=False, tolerance=None)
     report = execute(plan, out, alone)
-    if options.verify and type(report) is QuantizeReport:
+    if options.verify:
         verified = VerificationSummary.from_record((read_record(out) or {}).get("verified"))
         report = replace(report, verification=verified)
-    run = _joined(report.run, reports, time.perf_counter() - started)
-    if options.ray:
-        run = replace(run, pipeline_seconds=elapsed)
-    return replace(report, run=run)
+    report = _joined(report, reports, time.perf_counter() - started)
+    return replace(report, pipeline_seconds=elapsed) if options.ray else report
 
 
 def _make_parts(
     crew: "Crew",
     plan: Any,
-    execute: Callable[[Any, Path, OptionsT], ReportT],
+    execute: Callable[[Any, Path, OptionsT], RunReport],
     out: Path,
     options: OptionsT,
 ) -> list[RunReport]:
@@ -130,7 +123,7 @@ def _make_parts(
             report = future.result()
             if isinstance(report, Exception):
                 raise report
-            runs.append(report.run)
+            runs.append(report)
         # nothing is recorded any more once the last part has made the result whole
         read = max(_bytes_read(out, options.verify), told)
         progress(read - told)
@@ -183,7 +176,7 @@ class PartWork:
     # makes the same plan anew
     again: Callable[[], Any]
     # carries out the plan
-    execute: Callable[..., QuantizeReport | DequantizeReport]
+    execute: Callable[..., RunReport]
     # output folder
     out: Path
     # how to run, and which part to make

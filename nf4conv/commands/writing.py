@@ -21,11 +21,10 @@ from nf4conv.options import DequantizeOptions, QuantizeOptions, SourceOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.quantization import QuantizationPlan
-from nf4conv.plan.rows import summed
+from nf4conv.plan.rows import TensorRow, summed
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.advice import unusual
-from nf4conv.report.loading import gpu_bytes
-from nf4conv.report.results import DequantizeReport, PlanReport, QuantizeReport, RunReport
+from nf4conv.report.results import PlanReport, RunReport, VerificationSummary
 from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.sources.diffusers import DiffusersFolder
 from nf4conv.sources.opening import open_stored
@@ -36,7 +35,6 @@ from nf4conv.system.folders import remove
 from nf4conv.system.machine import uncollected
 
 OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
-ReportT = TypeVar("ReportT", QuantizeReport, DequantizeReport)
 
 
 @uncollected()
@@ -52,7 +50,6 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
         plans = [plan]
         source = str(plan.source)
     first = plans[0]
-    is_packing = isinstance(first, QuantizationPlan)
     # modules that the user wants to be treated otherwise are not unusual
     treated = []
     for row in rows:
@@ -66,7 +63,6 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
         kinds=summed(rows),
         tensors=tuple(rows),
         config=plan.config,
-        gpu_bytes=gpu_bytes(totals.bytes_after) if is_packing else None,
         reading_seconds=_reading_seconds(plans),
         notes=(*plan.notes, *unusual(treated)),
     )
@@ -142,10 +138,9 @@ def write_submodels(
     plan: DiffusersPlan[PlanT],
     out: Path,
     options: OptionsT,
-    write: Callable[[PlanT, Path, OptionsT], ReportT],
-    join: Callable[[RunReport, Sequence[ReportT]], ReportT],
-    card: Callable[[ReportT, Sequence[ReportT]], str] | None = None,
-) -> ReportT:
+    write: Callable[[PlanT, Path, OptionsT], RunReport],
+    card: Callable[[RunReport, Sequence[RunReport]], str] | None = None,
+) -> RunReport:
     """Carries out the plans of all submodels.
 
     Args:
@@ -153,14 +148,14 @@ def write_submodels(
         out: the output folder.
         options: how to use the machine, and whom to tell the number of source bytes that are read.
         write: carries out the plan of one submodel; it recognises one that is there already.
-        join: returns the report of the whole, given what came of all runs, and their reports.
-        card: returns the README.md of the pipeline, given all these reports; None if it gets none.
+        card: returns the README.md of the pipeline, given its report and those of the submodels;
+            None if it gets none.
     """
     index = plan.folder.index
     if (out / index.name).is_file() and not is_unfinished(out) and not options.overwrite:
         reports = [write(part, out / name, options) for name, part in plan.submodels.items()]
         tidy(out)
-        return join(_joined(plan, out, reports), reports)
+        return _joined(plan, out, reports)
     begun = {"command": type(options).__name__, "--device": options.device}
     with Workspace(out, begun, overwrite=options.overwrite) as workspace:
         for name in plan.submodels:
@@ -176,7 +171,7 @@ def write_submodels(
             reports.append(write(part, out / name, replace(options, overwrite=again)))
         for file in plan.folder.files:
             workspace.copy(str(file), plan.folder.folder / file)
-        report = join(_joined(plan, out, reports, workspace.left_out), reports)
+        report = _joined(plan, out, reports, workspace.left_out)
         if card is not None:
             workspace.write("README.md", card(report, reports).encode(errors="backslashreplace"))
         workspace.complete({index.name: read_small(index)})
@@ -186,28 +181,41 @@ def write_submodels(
 def _joined(
     plan: DiffusersPlan[Any],
     out: Path,
-    reports: Sequence[QuantizeReport | DequantizeReport],
+    runs: Sequence[RunReport],
     left_out: Sequence[str] = (),
 ) -> RunReport:
     """Joins what came of all submodels; `left_out` are lines about files that are not copied."""
-    runs = [report.run for report in reports]
     shards_resumed = 0
     for run, part in zip(runs, plan.submodels.values(), strict=True):
         shards_resumed += len(part.output.shards) if run.already_complete else run.shards_resumed
-    totals = plan.totals()
+    size = sum(run.totals.bytes_after for run in runs)
     return replace(
         next((run for run in runs if not run.already_complete), runs[0]),
         out=str(out),
-        copied=totals.copied,
-        bytes_before=totals.bytes_before,
-        bytes_after=sum(run.bytes_after for run in runs),
+        totals=replace(plan.totals(), bytes_after=size),
         pipeline_seconds=sum(run.pipeline_seconds for run in runs),
         seconds_by_activity=sum_of_seconds(runs),
         host_peak_bytes=max(run.host_peak_bytes for run in runs),
         device_peak_bytes=max(run.device_peak_bytes for run in runs),
         shards_resumed=shards_resumed,
         notes=(*plan.notes, *left_out),
+        verification=_verification(plan, runs),
     )
+
+
+def _verification(
+    plan: DiffusersPlan[Any], runs: Sequence[RunReport]
+) -> VerificationSummary | None:
+    """Joins the summaries of all submodels; None if this run has not verified them."""
+    rows: list[TensorRow] = []
+    copied = 0
+    for name, run in zip(plan.submodels, runs, strict=True):
+        found = run.verification
+        if found is None or run.already_complete:
+            return None
+        rows += [row.inside(name) for row in found.weights]
+        copied += found.copied
+    return VerificationSummary.of(rows, copied)
 
 
 def sum_of_seconds(runs: Sequence[RunReport]) -> dict[str, float]:

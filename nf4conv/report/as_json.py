@@ -10,28 +10,19 @@ from typing import Any, Final, TextIO, TypeAlias
 
 from nf4conv.declaring import Checked, options_of
 from nf4conv.report.results import (
-    DequantizeReport,
     Environment,
     Evaluations,
     Inspection,
     PlanReport,
-    QuantizeReport,
+    RunReport,
     VerifyReport,
 )
 from nf4conv.version import __version__
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 """Grows when a field is renamed, is removed or changes its meaning; not when a field is added."""
 
-Result: TypeAlias = (
-    PlanReport
-    | QuantizeReport
-    | DequantizeReport
-    | VerifyReport
-    | Evaluations
-    | Inspection
-    | Environment
-)
+Result: TypeAlias = PlanReport | RunReport | VerifyReport | Evaluations | Inspection | Environment
 
 
 def to_json(result: Result) -> str:

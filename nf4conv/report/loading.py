@@ -1,4 +1,4 @@
-"""Says how a result is loaded: the code, and the GPU memory that it takes."""
+"""Says how a result is loaded."""
 
 import json
 import re
@@ -36,10 +36,6 @@ _PACKAGES: Final = {
 
 _WITH_EXPERTS: Final = '"transformers>=5.8"'
 """The releases of transformers into which nf4conv brings 4-bit experts."""
-
-_CUDA_ITSELF: Final = 5 * 10**8
-"""Bytes of GPU memory that CUDA and its libraries take, roughly, before a weight is loaded."""
-
 
 _LONGEST_NAME: Final = 80
 """Characters; the Hub takes 96 with the name of the owner."""
@@ -186,8 +182,3 @@ def _repository_name(name: str) -> str:
     taken = re.sub(r"[^A-Za-z0-9._-]", "-", name)
     taken = re.sub(r"-{2,}", "-", re.sub(r"\.{2,}", ".", taken)).removesuffix(".git")
     return taken[:_LONGEST_NAME].strip("-.") or "model"
-
-
-def gpu_bytes(stored: int) -> int:
-    """Estimates the GPU memory, in bytes, that loading `stored` bytes of tensors takes."""
-    return stored + _CUDA_ITSELF

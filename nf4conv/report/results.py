@@ -26,8 +26,6 @@ class PlanReport:
         tensors: one row for each tensor and what becomes of it.
         config: the content of the output's config.json; for a diffusers pipeline, that of each
             submodel, by its name. None if the source has no config.json.
-        gpu_bytes: an estimate of the GPU memory, in bytes, that loading the result takes. None for
-            a result in 16 or 32 bits.
         reading_seconds: an estimate of the seconds that reading the source takes on this machine,
             after reading a little of it. Computing and writing go on meanwhile, and can take
             longer. None for a source that is not on this disk.
@@ -40,57 +38,8 @@ class PlanReport:
     kinds: tuple[KindRow, ...]
     tensors: tuple[TensorRow, ...]
     config: Mapping[str, Any] | None
-    gpu_bytes: int | None
     reading_seconds: float | None
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunReport:
-    """Describes a run that wrote a checkpoint: what every such command reports.
-
-    The defaults are those of a run that computed nothing, as an earlier one had made everything.
-
-    Attributes:
-        out: the output folder.
-        already_complete: True if the result was there before, so that nothing was computed.
-        part: the part that this run made, as "2/3"; all sizes and counts are then those of the
-            part. None for a run that made the whole checkpoint.
-        device: where the run computed: "cpu", or a GPU as "cuda:0". "none" if it computed nothing.
-        copied: the number of tensors that were kept. Includes the components of weights that stay
-            in 4 bits.
-        bytes_before: the size of all tensors of the source.
-        bytes_after: the size of the output's weight files.
-        seconds: wall clock time of the whole run, without planning.
-        pipeline_seconds: wall clock time from the first read to the last write; a share of
-            `seconds`.
-        seconds_by_activity: seconds spent in "read", "compute" and "write", summed over the
-            workers.
-        host_baseline_bytes: peak resident memory of the process before the first byte is read.
-        host_peak_bytes: peak resident memory of the process at the end.
-        device_peak_bytes: the most memory that was held on the GPU; 0 on a CPU.
-        shards_resumed: the number of finished shards that were kept from an earlier, interrupted
-            run.
-        notes: lines that the user should read.
-        shards_missing: the number of files that other parts have not made yet. 0 if `out` is whole.
-    """
-
-    out: str
-    already_complete: bool = False
-    part: str | None = None
-    device: str = "none"
-    copied: int
-    bytes_before: int
-    bytes_after: int
-    seconds: float = 0.0
-    pipeline_seconds: float = 0.0
-    seconds_by_activity: Mapping[str, float] = field(default_factory=dict)
-    host_baseline_bytes: int = 0
-    host_peak_bytes: int = 0
-    device_peak_bytes: int = 0
-    shards_resumed: int = 0
-    notes: tuple[str, ...] = ()
-    shards_missing: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,54 +114,62 @@ class VerificationSummary:
         return cls(**record)
 
 
-@dataclass(frozen=True)
-class QuantizeReport:
-    """Describes what a quantization did.
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """Describes a run that wrote a checkpoint: the result of `quantize` and `dequantize`.
+
+    The defaults are those of a run that computed nothing, as an earlier one had made everything.
 
     Attributes:
-        run: what came of the run: files, sizes, times and memory.
-        packed: the number of weights in 4 bits of the output.
-        stay: how many of them were in 4 bits already, and stay bit for bit.
-        parameters: the number of elements of all tensors.
-        bits_per_parameter: bits per parameter of the output's weight files.
-        gpu_bytes: an estimate of the GPU memory, in bytes, that loading the result takes.
-        loading: Python code that loads the result. Empty if nothing says how it is loaded.
+        command: "quantize" or "dequantize".
+        out: the output folder.
+        totals: the sums over all tensors, as in the plan; `bytes_after` is the size of the weight
+            files that were written. Of a run that made a part, the sums are those of the part.
+        already_complete: True if the result was there before, so that nothing was computed.
+        part: the part that this run made, as "2/3". None for a run that made the whole checkpoint.
+        device: where the run computed: "cpu", or a GPU as "cuda:0". "none" if it computed nothing.
+        seconds: wall clock time of the whole run, without planning.
+        pipeline_seconds: wall clock time from the first read to the last write; a share of
+            `seconds`.
+        seconds_by_activity: seconds spent in "read", "compute" and "write", summed over the
+            workers.
+        host_baseline_bytes: peak resident memory of the process before the first byte is read.
+        host_peak_bytes: peak resident memory of the process at the end.
+        device_peak_bytes: the most memory that was held on the GPU; 0 on a CPU.
+        shards_resumed: the number of finished shards that were kept from an earlier, interrupted
+            run.
+        shards_missing: the number of files that other parts have not made yet. 0 if `out` is whole.
+        notes: lines that the user should read.
+        verification: what `--verify` measured. None without it.
+        loading: Python code that loads what `quantize` made. Empty if nothing says how it is
+            loaded.
         install: the command that installs what that code needs. Empty if there is no code.
         push: the command that pushes the result. Empty if it was pushed, and if it has no
             config.json.
-        verification: what `--verify` measured. None without it.
         pushed: the address of the commit or pull request on the Hub. None if the result was not
             pushed.
     """
 
-    command: ClassVar[str] = "quantize"
-
-    run: RunReport
-    packed: int
-    stay: int
-    parameters: int
-    bits_per_parameter: float
-    gpu_bytes: int
+    command: str
+    out: str
+    totals: PlanTotals
+    already_complete: bool = False
+    part: str | None = None
+    device: str = "none"
+    seconds: float = 0.0
+    pipeline_seconds: float = 0.0
+    seconds_by_activity: Mapping[str, float] = field(default_factory=dict)
+    host_baseline_bytes: int = 0
+    host_peak_bytes: int = 0
+    device_peak_bytes: int = 0
+    shards_resumed: int = 0
+    shards_missing: int = 0
+    notes: tuple[str, ...] = ()
+    verification: VerificationSummary | None = None
     loading: str = ""
     install: str = ""
     push: str = ""
-    verification: VerificationSummary | None = None
     pushed: str | None = None
-
-
-@dataclass(frozen=True)
-class DequantizeReport:
-    """Describes what a dequantization did.
-
-    Attributes:
-        run: what came of the run: files, sizes, times and memory.
-        decoded: the number of weights that were decoded.
-    """
-
-    command: ClassVar[str] = "dequantize"
-
-    run: RunReport
-    decoded: int
 
 
 @dataclass(frozen=True)
@@ -448,7 +405,6 @@ class Inspection:
         made: the record that the checkpoint's nf4conv.json holds: command, version, options,
             weights and source. None if it has no such file.
         notes: a line for each kind of module whose tensors are not all stored alike.
-        gpu_bytes: an estimate of the GPU memory, in bytes, that loading the checkpoint takes.
         tensors: one row for each tensor. All components of a packed weight share one row.
         kinds: the same rows, summed over the tensors of one kind of module.
         totals: the sums over the whole checkpoint.
@@ -466,7 +422,6 @@ class Inspection:
     model_type: str | None
     made: Mapping[str, Any] | None
     notes: tuple[str, ...]
-    gpu_bytes: int
     tensors: tuple[TensorRow, ...]
     kinds: tuple[KindRow, ...]
     totals: KindRow

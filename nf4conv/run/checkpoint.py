@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -28,14 +28,6 @@ _log: Final = logging.getLogger(__name__)
 PlanT = TypeVar("PlanT", bound=WritingPlan)
 
 
-@dataclass(frozen=True)
-class Written:
-    """Holds what came of writing a checkpoint."""
-
-    report: RunReport
-    verification: VerificationSummary | None  # None if nothing was verified
-
-
 def write_checkpoint(
     plan: WritingPlan,
     out: Path,
@@ -43,7 +35,7 @@ def write_checkpoint(
     progress: Callable[[int], None],
     card: Card,
     announce: Callable[[str, Path], None] | None = None,
-) -> Written:
+) -> RunReport:
     """Carries out the plan of one checkpoint, or of a part of it.
 
     With `run.verify` everything that is written is read back and compared; no shard of an earlier
@@ -81,14 +73,12 @@ def write_checkpoint(
             missing = finish_if_whole(folder, reread=not plan.part.is_watched)
         if not missing:
             _log.info("finalized %s in %.1f s", out, time.perf_counter() - begun)
-        totals = plan.totals()
-        report = RunReport(
+        return RunReport(
+            command=plan.command,
             out=str(out),
+            totals=replace(plan.totals(), bytes_after=folder.size),
             part=None if plan.part is None else plan.part.name,
             device=device,
-            copied=totals.copied,
-            bytes_before=totals.bytes_before,
-            bytes_after=folder.size,
             seconds=time.perf_counter() - started,
             pipeline_seconds=pipeline.elapsed,
             seconds_by_activity={what.value: spent for what, spent in pipeline.seconds.items()},
@@ -96,10 +86,10 @@ def write_checkpoint(
             host_peak_bytes=peak_resident(),
             device_peak_bytes=sum(backend.device_memory() for backend in devices.backends),
             shards_resumed=resumed,
-            notes=(*plan.notes, *devices.notes(), *folder.left_out),
             shards_missing=missing,
+            notes=(*plan.notes, *devices.notes(), *folder.left_out),
+            verification=verification,
         )
-    return Written(report, verification)
 
 
 def _log_times(pipeline: Pipeline, verification: VerificationSummary | None) -> None:

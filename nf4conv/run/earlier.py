@@ -5,6 +5,7 @@ import logging
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,6 @@ from nf4conv.output.workspace import tidy
 from nf4conv.plan.jobs import Shard
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import RunReport, VerificationSummary
-from nf4conv.run.checkpoint import Written
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.folders import FolderNames
@@ -42,8 +42,8 @@ def found_or_written(
     out: Path,
     run: RunOptions,
     progress: Callable[[int], None],
-    write: Callable[[], Written],
-) -> Written:
+    write: Callable[[], RunReport],
+) -> RunReport:
     """Returns what an earlier run has made of the plan, or else what `write` makes of it.
 
     Raises what `find_earlier` and `write` raise.
@@ -66,7 +66,7 @@ def found_or_written(
 
 def find_earlier(
     plan: WritingPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
-) -> Written | None:
+) -> RunReport | None:
     """Returns what an earlier run has made, if the folder holds the plan's result already.
 
     Raises an OutputError if it holds the result of another job, lacks what this run asks for, or is
@@ -87,16 +87,15 @@ def find_earlier(
     tidy(out)
     progress(plan.output.bytes_to_read)
     _log.info("%s is complete already: nothing to compute", out)
-    totals = plan.totals()
-    report = RunReport(
+    size = sum((out / shard.name).stat().st_size for shard in plan.output.shards)
+    return RunReport(
+        command=plan.command,
         out=str(out),
+        totals=replace(plan.totals(), bytes_after=size),
         already_complete=True,
-        copied=totals.copied,
-        bytes_before=totals.bytes_before,
-        bytes_after=sum((out / shard.name).stat().st_size for shard in plan.output.shards),
         notes=plan.notes,
+        verification=verification if run.verify else None,
     )
-    return Written(report, verification if run.verify else None)
 
 
 def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:

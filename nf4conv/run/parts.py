@@ -5,7 +5,7 @@ Whoever finds all shards there does it: the part that made the last one, or the 
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -91,11 +91,11 @@ def verification_of(folder: OutputFolder) -> VerificationSummary:
 
 def finish_without_source(
     out: Path, command: str, options: QuantizeOptions | DequantizeOptions
-) -> tuple[RunReport, PlanTotals] | None:
+) -> RunReport | None:
     """Writes the last files of a folder if parts have made all its shards, with these options.
 
-    Returns a report, and the totals of all parts; None if something is missing, or if parts make
-    something else. Raises an OutputError if a shard is not what was written.
+    Returns None if something is missing, or if parts make something else. Raises an OutputError if
+    a shard is not what was written.
     """
     if not is_filled_in_parts(out):
         return None
@@ -113,14 +113,12 @@ def finish_without_source(
                 return None
             names = [one.name for one in fields(PlanTotals) if one.init]
             totals = PlanTotals(**{name: last["totals"][name] for name in names})
-            report = RunReport(
+            return RunReport(
+                command=command,
                 out=str(out),
+                totals=replace(totals, bytes_after=folder.size),
                 already_complete=True,
-                copied=totals.copied,
-                bytes_before=totals.bytes_before,
-                bytes_after=folder.size,
             )
-            return report, totals
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise OutputError(
                 f"{out}: its {RECORD} is damaged; remove OUT and run the parts again", path=out

@@ -77,7 +77,7 @@ def test_verify_looks_again(source: Path, tmp_path: Path):
     run = {**RUN, "verify": True}
     first = nf4conv.quantize(source, out, **OPTIONS, **run)
     again = nf4conv.quantize(source, out, **OPTIONS, **run)
-    assert again.run.already_complete
+    assert again.already_complete
     assert again.verification is not None
     assert first.verification is not None
     assert again.verification.to_record() == first.verification.to_record()

@@ -141,7 +141,7 @@ def test_a_source_in_4_bits_keeps_its_layout(tmp_path):
     for moe in ("packed", "portable"):
         first = nf4conv.quantize(source, tmp_path / moe, moe=moe, **CPU)
         again = nf4conv.quantize(tmp_path / moe, tmp_path / f"{moe}-again", **CPU)
-        assert again.stay == again.packed == first.packed
+        assert again.totals.stay == again.totals.packed == first.totals.packed
     push = {"push_to_hub": REPO}
     assert nf4conv.plan_quantize(tmp_path / "packed", **push).made.totals().stay == 2 + 6 * NUMBER
 

@@ -70,13 +70,12 @@ def test_options_that_are_left_out_are_those_of_the_source(tmp_path, format):
         name: raw(part) for name, part in before.items()
     }
     assert any(
-        "of 2 weights in 4 bits 2 stay as they are, bit for bit" in note
-        for note in report.run.notes
+        "of 2 weights in 4 bits 2 stay as they are, bit for bit" in note for note in report.notes
     )
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["bnb_4bit_quant_type"] == format["quant_type"]
     assert config["bnb_4bit_use_double_quant"] == format["double_quant"]
-    assert report.packed == 2
+    assert report.totals.packed == 2
     found = nf4conv.verify(tmp_path / "out", source=source, exact=True, **CPU)
     assert found.passed, [finding.line() for finding in found.findings]
     assert found.identical
@@ -252,7 +251,7 @@ def test_a_bad_save_is_named_by_inspect_and_repaired_without_a_bit_of_codes_and_
     assert (f"nf4conv quantize {source} OUT" in shown.output) is repairable
     run = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536, "verify": verify}
     report = nf4conv.quantize(source, tmp_path / "out", **run)
-    assert any("of 2 weights in 4 bits 2 stay" in note for note in report.run.notes)
+    assert any("of 2 weights in 4 bits 2 stay" in note for note in report.notes)
     after = tensors_of(tmp_path / "out")
     assert {name: raw(part) for name, part in after.items() if name not in kept()} == {
         name: raw(part) for name, part in good.items()
@@ -313,7 +312,7 @@ def test_an_interrupted_copy_resumes(tmp_path, monkeypatch):
         patched.setattr("nf4conv.output.workspace.Workspace.write", stop)
         with pytest.raises(PlanError, match="stopped"):
             nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
-    assert nf4conv.quantize(source, tmp_path / "out", **options, **CPU).run.shards_resumed
+    assert nf4conv.quantize(source, tmp_path / "out", **options, **CPU).shards_resumed
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

@@ -124,7 +124,7 @@ def test_verbose_tells_on_stderr_and_ends_with_the_command(tmp_path: Path, sourc
     asked = ["quantize", source, tmp_path / "out", "--device", "cpu"]
     done = command(*asked, "-v", "--json")
     assert done.exit_code == 0
-    assert json.loads(done.stdout)["packed"] == 12
+    assert json.loads(done.stdout)["totals"]["packed"] == 12
     lines = done.stderr.splitlines()
     assert all(re.match(r"\[ *\d+\.\d s\] ", line) for line in lines)
     assert any("shard 1 of 1 written" in line for line in lines)

@@ -104,7 +104,7 @@ def test_progress_is_a_keyword_but_no_option_and_in_no_record(source: Path, tmp_
     assert "--progress" not in run("quantize", "--help").output
     # a run with another function for progress finds the result of the first
     again = nf4conv.quantize(source, tmp_path / "out", device="cpu", progress=lambda _: None)
-    assert again.run.already_complete
+    assert again.already_complete
 
 
 def test_a_record_holds_what_the_command_itself_decides():
@@ -269,7 +269,7 @@ def test_keywords_do_what_the_classes_do(source: Path, tmp_path: Path):
     )
     quantize.execute(quantize.make_plan(source, options), tmp_path / "same", options)
     assert contents(tmp_path / "out") == contents(tmp_path / "same")
-    assert report.packed == 10
+    assert report.totals.packed == 10
     checked = nf4conv.verify(tmp_path / "out", source=source, tolerance=0.2, device="cpu")
     assert checked.passed
     assert checked.options.tolerance == 0.2
@@ -277,7 +277,7 @@ def test_keywords_do_what_the_classes_do(source: Path, tmp_path: Path):
     found = nf4conv.inspect(tmp_path / "out")
     assert found.totals.packed == 10
     again = nf4conv.dequantize(tmp_path / "out", tmp_path / "again", dtype="float32", device="cpu")
-    assert again.decoded == 10
+    assert again.totals.decoded == 10
 
 
 def test_what_a_base_class_declares_is_kept_when_options_are_narrowed():

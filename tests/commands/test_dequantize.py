@@ -283,7 +283,7 @@ def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped
         "q_proj" in entry or ".2." in entry for entry in quantization["llm_int8_skip_modules"]
     )
     whole = nf4conv.dequantize(tmp_path / "out", tmp_path / "rest", **CPU)
-    assert whole.decoded == 7
+    assert whole.totals.decoded == 7
     nf4conv.dequantize(tmp_path / "packed", tmp_path / "at once", **CPU)
     at_once = tensors_of(tmp_path / "at once")
     assert all(
@@ -308,7 +308,7 @@ def test_interrupted_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch):
     assert not (out / "config.json").exists()
     with pytest.raises(OutputError, match="holds an unfinished run that differs in --dtype"):
         nf4conv.dequantize(tmp_path / "packed", out, **{**options, "dtype": "float32"}, **SMALL)
-    assert nf4conv.dequantize(tmp_path / "packed", out, **options, **SMALL).run.shards_resumed > 0
+    assert nf4conv.dequantize(tmp_path / "packed", out, **options, **SMALL).shards_resumed > 0
     nf4conv.dequantize(tmp_path / "packed", tmp_path / "whole", **options, **CPU)
     assert contents(out) == contents(tmp_path / "whole")
 
@@ -317,10 +317,10 @@ def test_a_plan_tells_everything_beforehand(tmp_path):
     nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "packed", **CPU)
     plan = make_plan(tmp_path / "packed", DequantizeOptions())
     report = nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **CPU)
-    assert plan.totals().bytes_after == report.run.bytes_after
+    assert plan.totals().bytes_after == report.totals.bytes_after
     assert (
         (plan.totals().decoded, plan.totals().copied)
-        == (report.decoded, report.run.copied)
+        == (report.totals.decoded, report.totals.copied)
         == (12, 7)
     )
     assert {row.name for row in plan.rows()} == tensors_of(tmp_path / "out").keys()
@@ -383,7 +383,7 @@ def test_a_checkpoint_of_transformers_and_bitsandbytes_loads_without_them(tmp_pa
     )
     quantized.save_pretrained(tmp_path / "packed")
     report = nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **CPU)
-    assert report.decoded == 14
+    assert report.totals.decoded == 14
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert {type(module) for module in plain.modules() if hasattr(module, "in_features")} == {
         torch.nn.Linear

@@ -94,11 +94,11 @@ def pipeline(tmp_path: Path) -> Path:
     return folder
 
 
-def quantize(source: object, out: Path, **options: Any) -> nf4conv.QuantizeReport:
+def quantize(source: object, out: Path, **options: Any) -> nf4conv.RunReport:
     return nf4conv.quantize(source, out, **{**RUN, **options})
 
 
-def dequantize(source: object, out: Path, **options: Any) -> nf4conv.DequantizeReport:
+def dequantize(source: object, out: Path, **options: Any) -> nf4conv.RunReport:
     return nf4conv.dequantize(source, out, **{**RUN, **options})
 
 
@@ -119,8 +119,10 @@ def test_layout_and_contents(pipeline, tmp_path):
         *("scheduler/scheduler_config.json", "tokenizer/vocab.json"),
     }
     assert found["model_index.json"] == (pipeline / "model_index.json").read_bytes()
-    assert (report.packed, report.run.copied, report.run.out) == (3, 4, str(out))
-    assert report.run.bytes_after == sum(path.stat().st_size for path in out.rglob("*.safetensors"))
+    assert (report.totals.packed, report.totals.copied, report.out) == (3, 4, str(out))
+    assert report.totals.bytes_after == sum(
+        path.stat().st_size for path in out.rglob("*.safetensors")
+    )
     before = load_file(pipeline / "vae/diffusion_pytorch_model.safetensors")
     after = load_file(out / "vae/diffusion_pytorch_model.safetensors")
     assert {name: tensor.tolist() for name, tensor in before.items()} == {
@@ -159,8 +161,8 @@ def test_a_search_is_of_the_components_in_16_bits(pipeline, tmp_path):
     shutil.copytree(quantized / "text_encoder", mixed / "text_encoder")
     search = {"scales": "search"}
     report = quantize(mixed, out, **search)
-    assert report.stay == 1
-    assert any("text_encoder: 1 weights keep scales" in note for note in report.run.notes)
+    assert report.totals.stay == 1
+    assert any("text_encoder: 1 weights keep scales" in note for note in report.notes)
     assert recorded(out, "text_encoder") == [("kept as found", "absmax", 1)]
     assert recorded(out, "transformer") == [("packed", "search", 2)]
     assert recorded(out, "vae") == []
@@ -302,8 +304,11 @@ def test_resuming_keeps_finished_components(pipeline, tmp_path, after):
     seen: list[int] = []
     report = quantize(pipeline, out, progress=seen.append)
     assert kept.stat().st_mtime_ns == before.st_mtime_ns
-    assert report.run.shards_resumed == ["text_encoder", "vae"].index(after) + 1
-    assert (report.packed, sum(seen)) == (3, nf4conv.plan_quantize(pipeline).totals.bytes_before)
+    assert report.shards_resumed == ["text_encoder", "vae"].index(after) + 1
+    assert (report.totals.packed, sum(seen)) == (
+        3,
+        nf4conv.plan_quantize(pipeline).totals.bytes_before,
+    )
     assert contents(out) == contents(tmp_path / "whole")
 
 
@@ -313,7 +318,7 @@ def test_another_pipeline_is_not_overwritten_unasked(pipeline, tmp_path):
     whole = contents(out)
     (out / ".nf4conv").mkdir()  # as a run leaves it that is killed before its last removal
     (out / ".nf4conv/lock").touch()
-    assert quantize(pipeline, out).run.already_complete
+    assert quantize(pipeline, out).already_complete
     assert contents(out) == whole
     with pytest.raises(OutputError, match="blocksize was 64 and is 128 now"):
         quantize(pipeline, out, blocksize=128)
@@ -325,7 +330,7 @@ def test_another_pipeline_is_not_overwritten_unasked(pipeline, tmp_path):
 def test_there_and_back(pipeline, tmp_path):
     quantize(pipeline, tmp_path / "out")
     report = dequantize(tmp_path / "out", tmp_path / "back")
-    assert report.decoded == 3
+    assert report.totals.decoded == 3
     for name in ("transformer", "text_encoder", "vae"):
         [before], [after] = (
             [*(root / name).glob("*.safetensors")] for root in (pipeline, tmp_path / "back")
@@ -440,9 +445,9 @@ def test_inspection(pipeline, tmp_path):
 
 
 def test_from_python(pipeline, tmp_path):
-    assert nf4conv.quantize(pipeline, tmp_path / "out", **RUN).packed == 3
+    assert nf4conv.quantize(pipeline, tmp_path / "out", **RUN).totals.packed == 3
     assert nf4conv.verify(tmp_path / "out", source=pipeline, **RUN).passed
-    assert nf4conv.dequantize(tmp_path / "out", tmp_path / "back", **RUN).decoded == 3
+    assert nf4conv.dequantize(tmp_path / "out", tmp_path / "back", **RUN).totals.decoded == 3
 
 
 def test_commands(pipeline, tmp_path):

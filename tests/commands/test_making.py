@@ -68,7 +68,7 @@ def test_a_rerun_of_a_finished_job_does_nothing(source: Path, tmp_path: Path, co
     again = run(*arguments)
     assert again.exit_code == 0
     assert "; already complete, nothing was done" in again.stdout
-    assert json.loads(run(*arguments, "--json").stdout)["run"]["already_complete"] is True
+    assert json.loads(run(*arguments, "--json").stdout)["already_complete"] is True
     assert stamps(tmp_path / "out") == before
 
 
@@ -103,7 +103,7 @@ def test_a_rerun_that_asks_for_more(source: Path, tmp_path: Path):
     again = nf4conv.quantize(source, tmp_path / "out", device="cpu", verify=True)
     assert first.verification is not None
     assert again.verification is not None
-    assert again.run.already_complete
+    assert again.already_complete
     assert again.verification.to_record() == first.verification.to_record()
     with pytest.raises(VerificationError, match=r"largest relative error 0.09\d\d, more than 0.01"):
         nf4conv.quantize(source, tmp_path / "out", device="cpu", verify=True, tolerance=0.01)

@@ -147,4 +147,4 @@ def test_an_adapter_with_large_finite_values_is_merged(tmp_path: Path, model: Pa
     adapter = adapter_with(tmp_path / "adapter", model, 1e6)
     options = {"lora": (str(adapter),)}
     report = nf4conv.dequantize(model, tmp_path / "out", **options, **RUN)
-    assert report.run.copied + report.decoded > 0
+    assert report.totals.copied + report.totals.decoded > 0

@@ -95,7 +95,7 @@ def embed(model: torch.nn.Module) -> torch.Tensor:
 def test_minilm_is_the_model_that_bitsandbytes_quantizes_itself(tmp_path, quant_type, most, noise):
     options = {"quant_type": quant_type, "double_quant": False, "compute_dtype": "float32"}
     report = nf4conv.quantize(MINILM, tmp_path / "ours", **options, **CPU)
-    assert report.packed == 37  # six layers of six, and the pooler
+    assert report.totals.packed == 37  # six layers of six, and the pooler
     tensors = tensors_of(tmp_path / "ours")
     peer = AutoModel.from_pretrained(
         MINILM,

@@ -83,18 +83,18 @@ def test_the_bytes_are_those_of_a_single_run(
     missing = 1
     for name in names_of(count):
         report = part(source, tmp_path / "out", name, verify=verify)
-        assert report.run.already_complete is (missing == 0)
+        assert report.already_complete is (missing == 0)
         if missing:
-            assert report.run.part == name
-            missing = report.run.shards_missing
-        before += report.run.bytes_before if report.run.seconds_by_activity.get("read") else 0
+            assert report.part == name
+            missing = report.shards_missing
+        before += report.totals.bytes_before if report.seconds_by_activity.get("read") else 0
         assert (tmp_path / "out/config.json").exists() is (missing == 0)
     assert missing == 0
-    assert before >= single.run.bytes_before
+    assert before >= single.totals.bytes_before
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
     again = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN, verify=verify)
-    assert again.run.already_complete
-    assert again.run.bytes_after == single.run.bytes_after
+    assert again.already_complete
+    assert again.totals.bytes_after == single.totals.bytes_after
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -115,18 +115,18 @@ def test_parts_of_different_numbers_make_one_result(
     source: Path, tmp_path: Path, expected: Contents
 ):
     for name in ("1/2", "3/3"):
-        assert part(source, tmp_path / "out", name).run.shards_missing > 0
-    assert part(source, tmp_path / "out", "2/2").run.shards_missing == 0
+        assert part(source, tmp_path / "out", name).shards_missing > 0
+    assert part(source, tmp_path / "out", "2/2").shards_missing == 0
     assert contents(tmp_path / "out") == expected
 
 
 def test_a_run_without_a_part_makes_what_is_missing(
     source: Path, tmp_path: Path, expected: Contents
 ):
-    missing = part(source, tmp_path / "out", "2/3").run.shards_missing
+    missing = part(source, tmp_path / "out", "2/3").shards_missing
     report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
-    assert (report.run.shards_missing, report.run.already_complete) == (0, False)
-    assert 0 < report.run.shards_resumed < missing
+    assert (report.shards_missing, report.already_complete) == (0, False)
+    assert 0 < report.shards_resumed < missing
     assert contents(tmp_path / "out") == expected
 
 
@@ -161,7 +161,7 @@ def test_whoever_comes_next_finishes_what_a_killed_part_has_left(
     part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "2/2")
     assert not (tmp_path / "out/config.json").exists()
     report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN, part=name)
-    assert report.run.shards_missing == 0
+    assert report.shards_missing == 0
     assert contents(tmp_path / "out") == expected
 
 
@@ -183,10 +183,13 @@ def test_the_source_is_gone(
     assert contents(tmp_path / "out") == before
     report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    assert (report.packed, report.run.copied) == (single.packed, single.run.copied)
-    assert (report.run.bytes_before, report.run.bytes_after) == (
-        single.run.bytes_before,
-        single.run.bytes_after,
+    assert (report.totals.packed, report.totals.copied) == (
+        single.totals.packed,
+        single.totals.copied,
+    )
+    assert (report.totals.bytes_before, report.totals.bytes_after) == (
+        single.totals.bytes_before,
+        single.totals.bytes_after,
     )
     with pytest.raises(SourceError):
         nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
@@ -221,7 +224,7 @@ def test_what_others_have_finished_meanwhile_is_complete(
         part="1/1",
         progress=interfere,
     )
-    assert report.run.already_complete
+    assert report.already_complete
     assert contents(tmp_path / "out") == expected
 
 
@@ -303,7 +306,7 @@ def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
 
     monkeypatch.setattr(repository_module, "check_content", interfere)
     report = part(REPO, tmp_path / "out", "1/1", **where)
-    assert report.run.already_complete
+    assert report.already_complete
     nf4conv.quantize(REPO, tmp_path / "single", **OPTIONS, **RUN, **where)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 

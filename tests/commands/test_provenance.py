@@ -277,8 +277,12 @@ class Expected:
 
     def make(self, out: Path) -> None:
         report = nf4conv.quantize(self.source, out, **self.options, **CPU, verify=True)
-        assert (report.packed, report.stay, report.run.copied) == (len(NAMES), self.stay, 2)
-        note = any("a search needs the 16-bit model" in note for note in report.run.notes)
+        assert (report.totals.packed, report.totals.stay, report.totals.copied) == (
+            len(NAMES),
+            self.stay,
+            2,
+        )
+        note = any("a search needs the 16-bit model" in note for note in report.notes)
         unsearched = {self.scales[name] for name in NAMES if name not in self.anew} - {"search"}
         assert note is (self.options.get("scales") == "search" and bool(unsearched))
         before, after = tensors_of(self.source), tensors_of(out)
@@ -362,7 +366,7 @@ class Expected:
     def check_rerun(self, out: Path) -> None:
         before = contents(out)
         again = nf4conv.quantize(self.source, out, **self.options, **CPU, verify=True)
-        assert again.run.already_complete
+        assert again.already_complete
         assert contents(out) == before
 
     def check(self, out: Path) -> None:
@@ -444,7 +448,7 @@ def test_what_is_asked_for_and_what_is_left_open_make_the_same_job(world: World,
         "dtype": "bfloat16",
         "scales": "absmax",
     }
-    assert nf4conv.quantize(world.plain, tmp_path / "out", **spelled, **CPU).run.already_complete
+    assert nf4conv.quantize(world.plain, tmp_path / "out", **spelled, **CPU).already_complete
     for options, message in (
         (SEARCH, 'scales was "absmax" and is "search" now'),
         ({"quant_type": "fp4"}, 'quant-type was "nf4" and is "fp4" now'),

@@ -73,7 +73,7 @@ def test_a_node_is_lost(tmp_path: Path, cluster):
     output, errors = driver.communicate(timeout=240)
     assert driver.returncode == 0, errors
     report = json.loads(output)
-    assert report["run"]["bytes_after"] == sum(
+    assert report["totals"]["bytes_after"] == sum(
         path.stat().st_size for path in tmp_path.glob("single/*.safetensors")
     )
     assert contents(tmp_path / "out") == contents(tmp_path / "single")

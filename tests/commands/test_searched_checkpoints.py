@@ -149,7 +149,7 @@ def test_bytes_do_not_depend_on_workers_or_buffers(source, searched, tmp_path, r
 def test_an_interrupted_search_resumes_to_the_same_bytes(tmp_path, monkeypatch):
     options = {"max_shard_size": 60_000, "scales": "search"}
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch, options)
-    assert nf4conv.quantize(source, out, **options, **CPU).run.shards_resumed > 0
+    assert nf4conv.quantize(source, out, **options, **CPU).shards_resumed > 0
     nf4conv.quantize(source, tmp_path / "whole", **options, **CPU)
     assert contents(out) == contents(tmp_path / "whole")
 

@@ -28,7 +28,7 @@ OPTIONS = {"max_shard_size": 60_000}
 ONE = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 TWO = {**ONE, "device": "cpu,cpu"}
 OF_THE_RUN = {
-    *("out", "loading", "push", "run", "seconds", "pipeline_seconds", "seconds_by_activity"),
+    *("out", "loading", "push", "seconds", "pipeline_seconds", "seconds_by_activity"),
     *("host_baseline_bytes", "host_peak_bytes", "verification"),
 }
 """Fields of a report that differ from run to run, or name the output."""
@@ -105,21 +105,20 @@ def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: di
     read: list[int] = []
     report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **run, progress=read.append)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    for found, expected in ((report, single), (report.run, single.run)):
-        assert {k: v for k, v in asdict(found).items() if k not in OF_THE_RUN} == {
-            k: v for k, v in asdict(expected).items() if k not in OF_THE_RUN
-        }
-    assert report.run.seconds_by_activity.keys() == single.run.seconds_by_activity.keys()
-    assert report.run.seconds >= report.run.pipeline_seconds > 0
-    again = report.run.bytes_before + report.run.bytes_after if "verify" in run else 0
-    assert sum(read) == report.run.bytes_before + again
+    assert {k: v for k, v in asdict(report).items() if k not in OF_THE_RUN} == {
+        k: v for k, v in asdict(single).items() if k not in OF_THE_RUN
+    }
+    assert report.seconds_by_activity.keys() == single.seconds_by_activity.keys()
+    assert report.seconds >= report.pipeline_seconds > 0
+    again = report.totals.bytes_before + report.totals.bytes_after if "verify" in run else 0
+    assert sum(read) == report.totals.bytes_before + again
     if "verify" in run:
         assert report.verification is not None
         assert single.verification is not None
         assert report.verification.to_record() == single.verification.to_record()
     once_more = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **run)
-    assert once_more.run.already_complete
-    assert once_more.run.seconds_by_activity == {}
+    assert once_more.already_complete
+    assert once_more.seconds_by_activity == {}
 
 
 def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
@@ -128,10 +127,10 @@ def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
     single = nf4conv.dequantize(tmp_path / "packed", tmp_path / "single", **options, **ONE)
     report = nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **options, **TWO)
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    assert (report.decoded, report.run.copied, report.run.bytes_after) == (
-        single.decoded,
-        single.run.copied,
-        single.run.bytes_after,
+    assert (report.totals.decoded, report.totals.copied, report.totals.bytes_after) == (
+        single.totals.decoded,
+        single.totals.copied,
+        single.totals.bytes_after,
     )
 
 
@@ -141,7 +140,7 @@ def test_overwriting(tmp_path: Path, source: Path):
     nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **ONE)
     over = {**TWO, "overwrite": True}
     report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **over)
-    assert not report.run.already_complete
+    assert not report.already_complete
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
@@ -191,7 +190,7 @@ def test_however_a_run_ends_nobody_is_left_and_it_resumes(tmp_path: Path):
         finished = len([*out.glob(".nf4conv/shards/*")])
     code, output, errors = Run(source, out).end()
     assert (code, errors) == (0, "")
-    assert json.loads(output)["run"]["shards_resumed"] == finished >= 6
+    assert json.loads(output)["shards_resumed"] == finished >= 6
     assert contents(out) == contents(tmp_path / "single")
 
 
@@ -264,7 +263,7 @@ def test_all_gpus(tmp_path: Path, source: Path):
     """With one GPU it is a plain run."""
     report = nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **{**ONE, "device": "cuda:all"})
     nf4conv.quantize(source, tmp_path / "single", **OPTIONS, **{**ONE, "device": "cuda:0"})
-    assert report.run.device == ", ".join(
+    assert report.device == ", ".join(
         f"cuda:{number}" for number in range(torch.cuda.device_count())
     )
     assert contents(tmp_path / "out") == contents(tmp_path / "single")

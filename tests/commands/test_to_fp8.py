@@ -103,8 +103,8 @@ def test_both_decode_to_equal_values(tmp_path: Path, source: Path, scales: Fp8Sc
     """And what was in FP8, or in floats, is as it was."""
     out = tmp_path / "out"
     report = nf4conv.dequantize(source, out, **{**FP8, "fp8_scales": scales}, **CPU)
-    assert (report.decoded, report.run.copied) == (8, 16)
-    assert report.run.bytes_before == sum(part.nbytes for part in v4().values())
+    assert (report.totals.decoded, report.totals.copied) == (8, 16)
+    assert report.totals.bytes_before == sum(part.nbytes for part in v4().values())
     assert json.loads((out / "config.json").read_text()) == {**CONFIG, "expert_dtype": "fp8"}
     before, after = v4(), tensors_of(out)
     assert before.keys() == after.keys()
@@ -176,7 +176,7 @@ def test_pieces_parts_and_resumed_runs_give_the_same_bytes(tmp_path: Path, sourc
         nf4conv.dequantize(source, tmp_path / "resumed", **options, **SMALL, progress=stop)
     assert not (tmp_path / "resumed" / "config.json").exists()
     report = nf4conv.dequantize(source, tmp_path / "resumed", **options, **SMALL)
-    assert report.run.shards_resumed > 0
+    assert report.shards_resumed > 0
     for name in ("small", "parts", "resumed"):
         assert contents(tmp_path / name) == contents(whole)
 

@@ -23,7 +23,7 @@ import nf4conv.output.push as push_module
 import nf4conv.sources.remote.asking as asking_module
 from nf4conv.cli import main
 from nf4conv.errors import Nf4convError, OutputError
-from nf4conv.report.results import QuantizeReport
+from nf4conv.report.results import RunReport
 
 REPO = "me/model-nf4"
 TOKEN = "hf_writer"
@@ -42,7 +42,7 @@ def push(
     overwrite: bool = False,
     after_read: Callable[[], object] = lambda: None,
     **options: Any,
-) -> QuantizeReport:
+) -> RunReport:
     """Quantize and push; `after_read` is called after every read."""
     chosen = {**({"push_to_hub": REPO, "token": TOKEN} | options)}
     run = {"device": "cpu", "workers": 2, "overwrite": overwrite}

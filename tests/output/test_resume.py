@@ -101,7 +101,7 @@ def test_finished_shards_are_not_made_again(tmp_path, monkeypatch, storage):
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch, options)
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
     report = nf4conv.quantize(source, out, **options, **RUN)
-    assert report.run.shards_resumed == len(before) > 0
+    assert report.shards_resumed == len(before) > 0
     assert all((out / name).stat().st_mtime_ns == stamp for name, stamp in before.items())
     assert_as_never_interrupted(source, out, options)
 
@@ -113,7 +113,7 @@ def test_a_damaged_finished_shard_is_made_again(tmp_path, monkeypatch):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert nf4conv.quantize(source, out, **OPTIONS, **RUN).run.shards_resumed == 0
+    assert nf4conv.quantize(source, out, **OPTIONS, **RUN).shards_resumed == 0
     assert_as_never_interrupted(source, out)
 
 
@@ -131,7 +131,7 @@ def replaced_unseen(shard: Path) -> None:
 def test_a_source_that_was_replaced_unseen_gives_no_mixed_result(tmp_path, monkeypatch, shard):
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
     replaced_unseen(source / shard)
-    assert nf4conv.quantize(source, out, **OPTIONS, **RUN).run.shards_resumed == 0
+    assert nf4conv.quantize(source, out, **OPTIONS, **RUN).shards_resumed == 0
     assert_as_never_interrupted(source, out)
 
 

@@ -86,8 +86,8 @@ def test_quantize(tmp_path: Path, kind: str, double_quant: bool, shard_size: int
     report = plan.execute(tmp_path / "out")
     written = size_of(tmp_path / "out")
     spare = spare_digits(tmp_path / "out")
-    assert report.packed > 0
-    assert report.run.bytes_after == written
+    assert report.totals.packed > 0
+    assert report.totals.bytes_after == written
     assert plan.totals.bytes_after == written + spare
     assert (spare > 0) == double_quant
 

@@ -70,10 +70,10 @@ def test_sizes_are_those_on_disk(source: Path, tmp_path: Path):
     _, body = parts(tmp_path / "out")
     on_disk = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
     assert (
-        f"{report.run.bytes_before / 1e6:,.2f} MB → {on_disk / 1e6:,.2f} MB, "
-        f"{report.bits_per_parameter:.2f} bits" in body
+        f"{report.totals.bytes_before / 1e6:,.2f} MB → {on_disk / 1e6:,.2f} MB, "
+        f"{report.totals.bits_per_parameter:.2f} bits" in body
     )
-    assert f"{report.packed} weights" in body
+    assert f"{report.totals.packed} weights" in body
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import nf4conv
 from nf4conv.errors import OutputError
-from nf4conv.report.results import QuantizeReport
+from nf4conv.report.results import RunReport
 
 CPU = {"device": "cpu"}
 REPO = "me/flux-nf4"
@@ -55,7 +55,7 @@ def pipeline(tmp_path: Path) -> Path:
     return folder
 
 
-def convert(source: Any, out: Path, push: dict[str, Any] = PUSH, **settings: Any) -> QuantizeReport:
+def convert(source: Any, out: Path, push: dict[str, Any] = PUSH, **settings: Any) -> RunReport:
     where = {"cache_dir": out.parent / "cache"}
     run = {"device": "cpu", "workers": 2, **settings}
     return nf4conv.quantize(source, out, **run, **where, **push)
@@ -98,7 +98,7 @@ def test_the_card(hub: Hub, pipeline: Path, tmp_path: Path):
     assert "| what is not packed | bfloat16 |" in body
     assert "| vae | 0 | 0.03 MB → 0.03 MB |" in body
     assert "| packed | 2 weights, 66.7 % of 49,152 parameters |" in body
-    assert f"{8 * report.run.bytes_after / 49152:.2f} bits a parameter" in body
+    assert f"{8 * report.totals.bytes_after / 49152:.2f} bits a parameter" in body
     assert report.verification is not None
     assert [row.name for row in report.verification.weights] == [
         "text_encoder/encoder.layers.0.fc1.weight",
@@ -132,7 +132,7 @@ def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(
     assert not (tmp_path / "out" / "model_index.json").exists()
     assert contents(pipeline) == whole
     report = nf4conv.quantize(pipeline, tmp_path / "out", **CPU, **PUSH)
-    assert report.run.shards_resumed
+    assert report.shards_resumed
     assert pushed_files(hub) == contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 

@@ -107,7 +107,7 @@ def test_bytes_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, double
     options = {"quant_type": quant_type, "blocksize": blocksize, "double_quant": double_quant}
     assert is_bare(nf4conv.plan_quantize(source, **options).made.output)
     report = nf4conv.quantize(source, tmp_path / "out", **options, **GPU)
-    assert report.packed == 7
+    assert report.totals.packed == 7
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name, weight in load_file(source / "model.safetensors").items():
         if "proj" not in name:
@@ -161,7 +161,7 @@ def test_more_elements_than_an_int32_counts(tmp_path):
     weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     save_model(tmp_path / "source", {"model.layers.0.mlp.up_proj.weight": weight.cpu()}, CONFIG)
     report = nf4conv.quantize(tmp_path / "source", tmp_path / "out", device="cuda")
-    assert report.run.device_peak_bytes < 1.5e9
+    assert report.device_peak_bytes < 1.5e9
     written = load_file(tmp_path / "out/model.safetensors")
     packed, state = quantize_4bit(weight)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -189,7 +189,7 @@ def test_values_equal_bitsandbytes(tmp_path, dtype, quant_type, blocksize, doubl
     )
     assert is_bare(make_plan(source, DequantizeOptions()).output)
     report = nf4conv.dequantize(source, tmp_path / "out", **GPU)
-    assert report.decoded == len(PACKED)
+    assert report.totals.decoded == len(PACKED)
     written = load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(written.pop("model.norm.weight"), torch.ones(64, dtype=dtype))
     for name in PACKED:

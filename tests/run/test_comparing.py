@@ -212,7 +212,7 @@ def test_a_packed_weight_and_its_source(packed, run):
     "run", [CPU, TINY, UNEVEN], ids=["large-buffer", "tiny-buffer", "uneven-buffer"]
 )
 def test_two_formats(packed, tmp_path, other, run):
-    decoded = nf4conv.dequantize(packed[other], tmp_path / "decoded", **CPU).run.out
+    decoded = nf4conv.dequantize(packed[other], tmp_path / "decoded", **CPU).out
     a, b = (
         load_file(Path(folder) / "model.safetensors")[UP].double()
         for folder in (packed["bfloat16"], decoded)

@@ -393,7 +393,7 @@ def test_casts(
     }
     source, packed = write(tmp_path / "source", tensors, dtype=stored), tmp_path / "packed"
     by_torch(nf4conv.quantize, source, packed)
-    quantized = both(nf4conv.quantize, source, dtype=dtype).run.out
+    quantized = both(nf4conv.quantize, source, dtype=dtype).out
     again = {"dtype": dtype, "blocksize": 128, "exclude": ("*q_proj*",)}
     both(nf4conv.quantize, packed, **again)
     both(nf4conv.dequantize, packed, dtype=dtype)
@@ -552,7 +552,7 @@ def test_only_what_takes_torch_takes_it(
         if isinstance(job, PackJob)
     }
     assert asked.driver == packed
-    assert any(note.startswith(f"1 of 7 tensors took torch ({why})") for note in report.run.notes)
+    assert any(note.startswith(f"1 of 7 tensors took torch ({why})") for note in report.notes)
     audited = nf4conv.quantize(source, tmp_path / "audited", **MIXED, verify=True)
     assert audited.verification is not None
     assert audited.verification.bytes_differing == 0
@@ -579,7 +579,7 @@ def test_transposed_weights_among_others(
     same(tmp_path / "bare", tmp_path / "torch")
     assert asked.torch == {*transposed}
     assert asked.driver == {*others}
-    assert "2 of 3 tensors took torch (stored transposed)" in report.run.notes
+    assert "2 of 3 tensors took torch (stored transposed)" in report.notes
     assert len(gpu) == 1
 
 
@@ -602,7 +602,7 @@ def test_a_weight_that_is_merged_with_an_adapter(
     same_weights(tmp_path / "bare", tmp_path / "torch")
     assert asked.torch == {f"{module}.weight"}
     assert "model.layers.0.self_attn.o_proj.weight" in asked.driver
-    assert "1 of 7 tensors took torch (merged with an adapter)" in report.run.notes
+    assert "1 of 7 tensors took torch (merged with an adapter)" in report.notes
     assert report.verification is not None
     assert report.verification.bytes_differing == 0
     assert len(gpu) == 1
@@ -630,7 +630,7 @@ def test_weights_in_4_bits_among_others(tmp_path: Path, gpu: list[DriverBackend]
     save_in_order(mixed / "model.safetensors", dict(sorted(chosen.items())))
     for run, out in ((BARE, "bare"), ({**MIXED, "device": "cpu"}, "torch")):
         report = nf4conv.quantize(mixed, tmp_path / out, **run)
-        assert report.packed == 4
+        assert report.totals.packed == 4
         written = load_file(tmp_path / out / "model.safetensors")
         assert written.keys() == packed.keys()
         for name, tensor in packed.items():
@@ -657,9 +657,9 @@ def test_torch_alone_where_the_driver_would_only_copy(tmp_path: Path, gpu: list[
     )
     in_family(source, "GPT2LMHeadModel", "gpt2")
     report = nf4conv.quantize(source, tmp_path / "out", **MIXED)
-    assert report.packed
+    assert report.totals.packed
     assert not gpu
-    assert not any("took torch" in note for note in report.run.notes)
+    assert not any("took torch" in note for note in report.notes)
 
 
 CLOSE = 1e-12 if ON_GPU else 1e-6  # torch adds up in float64 there, here in float32

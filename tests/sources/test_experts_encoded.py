@@ -77,7 +77,7 @@ def test_the_driver_takes_what_lies_row_by_row(tmp_path: Path):
     stored, _ = mxfp4()
     encoded = source(tmp_path / "encoded", "gpt_oss", stored, {"quant_method": "mxfp4"})
     report = nf4conv.quantize(encoded, tmp_path / "bare", **PACKED, **MIXED)
-    [note] = [note for note in report.run.notes if "took torch" in note]
+    [note] = [note for note in report.notes if "took torch" in note]
     # gate_proj and up_proj of three experts alternate
     assert note.startswith("6 of 10 tensors took torch (cut out of a larger tensor)")
 

@@ -141,7 +141,7 @@ def same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def test_dequantized_it_loads_as_any_other_model(tmp_path: Path, method: str):
     source, decoded = write(tmp_path / "source", *MAKERS[method])
     report = nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    assert report.decoded == 14
+    assert report.totals.decoded == 14
     same_tensors(load_file(tmp_path / "out" / FILE), decoded)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization_config" not in config
@@ -490,7 +490,7 @@ def test_a_dry_run_knows_the_size(tmp_path: Path):
     source, _ = write(tmp_path / "source", gptq, GPTQ)
     plan = make_plan(source, DequantizeOptions())
     report = nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    assert plan.totals().bytes_after == report.run.bytes_after
+    assert plan.totals().bytes_after == report.totals.bytes_after
     assert describe_plan(plan).notes[0].startswith("the source is quantized (gptq): 14 of GPTQ")
 
 

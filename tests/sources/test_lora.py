@@ -123,7 +123,7 @@ def test_the_merged_model_is_that_of_peft(tmp_path, feature, dtype):
     ours, theirs = load(tmp_path / "merged"), merged_by_peft(load(base), tmp_path / "adapter")
     assert largest_difference(ours, theirs) <= ROUNDING[dtype]
     assert changed(ours, load(base)) == changed(theirs, load(base)) != set()
-    assert "merged" in " ".join(report.run.notes)
+    assert "merged" in " ".join(report.notes)
     if dtype is torch.float32:
         torch.testing.assert_close(logits(ours), logits(theirs), rtol=0, atol=5e-6)
         torch.testing.assert_close(logits(ours), logits(adapted), rtol=0, atol=5e-6)
@@ -559,7 +559,7 @@ def test_an_interrupted_merge_resumes_with_the_same_adapter_only(tmp_path, monke
         nf4conv.quantize(base, tmp_path / "out", **options, **CPU)
     config.write_text(original)
     report = nf4conv.quantize(base, tmp_path / "out", **options, **CPU)
-    assert report.run.shards_resumed > 1
+    assert report.shards_resumed > 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

@@ -439,7 +439,7 @@ def test_the_command(hub: Hub, where: dict[str, Any], expected: dict[str, bytes]
         main, [*arguments, "--max-shard-size", "100kB", "--device", "cpu", "--json"]
     )
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["packed"] == 2 * SHARDS
+    assert json.loads(done.stdout)["totals"]["packed"] == 2 * SHARDS
     assert without_card(contents(tmp_path / "out")) == expected
 
 
@@ -475,7 +475,7 @@ def test_verify_looks_again_at_what_was_streamed(hub, tmp_path, where, kind):
     run = {"device": "cpu", "workers": 2, "verify": True}
     first = nf4conv.quantize(REPO, out, **OPTIONS, **run, **where)
     again = nf4conv.quantize(REPO, out, **OPTIONS, **run, **where)
-    assert again.run.already_complete
+    assert again.already_complete
     assert again.verification is not None
     assert first.verification is not None
     assert again.verification.to_record() == first.verification.to_record()

@@ -11,12 +11,10 @@ from nf4conv.plan.rows import TensorRow, distance
 from nf4conv.plan.writing import NO_CONFIG
 from nf4conv.report.page import folder_name
 from nf4conv.report.results import (
-    DequantizeReport,
     Environment,
     Evaluations,
     Inspection,
     PlanReport,
-    QuantizeReport,
     RunReport,
     VerifyReport,
     grouped,
@@ -53,8 +51,6 @@ def plan_lines(plan: PlanReport, width: int | None) -> Iterator[str]:
             f"reading takes about {duration(plan.reading_seconds)} here, as a sample was read at "
             f"{speed} a second; computing and writing go on meanwhile, and can take longer"
         )
-    if plan.gpu_bytes is not None:
-        yield _gpu_line(plan.gpu_bytes)
     kinds = sorted(plan.kinds, key=lambda kind: -(kind.bytes_before or 0))
     columns = {
         "kind of module": [printable(kind.kind) for kind in kinds],
@@ -70,34 +66,32 @@ def plan_lines(plan: PlanReport, width: int | None) -> Iterator[str]:
         yield f"Note: {printable(note)}"
 
 
-def quantization_lines(report: QuantizeReport) -> Iterator[str]:
+def run_lines(report: RunReport) -> Iterator[str]:
     """Yields what was done, how to load the result, and how to push it."""
-    run = report.run
-    stay = ""
-    if report.stay:
-        stay = f"{report.stay:,} weights that were in 4 bits stay as they are, "
-    yield (
-        f"{run.out}: {report.packed - report.stay:,} weights packed, {stay}"
-        f"{run.copied:,} tensors kept{_kept_from_before(run)}"
-    )
-    if run.part is not None:
-        yield _timing(run, run.bytes_before)
-        return
-    compression = run.bytes_before / run.bytes_after
-    bits = f"{report.bits_per_parameter:.2f} bits per parameter"
-    yield (
-        f"{size(run.bytes_before)} → {size(run.bytes_after)} ({compression:.2f}x, {bits}), "
-        f"about {size(report.gpu_bytes)} of GPU memory to load"
-    )
-    if not run.already_complete:
-        yield _timing(run, run.bytes_before)
+    totals = report.totals
+    done = f"{report.out}: {totals.decoded:,} weights decoded, "
+    if report.command == "quantize":
+        done = f"{report.out}: {totals.packed - totals.stay:,} weights packed, "
+        if totals.stay:
+            done += f"{totals.stay:,} weights that were in 4 bits stay as they are, "
+    yield f"{done}{totals.copied:,} tensors kept{_kept_from_before(report)}"
+    sizes = f"{size(totals.bytes_before)} → {size(totals.bytes_after)}"
+    if report.command == "quantize":
+        bits = f"{totals.bits_per_parameter:.2f} bits per parameter"
+        sizes += f" ({totals.compression:.2f}x, {bits})"
+    if report.part is None:
+        yield sizes
+    if not report.already_complete:
+        yield _timing(report)
     verified = report.verification
     if verified is not None:
         yield (
             f"verified: {verified.packed:,} packed weights, largest relative error "
             f"{verified.largest_relative_error:.4f}; {verified.copied:,} kept tensors equal"
         )
-    if NO_CONFIG in run.notes:
+    if report.part is not None:
+        return
+    if NO_CONFIG in report.notes:
         yield f"Note: {NO_CONFIG}"
     if report.loading:
         yield f"install: {report.install}"
@@ -106,18 +100,6 @@ def quantization_lines(report: QuantizeReport) -> Iterator[str]:
         yield f"pushed: {report.pushed}"
     elif report.push:
         yield f"push: {printable(report.push)}"
-
-
-def dequantization_lines(report: DequantizeReport) -> Iterator[str]:
-    """Yields what was done."""
-    run = report.run
-    yield (
-        f"{run.out}: {report.decoded:,} weights decoded, "
-        f"{run.copied:,} tensors copied{_kept_from_before(run)}"
-    )
-    yield f"{size(run.bytes_before)} → {size(run.bytes_after)}"
-    if not run.already_complete:
-        yield _timing(run, run.bytes_after)
 
 
 def _kept_from_before(run: RunReport) -> str:
@@ -136,16 +118,12 @@ def _kept_from_before(run: RunReport) -> str:
     return text
 
 
-def _timing(run: RunReport, count: int) -> str:
-    rate = count / run.seconds
-    said = f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.2f} MB/s"
-    activities = sorted(run.seconds_by_activity.items())
+def _timing(report: RunReport) -> str:
+    # decoding makes more bytes than it reads
+    rate = max(report.totals.bytes_before, report.totals.bytes_after) / report.seconds
+    activities = sorted(report.seconds_by_activity.items())
     split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in activities)
-    return f"{run.seconds:.1f} s on {run.device}, {said} (all workers: {split})"
-
-
-def _gpu_line(count: int) -> str:
-    return f"loading it takes about {size(count)} of GPU memory, CUDA's own included"
+    return f"{report.seconds:.1f} s on {report.device}, {size(rate)}/s (all workers: {split})"
 
 
 # --- inspect ---
@@ -189,7 +167,6 @@ def _inspection_head(inspection: Inspection) -> Iterator[str]:
         f"{totals.parameters:,} parameters, {size(totals.bytes)}, "
         f"{totals.bits_per_parameter:.2f} bits each"
     )
-    yield _gpu_line(inspection.gpu_bytes)
     if inspection.config is not None:
         yield f"config.json: {printable(_quantization_text(inspection.config))}"
     if inspection.experts:
