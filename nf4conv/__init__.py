@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from nf4conv.errors import SourceError as SourceError
     from nf4conv.errors import VerificationError as VerificationError
     from nf4conv.inference.linear import linear_4bit as linear_4bit
-    from nf4conv.inference.patching import decoded_linear_4bit as decoded_linear_4bit
     from nf4conv.inference.patching import patch_linear_4bit as patch_linear_4bit
     from nf4conv.inference.patching import unpatch_linear_4bit as unpatch_linear_4bit
     from nf4conv.plan.rows import PlanTotals as PlanTotals
@@ -74,7 +73,7 @@ _NAMES_IN: Final = {
         "CodecError Nf4convError OptionError OutputError PlanError SourceError VerificationError"
     ),
     "nf4conv.inference.linear": "linear_4bit",
-    "nf4conv.inference.patching": "decoded_linear_4bit patch_linear_4bit unpatch_linear_4bit",
+    "nf4conv.inference.patching": "patch_linear_4bit unpatch_linear_4bit",
     "nf4conv.plan.rows": "PlanTotals TensorRow",
     "nf4conv.report.as_json": "to_json",
     "nf4conv.report.page": "write_page",

@@ -26,7 +26,6 @@ if why_plain((9, 0)):
     collect_ignore_glob = [
         "*/test_compile.py",
         "*/test_decode_kernels.py",
-        "*/test_dense_kernel.py",
         "*/test_experts_kernels.py",
         "*/test_ggml_kernels.py",
         "*/test_gpu.py",

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from nf4conv.codec.backends import has_kernels, why_plain
-from nf4conv.codec.quant_state import decoding_of
 from nf4conv.inference.linear import linear_4bit, make_tables
 
 
@@ -32,7 +30,6 @@ def patch_linear_4bit(model: torch.nn.Module) -> int:
     Example:
         model = AutoModelForCausalLM.from_pretrained("model-nf4", device_map="cuda")
         nf4conv.patch_linear_4bit(model)
-        print(nf4conv.decoded_linear_4bit(model))  # what has no kernel here, and why
         model.generate(**prompt, cache_implementation="static")  # transformers compiles the step
     """
     patched = 0
@@ -71,29 +68,6 @@ def unpatch_linear_4bit(model: torch.nn.Module) -> int:
             continue
         restored += 1
     return restored
-
-
-def decoded_linear_4bit(
-    model: torch.nn.Module, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, str]:
-    """Says which 4-bit layers `linear_4bit` decodes before it multiplies even a single row.
-
-    Args:
-        model: a model with layers of bitsandbytes, patched or not.
-        dtype: of the activations, where a layer has no compute dtype of its own.
-
-    Returns:
-        By name of the layer, the reason. Empty if a kernel multiplies with each.
-
-    Example:
-        print(nf4conv.decoded_linear_4bit(model))
-    """
-    reasons = {}
-    for name, module in _linear_4bit_layers(model):
-        reason = _why_decoded(module, dtype)
-        if reason:
-            reasons[name] = reason
-    return reasons
 
 
 def _linear_4bit_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -153,23 +127,3 @@ def _compute_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
     """Returns in what a layer computes, given the dtype of its input."""
     found: torch.dtype = module.compute_dtype or dtype
     return found
-
-
-def _why_decoded(module: Any, dtype: torch.dtype) -> str:
-    """Returns why a layer has no kernel; empty if it has one."""
-    if _has_own_forward(module):
-        return f"{type(module).__name__} has a forward of its own"
-    weight = module.weight
-    state = getattr(weight, "quant_state", None)
-    if state is None:
-        return "it is not packed yet"
-    if not has_kernels(weight.device):
-        if weight.device.type != "cuda":
-            return f"there are no kernels for {weight.device.type}"
-        return why_plain(torch.cuda.get_device_capability(weight.device))
-    from nf4conv.inference.kernels.product import choosing  # importing Triton takes a second
-
-    n, k = state.shape
-    alignment = choosing.alignment_of(weight.data_ptr())
-    matrix = choosing.Matrix(n, k, decoding_of(state).form(), alignment)
-    return choosing.why_decoded(matrix, _compute_dtype(module, dtype))

@@ -62,7 +62,6 @@ def test_layers_that_have_run_on_a_cpu_stay_with_bitsandbytes(monkeypatch) -> No
         assert model[0].weight.quant_state.packing_format_for_cpu
         nf4conv.patch_linear_4bit(model)
         assert torch.equal(model(x), expected)
-        assert nf4conv.decoded_linear_4bit(model)
 
 
 def test_a_compiled_graph_sees_new_codes_and_scales() -> None:
@@ -169,7 +168,6 @@ def test_a_class_with_a_forward_of_its_own_keeps_it() -> None:
     expected = model(x)
     assert nf4conv.patch_linear_4bit(model) == 0
     assert torch.equal(model(x), expected)
-    assert nf4conv.decoded_linear_4bit(model) == {"0": "Doubled has a forward of its own"}
     assert nf4conv.unpatch_linear_4bit(model) == 0
 
 
@@ -189,13 +187,3 @@ def test_hooks_of_accelerate_stay() -> None:
     torch.testing.assert_close(model[0](x), 2 * plain)
     nf4conv.unpatch_linear_4bit(model)
     torch.testing.assert_close(model[0](x), 2 * plain)
-
-
-def test_says_which_layers_have_no_kernel() -> None:
-    model = packed_model()
-    assert nf4conv.decoded_linear_4bit(model) == {
-        "0": "there are no kernels for cpu",
-        "2": "there are no kernels for cpu",
-    }
-    unpacked = torch.nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64, device="meta"))
-    assert nf4conv.decoded_linear_4bit(unpacked) == {"0": "it is not packed yet"}

@@ -10,7 +10,7 @@ from torch.nn import functional
 from nf4conv.codec.kernels.decoding.dequantize import prepare_dequantize
 from nf4conv.codec.kernels.internals import CannotLaunchError, stream_of
 from nf4conv.codec.quant_state import Addresses, Form
-from nf4conv.inference.kernels.product import dense, launches, shapes
+from nf4conv.inference.kernels.product import launches
 from nf4conv.inference.kernels.product.launches import Product
 from nf4conv.inference.kernels.product.panels.plans import is_faster
 from nf4conv.inference.kernels.product.panels.prepare import TensorMapError, prepare_panel
@@ -50,16 +50,13 @@ def prepare_multiply(
 ) -> Multiply:
     """Prepares what multiplies all x of one shape and dtype with all weights of one kind."""
     way = _way(x_shape[:-1].numel(), matrix, dtype, device)
-    n, _, form, alignment = matrix
     if way == "decoded":
         multiply = _prepare_decoded(dtype, device, matrix)
-    elif way == "dense":
-        aligned = alignment == 16
-        multiply = _with_bias(dense.prepare_dense(x_shape, dtype, device, n, form, aligned))
     elif way == "panel":
         multiply = _prepare_panel(x_shape, dtype, device, matrix)
     else:
-        multiply = _with_bias(launches.prepare_product(x_shape, dtype, device, n, form))
+        product = launches.prepare_product(x_shape, dtype, device, matrix.n, matrix.form)
+        multiply = _with_bias(product)
     return _there(multiply, device)
 
 
@@ -81,12 +78,10 @@ def _there(multiply: Callable[_P, _T], device: torch.device) -> Callable[_P, _T]
 
 def _way(
     rows: int, matrix: Matrix, dtype: torch.dtype, device: torch.device
-) -> Literal["fused", "panel", "dense", "decoded"]:
+) -> Literal["fused", "panel", "decoded"]:
     """Returns what multiplies so many rows of x with a weight."""
-    if rows == 0 or why_decoded(matrix, dtype):
+    if rows == 0 or not has_kernel(matrix, dtype):
         return "decoded"
-    if matrix.alignment < 16 or shapes.is_short(matrix.k, matrix.form):
-        return "dense" if rows <= dense.TILES[-1].columns else "decoded"
     if rows <= launches.most_rows(device):
         return "fused"
     if launches.is_hopper(device):
@@ -96,20 +91,14 @@ def _way(
     return "decoded"
 
 
-def why_decoded(matrix: Matrix, dtype: torch.dtype) -> str:
-    """Returns why a weight is decoded before it is multiplied with few rows; empty if a kernel
-    multiplies without.
+def has_kernel(matrix: Matrix, dtype: torch.dtype) -> bool:
+    """Returns False if a weight is decoded before it is multiplied with few rows.
+
+    The kernels add up 64 k before they scale, and load 16 bytes of codes at once.
     """
-    if dtype == torch.float32:
-        return "products in float32 have no kernel"
-    if matrix.k % 32:
-        return f"{matrix.k} columns are no multiple of 32"
-    if matrix.alignment < 4:
-        return "the packed codes do not begin at a multiple of 4 bytes"
-    elements = matrix.n * matrix.k
-    if elements >= launches.MOST_ELEMENTS or elements == 0:
-        return f"{elements} elements are too many or none"
-    return ""
+    n, k, form, alignment = matrix
+    fits = k % 64 == 0 and form.blocksize >= 64 and alignment == 16
+    return fits and dtype != torch.float32 and 0 < n * k < launches.MOST_ELEMENTS
 
 
 def _with_bias(product: Product) -> Multiply:

@@ -4,8 +4,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import ClassVar, Final
 
-from nf4conv.codec.quant_state import Form
-
 
 @dataclass(eq=False)  # told apart by identity, which is faster
 class Shape:
@@ -171,11 +169,6 @@ LEAST_HELD: Final = 4608
 
 FUSED_ROWS: Final = 32
 """Rows of x at most on Hopper, which has panels/ for more."""
-
-
-def is_short(k: int, form: Form) -> bool:
-    """Returns True if a scale belongs to 32 k: these kernels add up 64 before they scale."""
-    return form.blocksize < 64 or k % 64 > 0
 
 
 @cache
