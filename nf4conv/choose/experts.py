@@ -14,6 +14,7 @@ from nf4conv.models.families import (
     has_uneven_experts,
     layouts_of,
 )
+from nf4conv.models.family_table import DOWN
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.tensors import TensorInfo
 
@@ -78,8 +79,6 @@ class Experts:
         """
         if "model_type" not in self.config:
             return False
-        if not all(found.layout.has_loader for found in self.stacks.values()):
-            return False
         total = 0
         of_experts = 0
         for name, tensor in self.tensors.items():
@@ -92,8 +91,16 @@ class Experts:
 
     def matrices_of(self, tensor: TensorInfo) -> tuple[PackedMatrix, ...]:
         """Returns the weights of single experts that a stack holds."""
+        numbers = experts_in(self.config)
+        if numbers and tensor.shape[0] not in numbers:
+            raise PlanError.about(
+                tensor.file,
+                tensor.name,
+                f"a stack of {tensor.shape[0]} experts, but config.json "
+                f"says {' or '.join(map(str, sorted(numbers)))}",
+            )
         found = self.stacks[tensor.name]
-        return _cut_stack(tensor, found, self._is_transposed(tensor, found), self.config)
+        return _cut_stack(tensor, found, self._is_transposed(tensor, found))
 
     def _is_transposed(self, tensor: TensorInfo, found: FoundStack) -> bool:
         """Returns True if the matrices of a stack are [in, out]; checks the stacks beside it."""
@@ -117,7 +124,7 @@ class Experts:
         self, tensor: TensorInfo, found: FoundStack, is_transposed: bool
     ) -> TensorInfo | None:
         """Returns the stack of the same layer that a stack does not fit; None if it fits all."""
-        sizes = _sizes_of(tensor, found, is_transposed, self.config)
+        sizes = _sizes_of(tensor, found, is_transposed)
         # a family of either orientation has both stacks of a layer in the same
         is_flipped = is_transposed is not found.stack.is_transposed
         for name in partner_names(tensor.name, found):
@@ -133,7 +140,7 @@ class Experts:
             if other is None:  # of other dimensions than any stack
                 return partner
             is_other_transposed = other.stack.is_transposed is not is_flipped
-            if sizes != _sizes_of(partner, other, is_other_transposed, self.config):
+            if sizes != _sizes_of(partner, other, is_other_transposed):
                 return partner
         return None
 
@@ -143,14 +150,10 @@ def _stacks_of(tensors: Sequence[TensorInfo], config: Config) -> dict[str, Found
     layouts = layouts_of(config)
     if not layouts:
         return {}
-    may_be_flat = any(stack.is_flat for layout in layouts for stack in layout.stacks)
     stacks = {}
     for tensor in tensors:
-        dimensions = len(tensor.shape)
-        if dimensions not in (2, 3) or (dimensions == 2 and not may_be_flat):
-            continue
-        found = find_stack(tensor.name, layouts)
-        if found is not None and found.stack.is_flat == (dimensions == 2):
+        found = find_stack(tensor.name, layouts) if len(tensor.shape) == 3 else None
+        if found is not None:
             stacks[tensor.name] = found
     return stacks
 
@@ -158,45 +161,21 @@ def _stacks_of(tensors: Sequence[TensorInfo], config: Config) -> dict[str, Found
 # --- stacks ---------------------------------------------------------------------------------------
 
 
-def _sizes_of(tensor: TensorInfo, found: FoundStack, is_transposed: bool, config: Config) -> _Sizes:
+def _sizes_of(tensor: TensorInfo, found: FoundStack, is_transposed: bool) -> _Sizes:
     """Returns the sizes that a stack has if its matrices are stored in this orientation."""
-    experts, rows, columns = _shape_of(tensor, found, config)
+    experts, rows, columns = tensor.shape
     outputs, inputs = (columns, rows) if is_transposed else (rows, columns)
-    if found.stack.is_last:
+    if found.stack.projections == DOWN:
         return _Sizes(experts, inner=inputs, outer=outputs)
     return _Sizes(experts, inner=outputs // len(found.stack.projections), outer=inputs)
 
 
-def _shape_of(tensor: TensorInfo, found: FoundStack, config: Config) -> tuple[int, int, int]:
-    """Returns [experts, rows, columns] of a stack, as each matrix is stored."""
-    numbers = experts_in(config)
-    if not found.stack.is_flat:
-        experts, rows, columns = tensor.shape
-        if numbers and experts not in numbers:
-            raise PlanError.about(
-                tensor.file,
-                tensor.name,
-                f"a stack of {experts} experts, but config.json "
-                f"says {' or '.join(map(str, sorted(numbers)))}",
-            )
-        return experts, rows, columns
-    rows, columns = tensor.shape
-    experts = min(numbers, default=0)
-    if not experts or rows % experts:
-        raise PlanError.about(
-            tensor.file,
-            tensor.name,
-            f"{rows} rows do not divide into {experts} experts, which is the number in config.json",
-        )
-    return experts, rows // experts, columns
-
-
 def _cut_stack(
-    tensor: TensorInfo, found: FoundStack, is_transposed: bool, config: Config
+    tensor: TensorInfo, found: FoundStack, is_transposed: bool
 ) -> tuple[PackedMatrix, ...]:
     """Returns the weights of single experts that a stack holds, expert by expert."""
     stack = found.stack
-    experts, rows, columns = _shape_of(tensor, found, config)
+    experts, rows, columns = tensor.shape
     outputs, inputs = (columns, rows) if is_transposed else (rows, columns)
     parts = len(stack.projections)
     if outputs % parts:
@@ -211,16 +190,11 @@ def _cut_stack(
     for expert in range(experts):
         for place, projection in enumerate(stack.projections):
             name = found.name_of(expert, projection)
-            matrix = PackedMatrix(name, (size, inputs), is_transposed)
-            if stack.is_flat:
-                first_row = expert * rows
-                matrices.append(matrix._replace(rows=(first_row, first_row + rows)))
-                continue
+            matrix = PackedMatrix(name, (size, inputs), is_transposed, expert)
             taken = (place * size, (place + 1) * size)
             if stack.is_interleaved:
                 taken = (place, outputs)
                 matrix = matrix._replace(step=parts)
-            matrix = matrix._replace(expert=expert)
             if is_transposed:
                 matrices.append(matrix._replace(columns=taken))
             else:
@@ -338,13 +312,11 @@ class Readers(NamedTuple):
     """Says who reads the experts of a checkpoint that has them in 4 bits.
 
     Attributes:
-        text: how they are stored, and who reads them.
-        has_loader: True if transformers 5 does, with nf4conv installed.
+        text: how they are stored, and who reads them; transformers 5 with nf4conv installed does.
         in_transformers_4: True if transformers 4 does by itself, where it knows the model.
     """
 
     text: str
-    has_loader: bool
     in_transformers_4: bool = False
 
 
@@ -363,9 +335,6 @@ def readers_of(
             break
     else:
         return None
-    if not is_stack and not all(layout.has_loader for layout in layouts_of(config)):
-        text = "experts are packed, which no loader reads for this family; nf4conv dequantize does"
-        return Readers(text, has_loader=False)
     if is_stack:
         text = (
             "experts are packed as the stacks that they are, which transformers 5 with nf4conv "
@@ -384,5 +353,5 @@ def readers_of(
             f"experts are packed one by one, which transformers 5 with nf4conv installed reads; "
             f"where it knows the model, transformers 4.57 does too, and by their code {others}"
         )
-        return Readers(text, has_loader=True, in_transformers_4=True)
-    return Readers(text, has_loader=True)
+        return Readers(text, in_transformers_4=True)
+    return Readers(text)

@@ -25,6 +25,8 @@ DOWN: Final = ("down_proj",)
 class ExpertStack:
     """Describes one kind of tensor that holds the same projections of all experts of a layer.
 
+    It has three dimensions.
+
     Attributes:
         end: the end of the name of such a tensor, from a dot on.
         experts: what stands in its place in the path below which single experts are numbered.
@@ -32,8 +34,6 @@ class ExpertStack:
         is_transposed: True if each matrix is stored as [in, out].
         is_interleaved: True if the outputs of fused projections alternate; False if those of the
             first precede those of the second.
-        is_flat: True if the experts follow each other along the rows of a matrix, [experts · rows,
-            columns]; False for a tensor of three dimensions.
     """
 
     end: str
@@ -41,12 +41,6 @@ class ExpertStack:
     projections: tuple[str, ...]
     is_transposed: bool = False
     is_interleaved: bool = False
-    is_flat: bool = False
-
-    @property
-    def is_last(self) -> bool:
-        """Returns True if the projections lead back to the width of the model."""
-        return self.projections[0] in ("down_proj", "output_linear")
 
 
 class ExpertLayout(NamedTuple):
@@ -55,12 +49,10 @@ class ExpertLayout(NamedTuple):
     Attributes:
         stacks: the kinds of tensors.
         fits_either_way: True if files of both orientations exist, and shapes tell which one it is.
-        has_loader: True if transformers 5 can load the experts in 4 bits when they are taken apart.
     """
 
     stacks: tuple[ExpertStack, ...]
     fits_either_way: bool = False
-    has_loader: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,24 +145,6 @@ INKLING: Final = ExpertLayout(
 )
 STEP: Final = ExpertLayout(
     tuple(ExpertStack(f".moe.{name}.weight", ".mlp.experts", (name,)) for name in (*GATE_UP, *DOWN))
-)
-DBRX: Final = ExpertLayout(
-    (
-        ExpertStack(".experts.mlp.w1", ".experts", ("gate_proj",), is_flat=True),
-        ExpertStack(".experts.mlp.v1", ".experts", ("up_proj",), is_flat=True),
-        ExpertStack(".experts.mlp.w2", ".experts", DOWN, is_transposed=True, is_flat=True),
-    ),
-    has_loader=False,
-)
-_ATTENTION: Final = ".self_attention.experts"
-JETMOE: Final = ExpertLayout(
-    (
-        ExpertStack(".mlp.input_linear.weight", ".mlp.experts", GATE_UP),
-        ExpertStack(".mlp.output_linear.weight", ".mlp.experts", DOWN),
-        ExpertStack(f"{_ATTENTION}.input_linear.weight", _ATTENTION, ("input_linear",)),
-        ExpertStack(f"{_ATTENTION}.output_linear.weight", _ATTENTION, ("output_linear",)),
-    ),
-    has_loader=False,
 )
 
 # --- reasons that users read ----------------------------------------------------------------------
@@ -417,8 +391,6 @@ _TABLE: Final[Mapping[str, Family]] = {
     "aria aria_text": Family(experts=(ARIA, TRANSPOSED)),
     "step3p5": Family(experts=(STEP,)),
     "gpt_oss": Family(experts=(GPT_OSS,)),
-    "dbrx": Family(experts=(DBRX,)),
-    "jetmoe": Family(experts=(JETMOE,)),
     # Submodels of diffusers. Every one has the first key in its config, with its class as value;
     # experts of theirs are one nn.Linear each, as in HiDream
     "_class_name": Family(only_blocks=True, linear=r"\.experts\.\d+\."),

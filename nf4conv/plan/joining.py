@@ -171,10 +171,7 @@ def _stacked(stack: _Stack, experts: Sequence[tuple[TensorInfo, ...]]) -> Tensor
     shape = (height, *first.shape[1:])
     if stack.kind.is_transposed:
         shape = shape[::-1]
-    if stack.kind.is_flat:
-        shape = (len(experts) * shape[0], *shape[1:])
-    else:
-        shape = (len(experts), *shape)
+    shape = (len(experts), *shape)
     encoding = StackedExperts(tuple(experts), stack.kind.is_transposed, stack.kind.is_interleaved)
     return first._replace(name=stack.name, shape=shape, encoding=encoding)
 

@@ -87,10 +87,7 @@ def _is_expert(row: TensorRow, config: Mapping[str, Any]) -> bool:
     single = single_expert(row.name)
     if single is not None:
         return single.leaf == "weight"
-    if len(row.shape) not in (2, 3):
-        return False
-    found = find_stack(row.name, layouts_of(config))
-    return found is not None and found.stack.is_flat == (len(row.shape) == 2)
+    return len(row.shape) == 3 and find_stack(row.name, layouts_of(config)) is not None
 
 
 def _readers(

@@ -142,7 +142,7 @@ def loading_of_plan(plan: WritingPlan | DiffusersPlan[Any]) -> Loading | None:
     loading = replace(loading, is_packed=bool(plan.weights))
     if plan.readers is None:
         return loading
-    return replace(loading, needs_nf4conv=True) if plan.readers.has_loader else None
+    return replace(loading, needs_nf4conv=True)
 
 
 def _auto_class(architecture: str, config: Mapping[str, Any]) -> str | None:

@@ -383,7 +383,7 @@ MIXTURES = _names("""
     Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM GraniteMoeForCausalLM
     GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
     HYV3ForCausalLM HYV4ForCausalLM HunYuanMoEV1ForCausalLM Inkling2ForCausalLM
-    InklingForCausalLM JambaForCausalLM JetMoeForCausalLM KimiLinearForCausalLM
+    InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM
     Kolibri1ForCausalLM LagunaForCausalLM LongcatFlashForCausalLM MellumForCausalLM
     MiMoV2FlashForCausalLM MiniMaxForCausalLM MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM
     MixtralForCausalLM NemotronHForCausalLM OlmoeForCausalLM PhimoeForCausalLM
@@ -392,7 +392,7 @@ MIXTURES = _names("""
     AXK2ForSequenceClassification DeepseekV2ForSequenceClassification
     DeepseekV3ForSequenceClassification GptOssForSequenceClassification
     HunYuanMoEV1ForSequenceClassification JambaForSequenceClassification
-    JetMoeForSequenceClassification MiniMaxForSequenceClassification
+    MiniMaxForSequenceClassification
     Mistral4ForSequenceClassification MixtralForSequenceClassification
     PhimoeForSequenceClassification Qwen2MoeForSequenceClassification
     Qwen3MoeForSequenceClassification Qwen3NextForSequenceClassification
@@ -410,8 +410,6 @@ MIXTURES = _names("""
 """Mixtures of experts that the sweep loads with their experts in 4 bits."""
 
 MIXTURE_EXCEPTIONS = {
-    "JetMoeForCausalLM": "packed, it is refused",
-    "JetMoeForSequenceClassification": "packed, it is refused",
     "OpenAIPrivacyFilterModel": "computes experts in float32, for which packed ones are decoded "
     "without rounding to bfloat16 first; outputs differ by such a rounding",
 }

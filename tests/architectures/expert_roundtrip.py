@@ -48,13 +48,11 @@ def expert_weights(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
     Shared ones are named as often as they are there.
     """
-    weights = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        # JetMoe has no module of that name around the experts of its MLP
-        is_of_experts = ".experts." in f".{name}" or ".mlp.input_linear." in name
-        if parameter.dim() == 3 and (is_of_experts or ".mlp.output_linear." in name):
-            weights[name] = parameter
-    return weights
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.dim() == 3 and ".experts." in f".{name}"
+    }
 
 
 def decode_experts(mixture: Mixture) -> None:

@@ -27,7 +27,6 @@ from roundtrip import first_output, resemblance
 from tiny import tiny_config
 
 import nf4conv.inference.moe  # noqa: F401
-from nf4conv.errors import CodecError
 from nf4conv.inference.moe.tensor import Experts4bit
 
 EVERY = [name for group in CASES.values() for name in group]
@@ -74,9 +73,6 @@ def test_packed_experts_compute_what_decoded_experts_do(architecture, tmp_path):
 
 @pytest.mark.architectures
 def test_exceptions_are_what_their_reasons_say(tmp_path):
-    for name in ("JetMoeForCausalLM", "JetMoeForSequenceClassification"):
-        with pytest.raises(CodecError, match="loads no packed experts of this family"):
-            load_mixture(name, tmp_path / name)
     mixture = load_mixture("OpenAIPrivacyFilterModel", tmp_path)
     found = first_output(mixture.packed)
     decode_experts(mixture)
@@ -91,7 +87,7 @@ def test_every_mixture_of_the_sweep_is_listed():
     for name in EVERY:
         with torch.device("meta"):
             model = getattr(transformers, name)(tiny_config(name))
-        if expert_weights(model):
+        if expert_weights(model) and not name.startswith("JetMoe"):  # its experts stay in 16 bits
             found.add(name)
     assert found == set(MIXTURES)
 

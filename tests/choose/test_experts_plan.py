@@ -223,8 +223,13 @@ BAD = {
     ),
     "another number of experts": (
         "gpt_oss",
-        with_shape(f"{FIRST}.gate_up_proj", 3, 64, 256),
-        "gate_up_proj: a stack of 3 experts, but config.json says 4",
+        lambda tensors: tensors.update(
+            {
+                f"{FIRST}.gate_up_proj": random(3, 64, 256),
+                f"{FIRST}.down_proj": random(3, 128, 64),
+            }
+        ),
+        "down_proj: a stack of 3 experts, but config.json says 4",
     ),
     "stacks that do not fit": (
         "gpt_oss",

@@ -80,8 +80,6 @@ ON_DISK_AS_STACKS = (
     "ZayaForCausalLM",
     "Llama4ForCausalLM",
     "Step3p7ForConditionalGeneration",
-    "DbrxForCausalLM",
-    "JetMoeForCausalLM",
 )
 ONE_BY_ONE = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM")
 

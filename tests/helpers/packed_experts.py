@@ -54,7 +54,6 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssForCausalLM", {"num_hidden_layers": 2}),
     "granitemoe": ("GraniteMoeForCausalLM", {}),
     "mistral4": ("Mistral4ForCausalLM", {**LATENT, "head_dim": 32}),
-    "dbrx": ("DbrxForCausalLM", {}),
 }
 """By family: its class, and what its config has besides SIZES."""
 
@@ -67,23 +66,11 @@ def make_mixture(family: str, folder: Path, seed: int = 0) -> Path:
     """Saves a random bfloat16 model as transformers 5 does."""
     name, more = CLASSES[family]
     model_class = getattr(transformers, name)
-    settings = {**SIZES, **more}
-    if family == "dbrx":
-        ffn = {"ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": 2}
-        settings = {
-            "vocab_size": 96,
-            "d_model": HIDDEN,
-            "n_heads": 4,
-            "n_layers": 2,
-            "max_seq_len": 64,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-            "ffn_config": {**ffn, "hidden_size": HIDDEN},
-        }
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = model_class(model_class.config_class(**settings))
+        model = model_class(model_class.config_class(**{**SIZES, **more}))
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():
@@ -142,18 +129,11 @@ def split(
             }
         case "mistral4", "down_proj", "experts":
             return path, {"down_proj": list(stack)}
-        case "dbrx", ("w1" | "v1") as which, "mlp":
-            projection = "gate_proj" if which == "w1" else "up_proj"
-            experts = path.removesuffix(".mlp")
-            return experts, {projection: list(stack.view(EXPERTS, INNER, HIDDEN))}
-        case "dbrx", "w2", "mlp":
-            matrices = stack.view(EXPERTS, INNER, HIDDEN)
-            return path.removesuffix(".mlp"), {"down_proj": [matrix.t() for matrix in matrices]}
         case _:
             return None
 
 
-def joined(family: str, name: str, decoded: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+def joined(family: str, decoded: dict[str, list[torch.Tensor]]) -> torch.Tensor:
     """Returns what `split` takes apart, from decoded experts."""
     if family == "gpt_oss" and "gate_proj" in decoded:
         stack = torch.empty(EXPERTS, HIDDEN, 2 * INNER, dtype=torch.bfloat16)
@@ -163,10 +143,6 @@ def joined(family: str, name: str, decoded: dict[str, list[torch.Tensor]]) -> to
         return stack
     if family == "gpt_oss":
         return torch.stack([matrix.t() for matrix in decoded["down_proj"]])
-    if family == "dbrx":
-        [matrices] = decoded.values()
-        is_down = name.endswith("w2")
-        return torch.cat([matrix.t() if is_down else matrix for matrix in matrices])
     if "gate_proj" in decoded:
         pairs = zip(decoded["gate_proj"], decoded["up_proj"], strict=True)
         return torch.stack([torch.cat(pair) for pair in pairs])
@@ -189,7 +165,7 @@ def pack_one_by_one(
                     encode(written, f"{path}.{number}.{projection}.weight", matrix, **options)
                     for number, matrix in enumerate(of_experts)
                 ]
-            expected[name] = joined(family, name, decoded)
+            expected[name] = joined(family, decoded)
         elif ".experts." in name and name.endswith(".weight"):
             expected[name] = encode(written, name, tensor, **options)
         else:

@@ -47,44 +47,14 @@ def single_experts(model: transformers.PreTrainedModel) -> Iterator[tuple[Place,
         layer = re.search(r"(?:layers|blocks)\.(\d+)\.", path)
         if layer is None:
             continue
-        for (expert, projection), weight in _weights_of(path, module):
+        if not isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
+            continue
+        for (expert, projection), weight in _of_stacks(module):
             yield (int(layer[1]), expert, projection), weight.detach().contiguous()
 
 
 Weights = Iterator[tuple[tuple[int, str], torch.Tensor]]
 """(expert, projection) and the weight, [out, in]."""
-
-
-def _weights_of(path: str, module: torch.nn.Module) -> Weights:
-    name = type(module).__name__
-    if name == "DbrxExperts":
-        yield from _of_dbrx(module)
-    elif name == "JetMoeParallelExperts":
-        yield from _of_jetmoe(path, module)
-    elif isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter):
-        yield from _of_stacks(module)
-
-
-def _of_dbrx(module: torch.nn.Module) -> Weights:
-    """As DbrxExperts.forward and DbrxExpertGLU.forward use them."""
-    shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
-    for expert in range(module.num_experts):
-        yield (expert, "gate_proj"), module.mlp.w1.view(shape)[expert]
-        yield (expert, "up_proj"), module.mlp.v1.view(shape)[expert]
-        yield (expert, "down_proj"), module.mlp.w2.view(shape)[expert].t()
-
-
-def _of_jetmoe(path: str, module: torch.nn.Module) -> Weights:
-    leaf = path.rpartition(".")[2]
-    for expert, weight in enumerate(module.weight):
-        if "self_attention" in path:
-            yield (expert, leaf), weight
-        elif leaf == "output_linear":
-            yield (expert, "down_proj"), weight
-        else:
-            gate, up = weight.chunk(2)
-            yield (expert, "gate_proj"), gate
-            yield (expert, "up_proj"), up
 
 
 def _of_stacks(module: torch.nn.Module) -> Weights:

@@ -97,7 +97,7 @@ def _stack_of_another_name(base: Base, module: str, leaf: str) -> _Place | None:
     """Returns a stack that is not called on disk what it is in memory; None if there is none."""
     for layout in layouts_of(base.config):
         for stack in layout.stacks:
-            if stack.is_flat or stack.projections != FUSED.get(leaf):
+            if stack.projections != FUSED.get(leaf):
                 continue
             name = stack_name(module, stack, layout)
             found = None if name is None else base.find(name)

@@ -14,7 +14,6 @@ from nf4conv.errors import CodecError
 from nf4conv.inference.moe.conditions import HOOKS, misfit
 from nf4conv.inference.moe.loading.headers import (
     PackedNames,
-    check_family,
     read_packed_names,
 )
 
@@ -40,14 +39,13 @@ def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
     """Reads which weights of a checkpoint are packed; None if it has no packed experts, or if
     Unsloth, which patches transformers for itself, was imported.
 
-    Raises CodecError if this transformers is not as the loader needs it, the family has no loader,
+    Raises CodecError if this transformers is not as the loader needs it,
     or experts are to stay on the disk.
     """
     names = read_packed_names(files or ())
     if not names.experts or "unsloth" in sys.modules:
         return None
     _check_transformers()
-    check_family(getattr(model.config, "model_type", ""))
     parameters = expert_parameters(model)
     if not parameters:
         return None

@@ -13,9 +13,6 @@ from nf4conv.format.layout import QUANT_STATE_PREFIX, split_component
 AGAIN: Final = "download or quantize the checkpoint again"
 """The advice to users whose checkpoint is incomplete or damaged."""
 
-_WITHOUT_LOADER: Final = ("dbrx", "jetmoe")
-"""Families whose packed experts do not fit into transformers' modules."""
-
 _NESTED: Final = ("nested_absmax", "nested_quant_map")
 _ONE_OF_EXPERTS: Final = re.compile(r"^(.*?experts)\.(?:(\w+)\.)?(\d+)\.(.+)$")
 _UNSLOTH_GPT_OSS: Final = re.compile(r"experts\.(?:gate_up|down)_projs\.\d+\.")
@@ -94,18 +91,6 @@ def grouped(names: Iterable[str]) -> dict[str, list[int]]:
     for group in groups.values():
         found[group[min(group)]] = sorted(group)
     return found
-
-
-def check_family(model_type: str) -> None:
-    """Raises CodecError for a family whose packed experts do not fit into transformers' modules.
-
-    Without this, transformers would leave the experts out and compute with random weights.
-    """
-    if model_type in _WITHOUT_LOADER:
-        raise CodecError(
-            f"{model_type}: nf4conv loads no packed experts of this family; nf4conv dequantize "
-            f"brings the checkpoint back to 16 bits, and --moe portable keeps them so"
-        )
 
 
 def check_components(name: str, names: PackedNames) -> None:
