@@ -1,7 +1,6 @@
 """`nf4conv evaluate`: how far models in 4 bits are from the one they were made from, on a text.
 
-It looks for faults of text and models first. Importing transformers and loading a model come later,
-because both take long. A model's answers depend on its kind:
+A model's answers depend on its kind:
 
     causal      log-probabilities of the next token at every position but the last of a window
     masked      log-probabilities at every seventh position, which is masked; at all positions if
@@ -9,32 +8,29 @@ because both take long. A model's answers depend on its kind:
     encoder     last hidden states, compared token by token, and their mean over a window
 """
 
-import importlib.util
 import math
-import shlex
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 
-from nf4conv.check.structure import structure_of
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import PlanError, SourceError, first_line
-from nf4conv.models.config import architecture_of, without_quantization
-from nf4conv.models.parsing import excess_of, parse_config
+from nf4conv.models.config import architecture_of
+from nf4conv.models.parsing import parse_config
 from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.report.results import Evaluation, Evaluations
 from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.run.device.on_torch.device import find_device
-from nf4conv.sources.files import ADAPTER_CONFIG, has_tokenizer
+from nf4conv.sources.files import ADAPTER_CONFIG
 from nf4conv.sources.opening import open_stored
-from nf4conv.sources.reader import read_ids, read_json
+from nf4conv.sources.reader import read_ids
 from nf4conv.sources.source import Source
 
 _WINDOWS: Final = {"causal": 512, "masked": 512, "encoder": 128}
@@ -48,9 +44,6 @@ _SHIPPED_TEXT: Final = "pydoc_data.topics, the reference of the Python language"
 _BATCH_BYTES: Final = 128 << 20  # of the answers to a batch of windows
 _LARGEST_BATCH: Final = 16  # windows
 _MASK_EVERY: Final = 7  # positions
-
-_VALUES_OF_A_BYTE: Final = 4  # twice as many as in 4 bits; layers may share weights
-_ALWAYS_ALLOWED: Final = 2**26  # values: what is computed, and not stored
 
 _NORMAL_95: Final = 1.96  # standard errors on either side of a mean
 
@@ -88,21 +81,21 @@ def evaluate(outs: str | Path | Sequence[str | Path], options: EvaluateOptions) 
     elsewhere = replace(where, revision=None, subfolder=None, variant=None)
     stored = [open_stored(out, elsewhere) for out in outs]
     original = open_stored(options.source, where)
-    for place, opened in zip((options.source, *outs), (original, *stored), strict=True):
-        _require_folder_of_model(place, opened)
-    question = make_question(stored, options)
     for model in (original, *stored):
-        _require_stored(question, model)
+        if model.is_gguf or (model.folder / ADAPTER_CONFIG).is_file():
+            raise PlanError(
+                f"{model}: evaluate runs no GGUF file and no adapter; make a model of it first, by "
+                f"`nf4conv dequantize` (of an adapter: of its base, with --lora)"
+            )
+    question = make_question(stored, options)
     if question.kind == "encoder" and options.max_kl is not None:
         raise PlanError("--max-kl: an encoder gives no probabilities")
     found = _ask_all(question, original, stored, options)
     evaluations = []
-    for out, model, figures, bits in zip(
-        outs, stored, found, _bits_per_weight(stored), strict=True
-    ):
+    for out, model, figures in zip(outs, stored, found, strict=True):
         passed = options.max_kl is None or figures["kl"] <= options.max_kl
         nbytes = sum(tensor.nbytes for tensor in model.tensors)
-        evaluations.append(Evaluation(str(out), passed, figures, nbytes, bits))
+        evaluations.append(Evaluation(str(out), passed, figures, nbytes))
     return Evaluations(
         source=str(options.source),
         kind=question.kind,
@@ -112,25 +105,6 @@ def evaluate(outs: str | Path | Sequence[str | Path], options: EvaluateOptions) 
         arithmetic="float32, weights decoded" if question.device == "cpu" else "as loaded",
         evaluations=tuple(evaluations),
     )
-
-
-def _require_folder_of_model(place: str | Path, opened: Source) -> None:
-    """Refuses GGUF files, and adapters, of which transformers would load the base."""
-    if opened.is_gguf:
-        raise SourceError(
-            f"{opened}: evaluate runs no GGUF file; `nf4conv dequantize` makes a folder of it, "
-            f"to give instead"
-        )
-    path = opened.folder / ADAPTER_CONFIG
-    if path.is_file():
-        base = str(read_json(path).get("base_model_name_or_path") or "BASE")
-        merge = f"nf4conv dequantize {shlex.quote(base)} MERGED"
-        merge += f" --lora {shlex.quote(str(opened.folder))}"
-        raise PlanError(
-            f"{place}: has an {ADAPTER_CONFIG}, so that transformers would load {base} instead; "
-            f"merge the adapter first: {merge}; or remove that file",
-            path=opened.folder,
-        )
 
 
 def _ask_all(
@@ -144,14 +118,14 @@ def _ask_all(
 
     def answers_of(out: Source) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         file.seek(0)
-        for answer, targets in answers(load(question, out.folder), question):
+        for answer, targets in answers(load(question, out), question):
             stored = bytearray(file.read(answer.numel() * answer.itemsize))
             before = torch.frombuffer(stored, dtype=torch.float32).view(answer.shape)
             yield before.to(answer.device), answer, targets
             progress(len(answer) * share)
 
     with tempfile.TemporaryFile() as file, torch.inference_mode():
-        for answer, _ in answers(load(question, original.folder, options.variant), question):
+        for answer, _ in answers(load(question, original, options.variant), question):
             file.write(answer.cpu().numpy().tobytes())
             progress(len(answer) * share)
         return [measure(answers_of(out)) for out in outs]
@@ -181,94 +155,43 @@ def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
         PlanError: transformers is not installed, or cannot use the architecture or the tokens; or
             the models are not of one kind.
     """
-    for name in ("transformers", "bitsandbytes"):  # importing them takes long
-        if importlib.util.find_spec(name) is None:
-            raise _lacks_libraries(f"there is no {name}")
     device = str(find_device(options.device))
     first = outs[0]
-    vocabulary = _vocabulary(first)
+    kind, loader = _kind_of_model(first.config or {})
+    config = _parsed(first, loader).get_text_config()
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is None:
+        raise PlanError(f"{first.folder}: its config has no vocab_size, so no token can be checked")
     for other in outs[1:]:
-        _require_alike(first, other)
-    text = None if options.text is None else Path(options.text)
-    content = _read_content(first.folder, text, options.tokens or _TOKENS)
-    kind, loader = _kind_of_model(first.config or {})  # importing transformers takes long
-    width = vocabulary
-    if kind == "encoder":
-        width = _size(first, "hidden_size") or _size(first, "dim") or 1
-    window = _WINDOWS[kind]
-    for key in ("max_position_embeddings", "n_positions"):
-        window = min(window, _size(first, key) or window)
+        found = architecture_of(other.config or {})
+        if found != architecture_of(first.config or {}):
+            raise PlanError(f"{other.folder}: is {found}; evaluate compares forms of one model")
+    width = config.hidden_size if kind == "encoder" else vocabulary
+    window = min(_WINDOWS[kind], getattr(config, "max_position_embeddings", None) or _TOKENS)
     wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
+    text = None if options.text is None else Path(options.text)
     mask: int | None = None
     ends: tuple[int, ...] = ()
-    if isinstance(content, str):
-        ids, mask, ends = _tokenized(first.folder, text, content, wanted)
+    if text is not None and text.suffix == ".npy":
+        ids = read_ids(text).reshape(-1)[:wanted].astype(np.int64)
     else:
-        ids = content[:wanted]
+        ids, mask, ends = _tokenized(first.folder, text, wanted)
     if kind == "causal":
         ends = ()
-    name = _SHIPPED_TEXT if text is None else text.name
-    if ids.size < 2 or ids.min() < 0 or ids.max() >= vocabulary:
-        raise PlanError(f"{name}: expected at least two token ids from 0 to {vocabulary - 1:,}")
     window = min(window - len(ends), ids.size)
-    if window < 2:
-        raise PlanError(
-            f"{first.folder}: takes {window} tokens at a time, which are too few to compare"
-        )
-    whole = ids.size // window * window
+    name = _SHIPPED_TEXT if text is None else text.name
+    if window < 2 or ids.min() < 0 or ids.max() >= vocabulary:
+        raise PlanError(f"{name}: expected at least two token ids from 0 to {vocabulary - 1:,}")
     return Question(
         kind=kind,
         loader=loader,
-        ids=torch.from_numpy(ids[:whole].reshape(-1, window)),
+        ids=torch.from_numpy(ids[: ids.size // window * window].reshape(-1, window)),
         text=name,
         mask=mask if kind == "masked" else None,
         ends=ends,
         width=width,
         device=device,
     )
-
-
-def _lacks_libraries(reason: str) -> PlanError:
-    return PlanError(
-        f"evaluate needs transformers and bitsandbytes: pip install 'nf4conv[evaluate]' ({reason})"
-    )
-
-
-def _vocabulary(out: Source) -> int:
-    """Returns the number of tokens that a model knows."""
-    vocabulary = _size(out, "vocab_size")
-    if vocabulary is None:
-        raise PlanError(
-            f"{out.folder}: its config has no vocab_size, so the tokens cannot be checked"
-        )
-    return vocabulary
-
-
-def _size(out: Source, key: str) -> int | None:
-    """Returns a size in the config of a language model; None if it is not there."""
-    config = out.config or {}
-    for part in ("text_config", "llm_config"):
-        own = config.get(part)
-        if own is not None and not isinstance(own, Mapping):
-            raise PlanError(f"{out.folder}/config.json: {part} is {own!r:.80}, and no object")
-        config = own or config
-    value = config.get(key)
-    if value is None or (type(value) is int and value > 0):
-        return value
-    raise PlanError(f"{out.folder}/config.json: {key} is {value!r:.80}, which is no size")
-
-
-def _require_alike(first: Source, other: Source) -> None:
-    """Refuses a model that cannot be asked what another one is asked."""
-    expected, found = (
-        f"{architecture_of(out.config or {})} with {_vocabulary(out):,} tokens"
-        for out in (first, other)
-    )
-    if found != expected:
-        raise PlanError(
-            f"{other.folder}: is {found}, and {first.folder} is {expected}; evaluate compares "
-            f"forms of one model"
-        )
 
 
 def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
@@ -278,58 +201,73 @@ def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
         import transformers
         from transformers.models.auto import modeling_auto as auto
     except ImportError as error:
-        raise _lacks_libraries(str(error)) from error
+        raise PlanError(
+            f"evaluate needs transformers and bitsandbytes: pip install 'nf4conv[evaluate]' "
+            f"({error})"
+        ) from error
     # nf4conv shows a bar of its own
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     name = architecture_of(config)
     model_type = config.get("model_type")
-    tables: dict[str, Mapping[str, str]] = {"encoder": auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES}
+    tables = [
+        ("masked", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+        ("causal", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        ("causal", auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    ]
     has_two_halves = bool(config.get("is_encoder_decoder"))
-    if not has_two_halves:
-        images = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        causal = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **images}
-        tables = {"masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "causal": causal, **tables}
-    for kind, table in tables.items():
+    if has_two_halves:
+        tables = []
+    tables.append(("encoder", auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES))
+    for kind, table in tables:
         if name in table.values() and hasattr(transformers, name):
             return kind, getattr(transformers, name)
-    if str(model_type) in auto.MODEL_MAPPING_NAMES and not has_two_halves:
+    if model_type in auto.MODEL_MAPPING_NAMES and not has_two_halves:
         return "encoder", transformers.AutoModel
-    described = name or "a model whose config names no architecture"
-    raise PlanError(f"evaluate cannot run {described} ({model_type})")
+    raise PlanError(f"evaluate cannot run {name or 'a model without a name'} ({model_type})")
 
 
-def _read_content(out: Path, text: Path | None, most: int) -> Any:
-    """Reads token ids, or text: no more than what could be asked for."""
-    if text is not None and text.suffix == ".npy":
-        return read_ids(text).reshape(-1)[:most].astype(np.int64)
+def _parsed(model: Source, loader: Any) -> Any:
+    """Returns what transformers makes of a model's config.json, without code that it names."""
+    from transformers import AutoConfig
+
+    with _in_one_line(model.folder, "read its config.json"):
+        return parse_config(model.config or {}, getattr(loader, "config_class", None) or AutoConfig)
+
+
+@contextmanager
+def _in_one_line(place: str | Path, doing: str) -> Iterator[None]:
+    """Raises a SourceError for whatever transformers raises."""
     try:
-        if not has_tokenizer(out):
-            raise FileNotFoundError("there is no tokenizer in the folder")
-        if text is not None:
-            with text.open(encoding="utf-8") as file:
-                return file.read(_CHARACTERS * most)
-    except (OSError, ValueError) as error:
-        raise _cannot_tokenize(text or out, error) from error
-    from pydoc_data.topics import topics  # prose that comes with every Python
-
-    return "\n".join(topics[key] for key in sorted(topics))[: _CHARACTERS * most]
+        yield
+    except Exception as error:
+        raise SourceError(
+            f"{place}: transformers cannot {doing}: {first_line(error)}", path=place
+        ) from error
 
 
 def _tokenized(
-    out: Path, text: Path | None, content: str, wanted: int
+    out: Path, text: Path | None, wanted: int
 ) -> tuple[Any, int | None, tuple[int, ...]]:
     """Returns a text's token ids, the id of the mask token, and those before and after a text."""
+    from pydoc_data.topics import topics  # prose that comes with every Python
+
     import transformers
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             out, trust_remote_code=False, local_files_only=True
         )
-        encoded = tokenizer(
-            content[: _CHARACTERS * wanted], add_special_tokens=False, verbose=False
-        )
+        if text is None:
+            content = "\n".join(topics[key] for key in sorted(topics))[: _CHARACTERS * wanted]
+        else:
+            with text.open(encoding="utf-8") as file:
+                content = file.read(_CHARACTERS * wanted)
+        encoded = tokenizer(content, add_special_tokens=False, verbose=False)
     except Exception as error:  # transformers raises anything
-        raise _cannot_tokenize(text or out, error) from error
+        raise PlanError(
+            f"{text or out}: cannot be tokenized ({first_line(error)}); give token ids instead: "
+            f"--text ids.npy"
+        ) from error
     ids = np.array(encoded["input_ids"][:wanted], dtype=np.int64)
     first, last, mask = (
         getattr(tokenizer, f"{role}_token_id", None) for role in ("cls", "sep", "mask")
@@ -337,79 +275,30 @@ def _tokenized(
     return ids, mask, () if first is None or last is None else (first, last)
 
 
-def _cannot_tokenize(place: Path, error: Exception) -> PlanError:
-    return PlanError(
-        f"{place}: cannot be tokenized ({first_line(error)}); give token ids instead: "
-        f"--text ids.npy"
-    )
-
-
 # --- models, and their answers ----------------------------------------------------------------
 
 
-def _require_stored(question: Question, model: Source) -> None:
-    """Refuses a checkpoint that cannot hold the model that its config describes.
-
-    transformers fills with random values what it does not find in the files.
-    """
-    config = model.config or {}
-    excess = excess_of(config, [tensor.name for tensor in model.tensors])
-    if excess is not None:
-        raise SourceError(f"{model.folder}: its config.json cannot be right: {excess}")
-    try:
-        parsed = _parsed(question, without_quantization(config))
-        build = getattr(question.loader, "_from_config", None) or question.loader.from_config
-        with torch.device("meta"):
-            built = build(parsed)
-    except Exception as error:  # transformers raises anything
-        raise SourceError(
-            f"{model.folder}: transformers cannot build what its config.json describes: "
-            f"{first_line(error)}"
-        ) from error
-    values = sum(part.numel() for part in chain(built.parameters(), built.buffers()))
-    stored = sum(tensor.nbytes for tensor in model.tensors)
-    if values > _VALUES_OF_A_BYTE * stored + _ALWAYS_ALLOWED:
-        raise SourceError(
-            f"{model.folder}: its config.json describes a model of {values:,} values, and its "
-            f"files hold {stored:,} bytes; nf4conv verify says more"
-        )
-
-
-def _parsed(question: Question, config: Mapping[str, Any]) -> Any:
-    """Returns what transformers makes of a config.json, for the class that loads the models."""
-    from transformers import AutoConfig
-
-    return parse_config(config, getattr(question.loader, "config_class", None) or AutoConfig)
-
-
-def load(question: Question, folder: Path, variant: str | None = None) -> Any:
+def load(question: Question, source: Source, variant: str | None = None) -> Any:
     """Loads a model as loaders load it; on a CPU in float32, with its 4-bit layers decoded.
 
     Code that its config.json names is not fetched.
     """
     is_cpu = question.device == "cpu"
-    options = {
-        "trust_remote_code": False,
-        "local_files_only": True,
-        "dtype": torch.float32 if is_cpu else "auto",
-        "device_map": {"": question.device},
-        "variant": variant,
-    }
-    try:
-        config = _parsed(question, read_json(folder / "config.json"))
-        model = question.loader.from_pretrained(folder, config=config, **options)
+    advice = "load it (`nf4conv dequantize` makes a plain model of what another method quantized)"
+    with _in_one_line(source.folder, advice):
+        model = question.loader.from_pretrained(
+            source.folder,
+            config=_parsed(source, question.loader),
+            trust_remote_code=False,
+            local_files_only=True,
+            dtype=torch.float32 if is_cpu else "auto",
+            device_map={"": question.device},
+            variant=variant,
+        )
         if is_cpu:
             _decode_layers(model)
             # transformers refuses model.float() for models that were quantized
             torch.nn.Module.float(model)
-    except SourceError:
-        raise
-    except Exception as error:  # transformers raises anything
-        raise SourceError(
-            f"{folder}: transformers cannot load it: {first_line(error)}; of what another method "
-            f"quantized, `nf4conv dequantize` makes a 16-bit model, to give instead",
-            path=folder,
-        ) from error
     return model.eval()
 
 
@@ -421,12 +310,7 @@ def _decode_layers(model: Any) -> None:
     """
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "Linear4bit":
-            state = getattr(module.weight, "quant_state", None)
-            if state is None:
-                raise SourceError(
-                    f"{model.name_or_path}: {name} is not in 4 bits, but its config.json does not "
-                    f"skip it; nf4conv verify says more"
-                )
+            state = module.weight.quant_state
             weight = dequantize_4bit(module.weight.data, state)
             plain = torch.nn.Linear(state.shape[1], state.shape[0], device="meta")
             plain.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -444,12 +328,8 @@ def answers(model: Any, question: Question) -> Iterator[tuple[torch.Tensor, torc
     bytes_of_window = 4 * question.width * question.ids.shape[1]
     step = max(1, min(_LARGEST_BATCH, _BATCH_BYTES // bytes_of_window))
     for batch in torch.split(question.ids, step):
-        try:
+        with _in_one_line(model.name_or_path, "run it"):
             answer, targets = _answer(model, question, batch.to(question.device))
-        except Exception as error:  # transformers raises anything
-            raise SourceError(
-                f"{model.name_or_path}: transformers cannot run it: {first_line(error)}"
-            ) from error
         answer = answer.float()
         if question.kind != "encoder":
             answer = answer.log_softmax(dim=-1)
@@ -526,25 +406,3 @@ def _state_figures(pairs: _Answers) -> dict[str, float]:
         "cosine_least": float(cosine.min()),
         "cosine_pooled": float(torch.cat(pooled).mean()),
     }
-
-
-def _bits_per_weight(outs: Sequence[Source]) -> Iterator[float | None]:
-    """Yields the bits of codes and scales for each element of the linear weights, by model.
-
-    The linear weights are those that one of the models has packed: in a model that keeps some of
-    them in 16 bits, these count as well.
-    """
-    structures = [structure_of(out) for out in outs]
-    linear = {name for structure in structures for name in structure.weights}
-    for structure in structures:
-        size = elements = 0
-        for name in linear:
-            weight = structure.weights.get(name)
-            if weight is not None:  # the other components have the same size in every format
-                parts = [weight.absmax, weight.nested_absmax]
-                size += weight.values.nbytes + sum(part.nbytes for part in parts if part)
-                elements += weight.elements
-            elif name in structure.plain:
-                size += structure.plain[name].nbytes
-                elements += structure.plain[name].elements
-        yield 8 * size / elements if elements else None

@@ -1,18 +1,14 @@
 """Lets transformers parse a config.json that may come from a stranger.
 
 With the package `kernels` installed, transformers downloads and runs what an `attn_implementation`
-such as "org/name" names, as soon as a model is built. It makes a module for each layer and expert
-that a config counts before it looks at a single tensor.
+such as "org/name" names, as soon as a model is built.
 """
 
 import json
-import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-
-from nf4conv.models.config import levels
 
 _KEYS: Final = frozenset(
     ("auto_map", "custom_pipelines", "custom_generate", "kernel_config", "use_kernels")
@@ -24,12 +20,6 @@ _ENDINGS: Final = ("_implementation", "_implementation_internal")
 
 _ADDRESSES: Final = ("hf-hub:", "hf_hub:")
 """Beginnings of names of backbones that timm looks up on the Hub, before it builds them."""
-
-_ALWAYS_ALLOWED: Final = 1024  # stacked experts, and layers that share weights, have no numbers
-
-_COUNTED: Final = ("layer", "depth", "expert")
-_NO_COUNTS: Final = ("size", "dim", "width", "channels")
-"""Words in the keys of numbers that are counts, and of those that are none."""
 
 
 def parse_config(config: Mapping[str, Any], config_class: Any) -> Any:
@@ -61,28 +51,3 @@ def _is_code(key: str, value: object) -> bool:
     if key in _KEYS or key.endswith(_ENDINGS):
         return True
     return isinstance(value, str) and value.startswith(_ADDRESSES)
-
-
-def excess_of(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """Returns which count of a config is much larger than the tensors' names show; None if none."""
-    shown = 0
-    listed = list(names)
-    for name in listed:
-        for number in re.findall(r"(?<![^.])[0-9]{1,9}(?![^.])", name):
-            # no more of them can have weights than there are tensors
-            shown = max(shown, min(int(number) + 1, len(listed)))
-    for key, value in _counts_in(config):
-        if value > max(_ALWAYS_ALLOWED, 2 * shown):
-            return f"{key} is {value:,}, and the tensors show {shown:,} layers or experts at most"
-    return None
-
-
-def _counts_in(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yields (key, value) of all numbers of layers or experts, those in lists among them."""
-    for _, level in levels(config):
-        for key, value in level.items():
-            if not any(word in key for word in _COUNTED) or any(word in key for word in _NO_COUNTS):
-                continue
-            for number in value if isinstance(value, list) else [value]:
-                if type(number) is int:
-                    yield key, number

@@ -444,16 +444,12 @@ class Evaluation:
             where both predict the same token as `agreement`, and `perplexity_source` and
             `perplexity`.
         bytes: the size of all tensors of the model in 4 bits.
-        bits_per_weight: codes and scales of the linear weights, for each of their elements. Linear
-            weights are those that one at least of the models evaluated together has packed. None
-            if there are none.
     """
 
     out: str
     passed: bool
     figures: Mapping[str, float]
     bytes: int
-    bits_per_weight: float | None
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ for kind, keys in kinds.items():
         config = {key: config[key] for key in config if key in plain or "quantization" in key}
         path.write_text(json.dumps(config | keys))
     print(kind, "calibrated", flush=True)
-    build_model({**plain, **keys}, torch.float32, [])
+    build_model({**plain, **keys}, torch.float32)
     if kind not in ("attention", "experts", "code"):  # takes long
         continue
     print(kind, "evaluated", flush=True)
@@ -155,7 +155,5 @@ def test_evaluate_refuses_what_an_adapter_would_replace(models, tmp_path, place)
             (tmp_path / name / file.name).write_bytes(file.read_bytes())
     adapter = {"base_model_name_or_path": "evil/base model", "peft_type": "LORA"}
     (tmp_path / place / "adapter_config.json").write_text(json.dumps(adapter))
-    with pytest.raises(PlanError, match="would load evil/base model instead") as refused:
+    with pytest.raises(PlanError, match="evaluate runs no GGUF file and no adapter"):
         evaluated(tmp_path / "out", tmp_path / "source", text=models / "ids.npy")
-    assert "nf4conv dequantize 'evil/base model' MERGED --lora" in str(refused.value)
-    assert "\n" not in str(refused.value)

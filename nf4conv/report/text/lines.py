@@ -299,17 +299,12 @@ def evaluation_lines(compared: Evaluations, width: int | None) -> Iterator[str]:
     if len(all_forms) == 1:
         for name, value in first.figures.items():
             yield f"{name.replace('_', ' '):<20}{value:.5g}"
-        if first.bits_per_weight is not None:
-            yield f"{'bits per weight':<20}{first.bits_per_weight:.3f}"
         yield f"{'size':<20}{size(first.bytes)}"
         yield from _evaluated(compared)
         return
     columns = {
         "model": [printable(folder_name(one.out)) for one in all_forms],
         "size": [size(one.bytes) for one in all_forms],
-        "bits": [
-            "" if one.bits_per_weight is None else f"{one.bits_per_weight:.3f}" for one in all_forms
-        ],
     }
     figures = [one.figures for one in all_forms]
     if "kl" in first.figures:
