@@ -21,9 +21,3 @@ class IntegerLayout:
     columns: int  # of the weight as [rows, columns], that is, [out, in]
     group_size: int  # columns that share a scale, unless a group index says which
     zeros_less_one: bool = False  # True if zero points are stored one too small: GPTQ's version 1
-    is_signed: bool = False  # True if codes are in two's complement
-
-    @property
-    def has_kernel(self) -> bool:
-        """Returns True if a kernel decodes it; torch's operations decode the rest."""
-        return self.packing != "AWQ" or self.bits == 4

@@ -14,8 +14,6 @@ from nf4conv.choose.selection import select
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.options import QuantizeOptions
-from nf4conv.sources.foreign.floats import Scaled
-from nf4conv.sources.foreign.presenting import check_neighbours
 from nf4conv.sources.tensors import TensorInfo
 
 MOE = (None, "packed", "portable")
@@ -52,16 +50,6 @@ def decided(case, moe):
             others[tensor.name] = matrices
     found = {"kinds": kinds, "matrices": others, "skip_modules": selection.skip_modules}
     return json.loads(json.dumps(found))
-
-
-def test_no_architecture_has_neighbours_that_do_not_go_with_each_other():
-    """Encoded, their weights would not be refused."""
-    for case in CASES.values():
-        found = {}
-        for tensor in tensors_of(case):
-            values = tensor._replace(dtype="F8_E4M3")
-            found[tensor.name] = tensor._replace(encoding=Scaled(values))
-        check_neighbours(found)
 
 
 def test_decisions_are_those_of_cd7b292():

@@ -178,9 +178,7 @@ INTEGERS = {
         40, 128, is_symmetric=False, has_packed_zeros=False, is_reordered=True, dtype=dtype
     ),
     "torchao": lambda dtype: torchao(37, 1088, dtype=dtype),
-    "torchao in words": lambda dtype: torchao(40, 128, is_of_words=True, dtype=dtype),
 }
-SIGNED = ("torchao",)
 NAMES = {
     "compressed-tensors": (
         "weight_packed",
@@ -208,8 +206,7 @@ def described(case: str, weight: Weight) -> Described:
     group_size = columns // parts[1].shape[1] if packing == "compressed-tensors" else 32
     less_one = packing == "GPTQ" and "version 2" not in case
     bits = int(found[1]) if found else 4
-    signed = case in SIGNED
-    return IntegerLayout(packing, bits, columns, group_size, less_one, is_signed=signed), parts
+    return IntegerLayout(packing, bits, columns, group_size, less_one), parts
 
 
 @pytest.mark.parametrize("case", INTEGERS)
@@ -220,7 +217,7 @@ def test_packed_integers(case: str):
         dtypes = [None if part is None else part.dtype for part in (zeros, index)]
         codec = integer_decoder(
             DEVICE, dtype, scale.dtype, layout.packing, layout.bits, dtypes[0],
-            layout.zeros_less_one, dtypes[1], layout.is_signed,
+            layout.zeros_less_one, dtypes[1],
         )  # fmt: skip
         pointers = [values if part is None else part for part in (values, scale, zeros, index)]
         lines = [part.shape[1] if part.dim() == 2 else 1 for part in pointers[:3]]

@@ -32,7 +32,7 @@ def decode(weight: Weight, packing: str, bits: int, group_size: int, **more: Any
     return decode_integers(values, scale, layout, dtype, zeros=zeros, group_index=index)
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_gptq_is_that_of_gptqmodel(bits: int):
     for version, is_symmetric, is_reordered in product([1, 2], [True, False], [True, False]):
         weight = gptq(
@@ -58,12 +58,6 @@ def test_gptq_with_any_groups_and_scales(dtype: torch.dtype, columns: int, group
 def test_awq_is_that_of_autoawq(dtype: torch.dtype, columns: int, group_size: int):
     weight = awq(96, columns, group_size=group_size, dtype=dtype)
     same_bits(decode(weight, "AWQ", 4, group_size), weight.decoded)
-
-
-@pytest.mark.parametrize("bits", [5, 6, 7])
-def test_awq_of_more_bits_is_that_of_autoround(bits: int):
-    weight = awq(96, 128, bits=bits)
-    same_bits(decode(weight, "AWQ", bits, 32), weight.decoded)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)

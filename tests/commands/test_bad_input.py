@@ -193,8 +193,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "already quantized": (
         in_config(quantization_config={"quant_method": "aqlm"}),
-        ".*already quantized: quant_method aqlm; give the checkpoint that it was made from: a "
-        "format that nf4conv does not decode",
+        ".*already quantized: quant_method aqlm, which nf4conv does not decode; give the "
+        "checkpoint that it was made from",
     ),
 }
 

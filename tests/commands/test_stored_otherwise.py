@@ -5,13 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import int8_vectorwise_dequant, quantize_4bit
+from bitsandbytes.functional import quantize_4bit
 from checkpoints import save_model
 from integers import awq, gptq
 from safetensors.torch import load_file
-from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
-from transformers.integrations import fbgemm_fp8
-from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 
 import nf4conv
 from nf4conv.errors import SourceError
@@ -36,62 +33,6 @@ def write(
     if description is not None:
         config["quantization_config"] = description
     return save_model(folder, tensors, config)
-
-
-@pytest.mark.parametrize("inner", [64, 128])
-def test_llama_4_experts_of_fbgemm(tmp_path: Path, inner: int, monkeypatch: pytest.MonkeyPatch):
-    """transformers stores scales of down_proj as [expert, out, 1], which may fit both ways."""
-
-    def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = rows.float().abs().amax(dim=1) / 448
-        return (rows.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
-
-    monkeypatch.setattr(fbgemm_fp8, "quantize_fp8_per_row", quantize_rows, raising=False)
-    with torch.device("meta"):
-        config = Llama4TextConfig(hidden_size=64, intermediate_size=inner, num_local_experts=2)
-        experts = fbgemm_fp8.FbgemmFp8Llama4TextExperts(config)
-    stored, exact = {}, {}
-    stem = "model.layers.0.feed_forward.experts"
-    for name in ("gate_up_proj", "down_proj"):
-        weight = torch.randn(getattr(experts, name).shape)
-        made = fbgemm_fp8.FbgemmFp8Quantize(None).convert({name: [weight]}, model=experts)
-        stored |= {f"{stem}.{key}": part.data.contiguous() for key, part in made.items()}
-        exact[f"{stem}.{name}"] = weight
-    description = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
-    source = write(tmp_path / "source", stored, description, model_type="llama4_text")
-    nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    for name, decoded in load_file(tmp_path / "out/model.safetensors").items():
-        assert decoded.shape == exact[name].shape
-        error = (decoded.float() - exact[name]).abs() / exact[name].abs().amax(1, keepdim=True)
-        assert error.max() < 0.04
-
-
-def test_conv1d_in_8_bits(tmp_path: Path):
-    """transformers quantizes the transpose of GPT-2's [in, out], which may be square."""
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
-    model = GPT2LMHeadModel(config).to(BF16)
-    model.save_pretrained(tmp_path / "plain")
-    wanted = BitsAndBytesConfig(load_in_8bit=True)
-    packed = GPT2LMHeadModel.from_pretrained(
-        tmp_path / "plain", quantization_config=wanted, device_map="cpu"
-    )
-    packed.save_pretrained(tmp_path / "source")
-    nf4conv.dequantize(tmp_path / "source", tmp_path / "out", **CPU)
-    stored = load_file(tmp_path / "source/model.safetensors")
-    decoded = load_file(tmp_path / "out/model.safetensors")
-    compared = 0
-    for name, original in load_file(tmp_path / "plain/model.safetensors").items():
-        scale = stored.get(f"{name.removesuffix('weight')}SCB")
-        if scale is None:
-            continue
-        expected = int8_vectorwise_dequant(stored[name], scale).to(BF16).T
-        assert torch.equal(decoded[name], expected)
-        assert decoded[name].shape == original.shape
-        compared += 1
-    assert compared == 4
-    report = nf4conv.verify(tmp_path / "out", source=tmp_path / "source", **CPU)
-    assert report.identical, report.findings
 
 
 def parts_of(weight: Any) -> dict[str, torch.Tensor]:
@@ -125,12 +66,12 @@ MLX = {"group_size": 64, "bits": 4}
             fp8_of_gptqmodel(),
             FP8 | {"weight_scale_semantics": "inverse"},
             {},
-            "weight_scale_semantics of GPTQModel; give .*its scales divide",
+            "weight_scale_semantics",
         ),
-        (parts_of(gptq(64, 64)), GPTQ | {"rotation": "hadamard"}, {}, "gptq, rotation; give"),
-        (parts_of(awq(64, 64)), AWQ | {"rotation": "random"}, {}, "awq, rotation; give"),
-        (of_mlx(), MLX, {"quantization": MLX}, "by MLX, to 4 bits; give"),
-        (of_mlx(), None, {"quantization": MLX}, "by MLX, to 4 bits; give"),
+        (parts_of(gptq(64, 64)), GPTQ | {"rotation": "hadamard"}, {}, "gptq, rotation"),
+        (parts_of(awq(64, 64)), AWQ | {"rotation": "random"}, {}, "awq, rotation"),
+        (of_mlx(), MLX, {"quantization": MLX}, "by MLX"),
+        (of_mlx(), None, {"quantization": MLX}, "by MLX"),
     ],
 )
 def test_what_is_refused_by_its_config(
@@ -141,7 +82,7 @@ def test_what_is_refused_by_its_config(
     message: str,
 ):
     source = write(tmp_path / "source", tensors, description, **more)
-    with pytest.raises(SourceError, match=f"source: already quantized: .*{message}"):
+    with pytest.raises(SourceError, match=f"source: already quantized: .*{message}, which nf4conv"):
         nf4conv.dequantize(source, tmp_path / "out", **CPU)
 
 
@@ -209,5 +150,5 @@ def test_columns_whose_order_is_lost(tmp_path: Path, desc_act: bool):
         nf4conv.dequantize(source, tmp_path / "out", **CPU)
         assert torch.equal(load_file(tmp_path / "out" / FILE)[f"{Q}.weight"], weight.decoded)
         return
-    with pytest.raises(SourceError, match=f"{Q}.qweight: lacks its g_idx, and desc_act"):
+    with pytest.raises(SourceError, match=f"{Q}.qweight: lacks its g_idx"):
         nf4conv.dequantize(source, tmp_path / "out", **CPU)

@@ -9,13 +9,10 @@ GPTQ    GPTQModel 7.7.0: pack_original of gptqmodel/nn_modules/qlinear/__init__.
         _dequantize_from_codes of the former decodes
 AWQ     AutoAWQ 0.2.9: WQLinear_GEMM.from_linear of awq/modules/linear/gemm.py packs,
         dequantize_gemm of awq/utils/packing_utils.py decodes
-        AutoRound 0.16.1 packs 5 to 7 bits: auto_round_extension/torch/qlinear_torch.py and
-        qlinear_torch_zp.py, auto_round/export/export_to_awq/utils.py
 torchao torchao 0.18: its classes and the names of their fields are in
         torchao/quantization/quantize_/workflows/int4/. Int4Tensor is packed by pack_int4 of
         mslk/quantize/shuffle.py; _bf16_activations_forward of Int4WeightFakeQuantizer in
-        torchao/quantization/qat/fake_quantizer.py, and _bf16i4_rowwise_kernel of MSLK, decode.
-        Int4PlainInt32Tensor is packed by WeightToInt4PackKernelFunctor of torch-xpu-ops
+        torchao/quantization/qat/fake_quantizer.py, and _bf16i4_rowwise_kernel of MSLK, decode
 """
 
 from dataclasses import dataclass
@@ -117,26 +114,21 @@ def gptq(
 # --- AWQ ------------------------------------------------------------------------------------------
 
 
-def pack_awq(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+def pack_awq(codes: torch.Tensor) -> torch.Tensor:
     """[lines, codes] packed as WQLinear_GEMM.from_linear does, each 8 in AWQ's order: int32."""
     lines, columns = codes.shape
     eights = codes.view(lines, columns // 8, 8)
-    return pack_stream(eights[..., list(AWQ_ORDER)].flatten(1), bits)
+    return pack_stream(eights[..., list(AWQ_ORDER)].flatten(1), 4)
 
 
 def awq(
-    rows: int,
-    columns: int,
-    *,
-    bits: int = 4,
-    group_size: int = 32,
-    dtype: torch.dtype = torch.float16,
+    rows: int, columns: int, *, group_size: int = 32, dtype: torch.dtype = torch.float16
 ) -> Weight:
     groups = columns // group_size
-    codes = random_codes(columns, rows, bits=bits)
-    zeros = random_codes(groups, rows, bits=bits)
+    codes = random_codes(columns, rows, bits=4)
+    zeros = random_codes(groups, rows, bits=4)
     scales = random_scales(groups, rows, dtype=dtype)
-    parts = {"qweight": pack_awq(codes, bits), "qzeros": pack_awq(zeros, bits), "scales": scales}
+    parts = {"qweight": pack_awq(codes), "qzeros": pack_awq(zeros), "scales": scales}
     # what dequantize_gemm does
     difference = codes - zeros.repeat_interleave(group_size, dim=0)
     decoded = difference * scales.repeat_interleave(group_size, dim=0)
@@ -200,26 +192,17 @@ def torchao(
     columns: int,
     *,
     group_size: int = 32,
-    is_of_words: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Weight:
     groups = columns // group_size
     codes = random_codes(rows, columns, bits=4)
     scale = random_scales(groups, rows, dtype=dtype)
     scales = scale.t().repeat_interleave(group_size, dim=1)
-    if is_of_words:
-        zeros = random_codes(groups, rows, bits=4).to(torch.int8)
-        pairs = (codes[:, 1::2] << 4 | codes[:, ::2]).to(torch.uint8)
-        words = pairs.view(torch.int32)
-        # dequantize_affine of torchao/quantization/quant_primitives.py
-        differences = codes - zeros.t().repeat_interleave(group_size, dim=1)
-        decoded = differences.to(dtype) * scales
-    else:
-        zeros = ((torch.rand(groups, rows, generator=generator(groups, rows)) - 0.5) / 8).to(dtype)
-        codes = (codes - 8).to(torch.int8)
-        words = codes[:, ::2] & 0xF | codes[:, 1::2] << 4
-        added = zeros.t().repeat_interleave(group_size, dim=1)
-        decoded = (codes.float() * scales.float() + added.float()).to(dtype)
+    zeros = ((torch.rand(groups, rows, generator=generator(groups, rows)) - 0.5) / 8).to(dtype)
+    codes = (codes - 8).to(torch.int8)
+    words = codes[:, ::2] & 0xF | codes[:, 1::2] << 4
+    added = zeros.t().repeat_interleave(group_size, dim=1)
+    decoded = (codes.float() * scales.float() + added.float()).to(dtype)
     parts = {
         "_weight_qdata": words,
         "_weight_scale": scale,

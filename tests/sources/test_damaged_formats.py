@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from inputs import ENCODED, SOURCES, Tensor, Tensors, save, save_json, write
+from inputs import ENCODED, SOURCES, Tensor, Tensors, save, save_json
 
 import nf4conv
 from nf4conv.errors import Nf4convError
@@ -218,48 +218,3 @@ def test_integers_that_must_have_zero_points(tmp_path: Path):
     save_json(case.source / "config.json", case.config)
     with pytest.raises(Nf4convError, match="weight: lacks its weight_zero_point"):
         case.convert()
-
-
-EXPERT_OF_KIMI: Final = "language_model.model.layers.1.mlp.experts.1"
-EXPERT_OF_DEEPSEEK: Final = "mtp.0.ffn.experts.1"
-STACK_OF_GPT_OSS: Final = "model.layers.0.mlp.experts.gate_up_proj"
-
-
-@pytest.mark.parametrize(
-    ("name", "weight", "axis", "beside"),
-    [
-        ("kimi", f"{EXPERT_OF_KIMI}.up_proj.", 0, "gate_proj"),
-        ("kimi", f"{EXPERT_OF_KIMI}.up_proj.", 1, "gate_proj"),
-        ("kimi", f"{EXPERT_OF_KIMI}.gate_proj.", 0, "gate_proj"),
-        ("deepseek-v4", f"{EXPERT_OF_DEEPSEEK}.w1.", 0, "w1"),
-        ("deepseek-v4", f"{EXPERT_OF_DEEPSEEK}.w2.", 1, "w1"),
-        ("deepseek-v4", f"{EXPERT_OF_DEEPSEEK}.w3.", 0, "w1"),
-        ("gpt-oss", f"{STACK_OF_GPT_OSS}_", 1, "gate_up_proj_bias"),
-    ],
-)
-def test_a_weight_is_of_another_size(
-    tmp_path: Path, name: str, weight: str, axis: int, beside: str
-):
-    """All of its parts agree; they do not go with what the layer computes with them."""
-    case = Case(tmp_path, name)
-    changed = dict(case.tensors)
-    for part, tensor in case.tensors.items():
-        if part.startswith(weight) and len(tensor.shape) > 1 and not part.endswith("bias"):
-            changed[part] = cut(tensor, axis, tensor.shape[axis] // 2)
-    save(case.file, changed)
-    with pytest.raises(Nf4convError, match=rf"does not go with .*\b{beside}\b") as error:
-        case.convert()
-    layer = weight.rstrip("._").rpartition(".")[0]
-    assert str(error.value).startswith(f"{case.file}: {layer}.")
-    assert not case.out.exists()
-
-
-def test_gated_layers_whose_weights_have_other_names(tmp_path: Path):
-    """EVA multiplies the outputs of w1 and w2, others those of w1 and w3."""
-    shapes = {"w1": (64, 32), "w2": (64, 32), "w3": (32, 64)}
-    tensors = {
-        f"blocks.0.mlp.{name}.weight": Tensor("F8_E4M3", shape, bytes(64 * 32))
-        for name, shape in shapes.items()
-    }
-    write(tmp_path / "source", tensors)
-    nf4conv.dequantize(tmp_path / "source", tmp_path / "out", device="cpu")

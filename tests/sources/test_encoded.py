@@ -494,7 +494,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, nested: 
     )
     with pytest.raises(
         SourceError,
-        match=f"source: already quantized: quant_method {method}; .* that nf4conv does not decode$",
+        match=f"source: already quantized: quant_method {method}, which nf4conv does not decode",
     ):
         nf4conv.plan_quantize(source)
 
@@ -695,7 +695,7 @@ def test_floats_of_autoround(
         (
             AUTO_ROUND
             | {"packing_format": "auto_round:llm_compressor_nvfp4_e5m3", "data_type": "nvfp4_v2"},
-            "data_type 'nvfp4_v2'; .* nf4conv decodes int, fp",
+            "data_type 'nvfp4_v2'",
         ),
     ],
 )

@@ -42,17 +42,17 @@ def mxfp4() -> dict[str, torch.Tensor]:
     ("weight", "more", "message"),
     [
         ({"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}, {}, "int4 per_channel"),
-        ({"dtype": "int8", "qscheme": "per_group"}, {}, "weights in int8 per_group; give"),
-        ({"dtype": "uint8", "qscheme": "per_group"}, {}, "weights in uint8 per_group; give"),
+        ({"dtype": "int8", "qscheme": "per_group"}, {}, "weights in int8 per_group"),
+        ({"dtype": "uint8", "qscheme": "per_group"}, {}, "weights in uint8 per_group"),
         ({"dtype": "fp6_e2m3", "qscheme": "per_group"}, {}, "weights in fp6_e2m3 per_group"),
         (FP8 | {"qscheme": "per_channel", "ch_axis": 1}, {}, "weights in fp8_e4m3 per_channel"),
         (INT4 | {"ch_axis": 0}, {}, "weights in int4 per_group"),
-        ([FP8, {"dtype": "int4", "qscheme": "per_channel"}], {}, "weights of two stages"),
+        ([FP8, {"dtype": "int4", "qscheme": "per_channel"}], {}, "weights in int4 per_channel"),
         (INT4, {}, "weights in int4 per_group"),
-        (FP8, {"export": {"weight_format": "fake_quantized"}}, "weight_format 'fake_quantized'"),
+        (FP8, {"export": {"weight_format": "fake_quantized"}}, "fake_quantized"),
         (FP4 | {"scale_format": "e5m3"}, {}, "scale_format 'e5m3'"),
-        (FP4, {"algo_config": [{"name": "rotation", "r1": True}]}, "its weights are rotated"),
-        (FP4, {"algo_config": {"name": "quarot"}}, "its weights are rotated"),
+        (FP4, {"algo_config": [{"name": "rotation", "r1": True}]}, "rotation"),
+        (FP4, {"algo_config": {"name": "quarot"}}, "quarot"),
     ],
 )
 def test_what_is_refused_by_name(tmp_path: Path, weight: Any, more: dict[str, Any], message: str):

@@ -11,13 +11,12 @@ compressed-tensors  [rows, words]: a stream for each row. Zero points are packed
                     compressed-tensors 0.20
 GPTQ                [words, rows]: a stream down each column. Zero points [groups, words], one too
                     small in version 1, where loaders add 1 to whole words, carries included;
-                    dequantize_weight of GPTQModel 7.7 and its convert_gptq_v1_to_v2_format;
-                    5 to 7 bits as AutoRound 0.16 packs them
-AWQ                 [columns, words]: each 8 codes in the order 0 2 4 6 1 3 5 7, of zero points
-                    [groups, words] too; dequantize_gemm of AutoAWQ 0.2.9, and of AutoRound 0.16
-torchao             [rows, words]: a stream for each row. Signed codes have zero points [groups,
-                    rows] in floats, which are added: code * scale + zero, Int4Tensor of torchao
-                    0.18. Unsigned ones have zero points in int8: Int4PlainInt32Tensor
+                    dequantize_weight of GPTQModel 7.7 and its convert_gptq_v1_to_v2_format
+AWQ                 [columns, words]: 4 bits, each 8 codes in the order 0 2 4 6 1 3 5 7, of zero
+                    points [groups, words] too; dequantize_gemm of AutoAWQ 0.2.9
+torchao             [rows, words]: 4 bits, a stream of signed codes for each row. Zero points
+                    [groups, rows] are floats, which are added: code * scale + zero, Int4Tensor of
+                    torchao 0.18
 """
 
 from functools import cache
@@ -36,7 +35,7 @@ _PLACES_IN_AWQ: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 def decode_integers(
     values: torch.Tensor,
     scale: torch.Tensor,
-    layout: IntegerLayout,
+    codes: IntegerLayout,
     dtype: torch.dtype,
     *,
     zeros: torch.Tensor | None = None,
@@ -53,46 +52,31 @@ def decode_integers(
     """
     if scale.dim() == 1:
         scale = scale.view(-1, 1)
-    if layout.packing != "compressed-tensors":
+    if codes.packing != "compressed-tensors":
         scale = scale.t()
     rows, groups = scale.shape
-    index = _column_groups(group_index, layout, groups, values.device)
-    out = torch.empty((rows, layout.columns), dtype=dtype, device=values.device)
+    index = _column_groups(group_index, codes, groups, values.device)
+    out = torch.empty((rows, codes.columns), dtype=dtype, device=values.device)
     factors = scale.to(torch.float32).contiguous()
-    zero_points = _zero_points(zeros, layout, rows)
-    added = _added_zero_points(zeros)
-    for part in chunks(factors, layout.columns, WORD):
-        decoded = _codes(values, part, layout)
-        subtracted = None if zero_points is None else zero_points[part]
-        addends = None if added is None else added[part]
-        _compute(decoded, subtracted, factors[part], addends, index, layout.group_size)
-        out[part] = decoded
-    return out
-
-
-def _compute(
-    values: torch.Tensor,
-    zero_points: torch.Tensor | None,
-    factors: torch.Tensor,
-    addends: torch.Tensor | None,
-    index: torch.Tensor | None,
-    group_size: int,
-) -> None:
-    """Subtracts zero points, multiplies with scales, and adds what is added, in place, to [rows,
-    columns] float32. The other tensors are [rows, groups] float32. `index` has the group of each
-    column; None if all groups are whole and in order.
-    """
-    if index is None:
-        values = values.view(len(values), -1, min(group_size, values.shape[1]))
+    zero_points = _zero_points(zeros, codes, rows)
+    added = None
+    if zeros is not None and zeros.is_floating_point():
+        added = zeros.t().to(torch.float32).contiguous()
+    width = min(codes.group_size, codes.columns)
 
     def of_columns(grid: torch.Tensor) -> torch.Tensor:
         return grid.unsqueeze(-1) if index is None else grid.index_select(1, index)
 
-    if zero_points is not None:
-        values.sub_(of_columns(zero_points))
-    values.mul_(of_columns(factors))
-    if addends is not None:
-        values.add_(of_columns(addends))
+    for part in chunks(factors, codes.columns, WORD):
+        decoded = _codes(values, part, codes)
+        computed = decoded.view(len(decoded), -1, width) if index is None else decoded
+        if zero_points is not None:
+            computed.sub_(of_columns(zero_points[part]))
+        computed.mul_(of_columns(factors[part]))
+        if added is not None:
+            computed.add_(of_columns(added[part]))
+        out[part] = decoded
+    return out
 
 
 def _column_groups(
@@ -120,21 +104,22 @@ def _column_groups(
 def _codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> torch.Tensor:
     """Returns the codes of some rows less 2^(bits - 1), contiguous: [rows, columns] float32."""
     if layout.packing == "AWQ":
-        return _centered(_awq_codes(values, part, layout), layout)
+        words = values[:, part.start // 8 : -(-part.stop // 8)]
+        return _centered(_interleaved(words)[: part.stop - part.start], layout)
     words = values[:, part].t() if layout.packing == "GPTQ" else values[part]
     words = words.contiguous()
     if layout.bits == 4:
         stored = words.view(-1).view(torch.uint8)
         codes = look_up(_pairs(layout, words.device), stored).view(len(words), -1)
     else:
-        codes = _centered(_stream(words, layout), layout)
+        codes = _centered(unpack(words, layout.bits), layout)
     return codes[:, : layout.columns].contiguous()
 
 
 def _centered(codes: torch.Tensor, layout: IntegerLayout) -> torch.Tensor:
     """Returns codes, uint8, less 2^(bits - 1), as float32; signed ones as they are."""
     middle = 1 << (layout.bits - 1)
-    if layout.is_signed:
+    if layout.packing == "torchao":
         codes = codes ^ middle
     return (codes - middle).view(torch.int8).to(torch.float32)
 
@@ -145,19 +130,8 @@ def _pairs(layout: IntegerLayout, device: torch.device) -> torch.Tensor:
     return as_pairs(_centered(torch.arange(16, dtype=torch.uint8, device=device), layout))
 
 
-def _awq_codes(values: torch.Tensor, part: slice, layout: IntegerLayout) -> torch.Tensor:
-    """Returns the codes of some rows of AWQ: [rows, columns] uint8."""
-    first = part.start * layout.bits // WORD
-    last = -(-part.stop * layout.bits // WORD)
-    rows = part.stop - part.start
-    if layout.bits == 4:
-        return _interleaved_rows(values[:, first:last])[:rows]
-    codes = _in_order(unpack(values[:, first:last].contiguous(), layout.bits))
-    return codes[:, :rows].t().contiguous()
-
-
-def _interleaved_rows(words: torch.Tensor) -> torch.Tensor:
-    """Returns the codes of AWQ in 4 bits, [rows, columns] uint8, given [columns, words]."""
+def _interleaved(words: torch.Tensor) -> torch.Tensor:
+    """Returns the codes of AWQ, [8 * words, lines] uint8, given [lines, words]."""
     words = words.t().contiguous()
     codes = torch.empty((len(words), 8, words.shape[1]), dtype=torch.uint8, device=words.device)
     for number, place in enumerate(_PLACES_IN_AWQ):
@@ -168,29 +142,20 @@ def _interleaved_rows(words: torch.Tensor) -> torch.Tensor:
 def _zero_points(
     zeros: torch.Tensor | None, layout: IntegerLayout, rows: int
 ) -> torch.Tensor | None:
-    """Returns the zero points less 2^(bits - 1), [rows, groups] float32; None if all are that."""
-    bits = layout.bits
-    middle = 1 << (bits - 1)
+    """Returns the zero points less 2^(bits - 1), [rows, groups] float32; None if all are that, or
+    if they are added.
+    """
     if zeros is None or zeros.is_floating_point():
         return None
-    if zeros.dtype == torch.int8 and layout.packing != "torchao":
+    if zeros.dtype == torch.int8:
         return zeros.view(rows, -1).to(torch.float32)
-    if layout.packing == "torchao":
-        found = zeros
+    if layout.packing == "AWQ":
+        found = _interleaved(zeros)
     elif layout.packing == "compressed-tensors":
-        found = _stream(zeros.t().contiguous(), layout)
-    elif layout.packing == "AWQ":
-        found = _in_order(unpack(zeros.contiguous(), bits))
+        found = unpack(zeros.t().contiguous(), layout.bits).t()
     else:
-        found = _gptq_zero_points(zeros, layout)
-    return found[:, :rows].t().to(torch.float32).sub_(middle).contiguous()
-
-
-def _added_zero_points(zeros: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the zero points that are added to products, [rows, groups] float32, if any are."""
-    if zeros is None or not zeros.is_floating_point():
-        return None
-    return zeros.t().to(torch.float32).contiguous()
+        found = _gptq_zero_points(zeros, layout).t()
+    return found[:rows].to(torch.float32).sub_(1 << (layout.bits - 1)).contiguous()
 
 
 def _gptq_zero_points(zeros: torch.Tensor, layout: IntegerLayout) -> torch.Tensor:
@@ -204,22 +169,12 @@ def _gptq_zero_points(zeros: torch.Tensor, layout: IntegerLayout) -> torch.Tenso
     return unpack(zeros.contiguous() + ones, bits)
 
 
-def _stream(words: torch.Tensor, layout: IntegerLayout) -> torch.Tensor:
-    """Returns the codes in streams of compressed-tensors: [streams, codes] uint8."""
-    bits = layout.bits
-    missing = -words.shape[1] % bits
-    if WORD % bits != 0 and missing:  # the last words of a stream may be cut off
-        nothing = words.new_zeros((words.shape[0], missing))
-        words = torch.cat([words, nothing], dim=1)
-    return unpack(words, bits)
-
-
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns the codes of 1 to 8 bits in streams of words: [streams, words] int32, contiguous,
-    become [streams, words * 32 // bits] uint8.
-
-    Raises CodecError if the words of a stream hold no whole number of codes.
+    become [streams, codes] uint8, with codes of 0 behind a last word that is not full.
     """
+    if WORD % bits != 0 and words.shape[1] % bits != 0:  # the last words may be cut off
+        words = torch.nn.functional.pad(words, (0, -words.shape[1] % bits))
     # a single word may have any stride
     raw = words.reshape(-1).view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
     if bits == 8:
@@ -228,8 +183,6 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
         mask = 2**bits - 1
         codes = [(raw >> shift) & mask for shift in range(0, 8, bits)]
         return torch.stack(codes, dim=-1).flatten(-2)
-    if raw.shape[-1] % bits != 0:
-        raise CodecError(f"{words.shape[-1]} words hold no whole number of {bits}-bit codes")
     return _unpack_across_bytes(raw, bits)
 
 
@@ -244,9 +197,3 @@ def _unpack_across_bytes(raw: torch.Tensor, bits: int) -> torch.Tensor:
             window = window | together[..., byte + 1] << 8
         codes.append((window >> shift & (2**bits - 1)).to(torch.uint8))
     return torch.stack(codes, dim=-1).flatten(-2)
-
-
-def _in_order(codes: torch.Tensor) -> torch.Tensor:
-    """Returns codes of AWQ, [lines, codes] in the order of their words, as they follow."""
-    words = codes.view(len(codes), -1, 8)
-    return words[..., list(_PLACES_IN_AWQ)].flatten(-2)

@@ -236,7 +236,6 @@ def integer_decoder(
     zeros: torch.dtype | None,
     zeros_less_one: bool,
     index: torch.dtype | None,
-    is_signed: bool = False,
 ) -> Codec:
     """Returns what decodes packed integers.
 
@@ -248,7 +247,7 @@ def integer_decoder(
     kernel = _variant(
         integers.integers_kernel,
         (torch.int32, scale, zeros or torch.int32, index or torch.int32, out),
-        (kind, bits, kind_of_zeros, index is not None, is_signed, rows, columns),
+        (kind, bits, kind_of_zeros, index is not None, rows, columns),
         integers.NUM_WARPS,
     )
     return _decoding(kernel, rows, columns)

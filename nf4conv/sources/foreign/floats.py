@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.sources.foreign.config import Block
@@ -54,10 +54,6 @@ class Fp4(Foreign):
     def name(self) -> str:
         return "fp4 transposed" if self.is_transposed else "fp4"
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"is_transposed": self.is_transposed}
-
     @classmethod
     def made_of(
         cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
@@ -65,7 +61,7 @@ class Fp4(Foreign):
         values = parts["values"]
         [*_, second] = cls.layout.values()
         if parts["scale"].dtype == "F8_E4M3" and len(parts) < 3:
-            raise lacks(values, values.name.removesuffix(cls.stored) + second.suffixes[0])
+            raise lacks(values, f"weight{second.suffixes[0]}")
         second_scales = parts.get("divisor"), parts.get("multiplier")
         return Fp4(values, parts["scale"], *second_scales)
 
@@ -204,13 +200,6 @@ class Scaled(Foreign):
     def made_from(self) -> str:
         return self.name if self.values.dtype == "I8" else self.values.made_from
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"block": self.block}
-        if self.scale is None:
-            found["scale"] = None
-        return found
-
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
         if self.zero is not None:
             return None
@@ -221,8 +210,6 @@ class Scaled(Foreign):
         description = siblings.description
         scale = siblings.part_of(tensor.name, _SCALES.split())
         zero = siblings.by_name.get(f"{tensor.name}_zero_point")
-        if scale is not None and description.method == "fbgemm_fp8":
-            scale = _scale_of_columns(tensor, scale)
         if scale is None and tensor.dtype == "I8":
             return None
         if scale is None and description.method is not None:
@@ -232,7 +219,7 @@ class Scaled(Foreign):
                 f"{tensor.dtype} without a scale; the checkpoint is incomplete",
             )
         if zero is None and description.has_zeros and tensor.dtype == "I8":
-            raise lacks(tensor, f"{tensor.name}_zero_point")
+            raise lacks(tensor, "weight_zero_point")
         if description.names_block and scale is not None and scale.shape == (1, 1):
             rows, columns = tensor.shape if len(tensor.shape) == 2 else (0, 0)
             if not any(rows <= height and columns <= width for height, width in description.blocks):
@@ -341,20 +328,6 @@ def _block_of(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Block]) ->
     raise misfit(tensor, scale)
 
 
-def _scale_of_columns(tensor: TensorInfo, scale: TensorInfo) -> TensorInfo:
-    """Returns the scales of stacked experts in the shape that says what they scale.
-
-    FbgemmFp8Quantize in integrations/fbgemm_fp8.py of transformers 5.23 scales the columns of
-    down_proj of Llama 4, [experts, in, out], and stores the scales as [experts, out, 1].
-    """
-    if len(tensor.shape) != 3:
-        return scale
-    experts, _, columns = tensor.shape
-    if scale.shape != (experts, columns, 1):
-        return scale
-    return scale._replace(shape=(experts, 1, columns))
-
-
 def _matrix_of(part: TensorInfo, stack: TensorInfo, index: int) -> TensorInfo:
     """Cuts what belongs to one matrix out of a part of a stack; all matrices may share the part."""
     if len(part.shape) > 1 and part.shape[0] == stack.shape[0]:
@@ -399,20 +372,13 @@ class Bitsandbytes8bit(Foreign):
         "scale": part("SCB", f"{FLOATS}: out", f"{FLOATS}: out 1"),
     }
     decoder: ClassVar[str] = "nf4conv.codec.decode.scaled:decode_int8_rows"
-    may_be_transposed: ClassVar[bool] = True
+    name: ClassVar[str] = "int8 rows"
     made_from: ClassVar[str] = "bitsandbytes int8"
 
     values: TensorInfo
     scale: TensorInfo  # the largest magnitudes
-    is_transposed: bool = False  # True if the weight is [out, in] here and [in, out] in its family
-
-    @property
-    def name(self) -> str:
-        return "int8 rows transposed" if self.is_transposed else "int8 rows"
 
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
-        if self.is_transposed:
-            return None
         return _kernel(self.values, self.scale, None, by_127=True)
 
     @classmethod

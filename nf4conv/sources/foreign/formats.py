@@ -131,9 +131,8 @@ class Foreign(Encoding):
     layout: ClassVar[Mapping[str, Part]]  # "values" and the other parts, by role
     decoder: ClassVar[str]  # "module:function", which takes parts, `arguments` and a torch dtype
     has_dtype_of_scales: ClassVar[bool] = False  # True if the weight has, unless it is float32
-    may_be_transposed: ClassVar[bool] = False  # True if some families store [in, out]
 
-    is_transposed: bool = False
+    is_transposed: bool = False  # True if the decoder makes the transpose
 
     @property
     def made_from(self) -> str:
@@ -142,9 +141,7 @@ class Foreign(Encoding):
     @property
     def arguments(self) -> dict[str, Any]:
         """Returns what the decoder takes beside the parts and a dtype."""
-        found = self.settings
-        found.pop("is_transposed", None)
-        return found
+        return self.settings
 
     @property
     def sizes(self) -> Sizes:
@@ -200,11 +197,14 @@ class Foreign(Encoding):
         if cls.has_dtype_of_scales and parts["scale"].dtype != "F32":
             dtype = parts["scale"].dtype
         name = stem + cls.weight
-        shape = cls.shape_of(sizes)
-        if cls.may_be_transposed and is_transposed(module_of(name), siblings.families):
-            shape = shape[::-1]
-            encoding = replace(encoding, is_transposed=True)  # type: ignore[type-var]
-        return TensorInfo(name, dtype, shape, *tensor.file_range, encoding)
+        if is_transposed(module_of(name), siblings.families):
+            raise SourceError.about(
+                tensor.file,
+                tensor.name,
+                f"{encoding.name} of a layer whose weight is [in, out], which nf4conv does not "
+                f"decode; give the checkpoint that it was made from",
+            )
+        return TensorInfo(name, dtype, cls.shape_of(sizes), *tensor.file_range, encoding)
 
     @classmethod
     def _parts(
@@ -219,7 +219,7 @@ class Foreign(Encoding):
             if found is not None:
                 parts[role] = found
             elif not described.is_optional:
-                raise lacks(tensor, stem + described.suffixes[0])
+                raise lacks(tensor, (stem + described.suffixes[0]).rpartition(".")[2])
         return parts
 
     @classmethod
@@ -309,11 +309,10 @@ def _other(found: TensorInfo, parts: Mapping[str, TensorInfo]) -> TensorInfo:
     return list(parts.values())[1]
 
 
-def lacks(tensor: TensorInfo, name: str) -> SourceError:
+def lacks(tensor: TensorInfo, part: str) -> SourceError:
     """Returns the error of a weight without one of its parts."""
-    last = name.rpartition(".")[2]
     return SourceError.about(
-        tensor.file, tensor.name, f"lacks its {last}, without which it cannot be decoded"
+        tensor.file, tensor.name, f"lacks its {part}, without which it cannot be decoded"
     )
 
 

@@ -8,7 +8,7 @@ a weight are columns of its tensors.
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.integers import WORD, IntegerLayout, words_of
@@ -26,8 +26,6 @@ from nf4conv.sources.foreign.formats import (
 )
 from nf4conv.sources.tensors import Kernel, TensorInfo
 
-_INDEX: Final = part(".g_idx", "I32 I64: in", optional=True)
-
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers(Foreign):
@@ -36,17 +34,15 @@ class PackedIntegers(Foreign):
     value = (code - zero) * scale. codec/decode/integers.py says how the codes lie in the words.
     """
 
+    packing: ClassVar[str]  # as in IntegerLayout
     decoder: ClassVar[str] = "nf4conv.codec.decode.integers:decode_integers"
     has_dtype_of_scales: ClassVar[bool] = True
-    may_be_transposed: ClassVar[bool] = True
-    range_of_bits: ClassVar[str] = ""  # the bits that are decoded, for an error
 
     values: TensorInfo
     scale: TensorInfo
     zeros: TensorInfo | None  # None if all are 2^(bits - 1)
     group_index: TensorInfo | None  # the group of each column; None if in order
     codes: IntegerLayout
-    is_transposed: bool = False  # True if the weight is [out, in] here and [in, out] in its family
 
     @property
     def name(self) -> str:
@@ -63,17 +59,11 @@ class PackedIntegers(Foreign):
     def sizes(self) -> Sizes:
         return {"bits": self.codes.bits}
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"layout": self.codes}
-
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
         codes = self.codes
-        if self.is_transposed or not codes.has_kernel:
-            return None
         zeros = None if self.zeros is None else self.zeros.dtype
         index = None if self.group_index is None else self.group_index.dtype
-        layout = (codes.packing, codes.bits, zeros, codes.zeros_less_one, index, codes.is_signed)
+        layout = (codes.packing, codes.bits, zeros, codes.zeros_less_one, index)
         lines = [_line(part) for part in (self.values, self.scale, self.zeros or self.values)]
         rows, columns = tensor.shape
         return Kernel(
@@ -84,30 +74,29 @@ class PackedIntegers(Foreign):
             numbers=(*lines, codes.group_size),
         )
 
-    def rows_together(self, tensor: TensorInfo) -> int | None:
-        if self.is_transposed:
-            return None
+    def rows_together(self, tensor: TensorInfo) -> int:
         return WORD  # rows that share whole words, if codes are packed along rows
 
     @classmethod
     def made_of(
         cls, parts: Mapping[str, TensorInfo], sizes: Sizes, siblings: SiblingTensors
     ) -> "PackedIntegers":
-        sizes = {**sizes, "group_size": _group_size(parts, sizes, siblings.description)}
-        return cls(
-            values=parts["values"],
-            scale=parts["scale"],
-            zeros=parts.get("zeros"),
-            group_index=parts.get("group_index"),
-            codes=cls.codes_of(parts, sizes, siblings.description),
+        description = siblings.description
+        codes = IntegerLayout(
+            packing=cls.packing,
+            bits=sizes.get("bits", 4),
+            columns=sizes["in"],
+            group_size=_group_size(parts, sizes, description),
+            zeros_less_one=cls.packing == description.packing == "GPTQ",
         )
+        made = cls(
+            parts["values"], parts["scale"], parts.get("zeros"), parts.get("group_index"), codes
+        )
+        made.check(sizes["groups"], description)
+        return made
 
-    @classmethod
-    def codes_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
-    ) -> IntegerLayout:
-        """Returns how codes lie in the words of a weight of these sizes."""
-        raise NotImplementedError
+    def check(self, groups: int, description: Description) -> None:
+        """Raises a SourceError if parts do not go with each other, or with the config."""
 
     @classmethod
     def unknown(cls, tensor: TensorInfo, siblings: SiblingTensors) -> SourceError:
@@ -115,8 +104,8 @@ class PackedIntegers(Foreign):
         return SourceError.about(
             tensor.file,
             tensor.name,
-            f"{tensor.dtype} {list(tensor.shape)} and its other tensors fit no "
-            f"{cls.range_of_bits} bits, which nf4conv decodes (bits in the config: {named})",
+            f"{tensor.dtype} {list(tensor.shape)} and its other tensors fit no {cls.packing} that "
+            f"nf4conv decodes (bits in the config: {named})",
         )
 
 
@@ -154,15 +143,15 @@ class Gptq(PackedIntegers):
 
     __slots__ = ()
 
+    packing = "GPTQ"
     stored = ".qweight"
     weight = ".weight"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "I32: words(in) out"),
         "scale": part(".scales", f"{FLOATS}: groups out"),
         "zeros": part(".qzeros", "I32: groups words(out)"),
-        "group_index": _INDEX,
+        "group_index": part(".g_idx", "I32 I64: in", optional=True),
     }
-    range_of_bits = "GPTQ in 2 to 8"
 
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
@@ -172,35 +161,20 @@ class Gptq(PackedIntegers):
     def candidates(
         cls, parts: Mapping[str, TensorInfo], told: Sizes | None, description: Description
     ) -> Iterator[Sizes]:
-        # the most usual first; AutoRound alone has those from 5 to 7
-        likely = [bits for bits, _ in description.schemes if 2 <= bits <= 8]
-        for bits in dict.fromkeys([*likely, 4, 8, 2, 3, 5, 6, 7]):
+        named = [bits for bits, _ in description.schemes]
+        for bits in dict.fromkeys([*named, 4, 8, 2, 3]):
             words = (parts["values"].shape[0], parts["zeros"].shape[1])
             # codes that cross the borders of words fill all of them
-            if WORD % bits == 0 or all(number % bits == 0 for number in words):
+            is_whole = WORD % bits == 0 or all(number % bits == 0 for number in words)
+            if bits in (2, 3, 4, 8) and is_whole:
                 yield {"bits": bits}
 
-    @classmethod
-    def codes_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
-    ) -> IntegerLayout:
-        if description.is_reordered and sizes["groups"] > 1 and "group_index" not in parts:
-            values = parts["values"]
-            raise SourceError.about(
-                values.file,
-                values.name,
-                "lacks its g_idx, and desc_act in the config says that its columns are not in "
-                "order",
-            )
-        if sizes["in"] * sizes["bits"] != parts["values"].shape[0] * WORD:
-            raise misfit(parts["values"], parts["group_index"])
-        return IntegerLayout(
-            packing="GPTQ",
-            bits=sizes["bits"],
-            columns=sizes["in"],
-            group_size=sizes["group_size"],
-            zeros_less_one=description.packing == "GPTQ",
-        )
+    def check(self, groups: int, description: Description) -> None:
+        if self.group_index is None:
+            if description.is_reordered and groups > 1:
+                raise lacks(self.values, "g_idx")
+        elif self.codes.columns * self.codes.bits != self.values.shape[0] * WORD:
+            raise misfit(self.values, self.group_index)
 
 
 class Awq(PackedIntegers):
@@ -208,35 +182,22 @@ class Awq(PackedIntegers):
 
     __slots__ = ()
 
+    packing = "AWQ"
     stored = ".qweight"
     weight = ".weight"
     layout: ClassVar[Mapping[str, Part]] = {
-        "values": part("", "I32: in words(out)"),
+        "values": part("", "I32: in out/8"),
         "scale": part(".scales", f"{FLOATS}: groups out"),
-        "zeros": part(".qzeros", "I32: groups words(out)"),
+        "zeros": part(".qzeros", "I32: groups out/8"),
     }
-    range_of_bits = "AWQ in 4 to 7"
 
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
         return siblings.description.packing == "AWQ"
 
-    @classmethod
-    def candidates(
-        cls, parts: Mapping[str, TensorInfo], told: Sizes | None, description: Description
-    ) -> Iterator[Sizes]:
-        words, rows = parts["values"].shape[1], parts["scale"].shape[1]
-        for bits in (4, 5, 6, 7):
-            if rows % 8 == 0 and rows * bits == words * WORD:
-                yield {"bits": bits}
-
-    @classmethod
-    def codes_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
-    ) -> IntegerLayout:
-        if sizes["in"] % sizes["groups"] != 0:
-            raise misfit(parts["values"], parts["scale"])
-        return IntegerLayout("AWQ", sizes["bits"], sizes["in"], sizes["group_size"])
+    def check(self, groups: int, description: Description) -> None:
+        if self.codes.columns % groups != 0:
+            raise misfit(self.values, self.scale)
 
 
 class CompressedIntegers(PackedIntegers):
@@ -247,6 +208,7 @@ class CompressedIntegers(PackedIntegers):
 
     __slots__ = ()
 
+    packing = "compressed-tensors"
     stored = "_packed"
     layout: ClassVar[Mapping[str, Part]] = {
         "values": part("", "I32: out words(in)"),
@@ -256,7 +218,6 @@ class CompressedIntegers(PackedIntegers):
         ),
         "group_index": part("_g_idx", "I32 I64: in", optional=True),
     }
-    range_of_bits = "compressed-tensors in 1 to 8"
 
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
@@ -267,8 +228,7 @@ class CompressedIntegers(PackedIntegers):
         cls, parts: Mapping[str, TensorInfo], stem: str, siblings: SiblingTensors
     ) -> Sizes | None:
         """Returns the columns that W_shape names, if the config and the shapes leave a choice."""
-        groups = _groups_of(parts)
-        if groups > 1 and len(cls.candidates(parts, None, siblings.description)) == 1:
+        if _groups_of(parts) > 1 and len(cls.candidates(parts, None, siblings.description)) == 1:
             return None
         shape = siblings.by_name.get(f"{stem}_shape")
         return {} if shape is None else {"in": _stored_columns(parts["values"], shape, siblings)}
@@ -296,22 +256,12 @@ class CompressedIntegers(PackedIntegers):
                 found.append(sizes)
         return found if len(found) == 1 else []
 
-    @classmethod
-    def codes_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
-    ) -> IntegerLayout:
-        zeros = parts.get("zeros")
+    def check(self, groups: int, description: Description) -> None:
+        zeros = self.zeros
         if zeros is None and description.has_zeros:
-            name = parts["values"].name.removesuffix(cls.stored)
-            raise lacks(parts["values"], f"{name}_zero_point")
-        if zeros is not None and zeros.dtype == "I8" and zeros.elements != parts["scale"].elements:
-            raise misfit(parts["values"], zeros)
-        return IntegerLayout(
-            packing="compressed-tensors",
-            bits=sizes["bits"],
-            columns=sizes["in"],
-            group_size=sizes["group_size"],
-        )
+            raise lacks(self.values, "weight_zero_point")
+        if zeros is not None and zeros.dtype == "I8" and zeros.elements != self.scale.elements:
+            raise misfit(self.values, zeros)
 
 
 def _groups_of(parts: Mapping[str, TensorInfo]) -> int:
@@ -337,49 +287,35 @@ def _stored_columns(tensor: TensorInfo, shape: TensorInfo, siblings: SiblingTens
 
 
 class TorchaoInt4(PackedIntegers):
-    """Int4Tensor, and Int4PlainInt32Tensor for GPUs of Intel, of torchao.
+    """Int4Tensor of torchao: two codes a byte, and zero points that are added.
 
-    The former has two codes a byte and zero points in the dtype of the scales, which are added. The
-    latter has words, and zero points in bytes. Other classes have fields of the same names.
+    Other classes have fields of the same names.
     """
 
     __slots__ = ()
 
     method = "torchao"
+    packing = "torchao"
     stored = "_weight_qdata"
     weight = "weight"
     layout: ClassVar[Mapping[str, Part]] = {
-        "values": part("", "I32: out words(in)", "I8 U8: out in/2"),
+        "values": part("", "I8 U8: out in/2", "I32: out in/8"),  # the latter as it is decoded
         "scale": part("_weight_scale", f"{FLOATS}: groups out"),
-        "zeros": part("_weight_zero_point", f"I8 {FLOATS}: groups out"),
+        "zeros": part("_weight_zero_point", f"{FLOATS}: groups out"),
     }
-    range_of_bits = "torchao in 4"
 
     @classmethod
     def holds(cls, tensor: TensorInfo, stem: str, siblings: SiblingTensors) -> bool:
         zeros = siblings.by_name.get(f"{stem}_weight_zero_point")
-        is_of_4_bits = tensor.dtype == "I32" or (zeros is not None and zeros.dtype != "I8")
-        return is_of_4_bits and bool(siblings.description.schemes)
+        return zeros is not None and zeros.dtype != "I8" and bool(siblings.description.schemes)
 
-    @classmethod
-    def candidates(
-        cls, parts: Mapping[str, TensorInfo], told: Sizes | None, description: Description
-    ) -> list[Sizes]:
-        return [{"bits": 4}]
-
-    @classmethod
-    def codes_of(
-        cls, parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description
-    ) -> IntegerLayout:
-        values, scale, zeros = parts["values"], parts["scale"], parts["zeros"]
-        is_signed = values.dtype != "I32"
-        if zeros.dtype != (scale.dtype if is_signed else "I8"):
-            raise misfit(values, zeros)
-        columns, size = sizes["in"], sizes["group_size"]
-        named = [size for _, size in description.schemes]
-        if columns % 8 != 0 or columns != sizes["groups"] * size or size not in named:
-            raise misfit(values, scale)
-        return IntegerLayout("torchao", 4, columns, size, is_signed=is_signed)
+    def check(self, groups: int, description: Description) -> None:
+        columns, size = self.codes.columns, self.codes.group_size
+        is_named = size in [size for _, size in description.schemes]
+        if columns % 8 != 0 or columns != groups * size or not is_named:
+            raise misfit(self.values, self.scale)
+        if self.zeros is None or self.zeros.dtype != self.scale.dtype:
+            raise misfit(self.values, self.zeros or self.scale)
 
     @classmethod
     def made_of(

@@ -15,7 +15,6 @@ from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.layout import COMPONENT_SUFFIXES, QUANT_STATE_PREFIX
 from nf4conv.models.families import families_of
 from nf4conv.models.module_names import module_of
-from nf4conv.models.name_patterns import ROUTER
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.foreign.config import describe
 from nf4conv.sources.foreign.floats import (
@@ -26,7 +25,7 @@ from nf4conv.sources.foreign.floats import (
     Scaled,
     TorchaoBytes,
 )
-from nf4conv.sources.foreign.formats import Foreign, SiblingTensors, misfit
+from nf4conv.sources.foreign.formats import Foreign, SiblingTensors
 from nf4conv.sources.foreign.integers import Awq, CompressedIntegers, Gptq, TorchaoInt4
 from nf4conv.sources.tensors import TensorInfo
 
@@ -73,16 +72,6 @@ _ENDS_OF_ACTIVATIONS: Final = (
     "_act_quant_scale", "_act_quant_zero_point",
 )  # fmt: skip
 """Ends of the names of tensors that a quantized model needs to run, and a decoded one does not."""
-
-_OF_GATED_LAYERS: Final = (
-    (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight"),
-    (".w1.weight", ".w3.weight", ".w2.weight"),
-    (".w1.weight", ".w2.weight", ".w3.weight"),  # EVA's
-)
-"""Names of the weights of layers that compute down(act(gate(x)) * up(x)): of gate, up and down."""
-
-_ENDS_OF_CHECKED: Final = (".gate_proj.weight", ".w1.weight", "bias")
-"""Ends of names by which `check_neighbours` finds what belongs together."""
 
 _ENDS_OF_WEIGHTS: Final[tuple[str, ...]] = (
     "_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".weight_packed",
@@ -200,7 +189,6 @@ def _replaced(
             kept.append(tensor)
     _check_unused(rest, method)
     _check_casts(rest, found)
-    check_neighbours({tensor.name: tensor for tensor in kept})
     return tuple(kept)
 
 
@@ -261,44 +249,3 @@ def _check_casts(rest: Sequence[TensorInfo], found: Mapping[str, TensorInfo]) ->
                 f"may scale {casts[module].name}, in a way that nf4conv does not know; give the "
                 f"checkpoint that it was made from",
             )
-
-
-def check_neighbours(tensors: Mapping[str, TensorInfo]) -> None:
-    """Raises a SourceError if a decoded weight does not go with what it is computed with.
-
-    Its own parts may agree with each other, and be those of a weight of another size nevertheless.
-    """
-    for name, tensor in tensors.items():
-        if not name.endswith(_ENDS_OF_CHECKED):
-            continue
-        if not name.endswith("bias"):
-            _check_gated_layer(tensors, name)
-            continue
-        weight = tensors.get(f"{name[:-4]}weight") or tensors.get(name.removesuffix("_bias"))
-        if weight is None or weight.encoding is None or len(weight.shape) > 3:
-            continue
-        is_one_less = len(weight.shape) == len(tensor.shape) + 1
-        is_router = ROUTER.search(module_of(weight.name)) is not None  # whose bias may be shorter
-        if is_one_less and tensor.shape[-1] not in weight.shape[-2:] and not is_router:
-            raise misfit(weight, tensor)
-
-
-def _check_gated_layer(tensors: Mapping[str, TensorInfo], name: str) -> None:
-    """Raises a SourceError if a gate, of this name, does not go with the layer's other weights."""
-    gate = tensors[name]
-    misfits = []
-    for gate_end, up_end, down_end in _OF_GATED_LAYERS:
-        stem = name.removesuffix(gate_end)
-        up, down = tensors.get(stem + up_end), tensors.get(stem + down_end)
-        if stem == name or up is None or down is None or len(gate.shape) != 2:
-            continue
-        if gate.encoding is None and up.encoding is None and down.encoding is None:
-            continue
-        if gate.shape != up.shape:
-            misfits.append((up, gate))
-        elif gate.shape[:1] != down.shape[1:]:
-            misfits.append((down, gate))
-        else:
-            return
-    for wrong, beside in misfits:
-        raise misfit(wrong, beside)

@@ -17,7 +17,7 @@ NUM_WARPS = 4
 BY_ROWS = tl.constexpr(0)  # compressed-tensors
 DOWN_COLUMNS = tl.constexpr(1)  # GPTQ
 INTERLEAVED = tl.constexpr(2)  # AWQ
-IN_BYTES = tl.constexpr(3)  # torchao: as BY_ROWS, with the scales of GPTQ
+SIGNED = tl.constexpr(3)  # torchao: as BY_ROWS in two's complement, with the scales of GPTQ
 
 PACKINGS: Final = {"compressed-tensors": 0, "GPTQ": 1, "AWQ": 2, "torchao": 3}
 
@@ -25,7 +25,7 @@ PACKINGS: Final = {"compressed-tensors": 0, "GPTQ": 1, "AWQ": 2, "torchao": 3}
 NO_ZEROS = tl.constexpr(0)  # all are 2^(bits - 1)
 PACKED_ZEROS = tl.constexpr(1)  # as the codes are
 LESS_ONE = tl.constexpr(2)  # packed, and one too small
-BYTE_ZEROS = tl.constexpr(3)  # int8, less 2^(bits - 1); of torchao as they are
+BYTE_ZEROS = tl.constexpr(3)  # int8, less 2^(bits - 1)
 ADDED_ZEROS = tl.constexpr(4)  # floats, added to products; codes less 2^(bits - 1)
 
 
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 def tile_of(packing: int) -> Tile:
     """Returns what a program decodes of a packing."""
-    is_by_rows = packing in (BY_ROWS.value, IN_BYTES.value)
+    is_by_rows = packing in (BY_ROWS.value, SIGNED.value)
     return Tile(4, 512) if is_by_rows else Tile(32, 64)
 
 
@@ -74,7 +74,6 @@ def integers_kernel(
     BITS: tl.constexpr,
     ZEROS: tl.constexpr,
     INDEXED: tl.constexpr,
-    SIGNED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
@@ -96,7 +95,7 @@ def integers_kernel(
     row = program // tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     column = program % tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
-    code = _code(values_ptr, row, column, values_line, inside, PACKING, BITS, SIGNED)
+    code = _code(values_ptr, row, column, values_line, inside, PACKING, BITS)
     if INDEXED:
         group = tl.load(index_ptr + column, mask=column < columns, other=0).to(tl.int64)
     else:
@@ -106,7 +105,7 @@ def integers_kernel(
     else:
         scale_ptrs = scale_ptr + group * scale_line + row
     scale = tl.load(scale_ptrs, mask=inside, other=0).to(tl.float32)
-    zero = _zero(zeros_ptr, row, group, zeros_line, inside, PACKING, BITS, ZEROS, SIGNED)
+    zero = _zero(zeros_ptr, row, group, zeros_line, inside, PACKING, BITS, ZEROS)
     value = (code - zero).to(tl.float32) * scale
     if ZEROS == ADDED_ZEROS:
         added = tl.load(zeros_ptr + group * zeros_line + row, mask=inside, other=0)
@@ -115,16 +114,7 @@ def integers_kernel(
 
 
 @triton.jit
-def _code(
-    words_ptr,
-    row,
-    column,
-    line,
-    inside,
-    PACKING: tl.constexpr,
-    BITS: tl.constexpr,
-    SIGNED: tl.constexpr,
-):
+def _code(words_ptr, row, column, line, inside, PACKING: tl.constexpr, BITS: tl.constexpr):
     """Returns the codes of a tile, int32; SIGNED ones plus 2^(BITS - 1)."""
     bit = column * BITS
     if PACKING == INTERLEAVED:
@@ -133,7 +123,7 @@ def _code(
         code = _from_stream(words_ptr + row, bit, line, inside, BITS, 0)
     else:
         code = _from_stream(words_ptr + row * line, bit, 1, inside, BITS, 0)
-    if SIGNED:
+    if PACKING == SIGNED:
         code = code ^ (1 << (BITS - 1))
     return code
 
@@ -148,26 +138,17 @@ def _zero(
     PACKING: tl.constexpr,
     BITS: tl.constexpr,
     ZEROS: tl.constexpr,
-    SIGNED: tl.constexpr,
 ):
-    """Returns the zero points of a tile, int32; SIGNED ones plus 2^(BITS - 1)."""
+    """Returns the zero points of a tile, int32; 2^(BITS - 1) where they are added."""
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
     MASK: tl.constexpr = (1 << BITS) - 1
-    if ZEROS == NO_ZEROS:
+    if ZEROS == NO_ZEROS or PACKING == SIGNED:  # signed ones have zero points that are added
         return MIDDLE
-    elif ZEROS == BYTE_ZEROS and PACKING == IN_BYTES:
-        stored = tl.load(words_ptr + group * line + row, mask=inside, other=0)
-        return stored.to(tl.int32)
     elif ZEROS == BYTE_ZEROS:
         stored = tl.load(words_ptr + row * line + group, mask=inside, other=0)
         return stored.to(tl.int32) + MIDDLE
-    elif ZEROS == ADDED_ZEROS:
-        return MIDDLE
     elif PACKING == INTERLEAVED:
-        zero = _interleaved(words_ptr + group * line, row, inside)
-        if SIGNED:
-            zero = zero ^ MIDDLE
-        return zero
+        return _interleaved(words_ptr + group * line, row, inside)
     elif PACKING == BY_ROWS:
         return _from_stream(words_ptr + group, row * BITS, line, inside, BITS, 0)
     elif ZEROS == LESS_ONE and 32 % BITS != 0:
