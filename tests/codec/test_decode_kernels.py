@@ -164,8 +164,6 @@ INTEGERS = {
     "GPTQ in 2 bits": lambda dtype: gptq(64, 128, bits=2, dtype=dtype),
     "GPTQ in 3 bits": lambda dtype: gptq(64, 128, bits=3, dtype=dtype),
     "GPTQ in 3 bits of version 2": lambda dtype: gptq(64, 96, bits=3, version=2, dtype=dtype),
-    "GPTQ in 5 bits": lambda dtype: gptq(64, 128, bits=5, dtype=dtype),
-    "GPTQ in 7 bits of version 2": lambda dtype: gptq(64, 96, bits=7, version=2, dtype=dtype),
     "GPTQ in 8 bits": lambda dtype: gptq(64, 128, bits=8, dtype=dtype),
     "AWQ": lambda dtype: awq(72, 128, dtype=dtype),
     "rows": lambda dtype: compressed(37, 1088, group_size=64, dtype=dtype),

@@ -231,10 +231,10 @@ _INTEGERS: dict[str, Callable[[Path], None]] = {
             **_GROUPS,
             "packing_format": "auto_round:gptqmodel",
             "data_type": "int",
-            "extra_config": {"x": {"bits": 5}},
+            "extra_config": {"x": {"bits": 8}},
         },
         partial(integers.gptq, version=2),
-        partial(integers.gptq, bits=5, version=2),
+        partial(integers.gptq, bits=8, version=2),
     ),
     "torchao": templates.torchao,
     "Quark MXFP4": templates.quark_mxfp4,
@@ -244,7 +244,6 @@ _INTEGERS: dict[str, Callable[[Path], None]] = {
             "quant_type": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}},
         },
         integers.torchao,
-        partial(integers.torchao, is_of_words=True),
     ),
 }
 

@@ -246,7 +246,6 @@ INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
         GPTQ | {"bits": 3, "checkpoint_format": "gptq_v2"},
         partial(integers.gptq, bits=3, version=2, is_reordered=True),
     ),
-    "GPTQ in 5 bits": (GPTQ | {"bits": 5}, partial(integers.gptq, bits=5)),
     "AWQ": ({"quant_method": "awq", "group_size": 32}, integers.awq),
     "rows in 3 bits": (
         PACKED | {"config_groups": {"a": {"weights": {"num_bits": 3, "group_size": 32}}}},
@@ -258,7 +257,6 @@ INTEGERS: dict[str, tuple[dict[str, Any], Callable[..., integers.Weight]]] = {
         partial(integers.compressed, bits=8, is_symmetric=False, is_reordered=True),
     ),
     "torchao": (TORCHAO, integers.torchao),
-    "torchao in words": (TORCHAO, partial(integers.torchao, is_of_words=True)),
 }
 
 
