@@ -6,12 +6,18 @@ fsync and the final name.
 
 import os
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Final
 
 from nf4conv.errors import OutputError, named
 from nf4conv.output.digest import MODULUS, digest_of
 from nf4conv.sources.header import build_header, read_header
 from nf4conv.system.files import create, create_to_write, sync
+
+_LARGE: Final = 2**20  # bytes, whose digest is computed while they are written
+
+_digesting: Final = ThreadPoolExecutor(8, "digest")
 
 
 class ShardWriter:
@@ -45,7 +51,17 @@ class ShardWriter:
     def write(self, offset: int, data: memoryview) -> None:
         """Writes bytes at an offset from the end of the header. May be called from any thread."""
         position = self._header_size + offset
-        self._digests.append(digest_of(data, position))
+        digest: Future[int] | None = None
+        if len(data) >= _LARGE:
+            digest = _digesting.submit(digest_of, data, position)
+        try:
+            self._place(position, data)
+        finally:
+            if digest is not None:  # the caller may give the memory back, after an error too
+                wait([digest])
+        self._digests.append(digest_of(data, position) if digest is None else digest.result())
+
+    def _place(self, position: int, data: memoryview) -> None:
         with named(self._final, OutputError):
             while data:
                 count = self._file.write(data, position)
