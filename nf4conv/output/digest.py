@@ -1,7 +1,7 @@
 """Computes a digest of a file whose pieces are written in any order, at the speed of memory.
 
-A file is a sequence of 64-bit words. Its digest is the sum of all words, each times an odd factor of
-its own, modulo 2^64 (multilinear hashing: Lemire and Kaser, Strongly Universal String Hashing is
+A file is a sequence of 64-bit words. Its digest is the sum of all words, each times an odd factor
+of its own, modulo 2^64 (multilinear hashing: Lemire and Kaser, Strongly Universal String Hashing is
 Fast, 2014). So the digests of pieces add up to that of the file, zeros between them count for
 nothing, and a word that is cut between two pieces is the sum of both parts. The digest finds every
 flipped bit, and garbage or zeros in the place of a block; it can miss damage to nothing but the
