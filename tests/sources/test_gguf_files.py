@@ -281,7 +281,7 @@ def test_evaluate_says_what_to_give_instead(tmp_path: Path):
     done("dequantize", tmp_path / "m.gguf", tmp_path / "out", "--device", "cpu")
     said = run("evaluate", tmp_path / "out", "--source", tmp_path / "m.gguf", "--device", "cpu")
     assert said.exit_code == 2
-    assert "m.gguf: evaluate runs no GGUF file; `nf4conv dequantize` makes a folder" in said.output
+    assert "m.gguf: evaluate runs no GGUF file and no adapter" in said.output
 
 
 def test_experts_come_one_by_one(tmp_path: Path):
