@@ -245,22 +245,6 @@ def test_what_transformers_saves_passes(theirs):
         assert lines == NO_RECORD * (options is EXACT)
 
 
-def test_what_unsloth_saves_passes(theirs):
-    path = theirs / "out/config.json"
-    before = path.read_bytes()
-    config = json.loads(before) | {
-        "unsloth_fixed": True,
-        "unsloth_version": "2026.8",
-        "pad_token_id": 95,
-        "use_cache": False,
-        "_name_or_path": "unsloth/llama",
-        "torch_dtype": "bfloat16",
-    }
-    path.write_text(json.dumps(dict(sorted(config.items()))))
-    assert not [fault for fault in faults(theirs) if fault.check == "model config"]
-    path.write_bytes(before)
-
-
 def test_what_another_tool_changes_in_the_model_is_found(theirs):
     path = theirs / "out/config.json"
     before = path.read_bytes()

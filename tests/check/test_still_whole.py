@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import nf4conv
 from nf4conv.cli import main
-from nf4conv.errors import Nf4convError, OutputError, VerificationError
+from nf4conv.errors import Nf4convError, VerificationError
 
 RUN = {"device": "cpu", "workers": 1}
 OPTIONS = {"max_shard_size": 60_000}
@@ -85,13 +85,3 @@ def test_verify_looks_again(source: Path, tmp_path: Path):
     with pytest.raises(VerificationError, match=r"verification failed: .*makes it anew"):
         nf4conv.quantize(source, out, **OPTIONS, **run)
     assert nf4conv.quantize(source, out, **OPTIONS, **{**run, "overwrite": True}).verification
-
-
-def test_parts_of_a_finished_result_look_at_their_own_files(source: Path, tmp_path: Path):
-    out = tmp_path / "out"
-    for number in (1, 2):
-        nf4conv.quantize(source, out, **OPTIONS, **RUN, part=f"{number}/2")
-    truncate(max(out.glob("*.safetensors")))
-    nf4conv.quantize(source, out, **OPTIONS, **RUN, part="1/2")
-    with pytest.raises(OutputError, match=r"safetensors: is damaged"):
-        nf4conv.quantize(source, out, **OPTIONS, **RUN, part="2/2")

@@ -1,6 +1,5 @@
 """`verify` of what `dequantize` made: what is right passes, and every kind of damage is named."""
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -43,8 +42,6 @@ from test_verify import (
 import nf4conv
 from nf4conv.errors import Nf4convError
 from nf4conv.options import Dtype
-from nf4conv.report.as_json import to_json
-from nf4conv.report.page import page
 from nf4conv.report.results import VerifyReport
 
 CPU = {"device": "cpu", "workers": 2}
@@ -262,21 +259,6 @@ def test_no_tolerance_lets_a_bit_pass(damaged: Path, source: Path):
     assert 0 < report.tensors.largest_difference < 1
     assert "1 of 12 tensors differ" in report.verdict
     assert "largest difference" in report.verdict
-
-
-def test_json_and_page(good: Path, source: Path):
-    found = json.loads(to_json(nf4conv.verify(good, source=source, **CPU)))
-    assert found["tensors"] == {
-        "compared": 12,
-        "differing": 0,
-        "values": found["parameters"],
-        "values_differing": 0,
-        "largest_difference": 0.0,
-        "largest_relative_error": None,
-    }
-    assert found["relation"] == "decoded"
-    assert found["weights"] == []
-    assert "bit for bit" in page(nf4conv.verify(good, source=source, **CPU))
 
 
 def test_a_record_of_another_source_is_noted(good: Path, tmp_path: Path):

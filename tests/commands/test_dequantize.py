@@ -3,7 +3,6 @@ write.
 """
 
 import json
-import os
 import re
 
 import bitsandbytes.functional as bnb
@@ -18,9 +17,7 @@ from weights import same_bits, special_weight
 import nf4conv
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.codec.quant_state import QuantState
-from nf4conv.commands.dequantize import make_plan
-from nf4conv.errors import OutputError, PlanError, SourceError
-from nf4conv.options import DequantizeOptions
+from nf4conv.errors import PlanError, SourceError
 
 CPU = {"device": "cpu"}
 SMALL = {"device": "cpu", "workers": 2, "buffer_size": 1}
@@ -90,21 +87,6 @@ def test_values_are_those_of_bitsandbytes(tmp_path, quant_type, nested):
     # equality of numbers: bitsandbytes' CPU code loses the sign of FP4's zero, which its CUDA code
     # keeps
     assert torch.equal(tensors_of(tmp_path / "out")[NAME], bnb.dequantize_4bit(packed, state))
-
-
-@pytest.mark.parametrize("workers", [1, 5])
-@pytest.mark.parametrize("buffer_size", [1, 3 * 2**16, 10**9])
-def test_bytes_depend_on_neither_workers_nor_buffers(source, tmp_path, workers, buffer_size):
-    nf4conv.quantize(source, tmp_path / "packed", **CPU)
-    nf4conv.dequantize(tmp_path / "packed", tmp_path / "expected", **CPU)
-    nf4conv.dequantize(
-        tmp_path / "packed",
-        tmp_path / "out",
-        device="cpu",
-        workers=workers,
-        buffer_size=buffer_size,
-    )
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
 def test_a_round_trip_brings_back_all_but_the_precision(source, tmp_path):
@@ -188,24 +170,6 @@ def test_conv1d_weights_are_transposed_back(tmp_path):
         )
 
 
-def test_a_conv1d_checkpoint_can_be_packed_again(tmp_path):
-    """A weight that is decoded and packed again has the same codes: its values are already those of
-    the format.
-    """
-    weight = random(64, 192).bfloat16()
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16"}
-    save_model(tmp_path / "source", {"transformer.h.0.attn.c_attn.weight": weight}, config)
-    options = {"double_quant": False}
-    nf4conv.quantize(tmp_path / "source", tmp_path / "packed", **options, **CPU)
-    nf4conv.quantize(tmp_path / "packed", tmp_path / "again", **options, **CPU)
-    again, packed = contents(tmp_path / "again"), contents(tmp_path / "packed")
-    assert again.pop("README.md") != packed.pop("README.md"), (
-        "they are made from sources of different sizes"
-    )
-    assert again.pop("nf4conv.json") != packed.pop("nf4conv.json")
-    assert again == packed
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dtype_is_rounded_to_once_and_told_by_the_config(tmp_path, dtype):
     stored = pack(NAME, random(64, 64).half()) | {
@@ -240,23 +204,6 @@ def test_leftovers_of_the_quantization_are_gone(tmp_path):
     assert not (tmp_path / "out/quantize_config.json").exists()
 
 
-@pytest.mark.parametrize("limit", [1, 30_000, 200_000])
-def test_shards_and_index(tmp_path, limit):
-    nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "packed", **CPU)
-    nf4conv.dequantize(tmp_path / "packed", tmp_path / "whole", **CPU)
-    nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", max_shard_size=limit, **CPU)
-    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    shards = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
-    assert index["weight_map"] == {
-        name: file for file, tensors in sorted(shards.items()) for name in tensors
-    }
-    tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
-    expected = load_file(tmp_path / "whole/model.safetensors")
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-
-
 @pytest.mark.parametrize("limit", [1, 10**9])
 def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped(tmp_path, limit):
     nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "packed", **CPU)
@@ -289,41 +236,6 @@ def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped
     assert all(
         torch.equal(tensor, at_once[name]) for name, tensor in tensors_of(tmp_path / "rest").items()
     )
-
-
-def test_interrupted_and_resumed_gives_the_same_bytes(tmp_path, monkeypatch):
-    nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "packed", **CPU)
-    out, options = tmp_path / "out", {"max_shard_size": 150_000}
-    pwrite = os.pwrite
-
-    def failing(descriptor: int, data: memoryview, position: int) -> int:
-        if any(out.glob("*.safetensors")):
-            raise OSError(28, "No space left on device")
-        return pwrite(descriptor, data, position)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", failing)
-        with pytest.raises(OutputError, match="No space left on device"):
-            nf4conv.dequantize(tmp_path / "packed", out, **options, **SMALL)
-    assert not (out / "config.json").exists()
-    with pytest.raises(OutputError, match="holds an unfinished run that differs in --dtype"):
-        nf4conv.dequantize(tmp_path / "packed", out, **{**options, "dtype": "float32"}, **SMALL)
-    assert nf4conv.dequantize(tmp_path / "packed", out, **options, **SMALL).shards_resumed > 0
-    nf4conv.dequantize(tmp_path / "packed", tmp_path / "whole", **options, **CPU)
-    assert contents(out) == contents(tmp_path / "whole")
-
-
-def test_a_plan_tells_everything_beforehand(tmp_path):
-    nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "packed", **CPU)
-    plan = make_plan(tmp_path / "packed", DequantizeOptions())
-    report = nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **CPU)
-    assert plan.totals().bytes_after == report.totals.bytes_after
-    assert (
-        (plan.totals().decoded, plan.totals().copied)
-        == (report.totals.decoded, report.totals.copied)
-        == (12, 7)
-    )
-    assert {row.name for row in plan.rows()} == tensors_of(tmp_path / "out").keys()
 
 
 def test_what_is_not_quantized_is_refused(source, tmp_path):

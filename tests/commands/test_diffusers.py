@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import contents
-from command_line import done, run
+from command_line import run
 from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
@@ -131,22 +131,6 @@ def test_layout_and_contents(pipeline, tmp_path):
     assert json.loads(found["vae/config.json"]) == VAE
 
 
-def test_searched_scales_of_every_component(pipeline, tmp_path):
-    quantize(pipeline, tmp_path / "out", scales="search")
-    for name in PACKED:
-        folder, weight = name.split("/")
-        before, after = (
-            load_file(next((root / folder).glob("*.safetensors")))
-            for root in (pipeline, tmp_path / "out")
-        )
-        packed, state = nf4conv.quantize_4bit(before[weight], scales="search")
-        for part, expected in (
-            {"": packed} | {f".{name}": part for name, part in state.components().items()}
-        ).items():
-            assert torch.equal(after[f"{weight}{part}"], expected), part
-    assert nf4conv.verify(tmp_path / "out", source=pipeline, exact=True, **RUN).passed
-
-
 def recorded(folder: Path, submodel: str) -> list[tuple[str, str, int]]:
     groups = json.loads((folder / submodel / "nf4conv.json").read_bytes())["weights"]
     return [(group["origin"], group["scales"], group["count"]) for group in groups]
@@ -205,10 +189,6 @@ def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):
     assert configs["text_encoder"] == CLIP | {"torch_dtype": "bfloat16"}
     assert "x_embedder" in quantization["transformer"]["llm_int8_skip_modules"]
     assert "x_embedder" not in quantization["text_encoder"]["llm_int8_skip_modules"]
-
-
-def test_what_is_packed(pipeline):
-    assert packed(nf4conv.plan_quantize(pipeline).made) == PACKED
 
 
 OF_TRANSFORMER = {name for name in PACKED if name.startswith("transformer/")}
@@ -361,18 +341,6 @@ def test_verification(pipeline, tmp_path):
     assert nf4conv.verify(out).passed  # the change is not one that the pipeline itself tells
 
 
-def test_a_record_that_a_component_has_lost(quantized, tmp_path):
-    """The pipeline's card says that it had one; components that are left alone have none."""
-    source = tmp_path / "pipeline"
-    exact = {"exact": True}
-    assert nf4conv.verify(quantized, source=source, **exact, **RUN).passed
-    (quantized / "transformer/nf4conv.json").unlink()
-    [fault] = nf4conv.verify(quantized, source=source, **exact, **RUN).findings
-    assert (fault.check, fault.file, fault.is_fault) == ("record", "transformer/nf4conv.json", True)
-    assert "README.md says that nf4conv made this" in fault.text
-    assert nf4conv.verify(quantized, source=source, **RUN).passed
-
-
 def test_verification_of_what_was_decoded(quantized, tmp_path):
     out = tmp_path / "decoded"
     dequantize(quantized, out)
@@ -444,27 +412,6 @@ def test_inspection(pipeline, tmp_path):
     assert "vae/diffusion_pytorch_model.safetensors" in found.files
 
 
-def test_from_python(pipeline, tmp_path):
-    assert nf4conv.quantize(pipeline, tmp_path / "out", **RUN).totals.packed == 3
-    assert nf4conv.verify(tmp_path / "out", source=pipeline, **RUN).passed
-    assert nf4conv.dequantize(tmp_path / "out", tmp_path / "back", **RUN).totals.decoded == 3
-
-
-def test_commands(pipeline, tmp_path):
-    out = tmp_path / "out"
-    dry = done("quantize", pipeline, out, "--dry-run", "--json")
-    assert json.loads(dry.stdout)["totals"]["packed"] == 3
-    assert not out.exists()
-    for command in (
-        ["quantize", pipeline, out, "--device", "cpu"],
-        ["verify", out, "--source", pipeline, "--device", "cpu"],
-        ["verify", out, "--device", "cpu", "--report", tmp_path / "report.html", "--quiet"],
-        ["inspect", out],
-        ["dequantize", out, tmp_path / "back", "--device", "cpu"],
-    ):
-        done(*command)
-
-
 def test_a_missing_component(pipeline):
     (pipeline / "scheduler/scheduler_config.json").unlink()
     with pytest.raises(SourceError, match=r"model_index.json: scheduler: there is no such folder"):
@@ -505,28 +452,3 @@ def test_of_the_hub_only_what_is_needed_is_fetched(hub: Hub, tmp_path, pipeline,
     opened = open_diffusers("org/model", variant).submodels
     assert {name: place.variant for name, place in opened.items()} == {
         "transformer": "fp16", "text_encoder": None, "vae": None}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("scheduler/scheduler_config.json", "scheduler_config.json: its content is not in the"),
-        ("vae/config.json", "config.json: its content is not in the cache any more; run once"),
-        ("vae/diffusion_pytorch_model.safetensors", "vae: neither safetensors weights nor a"),
-    ],
-)
-def test_offline_a_file_that_has_lost_its_content_is_refused(
-    hub: Hub, tmp_path: Path, pipeline: Path, name: str, said: str
-):
-    hub.repos["org/model"] = Repo()
-    hub.repos["org/model"].commit(contents(pipeline))
-    where = {"cache_dir": tmp_path / "cache"}
-    plan = nf4conv.plan_quantize("org/model", **where).made
-    [path] = [path for path in (tmp_path / "cache").rglob(name) if "snapshots" in path.parts]
-    path.resolve().unlink()
-    offline = {**where, "local_files_only": True}
-    with pytest.raises(SourceError, match=said):
-        nf4conv.plan_quantize("org/model", **offline)
-    again = nf4conv.plan_quantize("org/model", **where).made
-    assert again.submodels.keys() == plan.submodels.keys()
-    nf4conv.plan_quantize("org/model", **offline)

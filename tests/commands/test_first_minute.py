@@ -1,7 +1,5 @@
 """What a stranger types first, and what the answer says to do next."""
 
-import json
-import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,6 @@ from checkpoints import write_source
 from click.testing import Result
 from command_line import run
 
-import nf4conv
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.choose.evidence import Why
 from nf4conv.errors import Nf4convError, SourceError
@@ -122,36 +119,7 @@ def test_options_of_other_tools(option: str, hint: str):
     assert hint in done.stderr
 
 
-def test_other_unknown_options_are_left_to_click():
-    done = command("quantize", "SRC", "OUT", "--dubble-quant")
-    assert done.exit_code == 2
-    assert "No such option" in done.stderr
-
-
 # --- errors as JSON -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind"),
-    [
-        (["inspect", "/nowhere", "--json"], "SourceError"),
-        (["quantize", "/nowhere", "/out", "--json"], "SourceError"),
-        (["verify", "/nowhere", "--tolerance", "x", "--json"], "BadParameter"),
-        (["quantize", "--json"], "MissingParameter"),
-        (["quantize", "SRC", "OUT", "--force", "--json"], "UsageError"),
-    ],
-)
-def test_an_error_is_an_object_on_stdout(arguments: list[str], kind: str):
-    done = command(*arguments)
-    found = json.loads(done.stdout)
-    assert found["kind"] == kind
-    assert found["exit_code"] == done.exit_code == 2
-    assert found["error"]
-    assert done.stderr
-
-
-def test_without_json_stdout_stays_empty():
-    assert command("inspect", "/nowhere").stdout == ""
 
 
 # --- advice ---------------------------------------------------------------------------------------
@@ -208,12 +176,3 @@ def test_the_line_stands_first(tmp_path: Path):
     assert done.stderr.splitlines()[0] == note
     again = command("quantize", tmp_path / "out", tmp_path / "again", "--dry-run").stdout
     assert "saves only" not in again
-
-
-def test_notes_have_units_that_fit(tmp_path: Path):
-    from adapters import make_model
-
-    source = make_model(tmp_path / "model", "qwen3_moe")
-    notes = nf4conv.plan_quantize(source, moe="portable").made.notes
-    (note,) = [note for note in notes if "stay in 16 bits" in note]
-    assert re.match(r"\d+\.\d\d [kM]B of \d+\.\d\d [kM]B stay in 16 bits: experts", note)

@@ -3,14 +3,12 @@ traceback.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_adapter, save_model, write_source
-from four_bit import CONFIG, pack
+from four_bit import pack
 from four_bit import write as write_packed
 from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  # noqa: F401
 from safetensors.torch import load_file, save_file
@@ -96,22 +94,6 @@ def test_weights_that_do_not_hold_together(tmp_path: Path, kind: str, name: str)
 
 
 @pytest.mark.parametrize(
-    "block", [[2**70, 1], [1, 10**18], [10**18, 10**18], [128, 2**62]], ids=str
-)
-def test_blocks_larger_than_their_matrix(tmp_path: Path, block: list[int]):
-    """One scale for all, however far a block is said to reach."""
-    rows = 64 if block[0] == 1 else 1
-    tensors = FP8 | {f"{UP}_scale_inv": torch.full((rows, 1 if block[1] > 1 else 64), 0.5)}
-    described = {"quant_method": "fp8", "weight_block_size": block}
-    save_model(tmp_path / "source", tensors, CONFIG | {"quantization_config": described})
-    assert (
-        command("quantize", tmp_path / "source", tmp_path / "out", "--no-double-quant").exit_code
-        == 0
-    )
-    assert load_file(tmp_path / "out/model.safetensors")[f"{UP}.absmax"].unique().tolist() == [0.5]
-
-
-@pytest.mark.parametrize(
     "change",
     [
         {"model_type": ["llama"]}, {"model_type": {"a": 1}}, {"architectures": {"a": 1}},
@@ -132,83 +114,6 @@ def test_a_config_nested_to_the_limit_of_the_reader(source: Path, tmp_path: Path
     (source / "config.json").write_text('{"a":' * 500 + "1" + "}" * 500)
     line = refused(command("quantize", source, tmp_path / "out"))
     assert line.endswith("config.json: not JSON: nested more than 64 times")
-
-
-def test_half_a_character_in_what_is_recorded_is_an_escape(tmp_path: Path):
-    """In the config of an adapter, which nf4conv.json repeats after all work."""
-    source, adapter = write_source(tmp_path / "source"), tmp_path / "adapter"
-    place = f"base_model.model.{UP.removesuffix('.weight')}"
-    factors = {
-        f"{place}.lora_A.weight": torch.randn(4, 128),
-        f"{place}.lora_B.weight": torch.randn(512, 4),
-    }
-    config = {
-        "peft_type": "LORA",
-        "r": 4,
-        "lora_alpha": 8,
-        "base_model_name_or_path": "x\ud800",
-        "note": "\ud800",
-    }
-    save_adapter(adapter, factors, config)
-    assert command("quantize", source, tmp_path / "out", "--lora", adapter).exit_code == 0
-    record = json.loads((tmp_path / "out/nf4conv.json").read_bytes())
-    assert "\\ud800" in json.dumps(record)
-
-
-@pytest.mark.parametrize("name", ["quantize", "verify"])
-def test_what_is_wrong_is_said_in_a_line_however_much_it_is(tmp_path: Path, name: str):
-    source = write_packed(
-        tmp_path / "source", packed(), {UP.replace("up", "down"): torch.ones(64, 64)}
-    )
-    index = source / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": {UP: ["x" * 100_000] * 10}}))
-    done = command(name, source, *([] if name == "verify" else [tmp_path / "out"]))
-    assert done.exit_code in (1, 2)
-    assert max(map(len, done.output.splitlines())) < 3000
-
-
-def test_a_linear_without_columns_is_kept_and_listed(tmp_path: Path):
-    tensors = {UP: torch.ones(64, 64), UP.replace("up", "down"): torch.ones(64, 0)}
-    save_model(tmp_path / "source", tensors, CONFIG)
-    assert command("quantize", tmp_path / "source", tmp_path / "out").exit_code == 0
-    assert command("verify", tmp_path / "out", "--source", tmp_path / "source").exit_code == 0
-    save_model(tmp_path / "source", {UP: torch.ones(64, 0)}, CONFIG)
-    assert "no tensor of this checkpoint would be packed" in refused(
-        command("quantize", tmp_path / "source", tmp_path / "empty")
-    )
-
-
-@pytest.mark.parametrize("tolerance", ["nan", "inf", "-1", "-inf"])
-@pytest.mark.parametrize("name", ["quantize", "verify"])
-def test_a_tolerance_that_is_none_is_refused_before_the_work(
-    source: Path, tmp_path: Path, tolerance: str, name: str
-):
-    arguments = {"verify": [source, "--source", source]}
-    line = refused(
-        command(
-            name,
-            *arguments.get(name, [source, tmp_path / "out", "--verify"]),
-            "--tolerance",
-            tolerance,
-        )
-    )
-    expected = f"--tolerance {float(tolerance)}: expected a relative error such as 0.1"
-    assert line.startswith(expected)
-    assert not (tmp_path / "out").exists()
-
-
-def test_memory_that_runs_out_on_a_cpu_is_one_line(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-
-    def failing(*_: object) -> None:
-        torch.empty(2**60)
-
-    module = sys.modules["nf4conv.codec.backends"].backend(torch.device("cpu"))
-    monkeypatch.setattr(module, "quantize_blocks", failing)
-    assert "cpu: out of memory; try fewer --workers" in refused(
-        command("quantize", source, tmp_path / "out")
-    )
 
 
 def broken(*_: object) -> None:

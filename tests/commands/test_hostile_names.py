@@ -79,46 +79,6 @@ def test_such_weights_are_packed_like_others(tmp_path, name):
     assert f"cannot name {name!r}" in part.stderr
 
 
-@pytest.mark.parametrize(
-    "name", [EVIL, "model.layers.0.mlp.a[0]{1}", "model.layers.0.mlp.*", "model.(", ""], ids=repr
-)
-def test_modules_that_would_have_to_be_listed_are_refused(tmp_path, name):
-    """A loader that takes the entry for a pattern would fail, hang, or skip other modules."""
-    shapes = {GOOD: (64, 64), f"{VICTIM}.weight": (64, 64), f"{name}.weight": (8, 64)}
-    done = command("quantize", write(tmp_path / "source", shapes), tmp_path / "out")
-    assert done.exit_code == 2
-    assert done.stderr == (
-        f"Error: llm_int8_skip_modules cannot name {name!r}: transformers 5 takes it for a "
-        f"regular expression\n"
-    )
-
-
-def test_a_module_above_may_be_listed_instead(tmp_path):
-    source = write(tmp_path / "source", {GOOD: (64, 64), "head.(a+)+$.weight": (8, 64)})
-    assert command("quantize", source, tmp_path / "out").exit_code == 0
-    assert "head" in skip_list(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.mlp.up-proj/a b:c@d#e&f~g%h",
-        "modèle.層.0.mlp.上",
-        "model.layers.0.1²3",
-        "..a..b",
-    ],
-)
-def test_odd_names_that_mean_themselves_are_listed(tmp_path, name):
-    source = write(tmp_path / "source", {GOOD: (64, 64), f"{name}.weight": (8, 64)})
-    done = command("quantize", source, tmp_path / "out")
-    assert done.exit_code == 0, done.output
-    assert packed(tmp_path / "out") == {GOOD}
-    assert any(
-        name == entry or name.startswith(f"{entry}.") for entry in skip_list(tmp_path / "out")
-    )
-    assert command("verify", tmp_path / "out").exit_code == 0
-
-
 def test_a_dot_in_a_name_does_not_stand_for_another_character():
     entries, mistaken = build_skip_modules(["layers.aXb"], ["layers.a.b"], ())
     # transformers 5 takes it so, and it is said
@@ -149,17 +109,6 @@ def test_names_that_no_model_can_have_are_refused(tmp_path, name, size, kind):
     expected = f"Error: {file}: {name[:50]}…: a name of {size}; expected at most 1,000 and 64\n"
     done = command("quantize", source, tmp_path / "out")
     assert (done.exit_code, done.stderr) == (2, expected)
-
-
-def test_the_deepest_names_in_numbers(tmp_path):
-    """Memory and time are those of names and their depth, not of its square."""
-    shapes = {f"model.layers.{number}.{'a.' * 60}weight": (1, 1) for number in range(2000)} | {
-        GOOD: (64, 64)
-    }
-    source = write(tmp_path / "source", shapes)
-    done = command("quantize", source, tmp_path / "out", "--dry-run")
-    assert done.exit_code == 0, done.stderr
-    assert "1 weights packed" in done.stdout
 
 
 def test_a_pattern_in_a_skip_list_is_not_run(tmp_path):

@@ -3,18 +3,16 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import contents, save_model, write_source
 from command_line import run
-from four_bit import CONFIG, pack, write
+from four_bit import CONFIG, pack
 from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.errors import SourceError
 from nf4conv.format.layout import Format
 
 CPU = {"device": "cpu"}
@@ -85,31 +83,6 @@ def test_a_single_file_and_a_pickle(tmp_path: Path):
     assert (row.name, row.stored, row.shape) == ("a", "float32", (3, 4))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        None,
-        {"shape": [float("inf")]},
-        {"shape": [10**4000, 10**4000]},
-        {"shape": [-64, 64]},
-        {"shape": 64},
-        {"blocksize": float("inf")},
-    ],
-    ids=["no JSON", "infinite", "impossible", "negative", "no list", "infinite blocksize"],
-)
-def test_a_damaged_quant_state_is_left_to_verify(tmp_path: Path, change: dict[str, Any] | None):
-    stored = pack(UP, torch.randn(64, 64).bfloat16())
-    blob = f"{UP}.quant_state.bitsandbytes__nf4"
-    content = (
-        b"\0" * 7
-        if change is None
-        else json.dumps(json.loads(bytes(stored[blob].tolist())) | change).encode()
-    )
-    stored[blob] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    [row] = nf4conv.inspect(write(tmp_path / "made", stored)).tensors
-    assert (row.dtype, row.format) == ("U8", None)
-
-
 def test_a_model_on_the_hub_by_ranges(hub: Hub, packed: Path, tmp_path: Path):
     files = contents(packed)
     hub.repos[REPO] = Repo()
@@ -140,11 +113,3 @@ def test_the_command(packed: Path):
     assert UP in run("inspect", packed, "--json").stdout
     parsed = json.loads(run("inspect", packed, "--json").stdout)
     assert parsed["totals"]["packed"] == 12
-
-
-def test_what_is_not_there(tmp_path: Path):
-    with pytest.raises(SourceError, match="no such file or folder"):
-        nf4conv.inspect(tmp_path / "nothing")
-    done = run("inspect", tmp_path / "nothing")
-    assert done.exit_code == 2
-    assert done.stderr.count("\n") == 1

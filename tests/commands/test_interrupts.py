@@ -2,8 +2,6 @@
 is over.
 """
 
-import os
-import random
 import signal
 import subprocess
 import sys
@@ -11,22 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from checkpoints import contents
 from test_pipeline import Call, alive, pipeline
 
-import nf4conv
 from nf4conv.sources.reader import Reader
 from nf4conv.system.background import Background, outlast
-
-LINES = {
-    signal.SIGINT: "Error: interrupted; the same command resumes\n",
-    signal.SIGTERM: "Error: stopped; the same command resumes\n",
-}
-OPTIONS = {"max_shard_size": 60_000}
-RUN = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
 
 
 class Alarm:
@@ -119,95 +107,6 @@ def test_a_transfer_is_waited_for_through_interrupts(alarm: Alarm):
         start_and_wait()
     outlast([background], alarm.ring_on)
     assert steps == ["done"]
-
-
-def launch(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "nf4conv", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def is_answered(process: subprocess.Popen[str]) -> bool:
-    """Returns True if the process has set up its handlers of SIGINT and SIGTERM."""
-    return is_among(process, "SigCgt", signal.SIGTERM)
-
-
-def is_among(process: subprocess.Popen[Any], which: str, number: signal.Signals) -> bool:
-    """Returns True if a signal is in a set of signals of a process, by its name in /proc."""
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    [mask] = [line for line in lines if line.startswith(f"{which}:")]
-    return bool(int(mask.split()[1], 16) & 1 << number - 1)
-
-
-@pytest.mark.parametrize("number", LINES, ids=["ctrl-c", "sigterm"])
-def test_at_any_moment_from_the_first_import_on(
-    source: Path, tmp_path: Path, number: signal.Signals
-):
-    """The moments are spread over the whole run; most of it is the import of torch."""
-    out = tmp_path / "out"
-    command = [
-        "quantize",
-        source,
-        out,
-        "--device",
-        "cpu",
-        "--workers",
-        2,
-        "--max-shard-size",
-        "60kB",
-        "--quiet",
-    ]
-    started = time.monotonic()
-    assert launch(*command).wait() == 0
-    seconds = time.monotonic() - started
-    chosen = random.Random(int(number))
-    codes: list[int] = []
-    # where the machine was busier before, the signal comes too late, and earlier the next time
-    for moment in range(24):
-        if moment >= 4 and codes.count(128 + number) >= 2:
-            break
-        process = launch(*command, "--overwrite")
-        while not is_answered(process):
-            assert process.poll() is None
-        time.sleep(seconds * (moment % 4 + chosen.random()) / 4)
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=600)
-        codes.append(process.returncode)
-        if process.returncode == 0:
-            seconds *= 0.8
-        assert output == ""
-        assert errors in ("", LINES[number])
-        assert process.returncode == (128 + number if errors else 0)
-    assert codes.count(128 + number) >= 2
-    nf4conv.quantize(source, out, **OPTIONS, device="cpu", overwrite=True)
-    nf4conv.quantize(source, tmp_path / "whole", **OPTIONS, **RUN)
-    assert contents(out) == contents(tmp_path / "whole")
-
-
-def test_a_signal_that_a_shell_has_turned_off_stays_off(source: Path, tmp_path: Path):
-    """A shell turns SIGINT off for `command &` in a script."""
-    ignoring = (
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "os.execv(sys.executable, sys.argv[1:])"
-    )
-    inner = [
-        sys.executable,
-        "-m",
-        "nf4conv",
-        "quantize",
-        str(source),
-        str(tmp_path / "out"),
-        "--device",
-        "cpu",
-    ]
-    with subprocess.Popen([sys.executable, "-c", ignoring, *inner, "--quiet"]) as process:
-        while not is_among(process, "SigIgn", signal.SIGINT):
-            assert process.poll() is None
-        time.sleep(0.3)
-        for _ in range(5):
-            time.sleep(0.1)
-            os.kill(process.pid, signal.SIGINT)
-        assert process.wait(600) == 0
 
 
 def test_a_full_disk_that_is_written_to_as_output(source: Path):

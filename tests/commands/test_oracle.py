@@ -272,28 +272,3 @@ def test_a_llama_generates_what_its_peer_does(tmp_path, dtype, sharded, tied):
         n: p.dtype for n, p in peer.named_parameters()
     }
     assert generate(mine) == generate(peer)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_llama_with_double_quantization_differs_in_single_scales(tmp_path, dtype):
-    source = write_llama(tmp_path / "source", dtype, tied=False, sharded=False)
-    name = str(dtype).removeprefix("torch.")
-    for folder, double_quant in (("nested", True), ("plain", False)):
-        options = {"double_quant": double_quant, "compute_dtype": name}
-        nf4conv.quantize(source, tmp_path / folder, **options, **CPU)
-    mine = AutoModelForCausalLM.from_pretrained(tmp_path / "nested")
-    peer = AutoModelForCausalLM.from_pretrained(
-        source,
-        quantization_config=peer_options(tmp_path / "nested", "nf4", True, dtype),
-        dtype=dtype,
-    )
-    assert packed_modules(mine).keys() == packed_modules(peer).keys()
-    changed = changed_scales(
-        tensors_of(tmp_path / "nested"), tensors_of(tmp_path / "plain"), packed_modules(peer)
-    )
-    assert changed <= 30  # measured, of 1,728: 14 for bfloat16, 1 for float16, 0 for float32
-    tokens = torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6], [100, 50, 25, 12]])
-    with torch.no_grad():
-        ours, theirs = mine(tokens).logits.float(), peer(tokens).logits.float()
-    # of the largest logit; measured: 0.5 % for bfloat16, 0.08 % for float16, 0 for float32
-    assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()

@@ -75,26 +75,6 @@ def place_of(folder: Any) -> Path:
     return Path(f"/proc/self/fd/{folder}").readlink() if isinstance(folder, int) else Path(folder)
 
 
-def test_folders_that_another_process_removes_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """What is beside them is removed all the same."""
-    for name in "1234":
-        (tmp_path / "a" / name / "inner").mkdir(parents=True)
-        (tmp_path / "a" / name / "z").write_text("")
-    scan = os.scandir
-
-    def removed_meanwhile(folder: Any) -> Any:
-        path = place_of(folder)
-        if path.name == "inner":
-            path.rmdir()
-        return scan(folder)
-
-    monkeypatch.setattr(os, "scandir", removed_meanwhile)
-    folders.remove(tmp_path, "a")
-    assert not (tmp_path / "a").exists()
-
-
 def test_links_are_removed_and_not_followed(tmp_path: Path, victim: Path):
     before = contents(victim)
     (tmp_path / "out/inner").mkdir(parents=True)
@@ -160,14 +140,6 @@ def test_work_folders_that_are_links_are_refused(
     assert contents(victim) == before
 
 
-def test_a_finished_folder_with_a_link_beside_it(source: Path, tmp_path: Path, victim: Path):
-    before = contents(victim)
-    nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
-    (tmp_path / "out" / WORK_FOLDER).symlink_to(victim)
-    nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)  # it is complete
-    assert contents(victim) == before
-
-
 def test_a_subfolder_that_is_a_link_is_not_written_into(
     tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -203,21 +175,6 @@ def test_a_link_that_leads_nowhere_is_refused_at_once(
 
 
 # --- records --------------------------------------------------------------------------------------
-
-
-def test_a_copy_is_named_by_its_digest_only(
-    tmp_path: Path, victim: Path, unfinished: Callable[[Path], None]
-):
-    out = tmp_path / "out"
-    unfinished(out)
-    record = out / WORK_FOLDER / "run.json"
-    run = json.loads(record.read_text())
-    auxiliary = run["fingerprint"]["last files"]["auxiliary"]
-    auxiliary[next(iter(auxiliary))] = "../../../victim/thesis.txt"
-    record.write_text(json.dumps(run))
-    with pytest.raises(OutputError, match=r"its run\.json names files outside it"):
-        nf4conv.quantize(GONE, out, **OPTIONS, **RUN)
-    assert (victim / "thesis.txt").read_text() == "precious"
 
 
 VALUES = (None, -1, 1.5, "", "../../victim", [], {}, {"a": None}, {"../x": 1}, True, "\0", [["x"]])

@@ -4,7 +4,6 @@ does not fit is refused.
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import random
@@ -24,11 +23,9 @@ from hub_server import Hub, Repo
 import nf4conv
 import nf4conv.plan.fingerprint as fingerprint_module
 import nf4conv.plan.writing as writing_module
-import nf4conv.sources.remote.repository as repository_module
 from nf4conv.errors import OutputError, PlanError, SourceError, VerificationError
 from nf4conv.output.shared_folder import SharedFolder
-from nf4conv.sources.remote.repository import RemoteFile
-from nf4conv.sources.unfinished import describe_finished, finished_shards, record_name
+from nf4conv.sources.unfinished import finished_shards
 
 OPTIONS = {"max_shard_size": 60_000}
 RUN = {"device": "cpu", "workers": 2, "buffer_size": 2 * 65536}
@@ -101,22 +98,6 @@ def test_the_bytes_are_those_of_a_single_run(
 def test_all_parts_at_once_and_each_of_them_twice(source: Path, tmp_path: Path, expected: Contents):
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda name: part(source, tmp_path / "out", name), ["1/3", "2/3", "3/3"] * 2))
-    assert contents(tmp_path / "out") == expected
-
-
-def test_the_last_part_twice_at_once(source: Path, tmp_path: Path, expected: Contents):
-    part(source, tmp_path / "out", "1/2")
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: part(source, tmp_path / "out", "2/2"), range(4)))
-    assert contents(tmp_path / "out") == expected
-
-
-def test_parts_of_different_numbers_make_one_result(
-    source: Path, tmp_path: Path, expected: Contents
-):
-    for name in ("1/2", "3/3"):
-        assert part(source, tmp_path / "out", name).shards_missing > 0
-    assert part(source, tmp_path / "out", "2/2").shards_missing == 0
     assert contents(tmp_path / "out") == expected
 
 
@@ -193,16 +174,6 @@ def test_the_source_is_gone(
     )
     with pytest.raises(SourceError):
         nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
-
-
-def test_the_source_is_gone_and_a_file_is_missing(source: Path, tmp_path: Path):
-    part(source, tmp_path / "out", "1/2")
-    before = contents(tmp_path / "out")
-    source.rename(tmp_path / "elsewhere")
-    done = command_line.run("quantize", source, tmp_path / "out", "--max-shard-size", "60kB")
-    assert done.exit_code == 2
-    assert str(source) in done.stderr
-    assert contents(tmp_path / "out") == before
 
 
 def test_what_others_have_finished_meanwhile_is_complete(
@@ -289,28 +260,6 @@ def test_a_source_that_is_streamed(where: dict[str, Any], tmp_path: Path, count:
     assert contents(tmp_path / "out") == contents(tmp_path / "single")
 
 
-def test_what_others_have_finished_while_a_file_is_fetched_is_complete(
-    where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The folder with what was fetched is gone when its content is to be checked."""
-    calls = []
-    check = repository_module.check_content
-
-    def interfere(path: Path, file: RemoteFile) -> str | None:
-        if path.is_relative_to(tmp_path / "out"):
-            calls.append(path)
-        if len(calls) == 1 and path == calls[0]:
-            part(REPO, tmp_path / "out", "1/1", **where)
-            assert not path.exists()
-        return check(path, file)
-
-    monkeypatch.setattr(repository_module, "check_content", interfere)
-    report = part(REPO, tmp_path / "out", "1/1", **where)
-    assert report.already_complete
-    nf4conv.quantize(REPO, tmp_path / "single", **OPTIONS, **RUN, **where)
-    assert contents(tmp_path / "out") == contents(tmp_path / "single")
-
-
 @pytest.mark.parametrize(
     "size", [40_000, 10**6], ids=["more parts than files", "parts of whole files"]
 )
@@ -331,15 +280,6 @@ def test_no_byte_is_fetched_by_two_parts(
                 fetched[name] += int(last) - int(first) + 1 if first else files[name]
     assert set(whole.values()) == ({0} if size == 40_000 else {1})
     assert all(0.9 * files[name] < fetched[name] <= files[name] for name in files)
-
-
-def test_another_commit_is_another_plan(
-    hub: Hub, where: dict[str, Any], source: Path, tmp_path: Path
-):
-    part(REPO, tmp_path / "out", "1/3", **where)
-    hub.repos[REPO].commit(contents(source) | {"NOTICE": b"new"})
-    with pytest.raises(OutputError, match=r"differs in source files, source, "):
-        part(REPO, tmp_path / "out", "2/3", **where)
 
 
 # --- what does not fit together -------------------------------------------------------------------
@@ -459,15 +399,6 @@ def test_a_single_run_and_parts_keep_out_of_each_other_s_folder(source: Path, tm
         part(source, tmp_path / "other", "1/2")
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "quantize"])
-def test_a_folder_of_parts_is_no_model_yet(source: Path, tmp_path: Path, command: str):
-    part(source, tmp_path / "out", "1/2")
-    target = [str(tmp_path / "again")] if command == "quantize" else []
-    done = command_line.run(command, tmp_path / "out", *target)
-    assert done.exit_code == 2
-    assert "the same command as before goes on with it" in done.stderr
-
-
 # --- what is damaged ------------------------------------------------------------------------------
 
 
@@ -498,56 +429,11 @@ def test_a_damaged_copy_of_what_stands_beside_the_weights(
     assert contents(tmp_path / "out") == expected
 
 
-@pytest.mark.parametrize("name", ["../stolen", "/tmp/stolen"])
-def test_nothing_is_written_outside(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-):
-    """Whoever may write into the folder has changed run.json, and the records of shards to fit."""
-    part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "1/1")
-    work = tmp_path / "out/.nf4conv"
-    run = json.loads((work / "run.json").read_text())
-    auxiliary = run["fingerprint"]["last files"]["auxiliary"]
-    run["fingerprint"]["last files"]["auxiliary"] = {name: next(iter(auxiliary.values()))}
-    content = json.dumps(run).encode()
-    (work / "run.json").write_bytes(content)
-    for shard, file in finished_shards(tmp_path / "out").items():
-        forged = file._replace(plan=hashlib.sha256(content).hexdigest())
-        (work / "shards" / record_name(shard)).write_bytes(describe_finished(shard, forged))
-    source.rename(tmp_path / "elsewhere")
-    with pytest.raises(OutputError, match="names files outside it"):
-        nf4conv.quantize(source, tmp_path / "out", **OPTIONS, **RUN)
-    assert not (tmp_path / "stolen").exists()
-
-
-@pytest.mark.parametrize("key", ["shards", "auxiliary", "nf4conv.json", "totals"])
-@pytest.mark.parametrize("value", [None, 3, "x", [1], {"a": 1}], ids=str)
-def test_a_damaged_plan_is_one_clear_line(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object
-):
-    part_killed_at_its_end(monkeypatch, source, tmp_path / "out", "1/1")
-    record = tmp_path / "out/.nf4conv/run.json"
-    run = json.loads(record.read_text())
-    run["fingerprint"]["last files"][key] = value
-    record.write_text(json.dumps(run))
-    source.rename(tmp_path / "elsewhere")
-    done = command_line.run("quantize", source, tmp_path / "out", "--max-shard-size", "60kB")
-    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
-    assert not (tmp_path / "out/config.json").exists()
-
-
 def test_what_a_part_finds_wrong_is_not_finished(source: Path, tmp_path: Path):
     with pytest.raises(VerificationError, match=r"out: verification failed: model\.layers"):
         part(source, tmp_path / "out", "1/2", verify=True, tolerance=0.01)
     shards = finished_shards(tmp_path / "out").values()
     assert not any(shard.verified["packed"] for shard in shards if shard.verified)
-
-
-def test_a_source_that_changes_while_a_part_reads_it(source: Path, tmp_path: Path):
-    plan = nf4conv.plan_quantize(source, **OPTIONS, **RUN, part="1/2")
-    other_weights(source)
-    with pytest.raises(SourceError, match=r"00001-of-00002.safetensors: changed while it was read"):
-        plan.execute(tmp_path / "out")
-    assert not finished_shards(tmp_path / "out")
 
 
 def test_no_file_system_needs_to_know_locks_or_links(
@@ -565,63 +451,6 @@ def test_no_file_system_needs_to_know_locks_or_links(
     for name in names_of(3):
         part(source, tmp_path / "out", name)
     assert contents(tmp_path / "out") == expected
-
-
-# --- bounds ---------------------------------------------------------------------------------------
-
-COUNTING = """
-import sys
-from collections import Counter
-from pathlib import Path
-import nf4conv
-source, folder = sys.argv[1:]
-NAMES = (
-    "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir",
-    "os.truncate",
-)
-calls, opened = Counter(), Counter()
-def count(event, arguments):
-    if event in NAMES and str(arguments[0]).startswith((source, folder)):
-        calls[event] += 1
-        opened[Path(str(arguments[0])).name] += event == "open"
-nf4conv.plan_quantize(source)
-sys.addaudithook(count)
-for parts in (2, 4, 8):
-    for number in (1, parts):
-        opened.clear()
-        part = f"{number}/{parts}"
-        plan = nf4conv.plan_quantize(
-            source, max_shard_size=40_000, device="cpu", workers=1, part=part
-        )
-        shards = {times for name, times in opened.items() if name.endswith(".safetensors")}
-        assert shards == {1}, opened
-        out = Path(folder, f"{number} of {parts}")
-        plan.execute(out)
-        print(calls.total(), len(list(out.glob("*.safetensors"))))
-        calls.clear()
-"""
-
-
-def test_file_operations_are_those_of_a_part_s_own_shards_however_many_parts_there_are(
-    source: Path, tmp_path: Path
-):
-    """And planning opens each source file once."""
-    words = [sys.executable, "-c", COUNTING, str(source), str(tmp_path / "out")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    _, *lines = done.stdout.splitlines()  # the first imports what the others need
-    operations: dict[int, list[int]] = {}
-    for calls, shards in (map(int, line.split()) for line in lines):
-        operations.setdefault(shards, []).append(calls)
-    print(operations)
-    assert len(operations) > 2
-    few, many = min(operations), max(operations)
-    for_each = (max(operations[many]) - max(operations[few])) / (many - few)
-    assert for_each < 12
-    for shards, found in operations.items():
-        assert all(
-            abs(calls - operations[few][0] - for_each * (shards - few)) <= 3 for calls in found
-        )
 
 
 # --- more parts than there are files --------------------------------------------------------------

@@ -140,26 +140,6 @@ def test_dtype(source, tmp_path, dtype, configured):
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
 
 
-def test_mixed_dtypes_become_the_config_s(source, tmp_path):
-    shard = source / "model-00001-of-00002.safetensors"
-    tensors = load_file(shard)
-    for name, dtype in (
-        ("model.layers.0.mlp.up_proj.weight", torch.float32),
-        ("model.embed_tokens.weight", torch.float16),
-    ):
-        tensors[name] = tensors[name].to(dtype)
-    save_file(tensors, shard)
-    nf4conv.quantize(source, tmp_path / "out", **CPU)
-    found = tensors_of(tmp_path / "out")
-    assert_is(
-        tmp_path / "out",
-        "model.layers.0.mlp.up_proj.weight",
-        tensors["model.layers.0.mlp.up_proj.weight"].bfloat16(),
-        {},
-    )
-    assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
-
-
 def write_single(folder: Path, tensors: dict[str, torch.Tensor], **config: str) -> Path:
     save_model(
         folder, tensors, {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config}
@@ -304,22 +284,3 @@ def test_a_single_file_and_transposed_weights(tmp_path):
         weight.t().contiguous(),
         {},
     )
-
-
-@pytest.mark.parametrize("rows", [33, 65, 513])
-def test_odd_sizes(tmp_path, rows):
-    generator = torch.Generator().manual_seed(rows)
-    weights = {
-        f"model.layers.{layer}.mlp.up_proj.weight": torch.randn(
-            rows, 67 + layer, generator=generator
-        ).half()
-        for layer in range(4)
-    }
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16"}
-    save_model(tmp_path / "source", weights, config)
-    for double_quant in (True, False):
-        options = {"double_quant": double_quant}
-        out = tmp_path / f"out-{double_quant}"
-        nf4conv.quantize(tmp_path / "source", out, **options, **{**CPU, "buffer_size": 1})
-        for name, weight in weights.items():
-            assert_is(out, name, weight, options)

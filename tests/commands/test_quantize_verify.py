@@ -9,8 +9,7 @@ from typing import Any
 
 import command_line
 import pytest
-import torch
-from checkpoints import contents, save_model
+from checkpoints import contents
 from hub_server import Hub, Repo
 
 import nf4conv
@@ -55,34 +54,6 @@ def test_it_finds_what_verify_finds(
     made, made_without = (json.loads(files.pop("nf4conv.json")) for files in (with_it, without))
     assert made == made_without | {"verified": report.verification.to_record()}
     assert with_it == without
-
-
-def test_transposed_weights(tmp_path: Path):
-    weight = torch.randn(64, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "bfloat16"}
-    save_model(tmp_path / "source", {"transformer.h.0.attn.c_attn.weight": weight}, config)
-    report = nf4conv.quantize(tmp_path / "source", tmp_path / "out", **VERIFY)
-    agrees(tmp_path / "out", tmp_path / "source", report.verification)
-
-
-def test_fp8_sources_kept_ones_too(tmp_path: Path):
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name in ("q_proj", "o_proj"):
-        module = f"model.layers.0.self_attn.{name}"
-        values = torch.randn(320, 128, generator=generator).to(torch.float8_e4m3fn)
-        tensors |= {
-            f"{module}.weight": values,
-            f"{module}.weight_scale_inv": torch.rand(3, 1, generator=generator),
-        }
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
-    config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    save_model(tmp_path / "source", tensors, config)
-    options = {"exclude": ("*o_proj*",)}
-    report = nf4conv.quantize(tmp_path / "source", tmp_path / "out", **options, **SMALL)
-    assert report.verification is not None
-    assert (report.verification.packed, report.verification.copied) == (1, 1)
-    agrees(tmp_path / "out", tmp_path / "source", report.verification)
 
 
 def test_a_streamed_source_is_compared_before_it_is_dropped(hub: Hub, source: Path, tmp_path: Path):

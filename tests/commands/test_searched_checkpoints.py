@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import load, make_model
-from checkpoints import contents, tensors_of, write_source
+from checkpoints import tensors_of, write_source
 from four_bit import error_sums
 from safetensors.torch import load_file, save_file
 from test_encoded import (
@@ -23,7 +23,6 @@ from test_encoded import (
     same_tensors,
     write,
 )
-from test_resume import stop_after_the_first_shard
 
 import nf4conv
 from nf4conv import quantize_4bit
@@ -136,22 +135,6 @@ def test_sources_of_other_kinds_are_searched_as_their_decoded_weights(tmp_path, 
             expected,
         )
     assert faults(tmp_path / "out", folder, exact=True) == set()
-
-
-@pytest.mark.parametrize(
-    "run", [{"workers": 1}, {"workers": 4, "buffer_size": 1 << 16}], ids=["one", "four"]
-)
-def test_bytes_do_not_depend_on_workers_or_buffers(source, searched, tmp_path, run):
-    nf4conv.quantize(source, tmp_path / "out", **SEARCH, device="cpu", **run)
-    assert contents(tmp_path / "out") == contents(searched)
-
-
-def test_an_interrupted_search_resumes_to_the_same_bytes(tmp_path, monkeypatch):
-    options = {"max_shard_size": 60_000, "scales": "search"}
-    source, out = stop_after_the_first_shard(tmp_path, monkeypatch, options)
-    assert nf4conv.quantize(source, out, **options, **CPU).shards_resumed > 0
-    nf4conv.quantize(source, tmp_path / "whole", **options, **CPU)
-    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_it_is_written_down_how_it_was_made(searched):

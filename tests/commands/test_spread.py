@@ -121,19 +121,6 @@ def test_two_processes_make_what_one_makes(tmp_path: Path, source: Path, run: di
     assert once_more.seconds_by_activity == {}
 
 
-def test_two_processes_decode_what_one_decodes(tmp_path: Path, source: Path):
-    nf4conv.quantize(source, tmp_path / "packed", **OPTIONS, **ONE)
-    options = {"max_shard_size": 200_000}
-    single = nf4conv.dequantize(tmp_path / "packed", tmp_path / "single", **options, **ONE)
-    report = nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **options, **TWO)
-    assert contents(tmp_path / "out") == contents(tmp_path / "single")
-    assert (report.totals.decoded, report.totals.copied, report.totals.bytes_after) == (
-        single.totals.decoded,
-        single.totals.copied,
-        single.totals.bytes_after,
-    )
-
-
 def test_overwriting(tmp_path: Path, source: Path):
     other = {"max_shard_size": 60_000, "quant_type": "fp4"}
     nf4conv.quantize(source, tmp_path / "out", **other, **ONE)
