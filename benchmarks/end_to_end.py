@@ -20,7 +20,7 @@ from benchmarks.processes import PYTHON, TOLD, Contestants, medians, ratio, run,
 from benchmarks.records import parser, save
 from benchmarks.synthetic import DEFAULT_SHAPE, SHAPES
 from nf4conv.options import RunOptions
-from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.device.on_torch.device import TorchBackend
 from nf4conv.run.loop import make_pipeline
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -32,7 +32,7 @@ OTHERS = ("quantize --scales search", "quantize --verify", "verify --source --ex
 
 def floor_words(source: Path, out: Path, kept: float, device: str = DEVICE) -> list[object]:
     """Returns the command that moves the bytes of a source, and KEPT for each, as nf4conv does."""
-    pipeline = make_pipeline([TorchBackend(device)], RunOptions(device=device), lambda _: None)
+    pipeline = make_pipeline(TorchBackend(device), RunOptions(device=device), lambda _: None)
     moved = [source, out, device, pipeline.workers, pipeline.piece, kept]
     return [*PYTHON, "benchmarks.floor", *moved]
 

@@ -30,7 +30,7 @@ from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.quantization import QuantizationPlan
-from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.device.on_torch.device import find_device
 from nf4conv.sources.foreign.bitsandbytes import as_written_anew, read_weight
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_bytes
@@ -48,7 +48,7 @@ def calibrate(
 
     `progress` is called with the source bytes that have been worked through since the last call.
     """
-    device = TorchBackend(run.device).torch_device
+    device = find_device(run.device)
     stamps = source_changes(plan.source)
     require_unchanged(plan.source, "since it was planned; run again")
     assert isinstance(plan.calibration, PreparedCalibration)

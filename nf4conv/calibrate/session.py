@@ -173,7 +173,8 @@ def open_session(
     progress: Callable[[int], None],
 ) -> Iterator[Session]:
     """Opens a session that keeps files in a folder; Session and KeptFiles describe the rest."""
-    with Reader() as reader, Worker(reader, _BUFFER, _ignore) as worker:
+    with Reader() as reader:
+        worker = Worker(reader, _BUFFER, _ignore)
         buffers = TorchBuffers(device, SharedTensors(), None, worker)
         yield Session(plan, device, buffers, KeptFiles(folder, made_by), progress)
 

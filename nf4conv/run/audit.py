@@ -18,12 +18,11 @@ from nf4conv.plan.jobs import CopyJob, PackJob, component_name, format_of
 from nf4conv.plan.rows import distance
 from nf4conv.report.measured import ScaleErrors, WeightResult
 from nf4conv.report.results import VerificationSummary
-from nf4conv.run.device.choice import Devices
 from nf4conv.run.device.protocol import CopyPart
 from nf4conv.run.tasks.compare_bytes import StoredBytes, stored_from
 from nf4conv.run.tasks.keep import write_converted
 from nf4conv.run.tasks.prove import Proof, placed_parts, prove_kept_weight
-from nf4conv.run.worker import Worker
+from nf4conv.run.worker import Backend, Worker
 from nf4conv.sources.cutting import Piece
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, described_weight
 from nf4conv.sources.tensors import TensorInfo
@@ -35,9 +34,9 @@ class AuditOfWritten:
     """Looks at what workers have written to a shard."""
 
     def __init__(
-        self, devices: Devices, tolerance: float | None, format: Format, writer: ShardWriter
+        self, backend: Backend, tolerance: float | None, format: Format, writer: ShardWriter
     ) -> None:
-        self._devices = devices
+        self._backend = backend
         self._options = VerifyOptions(tolerance=tolerance)
         self._format = format
         self._place = writer.place
@@ -77,7 +76,7 @@ class AuditOfWritten:
             parts.update(placed_parts(stored[job.name], job))
         compared = StoredBytes(worker.reader, parts, worker.advance)
         proof = Proof(self._format, jobs, compared, stored)
-        for task in proof.tasks(self._devices, worker.piece):
+        for task in proof.tasks(self._backend, worker.piece):
             task(worker)
         with self._lock:
             self._damaged |= proof.unlike
@@ -90,7 +89,7 @@ class AuditOfWritten:
         from nf4conv.run.tasks.diagnose import weight_tasks  # importing torch takes seconds
 
         result = WeightResult(weight)
-        for task in weight_tasks(result, job, self._devices.torch, worker.piece):
+        for task in weight_tasks(result, job, worker.piece):
             task(worker)
         return result
 
@@ -98,8 +97,7 @@ class AuditOfWritten:
         """Reads, and converts, a kept tensor or a piece of it once more, and compares its bytes."""
         stored = stored_from(worker, *self._place(0))
         if job.is_changed:
-            backend = self._devices.backend_for(job.name)
-            write_converted(stored, backend, [CopyPart(job, piece)], worker)
+            write_converted(stored, [CopyPart(job, piece)], worker)
         else:
             offset = job.offset + piece.tensor.start - job.source.start
             worker.copy(*piece.tensor.file_range, stored, offset)

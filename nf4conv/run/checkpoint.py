@@ -15,7 +15,7 @@ from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged, shared_fingerprint
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import RunReport, VerificationSummary
-from nf4conv.run.device.choice import open_devices
+from nf4conv.run.device.choice import open_device
 from nf4conv.run.filling import Card, Filling
 from nf4conv.run.loop import Pipeline, make_pipeline
 from nf4conv.run.parts import finish_if_whole, verification_of
@@ -51,9 +51,9 @@ def write_checkpoint(
     kept = _kept_bytes(plan, out, run)
     progress(kept)  # at once: importing torch may take longer than all else
     output = plan.output
-    devices = open_devices(lambda: output.jobs, output.format, run, is_measured=run.verify)
-    device = devices.name  # which finds the device, or says that there is none
-    pipeline = make_pipeline(devices.backends, run, progress)
+    backend = open_device(lambda: output.jobs, output.format, run, is_measured=run.verify)
+    device = backend.name
+    pipeline = make_pipeline(backend, run, progress)
     host_baseline = peak_resident()
     with _open_folder(plan, out, run, device) as folder:
         _prepare_folder(plan, folder, run, device, card)
@@ -61,7 +61,7 @@ def write_checkpoint(
         if resumed:
             _log.info("%d of %d shards are kept from an earlier run", resumed, len(output.shards))
         announce = announce or _tell_nobody
-        filling = Filling(plan, folder, devices, pipeline, announce, run, kept)
+        filling = Filling(plan, folder, backend, pipeline, announce, run, kept)
         filling.write_shards()
         verification = verification_of(folder) if run.verify else None
         _log_times(pipeline, verification)
@@ -84,10 +84,10 @@ def write_checkpoint(
             seconds_by_activity={what.value: spent for what, spent in pipeline.seconds.items()},
             host_baseline_bytes=host_baseline,
             host_peak_bytes=peak_resident(),
-            device_peak_bytes=sum(backend.device_memory() for backend in devices.backends),
+            device_peak_bytes=backend.device_memory(),
             shards_resumed=resumed,
             shards_missing=missing,
-            notes=(*plan.notes, *devices.notes(), *folder.left_out),
+            notes=(*plan.notes, *folder.left_out),
             verification=verification,
         )
 

@@ -26,11 +26,10 @@ from nf4conv.plan.fingerprint import require_unchanged
 from nf4conv.plan.jobs import CopyJob, Entry, PackJob, Shard, component_name, source_files
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import VerificationSummary
-from nf4conv.run.device.choice import Devices
 from nf4conv.run.loop import Pipeline, Task
 from nf4conv.run.pieces import interleave
 from nf4conv.run.tasks.shard import ShardTask, shard_tasks
-from nf4conv.run.worker import Worker
+from nf4conv.run.worker import Backend, Worker
 from nf4conv.sources.cutting import Piece
 from nf4conv.sources.reader import Reader
 from nf4conv.system.files import let_go
@@ -116,7 +115,7 @@ class Filling:
 
     plan: WritingPlan
     folder: Workspace | SharedFolder
-    devices: Devices
+    backend: Backend
     pipeline: Pipeline
     announce: Callable[[str, Path], None]
     run: RunOptions
@@ -188,9 +187,9 @@ class Filling:
         if self.run.verify:
             from nf4conv.run.audit import AuditOfWritten  # few runs need to import it
 
-            audit = AuditOfWritten(self.devices, self.run.tolerance, format, writer)
+            audit = AuditOfWritten(self.backend, self.run.tolerance, format, writer)
         progress = _ShardProgress(shard, format, writer, audit, reader, self._finish_shard)
-        tasks = shard_tasks(progress, shard.jobs, self.devices, self.pipeline.piece)
+        tasks = shard_tasks(progress, shard.jobs, self.backend, self.pipeline.piece)
         progress.left = len(tasks)
         return [ShardTask(task.file, partial(progress.run, task.run)) for task in tasks]
 

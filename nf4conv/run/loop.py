@@ -8,15 +8,15 @@ third writes, so reading, computing and writing overlap without queues between t
 bounded by the workers' buffers, not by the model. Positional reads and writes into files whose
 layout is planned make the order of the workers irrelevant to the result.
 
-A task asks its worker for a device (worker.py, device/). No torch here.
+A task computes on the device of its worker (worker.py, device/). No torch here.
 """
 
 import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeAlias
@@ -43,11 +43,11 @@ Task: TypeAlias = Callable[[Worker], None]
 class Pipeline:
     """Runs tasks with bounded memory.
 
-    Every worker opens the first backend before its first task, and reads into its buffers; without
-    any, it reads into plain memory.
+    Every worker opens the backend before its first task, and reads into its buffers; without one,
+    it reads into plain memory.
     """
 
-    backends: Sequence[Backend]  # the devices that tasks may ask for
+    backend: Backend | None  # what tasks compute on
     workers: int  # threads
     buffer_size: int  # bytes of host buffers for reading, all workers together
     advance: Callable[[int], None]  # told how many source bytes have been read, from any thread
@@ -92,11 +92,12 @@ class Pipeline:
     def _work(self, crew: "_Crew", reader: Reader) -> None:
         """Runs tasks in this thread until none is left."""
         try:
-            with Worker(reader, self.piece, self.advance) as worker:
-                if self.backends:
-                    worker.device(self.backends[0])
-                else:
+            worker = Worker(reader, self.piece, self.advance)
+            with ExitStack() as opened:
+                if self.backend is None:
                     worker.buffer = memoryview(bytearray(self.piece))
+                else:
+                    worker.device = opened.enter_context(self.backend.open(worker))
                 for task in crew:
                     task(worker)
             with crew.lock:
@@ -137,16 +138,15 @@ class _Crew:
 
 
 def make_pipeline(
-    backends: Sequence[Backend], run: MachineOptions, advance: Callable[[int], None]
+    backend: Backend | None, run: MachineOptions, advance: Callable[[int], None]
 ) -> Pipeline:
     """Makes a pipeline with as many workers and as much memory as the user asked for."""
     workers = run.workers
     if workers == 0:
         workers = len(usable_cores())
-        computes_here = bool(backends) and backends[0].name == "cpu"
-        if not computes_here:  # a few keep a GPU busy, or the disk
+        if backend is None or backend.name != "cpu":  # a few keep a GPU busy, or the disk
             workers = min(workers, _CUDA_WORKERS)
-    pipeline = Pipeline(backends, workers, run.buffer_size, advance)
+    pipeline = Pipeline(backend, workers, run.buffer_size, advance)
     _log.info("%d threads, each with a buffer of %s", workers, size(pipeline.piece))
     return pipeline
 

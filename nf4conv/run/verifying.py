@@ -13,8 +13,7 @@ from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import PackJob
 from nf4conv.report.measured import Measured, TensorDifference, WeightResult
 from nf4conv.run.comparing import compare
-from nf4conv.run.device.choice import Devices, open_devices, require_device
-from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.device.choice import open_device, open_torch, require_device
 from nf4conv.run.loop import make_pipeline, open_reader
 from nf4conv.run.tasks.prove import Proof, checkpoint_proof, is_kept, prove_kept_weight
 from nf4conv.run.tasks.scan import count_improper_scales, count_values
@@ -62,22 +61,20 @@ def _prove(
     unlike = dict(copies)
     device = "cpu"
     if pairs.weights or pairs.copies:
-        devices, proof = _made_anew(results, pairs, run, progress, reader)
-        device = devices.name
+        device, proof = _made_anew(results, pairs, run, progress, reader)
         unlike = {name: copy for name, copy in copies.items() if name in proof.unlike}
     else:
         require_device(run)
     unproved = {name: result for name, result in results.items() if result.scales is None}
     started = time.perf_counter()
-    pipeline = make_pipeline([], run, progress)
+    pipeline = make_pipeline(None, run, progress)
     scale_tasks = [
         partial(count_improper_scales, result, pipeline.piece) for result in unproved.values()
     ]
     pipeline.run(scale_tasks, reader)
     compared = [pair for pair in pairs.weights if pair[1].name in unproved]
     if compared or unlike:
-        device = devices.torch.name
-        _diagnose(unproved, compared, unlike, devices.torch, run, progress, reader)
+        device = _diagnose(unproved, compared, unlike, run, progress, reader)
     seconds = time.perf_counter() - started
     _log.info("looked at the values of %d tensors in %.1f s", len(unproved) + len(unlike), seconds)
     return Measured(device, results, copies)
@@ -89,16 +86,19 @@ def _made_anew(
     run: MachineOptions,
     progress: Callable[[int], None],
     reader: Reader,
-) -> tuple[Devices, Proof]:
-    """Makes weights and other tensors once more; puts those that are right among the results."""
+) -> tuple[str, Proof]:
+    """Makes weights and other tensors once more; puts those that are right among the results.
+
+    Returns the device that did it, and the proof.
+    """
     started = time.perf_counter()
     proof = checkpoint_proof(pairs, reader, progress)
     kept = [(results[job.name], job) for weight, job in pairs.weights if is_kept(weight, job)]
-    devices = open_devices(lambda: proof.jobs, proof.format, run, is_measured=True)
-    pipeline = make_pipeline(devices.backends, run, progress)
+    backend = open_device(lambda: proof.jobs, proof.format, run, is_measured=True)
+    pipeline = make_pipeline(backend, run, progress)
     piece = pipeline.piece
     of_kept = [partial(prove_kept_weight, result, job, piece) for result, job in kept]
-    pipeline.run(chain(proof.tasks(devices, piece), of_kept), reader)
+    pipeline.run(chain(proof.tasks(backend, piece), of_kept), reader)
     results.update(proof.proved())
     proved = [result for result in results.values() if result.scales is not None]
     for result in proved:  # whose scales need not be looked at on their own
@@ -111,7 +111,7 @@ def _made_anew(
         sum(tensor.name not in proof.unlike for _, tensor in pairs.copies),
         len(pairs.copies),
     )
-    return devices, proof
+    return backend.name, proof
 
 
 def _look_at_values(
@@ -122,25 +122,29 @@ def _look_at_values(
     limits = dict.fromkeys(by_name, math.inf)
     counts = count_values(by_name, limits, run, None, progress)
     not_finite = {name: count.not_finite for name, count in counts.items()}
-    return Measured(TorchBackend(run.device).name, {}, {}, not_finite)
+    return Measured(open_torch(run).name, {}, {}, not_finite)
 
 
 def _diagnose(
     results: Mapping[str, WeightResult],
     weights: Sequence[tuple[Bitsandbytes4bit, PackJob]],
     copies: Mapping[str, TensorDifference],
-    torch: TorchBackend,
     run: MachineOptions,
     progress: Callable[[int], None],
     reader: Reader,
-) -> None:
-    """Finds out how weights and other tensors differ from what their sources give."""
+) -> str:
+    """Finds out how weights and other tensors differ from what their sources give.
+
+    Returns the device that did it.
+    """
     from nf4conv.run.tasks import diagnose  # importing torch takes seconds
 
-    pipeline = make_pipeline([torch], run, progress)
+    torch = open_torch(run)
+    pipeline = make_pipeline(torch, run, progress)
     piece = pipeline.piece
     tasks = []
     for _, job in weights:
-        tasks.append(diagnose.weight_tasks(results[job.name], job, torch, piece))
-    tasks += [diagnose.copy_tasks(copy, torch, piece) for copy in copies.values()]
+        tasks.append(diagnose.weight_tasks(results[job.name], job, piece))
+    tasks += [diagnose.copy_tasks(copy, piece) for copy in copies.values()]
     pipeline.run(chain.from_iterable(tasks), reader)
+    return torch.name

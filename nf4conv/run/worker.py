@@ -1,14 +1,11 @@
 """Follows one thread of a run: what it reads with, where its time goes, what it computes on, and
 what takes the bytes that it makes.
-
-A `Backend` is a device as all threads share it. Each thread opens it once, when its first task for
-it comes, and from then on has a `Device` of its own: a stream, buffers, memory.
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
@@ -58,17 +55,14 @@ class Destination(Writable, Protocol):
 
 
 class Backend(Protocol):
-    """A device that all workers of a run share."""
+    """A device as all workers of a run share it; each of them opens it before its first task."""
 
     @property
     def name(self) -> str:
         """The device as reports name it, such as "cpu" or "cuda:0"."""
 
     def open(self, worker: "Worker") -> AbstractContextManager[Device]:
-        """Opens the device for the calling thread, whose worker is given.
-
-        If the worker has no buffer yet, it gets that of the device.
-        """
+        """Opens the device for the calling thread, whose worker gets its buffer."""
 
     def device_memory(self) -> int:
         """Returns the most bytes that were held on the device so far."""
@@ -87,8 +81,10 @@ class Worker:
     """Holds what one thread works with.
 
     It reads `piece` bytes at a time, into a buffer that is as long or longer, and tells `advance`
-    how many bytes of the source it has read.
+    how many bytes of the source it has read. A pipeline that computes gives it a device.
     """
+
+    device: Device
 
     def __init__(self, reader: Reader, piece: int, advance: Callable[[int], None]) -> None:
         self.reader = reader
@@ -96,23 +92,6 @@ class Worker:
         self.advance = advance
         self.buffer = memoryview(b"")
         self.seconds: defaultdict[Activity, float] = defaultdict(float)
-        self._devices: dict[Backend, Device] = {}
-        self._opened = ExitStack()
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *error: object) -> bool | None:
-        self._devices.clear()
-        return self._opened.__exit__(*error)  # type: ignore[arg-type]
-
-    def device(self, backend: Backend) -> Device:
-        """Returns this thread's device of a backend, and opens it the first time."""
-        device = self._devices.get(backend)
-        if device is None:
-            device = self._opened.enter_context(backend.open(self))
-            self._devices[backend] = device
-        return device
 
     @contextmanager
     def timed(self, activity: Activity) -> Iterator[None]:

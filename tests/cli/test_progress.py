@@ -75,13 +75,13 @@ def test_what_is_kept_is_shown_before_a_device_is_opened(
     told: list[int] = []
     plan = nf4conv.plan_quantize(source, **OPTIONS, **RUN, progress=told.append)
     before: list[int] = []
-    opened = checkpoint.open_devices
+    opened = checkpoint.open_device
 
     def opening(*arguments: Any, **options: Any) -> object:
         before.extend(told)
         return opened(*arguments, **options)
 
-    monkeypatch.setattr(checkpoint, "open_devices", opening)
+    monkeypatch.setattr(checkpoint, "open_device", opening)
     plan.execute(out)
     assert before == [sum(file.source_bytes for file in kept.values())]
     assert before[0] > 0

@@ -19,7 +19,7 @@ import nf4conv
 from nf4conv.codec.decode.ggml import decode_ggml
 from nf4conv.codec.kernels.ahead import ggml_decoder
 from nf4conv.format.gguf import BY_NAME, LAYOUTS, NUMBERS, PLAIN, RARE
-from nf4conv.run.device.on_driver.backend import DriverBackend
+from nf4conv.run.device.on_driver.device import DriverBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from nf4conv.codec.kernels.compiling import Variant
 from nf4conv.codec.kernels.packing import mean
-from nf4conv.run.device.on_driver import backend, driver, kernels
+from nf4conv.run.device.on_driver import device, driver, kernels
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
 
 _interpreting = threading.Lock()
@@ -116,5 +116,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "DeviceMemory", HostMemory)
     monkeypatch.setattr(driver, "PinnedMemory", HostMemory)
     monkeypatch.setattr(driver, "Stream", HostStream)
-    monkeypatch.setattr(backend, "load_bundles", _bundles)
+    monkeypatch.setattr(device, "load_bundles", _bundles)
     monkeypatch.setattr(mean, "resident_blocks", lambda _: 132 * 4)

@@ -22,8 +22,8 @@ from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, RunOptions
 from nf4conv.plan.jobs import Plan
-from nf4conv.run.device.choice import open_devices
-from nf4conv.run.device.on_driver.backend import DriverBackend
+from nf4conv.run.device.choice import open_device
+from nf4conv.run.device.on_driver.device import DriverBackend
 
 pytestmark = pytest.mark.gpu
 
@@ -84,8 +84,9 @@ def decoded(
 
 
 def is_bare(output: Plan) -> bool:
-    devices = open_devices(lambda: output.jobs, output.format, RunOptions(**GPU), is_measured=False)
-    return isinstance(devices.main, DriverBackend)
+    run = RunOptions(**GPU)
+    backend = open_device(lambda: output.jobs, output.format, run, is_measured=False)
+    return isinstance(backend, DriverBackend)
 
 
 def same_bytes(actual: torch.Tensor, expected: torch.Tensor) -> None:

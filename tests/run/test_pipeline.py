@@ -58,7 +58,7 @@ class Call:
 
 def pipeline(workers: int = 4, backend: PlainBackend | None = None) -> Pipeline:
     return Pipeline(
-        [backend or PlainBackend()], workers=workers, buffer_size=2**20, advance=lambda _: None
+        backend or PlainBackend(), workers=workers, buffer_size=2**20, advance=lambda _: None
     )
 
 
@@ -197,7 +197,7 @@ def test_progress_counts_the_bytes_read(tmp_path):
             assert host[:30] == file.read_bytes()[self.start : self.start + 30]
             assert host[64:70] == bytes(range(6))
 
-    reading = Pipeline([PlainBackend()], workers=3, buffer_size=2**20, advance=seen.append)
+    reading = Pipeline(PlainBackend(), workers=3, buffer_size=2**20, advance=seen.append)
     reading.run([Read(at) for at in range(50)])
     assert sum(seen) == 50 * 36
 
@@ -241,7 +241,7 @@ def test_room_in_a_buffer(nbytes, room):
 @pytest.mark.parametrize("run", [{"workers": -1}, {"buffer_size": 0}, {"buffer_size": -5}])
 def test_numbers_that_make_no_sense(run):
     with pytest.raises(PlanError, match="expected a whole number from"):
-        make_pipeline([PlainBackend()], RunOptions(**run), lambda _: None)
+        make_pipeline(PlainBackend(), RunOptions(**run), lambda _: None)
 
 
 def test_memory_of_this_process_is_seen_to_grow():

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import host_driver
@@ -20,23 +19,17 @@ import integers
 import pytest
 import torch
 from checkpoints import contents, save_model
-from comparing import compared
 from safetensors.torch import load_file, save_file
 from test_lora import write_adapter
 from test_quantize_verify import Faulty
 
 import nf4conv
 from nf4conv.errors import CodecError, SourceError, VerificationError
-from nf4conv.plan.jobs import CopyJob, PackJob
+from nf4conv.plan.jobs import CopyJob
 from nf4conv.report.as_json import to_json
-from nf4conv.run.device.choice import Devices
 from nf4conv.run.device.on_driver import driver
-from nf4conv.run.device.on_driver.backend import DriverBackend
-from nf4conv.run.device.on_driver.buffers import DriverBuffers
-from nf4conv.run.device.on_driver.device import DriverDevice
+from nf4conv.run.device.on_driver.device import DriverBackend
 from nf4conv.run.device.on_torch import device as torch_device
-from nf4conv.run.device.on_torch.backend import TorchBackend
-from nf4conv.run.device.on_torch.device import TorchDevice
 from nf4conv.sources.header import build_header
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -292,7 +285,7 @@ def test_verification_of_what_was_decoded(
     out = tmp_path / "out"
     by_torch(nf4conv.dequantize, source, out)
     with monkeypatch.context() as patch:
-        patch.setattr(TorchBackend, "open", _no_torch)
+        without_torch(patch)
         report = nf4conv.verify(out, source=source, exact=True, **BARE)
     assert report.passed
     assert report.tensors is not None
@@ -310,10 +303,6 @@ def test_verification_of_what_was_decoded(
     assert found.findings == expected.findings
     assert found.tensors == expected.tensors
     assert found.tensors.values_differing == 3
-
-
-def _no_torch(*_arguments: Any) -> None:
-    raise AssertionError("torch was asked for")
 
 
 def test_a_group_index_that_was_never_set(tmp_path: Path):
@@ -438,13 +427,7 @@ def test_experts_of_gpt_oss(
         tensors[f"{experts}.{name}_scales"] = _raw(math.prod(shape), high=8).view(shape) + 120
     source = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"}, dtype)
     monkeypatch.setattr("nf4conv.run.device.on_driver.buffers._OUTPUT_SLACK", 4096)
-    fetched = []
-    genuine = DriverBuffers.fetch
-    monkeypatch.setattr(
-        DriverBuffers, "fetch", lambda *given: (fetched.append(given[1:]), genuine(*given))[1]
-    )
     both(nf4conv.quantize, source)
-    assert any(start for start, *_ in fetched)
     if dtype == torch.float16:  # which cannot hold all that is stored
         tensors[f"{experts}.gate_up_proj_scales"][0, 5, 7] = 150
         lost = write(tmp_path / "lost", tensors, {"quant_method": "mxfp4"}, dtype)
@@ -454,8 +437,6 @@ def test_experts_of_gpt_oss(
     with monkeypatch.context() as patch:
         without_torch(patch)
         nf4conv.quantize(source, tmp_path / "audited", **BARE, verify=True)
-    found = compared(source, tmp_path / "audited").statuses
-    assert found[f"{experts}.down_proj"] == found[f"{experts}.gate_up_proj"] == "equal in value"
     assert len(gpu) == (3 if dtype == torch.float16 else 2)
 
 
@@ -505,22 +486,6 @@ def test_decoded_values_too_large_for_the_dtype(tmp_path: Path, stored: torch.dt
     same(tmp_path / "bare wide", tmp_path / "torch wide")
 
 
-class Asked:
-    """Counts what each device was asked to pack and convert, by the names of tensors."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.torch: set[str] = set()
-        self.driver: set[str] = set()
-        for device, names in ((TorchDevice, self.torch), (DriverDevice, self.driver)):
-            for method in ("pack", "convert"):
-                watched = partial(self._watched, getattr(device, method), names)
-                monkeypatch.setattr(device, method, lambda *given, watched=watched: watched(*given))
-
-    def _watched(self, genuine: Any, names: set[str], device: Any, items: Any, *others: Any) -> Any:
-        names.update(item.job.name for item in items)
-        return genuine(device, items, *others)
-
-
 MIXED = {"device": "auto", "workers": 2, "buffer_size": 2 * PIECE}
 """The device of torch is found by itself: without a GPU the driver's is none of torch's."""
 
@@ -531,85 +496,33 @@ def in_family(folder: Path, architecture: str, model_type: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_only_what_takes_torch_takes_it(
-    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
-):
-    name, why = "model.norm.weight", "stored in F64"
-    tensors = weights(torch.float16)
-    source = write(tmp_path / "source", tensors | {name: tensors[name].double()})
-    by_torch(nf4conv.quantize, source, tmp_path / "torch")
-    with monkeypatch.context() as patch:
-        asked = Asked(patch)
-        report = nf4conv.quantize(source, tmp_path / "bare", **MIXED)
-    same(tmp_path / "bare", tmp_path / "torch")
-    assert len(gpu) == 1
-    assert asked.torch == {name}
-    packed = {
-        job.name
-        for job in nf4conv.plan_quantize(source).made.output.jobs
-        if isinstance(job, PackJob)
-    }
-    assert asked.driver == packed
-    assert any(note.startswith(f"1 of 7 tensors took torch ({why})") for note in report.notes)
-    audited = nf4conv.quantize(source, tmp_path / "audited", **MIXED, verify=True)
-    assert audited.verification is not None
-    assert audited.verification.bytes_differing == 0
-    assert nf4conv.verify(tmp_path / "bare", source=source, exact=True, **MIXED).passed
-    assert len(gpu) == 3
-
-
-def test_transposed_weights_among_others(
-    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
-):
-    """As in GPT-2, whose embedding is decoded as it is here, and kept in another dtype."""
-    transposed = {
-        f"h.{layer}.attn.c_attn.weight": torch.randn(64, 192, generator=GENERATOR).half()
-        for layer in range(2)
-    }
-    others = {"wte.weight": torch.randn(100, 64, generator=GENERATOR).half()}
-    source = write(tmp_path / "source", transposed | others)
-    in_family(source, "GPT2LMHeadModel", "gpt2")
-    options = {"dtype": "float32", "exclude": ("*wte*",)}
-    by_torch(nf4conv.quantize, source, tmp_path / "torch", **options)
-    with monkeypatch.context() as patch:
-        asked = Asked(patch)
-        report = nf4conv.quantize(source, tmp_path / "bare", **options, **MIXED)
-    same(tmp_path / "bare", tmp_path / "torch")
-    assert asked.torch == {*transposed}
-    assert asked.driver == {*others}
-    assert "2 of 3 tensors took torch (stored transposed)" in report.notes
-    assert len(gpu) == 1
-
-
-def test_a_weight_that_is_merged_with_an_adapter(
-    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["float64", "transposed", "merged"])
+def test_torch_takes_all_where_one_tensor_takes_it(
+    tmp_path: Path, gpu: list[DriverBackend], kind: str
 ):
     tensors = weights(torch.float16)
+    options: dict[str, Any] = {}
+    if kind == "float64":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    if kind == "transposed":
+        tensors = {
+            "h.0.attn.c_attn.weight": torch.randn(64, 192, generator=GENERATOR).half(),
+            "wte.weight": torch.randn(100, 64, generator=GENERATOR).half(),
+        }
+    if kind == "merged":
+        module = "model.layers.0.mlp.down_proj"
+        factors = {
+            f"{module}.lora_A.weight": torch.randn(4, 64, generator=GENERATOR),
+            f"{module}.lora_B.weight": torch.randn(64, 4, generator=GENERATOR),
+        }
+        options["lora"] = (str(write_adapter(tmp_path / "adapter", factors)),)
     source = write(tmp_path / "source", tensors)
-    module = "model.layers.0.mlp.down_proj"
-    factors = {
-        f"{module}.lora_A.weight": torch.randn(4, 64, generator=GENERATOR),
-        f"{module}.lora_B.weight": torch.randn(64, 4, generator=GENERATOR),
-    }
-    options = {"lora": (str(write_adapter(tmp_path / "adapter", factors)),)}
-    by_torch(nf4conv.quantize, source, tmp_path / "torch", **options)
-    with monkeypatch.context() as patch:
-        asked = Asked(patch)
-        audited = {**MIXED, "verify": True}
-        report = nf4conv.quantize(source, tmp_path / "bare", **options, **audited)
-    same_weights(tmp_path / "bare", tmp_path / "torch")
-    assert asked.torch == {f"{module}.weight"}
-    assert "model.layers.0.self_attn.o_proj.weight" in asked.driver
-    assert "1 of 7 tensors took torch (merged with an adapter)" in report.notes
-    assert report.verification is not None
+    if kind == "transposed":
+        in_family(source, "GPT2LMHeadModel", "gpt2")
+    report = nf4conv.quantize(source, tmp_path / "out", **options, **MIXED, verify=True)
+    assert report.totals.packed
     assert report.verification.bytes_differing == 0
-    assert len(gpu) == 1
-
-
-def test_why_tensors_took_torch_is_said():
-    reasons = dict.fromkeys("abc", "stored transposed") | {"d": "stored in F64"}
-    devices = Devices(TorchBackend("cpu"), SimpleNamespace(), reasons, 300)  # type: ignore[arg-type]
-    assert devices.notes() == ("4 of 300 tensors took torch (stored transposed, stored in F64)",)
+    assert not gpu
 
 
 def test_weights_in_4_bits_among_others(tmp_path: Path, gpu: list[DriverBackend]):
@@ -648,18 +561,6 @@ def save_in_order(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     file.write_bytes(build_header(entries) + content)
 
 
-def test_torch_alone_where_the_driver_would_only_copy(tmp_path: Path, gpu: list[DriverBackend]):
-    tensors = {"transformer.h.0.attn.c_attn.weight": torch.ones(64, 192).half()}
-    source = write(
-        tmp_path / "source", tensors | {"transformer.ln_f.weight": torch.ones(64).half()}
-    )
-    in_family(source, "GPT2LMHeadModel", "gpt2")
-    report = nf4conv.quantize(source, tmp_path / "out", **MIXED)
-    assert report.totals.packed
-    assert not gpu
-    assert not any("took torch" in note for note in report.notes)
-
-
 CLOSE = 1e-12 if ON_GPU else 1e-6  # torch adds up in float64 there, here in float32
 
 
@@ -684,8 +585,8 @@ def same_row(one: Any, other: Any) -> None:
 
 
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let it be an error if torch is to compare."""
-    monkeypatch.setattr(TorchBackend, "torch_device", None)
+    """Let it be an error if torch is to compute."""
+    monkeypatch.setattr(torch_device, "find_device", None)
 
 
 @pytest.mark.parametrize(("options", "kind"), [

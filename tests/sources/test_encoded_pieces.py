@@ -13,8 +13,7 @@ import torch
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.format.integers import IntegerLayout
-from nf4conv.run.device.on_torch.backend import TorchBackend
-from nf4conv.run.device.on_torch.device import device_of
+from nf4conv.run.device.on_torch.device import TorchBackend
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, read_decoded
 from nf4conv.run.worker import Worker
 from nf4conv.sources.cutting import encoded_pieces, packed_pieces
@@ -155,10 +154,11 @@ def test_pieces_decode_to_the_whole(tmp_path: Path, case: str):
         assert [right - left for left, right in pairwise(starts)] == [
             piece.tensor.elements for piece in pieces
         ]
-        with Reader() as reader, Worker(reader, 2**16, lambda _: None) as worker:
-            device = device_of(worker, TorchBackend("cpu"))
-            whole = read_decoded(device, tensor)
-            again = torch.cat([read_decoded(device, piece.tensor).view(-1) for piece in pieces])
+        with Reader() as reader:
+            worker = Worker(reader, 2**16, lambda _: None)
+            with TorchBackend("cpu").open(worker) as device:
+                whole = read_decoded(device, tensor)
+                again = torch.cat([read_decoded(device, piece.tensor).view(-1) for piece in pieces])
         assert whole.shape == tensor.shape
         assert whole.dtype == TORCH_DTYPES[tensor.dtype]
         assert torch.equal(whole.view(-1).view(torch.int16), again.view(torch.int16))
@@ -193,8 +193,9 @@ def test_packed_weights_in_pieces(tmp_path: Path, elements: int):
         assert all(
             piece.start % unit == 0 and piece.start % (256 * blocksize) == 0 for piece in pieces
         )
-        with Reader() as reader, Worker(reader, 2**16, lambda _: None) as worker:
-            device = device_of(worker, TorchBackend("cpu"))
-            again = torch.cat([read_decoded(device, piece.tensor).clone() for piece in pieces])
+        with Reader() as reader:
+            worker = Worker(reader, 2**16, lambda _: None)
+            with TorchBackend("cpu").open(worker) as device:
+                again = torch.cat([read_decoded(device, piece.tensor).clone() for piece in pieces])
         expected = dequantize_4bit(packed, state)
         assert torch.equal(again.view(torch.int16), expected.view(-1).view(torch.int16))

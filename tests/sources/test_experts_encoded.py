@@ -72,16 +72,6 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path):
     same(tmp_path / "bare", tmp_path / "torch")
 
 
-def test_the_driver_takes_what_lies_row_by_row(tmp_path: Path):
-    """down_proj of gpt-oss, which is stored [out, in]."""
-    stored, _ = mxfp4()
-    encoded = source(tmp_path / "encoded", "gpt_oss", stored, {"quant_method": "mxfp4"})
-    report = nf4conv.quantize(encoded, tmp_path / "bare", **PACKED, **MIXED)
-    [note] = [note for note in report.notes if "took torch" in note]
-    # gate_proj and up_proj of three experts alternate
-    assert note.startswith("6 of 10 tensors took torch (cut out of a larger tensor)")
-
-
 @pytest.mark.parametrize("model_type", ["mistral4", "aria", "gpt_oss", "inkling2"])
 def test_both_engines_cut_the_same_experts_out_of_stacks(tmp_path: Path, model_type: str):
     """Concatenated and interleaved, [out, in] and [in, out]."""

@@ -30,7 +30,6 @@ from nf4conv.format.layout import (
 from nf4conv.plan.jobs import PackJob
 from nf4conv.plan.rows import Errors
 from nf4conv.report.measured import ScaleErrors, TensorDifference, WeightResult, Wrong
-from nf4conv.run.device.on_torch.backend import TorchBackend
 from nf4conv.run.device.on_torch.device import TorchDevice, device_of, difference
 from nf4conv.run.device.on_torch.packing import piece_errors, read_weights, room_for_absmax
 from nf4conv.run.device.on_torch.reading import (
@@ -41,7 +40,7 @@ from nf4conv.run.device.protocol import Gathered
 from nf4conv.run.loop import Task
 from nf4conv.run.pieces import WeightPiece, pieces_of, weight_pieces
 from nf4conv.run.worker import Activity, Worker
-from nf4conv.sources.cutting import Piece, pieces_alike, share_parts
+from nf4conv.sources.cutting import Piece
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, cut_parts
 from nf4conv.sources.tensors import FileRange, TensorInfo, cut_elements
 
@@ -56,9 +55,7 @@ the codes up in a table of 2^16.
 """
 
 
-def weight_tasks(
-    result: WeightResult, job: PackJob, torch: TorchBackend, piece: int
-) -> Iterator[Task]:
+def weight_tasks(result: WeightResult, job: PackJob, piece: int) -> Iterator[Task]:
     """Yields the tasks that compare a weight with what quantizing its source gives."""
     weight = result.weight
     blocksize = weight.format.blocksize
@@ -68,10 +65,10 @@ def weight_tasks(
     pieces = weight_pieces(job, most * itemsize, piece // 4, unit)
     gathered = Gathered(block_count(weight.elements, blocksize), len(pieces))
     for one in pieces:
-        yield partial(_compare_weight, torch, result, gathered, one)
+        yield partial(_compare_weight, result, gathered, one)
 
 
-def copy_tasks(result: TensorDifference, torch: TorchBackend, piece: int) -> Iterator[Task]:
+def copy_tasks(result: TensorDifference, piece: int) -> Iterator[Task]:
     """Yields the tasks that compare a tensor that is not packed with that of its source."""
     source = result.a
     if source.encoding is None:
@@ -79,29 +76,17 @@ def copy_tasks(result: TensorDifference, torch: TorchBackend, piece: int) -> Ite
     else:
         most = piece // 4
     for part in pieces_of(source, most):
-        yield partial(compare_copy, torch, result, part)
-
-
-def value_tasks(result: TensorDifference, torch: TorchBackend, piece: int) -> Iterator[Task]:
-    """Yields the tasks that compare two tensors, encoded or not, value by value."""
-    # both decoded take a few times as much
-    pieces = list(pieces_alike(result.a, result.b, piece // 4))
-    if share_parts(pieces[0][1]) or share_parts(pieces[0][2]):
-        yield partial(_compare_values, torch, result, pieces)
-        return
-    for one in pieces:
-        yield partial(_compare_values, torch, result, [one])
+        yield partial(_compare_copy, result, part)
 
 
 def _compare_weight(
-    torch_backend: TorchBackend,
     result: WeightResult,
     gathered: Gathered,
     piece: WeightPiece,
     worker: Worker,
 ) -> None:
     """Compares a piece of a weight's source with what was made of it."""
-    device = device_of(worker, torch_backend)
+    device = device_of(worker)
     stored = result.weight
     blocksize = stored.format.blocksize
     stop = piece.start + piece.elements
@@ -281,26 +266,9 @@ def _wrong_nested(absmax: torch.Tensor, state: QuantState) -> dict[str, torch.Te
     return {"absmax": far > near + _NESTED_TIE, "nested_absmax": _unlike(largest, nested)}
 
 
-def _compare_values(
-    torch_backend: TorchBackend,
-    result: TensorDifference,
-    pieces: Sequence[tuple[int, TensorInfo, TensorInfo]],
-    worker: Worker,
-) -> None:
-    """Compares pieces of two tensors, as both are decoded."""
-    device = device_of(worker, torch_backend)
-    for start, a, b in pieces:
-        original = read_values(device, a).clone()  # the next read reuses the buffer
-        found = read_values(device, b)
-        with device.timed(Activity.COMPUTE):
-            result.add_piece(start, difference(original, found))
-
-
-def compare_copy(
-    torch_backend: TorchBackend, result: TensorDifference, piece: Piece, worker: Worker
-) -> None:
+def _compare_copy(result: TensorDifference, piece: Piece, worker: Worker) -> None:
     """Compares a tensor that is not packed, or a piece of it, with that of its source."""
-    device = device_of(worker, torch_backend)
+    device = device_of(worker)
     source, start = piece
     stored = cut_elements(result.b, start, start + source.elements)
     if source.encoding is not None:

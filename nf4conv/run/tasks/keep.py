@@ -8,34 +8,30 @@ from typing import Final
 from nf4conv.format.layout import QUANT_MAPS
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.protocol import CopyPart, NonFiniteError
-from nf4conv.run.worker import Activity, Backend, Destination, Worker, Writable
+from nf4conv.run.worker import Activity, Destination, Worker, Writable
 from nf4conv.sources.tensors import TensorInfo
 
 _SCALES: Final = ("absmax", "nested_absmax")
 """Suffixes of the components that may be NaN or infinite."""
 
 
-def convert(
-    destination: Destination, backend: Backend, calls: Sequence[Sequence[CopyPart]], worker: Worker
-) -> None:
+def convert(destination: Destination, calls: Sequence[Sequence[CopyPart]], worker: Worker) -> None:
     """Converts tensors, or parts of them, some in each call of the device.
 
     Raises a CastError if finite values become infinite.
     """
     for parts in calls:
-        write_converted(destination, backend, parts, worker)
+        write_converted(destination, parts, worker)
         for job, piece in parts:
             destination.finish_copy(worker, job, piece)
 
 
-def write_converted(
-    destination: Writable, backend: Backend, parts: Sequence[CopyPart], worker: Worker
-) -> None:
+def write_converted(destination: Writable, parts: Sequence[CopyPart], worker: Worker) -> None:
     """Converts parts that go through the same dtypes, and writes them to their places.
 
     Raises a CastError if finite values become infinite, once all values are written.
     """
-    for job, start, values in worker.device(backend).convert(parts):
+    for job, start, values in worker.device.convert(parts):
         with worker.timed(Activity.WRITE):
             destination.write(job.offset + start, values)
 

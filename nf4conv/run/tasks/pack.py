@@ -13,22 +13,19 @@ from nf4conv.format.layout import NESTED_QUANT_MAP, QUANT_MAPS, Format, quant_st
 from nf4conv.plan.jobs import PackJob
 from nf4conv.run.device.protocol import Gathered, NonFiniteError, Scales
 from nf4conv.run.pieces import WeightPiece, whole_weight
-from nf4conv.run.worker import Activity, Backend, Destination, Worker
+from nf4conv.run.worker import Activity, Destination, Worker
 
 
-def pack_batch(
-    destination: Destination, backend: Backend, jobs: Sequence[PackJob], worker: Worker
-) -> None:
+def pack_batch(destination: Destination, jobs: Sequence[PackJob], worker: Worker) -> None:
     """Packs weights that fit into a worker's buffer together and are neighbours in the shard.
 
     Raises a NonFiniteError if a weight holds NaN or infinity, or its scales are too large.
     """
-    _pack(destination, backend, [whole_weight(job) for job in jobs], None, worker)
+    _pack(destination, [whole_weight(job) for job in jobs], None, worker)
 
 
 def pack_pieces(
     destination: Destination,
-    backend: Backend,
     pieces: Sequence[WeightPiece],
     gathered: Gathered,
     worker: Worker,
@@ -38,12 +35,11 @@ def pack_pieces(
     Raises a NonFiniteError if the weight holds NaN or infinity, or its scales are too large.
     """
     for piece in pieces:
-        _pack(destination, backend, [piece], gathered, worker)
+        _pack(destination, [piece], gathered, worker)
 
 
 def _pack(
     destination: Destination,
-    backend: Backend,
     pieces: Sequence[WeightPiece],
     gathered: Gathered | None,
     worker: Worker,
@@ -53,8 +49,7 @@ def _pack(
     jobs = [piece.job for piece in pieces]
     measured = destination.measured
     stored = [] if measured is None else [measured[job.name].weight for job in jobs]
-    device = worker.device(backend)
-    packed = device.pack(pieces, format, gathered, stored)
+    packed = worker.device.pack(pieces, format, gathered, stored)
     if measured is not None:
         for piece, errors in zip(pieces, packed.errors, strict=True):
             measured[piece.job.name].add_piece(piece.start, errors)
@@ -62,7 +57,7 @@ def _pack(
         destination.write(jobs[0].offsets[0] + pieces[0].start // 2, packed.codes)
     scales = packed.scales
     if gathered is not None and gathered.count_piece():
-        scales = device.compress(gathered, format)
+        scales = worker.device.compress(gathered, format)
     if scales is not None:
         _write_scales(destination, jobs, scales, worker)
 

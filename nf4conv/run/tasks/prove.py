@@ -20,12 +20,11 @@ from nf4conv.report.measured import (
     TensorDifference,
     WeightResult,
 )
-from nf4conv.run.device.choice import Devices
 from nf4conv.run.device.protocol import CastError, NonFiniteError
 from nf4conv.run.loop import Task
 from nf4conv.run.tasks.compare_bytes import StoredBytes, byte_tasks
 from nf4conv.run.tasks.shard import shard_tasks
-from nf4conv.run.worker import Worker
+from nf4conv.run.worker import Backend, Worker
 from nf4conv.sources.cutting import Piece
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.reader import Reader
@@ -93,9 +92,9 @@ class Proof:
     def finish_copy(self, worker: Worker, job: CopyJob, piece: Piece) -> None:
         """Does nothing: the bytes of a kept tensor have been compared."""
 
-    def tasks(self, devices: Devices, piece: int) -> Iterator[Task]:
+    def tasks(self, backend: Backend, piece: int) -> Iterator[Task]:
         """Yields what compares everything, in pieces of so many bytes."""
-        for task in shard_tasks(self, self.jobs, devices, piece):
+        for task in shard_tasks(self, self.jobs, backend, piece):
             yield partial(self._attempt, task.run)
 
     def _attempt(self, task: Task, worker: Worker) -> None:

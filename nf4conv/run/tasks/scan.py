@@ -19,7 +19,7 @@ from nf4conv.format.layout import Format, block_count
 from nf4conv.options import MachineOptions
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.report.measured import WeightResult
-from nf4conv.run.device.on_torch.backend import TorchBackend
+from nf4conv.run.device.choice import open_torch
 from nf4conv.run.device.protocol import CastError
 from nf4conv.run.loop import make_pipeline, open_reader
 from nf4conv.run.pieces import pieces_of
@@ -58,14 +58,13 @@ def count_values(
     Their source is None if they are in files at hand. `progress` is told how many more bytes have
     been read, from any thread.
     """
-    torch = TorchBackend(run.device)
-    pipeline = make_pipeline([torch], run, progress or (lambda _: None))
+    pipeline = make_pipeline(open_torch(run), run, progress or (lambda _: None))
     found: list[tuple[str, UnfitValues]] = []  # of pieces; workers append to it
     tasks = []
     for name, tensor in tensors.items():
         most = pipeline.piece * 8 // DTYPE_BITS[tensor.dtype]
         tasks += [
-            partial(_count, torch, name, piece.tensor, limits[name], found)
+            partial(_count, name, piece.tensor, limits[name], found)
             for piece in pieces_of(tensor, most)
         ]
     with open_reader(source) as reader:
@@ -78,7 +77,6 @@ def count_values(
 
 
 def _count(
-    backend: TorchBackend,
     name: str,
     tensor: TensorInfo,
     limit: float,
@@ -87,7 +85,7 @@ def _count(
 ) -> None:
     from nf4conv.run.device.on_torch.device import device_of  # importing torch takes seconds
 
-    counted = device_of(worker, backend).count_unpackable(tensor, limit)
+    counted = device_of(worker).count_unpackable(tensor, limit)
     found.append((name, UnfitValues(*counted)))
 
 

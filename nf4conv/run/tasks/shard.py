@@ -10,7 +10,6 @@ from nf4conv.format.codebook import NESTED_BLOCKSIZE
 from nf4conv.format.dtypes import DTYPE_BITS
 from nf4conv.format.layout import block_count
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
-from nf4conv.run.device.choice import Devices
 from nf4conv.run.device.protocol import CopyPart, Gathered
 from nf4conv.run.loop import Task
 from nf4conv.run.pieces import (
@@ -34,7 +33,7 @@ class ShardTask(NamedTuple):
 
 
 def shard_tasks(
-    destination: Destination, jobs: Sequence[Job], devices: Devices, piece: int
+    destination: Destination, jobs: Sequence[Job], backend: Backend, piece: int
 ) -> list[ShardTask]:
     """Divides the work of a shard into tasks, given the bytes that a worker reads at a time.
 
@@ -42,32 +41,32 @@ def shard_tasks(
     turn with tensors that are kept.
     """
     groups = [
-        _packing_tasks(destination, jobs, devices, piece),
+        _packing_tasks(destination, jobs, backend, piece),
         _copying_tasks(destination, jobs, piece),
-        _converting_tasks(destination, jobs, devices, piece),
+        _converting_tasks(destination, jobs, backend, piece),
         _stored_tasks(destination, jobs, piece),
     ]
     return list(interleave(groups, len(groups)))
 
 
 def _packing_tasks(
-    destination: Destination, jobs: Sequence[Job], devices: Devices, piece: int
+    destination: Destination, jobs: Sequence[Job], backend: Backend, piece: int
 ) -> list[ShardTask]:
     """Returns tasks of weights: of neighbours that fit a piece, or of a piece of a large weight.
 
-    A batch is of one source file and one device, too.
+    A batch is of one source file, too.
     """
     tasks: list[ShardTask] = []
     for neighbours in _runs_to_pack(jobs):
         of_run = batches(
             neighbours,
-            lambda job: devices.backend_for(job.name).weight_room(job),
+            backend.weight_room,
             piece,
-            partial(_kind_of_weight, devices),
+            lambda job: (job.source.file, backend.weight_kind(job)),
             LARGEST_BATCH,
         )
         for batch in of_run:
-            tasks += _tasks_of_batch(destination, batch, devices.backend_for(batch[0].name), piece)
+            tasks += _tasks_of_batch(destination, batch, backend, piece)
     return tasks
 
 
@@ -83,11 +82,6 @@ def _runs_to_pack(jobs: Sequence[Job]) -> Iterator[list[PackJob]]:
             yield list(run)
 
 
-def _kind_of_weight(devices: Devices, job: PackJob) -> object:
-    backend = devices.backend_for(job.name)
-    return job.source.file, backend, backend.weight_kind(job)
-
-
 def _tasks_of_batch(
     destination: Destination, jobs: tuple[PackJob, ...], backend: Backend, piece: int
 ) -> list[ShardTask]:
@@ -100,16 +94,16 @@ def _tasks_of_batch(
     most = job.elements * piece // max(backend.weight_room(job), 1)
     pieces = weight_pieces(job, piece, most, unit)
     if len(pieces) == 1:
-        run = partial(pack_batch, destination, backend, jobs)
+        run = partial(pack_batch, destination, jobs)
         return [ShardTask(job.source.file, run)]
     gathered = Gathered(block_count(job.elements, blocksize), len(pieces))
     first = pieces[0].tensor
     if first is not None and share_parts(first):
-        run = partial(pack_pieces, destination, backend, pieces, gathered)
+        run = partial(pack_pieces, destination, pieces, gathered)
         return [ShardTask(job.source.file, run)]
     tasks = []
     for one in pieces:
-        run = partial(pack_pieces, destination, backend, [one], gathered)
+        run = partial(pack_pieces, destination, [one], gathered)
         tasks.append(ShardTask(job.source.file, run))
     return tasks
 
@@ -136,41 +130,36 @@ def _copying_tasks(destination: Destination, jobs: Sequence[Job], piece: int) ->
 
 
 def _converting_tasks(
-    destination: Destination, jobs: Sequence[Job], devices: Devices, piece: int
+    destination: Destination, jobs: Sequence[Job], backend: Backend, piece: int
 ) -> list[ShardTask]:
     """Returns the tasks of kept tensors that are decoded or cast.
 
-    All parts of a task go through the same dtypes on the same device, and all are encoded or none.
+    All parts of a task go through the same dtypes, and all are encoded or none.
     """
-
-    def most(job: CopyJob) -> int:
-        return devices.backend_for(job.name).copy_elements(job, piece)
-
     alone: list[tuple[Sequence[CopyPart], ...]] = []
 
     def parts() -> Iterator[CopyPart]:
         for job in jobs:
             if isinstance(job, CopyJob) and job.is_changed:
-                of_job = [CopyPart(job, one) for one in pieces_of(job.source, most(job))]
+                most = backend.copy_elements(job, piece)
+                of_job = [CopyPart(job, one) for one in pieces_of(job.source, most)]
                 if len(of_job) > 1 and share_parts(of_job[0].piece.tensor):
                     alone.append(tuple([part] for part in of_job))
                 else:
                     yield from of_job
 
     def room(part: CopyPart) -> int:
-        return part.piece.tensor.elements * piece // most(part.job)
+        return part.piece.tensor.elements * piece // backend.copy_elements(part.job, piece)
 
     def kind(part: CopyPart) -> object:
         source = part.job.source
-        backend = devices.backend_for(part.job.name)
-        return source.file, part.job.steps, source.encoding is None, backend
+        return source.file, part.job.steps, source.encoding is None
 
     together = [(batch,) for batch in batches(parts(), room, piece, kind, LARGEST_BATCH)]
     tasks = []
     for of_task in [*together, *alone]:
-        job = of_task[0][0].job
-        run = partial(convert, destination, devices.backend_for(job.name), of_task)
-        tasks.append(ShardTask(job.source.file, run))
+        run = partial(convert, destination, of_task)
+        tasks.append(ShardTask(_file_of(of_task[0][0]), run))
     return tasks
 
 

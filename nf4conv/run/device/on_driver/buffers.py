@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from nf4conv.format.layout import Format
 from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.kernels import Kernels, Purpose
 from nf4conv.run.pieces import aligned, starts
@@ -33,10 +34,21 @@ _OUTPUT_SLACK: Final = 2**20
 
 
 class Gpu:
-    """One GPU with kernels, whose tables are copied there."""
+    """What all threads share of one GPU: memory, and kernels, whose tables are copied there.
 
-    def __init__(self, device: driver.Device, kernels: Mapping[Purpose, Kernels[bytes]]) -> None:
+    `returned` bytes at most come back for each that goes there.
+    """
+
+    def __init__(
+        self,
+        device: driver.Device,
+        kernels: Mapping[Purpose, Kernels[bytes]],
+        format: Format,
+        returned: float,
+    ) -> None:
+        self.returned = returned
         self.device = device
+        self.format = format
         self.held = 0  # the most bytes that were held on it so far
         self._lock = threading.Lock()
         self._spare: list[driver.DeviceMemory] = []
@@ -46,6 +58,16 @@ class Gpu:
             tables = {name: self._upload(stream, table) for name, table in found.tables.items()}
             self.kernels[purpose] = Kernels(found.functions, tables, found.numbers)
         stream.destroy()
+
+    def _upload(self, stream: driver.Stream, content: bytes) -> int:
+        """Copies bytes to new memory on the device; returns their address."""
+        memory = self.allocate(len(content))
+        pinned = driver.PinnedMemory(len(content))
+        pinned.view[:] = content
+        stream.to_device(memory.address, pinned.address, len(content))
+        stream.wait()
+        pinned.free()
+        return memory.address
 
     def allocate(self, size: int) -> driver.DeviceMemory:
         """Returns memory on the device, by preference some that was given back."""
@@ -63,16 +85,6 @@ class Gpu:
         with self._lock:
             self._spare.append(memory)
 
-    def _upload(self, stream: driver.Stream, content: bytes) -> int:
-        """Copies bytes to new memory on the device; returns their address."""
-        memory = self.allocate(len(content))
-        pinned = driver.PinnedMemory(len(content))
-        pinned.view[:] = content
-        stream.to_device(memory.address, pinned.address, len(content))
-        stream.wait()
-        pinned.free()
-        return memory.address
-
 
 class Launch(NamedTuple):
     """A kernel with its arguments."""
@@ -89,14 +101,13 @@ class DriverBuffers:
     results are copied from `output` there to `result`.
     """
 
-    def __init__(self, gpu: Gpu, returned: float, worker: Worker) -> None:
-        """`returned` bytes come back from the GPU for each that goes there, at most."""
+    def __init__(self, gpu: Gpu, worker: Worker) -> None:
         self.gpu = gpu
         self.worker = worker
         self.timed = worker.timed
         self.stream = driver.Stream()
         source_size = worker.piece + TABLE_ROOM
-        result_size = int(worker.piece * returned) + _OUTPUT_SLACK
+        result_size = int(worker.piece * gpu.returned) + _OUTPUT_SLACK
         self.source = driver.PinnedMemory(source_size)
         self.result = driver.PinnedMemory(result_size)
         self.input = gpu.allocate(source_size)

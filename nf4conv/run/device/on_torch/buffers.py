@@ -37,8 +37,7 @@ class SharedTensors:
 class TorchBuffers:
     """Brings bytes of files to the device, and tensors back.
 
-    On the CPU there is no stream. The worker's buffer is used if it has one already, as beside
-    another device.
+    On the CPU there is no stream.
     """
 
     def __init__(
@@ -57,9 +56,8 @@ class TorchBuffers:
         self._kept_ranges: tuple[FileRange, ...] = ()
         self._kept: torch.Tensor | None = None
         is_pinned = stream is not None
-        if not worker.buffer:
-            buffer = torch.empty(worker.piece, dtype=torch.uint8, pin_memory=is_pinned)
-            worker.buffer = buffer.numpy().data
+        self._buffer = torch.empty(worker.piece, dtype=torch.uint8, pin_memory=is_pinned)
+        worker.buffer = self._buffer.numpy().data
         self._output = torch.empty(
             worker.piece if is_pinned else 0, dtype=torch.uint8, pin_memory=is_pinned
         )
@@ -73,8 +71,8 @@ class TorchBuffers:
         *positions, size = _places(ranges)
         if self._uploaded is not None:
             self._uploaded.synchronize()  # the copy that still reads the buffer, if there is one
-        if size <= len(self.worker.buffer):
-            host = self._view(size)
+        if size <= self._buffer.numel():
+            host = self._buffer[:size]
         else:
             host = torch.empty(size, dtype=torch.uint8)
         self.worker.fill(host.numpy().data, ranges, positions)
@@ -113,12 +111,6 @@ class TorchBuffers:
             last = min(first + self.worker.piece, stop)
             [raw] = self.read([(file, first, last)])
             target[first - start : last - start] = raw
-
-    def _view(self, size: int) -> torch.Tensor:
-        """Returns the start of the worker's buffer, which another device may have replaced."""
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self.worker.buffer, dtype=torch.uint8, count=size)
 
     def kept(
         self,

@@ -1,4 +1,4 @@
-"""torch as one thread uses it, on the CPU or on a GPU."""
+"""torch on one device, the CPU or a GPU: as all threads of a run share it, and as one uses it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,14 +8,17 @@ from typing import Final
 import torch
 
 from nf4conv.errors import Nf4convError, PlanError, SourceError
-from nf4conv.plan.jobs import CopyJob
+from nf4conv.format.dtypes import DTYPE_BITS
+from nf4conv.plan.jobs import CopyJob, PackJob
 from nf4conv.plan.rows import Errors
 from nf4conv.run.device.on_torch import packing
 from nf4conv.run.device.on_torch.buffers import SharedTensors, TorchBuffers
 from nf4conv.run.device.on_torch.reading import TORCH_DTYPES, exactly_decoded, read_values
 from nf4conv.run.device.protocol import CastError, Converted, CopyPart
-from nf4conv.run.worker import Activity, Backend, Worker
+from nf4conv.run.pieces import aligned
+from nf4conv.run.worker import Activity, Worker
 from nf4conv.sources.arranged import Merged
+from nf4conv.sources.foreign.bitsandbytes import packed_in_order
 from nf4conv.sources.tensors import TensorInfo
 
 _OUT_OF_MEMORY: Final = ("not enough memory", "can't allocate memory")
@@ -25,6 +28,57 @@ _CHUNK: Final = 2**18
 
 _WIDE: Final = (torch.int64, torch.uint64)
 """Integers, not all of which float64 holds."""
+
+
+class TorchBackend:
+    """torch on one device: "auto", "cpu", "cuda" or "cuda:N"; a PlanError if there is none."""
+
+    def __init__(self, device: str) -> None:
+        self.torch_device = find_device(device)
+        self._shared = SharedTensors()
+
+    @property
+    def name(self) -> str:
+        return str(self.torch_device)
+
+    @contextmanager
+    def open(self, worker: Worker) -> "Iterator[TorchDevice]":
+        """Opens the device for the calling thread; an Nf4convError says that memory ran out."""
+        device = self.torch_device
+        try:
+            with torch.inference_mode():
+                if device.type == "cpu":
+                    torch.set_num_threads(1)  # of this thread only: the workers are the parallelism
+                    yield TorchDevice(device, self._shared, None, worker)
+                else:
+                    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                    with torch.cuda.stream(stream):
+                        yield TorchDevice(device, self._shared, stream, worker)
+        except (RuntimeError, MemoryError) as error:
+            if type(error) is RuntimeError and not _says_out_of_memory(error):
+                raise
+            message = f"{device}: out of memory; try fewer --workers, or --device cpu"
+            raise Nf4convError(message) from error
+
+    def device_memory(self) -> int:
+        if self.torch_device.type != "cuda":
+            return 0
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
+    def weight_room(self, job: PackJob) -> int:
+        if job.is_cut_out:
+            return 2 * job.elements  # a piece holds as many in 16 bits
+        return aligned(job.source_bytes)
+
+    def weight_kind(self, job: PackJob) -> object:
+        return job.name if job.is_cut_out else None  # what is cut out is read alone
+
+    def copy_elements(self, job: CopyJob, piece: int) -> int:
+        source = job.source
+        is_unpacked = packed_in_order(source) is not None and job.dtype == source.dtype
+        if source.encoding is None or is_unpacked:
+            return piece * 8 // DTYPE_BITS[source.dtype]
+        return piece // 2
 
 
 class TorchDevice(TorchBuffers):
@@ -72,6 +126,13 @@ class TorchDevice(TorchBuffers):
             return None
         return CastError(job.source, job.dtype, is_merged=is_merged)
 
+    def subtract(self, a: TensorInfo, b: TensorInfo) -> Errors:
+        """Returns how far the values of two tensors of one size are apart."""
+        first = read_values(self, a).clone()  # the next read reuses the buffer
+        second = read_values(self, b)
+        with self.timed(Activity.COMPUTE):
+            return difference(first, second)
+
     def count_unpackable(self, tensor: TensorInfo, limit: float) -> tuple[int, int]:
         """Counts the values of a tensor that are NaN or infinite, and others above a magnitude."""
         values = read_values(self, tensor)
@@ -116,25 +177,6 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Errors:
     )
 
 
-@contextmanager
-def opened(device: torch.device, shared: SharedTensors, worker: Worker) -> Iterator[TorchDevice]:
-    """Opens torch's device for the calling thread; an Nf4convError says that memory ran out."""
-    try:
-        with torch.inference_mode():
-            if device.type == "cpu":
-                torch.set_num_threads(1)  # of this thread only: the workers are the parallelism
-                yield TorchDevice(device, shared, None, worker)
-            else:
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                with torch.cuda.stream(stream):
-                    yield TorchDevice(device, shared, stream, worker)
-    except (RuntimeError, MemoryError) as error:
-        if type(error) is RuntimeError and not _says_out_of_memory(error):
-            raise
-        message = f"{device}: out of memory; try fewer --workers, or --device cpu"
-        raise Nf4convError(message) from error
-
-
 def _says_out_of_memory(error: RuntimeError) -> bool:
     """Returns True for an error by which torch says that a CPU's memory is full: in words only."""
     return any(words in str(error) for words in _OUT_OF_MEMORY)
@@ -156,8 +198,7 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", number)
 
 
-def device_of(worker: Worker, backend: Backend) -> TorchDevice:
-    """Returns torch's device of a worker; opens it the first time."""
-    device = worker.device(backend)
-    assert isinstance(device, TorchDevice)
-    return device
+def device_of(worker: Worker) -> TorchDevice:
+    """Returns the device of a worker that computes with torch."""
+    assert isinstance(worker.device, TorchDevice)
+    return worker.device
