@@ -3,7 +3,6 @@
 import json
 import logging
 import shlex
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,9 @@ _OF_WEIGHTS: Final = (
     "scales",
     "dtype",
 )
-"""Options of `quantize` that each group of weights in nf4conv.json answers."""
+"""Options of `quantize` that each group of weights in nf4conv.json answers: if all groups are the
+same, it makes no difference whether these were asked for or left open.
+"""
 
 _READ_ALWAYS: Final = ("index", "components", "quant state", "layout", "code maps")
 """Checks of small tensors and of the index, which take no time beside those of headers."""
@@ -82,7 +83,7 @@ def find_earlier(
     _require_same(record, plan.record, out)
     if not _is_whole(plan, out):
         return None
-    _require_planned(out, plan.output.shards)
+    _require_undamaged(out, plan.output.shards)
     _require_enough(run, verification, out)
     tidy(out)
     progress(plan.output.bytes_to_read)
@@ -101,52 +102,33 @@ def find_earlier(
 def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
     """Checks that two contents of nf4conv.json describe one job."""
     old, new = _flat(before), _flat(now)
-    for key in {**old, **new}:
-        if old.get(key) != new.get(key):
-            what = _difference(key, old.get(key), new.get(key))
-            raise OutputError(
-                f"{out}: holds the result of another job ({MAKING}: {what}); "
-                f"choose another folder, or --overwrite",
-                path=out,
-            )
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    if now.get("command") == "quantize" and "weights" not in differing:
+        differing = [key for key in differing if key not in _OF_WEIGHTS]
+    if not differing:
+        return
+    key = differing[0]
+    was, now_is = json.dumps(old.get(key)), json.dumps(new.get(key))
+    what = f"{key.replace('_', '-')} was {was} and is {now_is} now"
+    if key.endswith("sha256"):
+        what = "the source has changed since"
+    elif key == "schema_version":
+        what = "another release of nf4conv wrote it"
+    elif key in ("weights", "not_packed"):
+        what = "tensors of it were made otherwise"
+    raise OutputError(
+        f"{out}: holds the result of another job ({MAKING}: {what}); "
+        f"choose another folder, or --overwrite",
+        path=out,
+    )
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of nf4conv.json with those of its options and its source among them.
-
-    Options that say how weights are packed are those of the weights that are there: it makes no
-    difference whether they were asked for or left open.
-    """
-    flat = {"schema_version": record.get("schema_version"), **record["options"], **record["source"]}
-    if record.get("command") == "quantize":
-        for option in _OF_WEIGHTS:
-            flat[option] = _among_weights(record, option)
-    flat.update(record)
+    """Returns the fields of nf4conv.json with those of its options and its source among them."""
+    first = {"schema_version": record.get("schema_version")}
+    flat = {**first, **record["options"], **record["source"], **record}
     del flat["options"], flat["source"]
     return flat
-
-
-def _among_weights(record: Mapping[str, Any], option: str) -> object:
-    """Returns the value that all groups of weights share, or the list of their values."""
-    groups = record.get("weights")
-    if not isinstance(groups, list):
-        return None
-    values: list[object] = []
-    for group in groups:
-        value = group.get(option) if isinstance(group, dict) else None
-        if value not in values:
-            values.append(value)
-    return values[0] if len(values) == 1 else values
-
-
-def _difference(key: str, old: object, new: object) -> str:
-    if key.endswith("sha256"):
-        return "the source has changed since"
-    if key == "schema_version":
-        return "another release of nf4conv wrote it"
-    if key in ("weights", "not_packed"):
-        return "tensors of it were made otherwise"
-    return f"{key.replace('_', '-')} was {json.dumps(old)} and is {json.dumps(new)} now"
 
 
 def _is_whole(plan: WritingPlan, out: Path) -> bool:
@@ -167,36 +149,27 @@ def _is_whole(plan: WritingPlan, out: Path) -> bool:
     return config.read_bytes() == plan.config_bytes
 
 
-def _require_planned(out: Path, shards: Sequence[Shard]) -> None:
+def _require_undamaged(out: Path, shards: Sequence[Shard]) -> None:
     """Checks the weight files of a finished result against its plan: headers and small tensors.
 
     `shards` may be those of a part.
     """
-    for shard in shards:
-        if not (out / shard.name).is_file():
-            _refuse_damaged(out / shard.name, "is missing")
+    names = {shard.name for shard in shards}
     structure = read_structure(out)
-    found: defaultdict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
-    for tensor in structure.tensors.values():
-        found[tensor.file.name][tensor.name] = (tensor.dtype, tensor.shape)
-    damaged = {one.file: one.text for one in structure.findings if one.check == "files"}
-    for shard in shards:
-        path = out / shard.name
-        if shard.name in damaged:
-            _refuse_damaged(path, f"is damaged: {damaged[shard.name]}")
-        tensors = found[shard.name]
-        if tensors.keys() != set(shard.tensor_names()):
-            _refuse_damaged(path, "holds other tensors than were written")
-        for entry in shard.entries():
-            if tensors[entry.name] != (entry.dtype, tuple(entry.shape)):
-                _refuse_damaged(path, f"{entry.name}: has another dtype or shape than was written")
     for finding in structure.findings:
-        if finding.is_fault and finding.check in _READ_ALWAYS:
+        is_read = finding.is_fault and finding.check in _READ_ALWAYS
+        if is_read or (finding.check == "files" and finding.file in names):
             _refuse_damaged(out, finding.line())
+    for shard in shards:
+        for entry in shard.entries():
+            found = structure.tensors.get(entry.name)
+            wanted = (shard.name, entry.dtype, tuple(entry.shape))
+            if found is None or (found.file.name, found.dtype, found.shape) != wanted:
+                _refuse_damaged(out, f"{shard.name}: {entry.name} is not there as it was written")
 
 
 def _refuse_damaged(path: Path, fault: str) -> None:
-    raise OutputError(f"{path}: {fault}; --overwrite makes the result anew", path=path)
+    raise OutputError(f"{path}: is damaged: {fault}; --overwrite makes the result anew", path=path)
 
 
 def _require_enough(run: RunOptions, verified: VerificationSummary | None, out: Path) -> None:
