@@ -7,14 +7,14 @@ as do these tests.
 import numpy as np
 import pytest
 import torch
-from batched import launch_mean, means_of, quantize_batch
+from batched import means_of, quantize_batch
 from four_bit import error_sums
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops, reference
 from nf4conv.codec.kernels import launch
 from nf4conv.codec.kernels.decoding import dequantize
-from nf4conv.codec.kernels.packing import mean, nested, pack
+from nf4conv.codec.kernels.packing import nested, pack
 from nf4conv.codec.quant_state import Decoding, NestedState, QuantState, code_table
 from nf4conv.format.codebook import BLOCKSIZES
 
@@ -280,7 +280,6 @@ def test_batch_equals_the_loop(quant_type: str, dtype: str) -> None:
 
 
 def test_batch_means_are_torchs() -> None:
-    assert mean.repeats_torch(CUDA, launch_mean)
     counts = np.array([1, 3, 127, 128, 255, 4097, 30_000, 130_560, 130_561, 300_007])
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = spread_values(int(offsets[-1] + counts[-1])).to(CUDA)

@@ -7,13 +7,13 @@ float32 only.
 import numpy as np
 import pytest
 import torch
-from batched import launch_mean, quantize_batch
+from batched import means_of, quantize_batch
 from four_bit import sums_of
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, spread_values
 
 from nf4conv.codec import kernels, ops, reference
 from nf4conv.codec.kernels import tables, vectors
-from nf4conv.codec.kernels.packing import mean, nested
+from nf4conv.codec.kernels.packing import nested
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table, decoding_of
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.codec.reference.dequantize import decoded_absmax
@@ -156,7 +156,7 @@ def test_mean_kernel_repeats_torchs_order() -> None:
     counts = np.array([1, 2, 5, 31, 33, 100, 127, 128, 129, 131, 1000, 2047, 2048, 4099, 20_003])
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = spread_values(int(offsets[-1] + counts[-1])).to(DEVICE)
-    means = mean.short_means(values, offsets, counts, launch_mean)
+    means = means_of(values, offsets, counts)
     expected = [
         cuda_mean(values[start : start + count].cpu())
         for start, count in zip(offsets, counts, strict=True)

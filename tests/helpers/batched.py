@@ -11,12 +11,11 @@ import torch
 from nf4conv.codec.kernels.launch import Launcher
 from nf4conv.codec.kernels.packing import mean
 from nf4conv.codec.kernels.packing.batch import compress_batch_kernel, quantize_batch_kernel
-from nf4conv.codec.kernels.packing.mean import long_mean, resident_blocks, short_means
 from nf4conv.codec.kernels.packing.nested import NUM_WARPS
 from nf4conv.codec.kernels.packing.pack import packing, packing_table
 from nf4conv.codec.kernels.slots import ELEMENTWISE, SLOTWISE
 from nf4conv.codec.kernels.tables import middle_table
-from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks
+from nf4conv.codec.mean_order import TORCH_BLOCK, thread_blocks, threads
 
 _launch_quantize = Launcher(quantize_batch_kernel)
 _launch_compress = Launcher(compress_batch_kernel)
@@ -55,14 +54,18 @@ def launch_mean(name: str, programs: int, arguments: tuple) -> None:
 
 def means_of(values: torch.Tensor, offsets: np.ndarray, counts: np.ndarray) -> torch.Tensor:
     """[vectors]: short ones by one launch, long ones by two each."""
-    means = short_means(values, offsets, counts, launch_mean)
+    means = torch.full((len(counts),), torch.nan, device=values.device)
+    addresses = values.data_ptr() + 4 * offsets
+    threads_of = np.array([threads(count) for count in counts.tolist()], dtype=np.int64)
+    table = torch.from_numpy(np.stack([addresses, counts, threads_of])).to(values.device)
+    launch_mean("mean", len(counts), (table, means, len(counts)))
     for index in np.flatnonzero(counts > TORCH_BLOCK).tolist():
         count = int(counts[index])
         vector = values[int(offsets[index]) :][:count]
-        partial = torch.empty(
-            thread_blocks(count, resident_blocks(values.device)), device=values.device
-        )
-        long_mean(vector, partial, means[index : index + 1], launch_mean)
+        blocks = thread_blocks(count, mean.resident_blocks(values.device))
+        partial = torch.empty(blocks, device=values.device)
+        launch_mean("mean_part", blocks, (vector, partial, count, blocks))
+        launch_mean("mean_total", 1, (partial, means[index : index + 1], blocks, count))
     return means
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import pwd
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 
 from nf4conv.codec.kernels import launch
 from nf4conv.run.device.on_driver import kernels
-from nf4conv.run.device.on_driver.driver import CudaError
-from nf4conv.run.device.on_driver.kernels import Purpose, compile_kernels, load_bundles
+from nf4conv.run.device.on_driver.kernels import Purpose, load_bundles
 
 CONTENT = {"kernels": {}, "tables": {"a": "AAAA"}, "numbers": {"b": 1}}
 PURPOSE = Purpose("encoder", ("bfloat16", "nf4", 64, "absmax"))
@@ -116,21 +114,6 @@ def test_kernels_are_loaded_on_the_device_they_are_for(
     monkeypatch.setattr(kernels, "load_kernels", remember)
     assert load_bundles(gpu, [PURPOSE]) == {PURPOSE: None}  # type: ignore[arg-type]
     assert loaded == [(CONTENT, True)]
-
-
-def test_a_context_is_made_while_torch_is_imported(monkeypatch: pytest.MonkeyPatch):
-    """A thread of its own makes it. An error there is raised again where the user can be told."""
-    gpu, users = Gpu(), []
-
-    def use() -> None:
-        users.append(threading.current_thread())
-        raise CudaError("full")
-
-    monkeypatch.setattr(gpu, "use", use)
-    with pytest.raises(CudaError, match="full"):
-        compile_kernels(gpu, gpu.capability(), [PURPOSE])  # type: ignore[arg-type]
-    assert len({*users}) == 2
-    assert users[-1] is threading.current_thread()
 
 
 def test_triton_keeps_nothing_at_a_home_that_is_not_there(

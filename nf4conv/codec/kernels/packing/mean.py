@@ -2,67 +2,20 @@
 
 Up to TORCH_BLOCK values torch reduces with one thread block, in an order that `mean_kernel`
 repeats. Beyond, it deals the vectors of 4 to several thread blocks in turn, and one block sums
-their sums. codec/reduction.py describes the order, and repeats it in numpy; codec/mean_order.py has
-the number of threads and of blocks.
+their sums. codec/reduction.py describes the order, that of torch 2.10 and later, and repeats it in
+numpy; codec/mean_order.py has the number of threads and of blocks.
 """
 
-from collections.abc import Callable
-from typing import Any, Final
-
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from nf4conv.codec.kernels.launch import kernel
 from nf4conv.codec.kernels.slots import split_words
-from nf4conv.codec.mean_order import MAX_THREADS, TORCH_BLOCK, thread_blocks, threads
+from nf4conv.codec.mean_order import MAX_THREADS, TORCH_BLOCK
 
 NUM_WARPS = 4
 _TORCH_BLOCK = tl.constexpr(TORCH_BLOCK)
-
-# Lengths at which `repeats_torch` compares: those that torch does not read as vectors of 4, those
-# that one thread block sums, and those that several do.
-_SINGLE: Final = (1, 2, 5, 31, 33, 64, 100, 127)
-_SHORT: Final = (128, 129, 131, 1000, 2047, 2048, 4099, 65_536, 130_557, TORCH_BLOCK)
-_LONG: Final = (TORCH_BLOCK + 1, 200_000, 917_504, 1_000_003, 5_000_000)
-
-Launch = Callable[[str, int, tuple[Any, ...]], object]
-"""Launches a kernel of ahead.encoder, "mean", "mean_part" or "mean_total". It takes the name, the
-number of programs, and the tensors and numbers that are the kernel's arguments.
-"""
-
-
-def short_means(
-    values: torch.Tensor,
-    offsets: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    launch: Launch,
-) -> torch.Tensor:
-    """Takes the means of many vectors in torch's order of summation.
-
-    They lie in a flat float32 buffer, each from an offset that is a multiple of 4, and `launch`
-    launches the kernel "mean". Returns [vectors] float32; NaN for those longer than TORCH_BLOCK.
-    """
-    means = torch.full((len(counts),), torch.nan, device=values.device)
-    addresses = values.data_ptr() + 4 * offsets
-    threads_of = np.array([threads(count) for count in counts.tolist()], dtype=np.int64)
-    table = torch.from_numpy(np.stack([addresses, counts, threads_of])).to(values.device)
-    launch("mean", len(counts), (table, means, len(counts)))
-    return means
-
-
-def long_mean(
-    values: torch.Tensor, partial: torch.Tensor, mean: torch.Tensor, launch: Launch
-) -> None:
-    """Takes the mean of one vector of more than TORCH_BLOCK values, at a multiple of 16 bytes.
-    `partial` is scratch for the sums of as many blocks as torch would use; `launch` launches the
-    kernels "mean_part" and "mean_total".
-    """
-    blocks = partial.numel()
-    launch("mean_part", blocks, (values, partial, values.numel(), blocks))
-    launch("mean_total", 1, (partial, mean, blocks, values.numel()))
 
 
 def resident_blocks(device: torch.device) -> int:
@@ -72,32 +25,6 @@ def resident_blocks(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device)
     blocks_each = properties.max_threads_per_multi_processor // MAX_THREADS
     return int(properties.multi_processor_count * blocks_each)
-
-
-def repeats_torch(device: torch.device, launch: Launch) -> bool:
-    """Returns True if these kernels give the bits of torch's mean on a GPU.
-
-    The order of a sum belongs to torch's release, so it is tried out.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    counts = np.array(_SINGLE + _SHORT)
-    ends = np.cumsum(-(-counts // 4) * 4)
-    offsets = np.concatenate([[0], ends[:-1]])
-    values = torch.rand(int(offsets[-1] + counts[-1]), generator=generator, device=device)
-    expected = []
-    for offset, count in zip(offsets.tolist(), counts.tolist(), strict=True):
-        expected.append(values[offset : offset + count].mean())
-    if not torch.equal(short_means(values, offsets, counts, launch), torch.stack(expected)):
-        return False
-    mean = torch.empty(1, device=device)
-    for count in _LONG:
-        values = torch.rand(count, generator=generator, device=device)
-        blocks = thread_blocks(count, resident_blocks(device))
-        partial = torch.empty(blocks, device=device)
-        long_mean(values, partial, mean, launch)
-        if not torch.equal(mean[0], values.mean()):
-            return False
-    return True
 
 
 @triton.jit

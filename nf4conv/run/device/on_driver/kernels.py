@@ -10,11 +10,8 @@ import functools
 import hashlib
 import json
 import logging
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -24,7 +21,7 @@ from nf4conv.errors import OutputError
 from nf4conv.format.dtypes import TAGS
 from nf4conv.format.layout import Format
 from nf4conv.output.writer import write_file
-from nf4conv.run.device.on_driver.driver import CudaError, Device, Function, Stream
+from nf4conv.run.device.on_driver.driver import Device, Function
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.files import cache_folder, read_private
 
@@ -181,22 +178,19 @@ def compile_kernels(
     """Compiles kernels for a GPU, which becomes the thread's current device.
 
     Returns kernels, tables and numbers by purpose, as JSON. None if torch has no CUDA here, if the
-    GPU is too old, or if torch takes means in an order that our kernels do not repeat.
+    GPU is too old, or if torch is: before 2.10 it takes means in another order than our kernels.
     """
-    meanwhile = threading.Thread(target=_prepare, args=(gpu,))
-    meanwhile.start()
     import torch
 
     from nf4conv.codec import backends, reference  # importing torch takes seconds
 
-    meanwhile.join()
     gpu.use()
     device = torch.device("cuda", gpu.ordinal)
-    if not torch.cuda.is_available() or backends.backend(device) is reference:
+    is_too_old = torch.__version__ < "2.10"
+    if is_too_old or not torch.cuda.is_available() or backends.backend(device) is reference:
         return None
     with torch.cuda.device(device):
-        contents = _compiled(device, capability, purposes)
-        return contents if _repeats_torch(device, contents) else None
+        return _compiled(device, capability, purposes)
 
 
 def _compiled(
@@ -215,48 +209,6 @@ def _compiled(
         tables = {name: base64.b64encode(table).decode() for name, table in one.tables.items()}
         contents[purpose] = {"kernels": kernels, "tables": tables, "numbers": one.numbers}
     return contents
-
-
-def _repeats_torch(device: Any, contents: Mapping[Purpose, dict[str, Any]]) -> bool:
-    """Returns True if compiled kernels that pack take means as torch does; tries one purpose."""
-    import torch
-
-    from nf4conv.codec.kernels.packing import mean  # importing torch takes seconds
-
-    for purpose, content in contents.items():
-        if purpose.maker == "encoder":
-            stream = Stream(torch.cuda.current_stream().cuda_stream)
-            functions = load_kernels(content).functions
-            return bool(mean.repeats_torch(device, partial(_launch, functions, stream)))
-    return True
-
-
-def _launch(
-    functions: Mapping[str, Function],
-    stream: Stream,
-    name: str,
-    programs: int,
-    arguments: Sequence[Any],
-) -> None:
-    """Launches a kernel on tensors and numbers.
-
-    Triton, which could do it, needs a C compiler for that.
-    """
-    values = [value if isinstance(value, int) else value.data_ptr() for value in arguments]
-    functions[name].launch(stream, programs, values)
-
-
-def _prepare(gpu: Device) -> None:
-    """Does meanwhile what does not need torch.
-
-    It makes a context; and it has Triton hash itself, which is half a gigabyte.
-    """
-    # torch's CPU build brings no Triton; an error of the driver is met again
-    with suppress(ImportError, CudaError):
-        gpu.use()
-        from triton.runtime.cache import triton_key
-
-        triton_key()
 
 
 def make_codec(device: Any, purpose: Purpose) -> Any:
