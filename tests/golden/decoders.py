@@ -9,7 +9,6 @@ holds DeepSeek's own scripts for the releases that have no library.
 import argparse
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -434,30 +433,17 @@ def gpt_oss(_: Path) -> Release:
 
 V3 = "deepseek-ai/DeepSeek-V3@9b4e9788e4a3a731f7567338ed15d3ec549ce03b:inference/fp8_cast_bf16.py"
 V4 = "lvyufeng/PocketMoE@3a34a3df28c7f6b9c009b96f01590d4daade00bc:inference/convert.py"
-CAST = """
-import os, runpy, safetensors.torch, sys, torch
-load = safetensors.torch.load_file
-safetensors.torch.load_file = lambda path, device: load(path)  # it asks for a GPU
-torch.set_default_dtype = lambda dtype: None  # it asks for bfloat16
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 def cast_by_script(scripts: Path, tensors: Tensors) -> Tensors:
-    """What fp8_cast_bf16.py makes of a checkpoint, in float32, by Triton's interpreter."""
+    """What fp8_cast_bf16.py makes of a checkpoint, on a GPU."""
     work = scripts / "work"
     work.mkdir(exist_ok=True)
     save_file(tensors, work / "model.safetensors")
     index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
     (work / "model.safetensors.index.json").write_text(json.dumps(index))
     arguments = ["--input-fp8-hf-path", str(work), "--output-bf16-hf-path", str(work / "out")]
-    subprocess.run(
-        [sys.executable, "-c", CAST, str(scripts / "v3/fp8_cast_bf16.py"), *arguments],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        check=True,
-    )
+    subprocess.run([sys.executable, scripts / "v3/fp8_cast_bf16.py", *arguments], check=True)
     return load_file(work / "out/model.safetensors")
 
 
@@ -521,12 +507,8 @@ def deepseek_v32(_: Path) -> Release:
 
 
 def deepseek_v32_by_script(scripts: Path) -> Release:
-    """In float32 and without NaN: Triton's interpreter, which runs the script's kernel on a CPU,
-    cuts floats off where a GPU rounds them to bfloat16, and takes the NaN of E4M3 for 480.
-    """
     codes = torch.arange(256, dtype=torch.uint8)
-    finite = codes[codes & 127 != 127]
-    return deepseek_v32_of(finite, lambda tensors, _: cast_by_script(scripts, tensors), V3)
+    return deepseek_v32_of(codes, lambda tensors, _: cast_by_script(scripts, tensors), V3)
 
 
 def deepseek_v4_kept() -> Tensors:
