@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nf4conv.errors import CodecError
-from nf4conv.inference.moe import conditions, entry
+from nf4conv.inference.moe import entry
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +90,7 @@ def write_fakes(folder: Path, version: str = "5.23.0") -> Path:
     quantizers.mkdir(parents=True)
     (folder / "transformers/__init__.py").write_text(f"__version__ = {version!r}\n")
     (quantizers / "__init__.py").write_text("")
-    names = [name.rpartition(".")[2] for name in conditions.HOOKS[conditions.QUANTIZER]]
+    names = [name.rpartition(".")[2] for name in entry.HOOKS[entry.QUANTIZER]]
     methods = "".join(f"    def {name}(self, *args, **kwargs): ...\n" for name in names)
     (quantizers / "quantizer_bnb_4bit.py").write_text(f"class Bnb4BitHfQuantizer:\n{methods}")
     return install(folder)

@@ -3,7 +3,6 @@ decoded ones.
 """
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -84,25 +83,6 @@ def test_routers_that_transformers_4_packed_are_decoded(tmp_path):
         packed, decoded[name] = pack(tensors.pop(name), is_nested=True)
         tensors |= {f"{key}.{suffix}" if suffix else key: each for suffix, each in packed.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model.load_state_dict(decoded)
-    compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, stacks_of(model))
-
-
-def test_layers_too_narrow_for_the_kernels_of_bitsandbytes(tmp_path):
-    """On a CPU with AVX-512, they take rows in multiples of 32."""
-    model = build("qwen3_moe", num_key_value_heads=1)
-    decoded = save(model, "qwen3_moe", tmp_path, Packing())
-    tensors = load_file(tmp_path / "model.safetensors")
-    narrow = [name for name in tensors if name.endswith(("k_proj.weight", "v_proj.weight"))]
-    for name in narrow:
-        packed, decoded[name] = pack(tensors.pop(name), is_nested=True)
-        tensors |= {f"{name}.{suffix}" if suffix else name: each for suffix, each in packed.items()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    skipped = config["quantization_config"]["llm_int8_skip_modules"]
-    left = [name for name in skipped if f"{name}.weight" not in narrow]
-    config["quantization_config"]["llm_int8_skip_modules"] = left
-    (tmp_path / "config.json").write_text(json.dumps(config))
     model.load_state_dict(decoded)
     compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, stacks_of(model))
 

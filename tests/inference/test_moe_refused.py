@@ -93,24 +93,6 @@ def test_a_stack_is_missing(folders, tmp_path):
     assert message.startswith(DOWN)
 
 
-@pytest.mark.parametrize(
-    ("component", "damaged_as"),
-    [
-        ("nested_quant_map", lambda tensor: torch.full_like(tensor, torch.nan)),
-        ("nested_quant_map", lambda tensor: tensor.flip(0)),
-        ("nested_absmax", lambda tensor: tensor.int()),
-        ("quant_map", lambda tensor: torch.full_like(tensor, torch.nan)),
-    ],
-)
-def test_damaged_components(folders, tmp_path, component, damaged_as):
-    def damage(tensors: Tensors) -> None:
-        tensors[f"{EXPERT}.{component}"] = damaged_as(tensors[f"{EXPERT}.{component}"])
-
-    message = refused(folders["packed-True"], tmp_path, damage)
-    assert component in message
-    assert "(mlp.experts.*.up_proj.weight)" in message
-
-
 def test_shapes_differ(folders, tmp_path):
     damage = repacked(EXPERT, torch.randn(64, 64))
     message = refused(folders["packed-True"], tmp_path, damage)
@@ -140,14 +122,6 @@ def test_damaged_codes(folders, tmp_path):
     assert "(mlp.experts.*.up_proj.weight)" in message
 
 
-def test_damaged_scales(folders, tmp_path):
-    def damage(tensors: Tensors) -> None:
-        tensors["model.layers.0.mlp.experts.down_proj.absmax"][40] = torch.nan
-
-    message = refused(folders["stacked-False"], tmp_path, damage)
-    assert "model.layers.0.mlp.experts.down_proj (experts.down_proj): expert 1: absmax" in message
-
-
 def test_experts_on_the_disk(folders, tmp_path):
     """accelerate's offloading, which transformers allows if the config asks for it."""
     folder = shutil.copytree(folders["packed-True"], tmp_path / "mixture")
@@ -156,9 +130,7 @@ def test_experts_on_the_disk(folders, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     others = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0")
     device_map = {**dict.fromkeys(others, "cpu"), "model.layers.1": "disk"}
-    with pytest.raises(
-        CodecError, match=r"layers\.1\.mlp\.experts\.\w+: packed experts cannot stay"
-    ):
+    with pytest.raises(CodecError, match="packed experts cannot stay"):
         AutoModelForCausalLM.from_pretrained(
             folder, device_map=device_map, offload_folder=tmp_path / "disk"
         )

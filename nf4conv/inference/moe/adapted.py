@@ -1,170 +1,80 @@
-"""AdaptedExperts is W + scaling · lhs · rhs with W in 4 bits, and never adds it up.
+"""LoRA on packed experts: W + scaling · lhs · rhs with W in 4 bits, which is never added up.
 
 PEFT adapts a parameter (`target_parameters`) by replacing it with `torch.baddbmm(W, lhs, rhs)` at
 every forward pass. Adding up decodes all experts, and gives the sum a gradient of its full size.
 Here a product becomes x · W + scaling · (x · lhs) · rhs: W stays packed, and only the factors get
-gradients.
+gradients. So these functions of torch are computed above autograd.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from nf4conv.errors import PlanError
-from nf4conv.inference.moe.tensor import FUNCTIONS as ABOVE_AUTOGRAD
-from nf4conv.inference.moe.tensor import OPERATIONS, Experts4bit
-
-
-@dataclass(frozen=True, eq=False)
-class Factors:
-    """A low-rank matrix for each expert: scaling · lhs · rhs.
-
-    Attributes:
-        lhs: [n, rows, rank], or [rows, rank] for a single expert.
-        rhs: [n, rank, columns], or [rank, columns] for a single expert.
-        scaling: the number that the product lhs · rhs is multiplied by.
-    """
-
-    lhs: torch.Tensor
-    rhs: torch.Tensor
-    scaling: float
-
-    def chosen(self, index: Any) -> "Factors":
-        """Returns the factors of some experts, or of one."""
-        return Factors(self.lhs[index], self.rhs[index], self.scaling)
-
-    def transposed(self) -> "Factors":
-        """Returns the factors of the transposed matrices."""
-        lhs, rhs = self.rhs.transpose(-2, -1), self.lhs.transpose(-2, -1)
-        return Factors(lhs, rhs, self.scaling)
-
-
-class AdaptedExperts(torch.Tensor):
-    """Shows experts in 4 bits with LoRA.
-
-    Attributes:
-        base: the experts without LoRA.
-        factors: what is added to them, one for each adapter.
-    """
-
-    base: Experts4bit
-    factors: tuple[Factors, ...]
-
-    @staticmethod
-    def __new__(cls, base: Experts4bit, factors: tuple[Factors, ...]) -> "AdaptedExperts":
-        """Makes the tensor: shape, dtype and device of the base, without storage."""
-        made: AdaptedExperts = torch.Tensor._make_wrapper_subclass(
-            cls, base.shape, dtype=base.dtype, device=base.device, requires_grad=False
-        )
-        made.base = base
-        made.factors = factors
-        return made
-
-    def __init__(self, base: Experts4bit, factors: tuple[Factors, ...]) -> None:
-        """Has nothing to do: __new__ did it."""
-
-    def added_up(self) -> torch.Tensor:
-        """Returns the sum as a plain tensor, differentiable with respect to the factors."""
-        total = self.base.decoded()
-        for own in self.factors:
-            product = torch.matmul(own.lhs.to(total.dtype), own.rhs.to(total.dtype))
-            total = total + own.scaling * product
-        return total
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Computes with a function of FUNCTIONS if there is one; otherwise adds up.
-
-        Metadata, such as shape and dtype, is looked up and needs no sum.
-        """
-        kwargs = kwargs or {}
-        own = FUNCTIONS.get(func)
-        if own is not None:
-            result = own(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        adapted, plain = AdaptedExperts, AdaptedExperts.added_up
-        args, kwargs = torch.utils._pytree.tree_map_only(adapted, plain, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Is reached below autograd only, where nothing needs a gradient."""
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return AdaptedExperts(args[0].base, args[0].factors)
-        adapted, plain = AdaptedExperts, AdaptedExperts.added_up
-        args, kwargs = torch.utils._pytree.tree_map_only(adapted, plain, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """Returns the base, and how many adapters there are."""
-        return f"AdaptedExperts({self.base!r}, {len(self.factors)} adapters)"
+from nf4conv.inference.moe.tensor import FUNCTIONS, OPERATIONS, Experts4bit, Factors
 
 
 def adapt(
     weight: Any, lhs: torch.Tensor, rhs: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Any:
     """Returns `torch.baddbmm(weight, lhs, rhs)` of packed experts without adding up."""
-    if beta != 1 or weight.dim() != 3:
+    if beta != 1 or not isinstance(weight, Experts4bit) or weight.dim() != 3:
         return NotImplemented
-    own = Factors(lhs, rhs, alpha)
-    if isinstance(weight, AdaptedExperts):
-        return AdaptedExperts(weight.base, (*weight.factors, own))
-    if isinstance(weight, Experts4bit):
-        return AdaptedExperts(weight, (own,))
-    return NotImplemented
+    return weight.with_factors((*weight.factors, Factors(lhs, rhs, alpha)))
 
 
-def _getitem(weight: AdaptedExperts, index: Any) -> Any:
-    """Chooses experts, as Experts4bit does."""
-    base = weight.base[index]
+def _factors_of(value: Any) -> tuple[Factors, ...]:
+    """Returns the adapters of packed experts; none of anything else."""
+    return value.factors if isinstance(value, Experts4bit) else ()
+
+
+def _getitem(weight: Experts4bit, index: Any) -> Any:
+    """Chooses experts."""
+    factors = _factors_of(weight)
+    base: Any = weight.with_factors(())[index] if factors else None
     if not isinstance(base, Experts4bit):
         return NotImplemented
-    return AdaptedExperts(base, tuple(own.chosen(index) for own in weight.factors))
+    chosen = [Factors(own.lhs[index], own.rhs[index], own.scaling) for own in factors]
+    return base.with_factors(tuple(chosen))
 
 
-def _transpose(weight: AdaptedExperts, *dims: int) -> Any:
-    """Transposes each matrix, as Experts4bit does."""
-    base = weight.base.transpose(*dims) if dims else weight.base.t()
+def _transpose(weight: Experts4bit, *dims: int) -> Any:
+    """Transposes each matrix."""
+    factors = _factors_of(weight)
+    base: Any = None
+    if factors:
+        plain = weight.with_factors(())
+        base = plain.transpose(*dims) if dims else plain.t()
     if not isinstance(base, Experts4bit):
         return NotImplemented
-    return AdaptedExperts(base, tuple(own.transposed() for own in weight.factors))
+    turned = [
+        Factors(own.rhs.transpose(-2, -1), own.lhs.transpose(-2, -1), own.scaling)
+        for own in factors
+    ]
+    return base.with_factors(tuple(turned))
 
 
-def _to(weight: AdaptedExperts, *args: Any, **kwargs: Any) -> AdaptedExperts:
+def _to(weight: Experts4bit, *args: Any, **kwargs: Any) -> Any:
     """Moves or casts experts and factors."""
+    if not _factors_of(weight):
+        return NotImplemented
     factors = []
     for own in weight.factors:
         lhs, rhs = own.lhs.to(*args, **kwargs), own.rhs.to(*args, **kwargs)
         factors.append(Factors(lhs, rhs, own.scaling))
-    base: Any = weight.base.to(*args, **kwargs)
-    return AdaptedExperts(base, tuple(factors))
+    base: Any = weight.with_factors(()).to(*args, **kwargs)
+    return base.with_factors(tuple(factors))
 
 
 def _linear(x: Any, weight: Any, bias: torch.Tensor | None = None) -> Any:
     """Multiplies with one expert: x · Wᵀ + bias."""
-    if not isinstance(weight, AdaptedExperts) or weight.dim() != 2:
+    factors = _factors_of(weight)
+    if not factors or weight.dim() != 2:
         return NotImplemented
-    result = functional.linear(x, weight.base, bias)
-    for own in weight.factors:
+    result = functional.linear(x, weight.with_factors(()), bias)
+    for own in factors:
         low = functional.linear(x, own.rhs)
         result = result + own.scaling * functional.linear(low, own.lhs)
     return result
@@ -172,14 +82,15 @@ def _linear(x: Any, weight: Any, bias: torch.Tensor | None = None) -> Any:
 
 def _matmul(left: Any, right: Any) -> Any:
     """Multiplies from either side: x · W, or W · x."""
-    if isinstance(right, AdaptedExperts) and not isinstance(left, AdaptedExperts):
-        result = torch.matmul(left, right.base)
-        for own in right.factors:
+    of_left, of_right = _factors_of(left), _factors_of(right)
+    if of_right and not of_left:
+        result = torch.matmul(left, right.with_factors(()))
+        for own in of_right:
             result = result + own.scaling * torch.matmul(torch.matmul(left, own.lhs), own.rhs)
         return result
-    if isinstance(left, AdaptedExperts) and not isinstance(right, AdaptedExperts):
-        result = torch.matmul(left.base, right)
-        for own in left.factors:
+    if of_left and not of_right:
+        result = torch.matmul(left.with_factors(()), right)
+        for own in of_left:
             result = result + own.scaling * torch.matmul(own.lhs, torch.matmul(own.rhs, right))
         return result
     return NotImplemented
@@ -189,10 +100,11 @@ def _grouped_by(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """Returns the grouped product of adapted experts, by a function that multiplies plain ones."""
 
     def multiply(x: Any, weight: Any, offs: Any = None, **kwargs: Any) -> Any:
-        if not isinstance(weight, AdaptedExperts) or offs is None:
+        factors = _factors_of(weight)
+        if not factors or offs is None:
             return NotImplemented
-        result = function(x, weight.base, offs=offs, **kwargs)
-        for own in weight.factors:
+        result = function(x, weight.with_factors(()), offs=offs, **kwargs)
+        for own in factors:
             low = multiply_groups(x, own.lhs, offs)
             result = result + own.scaling * multiply_groups(low, own.rhs, offs)
         return result
@@ -231,77 +143,28 @@ def _refuse_to_merge(target: Any, *_: Any, **__: Any) -> Any:
     )
 
 
-# ---------------------------------------------------------------- layers of experts
-
-
-class PackedLayer(NamedTuple):
-    """The weights of a layer of packed experts.
-
-    Attributes:
-        up: `gate_up_proj`, or `up_proj` where experts have no gate.
-        down: `down_proj`.
-        up_factors: LoRA on `up`; empty without LoRA.
-        down_factors: LoRA on `down`; empty without LoRA.
-    """
-
-    up: Experts4bit
-    down: Experts4bit
-    up_factors: tuple[Factors, ...]
-    down_factors: tuple[Factors, ...]
-
-
-def packed_weights(module: torch.nn.Module) -> PackedLayer | None:
-    """Returns the weights of a layer of experts; None unless both are packed."""
-    name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-    up, down = _split(getattr(module, name, None)), _split(getattr(module, "down_proj", None))
-    if up is None or down is None:
-        return None
-    return PackedLayer(up[0], down[0], up[1], down[1])
-
-
-def _split(weight: Any) -> tuple[Experts4bit, tuple[Factors, ...]] | None:
-    """Returns packed experts and the LoRA on them; None if a weight is neither."""
-    if isinstance(weight, AdaptedExperts):
-        return weight.base, weight.factors
-    return (weight, ()) if isinstance(weight, Experts4bit) else None
-
-
-# ---------------------------------------------------------------- what torch calls
-
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.baddbmm: adapt,
-    torch.Tensor.baddbmm: adapt,
-    torch.Tensor.__getitem__: _getitem,
-    torch.Tensor.transpose: _transpose,
-    torch.transpose: _transpose,
-    torch.Tensor.t: _transpose,
-    torch.Tensor.to: _to,
-    functional.linear: _linear,
-    torch.matmul: _matmul,
-    torch.Tensor.matmul: _matmul,
-    torch.Tensor.__matmul__: _matmul,
-    torch.Tensor.__rmatmul__: lambda right, left: _matmul(left, right),
-    torch.bmm: _matmul,
-    torch.Tensor.bmm: _matmul,
-    torch.mm: _matmul,
-}
-if hasattr(functional, "grouped_mm"):
-    FUNCTIONS[functional.grouped_mm] = _grouped_by(functional.grouped_mm)
-if hasattr(torch, "_grouped_mm"):
-    FUNCTIONS[torch._grouped_mm] = _grouped_by(torch._grouped_mm)
-
-ABOVE_AUTOGRAD.update({torch.baddbmm: adapt, torch.Tensor.baddbmm: adapt})
-OPERATIONS[torch.ops.aten.add_.Tensor] = _refuse_to_merge
-
-_PROPERTIES = (
-    "shape", "dtype", "device", "requires_grad", "is_meta", "grad", "grad_fn", "is_leaf", "ndim",
-    "layout", "is_cuda", "is_cpu", "itemsize", "is_sparse", "is_quantized", "is_nested", "names",
-)  # fmt: skip
-METADATA = {
-    getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)
-}
-METADATA |= {
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride,
-    torch.Tensor.is_floating_point, torch.is_floating_point, torch.Tensor.is_contiguous,
-    torch.Tensor.element_size, torch.Tensor.detach, torch.Tensor.__repr__,
-}  # fmt: skip
+def know_adapters() -> None:
+    """Has Experts4bit compute by the functions above."""
+    FUNCTIONS.update(
+        {
+            torch.baddbmm: adapt,
+            torch.Tensor.baddbmm: adapt,
+            torch.Tensor.__getitem__: _getitem,
+            torch.Tensor.transpose: _transpose,
+            torch.transpose: _transpose,
+            torch.Tensor.t: _transpose,
+            torch.Tensor.to: _to,
+            functional.linear: _linear,
+            torch.matmul: _matmul,
+            torch.Tensor.matmul: _matmul,
+            torch.Tensor.__matmul__: _matmul,
+            torch.Tensor.__rmatmul__: lambda right, left: _matmul(left, right),
+            torch.bmm: _matmul,
+            torch.Tensor.bmm: _matmul,
+            torch.mm: _matmul,
+        }
+    )
+    for product in (getattr(functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)):
+        if product is not None:
+            FUNCTIONS[product] = _grouped_by(product)
+    OPERATIONS[torch.ops.aten.add_.Tensor] = _refuse_to_merge

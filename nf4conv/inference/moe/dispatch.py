@@ -8,24 +8,18 @@ a layer of experts: eager, batched_mm, grouped_mm, or one that somebody register
 
 of forward.py, under every implementation. It returns [tokens, hidden], or None where it has no
 faster way; then the implementation that was asked for runs, with Experts4bit as its weights.
-`adapted.packed_weights(module)` gives forward.py what it needs.
 
 Without gradients, torch.compile takes layers of packed experts into its graph. With them it goes
 around these layers: which experts are decoded depends on the values of a tensor, which a graph
-cannot know. It goes around PEFT's layers for them too: PEFT puts a parametrization in the place of
-an adapted parameter at every forward pass, which torch cannot trace. What is between the layers is
-compiled.
+cannot know. What is between the layers is compiled.
 """
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 
-from nf4conv.inference.moe.adapted import AdaptedExperts
-from nf4conv.inference.moe.conditions import act_when_there
 from nf4conv.inference.moe.forward import packed_experts_forward
 from nf4conv.inference.moe.tensor import Experts4bit
 
@@ -35,7 +29,7 @@ def with_packed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def compute(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_packed = isinstance(getattr(module, "down_proj", None), (Experts4bit, AdaptedExperts))
+        is_packed = isinstance(getattr(module, "down_proj", None), Experts4bit)
         if is_packed and len(args) == 3 and not kwargs:
             result = packed_experts_forward(module, *args, **kwargs)
             if result is not None:
@@ -72,51 +66,16 @@ def leave_out_of_graphs(module: torch.nn.Module) -> None:
     kind: Any = type(module)
     if "_nf4conv_is_packed" not in vars(kind):
         kind._nf4conv_is_packed = False
+        forward = kind.forward
+        disable: Any = torch.compiler.disable
         reason = "4-bit experts are trained outside of compiled graphs; leave fullgraph off"
-        kind.forward = outside_of_graphs(kind.forward, reason, _trains_packed)
+        outside = disable(forward, reason=reason)
+
+        @wraps(forward)
+        def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._nf4conv_is_packed and torch.is_grad_enabled():
+                return outside(self, *args, **kwargs)
+            return forward(self, *args, **kwargs)
+
+        kind.forward = compute
     module._nf4conv_is_packed = True  # type: ignore[assignment]
-
-
-def _trains_packed(module: Any) -> bool:
-    """Returns True for a layer of packed experts while gradients are recorded."""
-    return module._nf4conv_is_packed and torch.is_grad_enabled()
-
-
-def outside_of_graphs(
-    forward: Callable[..., Any], reason: str, applies: Callable[[Any], bool]
-) -> Callable[..., Any]:
-    """Wraps a method of a class, so that torch.compile calls it as it stands for modules to which
-    it `applies`, others as before. torch gives the reason where that is not allowed.
-    """
-    disable: Any = torch.compiler.disable
-    outside = disable(forward, reason=reason)
-
-    @wraps(forward)
-    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if applies(self):
-            return outside(self, *args, **kwargs)
-        return forward(self, *args, **kwargs)
-
-    return compute
-
-
-def leave_adapters_out_of_graphs() -> None:
-    """Changes PEFT's class for adapted parameters, now or when PEFT is imported; once."""
-    act_when_there(_change_adapters_if_there)
-
-
-def _change_adapters_if_there() -> bool:
-    """Changes the class if PEFT has been imported; returns whether it has."""
-    wrapper = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
-    if wrapper is None:
-        return False
-    if "_nf4conv" not in vars(wrapper):
-        wrapper._nf4conv = True
-        reason = "LoRA on 4-bit experts is computed outside of compiled graphs; leave fullgraph off"
-        wrapper.forward = outside_of_graphs(wrapper.forward, reason, _adapts_packed)
-    return True
-
-
-def _adapts_packed(wrapper: Any) -> bool:
-    """Returns True if a layer of PEFT is around packed experts."""
-    return getattr(wrapper.get_base_layer(), "_nf4conv_is_packed", False)

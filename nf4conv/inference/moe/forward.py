@@ -29,7 +29,6 @@ from nf4conv.inference.experts.projection import (
     suits_kernels,
     suits_together,
 )
-from nf4conv.inference.moe.adapted import PackedLayer, packed_weights
 from nf4conv.inference.moe.tensor import Experts4bit
 from nf4conv.inference.moe.weight import ALTERNATING, SEPARATED, PackedWeight
 
@@ -76,18 +75,18 @@ def packed_experts_forward(
 
 
 def _compute(
-    module: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor | None:
     """Computes a layer by the way that suits it; None if there is none."""
     if not is_computable(module, x):
         return None
-    layer = packed_weights(module)
-    if layer is None:
+    up = getattr(module, "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", None)
+    down = module.down_proj
+    if not isinstance(up, Experts4bit):
         return None
-    has_factors = bool(layer.up_factors or layer.down_factors)
-    is_many = ids.numel() > MANY_ROWS * layer.up.weight.experts
-    if not has_factors and not _trains(x, weights) and not is_many:
-        projections = projections_of(module, layer)
+    is_many = ids.numel() > MANY_ROWS * up.weight.experts
+    if not (up.factors or down.factors or _trains(x, weights) or is_many):
+        projections = projections_of(module, up, down)
         if projections is not None:
             return add_bias(module, multiply(module, projections, x, ids, weights), ids, weights)
     return compute_grouped(module, x, ids, weights)
@@ -182,16 +181,15 @@ _projections: "weakref.WeakKeyDictionary[PackedWeight, tuple[Any, ...]]"
 _projections = weakref.WeakKeyDictionary()  # of the weights that go up
 
 
-def projections_of(module: torch.nn.Module, layer: PackedLayer) -> Projections | None:
+def projections_of(module: Any, up: Experts4bit, down: Experts4bit) -> Projections | None:
     """Returns what a layer multiplies with; None if the kernels cannot read its weights.
 
     It is made once for each weight.
     """
-    up, down = layer.up.weight, layer.down.weight
-    known = _projections.get(up)
-    if known is None or known[0] is not down:
-        known = (down, _make_projections(module, layer.up, layer.down))
-        _projections[up] = known
+    known = _projections.get(up.weight)
+    if known is None or known[0] is not down.weight:
+        known = (down.weight, _make_projections(module, up, down))
+        _projections[up.weight] = known
     found: Projections | None = known[1]
     return found
 

@@ -8,11 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
 
-from nf4conv.inference.moe.loading.checkpoints import (
-    look_at_packed,
-    patch_narrow_layers,
-    with_experts,
-)
+from nf4conv.inference.moe.loading.checkpoints import look_at_packed, with_experts
 
 BYTES_PER_ELEMENT: Final = 0.5625
 """The bytes that an element of packed experts takes without double quantization: 4.5 bits.
@@ -27,7 +23,7 @@ _SAVING: Final = (
 
 
 def install(quantizer: Any) -> None:
-    """Replaces methods of Bnb4BitHfQuantizer, which has all of `conditions.HOOKS`."""
+    """Replaces methods of Bnb4BitHfQuantizer, which has all of `entry.HOOKS`."""
     replacements = (
         _process_model_before_weight_loading,
         update_weight_conversions,
@@ -81,10 +77,7 @@ def param_element_size(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _process_model_after_weight_loading(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Prepares layers of experts for compiled code.
-
-    Lets nf4conv compute the 4-bit layers that bitsandbytes' CPU kernels cannot take.
-    """
+    """Prepares layers of experts for compiled code."""
 
     def process(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         result = own(self, model, *args, **kwargs)
@@ -93,7 +86,6 @@ def _process_model_after_weight_loading(own: Callable[..., Any]) -> Callable[...
                 prepare_layers,  # importing torch takes seconds
             )
 
-            patch_narrow_layers(model)
             prepare_layers(model)
         return result
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nf4conv.errors import PlanError
 from nf4conv.inference.moe.weight import PackedWeight
 
 aten = torch.ops.aten
@@ -40,20 +41,41 @@ class View:
     is_transposed: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """A low-rank matrix for each expert: scaling · lhs · rhs.
+
+    Attributes:
+        lhs: [n, rows, rank], or [rows, rank] for a single expert.
+        rhs: [n, rank, columns], or [rank, columns] for a single expert.
+        scaling: the number that the product lhs · rhs is multiplied by.
+    """
+
+    lhs: torch.Tensor
+    rhs: torch.Tensor
+    scaling: float
+
+
 class Experts4bit(torch.Tensor):
     """Shows experts in 4 bits as a tensor [n, rows, columns] of 16 or 32 bits.
 
     Attributes:
         weight: the packed matrices of all experts.
         shown: which of them this shows, and how.
+        factors: what is added to what is shown, one for each adapter; see adapted.py.
     """
 
     weight: PackedWeight
     shown: View
+    factors: tuple[Factors, ...]
 
     @staticmethod
     def __new__(
-        cls, weight: PackedWeight, dtype: torch.dtype, view: View | None = None
+        cls,
+        weight: PackedWeight,
+        dtype: torch.dtype,
+        view: View | None = None,
+        factors: tuple[Factors, ...] = (),
     ) -> "Experts4bit":
         """Makes the tensor: shape, dtype and device, without storage."""
         view = view or View()
@@ -62,18 +84,27 @@ class Experts4bit(torch.Tensor):
         )
         made.weight = weight
         made.shown = view
+        made.factors = factors
         return made
 
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype, view: View | None = None) -> None:
+    def __init__(self, *_: Any) -> None:
         """Has nothing to do: __new__ did it."""
 
     def with_view(self, view: View) -> "Experts4bit":
         """Returns another view of the same weight."""
-        return Experts4bit(self.weight, self.dtype, view)
+        return Experts4bit(self.weight, self.dtype, view, self.factors)
+
+    def with_factors(self, factors: tuple[Factors, ...]) -> "Experts4bit":
+        """Returns the same experts with other adapters, or with none."""
+        return Experts4bit(self.weight, self.dtype, self.shown, factors)
 
     def decoded(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns what this shows as a plain tensor."""
-        return self.decode_some(self.expert_ids(), dtype)
+        """Returns what this shows as a plain tensor, differentiable with respect to factors."""
+        total = self.decode_some(self.expert_ids(), dtype)
+        for own in self.factors:
+            product = torch.matmul(own.lhs.to(total.dtype), own.rhs.to(total.dtype))
+            total = total + own.scaling * product
+        return total
 
     def decode_some(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns some experts of the weight, by their numbers, shown as this shows them, as a
@@ -102,7 +133,8 @@ class Experts4bit(torch.Tensor):
     ) -> Any:
         """Computes with a function of FUNCTIONS, if there is one, before autograd sees the call.
 
-        __torch_dispatch__ computes everything else.
+        Adapters get gradients, so that whatever is not known adds them up here. __torch_dispatch__
+        computes everything else.
         """
         kwargs = kwargs or {}
         own = FUNCTIONS.get(func)
@@ -110,6 +142,8 @@ class Experts4bit(torch.Tensor):
             result = own(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if func not in METADATA:
+            args, kwargs = _decoded(args, kwargs, _is_adapted)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -128,11 +162,13 @@ class Experts4bit(torch.Tensor):
             result = own(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        plain = torch.utils._pytree.tree_map_only(Experts4bit, Experts4bit.decoded, (args, kwargs))
-        return func(*plain[0], **plain[1])
+        args, kwargs = _decoded(args, kwargs, _is_packed)
+        return func(*args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Tells torch.compile the names of the tensors inside, and the rest."""
+        if self.factors:
+            raise PlanError("LoRA on 4-bit experts cannot be compiled: leave torch.compile off")
         tensors = self.weight.tensors()
         if self.shown.ids is not None:
             tensors["ids"] = self.shown.ids
@@ -165,6 +201,23 @@ class Experts4bit(torch.Tensor):
             copied = torch.nn.Parameter(copied, requires_grad=False)
         memo[id(self)] = copied
         return copied  # type: ignore[no-any-return]
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, Experts4bit)
+
+
+def _is_adapted(value: Any) -> bool:
+    return isinstance(value, Experts4bit) and bool(value.factors)
+
+
+def _decoded(args: Any, kwargs: Any, chosen: Callable[[Any], bool]) -> Any:
+    """Returns arguments in which chosen tensors are decoded."""
+
+    def plain(value: Any) -> Any:
+        return value.decoded() if chosen(value) else value
+
+    return torch.utils._pytree.tree_map(plain, (args, kwargs))
 
 
 def _shape_of(weight: PackedWeight, view: View) -> tuple[int, ...]:
@@ -360,6 +413,20 @@ def _element_size(tensor: Experts4bit) -> float:
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {torch.Tensor.element_size: _element_size}
 """By functions of torch, what computes them above autograd; adapted.py adds others."""
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "requires_grad", "is_meta", "grad", "grad_fn", "is_leaf", "ndim",
+    "layout", "is_cuda", "is_cpu", "itemsize", "is_sparse", "is_quantized", "is_nested", "names",
+)  # fmt: skip
+METADATA = {
+    getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)
+}
+METADATA |= {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride,
+    torch.Tensor.is_floating_point, torch.is_floating_point, torch.Tensor.is_contiguous,
+    torch.Tensor.element_size, torch.Tensor.detach, torch.Tensor.__repr__,
+}  # fmt: skip
+"""What adapters change nothing of."""
 
 OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,

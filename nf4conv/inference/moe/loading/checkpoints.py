@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nf4conv.errors import CodecError
-from nf4conv.inference.moe.conditions import HOOKS, misfit
+from nf4conv.inference.moe.entry import HOOKS, misfit
 from nf4conv.inference.moe.loading.headers import (
     PackedNames,
     read_packed_names,
@@ -49,7 +49,9 @@ def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
     parameters = expert_parameters(model)
     if not parameters:
         return None
-    _check_devices(parameters, device_map)
+    if isinstance(device_map, dict) and "disk" in device_map.values():
+        # accelerate writes tensors by the address of their values, and packed ones have several
+        raise CodecError('packed experts cannot stay on the disk: device_map takes a GPU or "cpu"')
     return Loading(model, names)
 
 
@@ -60,21 +62,6 @@ def _check_transformers() -> None:
         reason = misfit(name)
         if reason is not None:
             raise CodecError(f"4-bit experts do not load here: {reason}")
-
-
-def _check_devices(parameters: Iterable[str], device_map: Any) -> None:
-    """Raises CodecError if accelerate is to keep packed experts on the disk.
-
-    It writes tensors there by the address of their values, of which packed experts have several.
-    """
-    devices = device_map if isinstance(device_map, dict) else {}
-    for module, device in devices.items():
-        for name in parameters:
-            if device == "disk" and (module == "" or name.startswith(f"{module}.")):
-                raise CodecError(
-                    f"{name}: packed experts cannot stay on the disk (device_map): "
-                    f'give the module a GPU or "cpu"'
-                )
 
 
 def expert_parameters(model: Any) -> list[str]:
@@ -111,43 +98,23 @@ def with_experts(loading: Loading, conversions: list[Any], hf_quantizer: Any) ->
     return made + conversions
 
 
-def patch_narrow_layers(model: Any) -> int:
-    """Lets nf4conv compute 4-bit layers on a CPU that bitsandbytes' CPU kernels cannot take;
-    returns how many.
-
-    These kernels stop at rows that are no multiple of 32. They decode columns wrongly that are no
-    multiple of a block's 64.
-    """
-    from nf4conv.inference.patching import patch_linear_4bit
-
-    patched = 0
-    for module in model.modules():
-        state = getattr(getattr(module, "weight", None), "quant_state", None)
-        if state is None or len(state.shape) != 2 or module.weight.device.type != "cpu":
-            continue
-        rows, columns = state.shape
-        if rows % 32 or columns % 64:
-            patched += patch_linear_4bit(module)
-    return patched
-
-
 def prepare_transformers(model: Any, parameters: Iterable[str]) -> None:
     """Makes transformers' layers of experts ready for packed weights, given the model without
     weights and the parameters that are packed.
     """
     from transformers.integrations import moe
 
+    from nf4conv.inference.moe.adapted import know_adapters
     from nf4conv.inference.moe.dispatch import (
         install_dispatch,
-        leave_adapters_out_of_graphs,
         leave_out_of_graphs,
     )
     from nf4conv.inference.moe.sharding import install_sharding
     from nf4conv.inference.moe.tensor import know_transformers_operators
 
     know_transformers_operators()
+    know_adapters()
     install_sharding()
-    leave_adapters_out_of_graphs()
     install_dispatch(type(moe.ALL_EXPERTS_FUNCTIONS))
     for name in parameters:
         leave_out_of_graphs(model.get_submodule(name.rpartition(".")[0]))

@@ -215,8 +215,7 @@ def pack_part(tensors: dict[str, list[torch.Tensor]], name: str) -> PackedExpert
     """Makes the experts of one projection of what is on disk, single experts or a stack: codes ("")
     and components by suffix.
 
-    Raises CodecError, with the projection's name, if a tensor is missing, contradicts another, or
-    holds what no quantizer writes.
+    Raises CodecError, with the projection's name, if a tensor is missing or contradicts another.
     """
     codes = tensors.get("", [])
     counts = {suffix or "codes": len(found) for suffix, found in tensors.items()}
@@ -226,47 +225,16 @@ def pack_part(tensors: dict[str, list[torch.Tensor]], name: str) -> PackedExpert
         raise CodecError(f"{name}: tensors of experts are missing: {counts}; {AGAIN}")
     if len(states_found) > 1:
         raise CodecError(f"{name}: some experts are NF4 and some are FP4; {AGAIN}")
-    for suffix in ("quant_map", "nested_absmax", "nested_quant_map"):
-        _check_component(tensors.get(suffix, []), f"{name}: {suffix}")
     states = []
     for expert in range(len(codes)):
         parts = {suffix: found[expert] for suffix, found in tensors.items() if suffix}
         states.append(QuantState.from_components(parts))
     try:
         if len(states) == 1 and len(states[0].shape) == 3:
-            packed = split_stack(codes[0], states[0])
-        else:
-            packed = stack_experts(codes, states)
+            return split_stack(codes[0], states[0])
+        return stack_experts(codes, states)
     except (CodecError, RuntimeError) as error:
         raise CodecError(f"{name}: {error}; {AGAIN}") from error
-    check_scales(packed, name)
-    return packed
-
-
-def _check_component(found: list[torch.Tensor], name: str) -> None:
-    """Raises CodecError unless a component is float32 for all experts, and a map the same."""
-    for expert, tensor in enumerate(found):
-        if tensor.dtype != torch.float32 or tensor.shape != found[0].shape:
-            raise CodecError(
-                f"{name} of expert {expert} is {tensor.dtype} of the shape {list(tensor.shape)}, "
-                f"expected float32 of {list(found[0].shape)}: damaged; {AGAIN}"
-            )
-    if found and name.endswith("map"):
-        maps = torch.stack(found)
-        if not bool(((maps == maps[0]) & maps.isfinite()).all()):
-            raise CodecError(f"{name} is not the same numbers for all experts: damaged; {AGAIN}")
-
-
-def check_scales(packed: PackedExperts, name: str) -> None:
-    """Raises CodecError if scales are not finite; names the expert where it can."""
-    for kind in ("absmax", "nested_absmax", "nested_offset"):
-        scales = getattr(packed, kind)
-        if scales is None or not scales.is_floating_point() or bool(torch.isfinite(scales).all()):
-            continue
-        bad = int((~torch.isfinite(scales)).flatten().nonzero()[0])
-        per_expert = scales.numel() // packed.experts
-        where = f"expert {bad // per_expert}: " if per_expert else ""
-        raise CodecError(f"{name}: {where}{kind} holds NaN or infinity: damaged; {AGAIN}")
 
 
 class RouterDeserialize(ConversionOps):
