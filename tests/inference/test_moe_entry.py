@@ -13,6 +13,7 @@ import pytest
 
 from nf4conv.errors import CodecError
 from nf4conv.inference.moe import entry
+from nf4conv.inference.moe.loading import checkpoints
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +91,7 @@ def write_fakes(folder: Path, version: str = "5.23.0") -> Path:
     quantizers.mkdir(parents=True)
     (folder / "transformers/__init__.py").write_text(f"__version__ = {version!r}\n")
     (quantizers / "__init__.py").write_text("")
-    names = [name.rpartition(".")[2] for name in entry.HOOKS[entry.QUANTIZER]]
+    names = [name.rpartition(".")[2] for name in checkpoints.HOOKS[checkpoints.QUANTIZER]]
     methods = "".join(f"    def {name}(self, *args, **kwargs): ...\n" for name in names)
     (quantizers / "quantizer_bnb_4bit.py").write_text(f"class Bnb4BitHfQuantizer:\n{methods}")
     return install(folder)
@@ -195,13 +196,11 @@ def test_nothing_is_raised(monkeypatch, caplog):
 def test_stands_back_for_unsloth(checkpoint, monkeypatch):
     from mixtures import build
 
-    from nf4conv.inference.moe.loading.checkpoints import look_at_packed
-
     files = [str(checkpoint / "model.safetensors")]
     model = build("qwen3_moe")
-    assert look_at_packed(model, files, None) is not None
+    assert checkpoints.look_at_packed(model, files, None) is not None
     monkeypatch.setitem(sys.modules, "unsloth", sys)
-    assert look_at_packed(model, files, None) is None
+    assert checkpoints.look_at_packed(model, files, None) is None
 
 
 # ---------------------------------------------------------------------- what `nf4conv env` says

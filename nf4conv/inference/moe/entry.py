@@ -10,51 +10,15 @@ NF4CONV_MOE=0 switches it off. Whatever release of transformers is installed, th
 whether all that it hooks into is there and takes the arguments that it is called with.
 """
 
-import inspect
 import logging
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from operator import attrgetter
 from typing import Any, Final
 
 SWITCH: Final = "NF4CONV_MOE"
 
-KNOWN: Final = "5.8 to 5.24"
-"""The releases of transformers that the loader was tested with."""
-
 QUANTIZER: Final = "transformers.quantizers.quantizer_bnb_4bit"
-_CLASS: Final = "Bnb4BitHfQuantizer"
-
-Filled = dict[str, tuple[int, tuple[str, ...]]]
-"""By names, how many positions and which keywords of a call are filled."""
-
-_METHODS: Final[Filled] = {
-    f"{_CLASS}._process_model_before_weight_loading": (2, ("device_map", "checkpoint_files")),
-    f"{_CLASS}.update_weight_conversions": (2, ()),
-    f"{_CLASS}.param_element_size": (3, ()),
-    f"{_CLASS}.get_state_dict_and_metadata": (2, ()),
-    f"{_CLASS}._process_model_after_weight_loading": (2, ()),
-}
-
-HOOKS: Final[dict[str, Filled]] = {
-    QUANTIZER: _METHODS,
-    "transformers.core_model_loading": {
-        "ConversionOps": (0, ()),
-        "ErnieFuseAndSplitTextVisionExperts": (0, ()),
-        "MergeModulelist": (1, ()),
-        "SkipParameters": (0, ()),
-        "WeightConverter": (3, ()),
-        "WeightRenaming": (2, ()),
-        "rename_source_key": (5, ()),
-    },
-    "transformers.integrations.moe": {
-        "ALL_EXPERTS_FUNCTIONS.get_interface": (2, ()),
-        "grouped_mm_experts_forward": (4, ()),
-    },
-}
-"""What the loader hooks into, by modules of transformers."""
-
 log = logging.getLogger("nf4conv.inference.moe")
 
 
@@ -66,23 +30,6 @@ def _is_off() -> bool:
 def _needs_loader(version: str) -> bool:
     """Returns whether a release stacks experts: transformers 4 loads packed ones itself."""
     return int(version.partition(".")[0]) >= 5
-
-
-def misfit(name: str) -> str | None:
-    """Returns what of an imported module of transformers the loader cannot work with; or None."""
-    version = sys.modules["transformers"].__version__
-    for hook, (positions, keywords) in HOOKS[name].items():
-        try:
-            signature = inspect.signature(attrgetter(hook)(sys.modules[name]))
-            signature.bind_partial(*[None] * positions, **dict.fromkeys(keywords))
-        except ValueError:  # what derives from a class in C has no signature
-            continue
-        except (AttributeError, TypeError) as reason:
-            return (
-                f"{hook} of transformers {version} does not fit ({reason}); "
-                f"the loader works with transformers {KNOWN}"
-            )
-    return None
 
 
 class _Waiting:
@@ -121,13 +68,9 @@ def _patch_if_there() -> bool:
         return False
     if "_nf4conv" in vars(quantizer) or not _needs_loader(sys.modules["transformers"].__version__):
         return True
-    quantizer._nf4conv = None
-    reason = misfit(QUANTIZER)
-    if reason is not None:
-        log.warning("nf4conv does not load 4-bit experts here: %s", reason)
-        return True
     from nf4conv.inference.moe.hooks import install  # its imports are rarely needed
 
+    quantizer._nf4conv = None
     install(quantizer)
     return True
 
@@ -146,4 +89,6 @@ def status() -> str:
     if not any(name.startswith("nf4conv.inference.moe") for name in names):
         documented = "`import nf4conv.inference.moe`"
         return f"transformers {found}, after {documented}: no entry point is installed"
+    from nf4conv.inference.moe.loading.checkpoints import KNOWN  # its imports are rarely needed
+
     return f"active for transformers {found}; known to work with {KNOWN}"

@@ -8,7 +8,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
 
-from nf4conv.inference.moe.loading.checkpoints import look_at_packed, with_experts
+from nf4conv.inference.moe.loading.checkpoints import (
+    QUANTIZER,
+    log,
+    look_at_packed,
+    misfit,
+    with_experts,
+)
 
 BYTES_PER_ELEMENT: Final = 0.5625
 """The bytes that an element of packed experts takes without double quantization: 4.5 bits.
@@ -23,7 +29,11 @@ _SAVING: Final = (
 
 
 def install(quantizer: Any) -> None:
-    """Replaces methods of Bnb4BitHfQuantizer, which has all of `entry.HOOKS`."""
+    """Replaces methods of Bnb4BitHfQuantizer, or says what of it does not fit."""
+    reason = misfit(QUANTIZER)
+    if reason is not None:
+        log.warning("nf4conv does not load 4-bit experts here: %s", reason)
+        return
     replacements = (
         _process_model_before_weight_loading,
         update_weight_conversions,

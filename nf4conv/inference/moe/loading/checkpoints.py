@@ -4,20 +4,56 @@ What needs torch is imported when there are packed experts: importing torch take
 """
 
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 from nf4conv.errors import CodecError
-from nf4conv.inference.moe.entry import HOOKS, misfit
 from nf4conv.inference.moe.loading.headers import (
     PackedNames,
     read_packed_names,
 )
 
 log = logging.getLogger("nf4conv.inference.moe")
+
+KNOWN: Final = "5.8 to 5.24"
+"""The releases of transformers that the loader was tested with."""
+
+QUANTIZER: Final = "transformers.quantizers.quantizer_bnb_4bit"
+_CLASS: Final = "Bnb4BitHfQuantizer"
+
+Filled = dict[str, tuple[int, tuple[str, ...]]]
+"""By names, how many positions and which keywords of a call are filled."""
+
+_METHODS: Final[Filled] = {
+    f"{_CLASS}._process_model_before_weight_loading": (2, ("device_map", "checkpoint_files")),
+    f"{_CLASS}.update_weight_conversions": (2, ()),
+    f"{_CLASS}.param_element_size": (3, ()),
+    f"{_CLASS}.get_state_dict_and_metadata": (2, ()),
+    f"{_CLASS}._process_model_after_weight_loading": (2, ()),
+}
+
+HOOKS: Final[dict[str, Filled]] = {
+    QUANTIZER: _METHODS,
+    "transformers.core_model_loading": {
+        "ConversionOps": (0, ()),
+        "ErnieFuseAndSplitTextVisionExperts": (0, ()),
+        "MergeModulelist": (1, ()),
+        "SkipParameters": (0, ()),
+        "WeightConverter": (3, ()),
+        "WeightRenaming": (2, ()),
+        "rename_source_key": (5, ()),
+    },
+    "transformers.integrations.moe": {
+        "ALL_EXPERTS_FUNCTIONS.get_interface": (2, ()),
+        "grouped_mm_experts_forward": (4, ()),
+    },
+}
+"""What the loader hooks into, by modules of transformers."""
 
 
 @dataclass
@@ -53,6 +89,23 @@ def look_at_packed(model: Any, files: Any, device_map: Any) -> Loading | None:
         # accelerate writes tensors by the address of their values, and packed ones have several
         raise CodecError('packed experts cannot stay on the disk: device_map takes a GPU or "cpu"')
     return Loading(model, names)
+
+
+def misfit(name: str) -> str | None:
+    """Returns what of an imported module of transformers the loader cannot work with; or None."""
+    version = sys.modules["transformers"].__version__
+    for hook, (positions, keywords) in HOOKS[name].items():
+        try:
+            signature = inspect.signature(attrgetter(hook)(sys.modules[name]))
+            signature.bind_partial(*[None] * positions, **dict.fromkeys(keywords))
+        except ValueError:  # what derives from a class in C has no signature
+            continue
+        except (AttributeError, TypeError) as reason:
+            return (
+                f"{hook} of transformers {version} does not fit ({reason}); "
+                f"the loader works with transformers {KNOWN}"
+            )
+    return None
 
 
 def _check_transformers() -> None:
