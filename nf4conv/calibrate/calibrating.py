@@ -35,7 +35,6 @@ from nf4conv.sources.foreign.bitsandbytes import as_written_anew, read_weight
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_bytes
 from nf4conv.sources.record import CalibratedBlock, CalibrationResult
-from nf4conv.sources.source import source_changes
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import CALIBRATED, WORK_FOLDER
 from nf4conv.version import __version__
@@ -49,7 +48,6 @@ def calibrate(
     `progress` is called with the source bytes that have been worked through since the last call.
     """
     device = find_device(run.device)
-    stamps = source_changes(plan.source)
     require_unchanged(plan.source, "since it was planned; run again")
     assert isinstance(plan.calibration, PreparedCalibration)
     made_by = _made_by(device, plan.calibration.transformers)
@@ -57,7 +55,7 @@ def calibrate(
     kept = out / WORK_FOLDER / CALIBRATED
     with (
         open_session(plan, device, kept, made_by, progress) as session,
-        Workspace(out, asked, stamps, overwrite=run.overwrite) as folder,
+        Workspace(out, asked, overwrite=run.overwrite) as folder,
         _naming_memory(device),
         _full_precision(),
         torch.no_grad(),

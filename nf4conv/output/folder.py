@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -42,16 +41,6 @@ OWN_NAMES: Final = ("config.json", "README.md", MAKING)
 LOCK: Final = "lock"
 
 _READS_AT_A_TIME: Final = 4
-
-
-@dataclass(frozen=True)
-class BegunRun:
-    """Holds what run.json says about a run that has begun in a folder."""
-
-    # whatever decides the bytes of the result, as JSON values
-    fingerprint: dict[str, Any]
-    # what else must be as it was for finished shards to be kept, as a JSON value
-    stamps: Any
 
 
 class OutputFolder:
@@ -144,13 +133,13 @@ class OutputFolder:
         recorded = finished_shards(self.out, names)
         return {name: file for name, file in recorded.items() if file.plan == self._plan}
 
-    def read_run(self) -> BegunRun:
-        """Reads run.json, whose plan this folder then belongs to."""
+    def read_run(self) -> dict[str, Any]:
+        """Returns the fingerprint in run.json, whose plan this folder then belongs to."""
         path = self._work / RECORD
         try:
             content = read_small(path, LARGEST_RECORD)
             run = json.loads(content)
-            begun = BegunRun(dict(run["fingerprint"]), run["stamps"])
+            begun = dict(run["fingerprint"])
         except SourceError as error:
             raise OutputError(str(error), path=path) from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:

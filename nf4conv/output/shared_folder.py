@@ -63,7 +63,7 @@ class SharedFolder(OutputFolder):
             if not self.out.is_dir() or not any(self.out.iterdir()):
                 self._work.mkdir(parents=True, exist_ok=True)
             self._private.mkdir()
-            self._publish(json.dumps({"fingerprint": plan, "stamps": None}).encode())
+            self._publish(json.dumps({"fingerprint": plan}).encode())
             advice = "all parts take the same command and source; choose another folder for others"
             require_same_run(self.out, self.read_plan(), as_json(plan), advice)
             (self._work / SHARDS).mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ class SharedFolder(OutputFolder):
 
     def read_plan(self) -> dict[str, Any]:
         """Reads what all parts make, as JSON values."""
-        plan = self.read_run().fingerprint
+        plan = self.read_run()
         if LAST_FILES not in plan:
             raise OutputError(
                 f"{self.out}: holds an unfinished run that is not in parts; resume it as it was "

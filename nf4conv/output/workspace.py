@@ -13,8 +13,7 @@ The folder is never mistaken for a finished checkpoint. A folder that several pr
 lock, see shared_folder.py.
 
 A rerun with the same fingerprint keeps the finished shards and makes the rest; one with another
-fingerprint is refused. A finished shard is kept if it still is what was written, and the source is
-what it was when it was read.
+fingerprint is refused. A finished shard is kept if it still is what was written.
 """
 
 import errno
@@ -30,13 +29,7 @@ from nf4conv.errors import OutputError, named
 from nf4conv.output.folder import LOCK, OutputFolder, as_json, require_same_run
 from nf4conv.output.writer import write_file
 from nf4conv.sources.files import ADAPTER_CONFIG, MARKS_OF_MODELS
-from nf4conv.sources.unfinished import (
-    CALIBRATED,
-    RECORD,
-    SHARDS,
-    WORK_FOLDER,
-    is_unfinished,
-)
+from nf4conv.sources.unfinished import RECORD, SHARDS, WORK_FOLDER, is_unfinished
 from nf4conv.system.files import sync_folder
 from nf4conv.system.folders import hold, open_lock, remove, remove_contents
 from nf4conv.system.machine import IS_POSIX
@@ -51,21 +44,12 @@ _MARKS: Final = (*MARKS_OF_MODELS, ADAPTER_CONFIG)
 class Workspace(OutputFolder):
     """Holds an output folder that this process has locked; use it as a context manager.
 
-    The fingerprint is whatever decides the bytes of the result; with other stamps no finished shard
-    is kept. Both are JSON values.
+    The fingerprint is whatever decides the bytes of the result, as JSON values.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        fingerprint: Mapping[str, Any],
-        stamps: Any = None,
-        *,
-        overwrite: bool,
-    ) -> None:
+    def __init__(self, out: Path, fingerprint: Mapping[str, Any], *, overwrite: bool) -> None:
         super().__init__(out, out / WORK_FOLDER)
         self._fingerprint = as_json(fingerprint)
-        self._stamps = as_json(stamps)
         with named(out, OutputError, inside=True):
             self.check_occupied(overwrite=overwrite)
             self._lock: int | None = self._acquire()
@@ -135,11 +119,8 @@ class Workspace(OutputFolder):
         if is_unfinished(self.out):
             before = self.read_run()
             advice = "repeat that command to resume it, or --overwrite to start anew"
-            require_same_run(self.out, before.fingerprint, self._fingerprint, advice)
-            if before.stamps == self._stamps:
-                self.finished = self.intact(self.known())
-            else:
-                remove_contents(self.out, WORK_FOLDER, CALIBRATED)
+            require_same_run(self.out, before, self._fingerprint, advice)
+            self.finished = self.intact(self.known())
             return
         if any(entry.name != WORK_FOLDER for entry in self.out.iterdir()):
             # all that was left to do for an earlier run, which is complete but for this
@@ -161,8 +142,7 @@ class Workspace(OutputFolder):
 
     def _save(self) -> None:
         """Writes run.json."""
-        run = {"fingerprint": self._fingerprint, "stamps": self._stamps}
-        content = json.dumps(run).encode()
+        content = json.dumps({"fingerprint": self._fingerprint}).encode()
         write_file(self._work / RECORD, [content], folder=self._work)
         self._plan = hashlib.sha256(content).hexdigest()
         (self._work / SHARDS).mkdir(exist_ok=True)

@@ -14,8 +14,7 @@ from nf4conv.plan.jobs import CopyJob, Job, Plan
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.reader import digest_of
 from nf4conv.sources.record import MAKING
-from nf4conv.sources.shards import changed_files
-from nf4conv.sources.source import Source, source_stamps
+from nf4conv.sources.source import Source, changed_files, source_stamps
 from nf4conv.sources.unfinished import LAST_FILES
 from nf4conv.version import __version__
 

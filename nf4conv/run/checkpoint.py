@@ -19,7 +19,6 @@ from nf4conv.run.device.choice import open_device
 from nf4conv.run.filling import Card, Filling
 from nf4conv.run.loop import Pipeline, make_pipeline
 from nf4conv.run.parts import finish_if_whole, verification_of
-from nf4conv.sources.source import source_changes
 from nf4conv.sources.unfinished import finished_shards
 from nf4conv.system.machine import peak_resident
 
@@ -137,12 +136,7 @@ def _open_folder(
     if plan.part is not None:
         return SharedFolder(out)
     require_unchanged(plan.source, "since it was planned; run again")
-    return Workspace(
-        out,
-        fingerprint(plan, device),
-        source_changes(plan.source),
-        overwrite=run.overwrite,
-    )
+    return Workspace(out, fingerprint(plan, device), overwrite=run.overwrite)
 
 
 def _prepare_folder(

@@ -1,45 +1,19 @@
-"""Reads the headers of all weight files, on disk or on the Hub, and the index that lists them.
-
-Notices a file that has changed since its header was read.
-"""
+"""Reads the headers of all weight files, on disk or on the Hub, and the index that lists them."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from nf4conv.errors import SourceError, named
+from nf4conv.errors import SourceError
 from nf4conv.sources.header import MOST_TENSORS, header_json, parse_header
 from nf4conv.sources.pickle_header import read_pickle_header
 from nf4conv.sources.reader import FileBytes, bytes_of, each
+from nf4conv.sources.source import stamp_of
 from nf4conv.sources.tensors import TensorInfo
 
 if TYPE_CHECKING:
     from nf4conv.sources.remote.hub import Fetched
-
-
-class Stamp(NamedTuple):
-    """A file as it was at a time. Only on one host do times mean the same."""
-
-    size: int  # bytes
-    modified: int  # when its content changed, which can be set at will; ns
-    changed: int  # when the kernel last saw any change; ns
-
-
-def stamp_of(path: Path) -> Stamp:
-    """Returns what a file is now; raises a SourceError if it cannot be read."""
-    with named(path, SourceError):
-        status = path.stat()
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
-def changed_files(stamps: Mapping[Path, Stamp]) -> list[Path]:
-    """Returns the files that are not what they were when their source was opened."""
-    changed = []
-    for file, stamp in zip(stamps, each(stamp_of, stamps), strict=True):
-        if stamp != stamps[file]:
-            changed.append(file)
-    return changed
 
 
 def check_index(
@@ -59,7 +33,7 @@ def check_index(
 
 def read_headers(
     files: tuple[Path, ...], fetched: "Fetched | None" = None
-) -> tuple[tuple[TensorInfo, ...], dict[Path, Stamp]]:
+) -> tuple[tuple[TensorInfo, ...], dict[Path, list[int]]]:
     """Reads the headers of all weight files.
 
     Returns the tensors, in the order of files and of bytes within a file, and what the files were
@@ -67,7 +41,7 @@ def read_headers(
     tensor.
     """
     seen: dict[str, TensorInfo] = {}
-    stamps: dict[Path, Stamp] = {}
+    stamps: dict[Path, list[int]] = {}
     # threads wait for files, but would hinder each other in looking at what they have read
     heads = each(partial(_read_head, fetched), files)
     for file, (head, size, stamp) in zip(files, heads, strict=True):
@@ -92,7 +66,7 @@ def read_headers(
     return tuple(seen.values()), stamps
 
 
-def _read_head(fetched: "Fetched | None", path: Path) -> tuple[bytes, int, Stamp | None]:
+def _read_head(fetched: "Fetched | None", path: Path) -> tuple[bytes, int, list[int] | None]:
     """Reads the header of a weight file, on disk or on the Hub: its JSON; of a pickle nothing.
 
     Returns it with the size of the file, and what the file is now.
@@ -104,7 +78,7 @@ def _read_head(fetched: "Fetched | None", path: Path) -> tuple[bytes, int, Stamp
         if is_plain:
             with bytes_of(path) as file:
                 head = header_json(path, file)
-        return head, stamp.size, stamp if fetched is None else None
+        return head, stamp[0], stamp if fetched is None else None
     if not is_plain:
         raise SourceError(
             f"{path}: only safetensors can be streamed; run without --stream", path=path

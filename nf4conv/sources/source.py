@@ -11,10 +11,10 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
+from nf4conv.errors import SourceError, named
 from nf4conv.sources.files import auxiliary_files
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.reader import each, read_bytes
-from nf4conv.sources.shards import Stamp
 from nf4conv.sources.tensors import TensorInfo
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Source:
     config: Mapping[str, Any] | None
     stem: str
     notes: tuple[str, ...] = ()
-    stamps: Mapping[Path, Stamp] = field(default_factory=dict)
+    stamps: Mapping[Path, list[int]] = field(default_factory=dict)
     fetched: "Fetched | None" = None
     adapters: tuple[AdapterFiles, ...] = ()
     place: str | None = None
@@ -148,32 +148,32 @@ class Source:
         return str(self.folder if self.fetched is None else self.fetched.origin)
 
 
+def stamp_of(path: Path) -> list[int]:
+    """Returns what a file is now: [bytes, time of its last change that can be set at will, time of
+    the last change that the kernel saw], times in ns. Raises a SourceError if it cannot be read.
+    """
+    with named(path, SourceError):
+        status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def changed_files(stamps: Mapping[Path, list[int]]) -> list[Path]:
+    """Returns the files that are not what they were when their source was opened."""
+    found = each(stamp_of, stamps)
+    return [file for file, stamp in zip(stamps, found, strict=True) if stamp != stamps[file]]
+
+
 def source_stamps(source: Source) -> dict[str, list[int]]:
-    """Returns what tells a changed source from the one that was opened: [size in bytes, time of
-    change in ns] of each weight file; for a source from the Hub its name with the commit, and an
-    empty list.
+    """Returns what tells a changed source from the one that was opened: the stamp of each weight
+    file; for a source from the Hub its name with the commit, and an empty list.
     """
     stamps: dict[str, list[int]] = {}
     if source.fetched is not None:
         stamps[str(source)] = []
     for file, stamp in source.stamps.items():
-        stamps[_relative(source, file)] = [stamp.size, stamp.modified]
+        is_inside = file.is_relative_to(source.folder)
+        stamps[file.relative_to(source.folder).as_posix() if is_inside else str(file)] = stamp
     return stamps
-
-
-def source_changes(source: Source) -> dict[str, int]:
-    """Returns when the kernel last saw each weight file change, in ns.
-
-    What was made of a file that has changed since is not kept, for its bytes may be others.
-    """
-    return {_relative(source, file): stamp.changed for file, stamp in source.stamps.items()}
-
-
-def _relative(source: Source, file: Path) -> str:
-    """Returns the name of a file in records: relative to the source's folder if it lies there."""
-    if file.is_relative_to(source.folder):
-        return file.relative_to(source.folder).as_posix()
-    return str(file)
 
 
 def read_tensor(source: Source, tensor: TensorInfo) -> bytes:

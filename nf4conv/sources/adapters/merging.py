@@ -26,8 +26,7 @@ from nf4conv.sources.adapters.experts import changes_of_parameters
 from nf4conv.sources.adapters.modules import Base, change_of_module, misfit
 from nf4conv.sources.arranged import LowRankDelta, Merged, Strided
 from nf4conv.sources.opening import open_source
-from nf4conv.sources.shards import stamp_of
-from nf4conv.sources.source import Source
+from nf4conv.sources.source import Source, stamp_of
 from nf4conv.sources.tensors import TensorInfo
 
 

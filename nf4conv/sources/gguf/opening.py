@@ -18,8 +18,7 @@ from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
 from nf4conv.sources.reader import FileBytes, read_json
-from nf4conv.sources.shards import stamp_of
-from nf4conv.sources.source import MadeFiles, Source
+from nf4conv.sources.source import MadeFiles, Source, stamp_of
 from nf4conv.system.machine import uncollected
 
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
