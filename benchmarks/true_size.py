@@ -101,31 +101,28 @@ class Deliverer:
     disk: Disk
 
     def __init__(self, repo: str, _: object) -> None:
-        self.repo, self.commit = repo, "0" * 40
+        self.repo, self.commit, self.is_offline = repo, "0" * 40, False
         self.files = {
             path.name: RemoteFile(path.name, path.stat().st_size, None, None)
             for path in self.folder.iterdir()
         }
 
-    def fetch(self, names: list[str]) -> Path:
+    def fetch(self, names: list[str], **_: object) -> Path:
         cache = self.folder.with_name("cache")
         cache.mkdir(exist_ok=True)
         for name in names:
             shutil.copy(self.folder / name, cache)
         return cache
 
-    fetch_first = fetch
-
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
         with (self.folder / file.name).open("rb") as opened:
             return os.pread(opened.fileno(), stop - start, start)
 
-    def download(self, file: RemoteFile, folder: Path, *_: object, again: bool) -> Path:
-        assert not again
+    def download(self, file: RemoteFile, *_: object, local_dir: Path, **_options: object) -> Path:
         self.disk.move(file.size)
-        folder.mkdir(parents=True, exist_ok=True)
-        os.link(self.folder / file.name, folder / file.name)
-        return folder / file.name
+        local_dir.mkdir(parents=True, exist_ok=True)
+        os.link(self.folder / file.name, local_dir / file.name)
+        return local_dir / file.name
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import split_component
-from nf4conv.sources.files import LARGEST_INDEX, find_weights
+from nf4conv.sources.files import find_weights, read_whole_index
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, Severity, check_weight
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_bytes, read_json
@@ -124,7 +124,7 @@ def structure_of(source: Source) -> Structure:
     return look_at(structure)
 
 
-def _find_files(structure: Structure) -> tuple[list[Path], Mapping[str, Any] | None]:
+def _find_files(structure: Structure) -> tuple[list[Path], Mapping[str, str] | None]:
     """Finds the weight files of a folder; notes those that are missing and those too many.
 
     Returns those that are there and belong to the checkpoint, and the index if there is one.
@@ -137,7 +137,7 @@ def _find_files(structure: Structure) -> tuple[list[Path], Mapping[str, Any] | N
     names = {weights.name}
     if weights.is_index:
         weight_map = _read_weight_map(structure, folder / weights.name)
-        names = {name for name in weight_map.values() if isinstance(name, str) and "/" not in name}
+        names = set(weight_map.values())
         if not names:
             names = {name for name in present if name.endswith(".safetensors")}
 
@@ -150,22 +150,17 @@ def _find_files(structure: Structure) -> tuple[list[Path], Mapping[str, Any] | N
     return [folder / name for name in sorted(names & present)], weight_map
 
 
-def _read_weight_map(structure: Structure, index: Path) -> Mapping[str, Any]:
+def _read_weight_map(structure: Structure, index: Path) -> Mapping[str, str]:
     """Reads the index and notes what is wrong with it; an empty map if it cannot be read."""
     try:
-        table = read_json(index, LARGEST_INDEX)
+        content = read_whole_index(index)
     except SourceError as error:
         structure.note_unreadable("index", index, error)
         return {}
-    weight_map = table.get("weight_map")
-    if not isinstance(weight_map, dict):
-        structure.note("index", index, "", "has no weight_map")
-        return {}
-    if not weight_map:
-        structure.note("index", index, "", "names no tensor, so loaders see none")
-    if not isinstance(table.get("metadata"), dict):
+    if not isinstance(content.get("metadata"), dict):
         text = "has no metadata, without which transformers fails: KeyError"
         structure.note("index", index, "", text)
+    weight_map: Mapping[str, str] = content["weight_map"]
     return weight_map
 
 
@@ -187,16 +182,13 @@ def _read_headers(structure: Structure, files: Sequence[Path]) -> list[Path]:
 
 
 def _check_index(
-    structure: Structure, weight_map: Mapping[str, Any], readable: Sequence[Path]
+    structure: Structure, weight_map: Mapping[str, str], readable: Sequence[Path]
 ) -> None:
     """Notes where the index and the headers disagree."""
     names = {file.name for file in readable}
     for tensor, file in weight_map.items():
         found = structure.tensors.get(tensor)
-        if not isinstance(file, str):
-            text = f"the index places this tensor in {file!r:.50}, which is no file"
-            structure.note("index", "", tensor, text)
-        elif found is None:
+        if found is None:
             if file in names:
                 text = "the index places this tensor here, but the file lacks it"
                 structure.note("index", file, tensor, text)

@@ -28,7 +28,6 @@ from nf4conv.sources.remote.repository import (
     LIBRARY,
     PATIENCE,
     abort_transfers,
-    name_of_file,
 )
 from nf4conv.system.background import Background, outlast
 
@@ -99,12 +98,7 @@ class Push:
                 f"--push-to-hub {self.repo}: is public; say --public if you mean it, or choose "
                 f"another name"
             )
-        try:
-            names = {name_of_file(file) for file in info.siblings or ()}
-        except ValueError as error:
-            raise OutputError(
-                f"--push-to-hub {self.repo}: the Hub names files of it that have no name; try again"
-            ) from error
+        names = {str(file.rfilename) for file in info.siblings or ()}
         weights = sorted(name for name in names if name.endswith(_WEIGHTS))
         if weights and not overwrite:
             raise OutputError(

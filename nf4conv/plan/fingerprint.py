@@ -14,7 +14,7 @@ from nf4conv.plan.jobs import CopyJob, Job, Plan
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.reader import digest_of
 from nf4conv.sources.record import MAKING
-from nf4conv.sources.source import Source, changed_files, source_stamps
+from nf4conv.sources.source import Source, source_stamps, stamps_of
 from nf4conv.sources.unfinished import LAST_FILES
 from nf4conv.version import __version__
 
@@ -80,11 +80,10 @@ def shared_fingerprint(
 
 def require_unchanged(source: Source, what: str, files: Collection[Path] | None = None) -> None:
     """Checks that a source is what it was when it was planned."""
-    stamps = source.stamps
-    if files is not None:
-        stamps = {file: stamp for file, stamp in stamps.items() if file in files}
-    for file in changed_files(stamps):
-        raise SourceError(f"{file}: changed {what}", path=file)
+    watched = [file for file in source.stamps if files is None or file in files]
+    for file, stamp in stamps_of(watched).items():
+        if stamp != source.stamps[file]:
+            raise SourceError(f"{file}: changed {what}", path=file)
 
 
 def plan_fingerprint(output: Plan) -> str:

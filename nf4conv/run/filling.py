@@ -228,7 +228,7 @@ def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
     too, each part fetches only its own tensors.
     """
     fetched = plan.source.fetched
-    if fetched is None or fetched.repository is None or not fetched.absent:
+    if fetched is None or not fetched.absent:
         return Reader()
     from nf4conv.sources.remote.stream import ShardStream  # importing huggingface_hub takes a while
 

@@ -163,7 +163,7 @@ def piece_size(buffer_size: int, workers: int) -> int:
 def open_reader(source: Source | None) -> Reader:
     """Opens a reader of local files, and by ranges of those of a source that are on the Hub."""
     fetched = None if source is None else source.fetched
-    if fetched is None or fetched.repository is None or not fetched.absent:
+    if fetched is None or not fetched.absent:
         return Reader()
     from nf4conv.sources.remote.stream import (
         RemoteReader,  # importing huggingface_hub takes a while

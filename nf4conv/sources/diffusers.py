@@ -100,13 +100,9 @@ def _open_local(root: Path, where: SourceOptions) -> DiffusersFolder:
 
 def _open_repository(repo: str, where: SourceOptions) -> DiffusersFolder:
     """Opens a pipeline on the Hub, and fetches its files except the weights."""
-    from nf4conv.sources.remote.hub import list_diffusers, require_content  # slow import
+    from nf4conv.sources.remote.hub import list_diffusers  # slow import
 
     fetched, names = list_diffusers(repo, where)
-    if fetched.repository is None:  # offline the revision is asked for again
-        pipeline = _describe(fetched.folder, repo, where, names)
-        require_content(fetched.folder, map(str, pipeline.files))
-        return pipeline
     of_commit = replace(where, revision=fetched.repository.commit)
     pipeline = _describe(fetched.folder, repo, of_commit, names)
     needed = [str(path) for path in pipeline.files]

@@ -14,7 +14,7 @@ import re
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from nf4conv.errors import AdapterError, DiffusersFolderError, SourceError
 from nf4conv.sources.reader import read_json
@@ -32,7 +32,7 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 """Files in which PEFT saves the weights of an adapter, which is no model."""
 
-LARGEST_INDEX: Final = 2**26  # bytes, of the index of a million tensors
+_LARGEST_INDEX: Final = 2**26  # bytes, of the index of a million tensors
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -131,7 +131,16 @@ def read_index(index: Path) -> Mapping[str, str]:
     """Returns which file holds each tensor, by the index of a sharded checkpoint; raises a
     SourceError if it is malformed, or names a file outside the folder.
     """
-    weight_map = read_json(index, LARGEST_INDEX).get("weight_map")
+    weight_map: Mapping[str, str] = read_whole_index(index)["weight_map"]
+    return weight_map
+
+
+def read_whole_index(index: Path) -> dict[str, Any]:
+    """Returns the content of an index, whose weight_map is sound; raises a SourceError as
+    `read_index` does.
+    """
+    content = read_json(index, _LARGEST_INDEX)
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{index}: has no weight_map", path=index)
     known: set[str] = set()
@@ -143,7 +152,7 @@ def read_index(index: Path) -> Mapping[str, str]:
         if is_out or not isinstance(file, str):
             raise SourceError.about(index, name, f"{file!r} is outside the folder")
         known.add(file)
-    return weight_map
+    return content
 
 
 def require_shards(index: Path, weight_map: Mapping[str, str], absent: Collection[Path]) -> None:

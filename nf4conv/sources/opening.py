@@ -7,7 +7,7 @@ another quantization encoded are presented as the float tensors they stand for (
 import logging
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -29,10 +29,12 @@ from nf4conv.sources.files import (
 )
 from nf4conv.sources.foreign.presenting import decoded_tensors
 from nf4conv.sources.gguf.opening import card_beside, open_gguf
+from nf4conv.sources.header import MOST_TENSORS, header_json, parse_header
+from nf4conv.sources.pickle_header import read_pickle_header
 from nf4conv.sources.places import from_address, is_repo_id
-from nf4conv.sources.reader import FileBytes, read_json
-from nf4conv.sources.shards import check_index, read_headers
-from nf4conv.sources.source import Source, read_tensor
+from nf4conv.sources.reader import FileBytes, bytes_of, each, read_json
+from nf4conv.sources.source import Source, read_tensor, stamps_of
+from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
 
 if TYPE_CHECKING:
@@ -166,14 +168,13 @@ def _open_repository(repo: str, where: SourceOptions) -> Source:
 
     fetched = fetch_source(repo, where)
     # the folder in the cache is that of the subfolder
-    opened = _open_folder(fetched.folder, replace(where, subfolder=None), fetched)
-    return replace(opened, fetched=fetched)
+    return _open_folder(fetched.folder, replace(where, subfolder=None), fetched)
 
 
 def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = None) -> Source:
     """Opens a folder; of one that was fetched, weight files may be absent."""
     folder = root / (where.subfolder or "")
-    absent = {} if fetched is None else fetched.absent
+    absent = {} if fetched is None else fetched.remote_bytes()
     names = {path.name for path in absent}
     for path in folder.iterdir():
         if path.is_file():
@@ -185,23 +186,72 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
         weight_map = read_index(index)
         require_shards(index, weight_map, absent)
     file_names = sorted(set(weight_map.values())) or [weights.name]
-    files = tuple(folder / name for name in file_names)
-    for file in files:
+    files = {name: folder / name for name in file_names}
+    for file in files.values():
         if file not in absent:
             require_own(file, root)
-    tensors, stamps = read_headers(files, fetched)
-    if weight_map:
-        by_name = dict(zip(file_names, files, strict=True))
-        check_index(folder, weight_map, by_name, tensors)
-    return Source(
+    # a commit cannot change
+    stamps = {} if fetched is not None else stamps_of(files.values())
+    opened = Source(
         folder=folder,
         root=root,
-        files=files,
-        tensors=tensors,
+        files=tuple(files.values()),
+        tensors=_read_headers(files.values(), absent),
         config=_read_config(folder, root),
         stem=weights.stem,
         stamps=stamps,
+        fetched=fetched,
     )
+    held_in = {tensor.name: tensor.file for tensor in opened.tensors}
+    for name, file_name in weight_map.items():
+        if held_in.get(name) is not files[file_name]:
+            raise SourceError.about(
+                files[file_name], name, "the index places this tensor here, but the file lacks it"
+            )
+    return opened
+
+
+def _read_headers(
+    files: Collection[Path], absent: Mapping[Path, FileBytes]
+) -> tuple[TensorInfo, ...]:
+    """Returns the tensors of all weight files, of which some are on the Hub, in the order of files
+    and of bytes within a file. Raises a SourceError if two files have the same tensor.
+    """
+    seen: dict[str, TensorInfo] = {}
+    # threads wait for files, but would hinder each other in looking at what they have read
+    heads = each(partial(_read_head, absent), files)
+    for file, (head, size) in zip(files, heads, strict=True):
+        if file.suffix == ".safetensors":
+            tensors = parse_header(head, file, size)
+        else:
+            tensors = read_pickle_header(file)
+        if len(seen) + len(tensors) > MOST_TENSORS:
+            raise SourceError(
+                f"{file}: more than {MOST_TENSORS:,} tensors in all files up to it, as no model "
+                f"has",
+                path=file,
+            )
+        for tensor in tensors:
+            if tensor.name in seen:
+                raise SourceError.about(file, tensor.name, f"also in {seen[tensor.name].file.name}")
+            seen[tensor.name] = tensor
+    if not seen:
+        raise SourceError(f"{', '.join(str(file) for file in files)}: no tensors")
+    return tuple(seen.values())
+
+
+def _read_head(absent: Mapping[Path, FileBytes], path: Path) -> tuple[bytes, int]:
+    """Returns the JSON in the header of a weight file, of a pickle nothing, and the file's size."""
+    if path.suffix != ".safetensors":
+        if path in absent:
+            raise SourceError(
+                f"{path}: only safetensors can be streamed; run without --stream", path=path
+            )
+        return b"", 0
+    if path in absent:
+        return header_json(path, absent[path]), absent[path].size
+    with bytes_of(path) as file:
+        return header_json(path, file), file.size
 
 
 def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
@@ -216,14 +266,8 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
     from nf4conv.sources.remote.hub import fetch_gguf  # importing it takes long
 
     file, fetched = fetch_gguf(str(place), name, where)
-    absent = {}
-    beside: tuple[str, ...] = ()
-    if fetched.repository is not None:
-        beside = tuple(fetched.repository.files)
-        for path, remote in fetched.absent.items():
-            read = partial(fetched.repository.read, remote)
-            absent[path] = FileBytes(remote.size, read)
-    opened = open_gguf(file, _folder_of_config(where), absent, beside)
+    beside = tuple(fetched.repository.files)
+    opened = open_gguf(file, _folder_of_config(where), fetched.remote_bytes(), beside)
     fetched = replace(fetched, folder=opened.folder)
     card = opened.card_beside
     if card is None:  # the repository has one for all its folders
@@ -261,12 +305,12 @@ def _open_file(path: Path) -> Source:
             raise SourceError(
                 f"{path}: one shard of those that {index.name} lists; give the folder", path=path
             )
-    tensors, stamps = read_headers((path,))
+    stamps = stamps_of([path])
     return Source(
         folder=folder,
         root=folder,
         files=(path,),
-        tensors=tensors,
+        tensors=_read_headers([path], {}),
         config=_read_config(folder, folder),
         stem=STEMS[0],
         stamps=stamps,

@@ -3,7 +3,7 @@
 opening.py opens it. Its tensors are described by their headers; a conversion reads their data.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -148,19 +148,17 @@ class Source:
         return str(self.folder if self.fetched is None else self.fetched.origin)
 
 
-def stamp_of(path: Path) -> list[int]:
-    """Returns what a file is now: [bytes, time of its last change that can be set at will, time of
-    the last change that the kernel saw], times in ns. Raises a SourceError if it cannot be read.
+def stamps_of(files: Collection[Path]) -> dict[Path, list[int]]:
+    """Returns what files are now: [bytes, time of the last change that can be set at will, time of
+    the last change that the kernel saw], times in ns. Raises a SourceError if one cannot be read.
     """
+    return dict(zip(files, each(_stamp_of, files), strict=True))
+
+
+def _stamp_of(path: Path) -> list[int]:
     with named(path, SourceError):
         status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def changed_files(stamps: Mapping[Path, list[int]]) -> list[Path]:
-    """Returns the files that are not what they were when their source was opened."""
-    found = each(stamp_of, stamps)
-    return [file for file, stamp in zip(stamps, found, strict=True) if stamp != stamps[file]]
 
 
 def source_stamps(source: Source) -> dict[str, list[int]]:
@@ -179,7 +177,7 @@ def source_stamps(source: Source) -> dict[str, list[int]]:
 def read_tensor(source: Source, tensor: TensorInfo) -> bytes:
     """Returns the bytes of a small tensor, on disk or on the Hub."""
     fetched = source.fetched
-    if fetched is None or fetched.repository is None or tensor.file not in fetched.absent:
+    if fetched is None or tensor.file not in fetched.absent:
         return read_bytes(tensor)
     return fetched.repository.read(fetched.absent[tensor.file], tensor.start, tensor.stop)
 

@@ -158,7 +158,7 @@ def test_an_interrupted_download_is_not_taken_for_a_cached_one(
     with pytest.raises(SourceError):
         open_source(REPO, where)
     with pytest.raises(
-        SourceError, match=r"00002-of-00002\.safetensors is missing; the download is incomplete"
+        SourceError, match=r"names model-00002-of-00002\.safetensors, which the cache lacks"
     ):
         open_source(REPO, SourceOptions(cache_dir=where.cache_dir, local_files_only=True))
     hub.faults.clear()

@@ -106,44 +106,15 @@ def test_a_range_that_always_breaks_off_is_refused_in_one_line(hub: Hub, where: 
     assert error.count("\n") == 1
 
 
-def waits_of_this_thread(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Nobody sleeps from now on. The server sleeps, too, perhaps still that of an earlier test."""
-    waited: list[float] = []
-    this = threading.current_thread()
-
-    def wait(seconds: float) -> None:
-        if threading.current_thread() is this:
-            waited.append(seconds)
-
-    monkeypatch.setattr(time, "sleep", wait)
-    return waited
-
-
-def test_a_server_says_when_to_come_back(hub: Hub, monkeypatch: pytest.MonkeyPatch):
-    waited = waits_of_this_thread(monkeypatch)
-    open_repository = asking_repository()
-    for seconds, expected in (("7", 7.0), ("999999", 60.0), ("soon", 0.01)):
-        waited.clear()
-        hub.faults = [Fault("GET /api/models", status=429, headers={"Retry-After": seconds})]
-        open_repository()
-        assert waited == [expected]
-
-
-def asking_repository() -> Callable[[], object]:
-    from nf4conv.sources.remote.repository import Repository
-
-    return lambda: Repository(REPO, SourceOptions())
-
-
 @pytest.mark.usefixtures("hub")
-def test_nobody_there_is_said_soon(monkeypatch: pytest.MonkeyPatch):
-    waited = waits_of_this_thread(monkeypatch)
+def test_nobody_there_is_said_soon():
+    waited: list[float] = []
 
     def unreachable() -> None:
         raise ConnectError("no route")
 
     with pytest.raises(OSError, match="no route"):
-        asking.patiently(unreachable)
+        asking.patiently(unreachable, waited.append)
     assert waited == [0.01]
 
 

@@ -26,7 +26,7 @@ from nf4conv.sources.adapters.experts import changes_of_parameters
 from nf4conv.sources.adapters.modules import Base, change_of_module, misfit
 from nf4conv.sources.arranged import LowRankDelta, Merged, Strided
 from nf4conv.sources.opening import open_source
-from nf4conv.sources.source import Source, stamp_of
+from nf4conv.sources.source import Source, stamps_of
 from nf4conv.sources.tensors import TensorInfo
 
 
@@ -120,10 +120,8 @@ class _Merging:
         for name, deltas in self._deltas.items():
             below = tensors[name]
             tensors[name] = below._replace(encoding=Merged(below, tuple(deltas)))
-        stamps = dict(source.stamps)
-        for adapter in adapters:
-            if adapter.origin is None:  # a commit cannot change
-                stamps[adapter.file] = stamp_of(adapter.file)
+        # a commit cannot change
+        local = [adapter.file for adapter in adapters if adapter.origin is None]
         return replace(
             source,
             files=(*source.files, *(adapter.file for adapter in adapters)),
@@ -131,7 +129,7 @@ class _Merging:
             config=None if source.config is None else self._base.config,
             notes=(*source.notes, *self._notes),
             adapters=tuple(adapters),
-            stamps=stamps,
+            stamps={**source.stamps, **stamps_of(local)},
         )
 
 

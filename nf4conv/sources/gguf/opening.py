@@ -18,7 +18,7 @@ from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
 from nf4conv.sources.reader import FileBytes, read_json
-from nf4conv.sources.source import MadeFiles, Source, stamp_of
+from nf4conv.sources.source import MadeFiles, Source, stamps_of
 from nf4conv.system.machine import uncollected
 
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -44,6 +44,7 @@ def open_gguf(
     """
     absent = {} if absent is None else absent
     files = _files_of(path, absent)
+    stamps = stamps_of([file for file in files if file not in absent])
     headers = [read_gguf_header(file, absent.get(file)) for file in files]
     metadata = headers[0][0]
     tensors = [tensor for _, of_file in headers for tensor in of_file]
@@ -68,7 +69,7 @@ def open_gguf(
         config=config,
         stem=STEMS[0],
         notes=(_note_on_types(tensors), *_notes_on_tower(path, sizes, beside)),
-        stamps={file: stamp_of(file) for file in files if file not in absent},
+        stamps=stamps,
         place=str(path),
         card_beside=card_beside(files[0]),
     )

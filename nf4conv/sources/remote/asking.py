@@ -2,28 +2,21 @@
 
 A request ends with an error after HF_HUB_DOWNLOAD_TIMEOUT seconds (10 by default) without a byte.
 It is made again up to four times, after 1, 2, 4 and 8 seconds, if the server was busy, was silent,
-or broke off; and once, after 1 second, if no connection came about. A server that says when to come
-back (Retry-After) is believed, up to a minute.
-
-huggingface_hub has retries of its own for downloads; its http_backoff neither streams a response
-nor checks its size, so ranges are asked for here.
+or broke off; and once, after 1 second, if no connection came about. huggingface_hub has retries of
+its own, which differ between releases, and of which its older ones have none for a first request.
 """
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
-import huggingface_hub.utils
 from huggingface_hub import constants, errors
 
 from nf4conv.errors import Nf4convError, SourceError
 
 T = TypeVar("T")
-
-# its functions are exported by name only, and differ between releases
-_utils: Any = huggingface_hub.utils
 
 _HTTP_ERROR: Final = cast("type[Exception]", errors.HfHubHTTPError.__bases__[0])
 """The base of the errors of the HTTP library that huggingface_hub happens to be built on."""
@@ -42,8 +35,9 @@ WAITS: Final = (1.0, 2.0, 4.0, 8.0)
 _LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
 
 _LONGEST_LINE: Final = 1000  # characters of what a server says
-_LONGEST_WAIT: Final = 60.0  # seconds, whatever a server says
 _PASSING_STATUSES: Final = (408, 425, 429, 500, 502, 503, 504)
+_NO_CONNECTION: Final = ("ConnectError", "ConnectTimeout", "NewConnectionError", "ProxyError")
+"""Names of the errors of HTTP libraries that say that nobody was reached."""
 
 
 def timeout() -> float:
@@ -56,45 +50,24 @@ def patiently(attempt: Callable[[], T], pause: Callable[[float], object] | None 
 
     `pause` waits for so many seconds, and raises what is to end the waiting.
     """
-    tries = 0
-    while True:
+    for wait in WAITS:
         try:
             return attempt()
         except HUB_ERRORS as error:
-            waits = _waits_after(error)
-            if tries >= len(waits):
+            if not _may_pass(error) or (wait > WAITS[0] and is_unreachable(error)):
                 raise
-            wait = _asked_wait(error) or waits[tries]
-        tries += 1
         (pause or time.sleep)(wait)
+    return attempt()
 
 
-def _waits_after(error: Exception) -> tuple[float, ...]:
-    """Returns the seconds to wait before each further try; none if trying again does not help."""
+def _may_pass(error: Exception) -> bool:
+    """Returns True if trying again may help."""
     for cause in _causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if status is not None:
-            return WAITS if status in _PASSING_STATUSES else ()
-        if _is_without_connection(cause):
-            return WAITS[:1]
+            return status in _PASSING_STATUSES
     is_of_the_disk = isinstance(error, OSError) and error.errno is not None
-    return () if is_of_the_disk else WAITS
-
-
-def _is_without_connection(error: BaseException) -> bool:
-    """Returns True for the errors of HTTP libraries that say that nobody was reached."""
-    name = type(error).__name__
-    return name in ("ConnectError", "ConnectTimeout", "NewConnectionError", "ProxyError")
-
-
-def _asked_wait(error: Exception) -> float | None:
-    """Returns the seconds that the server wants to be left alone; None if it does not say."""
-    for cause in _causes(error):
-        headers = getattr(getattr(cause, "response", None), "headers", None) or {}
-        text = str(headers.get("Retry-After", ""))
-        if text.isascii() and text.isdecimal():
-            return min(float(text), _LONGEST_WAIT)
-    return None
+    return not is_of_the_disk or is_unreachable(error)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -138,7 +111,7 @@ def _next_step(error: Exception, what: str) -> str:
 def is_unreachable(error: Exception) -> bool:
     """Returns True for an error that says that no server was reached at all."""
     for cause in _causes(error):
-        if _is_without_connection(cause) or isinstance(cause, ConnectionRefusedError):
+        if isinstance(cause, ConnectionRefusedError) or type(cause).__name__ in _NO_CONNECTION:
             return True
     # requests says it in words only
     return any(word in str(error) for word in ("NewConnectionError", "NameResolutionError"))
@@ -155,36 +128,3 @@ def one_line(error: Exception) -> str:
     if isinstance(error, (*HUB_ERRORS, RuntimeError, MemoryError)):
         return line
     return f"the hub's answer makes no sense ({type(error).__name__}: {line})"
-
-
-def get_range(url: str, headers: Mapping[str, str], start: int, stop: int) -> bytes | None:
-    """Asks once for bytes start … stop of a file; returns None if the server gives no parts of
-    files, and raises one of HUB_ERRORS if it refuses, is silent, or gives too few.
-
-    huggingface_hub is built on requests before 1.0, and on httpx or its successor from then on.
-    """
-    session: Any = _utils.get_session()
-    headers = {**headers, "Range": f"bytes={start}-{stop - 1}"}
-    if callable(session.stream):  # of requests it is a flag
-        request = session.stream(
-            "GET", url, headers=headers, follow_redirects=True, timeout=timeout()
-        )
-        with request as response:
-            return _body(response, response.iter_bytes, stop - start)
-    with session.get(url, headers=headers, stream=True, timeout=timeout()) as response:
-        return _body(response, lambda: response.iter_content(2**16), stop - start)
-
-
-def _body(response: Any, chunks: Callable[[], Iterable[bytes]], size: int) -> bytes | None:
-    """Reads so many bytes of a response; None if it is not a part of a file."""
-    _utils.hf_raise_for_status(response)
-    if response.status_code != 206:
-        return None
-    content = bytearray()
-    for chunk in chunks():
-        content += chunk
-        if len(content) > size:
-            break
-    if len(content) != size:
-        raise OSError(f"got {len(content):,} of {size:,} bytes")
-    return bytes(content)

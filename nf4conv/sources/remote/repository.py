@@ -10,23 +10,22 @@ import glob
 import hashlib
 import inspect
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import huggingface_hub
 import huggingface_hub.utils
+from huggingface_hub import constants, errors
 
 from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
-from nf4conv.sources.reader import digest_of
-from nf4conv.sources.remote.asking import explained, get_range, patiently, timeout
+from nf4conv.sources.reader import digest_of, each
+from nf4conv.sources.remote.asking import explained, patiently, timeout
 
 _log: Final = logging.getLogger(__name__)
 
@@ -34,8 +33,6 @@ LIBRARY: Final = "nf4conv"
 
 # its functions are exported by name only, and differ between releases
 _utils: Any = huggingface_hub.utils
-
-_CHECKED_AT_ONCE: Final = 4  # files
 
 PATIENCE: Final = 5.0
 """Seconds that a transfer gets to notice that it is not wanted.
@@ -51,18 +48,6 @@ class RemoteFile(NamedTuple):
     size: int  # bytes
     sha256: str | None  # of its content; None for a small file that is kept in git itself
     blob: str | None  # git's name for it; None if unknown
-
-
-def fetch_checked(file: RemoteFile, fetch: Callable[[bool], Path], repo: str) -> Path:
-    """Fetches a file and returns where it is; one whose content is not what the Hub describes is
-    fetched again, once. `fetch` takes True to fetch the whole file, whatever is there already.
-    """
-    for again in (False, True):
-        path = fetch(again)
-        problem = check_content(path, file)
-        if problem is None:
-            return path
-    raise SourceError(f"{repo}/{file.name}: {problem}, twice; what the hub delivers is damaged")
 
 
 def check_content(path: Path, file: RemoteFile) -> str | None:
@@ -84,32 +69,38 @@ def check_content(path: Path, file: RemoteFile) -> str | None:
 
 
 class Repository:
-    """A model repository at the commit that a revision stands for.
+    """A model repository at the commit that a revision stands for; offline, what the cache has.
 
     Making it raises a SourceError with the Hub's own message if it does not exist or may not be
     read.
 
     Attributes:
         repo: "org/name".
+        is_offline: True if the Hub may not be asked.
         commit: what the revision stood for when the repository was opened.
-        files: everything in it, by name.
+        files: everything in it, by name; offline no sizes are known.
     """
 
     def __init__(self, repo: str, where: SourceOptions) -> None:
         self.repo = repo
+        self.is_offline = where.local_files_only or bool(constants.HF_HUB_OFFLINE)
         self._where = where
         self._access: dict[str, Any] = {
             "cache_dir": where.cache_dir,
             "token": where.token,
             "library_name": LIBRARY,
         }
+        self.files: dict[str, RemoteFile] = {}
         with explained(repo):
-            info = patiently(self._describe)
-            self.commit = _digits(info.sha, 40)
-            self.files: dict[str, RemoteFile] = {}
-            for file in info.siblings or ():
-                described = _described(file)
-                self.files[described.name] = described
+            if self.is_offline:
+                self._look_into_the_cache()
+            else:
+                info: Any = patiently(self._describe)
+                self.commit = str(info.sha)
+                for file in info.siblings or ():
+                    name = str(file.rfilename)
+                    sha256 = None if file.lfs is None else file.lfs.sha256
+                    self.files[name] = RemoteFile(name, file.size or 0, sha256, file.blob_id)
 
     def _describe(self) -> Any:
         """Asks once what the repository holds."""
@@ -118,6 +109,34 @@ class Repository:
             self.repo, revision=self._where.revision, files_metadata=True, timeout=timeout()
         )
 
+    def _look_into_the_cache(self) -> None:
+        """Lists the files of the snapshot in the cache, whether their content is there or not."""
+        where = self._where
+        try:
+            found = huggingface_hub.snapshot_download(
+                self.repo,
+                revision=where.revision,
+                cache_dir=where.cache_dir,
+                local_files_only=True,
+                allow_patterns=[],  # no file must be there
+            )
+        except errors.LocalEntryNotFoundError as error:
+            revision = f" at {where.revision}" if where.revision else ""
+            raise SourceError(
+                f"{self.repo}{revision}: not in the cache, and the hub may not be asked "
+                f"({self._why_offline()}); run once without that, to download it"
+            ) from error
+        folder = Path(found)
+        self.commit = folder.name
+        for path in folder.rglob("*"):
+            if path.is_symlink() or path.is_file():
+                name = path.relative_to(folder).as_posix()
+                self.files[name] = RemoteFile(name, 0, None, None)
+        self._snapshot = folder
+
+    def _why_offline(self) -> str:
+        return "HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "--local-files-only"
+
     def fetch(self, names: Sequence[str], *, notes_commit: bool = False) -> Path:
         """Fetches files into the cache, and checks what is new; returns the folder in which they
         now are, with others perhaps.
@@ -125,6 +144,9 @@ class Repository:
         With `notes_commit`, the cache notes which commit the revision stands for, without which it
         would not be found offline. Raises a SourceError if the revision has moved meanwhile.
         """
+        if self.is_offline:
+            self._require_content(names)
+            return self._snapshot
         revision = (self._where.revision or "main") if notes_commit else self.commit
         # a name that the repository lacks fetches nothing
         new = [self.files[name] for name in names if name in self.files and not self._has(name)]
@@ -142,9 +164,24 @@ class Repository:
         _log.info("%d files of %s are in the cache after %.1f s", len(names), self.repo, seconds)
         if folder.name != self.commit:
             raise SourceError(f"{self.repo}: changed while it was being read; run again")
-        with explained(self.repo), ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:
-            list(pool.map(partial(self._check, folder), new))
+        with explained(self.repo):
+            each(self.download, new)  # checks what is there, and fetches what is damaged
         return folder
+
+    def _require_content(self, names: Sequence[str]) -> None:
+        """Raises a SourceError if a file in the cache is no more than a name.
+
+        Files are links to blobs. One whose blob was removed would pass for one that the repository
+        lacks, and the result would lack it, too.
+        """
+        for name in sorted(names):
+            path = self._snapshot / name
+            if path.is_symlink() and not path.exists():
+                raise SourceError(
+                    f"{path}: its content is not in the cache any more; run once without "
+                    f"{self._why_offline()}, to download it",
+                    path=path,
+                )
 
     def _has(self, name: str) -> bool:
         """Returns True if the cache has a file of the commit."""
@@ -153,91 +190,65 @@ class Repository:
         )
         return isinstance(found, str)
 
-    def _check(self, folder: Path, file: RemoteFile) -> None:
-        """Checks a file that has been fetched into the cache; a damaged one is fetched again."""
-
-        def fetch(again: bool) -> Path:
-            if again:
-                download = huggingface_hub.hf_hub_download
-                access = {"revision": self.commit, "force_download": True, **self._access}
-                patiently(partial(download, self.repo, file.name, **access))
-            return folder / file.name
-
-        fetch_checked(file, fetch, self.repo)
-
     def download(
-        self, file: RemoteFile, folder: Path, go_on: Callable[[], None], *, again: bool
+        self,
+        file: RemoteFile,
+        pause: Callable[[float], object] | None = None,
+        **options: Any,
     ) -> Path:
-        """Fetches a file into a folder of ours, and continues an earlier try that was interrupted.
+        """Fetches a file, continues an earlier try that was interrupted, and returns where it is;
+        one whose content is not what the Hub describes is fetched again, once.
 
-        `go_on` is called now and then from the calling thread, and raises what is to end the
-        download. With `again`, the whole file is fetched, whatever an earlier try left. Raises one
-        of HUB_ERRORS.
+        `options` are those of hf_hub_download, `pause` is that of `patiently`. Raises one of
+        HUB_ERRORS.
         """
-        path = huggingface_hub.hf_hub_download(
-            self.repo,
-            file.name,
-            revision=self.commit,
-            local_dir=folder,
-            force_download=again,
-            **_asking(go_on),
-            **self._access,
+        for again in (False, True):
+            attempt = partial(
+                huggingface_hub.hf_hub_download,
+                self.repo,
+                file.name,
+                revision=self.commit,
+                force_download=again,
+                **options,
+                **self._access,
+            )
+            path = Path(patiently(attempt, pause))
+            problem = check_content(path, file)
+            if problem is None:
+                return path
+        raise SourceError(
+            f"{self.repo}/{file.name}: {problem}, twice; what the hub delivers is damaged"
         )
-        return Path(path)
 
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
         """Returns bytes start … stop of a file, by a request for this range."""
+        with explained(f"{self.repo}/{file.name}"):
+            return patiently(partial(self._ask_for_range, file, start, stop))
+
+    def _ask_for_range(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        """Asks once; raises one of HUB_ERRORS if the server refuses, is silent, or gives too few
+        bytes.
+        """
         url = huggingface_hub.hf_hub_url(self.repo, file.name, revision=self.commit)
         headers = _utils.build_hf_headers(token=self._where.token, library_name=LIBRARY)
-        with explained(f"{self.repo}/{file.name}"):
-            content = patiently(partial(get_range, url, headers, start, stop))
-        if content is None:
+        headers["Range"] = f"bytes={start}-{stop - 1}"
+        response = _utils.get_session().get(url, headers=headers, timeout=timeout())
+        _utils.hf_raise_for_status(response)
+        if response.status_code != 206:
             raise SourceError(
                 f"{self.repo}/{file.name}: the server gives no parts of files; run without --stream"
             )
+        content: bytes = response.content
+        if len(content) != stop - start:
+            raise OSError(f"got {len(content):,} of {stop - start:,} bytes")
         return content
 
 
-def name_of_file(file: Any) -> str:
-    """Returns the name that the Hub gives a file; raises a ValueError for what is none."""
-    name = file.rfilename
-    path = PurePosixPath(name if isinstance(name, str) else "/")
-    if path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name:
-        raise ValueError(f"{name!r:.80} is no name of a file")
-    return str(name)
+def stoppable(go_on: Callable[[], None]) -> dict[str, Any]:
+    """Returns what lets a download ask whether to go on: `go_on` is called now and then from the
+    calling thread, and raises what is to end it.
 
-
-def _described(file: Any) -> RemoteFile:
-    """Returns what the Hub says of a file; raises a ValueError for what cannot be so."""
-    name = name_of_file(file)
-    size = file.size or 0
-    if type(size) is not int or size < 0:
-        raise ValueError(f"{name}: {size!r:.80} is no size")
-    sha256 = None if file.lfs is None else _digits(file.lfs.sha256, 64)
-    blob = None if file.blob_id is None else _digits(file.blob_id, 40)
-    return RemoteFile(name, size, sha256, blob)
-
-
-def _digits(value: object, count: int) -> str:
-    """Returns a hash; raises a ValueError for what is none."""
-    if isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{count}}}", value):
-        return value
-    raise ValueError(f"{value!r:.80} is no hash")
-
-
-def _asking(go_on: Callable[[], None]) -> dict[str, Any]:
-    """Returns what lets a download ask whether to go on.
-
-    Releases before 1.0 take no progress bar: there a download ends by itself.
-    """
-    parameters = inspect.signature(huggingface_hub.hf_hub_download).parameters
-    return {"tqdm_class": _bar(go_on)} if "tqdm_class" in parameters else {}
-
-
-def _bar(go_on: Callable[[], None]) -> type[Any]:
-    """Returns the class of a progress bar that asks whether to go on.
-
-    huggingface_hub knows no other way to be stopped.
+    huggingface_hub can be stopped by its progress bar alone, and before 1.0 not at all.
     """
     caller = threading.get_ident()
 
@@ -247,7 +258,8 @@ def _bar(go_on: Callable[[], None]) -> type[Any]:
                 go_on()
             return super().update(n)  # type: ignore[no-any-return]
 
-    return Bar
+    parameters = inspect.signature(huggingface_hub.hf_hub_download).parameters
+    return {"tqdm_class": Bar} if "tqdm_class" in parameters else {}
 
 
 def abort_transfers() -> None:

@@ -11,22 +11,22 @@ read, such as a scale in another file than its weight, are asked for by range.
 """
 
 import errno
+import shutil
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-from nf4conv.errors import Nf4convError, OutputError, SourceError
+from nf4conv.errors import OutputError, SourceError
 from nf4conv.sources.reader import Reader
-from nf4conv.sources.remote.asking import one_line, patiently
+from nf4conv.sources.remote.asking import explained
 from nf4conv.sources.remote.repository import (
     PATIENCE,
     RemoteFile,
     Repository,
     abort_transfers,
-    fetch_checked,
+    stoppable,
 )
 from nf4conv.system.background import Background, outlast
 
@@ -56,7 +56,7 @@ class ShardStream(RemoteReader):
     """Fetches absent files in the order of their use; use it as a context manager.
 
     `order` has the place of every file, absent or not. Only those that are needed are fetched, into
-    a folder where what an earlier run left is used, and which its owner removes in the end.
+    a folder that is emptied first, and which its owner removes in the end.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ShardStream(RemoteReader):
         self._fetching = Background(self._fetch_all, "nf4conv-fetch")
 
     def __enter__(self) -> "ShardStream":
-        _remove_others(self._folder, [self._absent[path] for path in self._needed[:FILES_ON_DISK]])
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by a run that was killed
         self._fetching.start()
         return self
 
@@ -177,23 +177,16 @@ class ShardStream(RemoteReader):
     def _fetch(self, file: RemoteFile) -> Path:
         """Fetches a file, and turns whatever goes wrong into an error of nf4conv."""
         where = f"{self._repository.repo}/{file.name}"
-
-        def download(again: bool) -> Path:
-            fetch = self._repository.download
-            return patiently(
-                partial(fetch, file, self._folder, self._go_on, again=again), self._pause
-            )
-
+        options = {"local_dir": self._folder, **stoppable(self._go_on)}
         try:
-            return fetch_checked(file, download, self._repository.repo)
-        except Nf4convError:
-            raise
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno in _FULL:
+            with explained(where):
+                return self._repository.download(file, self._pause, **options)
+        except SourceError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
                 raise OutputError(
                     f"{self._folder}: no room for {where}, {file.size:,} bytes"
                 ) from error
-            raise SourceError(f"{where}: {one_line(error)}") from error
+            raise
 
     def _pause(self, seconds: float) -> None:
         self._stopped.wait(seconds)
@@ -203,23 +196,3 @@ class ShardStream(RemoteReader):
         """Raises a SourceError if nobody waits any more."""
         if self._stopped.is_set():
             raise SourceError("no longer wanted")
-
-
-def _remove_others(folder: Path, files: Sequence[RemoteFile]) -> None:
-    """Deletes what an earlier run left but files, whole or in parts, that are needed first."""
-    for path in folder.rglob("*"):
-        if not path.is_file() or path.suffix in (".metadata", ".lock"):
-            continue
-        if not any(_belongs_to(path, folder, file) for file in files):
-            path.unlink()
-
-
-def _belongs_to(path: Path, folder: Path, file: RemoteFile) -> bool:
-    """Returns True if a path is that of a file, or of a part of it."""
-    if path == folder / file.name:
-        return True
-    if path.suffix != ".incomplete":
-        return False
-    # the name of a part has the hash of the whole in it
-    digests = [digest for digest in (file.sha256, file.blob) if digest is not None]
-    return any(digest in path.name for digest in digests)
