@@ -355,12 +355,12 @@ DAMAGE: Damages = {
     **failing("index", UP, {
         "index: wrong file": index(lambda table: table["weight_map"].update({UP: SECOND})),
         "index: lacks a tensor": index(lambda table: table["weight_map"].pop(UP)),
-        "index: a list for a file": index(lambda table: table["weight_map"].update({UP: [FIRST]})),
     }),
     **failing("index", "ghost", {
         "index: a tensor too many": index(lambda table: table["weight_map"].update(ghost=FIRST)),
     }),
     **failing("index", INDEX, {
+        "index: a list for a file": index(lambda table: table["weight_map"].update({UP: [FIRST]})),
         "index: names nothing": index(weight_map={}),
         "index: not JSON": write_text(INDEX, "{"),
         "index: no metadata": index(lambda table: table.pop("metadata")),

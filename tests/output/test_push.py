@@ -3,12 +3,10 @@ them a model.
 """
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from checkpoints import contents
 from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
-from huggingface_hub import HfApi, constants
+from huggingface_hub import constants
 
 import nf4conv
 import nf4conv.output.push as push_module
@@ -104,14 +102,12 @@ def test_an_interrupted_run_pushes_nothing_and_the_next_one_the_rest(
     weights.write_bytes(
         good[:-6] + torch.full((3,), float("nan")).bfloat16().view(torch.uint8).numpy().tobytes()
     )
-    stamp = weights.stat().st_mtime_ns
     with pytest.raises(Nf4convError, match="NaN"):
         push(source, out)
     assert list(hub.repos[REPO].files) == [".gitattributes"]
     weights.write_bytes(good)
-    os.utime(weights, ns=(stamp, stamp))
     uploaded = hub.count("PUT /upload/")
-    push(source, out)
+    push(source, out, overwrite=True)
     shards = [name for name in hub.repos[REPO].files if name.endswith(".safetensors")]
     assert hub.count("PUT /upload/") <= max(len(shards) + 4, uploaded + len(shards))
     assert set(shards) == {path.name for path in out.glob("*.safetensors")}
@@ -151,18 +147,6 @@ def test_a_public_repository_without_public(hub: Hub, source: Path, tmp_path: Pa
 
 
 # --- faults ---------------------------------------------------------------------------------------
-
-
-def test_a_hub_that_names_no_files(
-    hub: Hub, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The fuzzer found it: a hostile Hub answered with a number in the place of a name."""
-    hub.repos[REPO] = Repo(token=TOKEN, private=True)
-    siblings = [SimpleNamespace(rfilename=0.5)]
-    answer = SimpleNamespace(private=True, siblings=siblings)
-    monkeypatch.setattr(HfApi, "model_info", lambda *_: answer)
-    with pytest.raises(OutputError, match="names files of it that have no name"):
-        push(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
