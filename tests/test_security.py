@@ -24,7 +24,7 @@ PROMISES = {
     "kernels in ~/.cache/nf4conv": "test_kernel_cache.py",
     "the source, while it is read": "test_resume.py",
     "finished shards of an interrupted run": "test_resume.py",
-    "regular expressions in adapter_config.json": "test_adapter_patterns.py test_none_takes_for",
+    "regular expressions in adapter_config.json": "test_adapter_patterns.py test_they_are_matched",
     "config.json of models that are run": "test_odd_evaluate.py test_odd_configs",
     "answers of a Hub": "test_hub_faults.py test_answers_that_make_no_sense",
     "numbers of layers and experts": "test_odd_evaluate.py test_a_million_layers_are_not_built",
