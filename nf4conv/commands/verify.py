@@ -10,8 +10,9 @@ nothing    every value is compared, and the user says which difference passes
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +37,7 @@ from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.units import size
-from nf4conv.options import SourceOptions, VerifyOptions
+from nf4conv.options import DequantizeOptions, SourceOptions, VerifyOptions
 from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.report.measured import join_reports, verification_report
 from nf4conv.report.results import VerifyReport
@@ -45,7 +46,7 @@ from nf4conv.run.checkpoint import ignore
 from nf4conv.run.verifying import verify_values
 from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.diffusers import DiffusersFolder, open_diffusers
-from nf4conv.sources.opening import open_readable, open_source, open_stored
+from nf4conv.sources.opening import open_source, open_stored
 from nf4conv.sources.source import Source
 from nf4conv.system.machine import usable_cores
 
@@ -137,14 +138,8 @@ def plan_checkpoint(path: Path, options: VerifyOptions) -> VerificationPlan:
     if options.source is None:
         return _plan_alone(path, structure, relation, options)
     where = narrowed(options, SourceOptions)
-    if relation is Relation.DECODED:
-        wanted = decoding_options(structure, options)
-        plan = dequantize.plan_checkpoint(options.source, wanted, where)
-        return _plan_decoded(path, structure, plan, options)
-    opened = open_merged(options.source, where, options.lora)
-    if relation is Relation.NONE:
-        return _plan_alike(path, structure, open_source(path), opened, options)
-    return _plan_quantized(path, structure, opened, options)
+    decode = partial(dequantize.plan_checkpoint, options.source, where=where)
+    return _plan_beside(path, structure, relation, options, str(options.source), where, decode)
 
 
 def _look_at(place: Path, *, has_source: bool) -> Structure:
@@ -189,6 +184,38 @@ def _plan_alone(
     return VerificationPlan(path, options, structure, relation, pairs=pairs)
 
 
+def _plan_beside(
+    path: Path,
+    structure: Structure,
+    relation: Relation,
+    options: VerifyOptions,
+    place: str,
+    where: SourceOptions,
+    decode: Callable[[DequantizeOptions], DequantizationPlan],
+) -> VerificationPlan:
+    """Plans to compare a checkpoint with its source, by how it says that it was made.
+
+    The source is `where` at a place; `decode` plans to decode it.
+    """
+    if relation is Relation.NONE:
+        if structure.record is None:
+            check_record(structure)
+        source = open_merged(place, where, options.lora)
+        pairs = pair_alike(structure, open_source(path), source)
+        return VerificationPlan(path, options, structure, relation, source, pairs)
+    if relation is Relation.QUANTIZED:
+        return _plan_quantized(path, structure, _open(structure, place, where, options), options)
+    check_record(structure)
+    check_plain_config(structure)
+    plan = decode(decoding_options(structure, options))
+    pairs = pair_decoded(structure, plan)
+    if path.is_dir() and pairs.copies:
+        check_planned_config(structure, plan.config)
+        check_copied_files(structure, plan.source)
+    check_origin(structure, plan.source)
+    return VerificationPlan(path, options, structure, relation, plan.source, pairs)
+
+
 def _plan_quantized(
     path: Path, structure: Structure, source: Source, options: VerifyOptions
 ) -> VerificationPlan:
@@ -205,28 +232,20 @@ def _plan_quantized(
     return VerificationPlan(path, options, structure, Relation.QUANTIZED, source, pairs)
 
 
-def _plan_decoded(
-    path: Path, structure: Structure, plan: DequantizationPlan, options: VerifyOptions
-) -> VerificationPlan:
-    """Plans to compare a checkpoint with what decoding its source gives, as a plan says."""
-    check_record(structure)
-    check_plain_config(structure)
-    pairs = pair_decoded(structure, plan)
-    if path.is_dir() and pairs.copies:
-        check_planned_config(structure, plan.config)
-        check_copied_files(structure, plan.source)
-    check_origin(structure, plan.source)
-    return VerificationPlan(path, options, structure, Relation.DECODED, plan.source, pairs)
+def _open(structure: Structure, place: str, where: SourceOptions, options: VerifyOptions) -> Source:
+    """Opens what a checkpoint was quantized from.
 
-
-def _plan_alike(
-    path: Path, structure: Structure, out: Source, source: Source, options: VerifyOptions
-) -> VerificationPlan:
-    """Plans to compare the values of two checkpoints."""
-    if structure.record is None:
-        check_record(structure)
-    pairs = pair_alike(structure, out, source)
-    return VerificationPlan(path, options, structure, Relation.NONE, source, pairs)
+    A submodel that was left as it is, in whatever encoding, is compared as it is stored.
+    """
+    if not structure.weights and not options.lora:
+        stored = open_stored(place, where)
+        headers = [
+            {(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors}
+            for tensors in (stored.tensors, structure.tensors.values())
+        ]
+        if headers[0] == headers[1]:
+            return stored
+    return open_merged(place, where, options.lora)
 
 
 def verify_result(path: Path, source: Source, options: VerifyOptions) -> VerifyReport:
@@ -260,52 +279,28 @@ def _plan_pipeline(
         )
     submodels = {}
     for name, structure in structures.items():
-        place = folder.folder / name
-        if origin is None:
-            # a submodel in which nothing is quantized was copied as it is
-            relation = relations[name]
-            if relation is not Relation.DECODED and not structure.weights:
-                plan = VerificationPlan(place, options, structure, Relation.QUANTIZED)
-            else:
-                plan = _plan_alone(place, structure, relation, options)
-        elif name not in origin.submodels:
-            raise PlanError(f"{source}: has no submodel {name}, which {path} has")
-        elif are_alike:
-            theirs = open_readable(origin.place, origin.submodels[name])
-            mine = open_readable(folder.place, folder.submodels[name])
-            plan = _plan_alike(place, structure, mine, theirs, options)
-        elif relations[name] is Relation.DECODED:
-            wanted = decoding_options(structure, options)
-            decoding = dequantize.plan_submodel(origin, name, wanted, origin.submodels[name])
-            plan = _plan_decoded(place, structure, decoding, options)
+        submodel = folder.folder / name
+        relation = relations[name]
+        if relation is Relation.NONE and not are_alike:
+            relation = Relation.QUANTIZED  # nothing in it is quantized: it was copied as it is
+        if origin is not None:
+            if name not in origin.submodels:
+                raise PlanError(f"{source}: has no submodel {name}, which {path} has")
+            where = origin.submodels[name]
+            decode = partial(dequantize.plan_submodel, origin, name, where=where)
+            submodels[name] = _plan_beside(
+                submodel, structure, relation, options, origin.place, where, decode
+            )
+        elif relation is Relation.QUANTIZED and not structure.weights:
+            submodels[name] = VerificationPlan(submodel, options, structure, relation)
         else:
-            opened = _open_submodel(structure, origin, origin.submodels[name], options)
-            plan = _plan_quantized(place, structure, opened, options)
-        submodels[name] = plan
+            submodels[name] = _plan_alone(submodel, structure, relation, options)
     if origin is not None and not are_alike:
         ours = any(is_ours(structure) for structure in structures.values())
         check_model_index(around, origin.index, is_ours=ours)
         if ours:
             check_files(around, origin.folder, origin.files)
     return submodels, around.findings
-
-
-def _open_submodel(
-    structure: Structure, origin: DiffusersFolder, where: SourceOptions, options: VerifyOptions
-) -> Source:
-    """Opens the submodel that one of a diffusers pipeline was made from.
-
-    One that was left as it is, in whatever encoding, is compared as it is stored.
-    """
-    if not structure.weights and not options.lora:
-        stored = open_stored(origin.place, where)
-        headers, others = (
-            {(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors}
-            for tensors in (stored.tensors, structure.tensors.values())
-        )
-        if headers == others:
-            return stored
-    return open_merged(origin.place, where, options.lora)
 
 
 def _verify_values(plan: VerificationPlan) -> VerifyReport:
