@@ -594,12 +594,6 @@ def test_every_format(source: Path, tmp_path: Path, blocksize: int, quant_type: 
     assert report.identical
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_source_of_another_dtype(source: Path, tmp_path: Path, dtype: str):
-    nf4conv.quantize(source, tmp_path / "out", dtype=dtype, **CPU)
-    passes(nf4conv.verify(tmp_path / "out", source=source, exact=True, **CPU))
-
-
 def test_a_dtype_of_config_that_is_not_stored_is_a_note(good: Path, tmp_path: Path):
     folder = Path(shutil.copytree(good, tmp_path / "copy"))
     config(dtype="float16")(folder)
@@ -694,7 +688,7 @@ def student(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("blocksize", [64, 4096])
 def test_the_default_is_what_heavy_tails_give(quant_type: str, blocksize: int):
     error = expected_error(quant_type, blocksize, student)
     *_, tolerance = RELATIVE_ERRORS["absmax", quant_type][blocksize]

@@ -261,13 +261,6 @@ def test_no_tolerance_lets_a_bit_pass(damaged: Path, source: Path):
     assert "largest difference" in report.verdict
 
 
-def test_a_record_of_another_source_is_noted(good: Path, tmp_path: Path):
-    other = write_gguf(tmp_path / "other.gguf", default="Q4_0")
-    report = nf4conv.verify(good, source=other, **CPU)
-    assert not report.passed
-    assert any("it was made from source" in finding.text for finding in report.findings)
-
-
 def test_a_part_stays_in_4_bits(tmp_path: Path):
     """What stays packed is verified as it was before, what was decoded against its decoding."""
     source = write_one(tmp_path / "source", "bitsandbytes")
@@ -318,19 +311,11 @@ def test_merged_adapters_are_merged_again(tmp_path: Path):
 
 
 ODD_RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "include is no list": lambda content: content["options"].update(include="*"),
-    "include of numbers": lambda content: content["options"].update(include=[1]),
-    "include of nothing": lambda content: content["options"].update(include=["nothing"]),
     "exclude of everything": lambda content: content["options"].update(exclude=["*"]),
-    "dtype is a list": lambda content: content["options"].update(dtype=[]),
     "dtype is long": lambda content: content["options"].update(dtype="x" * 10**6),
     "no options": lambda content: content.update(options={}),
     "adapters are numbers": lambda content: content["source"].update(adapters=[1]),
-    "adapters are no list": lambda content: content["source"].update(adapters={"id": 1}),
-    "adapters of another making": lambda content: content["source"].update(adapters=[{"id": []}]),
-    "counts are a list": lambda content: content.update(not_packed=[1]),
     "weights of nothing": lambda content: content.update(weights=[None, 1, {"names": 1}]),
-    "of another command": lambda content: content.update(command=["dequantize"]),
     "of no source": lambda content: content.update(source={}),
 }
 
@@ -344,7 +329,7 @@ def test_odd_records(damaged: Path, source: Path, kind: str):
         assert code in (0, 1, 2)
         assert code != 1 or any(finding["is_fault"] for finding in found)
         assert len(output) < 4000, output[:1000]
-    if kind in ("no options", "of no source", "include is no list", "adapters are no list"):
+    if kind in ("no options", "of no source"):
         assert code == 0, output
     else:
         assert code != 0

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import contents
-from command_line import run
 from hub_server import Hub, Repo
 from safetensors.torch import load_file, save_file
 
@@ -156,24 +155,6 @@ def test_a_search_is_of_the_components_in_16_bits(pipeline, tmp_path):
         assert nf4conv.verify(out, source=source, exact=bool(source), **RUN).passed
     with pytest.raises(PlanError, match="--scales search needs the 16-bit model"):
         nf4conv.plan_quantize(quantized, **search)
-
-
-def test_a_component_that_is_left_alone_keeps_its_provenance(pipeline, tmp_path):
-    searched, out, decoded = (tmp_path / name for name in ("searched", "out", "decoded"))
-    options = {"scales": "search", "quant_type": "fp4", "double_quant": False}
-    quantize(pipeline, searched, **options)
-    only = {"include": ("transformer/*",), "quant_type": "nf4", "scales": "absmax"}
-    quantize(searched, out, **only)
-    assert recorded(out, "text_encoder") == [("kept as found", "search", 1)]
-    assert recorded(out, "transformer") == [("packed", "absmax", 2)]
-    card = (out / "README.md").read_text()
-    assert "| 4-bit data type | NF4 (2 weights), FP4 (1 weights) |" in card
-    assert nf4conv.verify(out, source=searched, **RUN).passed
-    part = {"include": ("transformer/*",)}
-    dequantize(searched, decoded, **part)
-    assert recorded(decoded, "text_encoder") == [("kept as found", "search", 1)]
-    assert recorded(decoded, "transformer") == []
-    assert nf4conv.verify(decoded, **RUN).passed
 
 
 def test_each_component_has_a_config_of_its_own(pipeline, tmp_path):
@@ -363,16 +344,6 @@ def test_verification_of_what_was_decoded(quantized, tmp_path):
         nf4conv.verify(out, source=quantized / "transformer", **RUN)
 
 
-def test_verification_of_a_part_that_was_decoded(quantized, tmp_path):
-    out = tmp_path / "decoded"
-    part = {"include": ("transformer/*",)}
-    dequantize(quantized, out, **part)
-    report = nf4conv.verify(out, source=quantized, exact=True, **RUN)
-    assert report.passed
-    assert report.relation == "quantized"
-    assert [row.name for row in report.weights] == ["text_encoder/encoder.layers.0.mlp.fc1.weight"]
-
-
 @pytest.fixture
 def quantized(pipeline, tmp_path) -> Path:
     quantize(pipeline, tmp_path / "out")
@@ -394,14 +365,6 @@ def test_two_pipelines_in_16_bits(pipeline, tmp_path):
         assert found.exit_code == code
         [finding] = found.findings
         assert (finding.check, finding.file) == ("values", f"vae/{file.name}")
-
-
-@pytest.mark.parametrize("other", ["text_encoder", "scheduler", "nowhere"])
-def test_a_pipeline_is_compared_with_a_pipeline_only(pipeline, other):
-    for out, source in ((pipeline, pipeline / other), (pipeline / other, pipeline)):
-        result = run("verify", out, "--source", source, "--device", "cpu")
-        assert result.exit_code == 2
-        assert len(result.stderr.splitlines()) == 1
 
 
 def test_inspection(pipeline, tmp_path):

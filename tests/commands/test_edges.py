@@ -84,22 +84,6 @@ def test_infinities_of_the_source_are_kept(tmp_path):
     torch.testing.assert_close(found, embedding.half(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_kept_encoded_values_that_a_cast_would_make_infinite_are_refused(tmp_path):
-    values = torch.ones(640, 64).to(torch.float8_e4m3fn)
-    for scale, name in ((2.0**16, "large"), (2.0**15, "small")):
-        encoded = {EMBEDDING: values, f"{EMBEDDING}_scale": torch.tensor([scale])}
-        source = write(tmp_path / name, {FIRST: torch.ones(64, 64), **encoded})
-        if name == "large":
-            with pytest.raises(SourceError) as caught:
-                nf4conv.quantize(source, tmp_path / "out", dtype="float16", **CPU)
-            assert str(caught.value) == refusal(source, EMBEDDING, "float16")
-        else:
-            nf4conv.quantize(source, tmp_path / "other", dtype="float16", **CPU)
-            assert bool(
-                (load_file(tmp_path / "other/model.safetensors")[EMBEDDING] == 2.0**15).all()
-            )
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_decoded_values_that_a_cast_would_make_infinite_are_refused(tmp_path, transposed):
     name = "h.0.attn.c_attn.weight" if transposed else FIRST

@@ -90,12 +90,6 @@ def test_a_pointer_of_git_lfs_is_named(source: Path, tmp_path: Path):
     )
 
 
-def test_a_gguf_file_is_named(tmp_path: Path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    error = command("quantize", tmp_path / "model.gguf", tmp_path / "out").stderr
-    assert "model.gguf: is cut off in its header; the download is incomplete" in error
-
-
 # --- options of other tools -----------------------------------------------------------------------
 
 

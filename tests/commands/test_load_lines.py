@@ -9,9 +9,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from nf4conv.report.loading import push_command
 
 pytestmark = pytest.mark.oracle
 
+Make: TypeAlias = Callable[[Path], object]
 TOKEN: Final = "hf_writer"
 ALIKE: Final = 0.9
 """Least correlation of what a model in 4 bits puts out with what its source does. A model with a
@@ -38,21 +40,8 @@ random part has less than half of it.
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of output.
-
-    Attributes:
-        make: writes a tiny source into a folder.
-        arguments: options of `quantize` besides SRC and OUT.
-    """
-
-    make: Callable[[Path], object]
-    arguments: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Output:
-    """What a kind gave: a checkpoint, and what was printed about it."""
+    """A checkpoint, and what was printed about it."""
 
     folder: Path  # of source and out
     lines: Mapping[str, str]  # install, load and push, without these words
@@ -70,27 +59,26 @@ def make_encoder(folder: Path) -> None:
     make_model(folder, "BertModel", torch.bfloat16, **sizes, **more)
 
 
-KINDS: Final = {
-    "plain": Kind(make_llama),
-    "FSDP storage": Kind(make_llama, ("--quant-storage", "bfloat16")),
-    "pushed": Kind(make_llama, ("--push-to-hub", "me/pushed")),
-    "experts, packed": Kind(lambda folder: make_mixture("qwen3_moe", folder)),
-    "experts, portable": Kind(
-        lambda folder: make_mixture("qwen3_moe", folder), ("--moe", "portable")
-    ),
-    "stacked experts, packed": Kind(lambda folder: make_mixture("gpt_oss", folder)),
-    "encoder": Kind(make_encoder),
+KINDS: Final[dict[str, tuple[Make, tuple[str, ...]]]] = {
+    "plain": (make_llama, ()),
+    "FSDP storage": (make_llama, ("--quant-storage", "bfloat16")),
+    "pushed": (make_llama, ("--push-to-hub", "me/pushed")),
+    "experts, packed": (partial(make_mixture, "qwen3_moe"), ()),
+    "experts, portable": (partial(make_mixture, "qwen3_moe"), ("--moe", "portable")),
+    "stacked experts, packed": (partial(make_mixture, "gpt_oss"), ()),
+    "encoder": (make_encoder, ()),
 }
+"""What writes a tiny source into a folder, and options of `quantize`."""
 
 
-def quantize(kind: Kind, folder: Path) -> Output:
-    """Makes an output of a kind in a folder, in which the lines that were printed then run."""
+def quantize(folder: Path, make: Make, options: tuple[str, ...] = ()) -> Output:
+    """Makes an output in a folder, in which the lines that were printed then run."""
     folder.mkdir()
-    kind.make(folder / "source")
+    make(folder / "source")
     before = Path.cwd()
     os.chdir(folder)
     try:
-        arguments = ["quantize", "source", "out", "--device", "cpu", *kind.arguments]
+        arguments = ["quantize", "source", "out", "--device", "cpu", *options]
         done = CliRunner().invoke(main, arguments, env={"HF_TOKEN": TOKEN})
     finally:
         os.chdir(before)
@@ -124,77 +112,34 @@ import torch
 import transformers
 
 transformers.logging.set_verbosity_error()
-
-
-def layers(model):
-    return sum(type(module).__name__ == "Linear4bit" for module in model.modules())
-
-
-def described(job, names):
-    loaded = names["model"]
-    name = type(loaded).__name__
-    if name == "SentenceTransformer":
-        sentences = ["The cat sleeps.", "Share prices fell."]
-        original = type(loaded)(job["source"], device="cpu")
-        one, other = (model.encode(sentences).ravel() for model in (loaded, original))
-        reference, out = torch.tensor(other), torch.tensor(one)
-        dtype = next(part.dtype for part in loaded.parameters() if part.is_floating_point())
-    else:
-        dtype = loaded.dtype
-        reference = torch.load(job["reference"])
-        with torch.no_grad():
-            out = loaded.eval()(torch.arange(1, 25)[None])[0]
-    both = torch.stack([out.float().flatten(), reference.float().flatten()])
-    alike = torch.corrcoef(both)[0, 1]
-    return f"{name} in {str(dtype)[6:]}, {layers(loaded)} layers in 4 bits, {alike:.2f} alike"
-
-
-for job in jobs:
-    os.chdir(job["folder"])
+for code, folder, reference in jobs:
+    os.chdir(folder)
     names = {}
     try:
-        exec(job["code"], names)
-        answer = described(job, names)
+        exec(code, names)
+        with torch.no_grad():
+            out = names["model"].eval()(torch.arange(1, 25)[None])[0]
+        both = torch.stack([out.float().flatten(), torch.load(reference).float().flatten()])
+        answer = f"{names['model'].dtype}, {torch.corrcoef(both)[0, 1]:.2f} alike"
     except Exception as error:
         answer = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:90]}"
     print("ANSWER", answer, flush=True)
 """
 
 
-@dataclass(frozen=True)
-class Job:
-    """Code to run in a folder."""
-
-    output: Output
-    code: str
-    folder: Path
-
-
-def jobs_of(output: Output) -> list[Job]:
-    """The line of the terminal beside the output, and the code of the card in it."""
-    return [
-        Job(output, output.lines["load"], output.folder),
-        Job(output, output.card, output.folder / "out"),
-    ]
-
-
-def run_all(jobs: list[Job], cache: Path) -> list[str]:
-    """Runs code in one process of its own; returns what became of each."""
-    described = []
-    for job in jobs:
-        folder = job.output.folder
-        described.append(
-            {
-                "code": job.code,
-                "folder": str(job.folder),
-                "reference": str(folder / "reference.pt"),
-                "source": str(folder / "source"),
-            }
-        )
+def run_all(outputs: list[Output], cache: Path) -> list[str]:
+    """Runs the line of the terminal beside each output, and the code of the card in it, in one
+    process; returns what became of each.
+    """
+    jobs = []
+    for output in outputs:
+        reference = str(output.folder / "reference.pt")
+        jobs.append((output.lines["load"], str(output.folder), reference))
+        jobs.append((output.card, str(output.folder / "out"), reference))
     environment = {**os.environ, "HF_TOKEN": TOKEN, "HF_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", RUNNER],
-        input=json.dumps(described),
+        input=json.dumps(jobs),
         env=environment,
         capture_output=True,
         text=True,
@@ -225,12 +170,11 @@ def allows(install: str, release: str) -> bool:
 def test_code_that_loads_runs_as_it_is_printed(tmp_path: Path):
     outputs = {}
     for name, kind in KINDS.items():
-        outputs[name] = quantize(kind, tmp_path / name)
+        outputs[name] = quantize(tmp_path / name, *kind)
         write_reference(outputs[name])
-    jobs = [job for output in outputs.values() for job in jobs_of(output)]
-    answers = run_all(jobs, tmp_path / "cache")
+    answers = run_all([*outputs.values()], tmp_path / "cache")
     assert [answer for answer in answers if not loads(answer)] == []
-    assert all(" in bfloat16, " in answer for answer in answers)
+    assert all(answer.startswith("torch.bfloat16, ") for answer in answers)
     for name, output in outputs.items():
         assert output.card_install == output.lines["install"]
         assert allows(output.card_install, transformers.__version__), name
@@ -255,7 +199,7 @@ def run_push(line: str, folder: Path) -> None:
 
 def test_the_line_that_pushes_a_folder(tmp_path: Path, hub: Hub):
     folder = tmp_path / "it's a folder"
-    output = quantize(replace(KINDS["plain"], make=write_source), folder)
+    output = quantize(folder, write_source)
     run_push(output.lines["push"], folder)
     pushed = dict(hub.repos["me/out"].files)
     del pushed[".gitattributes"]
@@ -283,8 +227,7 @@ def test_the_repository_has_a_name_that_the_hub_takes(tmp_path: Path, name: str,
 
 
 def test_a_card_that_was_made_before_it_was_pushed_names_the_repository(tmp_path: Path, hub: Hub):
-    kind = KINDS["plain"]
-    output = quantize(kind, tmp_path / "kind")
+    output = quantize(tmp_path / "kind", make_llama)
     assert 'from_pretrained(".", ' in output.card
     arguments = ["quantize", str(tmp_path / "kind/source"), str(tmp_path / "kind/out")]
     again = [*arguments, "--push-to-hub", "me/later"]

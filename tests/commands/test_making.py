@@ -5,15 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from checkpoints import contents, save_adapter, write_source
+from checkpoints import contents, write_source
 from command_line import run
 
 import nf4conv
 from nf4conv.errors import OutputError, SourceError, VerificationError
 
 CPU = {"device": "cpu"}
-UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def stamps(folder: Path) -> dict[str, int]:
@@ -147,19 +145,3 @@ def test_a_record_of_somebody_else_s_making_stops_nothing(
         done = run(command, tmp_path / "out")
         assert done.exit_code == 0, done.output
     assert nf4conv.verify(tmp_path / "out", source=source, **CPU).passed
-
-
-def test_adapters_are_in_it_without_their_paths(tmp_path: Path):
-    base, adapter = write_source(tmp_path / "base"), tmp_path / "adapter"
-    name = "base_model.model.model.layers.0.self_attn.q_proj"
-    factors = {
-        f"{name}.lora_A.weight": torch.ones(4, 64),
-        f"{name}.lora_B.weight": torch.ones(64, 4),
-    }
-    save_adapter(adapter, factors, {"peft_type": "LORA", "r": 4, "lora_alpha": 8})
-    nf4conv.quantize(base, tmp_path / "out", lora=(str(adapter),), **CPU)
-    record = json.loads((tmp_path / "out/nf4conv.json").read_text())
-    assert [merged["id"] for merged in record["source"]["adapters"]] == [adapter.name]
-    assert str(tmp_path) not in json.dumps(record)
-    with pytest.raises(OutputError, match="holds the result of another job"):
-        nf4conv.quantize(base, tmp_path / "out", **CPU)

@@ -190,30 +190,6 @@ def test_minilm_with_double_quantization_agrees_as_its_scales_do(tmp_path):
     ).min() > 0.95  # and it still is the model it was made from
 
 
-@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
-def test_the_whole_round_trip_of_minilm(tmp_path, double_quant):
-    """quantize ▸ verify ▸ dequantize ▸ plain transformers: what the quantized model computes in
-    float32.
-    """
-    options = {"double_quant": double_quant, "compute_dtype": "float32"}
-    nf4conv.quantize(MINILM, tmp_path / "packed", **options, **CPU)
-    report = nf4conv.verify(tmp_path / "packed", source=MINILM, exact=True, **CPU)
-    assert report.passed, [finding.line() for finding in report.findings]
-    assert max(row.error for row in report.weights) < 0.1
-    nf4conv.dequantize(tmp_path / "packed", tmp_path / "plain", **CPU)
-    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
-    plain = AutoModel.from_pretrained(tmp_path / "plain")
-    assert packed_modules(plain) == {}
-    packed = AutoModel.from_pretrained(tmp_path / "packed")
-    assert len(packed_modules(packed)) == 37
-    tokens = AutoTokenizer.from_pretrained(MINILM)(
-        list(SENTENCES), padding=True, return_tensors="pt"
-    )
-    # with gradients, because without them bitsandbytes multiplies in bfloat16 on CPUs that can
-    expected, found = (model.eval()(**tokens).last_hidden_state for model in (packed, plain))
-    assert (found - expected).abs().max() < 1e-5
-
-
 def write_llama(folder: Path, dtype: torch.dtype, tied: bool, sharded: bool) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -121,25 +121,6 @@ def test_config_and_auxiliary_files(source, tmp_path):
     assert config.items() >= json.loads((source / "config.json").read_text()).items()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("configured", ["bfloat16", None])
-def test_dtype(source, tmp_path, dtype, configured):
-    """Weights are cast before they are packed, other tensors for good. The config says to what."""
-    config = json.loads((source / "config.json").read_text()) | {"dtype": configured}
-    (source / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if value})
-    )
-    options = {"dtype": dtype}
-    nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
-    target = getattr(torch, dtype)
-    for name, weight in tensors_of(source).items():
-        if "proj" in name:
-            assert_is(tmp_path / "out", name, weight.to(target), options)
-        else:
-            assert torch.equal(tensors_of(tmp_path / "out")[name], weight.to(target))
-    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
-
-
 def write_single(folder: Path, tensors: dict[str, torch.Tensor], **config: str) -> Path:
     save_model(
         folder, tensors, {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config}
@@ -244,15 +225,6 @@ def test_what_is_no_weight_is_kept_bit_for_bit(tmp_path):
     for name, tensor in kept.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name
-
-
-def test_finite_weights_whose_sum_is_not_are_packed(tmp_path):
-    tensors = {UP: torch.full((64, 64), 3e38), DOWN: random(64, 64)}
-    # which takes no mean of the scales (test_hostile_files.py)
-    options = {"double_quant": False}
-    nf4conv.quantize(write_single(tmp_path / "source", tensors), tmp_path / "out", **options, **CPU)
-    for name, weight in tensors.items():
-        assert_is(tmp_path / "out", name, weight, options)
 
 
 def test_include_and_exclude(source, tmp_path):

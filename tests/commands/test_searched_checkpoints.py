@@ -137,28 +137,6 @@ def test_sources_of_other_kinds_are_searched_as_their_decoded_weights(tmp_path, 
     assert faults(tmp_path / "out", folder, exact=True) == set()
 
 
-def test_it_is_written_down_how_it_was_made(searched):
-    record = json.loads((searched / "nf4conv.json").read_text())
-    assert record["options"]["scales"] == "search"
-    assert str(searched.parent) not in json.dumps(record)
-    assert "| scales | searched |" in (searched / "README.md").read_text()
-    states = [
-        bytes(tensor.tolist())
-        for name, tensor in tensors_of(searched).items()
-        if "quant_state" in name
-    ]
-    keys = {
-        "quant_type",
-        "blocksize",
-        "dtype",
-        "shape",
-        "nested_blocksize",
-        "nested_dtype",
-        "nested_offset",
-    }
-    assert all({*json.loads(state)} == keys for state in states)  # bitsandbytes takes no others
-
-
 @pytest.fixture(scope="module")
 def plain(source: Path) -> Path:
     """Without double quantization."""
@@ -203,16 +181,6 @@ def test_quantize_with_verify_holds_them_to_the_search(source, tmp_path):
     assert report.verification.largest_relative_error < 0.09
     (_, least, most), *_ = nf4conv.verify(tmp_path / "out", source=source, **CPU).normal
     assert least < report.verification.largest_relative_error < most
-
-
-def test_a_searched_source_stays_as_it_is(searched, tmp_path):
-    nf4conv.quantize(searched, tmp_path / "again", **CPU)
-    again, before = tensors_of(tmp_path / "again"), tensors_of(searched)
-    assert all(torch.equal(again[name], before[name]) for name in before)
-    assert faults(tmp_path / "again", searched, exact=True) == set()
-    nf4conv.quantize(searched, tmp_path / "absmax", scales="absmax", **CPU)
-    assert faults(tmp_path / "absmax", searched, exact=True) == set()
-    assert not torch.equal(tensors_of(tmp_path / "absmax")[UP], before[UP])
 
 
 def error_of_searched(weight: torch.Tensor, quant_type: str, blocksize: int) -> float:

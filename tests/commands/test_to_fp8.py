@@ -9,7 +9,6 @@ import command_line
 import pytest
 import torch
 from checkpoints import contents, save_model, tensors_of
-from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
 import nf4conv
@@ -153,45 +152,6 @@ def test_verify_compares_every_byte(tmp_path: Path, source: Path):
     flip(out, WEIGHT)
     flip(out, f"{EXPERT}.scale")
     assert faults_of(out, source) == {("copies", WEIGHT), ("copies", f"{EXPERT}.scale")}
-
-
-def test_pieces_parts_and_resumed_runs_give_the_same_bytes(tmp_path: Path, source: Path):
-    options = {**FP8, "max_shard_size": 60_000}
-    whole = tmp_path / "whole"
-    nf4conv.dequantize(source, whole, **options, **CPU)
-    assert len(list(whole.glob("*.safetensors"))) > 3
-    nf4conv.dequantize(source, tmp_path / "small", **options, **SMALL)
-    for number in (2, 1, 3):
-        part = {**SMALL, "part": f"{number}/3"}
-        nf4conv.dequantize(source, tmp_path / "parts", **options, **part)
-
-    seen: list[int] = []
-
-    def stop(_: int) -> None:
-        seen.append(1)
-        if len(seen) == 30:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        nf4conv.dequantize(source, tmp_path / "resumed", **options, **SMALL, progress=stop)
-    assert not (tmp_path / "resumed" / "config.json").exists()
-    report = nf4conv.dequantize(source, tmp_path / "resumed", **options, **SMALL)
-    assert report.shards_resumed > 0
-    for name in ("small", "parts", "resumed"):
-        assert contents(tmp_path / name) == contents(whole)
-
-
-def test_streamed_from_the_hub(tmp_path: Path, source: Path, hub: Hub):
-    """Where scales are in another shard than their values."""
-    hub.repos["org/model"] = Repo()
-    hub.repos["org/model"].commit({file.name: file.read_bytes() for file in source.iterdir()})
-    where = {"cache_dir": tmp_path / "cache", "stream": True}
-    for place, options in (("org/model", where), (source, {})):
-        out = tmp_path / f"out-{options == {}}"
-        nf4conv.dequantize(place, out, **FP8, **CPU, **options)
-    assert tensors_of(tmp_path / "out-True").keys() == tensors_of(tmp_path / "out-False").keys()
-    for name, tensor in tensors_of(tmp_path / "out-True").items():
-        assert same_bytes(tensor, tensors_of(tmp_path / "out-False")[name])
 
 
 @pytest.mark.gpu
