@@ -124,9 +124,7 @@ class _Packed:
 
 
 def card_of(source: Source) -> tuple[OriginalCard, tuple[str, ...]]:
-    """Reads the card of a source, or what its header says for one; and why it cannot be read."""
-    if source.stated is not None:
-        return source.stated, ()
+    """Reads the card of a source, and why it cannot be read."""
     return read_front_matter(source.card, source.root_of_card)
 
 

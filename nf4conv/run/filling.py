@@ -137,7 +137,7 @@ class Filling:
             if made is None:
                 folder.copy(str(name), plan.source.folder / name)
             else:
-                folder.write_pieces(str(name), made.makers[str(name)]())
+                folder.write_pieces(str(name), made[str(name)]())
         files = {}
         headers = 0
         for shard in plan.output.shards:

@@ -274,7 +274,7 @@ def _open_gguf_in(place: Path, name: str, where: SourceOptions) -> Source:
         inside = PurePosixPath(where.subfolder or "", name)
         card = card_beside(file.parents[len(inside.parts) - 1] / inside.name)
     if card is not None:
-        opened = replace(opened, card_beside=card, stated=None)
+        opened = replace(opened, card_beside=card)
     return replace(opened, fetched=fetched, place=f"{fetched.origin}/{name}")
 
 

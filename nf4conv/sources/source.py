@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.errors import SourceError, named
 from nf4conv.sources.files import auxiliary_files
-from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.reader import each, read_bytes
 from nf4conv.sources.tensors import TensorInfo
 
@@ -47,19 +46,6 @@ class AdapterFiles:
 
 
 @dataclass(frozen=True)
-class MadeFiles:
-    """Files beside the weights that lie nowhere, because they are made of a header.
-
-    Attributes:
-        makers: make the content of each file in pieces, by its name.
-        largest: an estimate of the bytes that all of them have, at the most.
-    """
-
-    makers: Mapping[str, Callable[[], Iterable[bytes]]]
-    largest: int
-
-
-@dataclass(frozen=True)
 class Source:
     """A checkpoint that can be read.
 
@@ -79,9 +65,9 @@ class Source:
         adapters: the adapters that have been merged into it.
         place: the GGUF file that the user named; None for any other source.
         is_file: True if it is one weight file, whatever lies beside it.
-        made: the files beside the weights, if they are made and not in `folder`.
+        made: what makes each file beside the weights, in pieces, by its name; None if these are in
+            `folder`, and not made of a header.
         card_beside: the model card, if it is not in `folder`: that beside a GGUF file.
-        stated: what the source itself says for a model card, where it has none.
     """
 
     folder: Path
@@ -96,9 +82,8 @@ class Source:
     adapters: tuple[AdapterFiles, ...] = ()
     place: str | None = None
     is_file: bool = False
-    made: MadeFiles | None = None
+    made: Mapping[str, Callable[[], Iterable[bytes]]] | None = None
     card_beside: Path | None = None
-    stated: OriginalCard | None = None
 
     @property
     def is_gguf(self) -> bool:
@@ -122,7 +107,7 @@ class Source:
         if self.config is None:
             return ()
         if self.made is not None:
-            return () if strays else tuple(map(PurePosixPath, sorted(self.made.makers)))
+            return () if strays else tuple(map(PurePosixPath, sorted(self.made)))
         return auxiliary_files(self.folder, self.root, strays=strays)
 
     @contextmanager
@@ -132,7 +117,7 @@ class Source:
             yield self.folder
             return
         with TemporaryDirectory(prefix="nf4conv-") as folder:
-            for name, make in self.made.makers.items():
+            for name, make in self.made.items():
                 with Path(folder, name).open("wb") as file:
                     file.writelines(make())
             yield Path(folder)

@@ -17,7 +17,7 @@ from nf4conv.sources.gguf.families import architectures, families_of
 pytestmark = NEEDS_CONVERTER
 
 SAME = "same"  # another head, or the text model of one that sees or hears: tensors are the same
-TOLD = "told"  # read as itself, told by the metadata or the tensors
+TOLD = "told"  # read as itself, told by the metadata, the tensors or the config
 REFUSED = "refused"
 NEVER = "never"  # its files have another architecture than its class names, or it writes none
 
@@ -54,7 +54,7 @@ JUDGED = {
         "Gemma4ForConditionalGeneration": SAME,
         "Gemma4UnifiedForConditionalGeneration": SAME,
     },
-    "glm4": {"Glm4vForConditionalGeneration": TOLD, "GlmOcrForConditionalGeneration": TOLD},
+    "glm4": {"Glm4vForConditionalGeneration": REFUSED, "GlmOcrForConditionalGeneration": REFUSED},
     "glm4moe": {"Glm4vMoeForConditionalGeneration": SAME},
     "gpt2": {"RuGPT3XLForCausalLM": SAME},  # llama.cpp computes it as GPT-2
     "lfm2": {

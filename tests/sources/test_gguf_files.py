@@ -26,9 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import nf4conv
 from nf4conv.codec.decode.ggml import decode_ggml
-from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import SourceError
-from nf4conv.options import DequantizeOptions
 from nf4conv.report.text.terminal import printable
 from nf4conv.sources.gguf import tokenizing
 from nf4conv.sources.gguf.families import families_of
@@ -178,15 +176,6 @@ def test_a_folder_beside_the_file_with_its_name_is_not_its_own(tmp_path: Path):
     assert not (tmp_path / "out" / "notes.txt").exists()
 
 
-def test_the_files_that_are_made_count_in_what_a_disk_must_have_room_for(tmp_path: Path):
-    spelled = {**SPELLED, "tokenizer.ggml.merges": ["a b"] * 20_000}
-    plan = make_plan(write_gguf(tmp_path / "model.gguf", spelled), DequantizeOptions())
-    with plan.source.whole_folder() as folder:
-        size = sum(file.stat().st_size for file in folder.iterdir())
-    assert size > 100_000
-    assert plan.space_needed(()) >= plan.output.largest_size + size
-
-
 def texts(strings: list[bytes]) -> Texts:
     content = b"".join(struct.pack("<Q", len(one)) + one for one in strings)
     return Texts(content, len(strings))
@@ -213,7 +202,7 @@ def test_tokens_are_distinct_as_text(tokens: list[bytes], is_made: bool):
     made = tokenizing.tokenizer_files(metadata)
     assert (made is not None) == is_made == (len(set(as_text)) == len(as_text))
     if made is not None:
-        tokenizer = json.loads(b"".join(made.makers["tokenizer.json"]()))
+        tokenizer = json.loads(b"".join(made["tokenizer.json"]()))
         assert list(tokenizer["model"]["vocab"]) == as_text
 
 
@@ -238,20 +227,17 @@ def test_split_files(tmp_path: Path):
     first.unlink()
     with pytest.raises(SourceError, match=r"m-00001-of-00002.gguf: is missing"):
         open_source(second)
-    assert "is not the first file of the model: split.no" in refused(write_split(tmp_path, (2, 1)))
+    assert "is part 1 of 2 files of a model, and not the first" in refused(
+        write_split(tmp_path, (2, 1))
+    )
     for count in ("2", [2, 2], 2.5):
         path = write_split(tmp_path, (1, 2), **{"split.count": count})
-        assert "files of a model, whose names end with" in refused(path)
+        assert "their names end with -00001-of-NNNNN.gguf" in refused(path)
 
 
-def test_a_card_beside_the_file_or_of_the_metadata(tmp_path: Path):
-    """Licence and originals of the card in the folder, or what the metadata says."""
-    said = {"general.license": "mit", "general.languages": ["en", "de: |"]}
-    said["general.license.name"] = "x" * 10**6
-    write_gguf(tmp_path / "m.gguf", {**LLAMA, **said}, default="Q4_0")
-    made = made_card(tmp_path / "m.gguf", tmp_path / "alone")
-    assert "license: mit\nlanguage:\n- en\n- 'de: |'\n" in made
-    assert len(made) < 10_000
+def test_a_card_beside_the_file(tmp_path: Path):
+    """Licence and originals of the card in the folder."""
+    write_gguf(tmp_path / "m.gguf", LLAMA, default="Q4_0")
     card = "---\nlicense: apache-2.0\nbase_model: org/sixteen\n---\n# A model\n"
     (tmp_path / "README.md").write_text(card)
     made = made_card(tmp_path / "m.gguf", tmp_path / "out")
@@ -310,9 +296,6 @@ def test_experts_come_one_by_one(tmp_path: Path):
 
 def test_experts_and_parts_that_do_not_fit(tmp_path: Path):
     metadata, shapes = FILES["mixtral"]
-    other = {**metadata, "llama.expert_count": 2**40}
-    path = write_gguf(tmp_path / "model.gguf", other, shapes=shapes)
-    assert "is a stack of 3 experts, and not of 1099511627776" in refused(path)
     claimed = {"blk.0.ffn_gate_exps.weight": (2**33, 0, 256)}
     path = write_gguf(tmp_path / "model.gguf", metadata, shapes=shapes, claimed=claimed)
     assert "blk.0.ffn_gate_exps.weight: is of shape [8589934592, 0, 256]" in refused(path)
@@ -486,8 +469,7 @@ LAST_TYPE = len(text("output.weight")) + 4 + 16  # bytes from the name in a reco
 
 DAMAGED = [
     (0, b"GGML", "is no GGUF file"),
-    (4, struct.pack("<I", 1), "version 1; 2 and 3 are read"),
-    (4, struct.pack(">I", 3), "big-endian"),
+    (4, struct.pack("<I", 1), "version 1; 2 and 3 in little-endian order are read"),
     (8, struct.pack("<Q", 10**9), "claims 1,000,000,000 tensors, as no model has"),
     (8, struct.pack("<Q", 10**5), "claims 100,000 tensors, more than the file holds"),
     (16, struct.pack("<Q", 10**9), "claims 1,000,000,000 metadata entries, more than the file"),
@@ -519,20 +501,14 @@ def test_damaged_files_are_refused(tmp_path: Path):
 MISFITS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
     ({"general.architecture": "wavtokenizer-dec"}, {}, "the architecture 'wavtokenizer-dec'"),
     ({"general.architecture": "x" * 10**6}, {}, "GGUF of the architecture 'xxx"),
-    ({"general.architecture": None}, {}, "lacks general.architecture in its metadata, without"),
+    ({"general.architecture": None}, {}, "GGUF of the architecture 'None'"),
     ({"general.architecture": "clip"}, {}, "reads towers from the original's safetensors"),
     ({"general.alignment": 0}, {}, "has an alignment of 0"),
     ({"general.alignment": "x" * 10**6}, {}, "has an alignment of 'xxx"),
-    ({"split.count": 3}, {}, "is one of 3 files of a model"),
+    ({"split.count": 3}, {}, "is part 0 of 3 files of a model"),
     ({"split.tensors.count": 7}, {}, "7 tensors are announced, 12 are there"),
     ({"llama.attention.head_count": 5, "llama.attention.head_count_kv": 5}, {}, "5 heads"),
-    # RoBERTa would be read as BERT, whose tokenizer has neither merges nor scores
-    (
-        {"general.architecture": "bert", "tokenizer.ggml.merges": ["a b"]},
-        {},
-        "lacks the first rows",
-    ),
-    ({"general.architecture": "bert", "tokenizer.ggml.scores": [0.5]}, {}, "lacks the first rows"),
+    ({"general.architecture": "bert"}, {}, "a bert, of which the metadata does not say all"),
     ({}, {"blk.0.attn_sinks.weight": (4,)}, "attn_sinks.weight: has no name in LlamaForCausalLM"),
 ]
 
@@ -550,13 +526,11 @@ def test_a_tower_beside_a_text_model_is_noted(tmp_path: Path):
     assert any("the text model alone: the tower that sees" in note for note in notes)
 
 
-@pytest.mark.parametrize(
-    "architecture", ["cohere2moe", "hy_v3", "mellum", "nemotron_h", "glm-dsa", "granitehybrid"]
-)
+@pytest.mark.parametrize("architecture", ["gemma3", "gemma4", "qwen35", "deepseek2"])
 def test_metadata_of_any_type(tmp_path: Path, architecture: str):
     """Numbers that are none, and counts beyond sense, are read or refused, and soon."""
     family = families_of(architecture)[-1]
-    keys = [*family.config, "expert_gating_func", "rope.freq_base_swa", "attention.indexer.types"]
+    keys = [*family.config, "attention.recurrent_layers", "attention.head_count_kv"]
     keys += ["feed_forward_length", "attention.sliding_window_pattern", "ssm.inner_size"]
     shapes = {"token_embd.weight": (64, 256), "output_norm.weight": (256,)}
     odds: tuple[Any, ...] = (0, -1, 2**24, 2.5, "text", [1, 2], ["a"], True)

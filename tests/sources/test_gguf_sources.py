@@ -27,7 +27,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
 import nf4conv
-from nf4conv.errors import UndecodableError
+from nf4conv.errors import SourceError, UndecodableError
+from nf4conv.sources.gguf.families import architectures, families_of
 
 pytestmark = NEEDS_CONVERTER
 CPU = {"device": "cpu"}
@@ -35,6 +36,13 @@ CPU = {"device": "cpu"}
 # what the converter does not put into the file
 _POOLER = {"pooler.dense.weight", "pooler.dense.bias"}
 LEFT_OUT = {"BertModel": _POOLER, "CamembertModel": _POOLER}
+# classes of which no config.json is made
+NEED_CONFIG = {
+    family.architecture
+    for name in architectures()
+    for family in families_of(name)
+    if family.needs_config
+}
 # the class of the model that the metadata alone stands for, which computes the same
 STANDS_FOR = {"Glm4MoeLiteForCausalLM": "DeepseekV3ForCausalLM"}
 
@@ -72,6 +80,10 @@ def test_a_family_comes_back(tmp_path: Path, family: str, converted: dict[str, t
     expected, found = state_of(source), state_of(tmp_path / "back")
     assert found.keys() == expected.keys() - LEFT_OUT.get(family, set())
     assert_equal_in_bfloat16(found, expected)
+    if family.partition(":")[0] in NEED_CONFIG:
+        with pytest.raises(UndecodableError, match="--config-from REPO takes that of the original"):
+            nf4conv.plan_dequantize(gguf)
+        return
     nf4conv.dequantize(gguf, tmp_path / "alone", **CPU)
     alone = output_of(class_of(STANDS_FOR.get(family, family)), tmp_path / "alone")
     original = output_of(class_of(family), source)
@@ -106,32 +118,6 @@ def comes_back(folder: Path, out: Path) -> None:
         assert torch.equal(values, expected[name]), name
 
 
-def test_internlm2_comes_back(tmp_path: Path):
-    """transformers has no such model of its own: its attention is one matrix."""
-    source = write_model(tmp_path / "source", "LlamaForCausalLM", torch.bfloat16)
-    renamed = {
-        "model.embed_tokens.": "model.tok_embeddings.",
-        "lm_head.": "output.",
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.down_proj": "feed_forward.w2",
-        "mlp.up_proj": "feed_forward.w3",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    state = {}
-    for name, values in state_of(source).items():
-        if "_proj" in name and "self_attn.o" not in name and "self_attn" in name:
-            continue
-        for old, new in renamed.items():
-            name = name.replace(old, new)
-        state[name] = values
-    for layer in range(2):
-        state[f"model.layers.{layer}.attention.wqkv.weight"] = torch.randn(128, 64).bfloat16()
-    rewrite(source, state, architectures=["InternLM2ForCausalLM"], model_type="internlm2")
-    comes_back(source, tmp_path / "back")
-
-
 def test_the_layer_of_the_token_after_the_next_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -164,17 +150,13 @@ def test_the_layer_of_the_token_after_the_next_comes_back(
         ("Qwen2_5_VLForConditionalGeneration", "Qwen2ForCausalLM"),
         ("Qwen3VLForConditionalGeneration", "Qwen3ForCausalLM"),
         ("Qwen3VLMoeForConditionalGeneration", "Qwen3MoeForCausalLM"),
-        ("Glm4vForConditionalGeneration", "Glm4ForCausalLM"),
         ("Glm4vMoeForConditionalGeneration", "Glm4MoeForCausalLM"),
     ],
 )
 def test_the_text_model_of_one_that_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: str, alone: str
 ):
-    """Files of Qwen2.5-VL and Qwen3-VL have text models alone, which are Qwen2 and Qwen3.
-
-    Of GLM-4.1V, the converter moves rows, as it does not of GLM-4-0414 itself.
-    """
+    """Files of Qwen2.5-VL and Qwen3-VL have text models alone, which are Qwen2 and Qwen3."""
     sections = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
     if "Glm4v" in sees:
         sections |= {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
@@ -254,7 +236,7 @@ def test_a_decoder_that_sees_all_is_refused_without_a_config(tmp_path: Path):
     source = write_model(tmp_path / "source", "Qwen2ForCausalLM", torch.bfloat16)
     rewrite(source, state_of(source), is_causal=False)
     path = convert(source, "bf16")
-    with pytest.raises(UndecodableError, match="in which tokens see those behind them"):
+    with pytest.raises(UndecodableError, match="of which the metadata does not say all"):
         nf4conv.dequantize(path, tmp_path / "alone", **CPU)
     where = {"config_from": str(source)}
     nf4conv.dequantize(path, tmp_path / "back", **CPU, **where)
@@ -265,11 +247,12 @@ def test_a_decoder_that_sees_all_is_refused_without_a_config(tmp_path: Path):
 def test_models_whose_positions_are_cut_off_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: str
 ):
-    """They would be read as BERT, whose positions are two rows further on."""
+    """Their positions are two rows further on than those of BERT."""
     monkeypatch.setitem(FAMILIES, encoder, {"pad_token_id": 1})
     source = write_model(tmp_path / "source", encoder, torch.bfloat16)
-    with pytest.raises(UndecodableError, match="lacks the first rows of its position embeddings"):
-        nf4conv.dequantize(convert(source, "bf16"), tmp_path / "out", **CPU)
+    where = {"config_from": str(source)}
+    with pytest.raises(SourceError, match=r"is a bert, but --config-from names a .*roberta"):
+        nf4conv.dequantize(convert(source, "bf16"), tmp_path / "out", **CPU, **where)
 
 
 @pytest.mark.parametrize("out_type", ["f32", "f16", "q8_0"])

@@ -1,5 +1,5 @@
 """Finds the family of a file, the model of transformers that an architecture stands for, and makes
-what config.json and a model card say of the metadata.
+what config.json says of the metadata.
 
 families.toml lists the families.
 """
@@ -13,8 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.sources.gguf import completing, joining
-from nf4conv.sources.gguf.header import Texts, positive, shortest
-from nf4conv.sources.original_card import OriginalCard
+from nf4conv.sources.gguf.header import positive, shortest
 from nf4conv.sources.tensors import TensorInfo
 
 FLAT: Final = "flat"
@@ -22,12 +21,6 @@ FLAT: Final = "flat"
 
 CHANNELS: Final = "channels"
 """Convolutions of single channels: [channels, 1, width], which the converter stored without 1."""
-
-_SPACE: Final = "▁"
-"""What SentencePiece writes for a space, and llama.cpp before each word of BERT."""
-
-_FEW: Final = 0.01
-"""Share of words that may begin with it twice in a vocabulary without SentencePiece."""
 
 _Sizes: TypeAlias = Mapping[str, Any]
 _Names: TypeAlias = Collection[str]
@@ -49,7 +42,8 @@ class GgufFamily:
     model_type: str
     architecture: str
     told_by: str = ""
-    is_encoder: bool = False
+    also: tuple[str, ...] = ()
+    needs_config: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[Join, ...] = ()
     changed: Mapping[str, str] = field(default_factory=dict)
@@ -57,28 +51,18 @@ class GgufFamily:
     config: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, object] = field(default_factory=dict)
     shown: Mapping[str, str] = field(default_factory=dict)
-    complete: tuple[Callable[[_Sizes, _Names, dict[str, Any]], None], ...] = ()
-    rows: Mapping[str, str] = field(default_factory=dict)
-    also: tuple[str, ...] = ()
+    complete: tuple[completing.Completion, ...] = ()
     refusal: str = ""  # what follows "GGUF of a … model", if no such file can be read
 
     def is_meant(self, sizes: _Sizes, names: _Names) -> bool:
-        """Returns True if a file is of this family, and not of others with the same name."""
+        """Returns True if a file is of this family, and not of others with the same name.
+
+        `sizes` is the metadata without the architecture's name in its keys; `names` are those of
+        the tensors, also with `*` for the number of a layer.
+        """
         if self.told_by in _SIGNS:
             return _SIGNS[self.told_by](sizes, names)
         return not self.told_by or self.told_by in names or bool(sizes.get(self.told_by))
-
-
-def family_of(architecture: str, sizes: _Sizes, names: _Names) -> GgufFamily | None:
-    """Returns the family of a file; None if its architecture is not listed.
-
-    `sizes` is the metadata without the architecture's name in its keys; `names` are those of the
-    tensors, also with `*` for the number of a layer.
-    """
-    for family in families_of(architecture):
-        if family.is_meant(sizes, names):
-            return family
-    return None
 
 
 def architectures() -> list[str]:
@@ -128,7 +112,8 @@ def _family(name: str) -> GgufFamily:
         model_type,
         architecture,
         told_by=table["family"][name].get("told_by", ""),
-        is_encoder=row.get("is_encoder", False),
+        also=tuple(table["family"][name].get("also", ())),
+        needs_config=row.get("needs_config", False),
         names=names,
         joined=tuple(joined),
         changed=_pairs("changed", row["changed"]),
@@ -137,8 +122,6 @@ def _family(name: str) -> GgufFamily:
         constants=row["constants"],
         shown=row["shown"],
         complete=tuple(getattr(completing, function) for function in row["complete"]),
-        rows=table["rows"].get(name, {}),
-        also=tuple(table["also"].get(name, ())),
     )
 
 
@@ -170,29 +153,6 @@ def _in_layers(module: str, value: str, layers: str) -> tuple[str, str]:
 
 
 # --- signs of a family ----------------------------------------------------------------------------
-# Each gets the metadata without the architecture's name in its keys, and the names of the tensors.
-
-
-def has_words_of_sentencepiece(sizes: _Sizes, _names: _Names) -> bool:
-    """Tells CamemBERT from BERT.
-
-    Words of CamemBERT begin with the sign of a space, and the converter adds a second one. Words of
-    BERT have the one that the converter adds (BertModel.set_vocab).
-    """
-    tokens = sizes.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, Texts) or not len(tokens):
-        return False
-    twice = 2 * _SPACE
-    count = sum(token.startswith(twice) and token != twice for token in tokens)
-    return count > _FEW * len(tokens)
-
-
-def rotates_beside_states(sizes: _Sizes, names: _Names) -> bool:
-    """Tells Bamba from Granite 4, which has either states or rotary embeddings.
-
-    Source: GraniteHybridModel.set_gguf_parameters.
-    """
-    return "blk.*.ssm_a" in names and bool(sizes.get("rope.scaling.finetuned"))
 
 
 def has_tokens_of_solar(sizes: _Sizes, _names: _Names) -> bool:
@@ -205,24 +165,18 @@ def has_tokens_of_solar(sizes: _Sizes, _names: _Names) -> bool:
     return "leading_dense_block_count" not in sizes
 
 
-def has_layers_that_differ(sizes: _Sizes, _names: _Names) -> bool:
-    """Tells Puzzle from Nemotron-H: its layers use more or fewer experts (NemotronHPuzzleModel)."""
-    return isinstance(sizes.get("expert_used_count"), list)
-
-
 def lacks_biases(_sizes: _Sizes, names: _Names) -> bool:
     """Tells KORMo from Qwen2, whose queries always have biases."""
     return "blk.*.attn_q.weight" in names and "blk.*.attn_q.bias" not in names
 
 
 _SIGNS: Final[Mapping[str, Callable[[_Sizes, _Names], bool]]] = {
-    "has_words_of_sentencepiece": has_words_of_sentencepiece,
-    "rotates_beside_states": rotates_beside_states,
     "has_tokens_of_solar": has_tokens_of_solar,
-    "has_layers_that_differ": has_layers_that_differ,
     "lacks_biases": lacks_biases,
 }
 
+
+# --- config.json ----------------------------------------------------------------------------------
 
 _TOKENS: Final = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -238,33 +192,6 @@ _YARN: Final = {
     "yarn_attn_factor": "attention_factor",
 }
 """How rotary embeddings are stretched: the key of config.json by that behind "rope.scaling."."""
-
-_FIELDS_OF_CARD: Final = {
-    "general.license": "license",
-    "general.license.name": "license_name",
-    "general.license.link": "license_link",
-}
-"""Fields of a card's front matter by the keys of the metadata (docs/gguf.md in ggml)."""
-
-_LONGEST: Final = 200  # letters of a field; those that models have are shorter
-_MOST_LANGUAGES: Final = 200
-
-
-def card_of(metadata: Mapping[str, Any]) -> OriginalCard:
-    """Returns a card with what the metadata says of licence and languages.
-
-    The metadata's base models are left out: they are those of the model that was converted, which
-    need not be what this file was made from.
-    """
-    fields: dict[str, str | Sequence[str]] = {}
-    for key, name in _FIELDS_OF_CARD.items():
-        value = metadata.get(key)
-        if isinstance(value, str) and 0 < len(value) <= _LONGEST:
-            fields[name] = value
-    languages = metadata.get("general.languages")
-    if isinstance(languages, Texts) and 0 < len(languages) <= _MOST_LANGUAGES:
-        fields["language"] = [language[:_LONGEST] for language in languages]
-    return OriginalCard(fields)
 
 
 def config_of(
@@ -314,9 +241,9 @@ def _add_what_tensors_tell(
     embedding = by_name.get(f"{family.names['token_embd']}.weight")
     if embedding is not None and embedding.shape:
         config["vocab_size"] = embedding.shape[0]
-    for key, name in family.rows.items():
-        if name in by_name and by_name[name].shape:
-            config[key] = by_name[name].shape[0]
+    of_layers = by_name.get("model.embed_tokens_per_layer.weight")
+    if of_layers is not None and of_layers.shape:
+        config["vocab_size_per_layer_input"] = of_layers.shape[0]
     if "output" in family.names:
         config["tie_word_embeddings"] = f"{family.names['output']}.weight" not in by_name
 
@@ -339,8 +266,7 @@ def _add_rotary_share(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:
     if size is None and hidden is not None and heads is not None:
         size = hidden // heads
     if rotated is not None and size is not None and rotated < size:
-        key = "rotary_pct" if config["model_type"] == "gpt_neox" else "partial_rotary_factor"
-        config[key] = rotated / size
+        config["partial_rotary_factor"] = rotated / size
 
 
 def _add_rotary_scaling(config: dict[str, Any], sizes: Mapping[str, Any]) -> None:

@@ -154,10 +154,9 @@ class _Header:
             raise self._error("is no GGUF file")
         version = self._number("I")
         if version not in (2, 3):
-            swapped = int.from_bytes(struct.pack("<I", version), "big")
-            if swapped in (2, 3):
-                raise self._error("is a GGUF file in big-endian order, which is not read")
-            raise self._error(f"is a GGUF file of version {version}; 2 and 3 are read")
+            raise self._error(
+                f"is a GGUF file of version {version}; 2 and 3 in little-endian order are read"
+            )
         tensor_count = self._number("Q")
         pair_count = self._number("Q")
         if tensor_count > MOST_TENSORS:

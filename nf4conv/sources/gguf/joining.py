@@ -8,7 +8,7 @@ keys without the architecture's name.
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from nf4conv.format.gguf import NEGATIVE_EXP, ROTARY, TILED, TRANSPOSED
+from nf4conv.format.gguf import NEGATIVE_EXP, TILED, TRANSPOSED
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.gguf.blocks import matrix_of, rows_of, undone
 from nf4conv.sources.gguf.header import positive
@@ -83,60 +83,6 @@ def join_latent_heads(parts: Parts, _sizes: Sizes) -> Stack:
     rows_of_head = keys.shape[2] + values.shape[1]
     shape = (len(groups) * rows_of_head, keys.shape[1])
     return StackedExperts(tuple(groups)), shape
-
-
-def join_grouped_queries(parts: Parts, sizes: Sizes) -> Stack:
-    """Returns the queries that share a key and a value, that key, that value, group by group.
-
-    Source: InternLM2Model, which puts the halves of rotated heads side by side as well.
-    """
-    _require_alike(parts)
-    queries, keys, values = parts
-    heads = _size(sizes, "attention.head_count")
-    groups_of_queries = _size(sizes, "attention.head_count_kv")
-    if heads % groups_of_queries != 0:
-        raise ValueError(f"has {heads} heads, which do not share {groups_of_queries} keys")
-    rows = queries.shape[0]
-    if rows % (2 * heads) or keys.shape[0] % (2 * groups_of_queries):
-        raise ValueError(f"has {rows} rows, which do not go with {heads} heads")
-    groups = []
-    for group in range(groups_of_queries):
-        own_queries = _share(queries, group, groups_of_queries)
-        own_key = _share(keys, group, groups_of_queries)
-        own_value = _share(values, group, groups_of_queries)
-        pieces = (
-            undone(own_queries, ROTARY, heads // groups_of_queries),
-            undone(own_key, ROTARY, 1),
-            own_value,
-        )
-        groups.append(pieces)
-    rows = sum(part.shape[0] for part in parts)
-    shape = (rows, *queries.shape[1:])
-    return StackedExperts(tuple(groups)), shape
-
-
-def join_apart_halves(parts: Parts, sizes: Sizes) -> Stack:
-    """Returns rows of heads whose rotated pairs lie side by side; in the file, halves do.
-
-    Source: Glm4Model.normal_to_neox, which it uses for GLM-4.1V. What is not rotated stays.
-    """
-    [tensor] = parts
-    rotated = _size(sizes, "rope.dimension_count")
-    size = positive(sizes, "attention.key_length")
-    if size is None:
-        size = _size(sizes, "embedding_length") // _size(sizes, "attention.head_count")
-    rows = tensor.shape[0] if tensor.shape else 0
-    if rotated % 2 or rotated not in (size, size // 2):
-        raise ValueError(f"has heads of {size}, of which {rotated} are rotated: no half, nor all")
-    if rows % size or not 0 < rows // size <= _MOST_GROUPS:
-        raise ValueError(f"has {rows} rows, which do not go with heads of {size}")
-    groups: list[tuple[TensorInfo, ...]] = []
-    for first in range(0, rows, size):
-        middle, last = first + rotated // 2, first + rotated
-        groups.append((rows_of(tensor, first, middle), rows_of(tensor, middle, last)))
-        if rotated < size:
-            groups.append((rows_of(tensor, last, first + size),))
-    return StackedExperts(tuple(groups), is_interleaved=True), tensor.shape
 
 
 def join_linear_attention(parts: Parts, sizes: Sizes) -> Stack:

@@ -13,12 +13,12 @@ from nf4conv.format.dtypes import TAGS
 from nf4conv.format.gguf import PLAIN, RARE
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.sources.files import STEMS, is_file, require_own
-from nf4conv.sources.gguf.families import GgufFamily, architectures, card_of, config_of, family_of
+from nf4conv.sources.gguf.families import GgufFamily, architectures, config_of, families_of
 from nf4conv.sources.gguf.header import GgufTensor, read_gguf_header
 from nf4conv.sources.gguf.presenting import names_of, present, sizes_of
 from nf4conv.sources.gguf.tokenizing import tokenizer_files
 from nf4conv.sources.reader import FileBytes, read_json
-from nf4conv.sources.source import MadeFiles, Source, stamps_of
+from nf4conv.sources.source import Source, stamps_of
 from nf4conv.system.machine import uncollected
 
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -52,12 +52,11 @@ def open_gguf(
     _check_types(tensors)
     sizes = sizes_of(metadata)
     names = names_of(tensors)
-    family = _family(path, sizes, names)
-    config: Mapping[str, Any] = {}
+    config = None
     if borrowed is not None:
         config = read_json(require_own(borrowed / "config.json", borrowed))
-        _check_model_type(path, config, family)
-    dtype = _dtype_of(tensors, config)
+    family = _family(path, sizes, names, config)
+    dtype = _dtype_of(tensors, config or {})
     presented = present(tensors, family, sizes, dtype)
     number = {file: number for number, file in enumerate(files)}
     folder = path / path.stem if borrowed is None else borrowed
@@ -75,14 +74,12 @@ def open_gguf(
     )
     if borrowed is not None:
         return opened
-    _check_direction(path, sizes, family)
     made = tokenizer_files(metadata)
     return replace(
         opened,
         config=config_of(sizes, names, family, presented, dtype),
         notes=(*opened.notes, _note_on_metadata(tensors, has_tokenizer=made is not None)),
-        made=made or MadeFiles({}, 0),
-        stated=None if opened.card_beside is not None else card_of(metadata),
+        made=made or {},
     )
 
 
@@ -112,23 +109,17 @@ def _check_split(
 ) -> None:
     """Compares the files of a split model with what the first one says of them."""
     count = metadata.get("split.count") or 1
-    if len(files) != count:
-        raise SourceError(
-            f"{path}: is one of {count!r:.40} files of a model, whose names end with "
-            f"-00001-of-NNNNN.gguf and so on",
-            path=path,
-        )
     number = metadata.get("split.no", 0)
-    if len(files) > 1 and number != 0:
+    expected = metadata.get("split.tensors.count", len(tensors))
+    if count != len(files) or (number != 0 and len(files) > 1):
         raise SourceError(
-            f"{files[0]}: is not the first file of the model: split.no in its metadata is "
-            f"{number!r:.40}, and 0 in the first one; the files were renamed",
+            f"{files[0]}: is part {number!r:.40} of {count!r:.40} files of a model, and not the "
+            f"first of {len(files)}; their names end with -00001-of-NNNNN.gguf and so on",
             path=files[0],
         )
-    expected = metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise SourceError(
-            f"{path}: {expected!r:.40} tensors are announced, {len(tensors)} are there"
+            f"{path}: {expected!r:.40} tensors are announced, {len(tensors)} are there", path=path
         )
     names = Counter(tensor.name for tensor in tensors)
     for name, times in names.items():
@@ -138,30 +129,43 @@ def _check_split(
         raise SourceError(f"{path}: no tensors", path=path)
 
 
-def _family(path: Path, sizes: Mapping[str, Any], names: Collection[str]) -> GgufFamily:
-    """Returns the family of a file's architecture."""
-    architecture = sizes.get("general.architecture")
+def _family(
+    path: Path, sizes: Mapping[str, Any], names: Collection[str], config: Mapping[str, Any] | None
+) -> GgufFamily:
+    """Returns the family of a file's architecture, whose config may be that of the original."""
+    architecture = str(sizes.get("general.architecture"))
     if architecture == "clip":
         raise UndecodableError(
             f"{path}: is the tower of a model that sees or hears; nf4conv reads towers from the "
             f"original's safetensors, and of GGUF files the text model's",
             path=path,
         )
-    if architecture is None:
-        raise SourceError(
-            f"{path}: lacks general.architecture in its metadata, without which it cannot be read",
-            path=path,
-        )
-    family = family_of(str(architecture), sizes, names)
-    if family is None:
+    families = [each for each in families_of(architecture) if each.is_meant(sizes, names)]
+    if not families:
         raise UndecodableError(
             f"{path}: GGUF of the architecture {architecture!r:.60}, whose names nf4conv does not "
             f"know; it knows {', '.join(architectures())}",
             path=path,
         )
+    family = families[0]
     if family.refusal:
         raise UndecodableError(
             f"{path}: GGUF of a {family.model_type} model {family.refusal}; take the original",
+            path=path,
+        )
+    if config is not None:
+        model_type = config.get("model_type")
+        for each in families:
+            if model_type in (each.model_type, *each.also):
+                return each
+        raise SourceError(
+            f"{path}: is a {family.model_type}, but --config-from names a {model_type}", path=path
+        )
+    # no key of config.json tells transformers that tokens see those behind them
+    if family.needs_config or sizes.get("attention.causal") is False:
+        raise UndecodableError(
+            f"{path}: a {family.model_type}, of which the metadata does not say all that "
+            f"config.json does; --config-from REPO takes that of the original",
             path=path,
         )
     return family
@@ -177,28 +181,6 @@ def _check_types(tensors: Sequence[GgufTensor]) -> None:
                 path=tensor.file,
                 tensor=tensor.name,
             )
-
-
-def _check_direction(path: Path, sizes: Mapping[str, Any], family: GgufFamily) -> None:
-    """Refuses a decoder whose tokens see those behind them, if config.json has to be made.
-
-    No key of config.json tells transformers about that.
-    """
-    if sizes.get("attention.causal") is False and not family.is_encoder:
-        raise UndecodableError(
-            f"{path}: a {family.model_type} in which tokens see those behind them; --config-from "
-            f"REPO takes config and code of the original, which make it so",
-            path=path,
-        )
-
-
-def _check_model_type(path: Path, config: Mapping[str, Any], family: GgufFamily) -> None:
-    """Refuses a config of another kind of model."""
-    model_type = config.get("model_type")
-    if model_type not in (family.model_type, *family.also):
-        raise SourceError(
-            f"{path}: is a {family.model_type}, but --config-from names a {model_type}", path=path
-        )
 
 
 def _dtype_of(tensors: Sequence[GgufTensor], config: Mapping[str, Any]) -> str:

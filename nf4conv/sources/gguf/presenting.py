@@ -43,13 +43,11 @@ def present(
     waiting: dict[tuple[Join, str], dict[str, TensorInfo]] = {}
     found: dict[str, TensorInfo] = {}
     heads = _heads_of(sizes)
-    counts: dict[str, int] = {}
     for described in tensors:
         tensor = as_stored(described, dtype)
         pattern, layer = _pattern_and_layer(tensor.name)
         if tensor.name in _COMPUTED:
             continue
-        _check_experts(tensor, sizes, counts)
         if pattern in joins:
             waiting.setdefault((joins[pattern], layer), {})[pattern] = tensor
             continue
@@ -59,22 +57,6 @@ def present(
         first = next(iter(parts.values()))
         _add(found, _joined(join, layer, parts, sizes), first)
     return tuple(found.values())
-
-
-def _check_experts(tensor: TensorInfo, sizes: Mapping[str, Any], counts: dict[str, int]) -> None:
-    """Compares a stack of experts with their number in the metadata, and with others of its layer.
-
-    `counts` holds the experts of each layer so far.
-    """
-    pattern, layer = _pattern_and_layer(tensor.name)
-    module, _ = _split(pattern)
-    if not module.endswith("_exps") or not tensor.shape:
-        return
-    count = tensor.shape[0]
-    announced = sizes.get("expert_count", count)
-    expected = announced if announced != count else counts.setdefault(layer, count)
-    if count != expected:
-        raise _misfit(tensor, f"is a stack of {count:,} experts, and not of {expected}")
 
 
 def _add(found: dict[str, TensorInfo], presented: TensorInfo, tensor: TensorInfo) -> None:

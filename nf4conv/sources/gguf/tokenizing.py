@@ -6,13 +6,11 @@ others `tokenizer_files` returns nothing. The layout is that of the library toke
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, Final
 
 from nf4conv.sources.gguf.header import Texts
-from nf4conv.sources.source import MadeFiles
 
 _MARKS: Final = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+"
 _REST: Final = " ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
@@ -59,8 +57,6 @@ _BPE: Final = {
 }
 """A model of BPE without its vocabulary and its merges."""
 
-_AT_A_TIME: Final = 4096  # merges
-
 _ROLES: Final = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -69,20 +65,17 @@ _ROLES: Final = {
 }
 
 
-def tokenizer_files(metadata: Mapping[str, Any]) -> MadeFiles | None:
-    """Returns the files of a tokenizer; None if nf4conv cannot make them of the metadata."""
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Callable[[], list[bytes]]] | None:
+    """Returns what makes the files of a tokenizer; None if the metadata does not say enough."""
     if not _is_known(metadata):
         return None
     tokens = list(metadata["tokenizer.ggml.tokens"])
     if len(set(tokens)) != len(tokens):
         return None
-    texts = (value for value in metadata.values() if isinstance(value, Texts))
-    largest = 32 * len(tokens) + sum(3 * len(text.content) for text in texts)
-    makers = {
+    return {
         "tokenizer.json": partial(tokenizer_json, metadata),
         "tokenizer_config.json": partial(_tokenizer_config, metadata),
     }
-    return MadeFiles(makers, largest)
 
 
 def _is_known(metadata: Mapping[str, Any]) -> bool:
@@ -99,8 +92,8 @@ def _is_known(metadata: Mapping[str, Any]) -> bool:
     return kind == "llama" and isinstance(scores, list) and len(scores) == len(tokens)
 
 
-def tokenizer_json(metadata: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yields the content of tokenizer.json, in pieces: lists of all merges would be large."""
+def tokenizer_json(metadata: Mapping[str, Any]) -> list[bytes]:
+    """Returns the content of tokenizer.json."""
     is_of_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
     tokens = list(metadata["tokenizer.ggml.tokens"])
     if is_of_sentencepiece:
@@ -108,8 +101,9 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> Iterator[bytes]:
         merges = _merges_by_score(tokens, metadata["tokenizer.ggml.scores"])
     else:
         made = _byte_level(metadata)
-        merges = (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])
-    made["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
+        merges = [merge.split(" ") for merge in metadata["tokenizer.ggml.merges"]]
+    numbers = {token: number for number, token in enumerate(tokens)}
+    made["model"] |= {"vocab": numbers, "merges": merges}
     whole = {
         "version": "1.0",
         "truncation": None,
@@ -118,13 +112,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> Iterator[bytes]:
         "post_processor": _post_processor(metadata, tokens, begins=is_of_sentencepiece),
         **made,
     }
-    # the model is the last of the whole, and its merges are the last of the model
-    yield json.dumps(whole).removesuffix("}}").encode() + b', "merges": ['
-    separator = ""
-    while some := list(islice(merges, _AT_A_TIME)):
-        yield f"{separator}{json.dumps(some)[1:-1]}".encode()
-        separator = ", "
-    yield b"]}}\n"
+    return [json.dumps(whole).encode(), b"\n"]
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,8 +155,8 @@ def _of_sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dic
     }
 
 
-def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> Iterator[list[str]]:
-    """Yields the merges that do what SentencePiece does: the best token of two others first.
+def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]]:
+    """Returns the merges that do what SentencePiece does: the best token of two others first.
 
     A token can be made of several pairs. Those whose parts have smaller numbers come first.
     """
@@ -181,8 +169,7 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> Iterator
             if left is not None and right is not None:
                 found.append((-scores[number], number, left, right))
     found.sort()
-    for _, _, left, right in found:
-        yield [tokens[left], tokens[right]]
+    return [[tokens[left], tokens[right]] for _, _, left, right in found]
 
 
 def _added_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[dict[str, Any]]:
@@ -234,8 +221,8 @@ def _post_processor(
     }
 
 
-def _tokenizer_config(metadata: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yields the content of tokenizer_config.json."""
+def _tokenizer_config(metadata: Mapping[str, Any]) -> list[bytes]:
+    """Returns the content of tokenizer_config.json."""
     tokens = list(metadata["tokenizer.ggml.tokens"])
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for role in _ROLES:
@@ -250,7 +237,7 @@ def _tokenizer_config(metadata: Mapping[str, Any]) -> Iterator[bytes]:
     if isinstance(length, int):
         settings["model_max_length"] = length
     settings["clean_up_tokenization_spaces"] = False
-    yield (json.dumps(settings, indent=2) + "\n").encode()
+    return [(json.dumps(settings, indent=2) + "\n").encode()]
 
 
 def _token(metadata: Mapping[str, Any], tokens: Sequence[str], role: str) -> str | None:
