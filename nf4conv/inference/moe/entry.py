@@ -68,9 +68,9 @@ def _patch_if_there() -> bool:
         return False
     if "_nf4conv" in vars(quantizer) or not _needs_loader(sys.modules["transformers"].__version__):
         return True
+    quantizer._nf4conv = None  # before an import, at which this is called again
     from nf4conv.inference.moe.hooks import install  # its imports are rarely needed
 
-    quantizer._nf4conv = None
     install(quantizer)
     return True
 
