@@ -21,8 +21,6 @@ from nf4conv.sources.tensors import TensorInfo
 _SURELY_LINEAR: Final = (Why.HEAD, Why.FEW_ROWS)
 """Reasons for which a module is kept although loaders do hold it in an `nn.Linear`."""
 
-_MOST_LINES: Final = 20
-
 _EMBEDDINGS: Final = (
     "embed_tokens.weight",
     "wte.weight",
@@ -68,15 +66,12 @@ def check_skip_list(
         return
     entries = HEADS if listed is None else listed
     loaders = _Loaders(_rules_for(structure, entries), ModuleNames.of(config))
-    faults = list(_misread_packed(structure, loaders))
-    faults += _misread_unpacked(structure, config, loaders, is_explicit=listed is not None)
+    structure.findings += _misread_packed(structure, loaders)
+    structure.findings += _misread_unpacked(
+        structure, config, loaders, is_explicit=listed is not None
+    )
     if listed is not None:
-        faults += _unnamed_heads(structure, config, loaders)
-
-    structure.findings += faults[:_MOST_LINES]
-    if len(faults) > _MOST_LINES:
-        is_fault = any(fault.is_fault for fault in faults)
-        _note(structure, f"and {len(faults) - _MOST_LINES:,} more", is_fault=is_fault)
+        structure.findings += _unnamed_heads(structure, config, loaders)
 
 
 def _note(structure: Structure, text: str, *, is_fault: bool = True) -> None:
@@ -95,7 +90,7 @@ def _rules_for(structure: Structure, entries: Sequence[str]) -> dict[str, Rule]:
     are then left out.
     """
     patterns = [entry for entry in entries if entry and not is_name(entry)]
-    for pattern in patterns[:_MOST_LINES]:
+    for pattern in patterns:
         is_fault = False
         what = "a pattern to transformers 5, which is not checked, and a name to other loaders"
         try:

@@ -275,7 +275,7 @@ def execute(plan: AnyPlan, out: Path, options: QuantizeOptions) -> RunReport:
             report = _write_pipeline(plan, out, options, repository)
         else:
             offer = None if repository is None else repository.offer
-            report = _write_one(plan, out, options, offer, repository)
+            report = _write_one(plan, out, options, offer)
         if repository is not None:
             report = _pushed(report, repository, out, plan)
     return replace(report, seconds=time.perf_counter() - started)
@@ -286,16 +286,12 @@ def _write_one(
     out: Path,
     options: QuantizeOptions,
     announce: Callable[[str, Path], None] | None = None,
-    repository: "Push | None" = None,
 ) -> RunReport:
-    """Carries out the plan of one checkpoint; tells `announce` name and path of finished shards.
-
-    The card names the repository that is pushed to from the start: a run may end before it pushes.
-    """
+    """Carries out the plan of one checkpoint; tells `announce` name and path of finished shards."""
     progress = options.progress or ignore
 
     def write() -> RunReport:
-        card = partial(_card, plan, repository)
+        card = partial(_card, plan)
         if plan.calibration is None:
             return write_checkpoint(plan, out, options, progress, card, announce)
         made = plan.calibration.carry_out(plan, out, options, progress)
@@ -314,27 +310,14 @@ def _write_one(
 
 
 def _card(
-    plan: QuantizationPlan,
-    repository: "Push | None",
-    bytes_after: int,
-    verified: VerificationSummary | None,
+    plan: QuantizationPlan, bytes_after: int, verified: VerificationSummary | None
 ) -> str | None:
     """Writes the model card; None for a submodel."""
     if plan.is_submodel:
         return None
     from nf4conv.report.card import model_card  # importing YAML takes a moment
 
-    return _with_repository(model_card(plan, bytes_after, verified), plan, repository)
-
-
-def _with_repository(card: str, plan: AnyPlan, repository: "Push | None") -> str:
-    """Returns a card whose code loads the model from the repository that it is pushed to."""
-    from nf4conv.report.card import with_repository  # importing YAML takes a moment
-
-    loading = loading_of_plan(plan)
-    if loading is None or repository is None:
-        return card
-    return with_repository(card, loading, repository.repo)
+    return model_card(plan, bytes_after, verified)
 
 
 def _with_commands(report: RunReport, plan: AnyPlan) -> RunReport:
@@ -388,15 +371,12 @@ def _write_pipeline(
             part, folder, options, lambda name, path: offer(f"{folder.name}/{name}", path)
         )
 
-    card = partial(_pipeline_card, plan, repository)
+    card = partial(_pipeline_card, plan)
     return _with_commands(write_submodels(plan, out, options, write, card), plan)
 
 
 def _pipeline_card(
-    plan: DiffusersPlan[QuantizationPlan],
-    repository: "Push | None",
-    report: RunReport,
-    reports: Sequence[RunReport],
+    plan: DiffusersPlan[QuantizationPlan], report: RunReport, reports: Sequence[RunReport]
 ) -> str:
     """Writes the model card of a diffusers pipeline."""
     from nf4conv.report.card import diffusers_card  # importing YAML takes a moment
@@ -404,7 +384,7 @@ def _pipeline_card(
     sizes = {
         name: part.totals.bytes_after for name, part in zip(plan.submodels, reports, strict=True)
     }
-    return _with_repository(diffusers_card(plan, sizes, report.verification), plan, repository)
+    return diffusers_card(plan, sizes, report.verification)
 
 
 # --- uploading ----------------------------------------------------------------------------------
@@ -425,17 +405,20 @@ def _open_push(options: QuantizeOptions) -> "AbstractContextManager[Push | None]
 
 
 def _pushed(report: RunReport, repository: "Push", out: Path, plan: AnyPlan) -> RunReport:
-    """Commits what has been uploaded, and adds the address to the report."""
+    """Commits what has been uploaded, and adds the address to the report.
+
+    The code of the card loads the model from the repository from then on.
+    """
+    from nf4conv.report.card import with_repository  # importing YAML takes a moment
+
     first = next(iter(plan.submodels.values())) if isinstance(plan, DiffusersPlan) else plan
     loading = loading_of_plan(plan)
     card = out / "README.md"
     if loading is not None:
         report = replace(report, loading=loading.code(repository.repo))
-    if card.is_file():
-        before = card.read_text(encoding="utf-8")
-        after = _with_repository(before, plan, repository)
-        if after != before:  # of a result that was complete, and not pushed
-            write_file(card, [after.encode()])
+        if card.is_file():
+            text = with_repository(card.read_text(encoding="utf-8"), loading, repository.repo)
+            write_file(card, [text.encode()])
     quant_type = first.output.format.quant_type
     address = repository.commit(out, f"Quantize to {quant_type} with nf4conv")
     return replace(report, pushed=address, push="")

@@ -67,7 +67,6 @@ def carry_out(
             f"--part {options.part} is for one process: with --device cuda:N, on each GPU a part"
         )
     started = time.perf_counter()
-    shards = plan.totals().shards
     alone = replace(options, ray=False, device="cpu", overwrite=False, progress=None)
     opened: AbstractContextManager[Crew]
     if options.ray:
@@ -77,7 +76,7 @@ def carry_out(
         asked_by = f"--device {options.device}"
         places = find_places(options.device)
         alone = replace(alone, device=places[0].device)
-        if len(places) == 1 or shards == 1:
+        if len(places) == 1:
             return execute(plan, out, replace(options, device=places[0].device))
         opened = open_processes(places)
     plan_part(plan, replace(alone, part="1/1"), asked_by)  # refuses what has no parts
@@ -96,8 +95,7 @@ def carry_out(
     if options.verify:
         verified = VerificationSummary.from_record((read_record(out) or {}).get("verified"))
         report = replace(report, verification=verified)
-    report = _joined(report, reports, time.perf_counter() - started)
-    return replace(report, pipeline_seconds=elapsed) if options.ray else report
+    return _joined(report, reports, elapsed, time.perf_counter() - started)
 
 
 def _make_parts(
@@ -147,8 +145,11 @@ def _bytes_read(out: Path, is_verified: bool) -> int:
     return read
 
 
-def _joined(whole: RunReport, runs: list[RunReport], seconds: float) -> RunReport:
-    """Puts the times and the memory of all parts into what came of the whole."""
+def _joined(whole: RunReport, runs: list[RunReport], elapsed: float, seconds: float) -> RunReport:
+    """Puts the times and the memory of all parts into what came of the whole.
+
+    They were made in the time `elapsed`; all of the run took `seconds`.
+    """
     return replace(
         whole,
         already_complete=all(run.already_complete for run in runs),
@@ -156,8 +157,7 @@ def _joined(whole: RunReport, runs: list[RunReport], seconds: float) -> RunRepor
         seconds=seconds,
         seconds_by_activity=sum_of_seconds(runs),
         shards_resumed=sum(run.shards_resumed for run in runs),
-        # parts run side by side, so one process stands for all
-        pipeline_seconds=max(run.pipeline_seconds for run in runs),
+        pipeline_seconds=elapsed,
         host_baseline_bytes=max(run.host_baseline_bytes for run in runs),
         host_peak_bytes=max(run.host_peak_bytes for run in runs),
         device_peak_bytes=max(run.device_peak_bytes for run in runs),
