@@ -89,11 +89,20 @@ format: $(VENV)/.installed ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-gpu: $(VENV)/.installed ## test compiled kernels and commands against bitsandbytes CUDA, on an NVIDIA GPU (10 minutes); OUT=folder
-	$(BIN)/python -m benchmarks.gpu_acceptance --out $(or $(OUT),gpu-acceptance) --commit $$(git rev-parse HEAD)
+# what takes longest begins first; all processes share compiled kernels; what fails beside others may have lacked
+# memory, and runs once more, alone
+GPU := KERNEL_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -q -rfEs \
+  -m "(gpu or device) and not browser and not architectures" \
+  -o faulthandler_timeout=180 -o faulthandler_exit_on_timeout=true
+LONGEST := $(addprefix tests/,inference/test_linear_compiled_gpu.py inference/test_experts_gpu.py \
+  inference/test_moe_sharding.py run/test_bare_cuda.py sources/test_lora.py commands/test_spread.py)
+WORKERS := 15
+
+gpu: $(VENV)/.installed ## test compiled kernels and commands against bitsandbytes CUDA, on an NVIDIA GPU (6 minutes)
+	$(GPU) -n $(WORKERS) --dist load --maxschedchunk 1 $(LONGEST) tests || $(GPU) -n 1 --last-failed --lfnf=none tests
 
 bench: $(VENV)/.installed ## measure whole commands against transformers with bitsandbytes, and against copying bytes
-	$(BIN)/python -m benchmarks.end_to_end
+	$(BIN)/python -m benchmarks.commands peers
 
 docs: $(VENV)/.installed ## generate docs/options.md
 	$(BIN)/python docs/generate.py

@@ -12,36 +12,36 @@ from collections.abc import Callable
 import torch
 from bitsandbytes import functional
 
-from benchmarks.records import parser, save
+from benchmarks.running import DEVICE, parser, save
 from nf4conv.codec import cpu
 from nf4conv.format.layout import block_count
 
-CHUNK = 1 << 26
+CHUNK = 1 << (26 if DEVICE == "cuda" else 12)  # without a GPU the script is only tried
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def integers(low: int, high: int) -> torch.Tensor:
-    return torch.randint(low, high, (CHUNK,), device="cuda").float()
+    return torch.randint(low, high, (CHUNK,), device=DEVICE).float()
 
 
 def scales(low: int, high: int) -> torch.Tensor:
     """A power of two for each block of 64."""
     return torch.exp2(
-        torch.randint(low, high, (CHUNK // 64,), device="cuda").float()
+        torch.randint(low, high, (CHUNK // 64,), device=DEVICE).float()
     ).repeat_interleave(64)
 
 
 def few() -> torch.Tensor:
-    palette = torch.randn(CHUNK // 64, 5, device="cuda").bfloat16().float()
-    return palette.gather(1, torch.randint(5, (CHUNK // 64, 64), device="cuda")).view(-1)
+    palette = torch.randn(CHUNK // 64, 5, device=DEVICE).bfloat16().float()
+    return palette.gather(1, torch.randint(5, (CHUNK // 64, 64), device=DEVICE)).view(-1)
 
 
 def heavy() -> torch.Tensor:
     """Student's t with 3 degrees of freedom: a normal number over the root of a mean of three
     squares.
     """
-    mean = sum(torch.randn(CHUNK, device="cuda").square() for _ in range(3)) / 3
-    return torch.randn(CHUNK, device="cuda") * torch.rsqrt(mean) * 0.02
+    mean = sum(torch.randn(CHUNK, device=DEVICE).square() for _ in range(3)) / 3
+    return torch.randn(CHUNK, device=DEVICE) * torch.rsqrt(mean) * 0.02
 
 
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
@@ -51,7 +51,7 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "integers up to 24": lambda: integers(-24, 25),
     "multiples of 1/24": lambda: integers(-24, 25) / 24 * scales(-12, 4),
     "five values a block": few,
-    "normal": lambda: torch.randn(CHUNK, device="cuda") * 0.02,
+    "normal": lambda: torch.randn(CHUNK, device=DEVICE) * 0.02,
     "heavy tails": heavy,
 }
 

@@ -6,7 +6,7 @@ stream a thread), brings KEPT bytes back for each byte read, and writes those to
 as many at a time, as nf4conv does, because one file takes the writes of one thread at a time.
 Prints the seconds from the first read to the last write, without start-up, as JSON.
 
-Usage: python -m benchmarks.floor FOLDER OUT DEVICE THREADS PIECE_BYTES KEPT
+Usage: python -m benchmarks.floor FOLDER OUT DEVICE KEPT
 """
 
 import json
@@ -20,9 +20,11 @@ from typing import NamedTuple
 
 import torch
 
+from nf4conv.options import RunOptions
+from nf4conv.run.device.on_torch.device import TorchBackend
+from nf4conv.run.loop import make_pipeline
 from nf4conv.run.pieces import interleave
 
-SUFFIXES = {".safetensors", ".gguf"}
 SHARD_SIZE = 1_000_000_000
 """`--max-shard-size` of nf4conv, unless it is told otherwise."""
 FILES_AT_A_TIME = 8
@@ -30,9 +32,7 @@ FILES_AT_A_TIME = 8
 
 
 class Job(NamedTuple):
-    """A piece to move: what to read from where, and where in which file to write what is kept of
-    it.
-    """
+    """A piece to move: what to read from which file, and where to write what is kept of it."""
 
     reading: int
     start: int
@@ -43,33 +43,30 @@ class Job(NamedTuple):
 
 
 def plan(sources: Iterable[Path], out: Path, piece: int, kept_ratio: float) -> list[Job]:
-    """All pieces of some files, those of several output files in turn."""
+    """Returns all pieces of some files, those of several output files in turn."""
     files: list[list[Job]] = []
-    written = first = 0
+    writing, written = -1, SHARD_SIZE
     for path in sources:
         size, reading = path.stat().st_size, os.open(path, os.O_RDONLY)
         for start in range(0, size, piece):
-            if written >= SHARD_SIZE * len(files):
+            if written >= SHARD_SIZE:
+                writing = os.open(out / f"{len(files)}.safetensors", os.O_RDWR | os.O_CREAT)
                 files.append([])
-                first, writing = (
-                    written,
-                    os.open(out / f"{len(files)}.safetensors", os.O_RDWR | os.O_CREAT),
-                )
+                written = 0
             length = min(piece, size - start)
-            files[-1].append(
-                Job(reading, start, length, writing, written - first, int(length * kept_ratio))
-            )
-            written += files[-1][-1].kept
+            kept = int(length * kept_ratio)
+            files[-1].append(Job(reading, start, length, writing, written, kept))
+            written += kept
     for jobs in files:
         os.ftruncate(jobs[-1].writing, jobs[-1].place + jobs[-1].kept)
     return list(interleave(files, FILES_AT_A_TIME))
 
 
-def move(
-    jobs: list[Job], device: torch.device, threads: int, piece: int, returned: int
-) -> tuple[float, float]:
-    """Carry out the jobs; when the first began and the last ended, by time.perf_counter."""
-    todo, lock, ready = iter(jobs), threading.Lock(), threading.Barrier(threads + 1)
+def move(jobs: list[Job], device: torch.device, threads: int, piece: int, returned: int) -> float:
+    """Carries out the jobs. Returns the seconds that they took."""
+    todo, lock = iter(jobs), threading.Lock()
+    started: list[float] = []
+    ready = threading.Barrier(threads, lambda: started.append(time.perf_counter()))
     cuda = device.type == "cuda"
 
     def work() -> None:
@@ -94,23 +91,23 @@ def move(
     workers = [threading.Thread(target=work) for _ in range(threads)]
     for worker in workers:
         worker.start()
-    ready.wait()
-    started = time.perf_counter()
     for worker in workers:
         worker.join()
-    return started, time.perf_counter()
+    return time.perf_counter() - started[0]
 
 
 def main() -> None:
-    source, out, device = Path(sys.argv[1]), Path(sys.argv[2]), torch.device(sys.argv[3])
-    threads, piece, kept_ratio = int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6])
+    source, out, device, kept = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    pipeline = make_pipeline(TorchBackend(device), RunOptions(device=device), lambda _: None)
+    kept_ratio = float(kept)
     # what becomes larger is taken in pieces that become a piece
-    piece, returned = int(piece / max(kept_ratio, 1)), int(piece * min(kept_ratio, 1))
+    piece = int(pipeline.piece / max(kept_ratio, 1))
+    returned = int(pipeline.piece * min(kept_ratio, 1))
     out.mkdir(parents=True)
-    sources = sorted(path for path in source.iterdir() if path.suffix in SUFFIXES)
+    sources = sorted(path for path in source.iterdir() if path.suffix in (".safetensors", ".gguf"))
     jobs = plan(sources, out, piece, kept_ratio)
-    started, ended = move(jobs, device, threads, piece, returned)
-    print(json.dumps({"seconds": ended - started, "bytes": sum(job.length for job in jobs)}))
+    seconds = move(jobs, torch.device(device), pipeline.workers, piece, returned)
+    print(json.dumps({"seconds": seconds}))
 
 
 if __name__ == "__main__":

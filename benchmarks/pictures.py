@@ -24,14 +24,13 @@ def end_to_end() -> None:
     """Seconds and memory of whole commands, of nf4conv and of transformers with bitsandbytes."""
     places = {"H200, 8.0 B": "end_to_end_h200.json", "2 cores, 1.5 B": "end_to_end_cpu.json"}
     figures = {"seconds": ("wall_seconds", 1), "GB of memory": ("host_peak_bytes", 1e9)}
-    names = {"quantize": "nf4conv", "nf4conv": "nf4conv", "transformers + bitsandbytes": None}
+    labels = ["transformers + bitsandbytes", "nf4conv"]
     figure, axes = pyplot.subplots(2, 2, figsize=(7, 2.6))
     for row, (place, file) in zip(axes, places.items(), strict=True):
-        runs = {name: found for name, found in result(file)["runs"].items() if name in names}
-        labels = [names[name] or name for name in runs][::-1]
+        runs = result(file)["runs"]["quantize"]
         for axis, (unit, (key, scale)) in zip(row, figures.items(), strict=True):
-            values = [statistics.median(run[key] for run in found) for found in runs.values()]
-            shown = [value / scale for value in values][::-1]
+            shown = [statistics.median(run[key] for run in runs[label]) for label in labels]
+            shown = [value / scale for value in shown]
             bars = axis.barh(labels, shown, color=[OTHERS, OURS])
             axis.bar_label(bars, fmt="%.2f", padding=3)
             axis.set_title(f"{place}, {unit}", loc="left")

@@ -121,10 +121,12 @@ def write_gguf(
     *,
     default: str = "BF16",
     claimed: Mapping[str, tuple[int, ...]] | None = None,
+    are_alike: bool = False,
 ) -> Path:
     """Writes a file; vectors are F32 as llama.cpp has them, matrices of the type given.
 
-    Shapes may be claimed that are not those of the data.
+    Shapes may be claimed that are not those of the data. Tensors of a shape may be alike, which
+    makes large files quickly.
     """
     metadata = LLAMA if metadata is None else metadata
     shapes = SHAPES if shapes is None else shapes
@@ -132,14 +134,20 @@ def write_gguf(
     head = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(metadata))
     for key, found in metadata.items():
         head += text(key) + value(found)
-    data = b""
+    made: dict[tuple[int, ...], bytes] = {}
+    data = []
+    place = 0
     for name, shape in shapes.items():
         block_type = (types or {}).get(name, default) if len(shape) > 1 else "F32"
         sizes = (claimed or {}).get(name, shape)
         head += text(name) + struct.pack("<I", len(sizes))
         head += struct.pack(f"<{len(sizes)}Q", *reversed(sizes))
-        head += struct.pack("<IQ", NUMBERS[block_type], len(data))
-        content = stored(shape, block_type, generator)
-        data += content + b"\0" * (-len(content) % 32)
-    path.write_bytes(head + b"\0" * (-len(head) % 32) + data)
+        head += struct.pack("<IQ", NUMBERS[block_type], place)
+        if shape not in made or not are_alike:
+            content = stored(shape, block_type, generator)
+            made[shape] = content + b"\0" * (-len(content) % 32)
+        data.append(made[shape])
+        place += len(made[shape])
+    with path.open("wb") as file:
+        file.writelines([head + b"\0" * (-len(head) % 32), *data])
     return path
