@@ -68,6 +68,10 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
     calibrating, judging = _windows(source, options, model, texts)
     outputs = options.calibrate_output
     tokens = calibrating.size + judging.size
+    block_bytes = [0] * len(blocks.blocks)
+    for number, of_block in fillings.items():
+        if number is not None:
+            block_bytes[number] = sum(one.nbytes for each in of_block for one in each.tensors)
     # with gradients: before each block, behind the last, and the gradients
     kept = 1 if outputs is None else len(blocks.blocks) + 2
     width = getattr(model.config.get_text_config(), "hidden_size", _USUAL_WIDTH)
@@ -77,10 +81,7 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
         judging_tokens=judging.size,
         window=calibrating.shape[1],
         transformers=version("transformers"),
-        block_bytes=tuple(
-            sum(tensor.nbytes for one in fillings.get(number, ()) for tensor in one.tensors)
-            for number in range(len(blocks.blocks))
-        ),
+        block_bytes=tuple(block_bytes),
         bytes_spared=sum(job.source_bytes - job.nbytes for job in chosen),
         weights=frozenset(job.name for job in chosen),
         outputs=outputs,
@@ -226,14 +227,12 @@ def _notes(
     """Yields the lines about a calibration that the user should read."""
     wanted = options.calibration_tokens or TOKENS
     texts = ", ".join(text.name for text in calibration.texts)
+    few = "" if calibration.tokens >= wanted - calibration.window else f", of {wanted:,} wanted"
     yield (
         f"calibration: {len(calibration.weights):,} weights in {calibration.blocks:,} blocks, "
-        f"by {calibration.tokens:,} tokens of {texts}"
+        f"by {calibration.tokens:,} tokens of {texts}{few}"
     )
-    if calibration.tokens < wanted - calibration.window:
-        yield f"the text has only {calibration.tokens:,} of {wanted:,} tokens; all are read"
-    packed = {job.name for of_tensor in jobs.values() for job in of_tensor}
-    left_out = packed - calibration.weights
+    left_out = {job.name for each in jobs.values() for job in each} - calibration.weights
     if left_out:
         yield (
             f"{len(left_out):,} other weights have searched scales, such as {min(left_out)}: they "

@@ -34,7 +34,15 @@ def plan_calibrated(source: Source, options: QuantizeOptions) -> QuantizationPla
             "--calibrate reads each weight twice, so it does not go with --stream; leave --stream "
             "out to download the model first"
         )
-    _require_transformers()
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        found = "none"
+    if found == "none" or int(found.partition(".")[0]) < 5:
+        raise PlanError(
+            f"--calibrate needs transformers 5, and {found} is installed: pip install "
+            f"'nf4conv[calibrate]'"
+        )
     assert options.calibrate is not None
     texts = read_texts(options.calibrate)
     # the plan no longer has what was asked for
@@ -42,16 +50,3 @@ def plan_calibrated(source: Source, options: QuantizeOptions) -> QuantizationPla
     from nf4conv.calibrate.planning import plan_calibration  # importing torch takes seconds
 
     return plan_calibration(plan, texts)
-
-
-def _require_transformers() -> None:
-    """Raises a PlanError if transformers is missing or older than 5; it is not imported."""
-    try:
-        found = version("transformers")
-    except PackageNotFoundError:
-        found = ""
-    if not found or int(found.partition(".")[0]) < 5:
-        raise PlanError(
-            f"--calibrate needs transformers 5: pip install 'nf4conv[calibrate]' "
-            f"({found or 'it is not installed'})"
-        )

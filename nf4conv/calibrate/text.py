@@ -59,14 +59,10 @@ def read_texts(place: str) -> list[Text]:
     if place == DEFAULT:
         return [_read(path) for path in sorted(_SHIPPED.glob("*.jsonl"))]
     path = Path(place)
-    if not path.exists():
-        raise PlanError(
-            f"--calibrate {place}: no such file; name one, or take --calibrate default. A data set "
-            f"on the Hub is not fetched: save some megabytes of its text as .txt or .jsonl"
-        )
     if not path.is_file() or path.suffix not in _SUFFIXES:
-        kinds = ", ".join(_SUFFIXES)
-        raise PlanError(f"--calibrate {place}: expected a file that ends in {kinds}")
+        raise PlanError(
+            f"--calibrate {place}: expected a file that ends in {', '.join(_SUFFIXES)}, or default"
+        )
     return [_read(path)]
 
 
@@ -102,12 +98,10 @@ def _lines(path: Path) -> Iterator[str]:
             continue
         try:
             yield _passage(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{path}: line {number} is not JSON: {error}", path=path) from error
-        except (TypeError, KeyError) as error:
+        except (ValueError, RecursionError, TypeError, KeyError) as error:
             raise PlanError(
-                f'{path}: line {number} has neither "text" nor "messages" with "role" and '
-                f'"content"',
+                f'{path}: line {number} is no JSON object with "text", or with "messages" that '
+                f'have "role" and "content"',
                 path=path,
             ) from error
 

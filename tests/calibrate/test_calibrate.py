@@ -264,7 +264,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "gemma3_text": {"head_dim": 16, "sliding_window": 8},
     "phi": {},
-    "gpt_neox": {},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH},
     "bert": {"is_decoder": True},
     "mixtral": {"num_local_experts": 4},

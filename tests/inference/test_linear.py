@@ -14,7 +14,6 @@ from own_process import run_compiling
 from products import assert_close_to_exact, packed_weight
 
 import nf4conv
-from nf4conv.codec import quant_state
 from nf4conv.codec.ops import dequantize_4bit, quantize_4bit
 from nf4conv.errors import CodecError
 from nf4conv.inference import linear, linear_op
@@ -67,17 +66,6 @@ def test_the_gradient_is_that_of_the_decoded_weight() -> None:
     )
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected)
-
-
-def test_inference_before_training_leaves_nothing_that_cannot_be_trained_with() -> None:
-    quant_state.code_table.cache_clear()
-    with torch.inference_mode():
-        packed_weight(24, 128)
-    packed, state = packed_weight(24, 128)
-    x = torch.randn(3, 128, requires_grad=True)
-    nf4conv.linear_4bit(x, packed, state).sum().backward()
-    weight = dequantize_4bit(packed, state, dtype=torch.float32)
-    torch.testing.assert_close(x.grad, weight.sum(dim=0).expand(3, -1))
 
 
 def test_custom_op_is_registered_correctly() -> None:
@@ -148,15 +136,6 @@ def test_notices_each_part_that_is_replaced(part: str) -> None:
     assert linear._weights[id(state)] is not weight
 
 
-def test_notices_that_the_offset_is_gone() -> None:
-    packed, state = packed_weight(24, 128)
-    x = torch.randn(2, 128)
-    nf4conv.linear_4bit(x, packed, state)
-    state.offset = None
-    with pytest.raises(CodecError, match="expected an offset"):
-        nf4conv.linear_4bit(x, packed, state)
-
-
 @pytest.mark.parametrize("trains", [False, True], ids=["", "trains"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_changes_nothing(dtype: torch.dtype, trains: bool) -> None:
@@ -195,15 +174,6 @@ def test_codes_that_begin_anywhere_and_are_stored_as_anything(
     assert_close_to_exact(nf4conv.linear_4bit(x, codes, state), x, packed, state)
 
 
-def test_x_that_is_laid_out_otherwise() -> None:
-    packed, state = packed_weight(24, 128)
-    columns = torch.randn(128, 6).t()
-    strided = torch.randn(2, 3, 256)[..., ::2]
-    repeated = torch.randn(1, 128).expand(5, 128)
-    for x in (columns, strided, repeated):
-        assert_close_to_exact(nf4conv.linear_4bit(x, packed, state), x, packed, state)
-
-
 def test_several_threads_at_once() -> None:
     weights = [packed_weight(24, 128, blocksize=size) for size in (32, 64, 128)]
     x = [torch.randn(rows, 128) for rows in range(1, 6)]
@@ -233,12 +203,6 @@ def test_says_what_does_not_belong_together(
     packed, state = quantize_4bit(torch.randn(24, 128))
     with pytest.raises(CodecError, match=told):
         nf4conv.linear_4bit(x, packed, state, bias)
-
-
-def test_refuses_a_weight_that_is_no_matrix() -> None:
-    packed, state = quantize_4bit(torch.randn(2, 12, 128))
-    with pytest.raises(CodecError, match="expected \\[N, K\\]"):
-        nf4conv.linear_4bit(torch.zeros(128), packed, state)
 
 
 @pytest.mark.slow

@@ -100,25 +100,6 @@ def test_a_weight_that_moved_since_is_found(nested: bool) -> None:
     del others
 
 
-@pytest.mark.parametrize("shape", [(128,), (0, 128), (2, 0, 128), (2, 3, 128)], ids=str)
-@pytest.mark.parametrize("n", [0, 24])
-def test_gradients_of_any_shape(shape: tuple[int, ...], n: int) -> None:
-    """By the operator, and without it."""
-    packed, state = packed_weight(n, 128)
-    weight = dequantize_4bit(packed, state, dtype=torch.float32)
-    x = torch.randn(shape, requires_grad=True)
-    bias = torch.randn(n, requires_grad=True)
-    rows = x.numel() // 128
-    for out in (
-        linear_4bit(x, packed, state, bias),
-        multiply_with_gradients(x, bias, multiply_by(weight), lambda _: weight, *WEIGHT),
-    ):
-        assert out.shape == (*shape[:-1], n)
-        grad_x, grad_bias = torch.autograd.grad(out.sum(), (x, bias))
-        torch.testing.assert_close(grad_x, weight.sum(0).expand(shape))
-        torch.testing.assert_close(grad_bias, torch.full((n,), float(rows)))
-
-
 @pytest.mark.parametrize("nested", [True, False])
 def test_linear_4bit_says_where_the_weight_is(
     monkeypatch: pytest.MonkeyPatch, nested: bool

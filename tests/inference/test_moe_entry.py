@@ -135,14 +135,10 @@ def test_is_switched_off(value, tmp_path):
     assert run(program, write_fakes(tmp_path), NF4CONV_MOE=value) == "untouched\n"
 
 
-def test_transformers_4_is_left_alone(tmp_path):
+@pytest.mark.parametrize(("version", "shown"), [("4.57.6", "untouched"), ("5.99.0", "patched")])
+def test_transformers_4_is_left_alone_and_any_other_is_tried(version, shown, tmp_path):
     program = ORDERS["bitsandbytes first"] + PATCHED
-    assert run(program, write_fakes(tmp_path, "4.57.6")) == "untouched\n"
-
-
-def test_any_release_is_tried(tmp_path):
-    program = ORDERS["bitsandbytes first"] + PATCHED
-    assert run(program, write_fakes(tmp_path, "5.99.0")) == "patched\n"
+    assert run(program, write_fakes(tmp_path, version)) == f"{shown}\n"
 
 
 @pytest.mark.parametrize(
