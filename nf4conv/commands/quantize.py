@@ -226,7 +226,7 @@ def _plan_pipeline(
     submodels = {}
     for name, place in folder.submodels.items():
         submodels[name] = _plan_submodel(folder, name, options, place)
-    front, complaints = read_front_matter(folder.folder / "README.md", folder.folder)
+    front, complaints = read_front_matter(folder.folder / "README.md")
     parts = [(name, part.source) for name, part in submodels.items()]
     plan = DiffusersPlan(folder, submodels, front, (*complaints, *unmatched(options, parts)))
     if not plan.totals().packed:

@@ -28,7 +28,7 @@ from nf4conv.report.results import PlanReport, RunReport, VerificationSummary
 from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.sources.diffusers import DiffusersFolder
 from nf4conv.sources.opening import open_stored
-from nf4conv.sources.reader import read_small, reading_speed
+from nf4conv.sources.reader import read_small
 from nf4conv.sources.source import Source
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.folders import remove
@@ -63,17 +63,8 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
         kinds=summed(rows),
         tensors=tuple(rows),
         config=plan.config,
-        reading_seconds=_reading_seconds(plans),
         notes=(*plan.notes, *unusual(treated)),
     )
-
-
-def _reading_seconds(plans: Sequence[WritingPlan]) -> float | None:
-    """Estimates how long the source is read, by how fast some of it is read now."""
-    speed = reading_speed([file for plan in plans for file in plan.source.files])
-    if speed is None:
-        return None
-    return sum(plan.output.bytes_to_read for plan in plans) / speed
 
 
 def tell_what_is_read(

@@ -125,7 +125,7 @@ class _Packed:
 
 def card_of(source: Source) -> tuple[OriginalCard, tuple[str, ...]]:
     """Reads the card of a source, and why it cannot be read."""
-    return read_front_matter(source.card, source.root_of_card)
+    return read_front_matter(source.card)
 
 
 def model_card(

@@ -155,19 +155,6 @@ def read_whole_index(index: Path) -> dict[str, Any]:
     return content
 
 
-def require_shards(index: Path, weight_map: Mapping[str, str], absent: Collection[Path]) -> None:
-    """Raises a SourceError if a file that an index lists is neither there nor one of the absent."""
-    first_of_file: dict[str, str] = {}
-    for name, file in weight_map.items():
-        first_of_file.setdefault(file, name)
-    for file, name in first_of_file.items():
-        path = index.parent / file
-        if not is_file(path) and path not in absent:
-            raise SourceError.about(
-                index, name, f"the shard {file} is missing; the download is incomplete"
-            )
-
-
 # --- files beside the weights ---------------------------------------------------------------------
 
 QUANTIZATION_LEFTOVERS: Final = (
@@ -256,21 +243,6 @@ def _is_chosen_below(path: PurePosixPath, *, has_modules: bool) -> bool:
     if top == _TEMPLATES or (has_modules and _MODULE.fullmatch(top)):
         return True
     return path.suffix == ".py" and top not in _FOREIGN_FOLDERS
-
-
-_TOKENIZER_FILES: Final = (
-    "tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "bpe"
-)  # fmt: skip
-_TOKENIZER_SUFFIXES: Final = (".model", ".tiktoken", ".spm", ".vocab", ".bpe")
-"""How the names of files begin, or end, of which one at least belongs to every tokenizer."""
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Returns False if no file in a folder has a name that files of tokenizers have."""
-    for file in folder.iterdir():
-        if file.name.startswith(_TOKENIZER_FILES) or file.suffix in _TOKENIZER_SUFFIXES:
-            return True
-    return False
 
 
 # --- files of the folder itself, and links --------------------------------------------------------

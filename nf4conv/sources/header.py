@@ -54,15 +54,8 @@ def read_header(path: Path) -> tuple[TensorInfo, ...]:
 
 def header_json(path: Path, file: FileBytes) -> bytes:
     """Reads the JSON of the header of a safetensors file."""
-    head = file.read(0, min(_HEAD, file.size))
-    stop = _header_stop(path, head, file.size)
-    if stop > len(head):
-        head += file.read(len(head), stop)
-    return head[LENGTH_BYTES:stop]
-
-
-def _header_stop(path: Path, head: bytes, size: int) -> int:
-    """Returns where the header of a file of so many bytes ends, given its first 8 bytes or more."""
+    size = file.size
+    head = file.read(0, min(_HEAD, size))
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     if head.startswith(_POINTER[: len(head)]) and len(head) >= LENGTH_BYTES:
         raise SourceError(
@@ -82,7 +75,10 @@ def _header_stop(path: Path, head: bytes, size: int) -> int:
             f"model has",
             path=path,
         )
-    return LENGTH_BYTES + length
+    stop = LENGTH_BYTES + length
+    if stop > len(head):
+        head += file.read(len(head), stop)
+    return head[LENGTH_BYTES:stop]
 
 
 def parse_header(raw: bytes, path: Path, size: int) -> tuple[TensorInfo, ...]:

@@ -25,7 +25,6 @@ from nf4conv.sources.files import (
     is_file,
     read_index,
     require_own,
-    require_shards,
 )
 from nf4conv.sources.foreign.presenting import decoded_tensors
 from nf4conv.sources.gguf.opening import card_beside, open_gguf
@@ -147,18 +146,13 @@ def _open(source: str, where: SourceOptions) -> Source:
 def _how_to_merge(adapter: str, where: SourceOptions) -> str:
     """Returns what to tell a user who gives an adapter where a model is expected."""
     place = Path(adapter)
+    base = None
     if place.exists():
-        if place.is_file():
-            place = place.parent
-        place = folder = place / (where.subfolder or "")
-    else:
-        from nf4conv.sources.remote.hub import fetch_adapter  # huggingface_hub takes long to import
-
-        folder = fetch_adapter(adapter, where)[0] / (where.subfolder or "")
-    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "BASE"
+        place = (place.parent if place.is_file() else place) / (where.subfolder or "")
+        base = read_json(place / ADAPTER_CONFIG).get("base_model_name_or_path")
     return (
-        f"{adapter}: an adapter of {base}, not a model; to merge it: "
-        f"nf4conv quantize {shlex.quote(str(base))} OUT --lora {shlex.quote(str(place))}"
+        f"{adapter}: an adapter of {base or 'BASE'}, not a model; to merge it: "
+        f"nf4conv quantize {shlex.quote(str(base or 'BASE'))} OUT --lora {shlex.quote(str(place))}"
     )
 
 
@@ -184,12 +178,17 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     if weights.is_index:
         index = require_own(folder / weights.name, root)
         weight_map = read_index(index)
-        require_shards(index, weight_map, absent)
     file_names = sorted(set(weight_map.values())) or [weights.name]
     files = {name: folder / name for name in file_names}
-    for file in files.values():
-        if file not in absent:
-            require_own(file, root)
+    for name, file in files.items():
+        if file in absent:
+            continue
+        if not is_file(file):
+            raise SourceError(
+                f"{folder / weights.name}: the shard {name} is missing; the download is incomplete",
+                path=file,
+            )
+        require_own(file, root)
     # a commit cannot change
     stamps = {} if fetched is not None else stamps_of(files.values())
     opened = Source(

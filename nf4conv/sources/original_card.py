@@ -58,15 +58,15 @@ class OriginalCard:
         return [tag for tag in tags if tag not in OWN_TAGS] if self.is_ours else tags
 
 
-def read_front_matter(path: Path, root: Path) -> tuple[OriginalCard, tuple[str, ...]]:
-    """Reads a README.md, which may be missing, below a folder that links may not lead out of.
+def read_front_matter(path: Path) -> tuple[OriginalCard, tuple[str, ...]]:
+    """Reads a README.md, which may be missing, and no link that leads out of its folder.
 
     Returns the card, empty if there is none, or if it cannot be read; and why it cannot be read.
     """
     if not path.is_file():
         return OriginalCard(), ()
     try:
-        require_own(path, root)
+        require_own(path, path.parent)
         return _read_card(path), ()
     except (OSError, ValueError, RecursionError, SourceError) as error:
         reason = " ".join(str(error).removeprefix(f"{path}: ").split())

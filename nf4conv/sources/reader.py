@@ -8,7 +8,6 @@ network.
 
 import hashlib
 import json
-import random
 import stat
 import threading
 import time
@@ -35,10 +34,6 @@ _SLOW: Final = 2e-9  # seconds a byte: a fraction of what the page cache gives
 _AT_A_TIME: Final = 8  # small reads, of as many files
 _LONG: Final = 1e-3  # seconds that a small read takes from a disk, or over a network, at least
 
-_PROBE: Final = 2**24  # bytes that are read at a time to see how fast a disk is
-_PROBES: Final = 16
-_PROBING: Final = 1.0  # seconds after which no other probe begins
-
 _CHUNK: Final = 2**22  # bytes of a whole file that are read at a time
 _LARGEST_READ: Final = 2**22  # bytes of a small tensor
 _LARGEST_JSON: Final = 2**24  # bytes of config.json and the like
@@ -64,18 +59,8 @@ def each(find: Callable[[ItemT], FoundT], items: Iterable[ItemT]) -> list[FoundT
         if now - started > _LONG:
             break
         started = now
-    waiting = list(left)
-    # several at once, for to hand over one takes as long as to read a page
-    together = len(waiting) // (2 * _AT_A_TIME) + 1
-    runs = [waiting[start : start + together] for start in range(0, len(waiting), together)]
-
-    def find_all(run: list[ItemT]) -> list[FoundT]:
-        return [find(item) for item in run]
-
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        for found_by_thread in pool.map(find_all, runs):
-            found += found_by_thread
-    return found
+        return found + list(pool.map(find, left))
 
 
 class _OpenFile:
@@ -189,30 +174,6 @@ class Reader:
         self._files.clear()
 
 
-def reading_speed(files: Iterable[Path]) -> float | None:
-    """Returns the bytes a second at which places all over some files were read just now, in about a
-    second. None if there is nothing to read, or if a file is not on this disk.
-    """
-    places = []
-    for file in sorted(files):
-        if not file.exists():
-            return None
-        size = file.stat().st_size
-        places += [(file, start, min(_PROBE, size - start)) for start in range(0, size, _PROBE)]
-    buffer = memoryview(bytearray(_PROBE))
-    count = 0
-    seconds = 0.0
-    with Reader() as reader:
-        for file, start, size in random.Random(0).sample(places, min(len(places), _PROBES)):
-            began = time.perf_counter()
-            reader.read_into(file, start, buffer[:size])
-            seconds += time.perf_counter() - began
-            count += size
-            if seconds > _PROBING:
-                break
-    return count / seconds if count else None
-
-
 class FileBytes(NamedTuple):
     """A file, which may be on the Hub."""
 
@@ -263,11 +224,7 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
     """Returns the JSON object in a file of at most so many bytes; raises a SourceError if there is
     none, or one that is nested too deeply.
     """
-    return parse_object(path, read_small(path, most))
-
-
-def parse_object(path: Path, text: str | bytes) -> dict[str, Any]:
-    """Returns the JSON object that was read of a file; raises a SourceError as `read_json` does."""
+    text = read_small(path, most)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

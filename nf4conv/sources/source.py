@@ -95,11 +95,6 @@ class Source:
         """Returns where the model card is, if there is one."""
         return self.card_beside or self.folder / "README.md"
 
-    @property
-    def root_of_card(self) -> Path:
-        """Returns the folder that the model card must not be a link out of."""
-        return self.root if self.card_beside is None else self.card_beside.parent
-
     def auxiliary(self, *, strays: bool = False) -> tuple[PurePosixPath, ...]:
         """Lists the files that are copied beside the weights, relative to `folder`; with `strays`,
         the links out of `root` that would be copied otherwise.

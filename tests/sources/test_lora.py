@@ -510,7 +510,7 @@ def test_an_adapter_in_the_place_of_a_model_is_refused_with_the_command_to_use(t
             assert "an adapter of org/base, not a model" in str(error.value)
             assert expected in str(error.value)
     upload(hub, "org/adapter", adapter)
-    with pytest.raises(SourceError, match="nf4conv quantize org/base OUT --lora org/adapter"):
+    with pytest.raises(SourceError, match="nf4conv quantize BASE OUT --lora org/adapter"):
         nf4conv.plan_quantize("org/adapter", cache_dir=tmp_path / "cache")
 
 

@@ -16,7 +16,7 @@ from test_resume import OPTIONS, RUN
 import nf4conv
 from nf4conv.errors import SourceError
 from nf4conv.output.writer import write_file
-from nf4conv.sources.reader import Reader, reading_speed
+from nf4conv.sources.reader import Reader
 from nf4conv.system.files import let_go
 
 BLOCK = 2**20
@@ -190,18 +190,3 @@ def test_a_result_that_memory_has_no_room_for_does_not_stay_there(
     )
     nf4conv.quantize(source, tmp_path / "whole", **OPTIONS, **RUN)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@pytest.mark.usefixtures("slow")
-def test_the_speed_of_a_disk_is_measured_in_about_a_second(tmp_path: Path):
-    """It is that of at most 16 MB for each read that the run waits for."""
-    files = [tmp_path / name for name in "ab"]
-    sizes = [len(write(file, 160)) for file in files]
-    started = time.perf_counter()
-    speed = reading_speed(files)
-    assert time.perf_counter() - started < 4
-    assert speed is not None
-    assert speed < 16 * BLOCK / LATENCY
-    assert sum(sizes) / speed > 1
-    assert reading_speed([]) is None
-    assert reading_speed([*files, tmp_path / "on the Hub"]) is None

@@ -108,11 +108,11 @@ def test_shards_in_a_sub_folder(tmp_path):
         ({"w": "a/../../w"}, "w: 'a/../../w' is outside the folder"),
         ({"w": "/etc/passwd"}, "w: '/etc/passwd' is outside the folder"),
         ({"w": "..\\w"}, r"w: '..\\w' is outside the folder"),
-        ({"w": ""}, "w: the shard  is missing; the download is incomplete"),
-        ({"w": "."}, "w: the shard . is missing; the download is incomplete"),
+        ({"w": ""}, "the shard  is missing; the download is incomplete"),
+        ({"w": "."}, "the shard . is missing; the download is incomplete"),
         (
             {"w": "missing.safetensors"},
-            "w: the shard missing.safetensors is missing; the download is incomplete",
+            "the shard missing.safetensors is missing; the download is incomplete",
         ),
     ],
     ids=[
