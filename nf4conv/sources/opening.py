@@ -168,7 +168,7 @@ def _open_repository(repo: str, where: SourceOptions) -> Source:
 def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = None) -> Source:
     """Opens a folder; of one that was fetched, weight files may be absent."""
     folder = root / (where.subfolder or "")
-    absent = {} if fetched is None else fetched.remote_bytes()
+    absent = {} if fetched is None else fetched.absent
     names = {path.name for path in absent}
     for path in folder.iterdir():
         if path.is_file():
@@ -189,18 +189,7 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
                 path=file,
             )
         require_own(file, root)
-    # a commit cannot change
-    stamps = {} if fetched is not None else stamps_of(files.values())
-    opened = Source(
-        folder=folder,
-        root=root,
-        files=tuple(files.values()),
-        tensors=_read_headers(files.values(), absent),
-        config=_read_config(folder, root),
-        stem=weights.stem,
-        stamps=stamps,
-        fetched=fetched,
-    )
+    opened = _describe(folder, root, tuple(files.values()), weights.stem, fetched)
     held_in = {tensor.name: tensor.file for tensor in opened.tensors}
     for name, file_name in weight_map.items():
         if held_in.get(name) is not files[file_name]:
@@ -208,6 +197,24 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
                 files[file_name], name, "the index places this tensor here, but the file lacks it"
             )
     return opened
+
+
+def _describe(
+    folder: Path, root: Path, files: tuple[Path, ...], stem: str, fetched: "Fetched | None" = None
+) -> Source:
+    """Reads the config and all headers; arguments as the attributes of `Source`."""
+    stamps = {} if fetched is not None else stamps_of(files)  # a commit cannot change
+    config = folder / "config.json"
+    return Source(
+        folder=folder,
+        root=root,
+        files=files,
+        tensors=_read_headers(files, {} if fetched is None else fetched.remote_bytes()),
+        config=read_json(require_own(config, root)) if config.is_file() else None,
+        stem=stem,
+        stamps=stamps,
+        fetched=fetched,
+    )
 
 
 def _read_headers(
@@ -304,19 +311,4 @@ def _open_file(path: Path) -> Source:
             raise SourceError(
                 f"{path}: one shard of those that {index.name} lists; give the folder", path=path
             )
-    stamps = stamps_of([path])
-    return Source(
-        folder=folder,
-        root=folder,
-        files=(path,),
-        tensors=_read_headers([path], {}),
-        config=_read_config(folder, folder),
-        stem=STEMS[0],
-        stamps=stamps,
-        is_file=True,
-    )
-
-
-def _read_config(folder: Path, root: Path) -> Mapping[str, Any] | None:
-    path = folder / "config.json"
-    return read_json(require_own(path, root)) if path.is_file() else None
+    return replace(_describe(folder, folder, (path,), STEMS[0]), is_file=True)

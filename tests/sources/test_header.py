@@ -87,70 +87,31 @@ def test_round_trip(tensors, reserve):
     assert sorted((t.name, t.dtype, t.shape, t.start, t.stop) for t in found) == sorted(expected)
 
 
+def entry(dtype: object, shape: object, offsets: object) -> dict[str, object]:
+    return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
         ([], "not a JSON object"),
         ({"w": 1}, "w: the header entry lacks dtype, shape or data_offsets"),
-        (
-            {"w": {"dtype": "F32", "shape": [1]}},
-            "w: the header entry lacks dtype, shape or data_offsets",
-        ),
-        ({"w": {"dtype": 3, "shape": [1], "data_offsets": [0, 4]}}, "w: unknown dtype 3"),
-        (
-            {"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
-            r"w: \[-1\] is not a shape",
-        ),
-        (
-            {"w": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}},
-            r"w: \[1.0\] is not a shape",
-        ),
-        ({"w": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}, "w: 1 is not a shape"),
-        (
-            {"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}},
-            r"w: \[4, 0\] are not data offsets",
-        ),
-        (
-            {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
-            r"w: \[0\] are not data offsets",
-        ),
-        ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "w: 4 bytes, expected 8"),
-        (
-            {"w": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 4]}},
-            "w: 4 bytes, expected",
-        ),
-        (
-            {"w": {"dtype": "F32", "shape": [2**62] * 64, "data_offsets": [0, 4]}},
-            "w: 4 bytes, expected",
-        ),
-        (
-            {"w": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}},
-            r"w: .{100}… is not a shape",
-        ),
-        (
-            {"w": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}},
-            r"w: \[.*\] is not a shape",
-        ),
-        (
-            {"w": {"dtype": "U8", "shape": [8], "data_offsets": [10**300, 10**300 + 8]}},
-            r"w: .* are not data offsets",
-        ),
-        (
-            {"w": {"dtype": "F" * 10**6, "shape": [1], "data_offsets": [0, 4]}},
-            r"w: unknown dtype .{100}…;",
-        ),
-        (
-            {"w": {"dtype": "U8", "shape": [1], "data_offsets": [4, 5]}},
-            "w: 4 unused bytes before it",
-        ),
-        (
-            {"w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}},
-            "w: the file ends 3 bytes early",
-        ),
-        (
-            {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}},
-            "1 bytes after the last tensor belong to none",
-        ),
+        ({"w": {"dtype": "F32", "shape": [1]}}, "w: the header entry lacks dtype, shape or data_"),
+        (entry(3, [1], [0, 4]), "w: unknown dtype 3"),
+        (entry("F32", [-1], [0, 4]), r"w: \[-1\] is not a shape"),
+        (entry("F32", [1.0], [0, 4]), r"w: \[1.0\] is not a shape"),
+        (entry("F32", 1, [0, 4]), "w: 1 is not a shape"),
+        (entry("F32", [1], [4, 0]), r"w: \[4, 0\] are not data offsets"),
+        (entry("F32", [1], [0]), r"w: \[0\] are not data offsets"),
+        (entry("F32", [2], [0, 4]), "w: 4 bytes, expected 8"),
+        (entry("F32", [2**62] * 64, [0, 4]), "w: 4 bytes, expected"),
+        (entry("F32", [1] * 65, [0, 4]), r"w: .{100}… is not a shape"),
+        (entry("F32", [2**63, 0], [0, 0]), r"w: \[.*\] is not a shape"),
+        (entry("U8", [8], [10**300, 10**300 + 8]), r"w: .* are not data offsets"),
+        (entry("F" * 10**6, [1], [0, 4]), r"w: unknown dtype .{100}…;"),
+        (entry("U8", [1], [4, 5]), "w: 4 unused bytes before it"),
+        (entry("U8", [8], [0, 8]), "w: the file ends 3 bytes early"),
+        (entry("U8", [4], [0, 4]), "1 bytes after the last tensor belong to none"),
         ({}, "5 bytes after the last tensor|5 unused|bytes"),
     ],
     ids=lambda value: None if isinstance(value, list | dict) else value.replace(" ", "-")[:30],
@@ -185,24 +146,19 @@ def test_a_name_given_twice_is_found_out():
 @pytest.mark.parametrize(
     "raw",
     [
-        b"",
-        b"{",
-        b"\xff",
-        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-        b'{"a\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        b"", b"{", b"\xff", b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
         b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,0]}}',
     ],
-    ids=[
-        "empty",
-        "cut-off",
-        "not-utf-8",
-        "nested-too-deep",
-        "half-a-surrogate-pair",
-        "number-of-5000-digits",
-    ],
-)
+    ids=["empty", "cut-off", "not-utf-8", "nested-too-deep", "number-of-5000-digits"],
+)  # fmt: skip
 def test_what_is_no_header_at_all(raw):
     with pytest.raises(SourceError, match=r"^file: the safetensors header is malformed: .+"):
+        parse_header(raw, Path("file"), 8 + len(raw))
+
+
+def test_a_name_that_no_header_can_hold():
+    raw = b'{"a\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+    with pytest.raises(SourceError, match="half a character"):
         parse_header(raw, Path("file"), 8 + len(raw))
 
 

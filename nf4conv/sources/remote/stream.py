@@ -77,7 +77,7 @@ class ShardStream(RemoteReader):
         self._on_disk: set[Path] = set()  # files that are there, or on their way
         self._ready: dict[Path, Path] = {}  # where the files are that can be read
         self._in_work: Counter[Path] = Counter()  # work that is expected and not done
-        self._past: set[Path] = set()  # files that no more work will need
+        self._reached = 0  # the place of the first file in the order that more work may need
         self._error: Exception | None = None  # why fetching has ended early
         self._stopped = threading.Event()
         self._fetching = Background(self._fetch_all, "nf4conv-fetch")
@@ -101,12 +101,13 @@ class ShardStream(RemoteReader):
         it in the order get no more work.
         """
         with self._changed:
-            if path is not None:
+            if path is None:
+                self._reached = len(self.order)
+            else:
                 self._in_work[path] += 1
-            for earlier in self._needed:
-                if path is None or self.order[earlier] < self.order[path]:
-                    self._past.add(earlier)
-                    self._drop_if_done(earlier)
+                self._reached = max(self._reached, self.order[path])
+            for ready in [*self._ready]:
+                self._drop_if_done(ready)
 
     def wait_for(self, path: Path) -> None:
         """Waits until a file can be read; raises a SourceError if it could not be fetched, or is no
@@ -141,7 +142,8 @@ class ShardStream(RemoteReader):
 
     def _drop_if_done(self, path: Path) -> None:
         """Deletes a file if all work that needs it is done."""
-        if path in self._past and self._in_work[path] == 0 and path in self._ready:
+        is_past = self.order[path] < self._reached
+        if is_past and self._in_work[path] == 0 and path in self._ready:
             local = self._ready.pop(path)
             self.forget(local)
             local.unlink(missing_ok=True)
