@@ -89,7 +89,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "missing shard": (
         lambda source: (source / SECOND).unlink(),
-        rf"{INDEX}: model\S+: the shard {SECOND} is missing; {INCOMPLETE}",
+        rf"{INDEX}: the shard {SECOND} is missing; {INCOMPLETE}",
     ),
     "index leads outside": (
         in_index(lambda _: "../elsewhere.safetensors"),
