@@ -20,18 +20,11 @@ cvt.rn.bf16x2.f32 are instructions of sm_80.
 @functools.cache
 def backend(device: torch.device) -> ModuleType:
     """Returns the package whose functions run on a device: cpu, kernels or reference."""
+    if device.type == "cpu":
+        return cpu
     capability = None
     if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
-    return choose_backend(device.type, capability)
-
-
-def choose_backend(device_type: str, capability: tuple[int, int] | None) -> ModuleType:
-    """Returns the backend for a kind of device, torch's name of it; `capability` is the compute
-    capability of an NVIDIA GPU, and None for anything else.
-    """
-    if device_type == "cpu":
-        return cpu
     if why_plain(capability):
         return reference
     from nf4conv.codec import kernels  # importing Triton takes a second

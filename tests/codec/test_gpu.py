@@ -7,15 +7,14 @@ as do these tests.
 import numpy as np
 import pytest
 import torch
-from batched import means_of, quantize_batch
+from batched import means_of
 from four_bit import error_sums
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
-from nf4conv.codec import kernels, ops, reference
+from nf4conv.codec import kernels, ops
 from nf4conv.codec.kernels import launch
-from nf4conv.codec.kernels.decoding import dequantize
-from nf4conv.codec.kernels.packing import nested, pack
-from nf4conv.codec.quant_state import Decoding, NestedState, QuantState, code_table
+from nf4conv.codec.kernels.packing import pack
+from nf4conv.codec.quant_state import Decoding, code_table
 from nf4conv.format.codebook import BLOCKSIZES
 
 pytestmark = pytest.mark.gpu
@@ -156,71 +155,6 @@ def test_more_than_two_to_the_thirty_one_elements() -> None:
     assert sums.outside == 0
 
 
-@pytest.mark.parametrize("elements", [4096, 8192 * 3 + 8, 5003])
-@pytest.mark.parametrize("blocksize", [32, 64, 4096])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_inline_assembly_equals_plain_triton(
-    quant_type: str, dtype: str, blocksize: int, elements: int
-) -> None:
-    for weight in (
-        random_weight(elements, DTYPES[dtype]).to(CUDA),
-        special_weight(DTYPES[dtype], blocksize).to(CUDA),
-        tie_weight(DTYPES[dtype], blocksize, quant_type).to(CUDA),
-    ):
-        fast = encode_and_decode(weight, quant_type, blocksize, True)
-        plain = encode_and_decode(weight, quant_type, blocksize, False)
-        for ours, theirs in zip(fast, plain, strict=True):
-            assert_same_bits(ours, theirs)
-
-
-def encode_and_decode(
-    weight: torch.Tensor, quant_type: str, blocksize: int, ptx: bool
-) -> list[torch.Tensor]:
-    """The kernels with their constexpr PTX chosen, which the launchers derive from the device."""
-    n = weight.numel()
-    tile, num_warps = pack.packing(weight.dtype, blocksize, False)
-    packed = torch.zeros(-(-n // 2), dtype=torch.uint8, device=CUDA)
-    absmax = torch.zeros(-(-n // blocksize), device=CUDA)
-    how = pack.access(weight, packed, n, tile)
-    tables = kernels.tables
-    pack._launch(
-        -(-n // tile),
-        (weight, packed, absmax, tables.bucket_table(quant_type, CUDA), n),
-        (blocksize, tile, quant_type == "fp4", how, ptx, False),
-        weight.dtype,
-        num_warps,
-    )
-    codes = torch.zeros(absmax.numel(), dtype=torch.uint8, device=CUDA)
-    nested_absmax = torch.zeros(-(-absmax.numel() // 256), device=CUDA)
-    finite = absmax.nan_to_num(0, 0, 0).clamp(0, 1)
-    offset = finite.mean()
-    nested._launch(
-        nested_absmax.numel(),
-        (finite, offset, codes, nested_absmax, tables.middle_table(CUDA), finite.numel()),
-        (ptx,),
-        None,
-        4,
-    )
-    outs = []
-    for is_nested in (False, True):
-        out = torch.zeros(n, dtype=weight.dtype, device=CUDA)
-        scales = (
-            (codes, code_table("dynamic", CUDA), nested_absmax, offset)
-            if is_nested
-            else (absmax,) * 4
-        )
-        dequantize._launch(
-            -(-n // tile),
-            (packed, *scales, tables.value_table(quant_type, CUDA), out, n),
-            (blocksize, tile, how, False, ptx),
-            (weight.dtype, not is_nested),
-            1,
-        )
-        outs.append(out)
-    return [packed, absmax, codes, nested_absmax, *outs]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_misaligned_and_odd_pieces_equal_the_whole(quant_type: str, dtype: str) -> None:
@@ -245,69 +179,15 @@ def test_misaligned_and_odd_pieces_equal_the_whole(quant_type: str, dtype: str) 
     assert_same_bits(out, ops.dequantize_4bit(whole, state))
 
 
-def test_nothing_is_written_behind_the_end() -> None:
-    for elements in (8, 4096, 1003, 2056):
-        packed = torch.full((-(-elements // 2) + 64,), 0xAB, dtype=torch.uint8, device=CUDA)
-        absmax = torch.full((-(-elements // 64) + 64,), -7.0, device=CUDA)
-        out = torch.full((elements + 64,), 9.0, dtype=torch.bfloat16, device=CUDA)
-        weight = random_weight(elements, torch.bfloat16).to(CUDA)
-        kernels.quantize_blocks(
-            weight, packed[: -(-elements // 2)], absmax[: -(-elements // 64)], "nf4", 64
-        )
-        kernels.dequantize_blocks(packed, Decoding(absmax, None, None, "nf4", 64), out[:elements])
-        assert (packed[-64:] == 0xAB).all()
-        assert (absmax[-64:] == -7).all()
-        assert (out[-64:] == 9).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_batch_equals_the_loop(quant_type: str, dtype: str) -> None:
-    sizes = [(2048, 768), (7,), (0,), (64, 64), (5, 1001), (1, 1), (1024, 1024), (4096, 3000)]
-    tensors = []
-    for seed, shape in enumerate([*sizes, (9, 999)]):
-        weight = random_weight(int(np.prod(shape)), DTYPES[dtype], seed=seed)
-        tensors.append(weight.view(shape).to(CUDA))
-    for tensor, found in zip(tensors, quantize_batch(tensors, quant_type, 64), strict=True):
-        if not tensor.numel():
-            continue
-        packed, state = ops.quantize_4bit(tensor, quant_type, 64, double_quant=False)
-        _, nested = ops.quantize_4bit(tensor, quant_type, 64)
-        scales = (nested.absmax, nested.state2.absmax, nested.offset)
-        expected = (packed.view(-1), state.absmax, *scales)
-        for part, other in zip(found, expected, strict=True):
-            assert_same_bits(part, other)
-
-
 def test_batch_means_are_torchs() -> None:
-    counts = np.array([1, 3, 127, 128, 255, 4097, 30_000, 130_560, 130_561, 300_007])
+    counts = np.array([1, 3, 127, 128, 255, 4097, 30_000, 130_557, 130_560])
+    counts = np.append(counts, [130_561, 200_000, 300_007, 917_504, 1_000_003, 5_000_000])
     offsets = np.concatenate([[0], np.cumsum(-(-counts // 4) * 4)[:-1]])
     values = spread_values(int(offsets[-1] + counts[-1])).to(CUDA)
     for offset, count, found in zip(
         offsets.tolist(), counts.tolist(), means_of(values, offsets, counts), strict=True
     ):
         assert_same_bits(found, values[offset : offset + count].clone().mean())
-
-
-@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_error_sums_equal_a_materialised_comparison(
-    quant_type: str, dtype: str, double_quant: bool
-) -> None:
-    for elements in (1 << 20, 64 * 70 + 8, 70_003):
-        weight = random_weight(elements, DTYPES[dtype]).to(CUDA)
-        packed, state = ops.quantize_4bit(weight, quant_type, 64, double_quant)
-        sums, again = (error_sums(weight, packed, state) for _ in range(2))
-        error = weight.float() - ops.dequantize_4bit(packed, state, dtype=torch.float32)
-        assert sums.max_error == error.abs().max().item()
-        for found, values in ((sums.squared_error, error), (sums.squared_weight, weight)):
-            expected = values.double().square().sum().item()
-            assert found == pytest.approx(expected, rel=1e-12)
-        assert sums.outside == 0
-        assert sums == again
-        packed[elements // 4] ^= 0x88
-        assert error_sums(weight, packed, state).outside > 0
 
 
 def test_compiles_without_a_graph_break() -> None:
@@ -332,17 +212,6 @@ def test_uses_the_current_stream_of_the_calling_thread() -> None:
     assert_same_bits(packed, expected)
 
 
-def test_reference_equals_the_kernels() -> None:
-    for quant_type in QUANT_TYPES:
-        weight = special_weight(torch.bfloat16, 64, "nan")
-        packed = torch.zeros(-(-weight.numel() // 2), dtype=torch.uint8)
-        absmax = torch.zeros(-(-weight.numel() // 64))
-        reference.quantize_blocks(weight, packed, absmax, quant_type, 64)
-        ours, state = ops.quantize_4bit(weight.to(CUDA), quant_type, 64, False)
-        assert_same_bits(ours.cpu().view(-1), packed)
-        assert_same_bits(state.absmax.cpu(), absmax)
-
-
 def test_launcher_compiles_once_for_each_variant() -> None:
     kernel = pack._launch
     assert isinstance(kernel, launch.Launcher)
@@ -351,15 +220,3 @@ def test_launcher_compiles_once_for_each_variant() -> None:
     for pieces in (1, 2, 3):
         ops.quantize_4bit(weight[: 4096 * pieces], "nf4", 2048)
     assert len(kernel._compiled) <= before + 1
-
-
-def test_takes_our_state_and_bitsandbytes_state_alike() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
-    weight = random_weight(96 * 100, torch.float16).to(CUDA).view(96, 100)
-    packed, theirs = functional.quantize_4bit(weight, quant_type="fp4", compress_statistics=True)
-    what = (theirs.shape, theirs.dtype, theirs.blocksize, theirs.quant_type, theirs.code)
-    nested = NestedState(theirs.state2.absmax, theirs.state2.code)
-    ours = QuantState(theirs.absmax, *what, theirs.offset, nested)
-    out = torch.empty(96, 100, dtype=torch.float32, device=CUDA)
-    assert ops.dequantize_4bit(packed, theirs, out=out) is out
-    assert_same_bits(ops.dequantize_4bit(packed, ours, dtype=torch.float32), out)

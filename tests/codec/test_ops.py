@@ -5,7 +5,7 @@ import torch
 from four_bit import error_sums
 from weights import random_weight
 
-from nf4conv.codec import backends, ops
+from nf4conv.codec import backends, cpu, ops, reference
 from nf4conv.codec.quant_state import NestedState, QuantState
 from nf4conv.errors import CodecError
 
@@ -85,25 +85,27 @@ def test_dequantize_refuses_codes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device_type", "capability", "expected"),
+    ("capability", "why"),
     [
-        ("cpu", None, "nf4conv.codec.cpu"),
-        ("cuda", (7, 5), "nf4conv.codec.reference"),  # T4: ptxas refuses max.bf16x2 below sm_80
-        ("cuda", (8, 0), "nf4conv.codec.kernels"),
-        ("cuda", (12, 0), "nf4conv.codec.kernels"),
-        ("cuda", None, "nf4conv.codec.reference"),  # ROCm
-        ("mps", None, "nf4conv.codec.reference"),
+        (None, "not an NVIDIA GPU"),
+        ((7, 5), "compute capability is 7.5"),
+        ((8, 0), ""),
+        ((12, 0), ""),
     ],
 )
-def test_backend(device_type: str, capability: tuple[int, int] | None, expected: str) -> None:
-    if expected.endswith("kernels") and backends.why_plain((9, 0)):
-        expected = "nf4conv.codec.reference"
-    assert backends.choose_backend(device_type, capability).__name__ == expected
+def test_what_runs_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, why: str
+) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda _: True)
+    assert why in backends.why_plain(capability)
+    assert bool(why) == bool(backends.why_plain(capability))
+    assert backends.backend(torch.device("cpu")) is cpu
+    assert backends.backend(torch.device("mps")) is reference
 
 
 def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda _: None)
-    assert backends.choose_backend("cuda", (9, 0)).__name__ == "nf4conv.codec.reference"
+    assert backends.why_plain((9, 0)) == "Triton is not installed"
 
 
 @pytest.mark.parametrize(

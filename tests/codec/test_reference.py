@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from weights import random_weight, special_weight
 
 from nf4conv.codec import cpu, reference
-from nf4conv.codec.cpu.nested import nearest_dynamic
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table
 from nf4conv.codec.reduction import cuda_mean
-from nf4conv.codec.reference.quantize import dynamic_cuts
+from nf4conv.codec.reference.quantize import dynamic_cuts, nearest_dynamic
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP
 
 CPU = torch.device("cpu")
@@ -289,7 +288,7 @@ def test_nested_search_at_every_tie():
     scaled = nested_ties()
     expected = [scalar.dynamic_code(np.float32(value)) for value in scaled.tolist()]
     assert torch.bucketize(scaled, dynamic_cuts(CPU)).tolist() == expected
-    assert nearest_dynamic(scaled.numpy()).tolist() == expected
+    assert nearest_dynamic(scaled).tolist() == expected
 
 
 @settings(max_examples=200, deadline=None)
@@ -297,7 +296,7 @@ def test_nested_search_at_every_tie():
 def test_nested_search_of_any_value(value):
     expected = scalar.dynamic_code(np.float32(value))
     assert torch.bucketize(torch.tensor(value), dynamic_cuts(CPU)).item() == expected
-    assert nearest_dynamic(np.array([value], dtype=np.float32)).tolist() == [expected]
+    assert nearest_dynamic(torch.tensor([value])).tolist() == [expected]
 
 
 @backends

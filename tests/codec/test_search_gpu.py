@@ -6,8 +6,6 @@ Run on a GPU with `pytest -m gpu`.
 
 import pytest
 import torch
-from batched import quantize_batch
-from four_bit import error_sums
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, tie_weight
 
 from nf4conv import dequantize_4bit, quantize_4bit
@@ -55,19 +53,6 @@ def test_bytes_are_those_of_the_cpu(quant_type, dtype, blocksize):
 
 
 @quant_types
-def test_many_weights_in_one_launch_have_the_bytes_of_each(quant_type):
-    weights = [
-        random_weight(elements, torch.bfloat16, seed=elements)
-        for elements in (64, 8192, 5003, 0, 1 << 20)
-    ]
-    found = quantize_batch([weight.to(CUDA) for weight in weights], quant_type, 64, search=True)
-    for weight, encoded in zip(weights, found, strict=True):
-        expected = searched(weight, quant_type, 64, False)
-        assert torch.equal(encoded.packed.cpu().view(-1), expected[0])
-        assert torch.equal(encoded.absmax.cpu().view(torch.uint8), expected[1])
-
-
-@quant_types
 @pytest.mark.parametrize("blocksize", [32, 64, 4096], ids="b{}".format)
 @pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
 def test_bitsandbytes_decodes_them(quant_type, blocksize, double_quant):
@@ -95,20 +80,6 @@ def test_products_of_bitsandbytes_are_those_of_the_decoded_weight(rows, blocksiz
     product = bitsandbytes.matmul_4bit(x, packed.t(), theirs_of(state)).double()
     exact = x.double() @ dequantize_4bit(packed, state, dtype=torch.float32).double().t()
     assert float((product - exact).norm() / exact.norm()) < 0.005  # bfloat16 has 8 bits
-
-
-@quant_types
-def test_error_sums_are_those_of_the_cpu(quant_type):
-    weight = random_weight(1 << 20, torch.bfloat16)
-    found = []
-    for one in (weight, weight.to(CUDA)):
-        packed, state = quantize_4bit(one, quant_type, 64, scales="search")
-        found.append(error_sums(one, packed, state, "search"))
-    assert int(found[0].outside) == int(found[1].outside) == 0
-    for name in ("max_error", "max_relative_error", "squared_error", "squared_weight"):
-        assert float(getattr(found[1], name)) == pytest.approx(
-            float(getattr(found[0], name)), rel=1e-6
-        )
 
 
 def theirs_of(state: QuantState) -> object:

@@ -16,4 +16,4 @@ they compute, and chunks are large enough for the lock to change hands seldom.
 from nf4conv.codec.cpu.chunks import quantize_blocks as quantize_blocks
 from nf4conv.codec.cpu.dequantize import dequantize_blocks as dequantize_blocks
 from nf4conv.codec.cpu.errors import error_sums as error_sums
-from nf4conv.codec.cpu.nested import compress_absmax as compress_absmax
+from nf4conv.codec.reference.quantize import compress_absmax as compress_absmax

@@ -1,5 +1,7 @@
 """Weight → packed codes and absmax, or searched scales."""
 
+from functools import cache
+
 import torch
 
 from nf4conv.codec.reduction import cuda_mean
@@ -62,12 +64,39 @@ def compress_absmax(
         The mean, 0-d float32: the offset of the quantization.
     """
     offset = cuda_mean(absmax)
-    quotients, maxima = scale_blocks(padded_blocks(absmax - offset, NESTED_BLOCKSIZE))
-    # NaN, of which a block of zeros consists, has code 0
-    found = torch.bucketize(quotients.nan_to_num(nan=-2.0), dynamic_cuts(absmax.device))
-    codes.copy_(found.view(-1)[: codes.numel()])
-    nested_absmax.copy_(maxima)
+    for start in range(0, absmax.numel(), CHUNK):
+        centred = absmax[start : start + CHUNK] - offset
+        quotients, maxima = scale_blocks(padded_blocks(centred, NESTED_BLOCKSIZE))
+        codes[start : start + CHUNK] = nearest_dynamic(quotients.view(-1)[: centred.numel()])
+        first_block = start // NESTED_BLOCKSIZE
+        nested_absmax[first_block : first_block + maxima.numel()] = maxima
     return offset
+
+
+def nearest_dynamic(quotients: torch.Tensor) -> torch.Tensor:
+    """Returns the 8-bit codes of [n] values, none beyond ±1: [n] int32. NaN, of which a block of
+    zeros consists, has code 0.
+
+    The upper half of a float32 leaves two neighbouring codes to choose from, by one comparison.
+    """
+    lowest, cuts = _dynamic_search(quotients.device)
+    codes = lowest.index_select(0, (quotients.view(torch.int32) >> 16) & 0xFFFF)
+    codes += quotients > cuts.index_select(0, codes)
+    return codes
+
+
+@cache
+def _dynamic_search(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns for all upper halves of a float32, [65536] int32, the lowest code of the values that
+    have them, 0 for NaN and infinities; and [256] float32: above these the next code begins.
+    """
+    halves = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
+    upper = halves << 16
+    least = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
+    cuts = dynamic_cuts(torch.device("cpu"))
+    lowest = torch.bucketize(least.where(least.isfinite(), -2), cuts, out_int32=True)
+    ends = torch.nn.functional.pad(cuts, (0, 1), value=torch.inf)
+    return lowest.to(device), ends.to(device)
 
 
 def dynamic_cuts(device: torch.device) -> torch.Tensor:
