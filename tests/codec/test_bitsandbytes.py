@@ -91,27 +91,6 @@ def test_every_differing_code_is_explained(quant_type, dtype, elements):
             assert differing.numel() <= (2 if dtype == torch.float32 else 0)
 
 
-def test_fp4_differs_by_the_sign_of_zero():
-    """The CPU calls small positive numbers minus zero and small negative ones zero; CUDA the
-    reverse.
-    """
-    weight = torch.tensor([1.0, 1e-4, -1e-4, 0.0]).repeat(16)
-    assert nibbles(quantize_4bit(weight, "fp4", 64, False)[0])[:4].tolist() == [3, 0, 8, 0]
-    assert nibbles(theirs(weight, "fp4")[0])[:4].tolist() == [3, 8, 0, 0]
-
-
-def test_zero_blocks_differ_in_code_and_not_in_value():
-    weight = torch.zeros(128)
-    packed, state = quantize_4bit(weight, "nf4", 64, False)
-    other, other_state = theirs(weight, "nf4")
-    assert set(packed.view(-1).tolist()) == {0x00}
-    assert set(other.view(-1).tolist()) == {0x77}
-    assert torch.equal(state.absmax, other_state.absmax)
-    assert torch.equal(
-        dequantize_4bit(packed, state), functional.dequantize_4bit(other, other_state).view(-1)
-    )
-
-
 @pytest.mark.parametrize("blocks", [100, 4096, 70_000])
 def test_nested_codes_are_the_same_or_neighbours(blocks):
     """On the CPU bitsandbytes finds 8-bit codes by a coarse table and sums in another order."""

@@ -13,7 +13,6 @@ import weights
 from integers import Weight, awq, compressed, gptq, torchao
 
 from nf4conv.codec.decode.fp4 import decode_fp4
-from nf4conv.codec.decode.integers import decode_integers
 from nf4conv.codec.decode.scaled import decode_int8_rows, decode_scaled
 from nf4conv.codec.kernels.ahead import Codec, fp4_decoder, integer_decoder, scaled_decoder
 from nf4conv.codec.kernels.decoding.fp4 import fp4_kernel
@@ -221,45 +220,3 @@ def test_packed_integers(case: str):
         lines = [part.shape[1] if part.dim() == 2 else 1 for part in pointers[:3]]
         found = by_kernel(codec, pointers, weight.decoded.shape, *lines, layout.group_size)
         same_bits(found, weight.decoded)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", INTEGERS)
-def test_packed_integers_by_torch_on_a_gpu(case: str, dtype: torch.dtype):
-    weight = INTEGERS[case](dtype)
-    layout, parts = described(case, weight)
-    values, scale, zeros, index = [None if part is None else part.cuda() for part in parts]
-    decoded = decode_integers(values, scale, layout, dtype, zeros=zeros, group_index=index)
-    same_bits(decoded, weight.decoded)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", ["scaled", "stack", "int8 rows", "fp4", "fp4 transposed"])
-def test_decode_gives_the_same_on_both_devices(method: str):
-    parts = {
-        "scaled": {
-            "values": random_bytes(100, 72).view(torch.float8_e4m3fn),
-            "scale": torch.rand(4, 3),
-        },
-        "stack": {
-            "values": random_bytes(3, 100, 72).view(torch.float8_e4m3fn),
-            "scale": torch.rand(3, 1, 72),
-        },
-        "int8 rows": {"values": random_bytes(100, 72).view(torch.int8), "scale": torch.rand(100)},
-        "fp4": {
-            "values": random_bytes(100, 32),
-            "scale": random_bytes(100, 4).view(torch.float8_e4m3fn),
-        },
-        "fp4 transposed": {"values": random_bytes(3, 50, 32), "scale": random_bytes(3, 50, 2)},
-    }[method]
-    decode = {
-        "scaled": partial(decode_scaled, block=(32, 32)),
-        "stack": partial(decode_scaled, block=None),
-        "int8 rows": decode_int8_rows,
-        "fp4": decode_fp4,
-        "fp4 transposed": partial(decode_fp4, is_transposed=True),
-    }[method]
-    expected = decode(**parts, dtype=torch.bfloat16)
-    on_device = {role: part.cuda() for role, part in parts.items()}
-    same_bits(decode(**on_device, dtype=torch.bfloat16), expected)

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nf4conv.codec.ops import quantize_4bit
-from nf4conv.format.layout import Format, block_count, components, quant_state_json
+from nf4conv.format.layout import Format, components, quant_state_json
 
 
 @given(pattern=st.integers(0, 2**32 - 1))
@@ -49,7 +49,3 @@ def test_planned_components_are_those_that_quantizing_makes():
     planned_and_made((3, 5, 7), "fp4", 32, True)
     planned_and_made((1,), "nf4", 4096, False)
     planned_and_made((257, 64), "nf4", 64, False)
-
-
-def test_block_count_rounds_up():
-    assert [block_count(elements, 64) for elements in (0, 1, 64, 65, 128)] == [0, 1, 1, 2, 2]

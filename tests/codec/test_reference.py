@@ -19,7 +19,7 @@ from nf4conv.codec import cpu, reference
 from nf4conv.codec.quant_state import Decoding, NestedState, code_table
 from nf4conv.codec.reduction import cuda_mean
 from nf4conv.codec.reference.quantize import dynamic_cuts, nearest_dynamic
-from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS, DYNAMIC_MAP
+from nf4conv.format.codebook import CODEBOOKS, DYNAMIC_MAP
 
 CPU = torch.device("cpu")
 INTEGER = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
@@ -77,19 +77,6 @@ def assert_quantized_as_defined(
 
 
 @backends
-@pytest.mark.parametrize(
-    ("quant_type", "expected"),
-    [("nf4", "0123456789abcdef"), ("fp4", "0123456709abcdef")],
-    ids=["nf4", "fp4"],
-)
-def test_the_sixteen_values_have_the_sixteen_codes(backend, quant_type, expected):
-    weight = torch.tensor(CODEBOOKS[quant_type].values * 4)
-    packed, absmax = quantize(backend, weight, quant_type)
-    assert bytes(packed.tolist()).hex() == expected * 4
-    assert absmax.tolist() == [1.0]
-
-
-@backends
 @quant_types
 def test_a_partial_block_of_nan_has_absmax_zero(backend, quant_type):
     packed, absmax = quantize(backend, torch.full((33,), math.nan), quant_type)
@@ -139,15 +126,6 @@ def test_odd_sizes(backend, quant_type, dtype):
     for elements in [1, 2, 7, 63, 64, 65, 127, 640, 1001]:
         assert_quantized_as_defined(
             backend, random_weight(elements, dtype, seed=elements), quant_type, 64
-        )
-
-
-@backends
-@quant_types
-def test_blocksizes(backend, quant_type):
-    for blocksize in BLOCKSIZES:
-        assert_quantized_as_defined(
-            backend, random_weight(blocksize + 33, torch.bfloat16), quant_type, blocksize
         )
 
 
@@ -218,22 +196,6 @@ def test_threads_change_neither_bytes_nor_torch(threads):
     assert torch.equal(absmax, expected[1])
 
 
-@backends
-@quant_types
-@settings(max_examples=25, deadline=None)
-@given(splits=st.lists(st.integers(1, 5000), max_size=3))
-def test_pieces_that_end_at_blocks_have_the_same_bytes(backend, quant_type, splits):
-    weight = random_weight(20_011, torch.bfloat16)
-    whole, whole_absmax = quantize(backend, weight, quant_type, 128)
-    cuts = sorted({0, *(min(split, 156) * 128 for split in splits)})
-    pieces = [
-        weight[start:stop] for start, stop in zip(cuts, [*cuts[1:], weight.numel()], strict=True)
-    ]
-    made = [quantize(backend, piece, quant_type, 128) for piece in pieces]
-    assert torch.equal(torch.cat([packed for packed, _ in made]), whole)
-    assert torch.equal(torch.cat([absmax for _, absmax in made]), whole_absmax)
-
-
 def compress(
     backend: ModuleType, absmax: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -289,14 +251,6 @@ def test_nested_search_at_every_tie():
     expected = [scalar.dynamic_code(np.float32(value)) for value in scaled.tolist()]
     assert torch.bucketize(scaled, dynamic_cuts(CPU)).tolist() == expected
     assert nearest_dynamic(scaled).tolist() == expected
-
-
-@settings(max_examples=200, deadline=None)
-@given(value=st.floats(-1, 1, width=32))
-def test_nested_search_of_any_value(value):
-    expected = scalar.dynamic_code(np.float32(value))
-    assert torch.bucketize(torch.tensor(value), dynamic_cuts(CPU)).item() == expected
-    assert nearest_dynamic(torch.tensor([value])).tolist() == [expected]
 
 
 @backends
@@ -369,17 +323,3 @@ def test_decoding_a_nested_state_rounds_three_times(backend, dtype):
     nibbles = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[:count].numpy()
     expected = torch.from_numpy(values[nibbles] * scales[np.arange(count) // 64]).to(dtype)
     assert_same_bits(decoded, expected)
-
-
-@backends
-def test_the_stored_nested_map_is_used(backend):
-    state2 = NestedState(torch.tensor([2.0]), torch.linspace(-1, 1, 256))
-    decoded = dequantize(
-        backend,
-        torch.full((32,), 0xFF, dtype=torch.uint8),
-        torch.tensor([255], dtype=torch.uint8),
-        64,
-        "nf4",
-        nested=(state2, torch.tensor(0.5)),
-    )
-    assert decoded.tolist() == [2.5] * 64

@@ -11,7 +11,6 @@ import pytest
 import torch
 from checkpoints import contents
 from safetensors.torch import save_file
-from torch import nn
 
 import nf4conv
 
@@ -97,22 +96,6 @@ def test_the_state_of_the_caller_changes_nothing(call: str) -> None:
         for found in (under_state, with_its_tables):
             for one, other in zip(found, expected, strict=True):
                 assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_patched_layers_under_the_state_of_the_caller(state: str) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    plain = nn.Linear(COLUMNS, ROWS, dtype=torch.bfloat16)
-    layer = bitsandbytes.nn.Linear4bit(
-        COLUMNS, ROWS, quant_type="nf4", compute_dtype=torch.bfloat16
-    )
-    layer.load_state_dict(plain.state_dict())
-    model = nn.Sequential(layer.to("cpu"))
-    nf4conv.patch_linear_4bit(model)
-    x = values_of(4, torch.bfloat16)
-    with STATES[state]():
-        found = model(x)
-    assert torch.equal(found, model(x))
 
 
 @pytest.mark.parametrize("state", STATES)

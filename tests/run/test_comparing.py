@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from checkpoints import contents, save_model
+from checkpoints import save_model
 from comparing import compared
 from four_bit import pack, write
-from hub_server import Repo
 from safetensors.torch import load_file
 
 import nf4conv
 from nf4conv.errors import PlanError, SourceError
-from nf4conv.options import SourceOptions
 
 CPU = {"device": "cpu", "workers": 2}
 TINY = {"device": "cpu", "workers": 3, "buffer_size": 1}
@@ -51,12 +49,6 @@ def plain(folder: Path, content: dict[str, torch.Tensor] | None = None, **config
     return save_model(folder, content or tensors(), {"model_type": "llama", **config})
 
 
-@both_buffers
-def test_a_copy_is_identical(tmp_path, run):
-    found = compared(plain(tmp_path / "a"), plain(tmp_path / "b"), **run)
-    assert [*found.statuses.values()] == ["identical"] * 4
-
-
 @pytest.mark.parametrize(("run", "position"), [(CPU, 0), (TINY, 153_599)], ids=["first", "last"])
 def test_one_value(tmp_path, run, position):
     changed = tensors()
@@ -67,16 +59,6 @@ def test_one_value(tmp_path, run, position):
     step = float(changed[UP].view(-1)[position]) - float(tensors()[UP].view(-1)[position])
     assert (difference.differing, difference.largest) == (1, abs(step))
     assert found.error(UP) == pytest.approx(abs(step) / float(tensors()[UP].double().norm()))
-
-
-def test_a_cast_that_loses_nothing_has_equal_values(tmp_path):
-    a = plain(tmp_path / "a")
-    b = plain(
-        tmp_path / "b",
-        {name: x.float() if x.is_floating_point() else x.int() for name, x in tensors().items()},
-    )
-    assert [*compared(a, b).statuses.values()] == ["equal in value"] * 4
-    assert compared(a, b).within(0)
 
 
 def test_a_cast_that_rounds(tmp_path):
@@ -178,18 +160,6 @@ def test_one_byte_of_a_packed_weight(packed, tmp_path, run, component):
     assert compared(packed["nf4"], changed, **run).unlike == {UP: "different"}
 
 
-@pytest.mark.parametrize("component", ["quant_map", "quant_state.bitsandbytes__nf4"])
-def test_a_component_that_no_value_depends_on(packed, tmp_path, component):
-    content = load_file(packed["nf4"] / "model.safetensors")
-    part = content[f"{UP}.{component}"]
-    # decoding takes the standard table, and JSON may end in spaces
-    content[f"{UP}.{component}"] = (
-        part * 2 if component == "quant_map" else torch.cat([part, part.new_tensor([32])])
-    )
-    found = compared(packed["nf4"], write(tmp_path / "changed", content))
-    assert found.unlike == {UP: "equal in value"}
-
-
 @both_buffers
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_packed_weight_has_the_values_of_its_decoded_form(packed, dtype, run):
@@ -220,20 +190,6 @@ def test_two_formats(packed, tmp_path, other, run):
     found = compared(packed["nf4"], packed[other], **run)
     assert found.differences[UP].differing == int((a != b).sum()) > 0
     assert found.error(UP) == pytest.approx(float((a - b).norm() / a.norm()), rel=TEN_DIGITS)
-
-
-def test_codes_in_another_storage_have_equal_values(packed, tmp_path):
-    content = load_file(packed["nf4"] / "model.safetensors")
-    content[UP] = content[UP].view(-1).view(torch.bfloat16)
-    found = compared(packed["nf4"], write(tmp_path / "b", content))
-    assert found.unlike == {UP: "equal in value"}
-
-
-def test_components_in_other_shards_and_another_order_are_equal(packed, tmp_path):
-    content = load_file(packed["nf4"] / "model.safetensors")
-    names = sorted(content, reverse=True)
-    shards = [{name: content[name] for name in names[start::2]} for start in range(2)]
-    assert compared(packed["nf4"], write(tmp_path / "b", *shards)).within(0)
 
 
 def test_weights_that_a_family_stores_transposed(tmp_path):
@@ -274,14 +230,6 @@ def test_experts_that_one_of_the_two_stacks(tmp_path, run):
     assert again.statuses == dict.fromkeys(stacked, "equal in value")
 
 
-def test_a_checkpoint_on_the_hub(hub, tmp_path):
-    source = plain(tmp_path / "source")
-    hub.repos["org/model"] = Repo()
-    hub.repos["org/model"].commit(contents(source))
-    where = SourceOptions(cache_dir=tmp_path / "cache")
-    assert not compared("org/model", source, where=where).unlike
-
-
 @both_buffers
 @pytest.mark.parametrize("rows", [128, 1], ids=["blocks", "rows"])
 def test_a_weight_that_another_method_encodes(tmp_path, run, rows):
@@ -305,26 +253,6 @@ def test_a_weight_that_another_method_encodes(tmp_path, run, rows):
     assert 0.05 < found.error(UP) < 0.2
     again = compared(packed, encoded, **run)
     assert again.differences[UP].differing == found.differences[UP].differing
-
-
-@both_buffers
-def test_two_encodings_that_cannot_be_cut_at_the_same_places(tmp_path, run):
-    values, name = tensors()[UP].to(torch.float8_e4m3fn), f"{UP}_scale_inv"
-    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    blocks = {UP: values, name: torch.full((3, 4), 0.5)}
-    rows = {UP: values, name: torch.full((300, 1), 0.25)}
-    a = plain(tmp_path / "a", blocks, quantization_config=method)
-    b = plain(tmp_path / "b", rows, quantization_config=method)
-    assert compared(a, b, **run).error(UP) == 0.5
-
-
-def test_a_pickle(tmp_path):
-    (tmp_path / "pickle").mkdir()
-    content = tensors() | {"turned.weight": torch.arange(12.0).view(3, 4).t()}
-    torch.save(content, tmp_path / "pickle" / "pytorch_model.bin")
-    same = {name: tensor.contiguous() for name, tensor in content.items()}
-    found = compared(tmp_path / "pickle", plain(tmp_path / "safetensors", same))
-    assert found.unlike == {"turned.weight": "equal in value"}
 
 
 def without_torch(a: Path, b: Path) -> None:

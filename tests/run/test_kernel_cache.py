@@ -77,20 +77,6 @@ def test_kernels_in_doubt_are_compiled_again(kept: Path, doubt: str):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would be compiled")
-@pytest.mark.parametrize("content", ["{}", "[]", '{"bundle": {}, "sha256": ""}', '{"kernels": 1}'])
-def test_content_of_another_shape_is_no_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = kernels.cache_folder()
-    assert folder is not None
-    folder.mkdir()
-    path = folder / f"{kernels._key(Gpu().capability(), PURPOSE)}.json"
-    path.write_text(content)
-    assert load_bundles(Gpu(), [PURPOSE]) is None  # type: ignore[arg-type]  # without CUDA nothing can be compiled
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be compiled")
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
     """A container that runs under a number has no HOME, and no entry in the list of users."""
 
@@ -131,11 +117,3 @@ def test_triton_keeps_nothing_at_a_home_that_is_not_there(
     folder = Path(os.environ["TRITON_CACHE_DIR"])
     assert folder.parent == tmp_path
     assert folder.is_dir()
-
-
-def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch):
-    """The specification of XDG_CACHE_HOME says so. A relative one would be another folder for each
-    working directory.
-    """
-    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
-    assert kernels.cache_folder() == Path.home() / ".cache/nf4conv"

@@ -18,7 +18,6 @@ from nf4conv.run.loop import LARGEST_PIECE, Pipeline, make_pipeline, piece_size
 from nf4conv.run.pieces import aligned, interleave
 from nf4conv.run.worker import Activity, Worker
 from nf4conv.sources.reader import Reader
-from nf4conv.system.machine import peak_resident, resident
 
 
 class PlainBackend:
@@ -136,15 +135,6 @@ def test_the_first_error_stops_the_rest_and_is_raised(place):
     assert (backend.opened, alive()) == (0, [])
 
 
-def test_errors_that_are_no_exceptions_reach_the_caller_too():
-    def leave() -> None:
-        raise SystemExit(3)
-
-    with pytest.raises(SystemExit):
-        pipeline(2).run([Call(leave)])
-    assert alive() == []
-
-
 def test_an_interrupt_stops_after_the_piece_in_hand():
     started = threading.Event()
     finished: list[bool] = []
@@ -222,30 +212,7 @@ def test_interleave():
     )
 
 
-def test_interleave_opens_no_more_groups_than_asked_for():
-    opened: list[int] = []
-
-    def group(number: int) -> Iterator[int]:
-        opened.append(number)
-        yield from [number] * 3
-
-    for seen, _ in enumerate(interleave((group(number) for number in range(10)), 2), start=1):
-        assert len(opened) <= 2 + seen // 3
-
-
-@pytest.mark.parametrize(("nbytes", "room"), [(0, 0), (1, 64), (64, 64), (65, 128)])
-def test_room_in_a_buffer(nbytes, room):
-    assert aligned(nbytes) == room
-
-
 @pytest.mark.parametrize("run", [{"workers": -1}, {"buffer_size": 0}, {"buffer_size": -5}])
 def test_numbers_that_make_no_sense(run):
     with pytest.raises(PlanError, match="expected a whole number from"):
         make_pipeline(PlainBackend(), RunOptions(**run), lambda _: None)
-
-
-def test_memory_of_this_process_is_seen_to_grow():
-    before = peak_resident()
-    ballast = bytearray(os.urandom(1024)) * (max(before - resident(), 0) // 1024 + 65_536)
-    assert peak_resident() - before >= 60 * 2**20
-    assert len(ballast) >= 2**26

@@ -21,11 +21,9 @@ import torch
 from checkpoints import contents, save_model
 from safetensors.torch import load_file, save_file
 from test_lora import write_adapter
-from test_quantize_verify import Faulty
 
 import nf4conv
-from nf4conv.errors import CodecError, SourceError, VerificationError
-from nf4conv.plan.jobs import CopyJob
+from nf4conv.errors import CodecError, SourceError
 from nf4conv.report.as_json import to_json
 from nf4conv.run.device.on_driver import driver
 from nf4conv.run.device.on_driver.device import DriverBackend
@@ -391,27 +389,6 @@ def test_casts(
     assert len(gpu) == 5
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("fp8 blocks", "float32"), ("nvfp4", "float16"), ("bitsandbytes 8-bit", "float16")],
-)
-def test_encoded_tensors_that_are_kept(
-    tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
-):
-    description, parts = KINDS[kind]
-    tensors = {
-        f"model.layers.0.{name}.{suffix}": part
-        for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.o_proj")
-        for suffix, part in parts(136, 96).items()
-    }
-    source = write(tmp_path / "source", tensors, description)
-    options = {"dtype": dtype, "exclude": ("*o_proj*", "*down_proj*")}
-    both(nf4conv.quantize, source, **options)
-    without_torch(monkeypatch)
-    nf4conv.quantize(source, tmp_path / "audited", **options, **BARE, verify=True)
-    assert len(gpu) == 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_experts_of_gpt_oss(
     tmp_path: Path, gpu: list[DriverBackend], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
@@ -648,16 +625,3 @@ def test_what_is_wrong_is_found_as_by_torch(tmp_path: Path, gpu: list[DriverBack
     assert len(gpu) == 2
     assert not found.passed
     same_figures(found, by_torch(nf4conv.verify, tmp_path / "out", source=source, **exact))
-
-
-@pytest.mark.parametrize("suffix", ["", ".absmax"], ids=["codes", "absmax"])
-@pytest.mark.parametrize("name", [DOWN, OUT, "model.norm.weight"], ids=["batch", "piece", "kept"])
-def test_a_bit_that_flips_on_the_way_to_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str
-):
-    source = write(tmp_path / "source", weights(torch.float16))
-    job = next(job for job in nf4conv.plan_quantize(source).made.output.jobs if job.name == name)
-    Faulty(monkeypatch, 3 + (job.offset if isinstance(job, CopyJob) else job.offsets[bool(suffix)]))
-    run = {**BARE, "device": "auto", "verify": True}
-    with pytest.raises(VerificationError, match=rf"out: verification failed: {name}: "):
-        nf4conv.quantize(source, tmp_path / "out", **run)
