@@ -66,14 +66,12 @@ def by_kernel(
     variant = codec.kernels["decode"]
     rows, columns = shape
     tiles = -(-columns // codec.numbers["columns"])
-    examples = variant.arguments[: len(pointers) + 1]
-    out = torch.empty(rows * columns * OUT_OF.get(variant.kernel, 1), dtype=examples[-1].dtype)
+    out = torch.empty(rows * columns * OUT_OF.get(variant.kernel, 1), dtype=variant.pointers[-1])
     tensors = []
-    for tensor, example in zip((*pointers, out), examples, strict=True):
-        tensors.append(tensor.contiguous().view(example.dtype).to(DEVICE))
-    constants = variant.arguments[len(tensors) + 3 + len(numbers) :]
+    for tensor, dtype in zip((*pointers, out), variant.pointers, strict=True):
+        tensors.append(tensor.contiguous().view(dtype).to(DEVICE))
     grid = (-(-rows // codec.numbers["rows"]) * tiles,)
-    arguments = (*tensors, rows, columns, tiles, *numbers, *constants)
+    arguments = (*tensors, rows, columns, tiles, *numbers, *variant.constants)
     # the engine compiles so: a product and a sum are rounded apart
     variant.kernel[grid](*arguments, num_warps=variant.num_warps, enable_fp_fusion=False)
     return tensors[-1].view(rows, -1)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 
 from nf4conv.codec.kernels.compiling import Variant
 from nf4conv.codec.kernels.packing import mean
@@ -70,27 +69,21 @@ class HostFunction:
         self._variant = variant
 
     def launch(self, stream: HostStream, programs: int, arguments: Sequence[int]) -> None:  # noqa: ARG002
-        kernel, examples, _ = self._variant
-        given = iter(arguments)
-        values = [
-            example
-            if kernel.fn.__annotations__.get(name) is tl.constexpr
-            else _argument(example, next(given))
-            for name, example in zip(kernel.arg_names, examples, strict=True)
-        ]
-        assert next(given, None) is None
+        kernel, pointers, constants, _ = self._variant
+        values: list[Any] = [*arguments, *constants]
+        assert len(values) == len(kernel.arg_names)
+        for place, dtype in enumerate(pointers):
+            values[place] = _tensor_at(arguments[place], dtype)
         with _interpreting:
             kernel[(programs,)](*values)
 
 
-def _argument(example: Any, value: int) -> Any:
-    if not isinstance(example, torch.Tensor):
-        return value
-    if not value:
-        return example.new_zeros(1)
+def _tensor_at(address: int, dtype: torch.dtype) -> torch.Tensor:
+    if not address:
+        return torch.zeros(1, dtype=dtype)
     # one element is enough: what lies behind it is addressed all the same
-    raw = (ctypes.c_char * example.itemsize).from_address(value)
-    return torch.frombuffer(raw, dtype=torch.uint8).view(example.dtype)
+    raw = (ctypes.c_char * dtype.itemsize).from_address(address)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype)
 
 
 def _bundles(

@@ -7,9 +7,8 @@ is float32, float16 or bfloat16, and return one kernel, "decode", and the "rows"
 program.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -45,15 +44,6 @@ class Codec:
     numbers: dict[str, int] = field(default_factory=dict)
 
 
-def _variant(
-    kernel: Any, pointers: tuple[torch.dtype, ...], constants: tuple[Hashable, ...], num_warps: int
-) -> Variant:
-    """Returns a kernel whose parameters are pointers to these dtypes, numbers, and constexprs."""
-    examples = [torch.empty(0, dtype=dtype) for dtype in pointers]
-    numbers = len(kernel.arg_names) - len(pointers) - len(constants)
-    return Variant(kernel, (*examples, *[1] * numbers, *constants), num_warps)
-
-
 def _bytes_of(table: torch.Tensor) -> bytes:
     """Returns the bytes of a table."""
     raw: bytes = table.cpu().numpy().tobytes()
@@ -81,20 +71,20 @@ def encoder(
     tile, num_warps = pack.packing(dtype, blocksize, searches)
     kernels = {}
     for access_name, access in _ACCESSES:
-        kernels[f"quantize_{access_name}"] = _variant(
+        kernels[f"quantize_{access_name}"] = Variant(
             batch.quantize_batch_kernel,
             (torch.int64, dtype, torch.int32),
             (blocksize, tile, quant_type == "fp4", access, on_gpu, searches),
             num_warps,
         )
     floats = (torch.float32, torch.float32)
-    kernels["compress"] = _variant(
+    kernels["compress"] = Variant(
         batch.compress_batch_kernel, (torch.int64, *floats), (on_gpu,), nested.NUM_WARPS
     )
-    kernels["mean"] = _variant(mean.mean_kernel, (torch.int64, torch.float32), (), mean.NUM_WARPS)
-    kernels["mean_part"] = _variant(mean.partial_kernel, floats, (), mean.NUM_WARPS)
-    kernels["mean_total"] = _variant(mean.total_kernel, floats, (), mean.NUM_WARPS)
-    kernels["finite"] = _variant(
+    kernels["mean"] = Variant(mean.mean_kernel, (torch.int64, torch.float32), (), mean.NUM_WARPS)
+    kernels["mean_part"] = Variant(mean.partial_kernel, floats, (), mean.NUM_WARPS)
+    kernels["mean_total"] = Variant(mean.total_kernel, floats, (), mean.NUM_WARPS)
+    kernels["finite"] = Variant(
         vectors.non_finite_kernel,
         (torch.int32, torch.int32),
         (vectors.exponent_mask(dtype), dtype.itemsize == 2),
@@ -126,7 +116,7 @@ def decoder(device: torch.device, dtype: torch.dtype, quant_type: str, blocksize
     kernels = {}
     for absmax_name, absmax in (("plain", torch.float32), ("nested", torch.uint8)):
         for access_name, access in _ACCESSES:
-            kernels[f"{absmax_name}_{access_name}"] = _variant(
+            kernels[f"{absmax_name}_{access_name}"] = Variant(
                 dequantize.dequantize_kernel,
                 (torch.uint8, absmax, *_ABSMAX, torch.int32, dtype),
                 (blocksize, tile, access, True, device.type == "cuda"),
@@ -154,7 +144,7 @@ def comparer(
     absmax = torch.uint8 if double_quant else torch.float32
     tables = (torch.int32, torch.int32)
     sums = (torch.float32, torch.float64, torch.int64)
-    kernel = _variant(
+    kernel = Variant(
         error.error_kernel,
         (dtype, torch.uint8, absmax, *_ABSMAX, *tables, *sums),
         (blocksize, tile, ELEMENTWISE, device.type == "cuda"),
@@ -173,7 +163,7 @@ def comparer(
 
 def caster(_device: torch.device, source: torch.dtype, target: torch.dtype) -> Codec:
     """Returns what casts floats to another dtype: "cast". A program casts "tile" values."""
-    kernel = _variant(vectors.cast_kernel, (source, target, torch.int32), (), vectors.NUM_WARPS)
+    kernel = Variant(vectors.cast_kernel, (source, target, torch.int32), (), vectors.NUM_WARPS)
     return Codec({"cast": kernel}, numbers={"tile": vectors.CAST_TILE.value})
 
 
@@ -192,7 +182,7 @@ def scaled_decoder(
     """Returns what decodes 8-bit values with scales. Rows are aligned if they are multiples of 16
     values.
     """
-    kernel = _variant(
+    kernel = Variant(
         scaled.scaled_kernel,
         (stored(values), stored(scale), out),
         (*block, kind_of(values), kind_of(scale), by_127, aligned),
@@ -218,7 +208,7 @@ def fp4_decoder(
     # the kernel takes pointers that it does not read
     factors = (stored(divisor or scale), stored(multiplier or scale))
     has_factors = (divisor is not None, multiplier is not None)
-    kernel = _variant(
+    kernel = Variant(
         fp4.fp4_kernel,
         (torch.uint8, stored(scale), *factors, out),
         (group_pairs, kind_of(scale), *has_factors, aligned, transposed),
@@ -244,7 +234,7 @@ def integer_decoder(
     kind = integers.PACKINGS[packing]
     rows, columns = integers.tile_of(kind)
     kind_of_zeros = integers.kind_of_zeros(zeros, zeros_less_one)
-    kernel = _variant(
+    kernel = Variant(
         integers.integers_kernel,
         (torch.int32, scale, zeros or torch.int32, index or torch.int32, out),
         (kind, bits, kind_of_zeros, index is not None, rows, columns),
@@ -261,7 +251,7 @@ def ggml_decoder(
     `changed` is a word of format/gguf.py for what llama.cpp's converter did, and the kernel undoes.
     """
     constants = ggml.constants(number, changed)
-    kernel = _variant(ggml.ggml_kernel, (torch.uint8, out), constants, ggml.NUM_WARPS)
+    kernel = Variant(ggml.ggml_kernel, (torch.uint8, out), constants, ggml.NUM_WARPS)
     return _decoding(kernel, ggml.TILE_ROWS.value, ggml.TILE_COLUMNS.value)
 
 

@@ -2,7 +2,7 @@
 
 import base64
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -17,12 +17,11 @@ _LONGEST: Final = 30
 
 
 class Variant(NamedTuple):
-    """A kernel that is to be compiled: its arguments are tensors of the right dtypes, any integers,
-    and its constexprs, in its order.
-    """
+    """A kernel that is to be compiled. Its parameters are pointers, 64-bit numbers, constexprs."""
 
     kernel: Any
-    arguments: tuple[Any, ...]
+    pointers: tuple[torch.dtype, ...]  # what they point to
+    constants: tuple[Hashable, ...]
     num_warps: int
 
 
@@ -59,19 +58,15 @@ def _compile(task: tuple[int, tuple[int, int]]) -> dict[str, Any]:
     """Compiles a kernel of `_waiting`, given its number and the compute capability."""
     number, capability = task
     variant = _waiting[number]
-    kernel = variant.kernel
-    types = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    for place, parameter in enumerate(kernel.params):
-        argument = variant.arguments[place]
-        if parameter.is_constexpr:
-            types[parameter.name] = "constexpr"
-            constants[(place,)] = argument
-        elif isinstance(argument, torch.Tensor):
-            types[parameter.name] = _POINTERS[argument.dtype]
-        else:
-            types[parameter.name] = "i64"
-    found = compile_ahead(kernel, types, constants, capability, variant.num_warps)
+    names = variant.kernel.arg_names
+    first = len(names) - len(variant.constants)
+    types = dict.fromkeys(names[:first], "i64") | dict.fromkeys(names[first:], "constexpr")
+    for name, dtype in zip(names, variant.pointers, strict=False):
+        types[name] = _POINTERS[dtype]
+    constants: dict[tuple[int, ...], Hashable] = {}
+    for place, constant in enumerate(variant.constants):
+        constants[(first + place,)] = constant
+    found = compile_ahead(variant.kernel, types, constants, capability, variant.num_warps)
     return {
         "cubin": base64.b64encode(found.asm["cubin"]).decode(),
         "entry": found.metadata.name,

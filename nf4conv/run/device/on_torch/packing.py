@@ -55,44 +55,33 @@ def pack(
         if gathered is not None:
             [fetched] = device.fetch([together])
             return Packed(fetched, None, errors)
-        components, offsets = _components(all_absmax, format)
-        fetched, *parts = device.fetch([together, *components])
-        return Packed(fetched, _scales(parts, offsets), errors)
+        [fetched], scales_made = _fetch(device, [together], all_absmax, format)
+        return Packed(fetched, scales_made, errors)
 
 
 def compress(device: TorchBuffers, gathered: Gathered, format: Format) -> Scales:
     """Returns the scales of a large weight, whose absmax has gathered on the device."""
     with device.timed(Activity.COMPUTE):
-        components, offsets = _components([gathered.take()], format)
-        return _scales(device.fetch(components), offsets)
+        _, scales = _fetch(device, [], [gathered.take()], format)
+        return scales
 
 
-def _components(
-    all_absmax: Sequence[torch.Tensor], format: Format
-) -> tuple[list[torch.Tensor], list[float] | None]:
-    """Returns what is stored of the absmax of weights together, and the nested_offset of each.
-
-    It is the absmax itself without double quantization, else its codes and the nested_absmax.
-    """
+def _fetch(
+    device: TorchBuffers,
+    codes: Sequence[torch.Tensor],
+    all_absmax: Sequence[torch.Tensor],
+    format: Format,
+) -> tuple[list[memoryview], Scales]:
+    """Brings codes, and what is stored of the absmax of weights together, to the host."""
     if not format.double_quant:
-        return [_joined(all_absmax)], None
-    codes = []
-    offsets = []
-    nested_absmax = []
-    for absmax in all_absmax:
-        of_weight, offset, state2 = compress_absmax(absmax)
-        codes.append(of_weight)
-        offsets.append(offset)
-        nested_absmax.append(state2.absmax)
-    return [_joined(codes), _joined(nested_absmax)], torch.stack(offsets).tolist()
-
-
-def _scales(parts: Sequence[memoryview], offsets: list[float] | None) -> Scales:
-    if offsets is None:
-        [absmax] = parts
-        return Scales(absmax, None, None)
-    codes, nested_absmax = parts
-    return Scales(codes, nested_absmax, offsets)
+        *fetched, absmax = device.fetch([*codes, _joined(all_absmax)])
+        return fetched, Scales(absmax, None, None)
+    compressed = [compress_absmax(absmax) for absmax in all_absmax]
+    offsets = torch.stack([offset for _, offset, _ in compressed]).tolist()
+    absmax_codes = _joined([of_weight for of_weight, _, _ in compressed])
+    nested = _joined([state2.absmax for _, _, state2 in compressed])
+    *fetched, absmax, nested_absmax = device.fetch([*codes, absmax_codes, nested])
+    return fetched, Scales(absmax, nested_absmax, offsets)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
