@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from nf4conv.errors import OutputError
 from nf4conv.options import RunOptions
@@ -19,12 +19,9 @@ from nf4conv.run.device.choice import open_device
 from nf4conv.run.filling import Card, Filling
 from nf4conv.run.loop import Pipeline, make_pipeline
 from nf4conv.run.parts import finish_if_whole, verification_of
-from nf4conv.sources.unfinished import finished_shards
 from nf4conv.system.machine import peak_resident
 
 _log: Final = logging.getLogger(__name__)
-
-PlanT = TypeVar("PlanT", bound=WritingPlan)
 
 
 def write_checkpoint(
@@ -47,8 +44,6 @@ def write_checkpoint(
     """
     started = time.perf_counter()
     require_apart(plan.source.folder, out)
-    kept = _kept_bytes(plan, out, run)
-    progress(kept)  # at once: importing torch may take longer than all else
     output = plan.output
     backend = open_device(lambda: output.jobs, output.format, run, is_measured=run.verify)
     device = backend.name
@@ -60,7 +55,7 @@ def write_checkpoint(
         if resumed:
             _log.info("%d of %d shards are kept from an earlier run", resumed, len(output.shards))
         announce = announce or _tell_nobody
-        filling = Filling(plan, folder, backend, pipeline, announce, run, kept)
+        filling = Filling(plan, folder, backend, pipeline, announce, run)
         filling.write_shards()
         verification = verification_of(folder) if run.verify else None
         _log_times(pipeline, verification)
@@ -97,14 +92,6 @@ def _log_times(pipeline: Pipeline, verification: VerificationSummary | None) -> 
     if verification is not None:
         largest = verification.largest_relative_error
         _log.info("verified as written: largest relative error %.4f", largest)
-
-
-def _kept_bytes(plan: WritingPlan, out: Path, run: RunOptions) -> int:
-    """Counts the source bytes of the shards that an earlier run has finished, by their records."""
-    if run.overwrite or run.verify:  # then none of them counts
-        return 0
-    shards = {shard.name: shard for shard in plan.output.shards}
-    return sum(shards[name].source_bytes for name in finished_shards(out, shards))
 
 
 def ignore(count: int) -> None:

@@ -119,7 +119,6 @@ class Filling:
     pipeline: Pipeline
     announce: Callable[[str, Path], None]
     run: RunOptions
-    told: int  # source bytes of finished shards that have been told as progress
 
     def write_shards(self) -> None:
         """Writes all shards that are not finished yet."""
@@ -166,12 +165,10 @@ class Filling:
 
     def _count_finished(self) -> None:
         """Tells of the shards that an earlier run has finished."""
-        kept = 0
         for shard in self.plan.output.shards:
             if shard.name in self.folder.finished:
-                kept += shard.source_bytes
+                self.pipeline.advance(shard.source_bytes)
                 self.announce(shard.name, self.folder.out / shard.name)
-        self.pipeline.advance(kept - self.told)
 
     def _shard_tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Sequence[ShardTask]]:
         finished = set(self.folder.finished)
