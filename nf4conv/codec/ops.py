@@ -129,7 +129,7 @@ def dequantize_4bit(
     if out.dtype not in DTYPE_NAMES:
         raise CodecError(f"cannot decode to {out.dtype}; expected float32, float16 or bfloat16")
     check_decodable(packed, quant_state, out.numel())
-    _check_flat("weight", out, out.numel(), packed.device)
+    _check("weight", out, out.dtype, out.numel(), packed.device)
     if packed.dtype != torch.uint8:
         packed = packed.view(torch.uint8)
     decoding = decoding_of(quant_state)
@@ -192,36 +192,30 @@ def check_decodable(packed: torch.Tensor, quant_state: QuantState, elements: int
         )
     if not packed.is_contiguous():
         raise CodecError("packed: not contiguous; call .contiguous() first")
-    device = packed.device
-    absmax = quant_state.absmax
     state2 = quant_state.state2
     blocks = block_count(elements, quant_state.blocksize)
-    _check_flat("absmax", absmax, blocks, device)
-    if absmax.dtype != (torch.float32 if state2 is None else torch.uint8):
-        raise CodecError(
-            f"absmax: {absmax.dtype}, expected float32, or uint8 with double quantization"
-        )
-    if state2 is not None:
-        if quant_state.offset is None or state2.blocksize != NESTED_BLOCKSIZE:
-            raise CodecError(f"nested state: expected an offset and blocksize {NESTED_BLOCKSIZE}")
-        nested_blocks = block_count(blocks, NESTED_BLOCKSIZE)
-        _check_float32("nested_absmax", state2.absmax, nested_blocks, device)
-        _check_float32("nested_quant_map", state2.code, 256, device)
-        _check_float32("nested_offset", quant_state.offset, 1, device)
+    of_absmax = torch.float32 if state2 is None else torch.uint8
+    _check("absmax", quant_state.absmax, of_absmax, blocks, packed.device)
+    if state2 is None:
+        return
+    if quant_state.offset is None or state2.blocksize != NESTED_BLOCKSIZE:
+        raise CodecError(f"nested state: expected an offset and blocksize {NESTED_BLOCKSIZE}")
+    for name, tensor, size in (
+        ("nested_absmax", state2.absmax, block_count(blocks, NESTED_BLOCKSIZE)),
+        ("nested_quant_map", state2.code, 256),
+        ("nested_offset", quant_state.offset, 1),
+    ):
+        _check(name, tensor, torch.float32, size, packed.device)
 
 
-def _check_float32(name: str, tensor: torch.Tensor, elements: int, device: torch.device) -> None:
-    """Raises CodecError unless a kernel can read a tensor as so many float32 numbers."""
-    _check_flat(name, tensor, elements, device)
-    if tensor.dtype != torch.float32:
-        raise CodecError(f"{name}: {tensor.dtype}, expected float32")
-
-
-def _check_flat(name: str, tensor: torch.Tensor, elements: int, device: torch.device) -> None:
-    """Raises CodecError unless a tensor has so many elements, is on a device and contiguous."""
-    if tensor.numel() != elements or tensor.device != device or not tensor.is_contiguous():
+def _check(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, elements: int, device: torch.device
+) -> None:
+    """Raises CodecError unless a kernel can read a tensor as so many elements of a dtype."""
+    found = (tensor.dtype, tensor.numel(), tensor.device, tensor.is_contiguous())
+    if found != (dtype, elements, device, True):
         layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
         raise CodecError(
-            f"{name}: {tensor.numel()} elements on {tensor.device}, {layout}; "
-            f"expected {elements} on {device}, contiguous"
+            f"{name}: {tensor.dtype}, {tensor.numel()} elements on {tensor.device}, {layout}; "
+            f"expected {dtype}, {elements} elements on {device}, contiguous"
         )

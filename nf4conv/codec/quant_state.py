@@ -218,13 +218,13 @@ class QuantState:
         blob = bytes(named[json_name].cpu().numpy().tobytes())
         is_nested = "nested_absmax" in named
         fields = layout.parse_quant_state(blob, is_nested)
-        absmax = _component(named, "absmax")
+        absmax = named["absmax"]
         device = absmax.device
         offset: torch.Tensor | None = None
         state2: NestedState | None = None
         if is_nested:
             offset = torch.tensor(fields.nested_offset, dtype=torch.float32, device=device)
-            state2 = NestedState(named["nested_absmax"], _component(named, "nested_quant_map"))
+            state2 = NestedState(named["nested_absmax"], named["nested_quant_map"])
         expected = torch.float32 if state2 is None else torch.uint8
         if absmax.dtype != expected:
             raise CodecError(f"absmax: {absmax.dtype}, expected {expected}")
@@ -246,33 +246,25 @@ def decoding_of(state: QuantState) -> Decoding:
 
 
 def _by_suffix(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Strips the prefixes of names; raises CodecError unless all are components, with one
-    quant_state.
+    """Strips the prefixes of names; raises CodecError unless all are components, one of them a
+    quant_state, and none of those is missing that decode absmax.
     """
     named: dict[str, torch.Tensor] = {}
     for key, tensor in parts.items():
-        named[_suffix_of(key)] = tensor
+        # "nested_absmax" does not end in ".absmax", so a suffix is unambiguous
+        suffix = next((one for one in COMPONENT_SUFFIXES if f".{key}".endswith(f".{one}")), None)
+        if suffix is None:
+            raise CodecError(
+                f"{key}: not a component of a 4-bit weight; "
+                f"expected {', '.join(COMPONENT_SUFFIXES)}"
+            )
+        named[suffix] = tensor
     tags = [suffix for suffix in named if suffix.startswith(QUANT_STATE_PREFIX)]
     if len(tags) != 1:
         raise CodecError(
             f"{len(tags)} quant_state tensors among {sorted(parts)}, expected exactly one"
         )
+    for suffix in ("absmax", "nested_quant_map") if "nested_absmax" in named else ("absmax",):
+        if suffix not in named:
+            raise CodecError(f"the component {suffix} is missing beside {sorted(named)}")
     return named
-
-
-def _suffix_of(key: str) -> str:
-    """Returns the component that a name ends in; a CodecError if there is none."""
-    for suffix in COMPONENT_SUFFIXES:
-        # "nested_absmax" does not end in ".absmax", so a suffix is unambiguous
-        if key == suffix or key.endswith(f".{suffix}"):
-            return suffix
-    raise CodecError(
-        f"{key}: not a component of a 4-bit weight; expected {', '.join(COMPONENT_SUFFIXES)}"
-    )
-
-
-def _component(named: Mapping[str, torch.Tensor], suffix: str) -> torch.Tensor:
-    """Returns a component by its suffix; a CodecError if it is missing."""
-    if suffix not in named:
-        raise CodecError(f"the component {suffix} is missing beside {sorted(named)}")
-    return named[suffix]

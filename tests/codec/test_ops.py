@@ -52,13 +52,16 @@ def test_quantize_refuses_other_blocksizes(blocksize: object) -> None:
 
 
 STATE_CHANGES = [
-    (lambda s: {"absmax": s.absmax[1:]}, "absmax: 95 elements"),
+    (lambda s: {"absmax": s.absmax[1:]}, "absmax: .* 95 elements"),
     (lambda s: {"absmax": s.absmax.repeat_interleave(2)[::2]}, "absmax: .*not contiguous"),
-    (lambda s: {"absmax": s.absmax.float()}, "absmax: torch.float32, expected"),
+    (lambda s: {"absmax": s.absmax.float()}, "absmax: torch.float32, .*expected torch.uint8"),
     (lambda _: {"offset": None}, "nested state"),
-    (lambda s: {"offset": s.offset.double()}, "nested_offset: torch.float64, expected float32"),
-    (lambda s: nested(s.state2.absmax.half(), s.state2.code), "nested_absmax: torch.float16, exp"),
-    (lambda s: nested(s.state2.absmax.repeat(3), s.state2.code), "nested_absmax: 3 elements"),
+    (
+        lambda s: {"offset": s.offset.double()},
+        "nested_offset: .*expected torch.float32",
+    ),
+    (lambda s: nested(s.state2.absmax.half(), s.state2.code), "nested_absmax: torch.float16"),
+    (lambda s: nested(s.state2.absmax.repeat(3), s.state2.code), "nested_absmax: .* 3 elements"),
     (lambda s: nested(s.state2.absmax, s.state2.code.half()), "nested_quant_map: torch.float16"),
     (lambda _: {"blocksize": 48}, "unsupported blocksize 48"),
     (lambda _: {"quant_type": "int4"}, "unknown quant_type 'int4'"),

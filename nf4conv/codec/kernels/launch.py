@@ -91,17 +91,10 @@ class Launcher:
         registers: int | None = None,
         begins_early: bool = False,
     ) -> None:
-        """Launches on the current stream of the first argument's device.
+        """Launches on the current stream of the device of the first argument, a tensor.
 
-        Args:
-            programs: the number of programs: the grid.
-            arguments: tensors, numbers and records, in the kernel's order; the first is a tensor.
-            constants: the constexprs, in the kernel's order.
-            variant: whatever else decides the compilation: the dtypes of the arguments.
-            num_warps: warps of 32 threads of each program.
-            registers: the most registers of a thread; by default the compiler decides.
-            begins_early: True if the kernel may begin before its predecessor has ended, and waits
-                where it must.
+        `arguments` are tensors, numbers and records, in the kernel's order; `programs` is the grid.
+        `prepare` describes the others.
         """
         device = arguments[0].device
         if device.type != "cuda":
