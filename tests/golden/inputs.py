@@ -548,14 +548,6 @@ def awq(name: str, rows: int, columns: int) -> Tensors:
     }
 
 
-def quark(name: str, rows: int, columns: int) -> Tensors:
-    return {
-        "weight": bits(name, "I32", columns, rows // 8),
-        "weight_scale": scale(f"{name} scale", "BF16", columns // 32, rows),
-        "weight_zero_point": bits(f"{name} zeros", "I32", columns // 32, rows // 8),
-    }
-
-
 def compressed(width: int = 4, group: int | None = 32, *, has_zeros: bool = False) -> Any:
     def parts_of(name: str, rows: int, columns: int) -> Tensors:
         groups = 1 if group is None else columns // group
@@ -577,39 +569,6 @@ def torchao(name: str, rows: int, columns: int) -> Tensors:
         "_weight_qdata": bits(name, "I8", rows, columns // 2),
         "_weight_scale": scale(f"{name} scale", "BF16", columns // 32, rows),
         "_weight_zero_point": scale(f"{name} zeros", "BF16", columns // 32, rows),
-    }
-
-
-def hqq(name: str, rows: int, columns: int) -> Tensors:
-    groups = rows * columns // 64
-    fields = {
-        "nbits": integers("I32", 4),
-        "group_size": integers("I32", 64),
-        "axis": integers("I32", 1),
-        "packing": integers("U8", *b"4bit_u8"),
-        "view_as_float": integers("U8", 0),
-        "quant_scale": integers("U8", 0),
-        "quant_zero": integers("U8", 0),
-        "compute_dtype": integers("U8", *b"torch.bfloat16"),
-    }
-    fields = {
-        key: part if key in ("packing", "compute_dtype") else part._replace(shape=())
-        for key, part in fields.items()
-    }
-    return fields | {
-        "W_q": bits(name, "U8", groups // 2, 64),
-        "scale": scale(f"{name} scale", "BF16", groups, 1),
-        "zero": scale(f"{name} zero", "BF16", groups, 1),
-        "shape": integers("I64", rows, columns),
-    }
-
-
-def bitnet(name: str, rows: int, columns: int) -> Tensors:
-    codes = _noise(name, (rows // 4, columns), "u1")
-    codes = codes & ~(codes & codes >> 1 & 0x55) & 0xFF  # a pair of bits is 0, 1 or 2
-    return {
-        "weight": Tensor("U8", (rows // 4, columns), codes.astype("u1").tobytes()),
-        "weight_scale": full(0.75, "BF16", 1),
     }
 
 
@@ -685,24 +644,6 @@ ENCODED = {
         compressed(8), _compressed_tensors("pack-quantized", 8, group_size=32)
     ),
     "torchao": encoded(torchao, {"quant_method": "torchao", "quant_type": {"default": _TORCHAO}}),
-    "hqq": encoded(hqq, {"quant_method": "hqq", "quant_config": {}, "skip_modules": ["lm_head"]}),
-    "quark": encoded(
-        quark,
-        {
-            "quant_method": "quark",
-            "global_quant_config": {
-                "weight": {
-                    "dtype": "uint4", "qscheme": "per_group", "ch_axis": -1, "group_size": 32,
-                }
-            },
-            "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
-            "exclude": ["lm_head"],
-        },
-    ),
-    "bitnet": encoded(
-        bitnet,
-        {"quant_method": "bitnet", "linear_class": "bitlinear", "quantization_mode": "offline"},
-    ),
 }  # fmt: skip
 
 

@@ -15,9 +15,8 @@ from inputs import ENCODED, SOURCES, Tensor, Tensors, save, save_json
 import nf4conv
 from nf4conv.errors import Nf4convError
 
-GONE: Final = ("hqq", "bitnet", "quark")  # no longer decoded
 FORMATS: Final = [
-    *(name for name in ENCODED if name not in GONE),
+    *ENCODED,
     *("deepseek-v4", "kimi", "gpt-oss", "nf4", "fp4"),
 ]
 WEIGHTS: Final = {

@@ -5,13 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from adapters import load, train
-from calibrations import make_model, make_text
 from checkpoints import save_model
-from evaluated import evaluated
 from hub_server import Hub, Repo
 from integers import Weight, awq, compressed, gptq, torchao
 from safetensors.torch import load_file, save_file
@@ -19,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nf4conv
 from nf4conv.commands.dequantize import make_plan
-from nf4conv.commands.writing import describe as describe_plan
 from nf4conv.errors import Nf4convError, PlanError, SourceError
 from nf4conv.options import DequantizeOptions
 
@@ -370,20 +366,6 @@ def test_bits_that_cannot_be_told_apart_are_refused(tmp_path: Path, what: str):
         make_plan(source, DequantizeOptions())
 
 
-def test_several_config_groups(tmp_path: Path):
-    special = {
-        Q: compressed(128, 128, bits=8, group_size=None, is_symmetric=False, dtype=torch.float16),
-        "model.layers.0.mlp.up_proj": compressed(256, 128, group_size=None, dtype=torch.float16),
-    }
-    description = json.loads(json.dumps(PACKED))
-    for bits in (8, 4):
-        weights = {"num_bits": bits, "type": "int", "strategy": "channel", "group_size": None}
-        description["config_groups"][f"group_{bits}"] = {"targets": ["x"], "weights": weights}
-    source, decoded = write(tmp_path / "source", compressed, description, special)
-    nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    same_tensors(load_file(tmp_path / "out" / FILE), decoded)
-
-
 @pytest.mark.parametrize("method", MAKERS)
 def test_in_parts_and_in_small_pieces(tmp_path: Path, method: str):
     """A weight of 1024 x 1024 takes several pieces of a buffer of 1 MB."""
@@ -460,14 +442,6 @@ def test_inspect_shows_what_cannot_be_decoded(tmp_path: Path):
     assert {row.stored for row in nf4conv.inspect(source).tensors} == {"float16", "I32"}
 
 
-def test_a_dry_run_knows_the_size(tmp_path: Path):
-    source, _ = write(tmp_path / "source", gptq, GPTQ)
-    plan = make_plan(source, DequantizeOptions())
-    report = nf4conv.dequantize(source, tmp_path / "out", **CPU)
-    assert plan.totals().bytes_after == report.totals.bytes_after
-    assert describe_plan(plan).notes[0].startswith("the source is quantized (gptq): 14 of GPTQ")
-
-
 @pytest.mark.parametrize(
     ("method", "name"), [("gptq", "quantize_config.json"), ("awq", "quant_config.json")]
 )
@@ -495,15 +469,6 @@ def test_adapters_are_merged(tmp_path: Path, method: str):
     assert "merged" in (tmp_path / "source-out/README.md").read_text()
 
 
-@pytest.mark.parametrize("method", ["gptq", "compressed"])
-def test_parts_join_to_the_whole(tmp_path: Path, method: str):
-    source, decoded = write(tmp_path / "source", *MAKERS[method])
-    for part in ("1/2", "2/2"):
-        options = {"max_shard_size": 200_000}
-        nf4conv.dequantize(source, tmp_path / "out", **options, **CPU, part=part)
-    same_tensors(whole(tmp_path / "out"), decoded)
-
-
 @pytest.mark.parametrize("method", OTHERS)
 def test_streamed_from_the_hub(tmp_path: Path, hub: Hub, method: str):
     source, decoded = write(tmp_path / "source", *OTHERS[method])
@@ -512,71 +477,6 @@ def test_streamed_from_the_hub(tmp_path: Path, hub: Hub, method: str):
     where = {"cache_dir": tmp_path / "cache", "stream": True}
     nf4conv.dequantize("org/model", tmp_path / "out", **CPU, **where)
     same_tensors(whole(tmp_path / "out"), decoded)
-
-
-def test_experts_one_by_one_as_in_kimi_k2(tmp_path: Path):
-    """Experts in groups of 32, everything else in 16 bits, packed straight from their integers."""
-    config = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "kimi_k2",
-        "dtype": "bfloat16",
-        "n_routed_experts": 4,
-        "num_hidden_layers": 2,
-        "moe_intermediate_size": 64,
-        "hidden_size": 128,
-    }
-    bf16 = torch.bfloat16
-    layer = "model.layers.1"
-    tensors: dict[str, torch.Tensor | Weight] = {
-        f"{layer}.self_attn.o_proj.weight": torch.randn(128, 128).to(bf16),
-        f"{layer}.mlp.gate.weight": torch.randn(4, 128).to(bf16),
-        f"{layer}.mlp.gate.e_score_correction_bias": torch.randn(4),
-        "vision_tower.blocks.0.wqkv.weight": torch.randn(96, 32).to(bf16),
-    }
-    for expert in range(4):
-        for name, shape in {
-            "gate_proj": (64, 128),
-            "up_proj": (64, 128),
-            "down_proj": (128, 64),
-        }.items():
-            weight = compressed(*shape, dtype=bf16)
-            tensors[f"{layer}.mlp.experts.{expert}.{name}.weight"] = weight
-    source, decoded = write_tensors(tmp_path / "source", tensors, config, PACKED)
-    plain = write_plain(tmp_path / "plain", decoded, config)
-    options = {"moe": "packed"}
-    for folder in (source, plain):
-        nf4conv.quantize(folder, tmp_path / f"{folder.name}-out", **options, **CPU)
-    same(tmp_path / "source-out", tmp_path / "plain-out")
-    packed = load_file(tmp_path / "source-out" / FILE)
-    assert f"{layer}.mlp.experts.3.down_proj.weight.absmax" in packed
-    nf4conv.dequantize(source, tmp_path / "whole", **CPU)
-    same_tensors(whole(tmp_path / "whole"), decoded)
-
-
-def test_evaluate_says_what_to_give_instead(tmp_path: Path):
-    """transformers loads no GPTQ without a package that the tests do not install."""
-    source, decoded = write(tmp_path / "source", gptq, GPTQ)
-    np.save(tmp_path / "ids.npy", np.arange(256, dtype=np.int32) % 96)
-    said = r"source: transformers cannot load it: .+ `nf4conv dequantize` makes a 16-bit model"
-    with pytest.raises(SourceError, match=said):
-        evaluated(write_plain(tmp_path / "plain", decoded), source, text=tmp_path / "ids.npy")
-
-
-def test_calibrated_by_a_text(tmp_path: Path):
-    """It reads the decoded weights, as from any other source."""
-    tensors: dict[str, torch.Tensor | Weight] = {}
-    for name, tensor in whole(make_model(tmp_path / "model")).items():
-        is_linear = name.endswith("_proj.weight")
-        tensors[name] = gptq(*tensor.shape, dtype=torch.bfloat16) if is_linear else tensor
-    config = json.loads((tmp_path / "model/config.json").read_text())
-    source, decoded = write_tensors(tmp_path / "source", tensors, config, GPTQ)
-    plain = write_plain(tmp_path / "plain", decoded, config)
-    text = make_text(tmp_path / "ids.npy")
-    options = {"calibrate": str(text), "calibration_tokens": 512}
-    for folder in (source, plain):
-        run = {"device": "cpu"}
-        nf4conv.quantize(folder, tmp_path / f"{folder.name}-out", **options, **run)
-    same(tmp_path / "source-out", tmp_path / "plain-out")
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -599,12 +499,6 @@ def cut(part: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("make", "description", "changes", "message"),
     [
-        (
-            compressed,
-            PACKED,
-            {"weight_shape": lambda part: part * 0 + 2**60, "weight_scale": lambda p: p[:, :1]},
-            r"weight_shape: says \[1152921504606846976, ",
-        ),
         *(
             (
                 compressed,
@@ -616,8 +510,6 @@ def cut(part: torch.Tensor) -> torch.Tensor:
                 ([128, 10**9], "weight_packed: I32 .* fit no compressed-tensors"),
                 ([10**9, 128], "weight_shape: says"),
                 ([128, -1], "weight_shape: says"),
-                ([-(2**63), 2**62], "weight_shape: says"),
-                ([128], r"weight_packed: I32 .* does not go with .*weight_shape, I64 .1."),
                 ([0.5, 1.0], "weight_packed: I32 .* does not go with .*weight_shape, F32"),
             )
         ),

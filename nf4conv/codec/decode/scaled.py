@@ -50,16 +50,14 @@ def decode_scaled(
         block = (1, 1)
         scale = _broadcastable(values, scale)
         scale = scale.expand((*values.shape[:-2], *scale.shape[-2:]))
+        zero = None if zero is None else _broadcastable(values, zero)
     else:
         _check_grid(values, scale, block)
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    if zero is not None:
-        _decode_matrix(values, scale, block, out, zero=_broadcastable_zero(values, zero, block))
-        return out
     for matrix, scales, decoded in zip(
         _matrices(values), _matrices(scale), _matrices(out), strict=True
     ):
-        _decode_matrix(matrix, scales, block, decoded, by_127=by_127)
+        _decode_matrix(matrix, scales, block, decoded, zero, by_127=by_127)
     return out
 
 
@@ -164,9 +162,9 @@ def _decode_matrix(
     scale: torch.Tensor,
     block: tuple[int, int],
     out: torch.Tensor,
+    zero: torch.Tensor | None,
     *,
-    by_127: bool = False,
-    zero: torch.Tensor | None = None,
+    by_127: bool,
 ) -> None:
     """Decodes a matrix into `out`, with a scale for each block; with blocks of 1 × 1 a dimension of
     one is for all. `zero` has the shape of the scales.
@@ -175,7 +173,7 @@ def _decode_matrix(
     for part in chunks(values, values.shape[1], block[0]):
         decoded = byte_values(values[part])
         if zero is not None:
-            decoded.sub_(_of_rows(zero, part, block, values.shape[1]))
+            decoded.sub_(_of_rows(zero.float(), part, block, values.shape[1]))
         decoded.mul_(_of_rows(factors, part, block, values.shape[1]))
         if by_127:
             decoded.mul_(1 / 127)
@@ -192,15 +190,6 @@ def _of_rows(grid: torch.Tensor, part: slice, block: tuple[int, int], columns: i
     if len(grid) > 1 and height > 1:
         grid = grid.repeat_interleave(height, dim=0)
     return grid[: part.stop - part.start]
-
-
-def _broadcastable_zero(
-    values: torch.Tensor, zero: torch.Tensor, block: tuple[int, int]
-) -> torch.Tensor:
-    """Returns zero points as float32, in a shape that goes with the values' as scales do."""
-    if block == (1, 1):
-        zero = _broadcastable(values, zero)
-    return zero.to(torch.float32)
 
 
 def _broadcastable(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

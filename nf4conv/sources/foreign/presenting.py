@@ -122,7 +122,7 @@ def decoded_tensors(
             if logical is not None:
                 found[tensor.name] = logical
     if not found and method is None:
-        _check_unused(tensors, method)
+        _check_unused(tensors, method, {})
         return tuple(tensors), ()
     return _replaced(tensors, found, method), _notes(method, found)
 
@@ -187,8 +187,7 @@ def _replaced(
         rest.append(tensor)
         if tensor.name not in found:
             kept.append(tensor)
-    _check_unused(rest, method)
-    _check_casts(rest, found)
+    _check_unused(rest, method, found)
     return tuple(kept)
 
 
@@ -205,47 +204,38 @@ def _notes(method: str | None, found: Mapping[str, TensorInfo]) -> tuple[str, ..
     return (f"the source is quantized{by}: {listed}",)
 
 
-def _check_unused(tensors: Sequence[TensorInfo], method: str | None) -> None:
-    """Raises a SourceError if a tensor is part of a weight that no rule decodes."""
+def _check_unused(
+    tensors: Sequence[TensorInfo], method: str | None, found: Mapping[str, TensorInfo]
+) -> None:
+    """Raises a SourceError if a tensor is part of a weight that no rule decodes, or may scale one
+    that is decoded.
+    """
     ends = _ENDS_OF_WEIGHTS
     dtypes = _UNREAD_DTYPES
     if method in ("gptq", "awq", "auto-round", "quark"):
         # of activations that AWQ scales, which no plain model has; words in other layouts
         ends += (".scales",)
         dtypes += ("I32",)
-    for tensor in tensors:
-        is_unread = tensor.dtype in dtypes and tensor.encoding is None
-        # no model has a matrix of integers before it is quantized
-        is_matrix = tensor.name.endswith(".weight") and len(tensor.shape) > 1
-        is_integers = tensor.dtype in _INTEGER_DTYPES and tensor.encoding is None
-        if method is not None and is_matrix and is_integers:
-            raise SourceError.about(
-                tensor.file,
-                tensor.name,
-                "part of a weight whose scales are missing or do not go with it: the checkpoint is "
-                "incomplete, or quantized in a way that nf4conv does not decode",
-            )
-        if is_unread or tensor.name.endswith(ends):
-            raise SourceError.about(
-                tensor.file,
-                tensor.name,
-                "part of a weight that is already quantized in a "
-                "way that nf4conv does not decode; give the checkpoint that it was made from",
-            )
-
-
-def _check_casts(rest: Sequence[TensorInfo], found: Mapping[str, TensorInfo]) -> None:
-    """Raises a SourceError for scales of another name beside 8-bit floats without scales."""
-    casts = {}
+    casts = set()  # 8-bit floats without scales
     for logical in found.values():
         if isinstance(logical.encoding, Scaled) and logical.encoding.scale is None:
-            casts[module_of(logical.name)] = logical
-    for tensor in rest if casts else ():
+            casts.add(module_of(logical.name))
+    for tensor in tensors:
         module, _, leaf = tensor.name.rpartition(".")
-        if "scale" in leaf and module in casts:
+        # no model has a matrix of integers before it is quantized
+        is_matrix = leaf == "weight" and len(tensor.shape) > 1 and tensor.encoding is None
+        is_unread = tensor.encoding is None and tensor.dtype in dtypes
+        what = None
+        if is_unread or tensor.name.endswith(ends):
+            what = "part of a weight"
+        elif "scale" in leaf and module in casts:
+            what = f"may scale {module}.weight, and belongs to a weight"
+        elif method is not None and is_matrix and tensor.dtype in _INTEGER_DTYPES:
+            what = "part of a weight whose scales are missing or do not go with it, and"
+        if what is not None:
             raise SourceError.about(
                 tensor.file,
                 tensor.name,
-                f"may scale {casts[module].name}, in a way that nf4conv does not know; give the "
+                f"{what} that is already quantized in a way that nf4conv does not decode; give the "
                 f"checkpoint that it was made from",
             )
