@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
-from nf4conv.format.gguf import BY_NAME, FUSED, NUMBERS, PLAIN, PLUS_ONE, RARE, ROTARY, TRANSPOSED
+from nf4conv.format.gguf import BY_NAME, NUMBERS, PLAIN, PLUS_ONE, RARE, ROTARY, TRANSPOSED
 from nf4conv.sources.gguf.header import GgufTensor
 from nf4conv.sources.tensors import Encoding, Kernel, TensorInfo, cut_rows
 
-_UNDONE: Final = (None, ROTARY, FUSED, TRANSPOSED, PLUS_ONE)
+_UNDONE: Final = (None, ROTARY, PLUS_ONE)
 """The changes that the kernel undoes, words of format/gguf.py; None for none."""
 
 
@@ -41,7 +41,7 @@ class GgufBlocks(Encoding):
     def kernel(self, tensor: TensorInfo) -> Kernel | None:
         """Returns what decodes a tensor; each element of a bias that was moved is a row."""
         values = self.values
-        is_column = self.changed in (ROTARY, FUSED) and len(values.shape) == 1
+        is_column = self.changed == ROTARY and len(values.shape) == 1
         if self.block_type in RARE or self.changed not in _UNDONE:
             return None
         if is_column and self.block_type not in PLAIN:
@@ -54,7 +54,7 @@ class GgufBlocks(Encoding):
             details=(NUMBERS[self.block_type], self.changed),
             pointers=("values",),
             shape=(rows, row_bytes // size * values_of_block),
-            numbers=(row_bytes, self.heads, self.key_value_heads),
+            numbers=(row_bytes, self.heads),
         )
 
     def rows_together(self, tensor: TensorInfo) -> int | None:
@@ -71,9 +71,6 @@ class GgufBlocks(Encoding):
 
     def matrix(self, tensor: TensorInfo, index: int) -> Encoding:
         return replace(self, values=self.values.matrix(index))
-
-    def transposed(self) -> Encoding | None:
-        return replace(self, changed=None) if self.changed == TRANSPOSED else None
 
 
 def as_stored(tensor: GgufTensor, dtype: str) -> TensorInfo:

@@ -33,17 +33,12 @@ Groups are those of each expert or head: matrices above each other.
 
 def join_experts(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [experts, rows, in]: the rows of each part one after the other (GraniteMoeModel)."""
-    groups = _groups_of_experts(parts)
-    rows = sum(part.shape[1] for part in parts)
-    return StackedExperts(groups), (len(groups), rows, *parts[0].shape[2:])
+    return _experts(parts)
 
 
 def join_transposed_experts(parts: Parts, _sizes: Sizes) -> Stack:
     """Returns [experts, in, rows]: the transpose of what `join_experts` returns (Llama4Model)."""
-    groups = _groups_of_experts(parts)
-    rows = sum(part.shape[1] for part in parts)
-    shape = (len(groups), parts[0].shape[-1], rows)
-    return StackedExperts(groups, is_transposed=True), shape
+    return _experts(parts, is_transposed=True)
 
 
 def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Stack:
@@ -51,13 +46,9 @@ def join_alternating_experts(parts: Parts, _sizes: Sizes) -> Stack:
 
     Source: GptOssModel.
     """
-    groups = _groups_of_experts(parts)
-    rows = sum(part.shape[1] for part in parts)
     if len({part.shape for part in parts}) != 1:
         raise ValueError("differs in shape from what it alternates with")
-    is_matrix = len(parts[0].shape) == 3
-    shape = (len(groups), *parts[0].shape[2:], rows)
-    return StackedExperts(groups, is_transposed=is_matrix, is_interleaved=True), shape
+    return _experts(parts, is_transposed=len(parts[0].shape) == 3, is_interleaved=True)
 
 
 def join_rows(parts: Parts, _sizes: Sizes) -> Stack:
@@ -195,15 +186,18 @@ def _require_alike(parts: Parts) -> None:
         raise ValueError("is no matrix as wide as the others of its layer")
 
 
-def _groups_of_experts(parts: Parts) -> tuple[tuple[TensorInfo, ...], ...]:
-    """Returns the matrices of each expert; of biases, the vectors."""
+def _experts(parts: Parts, *, is_transposed: bool = False, is_interleaved: bool = False) -> Stack:
+    """Stacks the matrices of each expert, or the vectors of biases."""
     columns = {part.shape[2:] for part in parts}
     dimensions = {len(part.shape) for part in parts}
     if len(columns) != 1 or not dimensions <= {2, 3}:
         raise ValueError("is no stack of experts that goes with the others of its layer")
-    return tuple(
-        tuple(matrix_of(part, expert) for part in parts) for expert in range(_common_count(parts))
-    )
+    experts = range(_common_count(parts))
+    groups = tuple(tuple(matrix_of(part, expert) for part in parts) for expert in experts)
+    matrix = (sum(part.shape[1] for part in parts), *parts[0].shape[2:])
+    if is_transposed:
+        matrix = matrix[::-1]
+    return StackedExperts(groups, is_transposed, is_interleaved), (len(groups), *matrix)
 
 
 def _common_count(stacks: Sequence[TensorInfo]) -> int:

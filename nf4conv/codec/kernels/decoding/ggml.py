@@ -1,11 +1,9 @@
-"""Decodes a matrix of GGUF's blocks, and puts its rows back in order: one pass, one launch.
+"""Decodes a matrix of GGUF's blocks, and puts rows of heads back in order: one pass, one launch.
 
 A thread decodes a value at a time, and loads the scale of its group for each: those loads come from
 the L1 cache, and the upload takes longer. The arithmetic is that of codec/decode/ggml.py, step by
 step, so that no bit differs. Types are told apart by their numbers in ggml.h.
 """
-
-from typing import Final
 
 import triton
 import triton.language as tl
@@ -13,14 +11,12 @@ import triton.language as tl
 from nf4conv.codec.kernels.launch import kernel
 from nf4conv.format.gguf import (
     BLOCK_TYPES,
-    FUSED,
     LAYOUTS,
     NIBBLES,
     PLUS_ONE,
     ROTARY,
     SIGNED,
     SPLIT,
-    TRANSPOSED,
     Layout,
 )
 
@@ -31,27 +27,17 @@ NUM_WARPS = 8
 _F32 = tl.constexpr(0)
 _F16 = tl.constexpr(1)
 
-# Where rows are written: constexprs of kernels.
-AS_STORED = tl.constexpr(0)
-IN_HALVES = tl.constexpr(1)  # each head's even rows, then its odd rows
-IN_GROUPS = tl.constexpr(2)  # queries that share a key, that key, and its value
-AS_COLUMNS = tl.constexpr(3)
-
-_ORDERS: Final = {ROTARY: IN_HALVES, FUSED: IN_GROUPS, TRANSPOSED: AS_COLUMNS}
-"""Where rows are written to undo what llama.cpp's converter did."""
-
 _SIGNED = tl.constexpr(SIGNED)
 _NIBBLES = tl.constexpr(NIBBLES)
 _SPLIT = tl.constexpr(SPLIT)
 
 
-def constants(number: int, changed: str | None) -> tuple[int, Layout | None, int, int, int, bool]:
+def constants(number: int, changed: str | None) -> tuple[int, Layout | None, int, int, bool, bool]:
     """Returns the constexprs of the kernel, in their order, for a block type's number in ggml.h and
-    what llama.cpp's converter did, a word of format/gguf.py or None.
+    what llama.cpp's converter did: ROTARY or PLUS_ONE of format/gguf.py, or None.
     """
     name, values, size = BLOCK_TYPES[number]
-    order = AS_STORED if changed is None else _ORDERS.get(changed, AS_STORED)
-    return number, LAYOUTS.get(name), values, size, int(order.value), changed == PLUS_ONE
+    return number, LAYOUTS.get(name), values, size, changed == ROTARY, changed == PLUS_ONE
 
 
 @kernel
@@ -63,30 +49,28 @@ def ggml_kernel(
     tiles: tl.int64,
     row_bytes: tl.int64,
     heads: tl.int64,
-    key_value_heads: tl.int64,
     TYPE: tl.constexpr,
     LAYOUT: tl.constexpr,
     VALUES: tl.constexpr,
     SIZE: tl.constexpr,
-    ORDER: tl.constexpr,
+    IN_HALVES: tl.constexpr,
     SUBTRACTS_ONE: tl.constexpr,
 ):
     """Decodes TILE_ROWS rows of TILE_COLUMNS columns.
 
     Pointers to tensors:
         values_ptr: [rows, row_bytes] uint8, the blocks of a row one after the other.
-        out_ptr: [rows, columns] float32, float16 or bfloat16, written; [columns, rows] AS_COLUMNS.
+        out_ptr: [rows, columns] float32, float16 or bfloat16, written.
 
     Scalars:
         tiles: programs for the columns of a row.
-        heads: that the rows are divided into; of IN_GROUPS, those of the queries.
-        key_value_heads: those of the keys, and of the values, of IN_GROUPS.
+        heads: that the rows are divided into IN_HALVES.
 
     Constexprs:
         TYPE: the number of the block type.
         LAYOUT: how its blocks hold values; None for those of one value.
         VALUES, SIZE: values and bytes of a block.
-        ORDER: one of the above.
+        IN_HALVES: True to write each head's even rows, then its odd rows.
         SUBTRACTS_ONE: True to subtract 1 before a value is rounded.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -94,40 +78,21 @@ def ggml_kernel(
     column = program % tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     in_row = column.to(tl.int32)
-    stored_row = _stored_row(row, rows, heads, key_value_heads, ORDER)
+    stored_row = row
+    if IN_HALVES:
+        size = rows // heads
+        in_head = row % size
+        stored_row = row - in_head + in_head % (size // 2) * 2 + in_head // (size // 2)
     block_ptr = values_ptr + stored_row * row_bytes + in_row // VALUES * SIZE
     value = _value(block_ptr, in_row % VALUES, inside, TYPE, LAYOUT)
     if SUBTRACTS_ONE:
         value = value - 1.0
-    if ORDER == AS_COLUMNS:
-        index = column * rows + row
-    elif VALUES > 1:
+    if VALUES > 1:
         index = row * tl.multiple_of(columns, 32) + column
         out_ptr = tl.multiple_of(out_ptr, 16)
     else:
         index = row * columns + column
     tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _stored_row(row, rows, heads, key_value_heads, ORDER: tl.constexpr):
-    """Returns the rows of the file that become these rows."""
-    if ORDER == IN_HALVES:
-        size = rows // heads
-        in_head = row % size
-        return row - in_head + in_head % (size // 2) * 2 + in_head // (size // 2)
-    elif ORDER == IN_GROUPS:
-        size = rows // (heads + 2 * key_value_heads)
-        of_queries = heads // key_value_heads * size
-        group = row // (of_queries + 2 * size)
-        in_group = row % (of_queries + 2 * size)
-        key = heads * size + group * size + in_group - of_queries
-        # the values stand behind all keys
-        value = key - size + key_value_heads * size
-        other = tl.where(in_group < of_queries + size, key, value)
-        return tl.where(in_group < of_queries, group * of_queries + in_group, other)
-    else:
-        return row
 
 
 @triton.jit
