@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from nf4conv.errors import SourceError
 from nf4conv.format.layout import split_component
-from nf4conv.sources.files import find_weights, read_whole_index
+from nf4conv.sources.files import find_weights, read_index
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, Severity, check_weight
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_bytes, read_json
@@ -153,7 +153,7 @@ def _find_files(structure: Structure) -> tuple[list[Path], Mapping[str, str] | N
 def _read_weight_map(structure: Structure, index: Path) -> Mapping[str, str]:
     """Reads the index and notes what is wrong with it; an empty map if it cannot be read."""
     try:
-        content = read_whole_index(index)
+        content = read_index(index)
     except SourceError as error:
         structure.note_unreadable("index", index, error)
         return {}

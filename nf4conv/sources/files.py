@@ -12,7 +12,7 @@ CACHE/models--org--name/blobs/HASH.
 
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
@@ -80,7 +80,8 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
     found = next(_named(names, STEMS, "safetensors", variant), None)
     if found is not None:
         return found
-    if ADAPTER_CONFIG in names and not any(_named(names, _PICKLE_STEMS, "bin", variant)):
+    pickled = next(_named(names, _PICKLE_STEMS, "bin", variant), None)
+    if ADAPTER_CONFIG in names and pickled is None:
         raise AdapterError(f"{where}: an adapter, not a model")
     loose = sorted(name for name in names if name.endswith(".safetensors"))
     if variant is None and len(loose) == 1:
@@ -90,14 +91,13 @@ def find_weights(names: Collection[str], variant: str | None, where: object) -> 
             f"{where}: {len(loose)} safetensors files, but neither model.safetensors nor an index "
             f"that names them"
         )
-    found = next(_named(names, _PICKLE_STEMS, "bin", variant), None)
-    if found is None:
+    if pickled is None:
         kind = "" if variant is None else f" of the variant {variant}"
         raise SourceError(
             f"{where}: neither safetensors weights nor a pytorch_model.bin{kind} in "
             f"it{_what_else(names, variant)}"
         )
-    return found
+    return pickled
 
 
 def _named(
@@ -127,17 +127,10 @@ def _what_else(names: Collection[str], variant: str | None) -> str:
     return ""
 
 
-def read_index(index: Path) -> Mapping[str, str]:
-    """Returns which file holds each tensor, by the index of a sharded checkpoint; raises a
-    SourceError if it is malformed, or names a file outside the folder.
-    """
-    weight_map: Mapping[str, str] = read_whole_index(index)["weight_map"]
-    return weight_map
-
-
-def read_whole_index(index: Path) -> dict[str, Any]:
-    """Returns the content of an index, whose weight_map is sound; raises a SourceError as
-    `read_index` does.
+def read_index(index: Path) -> dict[str, Any]:
+    """Returns the content of the index of a sharded checkpoint, whose weight_map tells which file
+    holds each tensor; raises a SourceError if that is malformed, or names a file outside the
+    folder.
     """
     content = read_json(index, _LARGEST_INDEX)
     weight_map = content.get("weight_map")

@@ -177,7 +177,7 @@ def _open_folder(root: Path, where: SourceOptions, fetched: "Fetched | None" = N
     weight_map: Mapping[str, str] = {}
     if weights.is_index:
         index = require_own(folder / weights.name, root)
-        weight_map = read_index(index)
+        weight_map = read_index(index)["weight_map"]
     file_names = sorted(set(weight_map.values())) or [weights.name]
     files = {name: folder / name for name in file_names}
     for name, file in files.items():
@@ -307,7 +307,7 @@ def _open_file(path: Path) -> Source:
     if path.name in ADAPTER_WEIGHTS and (folder / ADAPTER_CONFIG).is_file():
         raise AdapterError(f"{path}: an adapter, not a model", path=path)
     for index in sorted(folder.glob("*.index.json")):
-        if path.name in read_index(require_own(index, folder)).values():
+        if path.name in read_index(require_own(index, folder))["weight_map"].values():
             raise SourceError(
                 f"{path}: one shard of those that {index.name} lists; give the folder", path=path
             )

@@ -77,17 +77,16 @@ def read_front_matter(path: Path) -> tuple[OriginalCard, tuple[str, ...]]:
 def _read_card(path: Path) -> OriginalCard:
     """Reads a card; raises anything for one that cannot be read."""
     with path.open("rb") as file:
-        start = file.read(_LONGEST_FRONT_MATTER)
-        rest = file.read(_LONGEST_CARD)
+        content = file.read(_LONGEST_CARD)
     fields = {}
-    block = _FRONT_MATTER.match(start)
+    block = _FRONT_MATTER.match(content)
     if block is not None:
+        if block.end() > _LONGEST_FRONT_MATTER:
+            raise ValueError(f"it does not end within {_LONGEST_FRONT_MATTER:,} bytes")
         front = _parsed(block[1].decode())
         fields = {key: value for key, value in front.items() if _is_plain(value)}
-        start = start[block.end() :]
-    elif len(start) == _LONGEST_FRONT_MATTER and start.startswith(b"---"):
-        raise ValueError(f"it does not end within {_LONGEST_FRONT_MATTER:,} bytes")
-    text = (start + rest).decode(errors="replace").strip()
+        content = content[block.end() :]
+    text = content.decode(errors="replace").strip()
     body = _of_authors(text)
     return OriginalCard(fields, body, is_ours=body != text)
 

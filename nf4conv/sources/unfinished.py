@@ -63,24 +63,22 @@ def finished_shards(out: Path, names: Iterable[str] | None = None) -> dict[str, 
         # a shard whose record is missing or damaged is not finished
         with suppress(SourceError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             fields = dict(json.loads(read_small(path)))
-            digest = fields.pop(_DIGEST)
+            is_sound = fields.pop(_DIGEST) == _digest_of(fields)
             name = fields.pop("name")
-            file = FinishedFile(**fields)
-            if digest == _digest_of(name, file) and record_name(name) == path.name:
-                found[name] = file
+            if is_sound and record_name(name) == path.name:
+                found[name] = FinishedFile(**fields)
     return found
 
 
 def describe_finished(name: str, file: FinishedFile) -> bytes:
     """Returns the content of the record of a finished shard."""
-    fields = {"name": name, **file._asdict(), _DIGEST: _digest_of(name, file)}
-    return json.dumps(fields).encode()
+    fields = {"name": name, **file._asdict()}
+    return json.dumps({**fields, _DIGEST: _digest_of(fields)}).encode()
 
 
-def _digest_of(name: str, file: FinishedFile) -> str:
+def _digest_of(fields: Mapping[str, Any]) -> str:
     """Returns a hash by which a record is known to be what was written."""
-    content = json.dumps({"name": name, **file._asdict()}, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def record_name(shard: str) -> str:

@@ -359,32 +359,6 @@ def test_subfolder(hub: Hub, where: SourceOptions):
         open_source(REPO, where)
 
 
-def test_modules_of_sentence_transformers_come_along(hub: Hub, where: SourceOptions):
-    modules = json.dumps(
-        [{"path": "", "type": "Transformer"}, {"path": "2_Dense", "type": "Dense"}]
-    ).encode()
-    publish(
-        hub,
-        {
-            "model.safetensors": save(weights()),
-            "config.json": CONFIG,
-            "modules.json": modules,
-            "2_Dense/config.json": b"{}",
-            "2_Dense/model.safetensors": save({"linear.weight": torch.ones(64, 64)}),
-            "other/model.safetensors": b"x" * 3000,
-        },
-    )
-    assert fetched_names(open_source(REPO, where)) == {
-        *(
-            "model.safetensors",
-            "config.json",
-            "modules.json",
-            "2_Dense/config.json",
-            "2_Dense/model.safetensors",
-        )
-    }
-
-
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [

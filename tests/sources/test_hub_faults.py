@@ -22,7 +22,6 @@ from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.remote import repository
-from nf4conv.sources.remote.hub import fetch_adapter
 
 REPO = "some-org/model"
 SHARD = r"GET /cdn/.*00001-of"
@@ -141,14 +140,6 @@ def test_a_hub_that_always_delivers_other_bytes_is_refused(
     hub.faults = [Fault(rf"GET /.*{name}", times=99, corrupt=True)]
     with pytest.raises(SourceError, match=rf"{name}.*: its hash is not .*, twice"):
         open_source(REPO, where)
-
-
-def test_adapters_are_checked_too(hub: Hub, where: SourceOptions):
-    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(5000)}
-    hub.repos[REPO].commit(files)
-    hub.faults = [Fault("GET /cdn/.*adapter_model", times=99, corrupt=True)]
-    with pytest.raises(SourceError, match=r"adapter_model.safetensors: its hash is not .*, twice"):
-        fetch_adapter(REPO, where)
 
 
 @pytest.mark.usefixtures("hub")

@@ -2,7 +2,6 @@
 errors.
 """
 
-import errno
 import os
 import random
 import threading
@@ -15,9 +14,7 @@ from test_resume import OPTIONS, RUN
 
 import nf4conv
 from nf4conv.errors import SourceError
-from nf4conv.output.writer import write_file
 from nf4conv.sources.reader import Reader
-from nf4conv.system.files import let_go
 
 BLOCK = 2**20
 LATENCY = 0.05
@@ -137,30 +134,6 @@ def test_a_slow_checkpoint_becomes_the_same(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "preadv", lambda *read: (time.sleep(0.002), preadv(*read))[1])
     nf4conv.quantize(source, tmp_path / "slow", **OPTIONS, **RUN)
     assert contents(tmp_path / "slow") == contents(tmp_path / "fast")
-
-
-def is_in_memory(path: Path) -> bool:
-    """Returns True if the page cache has the first byte of a file."""
-    with path.open("rb") as file:
-        try:
-            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
-        except OSError as error:
-            if error.errno == errno.EOPNOTSUPP:
-                pytest.skip("a filesystem that does not tell")
-            return False
-
-
-def test_what_is_let_go_leaves_the_page_cache(tmp_path: Path):
-    """A filesystem in memory keeps what it is asked to drop, so the test compares with a file that
-    the system itself was asked to drop.
-    """
-    for name in ("file", "other"):
-        write_file(tmp_path / name, [bytes(BLOCK)])
-        assert is_in_memory(tmp_path / name)
-    with (tmp_path / "other").open("rb") as other:
-        os.posix_fadvise(other.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    let_go(tmp_path / "file")
-    assert is_in_memory(tmp_path / "file") is is_in_memory(tmp_path / "other")
 
 
 @pytest.mark.parametrize("pages", [1, 2**30], ids=["small memory", "large memory"])

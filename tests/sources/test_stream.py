@@ -24,7 +24,7 @@ from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.units import size
 from nf4conv.options import SourceOptions
 from nf4conv.sources.header import read_header
-from nf4conv.sources.remote.repository import RemoteFile, Repository, check_content
+from nf4conv.sources.remote.repository import Repository
 from nf4conv.sources.remote.stream import ShardStream
 
 REPO = "some-org/model"
@@ -309,20 +309,6 @@ def test_a_shard_that_stays_damaged_is_refused(hub: Hub, where: dict[str, Any], 
     assert not (tmp_path / "out/config.json").exists()
 
 
-def test_a_shard_that_stays_short_is_refused(
-    hub: Hub, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    publish(hub, checkpoint())
-    with (
-        after_the_headers(hub, Fault(SECOND, times=99, cut=1000)),
-        pytest.raises(SourceError, match="model-00002-of"),
-    ):
-        stream(tmp_path / "out", where)
-    assert hub.count(SECOND) < 60
-    assert not (tmp_path / "out/config.json").exists()
-
-
 @pytest.mark.parametrize(
     ("status", "headers", "explanation"),
     [
@@ -441,31 +427,6 @@ def test_the_command(hub: Hub, where: dict[str, Any], expected: dict[str, bytes]
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["totals"]["packed"] == 2 * SHARDS
     assert without_card(contents(tmp_path / "out")) == expected
-
-
-@pytest.mark.parametrize(
-    ("file", "problem"),
-    [
-        (
-            RemoteFile(
-                "x", 5, "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824", "?"
-            ),
-            None,
-        ),
-        (RemoteFile("x", 5, None, "b6fc4c620b67d95f953a5c1c1230aaab5db5a1b0"), None),
-        (RemoteFile("x", 5, None, None), None),
-        (RemoteFile("x", 6, None, None), "has 5 bytes, not the 6 that the hub says"),
-        (RemoteFile("x", 5, "0" * 64, None), f"its hash is not {'0' * 64}, which the hub says"),
-        (RemoteFile("x", 5, None, "0" * 40), f"its hash is not {'0' * 40}, which the hub says"),
-    ],
-    ids=["sha256", "git", "unknown", "size", "wrong-sha256", "wrong-git"],
-)
-def test_content_is_checked_by_the_hash_that_the_hub_knows(
-    tmp_path: Path, file: RemoteFile, problem: str | None
-):
-    """The hashes of "hello": sha256sum, git hash-object."""
-    (tmp_path / "x").write_bytes(b"hello")
-    assert check_content(tmp_path / "x", file) == problem
 
 
 @pytest.mark.parametrize("kind", ["packed", "kept"])

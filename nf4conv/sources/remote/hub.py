@@ -102,7 +102,7 @@ def fetch_source(repo: str, where: SourceOptions) -> Fetched:
     root = repository.fetch([f"{prefix}{name}" for name in sorted(small)], notes_commit=True)
     shards = {weights.name}
     if weights.is_index:
-        listed = read_index(root / prefix / weights.name).values()
+        listed = read_index(root / prefix / weights.name)["weight_map"].values()
         shards = {str(PurePosixPath(name)) for name in listed}
     missing = sorted(shards - set(names))
     if missing:

@@ -95,19 +95,14 @@ class Repository:
             if self.is_offline:
                 self._look_into_the_cache()
             else:
-                info: Any = patiently(self._describe)
+                api = huggingface_hub.HfApi(token=where.token, library_name=LIBRARY)
+                describe: Any = partial(api.model_info, files_metadata=True, timeout=timeout())
+                info = patiently(partial(describe, repo, revision=where.revision))
                 self.commit = str(info.sha)
                 for file in info.siblings or ():
                     name = str(file.rfilename)
                     sha256 = None if file.lfs is None else file.lfs.sha256
                     self.files[name] = RemoteFile(name, file.size or 0, sha256, file.blob_id)
-
-    def _describe(self) -> Any:
-        """Asks once what the repository holds."""
-        api = huggingface_hub.HfApi(token=self._where.token, library_name=LIBRARY)
-        return api.model_info(
-            self.repo, revision=self._where.revision, files_metadata=True, timeout=timeout()
-        )
 
     def _look_into_the_cache(self) -> None:
         """Lists the files of the snapshot in the cache, whether their content is there or not."""
