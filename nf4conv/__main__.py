@@ -19,8 +19,6 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     """Handles a signal: writes one line to stderr and ends the process."""
     line = f"Error: {WORDS[number]}; the same command resumes\n"
     if os.isatty(2):
-        if not os.environ.get("NO_COLOR"):
-            line = line.replace("Error:", "\033[31mError:\033[0m")
         line = f"\r\033[K{line}"  # wipes what is there of a progress bar
     try:
         os.write(2, line.encode())

@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,7 +20,7 @@ import click
 from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.options import SourceOptions
 from nf4conv.report.text.progress_bar import ProgressBar
-from nf4conv.report.text.terminal import coloured, printable, show, tell
+from nf4conv.report.text.terminal import printable, tell
 from nf4conv.system.signals import (
     INTERRUPTED_EXIT,
     STOPPED_EXIT,
@@ -133,9 +132,8 @@ class Display:
             write_json(result, sys.stdout)
             sys.stdout.flush()
         elif not self.quiet:
-            text = "\n".join(coloured(_wrapped(line)) for line in lines)
-            if text:
-                show(text)
+            for line in lines:
+                click.echo(line)
 
     def progress(self) -> ProgressBar:
         """Returns what shows how far the command is, and its notes."""
@@ -159,19 +157,6 @@ def terminal_width() -> int | None:
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     return None
-
-
-def _wrapped(line: str) -> str:
-    """Breaks a sentence into lines of the terminal.
-
-    Lines that a user copies stay whole. Rows of tables fit already.
-    """
-    width = terminal_width()
-    if width is None or line.startswith(("install:", "load:", "push:")):
-        return line
-    return textwrap.fill(
-        line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
 
 
 class _Lines(logging.Handler):
@@ -277,7 +262,7 @@ def _tell_json(ctx: click.Context, error: Exception, code: int) -> None:
 
 def _fail(message: str, code: int) -> NoReturn:
     """Prints an error and ends the process."""
-    tell(f"{click.style('Error:', fg='red')} {printable(message)}")
+    tell(f"Error: {printable(message)}")
     sys.exit(code)
 
 

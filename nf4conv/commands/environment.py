@@ -7,6 +7,7 @@ from nf4conv.report.results import Environment
 from nf4conv.run.device.on_driver.kernels import version_of
 from nf4conv.system.files import cache_folder
 from nf4conv.system.machine import lacking, usable_cores
+from nf4conv.version import __version__
 
 _PACKAGES: Final = (
     *("torch", "triton", "numpy", "huggingface_hub", "click", "tqdm", "pyyaml", "safetensors"),
@@ -24,8 +25,8 @@ def environment() -> Environment:
         broken installation of torch is described, not raised.
 
     Example:
-        >>> nf4conv.environment().gpus
-        ('NVIDIA H200, 9.0, 150.1 GB',)
+        >>> nf4conv.environment().values["GPUs"]
+        'NVIDIA H200, 9.0, 150.1 GB'
     """
     from huggingface_hub import constants  # importing huggingface_hub takes a while
 
@@ -37,15 +38,19 @@ def environment() -> Environment:
         experts = status()
     gpus, engine = _computing()
     return Environment(
-        python=platform.python_version(),
-        platform=platform.platform(),
-        packages={name: version_of(name) or None for name in _PACKAGES},
-        cores=len(usable_cores()),
-        gpus=gpus,
-        engine=engine,
-        folders={"kernels": str(cache_folder()), "downloads": str(constants.HF_HUB_CACHE)},
-        lacking=lacking(),
-        experts=experts,
+        {
+            "nf4conv": __version__,
+            "python": platform.python_version(),
+            **{name: version_of(name) or "not installed" for name in _PACKAGES},
+            "platform": platform.platform(),
+            "platform lacks": "; ".join(lacking()) or "nothing",
+            "cores": str(len(usable_cores())),
+            "GPUs": "; ".join(gpus) or "none",
+            "--device auto": engine,
+            "4-bit experts": experts,
+            "folder of kernels": str(cache_folder()),
+            "folder of downloads": str(constants.HF_HUB_CACHE),
+        }
     )
 
 

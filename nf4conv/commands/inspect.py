@@ -15,7 +15,6 @@ from nf4conv.errors import DiffusersFolderError, SourceError
 from nf4conv.format.layout import LARGEST_QUANT_STATE, QUANT_STATE_PREFIX, split_component
 from nf4conv.options import InspectOptions, SourceOptions
 from nf4conv.plan.rows import TensorRow, summed, total_of
-from nf4conv.report.advice import unusual
 from nf4conv.report.inspected import inspected_rows, layout_of_experts
 from nf4conv.report.results import Inspection
 from nf4conv.sources.diffusers import open_diffusers
@@ -43,7 +42,7 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
         path: a folder, a weight file, or "org/name" on the Hugging Face Hub.
 
     Returns:
-        Formats, sizes, what is unusual, and a row for each tensor.
+        Formats, sizes, what is wrong, and a row for each tensor.
 
     Raises:
         SourceError: the checkpoint cannot be read.
@@ -51,7 +50,6 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
     sources = _open(path, replace(narrowed(options, SourceOptions), stream=True))
     files: list[str] = []
     tensors: list[TensorRow] = []
-    notes: list[str] = []
     findings: list[Finding] = []
     configs = [source.config or {} for source in sources.values()]
     quantized = (quantization_of(config) for config in configs)
@@ -62,7 +60,6 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
         before = f"{submodel}/" if submodel else ""
         files += [f"{before}{file.name}" for file in source.files]
         tensors += [row.inside(submodel) for row in rows] if submodel else rows
-        notes += [f"{before}{note}" for note in unusual((row.name, row.stored) for row in rows)]
         for found in sorted(structure.findings, key=lambda one: not one.is_fault):
             findings += [replace(found, file=f"{before}{found.file}")]
     totals = total_of(tensors)
@@ -73,7 +70,6 @@ def inspect(path: str | Path, options: InspectOptions) -> Inspection:
         config=next((found for found in quantized if found is not None), None),
         model_type=None if is_pipeline else configs[0].get("model_type"),
         made=next((record for record in records if record), None),
-        notes=tuple(notes),
         tensors=tuple(tensors),
         kinds=summed(tensors),
         totals=totals,

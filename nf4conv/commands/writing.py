@@ -21,9 +21,8 @@ from nf4conv.options import DequantizeOptions, QuantizeOptions, SourceOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.quantization import QuantizationPlan
-from nf4conv.plan.rows import TensorRow, summed
+from nf4conv.plan.rows import summed
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.advice import unusual
 from nf4conv.report.results import PlanReport, RunReport, VerificationSummary
 from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.sources.diffusers import DiffusersFolder
@@ -39,23 +38,16 @@ OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
 
 @uncollected()
 def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
-    """Describes what carrying out a plan would do, and what is unusual in it."""
+    """Describes what carrying out a plan would do."""
     rows = plan.rows()
     totals = plan.totals()
-    plans: Sequence[WritingPlan]
+    first: WritingPlan
     if isinstance(plan, DiffusersPlan):
-        plans = list(plan.submodels.values())
+        first = next(iter(plan.submodels.values()))
         source = str(plan.folder.place)
     else:
-        plans = [plan]
+        first = plan
         source = str(plan.source)
-    first = plans[0]
-    # modules that the user wants to be treated otherwise are not unusual
-    treated = []
-    for row in rows:
-        if "the user" not in row.reason:
-            is_packed = row.action in ("pack", "stay")
-            treated.append((row.name, "packed" if is_packed else f"kept ({row.reason})"))
     return PlanReport(
         command=first.command,
         source=source,
@@ -63,7 +55,7 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
         kinds=summed(rows),
         tensors=tuple(rows),
         config=plan.config,
-        notes=(*plan.notes, *unusual(treated)),
+        notes=tuple(plan.notes),
     )
 
 
@@ -190,23 +182,18 @@ def _joined(
         device_peak_bytes=max(run.device_peak_bytes for run in runs),
         shards_resumed=shards_resumed,
         notes=(*plan.notes, *left_out),
-        verification=_verification(plan, runs),
+        verification=_verification(runs),
     )
 
 
-def _verification(
-    plan: DiffusersPlan[Any], runs: Sequence[RunReport]
-) -> VerificationSummary | None:
-    """Joins the summaries of all submodels; None if this run has not verified them."""
-    rows: list[TensorRow] = []
-    copied = 0
-    for name, run in zip(plan.submodels, runs, strict=True):
-        found = run.verification
-        if found is None or run.already_complete:
+def _verification(runs: Sequence[RunReport]) -> VerificationSummary | None:
+    """Sums up all submodels; None if this run has not verified them."""
+    parts = []
+    for run in runs:
+        if run.verification is None or run.already_complete:
             return None
-        rows += [row.inside(name) for row in found.weights]
-        copied += found.copied
-    return VerificationSummary.of(rows, copied)
+        parts.append(run.verification)
+    return VerificationSummary.sum_up(parts)
 
 
 def sum_of_seconds(runs: Sequence[RunReport]) -> dict[str, float]:

@@ -6,9 +6,9 @@ Field names are the keys of --json, in their order.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
+from typing import Final
 
 from nf4conv.format.layout import Format
 from nf4conv.models.module_names import module_of
@@ -116,10 +116,6 @@ class TensorRow:
         encoding: how a tensor is stored that is neither in bitsandbytes' 4 bits nor in `dtype`.
             Empty for all others, and in plans.
         format: how a packed weight is stored. None for other tensors, and in plans.
-        nested_offset: the number that is added to the decoded absmax, as the quant state spells
-            it. None without double quantization.
-        components: dtype and shape of each tensor of a packed weight, by its suffix; the packed
-            codes have none. Only `inspect` tells.
         action: what a plan makes of it: "pack", "decode", "copy", "cast", "stay" (a weight that is
             in 4 bits already) or "merge" (a weight that an adapter is merged into). Otherwise
             empty.
@@ -137,8 +133,6 @@ class TensorRow:
     bytes: int
     encoding: str = ""
     format: Format | None = None
-    nested_offset: Any = None
-    components: Mapping[str, str] = field(default_factory=dict)
     action: str = ""
     reason: str = ""
     bytes_before: int | None = None
@@ -168,18 +162,6 @@ class TensorRow:
     def inside(self, submodel: str) -> "TensorRow":
         """Puts the submodel of a diffusers pipeline before the names of tensor and file."""
         return replace(self, name=f"{submodel}/{self.name}", file=f"{submodel}/{self.file}")
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "TensorRow":
-        """Reads what `asdict` makes of a packed weight that was verified, after JSON."""
-        errors = {**content["errors"]}
-        del errors["relative_error"]
-        parts = {
-            "shape": tuple(content["shape"]),
-            "format": Format(**content["format"]),
-            "errors": Errors(**errors),
-        }
-        return cls(**{**content, **parts})
 
 
 @dataclass(frozen=True, kw_only=True)

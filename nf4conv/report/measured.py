@@ -7,7 +7,7 @@ first.
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -16,55 +16,43 @@ from nf4conv.check.relation import Relation
 from nf4conv.check.structure import Finding, Structure
 from nf4conv.options import VerifyOptions
 from nf4conv.plan.rows import Errors, TensorRow, distance
-from nf4conv.report.results import CheckResult, ComparedTensors, VerifyReport
+from nf4conv.report.inspected import tensor_row, weight_row
+from nf4conv.report.results import VerifyReport
 from nf4conv.report.tolerance import FOREIGN_ERROR, tolerance_of
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.tensors import TensorInfo
 
 CHECKS: Final = {
-    # what is found in the headers and small tensors of the checkpoint itself
-    "files": ("every weight file is a whole safetensors file, and no other lies beside them", ""),
-    "index": ("the index and the headers name the same tensors in the same files", ""),
-    "components": ("every packed weight has all its tensors, and none is left over", "made"),
-    "quant state": ("every quant state is what bitsandbytes reads", "weights"),
-    "layout": ("dtypes and shapes of the tensors of a weight agree", "weights"),
-    "one shard": ("the tensors of a weight are in one file", "weights"),
-    "code maps": ("the stored code values are those of the data type", "weights"),
-    "uniform": ("one data type and one nesting for the whole checkpoint", "weights"),
-    "experts": ("the experts of each layer are whole, and packed alike", "weights"),
-    "config": ("config.json describes what is stored", "made"),
-    "skip list": (
-        "every loader would make those modules 4-bit that are packed, and no others",
-        "weights",
-    ),
-    # what is found in the values, most of it with the source beside the checkpoint
-    "scales": (
-        "every scale is finite and, if not searched, not negative; "
-        "with a source, it is that of the source",
-        "weights",
-    ),
-    "finite": ("no value of a tensor that is compared with nothing is NaN or infinite", "alone"),
-    "source": ("the source is the model that this was made from", "source"),
-    "names": ("the tensors are those of the source", "source"),
-    "model config": ("config.json describes the model of the source", "made source"),
-    "record": ("nf4conv.json says what is stored", "made record"),
-    "copied files": ("the files beside the weights are those of the source", "made source"),
-    "copies": ("tensors that are not packed equal the source's", "made source"),
-    "codes": ("every code is the nearest to its value in the source", "weights source"),
-    "bound": ("every value is within the format's worst-case error", "weights source"),
-    "calibrated": (
-        "the bytes of calibrated weights are those that nf4conv.json has the SHA-256 of",
-        "calibrated source",
-    ),
-    "tolerance": ("the relative error of every weight is within the tolerance", "weights source"),
-    "values": ("no value differs from the source's by more than --tolerance allows", "alike"),
-    "exact": (
-        "the bytes are those that quantizing the source gives, or that calibration recorded",
-        "weights source exact",
-    ),
+    # found in the headers and small tensors of the checkpoint itself
+    "files": "",
+    "index": "",
+    "components": "made",
+    "quant state": "weights",
+    "layout": "weights",
+    "one shard": "weights",
+    "code maps": "weights",
+    "uniform": "weights",
+    "experts": "weights",
+    "config": "made",
+    "skip list": "weights",
+    # found in the values, most of it with the source beside the checkpoint
+    "scales": "weights",
+    "finite": "alone",
+    "source": "source",
+    "names": "source",
+    "model config": "made source",
+    "record": "made record",
+    "copied files": "made source",
+    "copies": "made source",
+    "codes": "weights source",
+    "bound": "weights source",
+    "calibrated": "calibrated source",
+    "tolerance": "weights source",
+    "values": "alike",
+    "exact": "weights source exact",
 }
-"""The rule of each check, and the words for what it needs before it can run, which `_ran` explains.
-Reports list checks in this order.
+"""The words for what each check needs before it can run, which `_ran` explains. Reports list checks
+in this order; docs/verify.md says what each holds a checkpoint to.
 """
 
 
@@ -124,24 +112,12 @@ class WeightResult(_Pieces):
 
     def row(self, options: VerifyOptions) -> TensorRow:
         """Returns the row of a report that describes the weight."""
-        weight = self.weight
-        errors = None
-        codes = self.errors
-        if codes is not None and self.scales is not None:
-            differing = codes.differing + sum(self.scales.differing.values())
-            errors = replace(codes, differing=differing)
-        return TensorRow(
-            name=weight.values.name,
-            file=weight.values.file.name,
-            dtype=weight.format.dtype,
-            shape=weight.shape,
-            parameters=weight.elements,
-            bytes=weight.nbytes,
-            format=weight.format,
-            nested_offset=weight.nested_offset,
-            tolerance=tolerance_of(weight.format, options.tolerance),
-            errors=errors,
-        )
+        errors = self.errors
+        if errors is not None and self.scales is not None:
+            differing = errors.differing + sum(self.scales.differing.values())
+            errors = replace(errors, differing=differing)
+        tolerance = tolerance_of(self.weight.format, options.tolerance)
+        return replace(weight_row(self.weight), tolerance=tolerance, errors=errors)
 
     def faults(self, options: VerifyOptions) -> Iterator[tuple[str, str]]:
         """Yields the check that each fault of the values fails, and a text for the user."""
@@ -200,44 +176,26 @@ class TensorDifference(_Pieces):
     is_identical: bool | None = None
 
     @property
-    def relative_error(self) -> float:
-        """‖A - B‖ / ‖A‖; of complex numbers, of which only bytes are compared, 0 or infinite."""
-        errors = self.errors
-        if errors is not None:
-            return errors.relative_error
-        return math.inf if self.is_identical is False else 0.0
+    def errors(self) -> Errors:
+        """The errors of the whole. Of complex numbers only bytes are compared."""
+        if self.is_identical is False and not self._pieces:
+            return Errors(math.inf, 0.0, math.inf, self.b.elements)
+        return super().errors or Errors(0.0, 0.0, 0.0, 0)
 
     @property
     def text(self) -> str:
         """Says how the two differ; empty if all values are equal."""
         errors = self.errors
-        if errors is None:
-            return "the bytes differ" if self.is_identical is False else ""
         if not errors.differing:
             return ""
-        return (
-            f"{errors.differing:,} of {self.a.elements:,} values differ, relative error "
-            f"{errors.relative_error:.4g}, largest difference {errors.largest:.4g}"
-        )
+        text = f"{errors.differing:,} of {self.b.elements:,} values are not the source's"
+        if errors.squared_error:  # else only bits were compared
+            text += f", relative error {errors.relative_error:.4g}"
+        return f"{text}, largest difference {errors.largest:.4g}"
 
-    @property
-    def fault(self) -> str:
-        """Says how many values are not those that were to be copied; empty if all are."""
-        errors = self.errors
-        if errors is None or not errors.differing:
-            return ""
-        return f"{errors.differing:,} of {self.b.elements:,} values are not the source's"
-
-    def compared(self) -> ComparedTensors:
-        errors = self.errors
-        return ComparedTensors(
-            compared=1,
-            differing=1 if self.text else 0,
-            values=self.a.elements,
-            values_differing=0 if errors is None else errors.differing,
-            largest_difference=0.0 if errors is None else errors.largest,
-            largest_relative_error=self.relative_error,
-        )
+    def row(self) -> TensorRow:
+        """Returns the row of a report that describes the tensor."""
+        return replace(tensor_row(self.b), errors=self.errors)
 
 
 @dataclass(frozen=True)
@@ -278,34 +236,21 @@ def verification_report(
         _note_differences(structure, measured.copies, 0.0 if options.exact else options.tolerance)
     else:
         _note_faults(structure, measured, options, source)
-    parameters = sum(weight.elements for weight in structure.weights.values())
-    parameters += sum(tensor.elements for tensor in structure.plain.values())
     order = list(CHECKS)
     findings = tuple(sorted(structure.findings, key=lambda finding: order.index(finding.check)))
-    rows = tuple(result.row(options) for result in measured.weights.values())
-    tensors = None
-    if source is not None:
-        tensors = ComparedTensors.sum_up(result.compared() for result in measured.copies.values())
-        if relation is not Relation.NONE:  # bits are compared, and no errors measured
-            tensors = replace(tensors, largest_relative_error=None)
-    identical = None
-    if relation is Relation.QUANTIZED and source is not None:
-        identical = all(row.errors is not None and row.errors.differing == 0 for row in rows)
-        identical &= not any(finding.check == "calibrated" for finding in findings)
-    elif tensors is not None:
-        identical = tensors.differing == 0
+    weights = structure.weights.values()
+    others = structure.plain.values()
     return VerifyReport(
         path=path,
         source=source,
-        checks=_check_results(_ran(source, options, structure, relation), findings),
+        checks=_outcomes(_ran(source, options, structure, relation), findings),
         findings=findings,
         made=structure.record,
-        weights=rows,
-        tensors=tensors,
+        weights=tuple(result.row(options) for result in measured.weights.values()),
+        tensors=tuple(copy.row() for copy in measured.copies.values()),
         relation=str(relation),
-        sizes=_sizes(structure),
-        parameters=parameters,
-        identical=identical,
+        bytes=sum(one.nbytes for one in weights) + sum(one.nbytes for one in others),
+        parameters=sum(one.elements for one in weights) + sum(one.elements for one in others),
         options=replace(options, token=None, progress=None),
         device=measured.device,
         seconds=time.perf_counter() - started,
@@ -316,37 +261,10 @@ def _note_differences(
     structure: Structure, found: Mapping[str, TensorDifference], tolerance: float | None
 ) -> None:
     """Notes every tensor that differs, the one with the largest error first."""
-    for name in sorted(found, key=lambda name: -distance(found[name].relative_error)):
-        result = found[name]
+    for result in sorted(found.values(), key=lambda one: -distance(one.errors.relative_error)):
         if result.text:
-            is_fault = tolerance is not None and not result.relative_error <= tolerance
-            structure.note("values", result.b.file, name, result.text, is_fault=is_fault)
-
-
-def _ran(
-    source: str | None,
-    options: VerifyOptions,
-    structure: Structure,
-    relation: Relation,
-) -> set[str]:
-    """Returns the names of the checks that were made: those for which everything is there."""
-    is_made = relation is not Relation.NONE
-    weights = structure.weights.values()
-    there = {
-        "made": is_made,  # it says how it was made
-        "weights": relation is Relation.QUANTIZED,
-        "source": source is not None,
-        "alone": relation is Relation.DECODED and source is None,
-        "alike": not is_made,
-        "record": structure.record is not None,
-        "calibrated": any(weight.format.scales == "calibrated" for weight in weights),
-        "exact": options.exact,
-    }
-    ran = set()
-    for name, (_, needs) in CHECKS.items():
-        if all(there[need] for need in needs.split()):
-            ran.add(name)
-    return ran
+            is_fault = tolerance is not None and not result.errors.relative_error <= tolerance
+            structure.note("values", result.b.file, result.b.name, result.text, is_fault=is_fault)
 
 
 def _note_faults(
@@ -361,8 +279,8 @@ def _note_faults(
         for check, text in result.faults(options):
             structure.note(check, result.weight.values.file, result.weight.values.name, text)
     for copy in measured.copies.values():
-        if copy.fault:
-            structure.note("copies", copy.b.file, copy.b.name, copy.fault)
+        if copy.text:
+            structure.note("copies", copy.b.file, copy.b.name, copy.text)
     for name, count in measured.not_finite.items():
         if count:
             tensor = structure.tensors[name]
@@ -377,38 +295,36 @@ def _what_is_foreign(measured: Measured) -> str:
     far = sum(not error <= FOREIGN_ERROR for error in compared)
     if 2 * far > len(compared):
         return f"{far:,} of {len(compared):,} weights are far from those in it"
-    copies = [copy.compared() for copy in measured.copies.values()]
-    differing = sum(copy.values_differing for copy in copies)
-    values = sum(copy.values for copy in copies)
+    differing = sum(copy.errors.differing for copy in measured.copies.values())
+    values = sum(copy.b.elements for copy in measured.copies.values())
     if not measured.weights and 2 * differing > values:
         return f"{differing:,} of {values:,} values are others"
     return ""
 
 
-def _check_results(ran: set[str], findings: Iterable[Finding]) -> dict[str, CheckResult]:
-    """Returns the results of the checks that ran, and of any other that found a fault."""
+def _ran(
+    source: str | None, options: VerifyOptions, structure: Structure, relation: Relation
+) -> set[str]:
+    """Returns the names of the checks that were made: those for which everything is there."""
+    is_made = relation is not Relation.NONE
+    weights = structure.weights.values()
+    there = {
+        "made": is_made,  # it says how it was made
+        "weights": relation is Relation.QUANTIZED,
+        "source": source is not None,
+        "alone": relation is Relation.DECODED and source is None,
+        "alike": not is_made,
+        "record": structure.record is not None,
+        "calibrated": any(weight.format.scales == "calibrated" for weight in weights),
+        "exact": options.exact,
+    }
+    return {name for name, needs in CHECKS.items() if all(there[need] for need in needs.split())}
+
+
+def _outcomes(ran: Collection[str], findings: Iterable[Finding]) -> dict[str, bool]:
+    """Returns whether each check passed that ran, or that found a fault all the same."""
     failed = {finding.check for finding in findings if finding.is_fault}
-    results = {}
-    for name, (meaning, _) in CHECKS.items():
-        if name in ran or name in failed:
-            results[name] = CheckResult(meaning, name not in failed)
-    return results
-
-
-def _sizes(structure: Structure) -> dict[str, int]:
-    """Returns the bytes of a checkpoint by their use."""
-    codes = 0
-    scales = 0
-    tables = 0
-    for weight in structure.weights.values():
-        codes += weight.values.nbytes
-        for role, part in weight.parts:
-            if role in ("absmax", "nested_absmax"):
-                scales += part.nbytes
-            elif role != "values":
-                tables += part.nbytes
-    not_packed = sum(tensor.nbytes for tensor in structure.plain.values())
-    return {"codes": codes, "scales": scales, "tables": tables, "not_packed": not_packed}
+    return {name: name not in failed for name in CHECKS if name in ran or name in failed}
 
 
 def join_reports(
@@ -424,17 +340,13 @@ def join_reports(
     the files beside the submodels.
     """
     first = next(iter(reports.values()))
-    sizes = dict.fromkeys(first.sizes, 0)
     findings: list[Finding] = [*around]
     weights: list[TensorRow] = []
+    tensors: list[TensorRow] = []
     for submodel, report in reports.items():
-        for use, size in report.sizes.items():
-            sizes[use] += size
-        findings.extend(
-            replace(finding, file=f"{submodel}/{finding.file}") for finding in report.findings
-        )
-        weights.extend(row.inside(submodel) for row in report.weights)
-    tensors = [report.tensors for report in reports.values() if report.tensors is not None]
+        findings += [replace(one, file=f"{submodel}/{one.file}") for one in report.findings]
+        weights += [row.inside(submodel) for row in report.weights]
+        tensors += [row.inside(submodel) for row in report.tensors]
     relation = first.relation
     if weights:
         relation = "quantized"
@@ -445,13 +357,12 @@ def join_reports(
         first,
         path=path,
         source=source,
-        checks=_check_results(ran, findings),
+        checks=_outcomes(ran, findings),
         findings=tuple(findings),
         weights=tuple(weights),
-        tensors=ComparedTensors.sum_up(tensors) if tensors else None,
+        tensors=tuple(tensors),
         relation=relation,
-        sizes=sizes,
+        bytes=sum(report.bytes for report in reports.values()),
         parameters=sum(report.parameters for report in reports.values()),
-        identical=None if source is None else all(one.identical for one in reports.values()),
         seconds=time.perf_counter() - started,
     )

@@ -1,6 +1,5 @@
 """Writes a verification as one HTML page that needs no network, from page.html.jinja."""
 
-import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import cache
@@ -13,7 +12,7 @@ import jinja2
 
 from nf4conv.format.units import size
 from nf4conv.output.writer import write_result
-from nf4conv.plan.rows import KindRow, distance, kind_of
+from nf4conv.plan.rows import KindRow, TensorRow, distance, kind_of
 from nf4conv.report.results import VerifyReport, grouped, where
 from nf4conv.report.text.terminal import count_cell, error_cell, printable
 from nf4conv.sources.record import name_of
@@ -53,12 +52,11 @@ def page(report: VerifyReport, when: datetime | None = None) -> str:
         name=printable(folder_name(report.path)),
         source=report.source and printable(folder_name(report.source)),
         groups=grouped(report.findings),
-        kinds=list(_pictures(report, scale)),
+        kinds=_pictures(report, scale),
         scale=scale,
         rows=rows[:_MOST_ROWS],
         hidden=len(rows) > _MOST_ROWS,
         most_lines=_MOST_LINES,
-        command=_command(report),
         date=(when or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
         versions=f"nf4conv {__version__}, torch {version('torch')} and Python {python_version()}",
     )
@@ -78,45 +76,23 @@ def _template() -> jinja2.Template:
     return environment.from_string(text)
 
 
-def _pictures(
-    report: VerifyReport, scale: float
-) -> Iterator[tuple[KindRow, list[int], tuple[int, int] | None, int]]:
-    """Yields each kind of module with the places of its dots, of what is normal, and the limit."""
-    band = None
-    if report.normal:
-        low = min(low for _, low, _ in report.normal)
-        high = max(high for _, _, high in report.normal)
-        band = (_place(low, scale), _place(high, scale))
-    dots: dict[str, set[int]] = {}
-    limits: dict[str, float] = {}
+def _pictures(report: VerifyReport, scale: float) -> Iterator[tuple[KindRow, list[int], int]]:
+    """Yields each kind of module with the places of its weights' errors, and of the tolerance."""
+    rows: dict[str, list[TensorRow]] = {}
     for row in report.weights:
-        name = kind_of(row.name)
         if row.error is not None:
-            dots.setdefault(name, set()).add(_place(row.error, scale))
-            limits[name] = max(limits.get(name, 0.0), row.tolerance or 0.0)
+            rows.setdefault(kind_of(row.name), []).append(row)
     for kind in report.kinds:
-        found = sorted(dots.get(kind.kind, ()))[-_MOST_DOTS:]
-        yield kind, found, band, _place(limits.get(kind.kind, 0.0), scale)
+        found = rows.get(kind.kind, [])
+        dots = sorted({_place(row.error or 0.0, scale) for row in found})
+        limit = max((row.tolerance or 0.0 for row in found), default=0.0)
+        yield kind, dots[-_MOST_DOTS:], _place(limit, scale)
 
 
 def _place(error: float, scale: float) -> int:
     """Returns where an error stands in a picture; NaN and all beyond the scale at its end."""
     share = error / scale
     return round(_WIDTH * share) if share < 1 else _WIDTH - 4
-
-
-def _command(report: VerifyReport) -> str:
-    """Returns the command line that verifies the same, with names in place of paths."""
-    words = ["nf4conv", "verify", folder_name(report.path)]
-    if report.source is not None:
-        words += ["--source", folder_name(report.source)]
-    for adapter in report.options.lora:
-        words += ["--lora", folder_name(adapter)]
-    if report.options.tolerance is not None:
-        words += ["--tolerance", f"{report.options.tolerance:g}"]
-    if report.options.exact:
-        words.append("--exact")
-    return shlex.join(words)
 
 
 def folder_name(place: str) -> str:

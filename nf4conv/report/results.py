@@ -8,8 +8,15 @@ from typing import Any, ClassVar, Final
 from nf4conv.check.structure import Finding
 from nf4conv.format.layout import split_component
 from nf4conv.options import VerifyOptions
-from nf4conv.plan.rows import KindRow, PlanTotals, TensorRow, bits_per_parameter, kind_of, summed
-from nf4conv.report.tolerance import expected_errors
+from nf4conv.plan.rows import (
+    KindRow,
+    PlanTotals,
+    TensorRow,
+    bits_per_parameter,
+    distance,
+    kind_of,
+    summed,
+)
 
 _NUMBERS: Final = re.compile(r"\d[\d.,]*")
 
@@ -40,74 +47,38 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class VerificationSummary:
-    """Sums up what `quantize --verify` measured.
+    """Sums up what `quantize --verify` measured, as nf4conv.json keeps it.
 
     Attributes:
         packed: the number of weights that are packed.
         copied: the number of tensors that are kept.
-        largest_relative_error: the largest relative error of a weight.
-        median_relative_error: the median of the weights' relative errors.
-        bytes_differing: the number of bytes that differ from those that quantizing the source
-            gives.
-        weights: one row for each packed weight. Empty in a result that was complete before, because
-            its nf4conv.json keeps only the sums.
+        largest_relative_error: the largest relative error of a weight, to six digits: those do not
+            depend on how the work was divided.
     """
 
     packed: int
     copied: int
     largest_relative_error: float
-    median_relative_error: float
-    bytes_differing: int
-    weights: tuple[TensorRow, ...] = ()
 
     @classmethod
-    def of(cls, rows: Sequence[TensorRow], copies: int) -> "VerificationSummary":
-        """Sums up the rows of packed weights, beside which `copies` tensors were kept."""
-        import statistics  # it takes half as long as --help
-
-        found = [row.errors for row in rows if row.errors is not None]
-        errors = [one.relative_error for one in found]
-        median = statistics.median(errors) if errors else 0.0
+    def sum_up(cls, parts: Sequence["VerificationSummary"]) -> "VerificationSummary":
+        """Sums up shards, or submodels."""
         return cls(
-            packed=len(rows),
-            copied=copies,
-            largest_relative_error=max(errors, default=0.0),
-            median_relative_error=median,
-            bytes_differing=sum(one.differing for one in found),
-            weights=tuple(rows),
+            packed=sum(part.packed for part in parts),
+            copied=sum(part.copied for part in parts),
+            largest_relative_error=max((one.largest_relative_error for one in parts), default=0.0),
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Mapping[str, Any]]) -> "VerificationSummary":
-        """Sums up the summaries of several shards, given the `asdict` of each, read from JSON."""
-        rows = [TensorRow.from_json(row) for part in parts for row in part["weights"]]
-        rows.sort(key=lambda row: row.name)
-        return cls.of(rows, sum(part["copied"] for part in parts))
-
-    def to_record(self) -> dict[str, int | float]:
-        """Returns the figures as nf4conv.json keeps them.
-
-        They are rounded to the digits that do not depend on how the work was divided.
-        """
-        return {
-            "packed": self.packed,
-            "copied": self.copied,
-            "largest_relative_error": round(self.largest_relative_error, 6),
-            "median_relative_error": round(self.median_relative_error, 6),
-            "bytes_differing": self.bytes_differing,
-        }
-
-    @classmethod
     def from_record(cls, record: Any) -> "VerificationSummary | None":
-        """Reads what `to_record` gave to nf4conv.json; None if the file holds something else."""
-        if not isinstance(record, dict):
+        """Reads what a record keeps; None if it holds something else."""
+        names = [one.name for one in fields(cls)]
+        if not isinstance(record, dict) or not record.keys() >= {*names}:
             return None
-        if record.keys() != {one.name for one in fields(cls)} - {"weights"}:
+        figures = [record[name] for name in names]
+        if any(type(figure) not in (int, float) for figure in figures):  # a bool is no figure
             return None
-        for figure in record.values():
-            if type(figure) not in (int, float):  # a bool is an int, but no figure
-                return None
-        return cls(**record)
+        return cls(*figures)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,19 +139,6 @@ class RunReport:
     pushed: str | None = None
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """Describes a check that ran.
-
-    Attributes:
-        meaning: what the check holds the checkpoint to.
-        passed: True if the check found no fault.
-    """
-
-    meaning: str
-    passed: bool
-
-
 def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Groups findings that differ only in the layer or expert, and in numbers; faults first."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
@@ -199,48 +157,6 @@ def where(finding: Finding) -> str:
 
 
 @dataclass(frozen=True)
-class ComparedTensors:
-    """Sums up the tensors that are not packed, compared bit for bit with those of the source.
-
-    Those of a decoded checkpoint are compared with what the source decodes to.
-
-    Attributes:
-        compared: the number of tensors.
-        differing: the number of those that are not equal.
-        values: the number of values in all of them.
-        values_differing: the number of values that are not equal.
-        largest_difference: the largest |difference| of a float. Infinite where one of the two is
-            NaN or infinite, and the other is not.
-        largest_relative_error: the largest ‖A - B‖ / ‖A‖ of a tensor, where nothing says how the
-            checkpoint was made from the source; otherwise None.
-    """
-
-    compared: int
-    differing: int
-    values: int
-    values_differing: int
-    largest_difference: float
-    largest_relative_error: float | None = None
-
-    @classmethod
-    def sum_up(cls, parts: Iterable["ComparedTensors"]) -> "ComparedTensors":
-        """Sums up tensors, or submodels."""
-        total = cls(0, 0, 0, 0, 0.0)
-        for part in parts:
-            errors = (total.largest_relative_error, part.largest_relative_error)
-            known = [error for error in errors if error is not None]
-            total = cls(
-                compared=total.compared + part.compared,
-                differing=total.differing + part.differing,
-                values=total.values + part.values,
-                values_differing=total.values_differing + part.values_differing,
-                largest_difference=max(total.largest_difference, part.largest_difference),
-                largest_relative_error=max(known, default=None),
-            )
-        return total
-
-
-@dataclass(frozen=True)
 class VerifyReport:
     """Describes what verification found.
 
@@ -248,18 +164,17 @@ class VerifyReport:
         path: the checkpoint that was verified.
         source: the checkpoint that it was compared with. None if it was compared with nothing.
         passed: True if no finding is a fault, and something says which differences are allowed.
-        checks: the checks that ran, by name.
+        checks: the checks that ran, by the names in docs/verify.md: True if one found no fault.
         findings: everything that is wrong or worth knowing. `is_fault` marks what is wrong.
         made: the record that the checkpoint's nf4conv.json holds: command, version, options,
             weights and source. None if it has no such file.
         weights: one row for each packed weight.
         kinds: the same rows, summed over the weights of one kind of module.
-        tensors: the tensors that are not packed, as they compare with the source. None without a
-            source.
+        tensors: one row for each tensor that is not packed and was compared with the source, or
+            with what the source decodes to.
         relation: how the checkpoint says that it was made from the source: "quantized", "decoded",
             or "none" if nothing says it.
-        sizes: bytes by use: "codes", "scales", "tables" (code maps and quant states) and
-            "not_packed".
+        bytes: the size of all tensors.
         parameters: the number of elements of all tensors.
         bits_per_parameter: bits per parameter of the whole checkpoint.
         identical: True if every compared byte of packed weights is the one that quantizing the
@@ -275,47 +190,36 @@ class VerifyReport:
     path: str
     source: str | None
     passed: bool = field(init=False)
-    checks: Mapping[str, CheckResult]
+    checks: Mapping[str, bool]
     findings: tuple[Finding, ...]
     made: Mapping[str, Any] | None
     weights: tuple[TensorRow, ...]
     kinds: tuple[KindRow, ...] = field(init=False)
-    tensors: ComparedTensors | None
+    tensors: tuple[TensorRow, ...]
     relation: str
-    sizes: Mapping[str, int]
+    bytes: int
     parameters: int
     bits_per_parameter: float = field(init=False)
-    identical: bool | None
+    identical: bool | None = field(init=False)
     options: VerifyOptions
     device: str
     seconds: float
 
     def __post_init__(self) -> None:
         is_faulty = any(finding.is_fault for finding in self.findings)
-        bits = bits_per_parameter(sum(self.sizes.values()), self.parameters)
-        object.__setattr__(self, "passed", self.is_judged and not is_faulty)
-        object.__setattr__(self, "kinds", summed(self.weights))
-        object.__setattr__(self, "bits_per_parameter", bits)
-
-    @property
-    def normal(self) -> list[tuple[str, float, float]]:
-        """The relative errors that trained weights usually have, for each format compared.
-
-        Each entry is the format, such as "nf4/64", and the smallest and largest usual error.
-        """
-        scales_found: dict[tuple[str, int], set[str]] = {}
-        for row in self.weights:
-            if row.errors is not None and row.format is not None:
-                form = (row.format.quant_type, row.format.blocksize)
-                scales_found.setdefault(form, set()).add(row.format.scales)
-        usual = []
-        for quant_type, blocksize in sorted(scales_found):
-            found = scales_found[quant_type, blocksize]
-            errors = [expected_errors(scales, quant_type, blocksize) for scales in found]
-            smallest = min(error.normal for error in errors)
-            largest = max(error.heavy for error in errors)
-            usual.append((f"{quant_type}/{blocksize}", smallest, largest))
-        return usual
+        identical = None
+        if self.source is not None:
+            rows = self.weights if self.relation == "quantized" else self.tensors
+            identical = all(row.errors is not None and not row.errors.differing for row in rows)
+            identical &= not any(finding.check == "calibrated" for finding in self.findings)
+        computed = {
+            "passed": self.is_judged and not is_faulty,
+            "kinds": summed(self.weights),
+            "bits_per_parameter": bits_per_parameter(self.bytes, self.parameters),
+            "identical": identical,
+        }
+        for name, value in computed.items():
+            object.__setattr__(self, name, value)
 
     @property
     def is_judged(self) -> bool:
@@ -335,13 +239,17 @@ class VerifyReport:
         """The result in one line. Where nothing was compared, it is not called passed."""
         if any(finding.check == "source" for finding in self.findings):
             return "FAILED: the source is not what this was made from"
-        what, found = self._found()
+        what = "a decoded checkpoint" if self.relation == "decoded" else "a checkpoint"
+        found = self._difference()
+        if self.relation == "quantized":
+            what = f"{len(self.weights):,} packed weights"
+            found = self._largest_error()
         faults = sum(1 for finding in self.findings if finding.is_fault)
         if faults:
             noun = "fault" if faults == 1 else "faults"
             return f"FAILED: {faults:,} {noun} in {what}, {found}"
         if self.source is None:
-            return f"sound: {what}, not compared with a source"
+            return f"sound: {what}, {found}"
         if self.relation != "none":
             return f"passed: {what}, {found}"
         if self.is_judged:
@@ -351,42 +259,33 @@ class VerifyReport:
             f"--tolerance says what you accept"
         )
 
-    def _found(self) -> tuple[str, str]:
-        """Returns what was verified, and how it compares with the source."""
-        if self.relation != "quantized":
-            what = "a decoded checkpoint" if self.relation == "decoded" else "a checkpoint"
-            return what, self._tensors_found()
-        weights = f"{len(self.weights):,} packed weights"
+    def _largest_error(self) -> str:
+        """Says how packed weights compare with the source."""
         errors = [row.error for row in self.weights if row.error is not None]
         if not errors:
-            return weights, "not compared with a source"
+            return "not compared with a source"
         found = f"largest relative error {max(errors):.4f}"
         if self.passed and self.identical:
-            calibrated = sum(row.is_calibrated and (row.error or 0) > 0 for row in self.weights)
-            if not calibrated:
-                found += ", byte for byte what quantizing the source gives"
-            elif calibrated == len(self.weights):
-                found += ", byte for byte what calibration recorded"
-            else:
-                found += (
-                    f", byte for byte what calibration recorded of {calibrated:,} weights and what "
-                    f"quantizing the source gives of the others"
-                )
-        return weights, found
+            recorded = any(row.is_calibrated and row.error for row in self.weights)
+            gives = "calibration recorded" if recorded else "quantizing the source gives"
+            found += f", byte for byte what {gives}"
+        return found
 
-    def _tensors_found(self) -> str:
-        tensors = self.tensors
-        if tensors is None:
+    def _difference(self) -> str:
+        """Says how tensors that are not packed compare with the source."""
+        if self.source is None:
             return "not compared with a source"
-        compared = f"{tensors.compared:,} tensors"
-        if not tensors.differing:
-            if self.relation == "decoded":
-                return f"{compared} bit for bit what decoding the source gives"
-            return f"all values of {compared} equal those of the source"
-        found = f"{tensors.differing:,} of {compared} differ"
-        if tensors.largest_relative_error is not None:
-            found += f", largest relative error {tensors.largest_relative_error:.4g}"
-        return f"{found}, largest difference {tensors.largest_difference:.4g}"
+        compared = f"{len(self.tensors):,} tensors"
+        unlike = [row.errors for row in self.tensors if row.errors and row.errors.differing]
+        if unlike:
+            found = f"{len(unlike):,} of {compared} differ"
+            if self.relation == "none":
+                worst = max((errors.relative_error for errors in unlike), key=distance)
+                found += f", largest relative error {worst:.4g}"
+            return f"{found}, largest difference {max(one.largest for one in unlike):.4g}"
+        if self.relation == "decoded":
+            return f"{compared} bit for bit what decoding the source gives"
+        return f"all values of {compared} equal those of the source"
 
 
 @dataclass(frozen=True)
@@ -400,14 +299,13 @@ class Inspection:
         model_type: `model_type` of the config. None if there is none.
         made: the record that the checkpoint's nf4conv.json holds: command, version, options,
             weights and source. None if it has no such file.
-        notes: a line for each kind of module whose tensors are not all stored alike.
         tensors: one row for each tensor. All components of a packed weight share one row.
         kinds: the same rows, summed over the tensors of one kind of module.
         totals: the sums over the whole checkpoint.
         findings: what is wrong with a 4-bit checkpoint, as far as headers, quant states and config
             tell.
-        experts: how the experts of a 4-bit checkpoint are stored, and what loads them. Empty if it
-            has none, or if nothing is in 4 bits.
+        experts: how experts in 4 bits are stored, and what loads them. Empty if there is
+            nothing to say.
     """
 
     command: ClassVar[str] = "inspect"
@@ -417,7 +315,6 @@ class Inspection:
     config: Mapping[str, Any] | None
     model_type: str | None
     made: Mapping[str, Any] | None
-    notes: tuple[str, ...]
     tensors: tuple[TensorRow, ...]
     kinds: tuple[KindRow, ...]
     totals: KindRow
@@ -483,25 +380,10 @@ class Environment:
     """Describes the machine and its software, for a bug report.
 
     Attributes:
-        python: the version of Python.
-        platform: the operating system, its release and the processor.
-        packages: the version of each package, by name. None for one that is not installed.
-        cores: the number of CPU cores that this process may use.
-        gpus: name, compute capability and memory of each GPU that torch finds.
-        engine: what computes with --device auto, where, and why.
-        folders: the folders of compiled kernels and of downloads, by what they hold.
-        lacking: what the operating system lacks, and what that means here, a sentence for each.
-        experts: whether transformers loads 4-bit experts here, and which release, or why not.
+        values: what was found, by what it is about: "python", the name of a package, "GPUs",
+            "--device auto", and others.
     """
 
     command: ClassVar[str] = "env"
 
-    python: str
-    platform: str
-    packages: Mapping[str, str | None]
-    cores: int
-    gpus: tuple[str, ...]
-    engine: str
-    folders: Mapping[str, str]
-    lacking: tuple[str, ...] = ()
-    experts: str = ""
+    values: Mapping[str, str]

@@ -128,15 +128,16 @@ class AuditOfWritten:
         """Yields what is wrong: what is damaged, then weights, the largest error first."""
         for name in sorted(self._damaged):
             yield f"{name}: {_DAMAGED}"
-        for result in sorted(self._weights.values(), key=_by_error):
+        for result in sorted(self._weights.values(), key=_error, reverse=True):
             for _, text in result.faults(self._options):
                 yield f"{result.weight.values.name}: {text}"
 
     def summary(self) -> VerificationSummary:
-        rows = [self._weights[name].row(self._options) for name in sorted(self._weights)]
-        return VerificationSummary.of(rows, len(self._copies))
+        largest = max((_error(result) for result in self._weights.values()), default=0.0)
+        return VerificationSummary(len(self._weights), len(self._copies), round(largest, 6))
 
 
-def _by_error(result: WeightResult) -> float:
+def _error(result: WeightResult) -> float:
+    """Returns the relative error of a weight by which errors sort; no finite one if it is NaN."""
     errors = result.errors
-    return -distance(None if errors is None else errors.relative_error)
+    return 0.0 if errors is None else distance(errors.relative_error)

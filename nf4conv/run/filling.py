@@ -148,7 +148,7 @@ class Filling:
             card=card(folder.size, verification),
             record=plan.record,
             config=plan.config_bytes,
-            verified=None if verification is None else verification.to_record(),
+            verified=None if verification is None else asdict(verification),
         )
 
     def _tasks(self, writers: ExitStack, reader: Reader) -> Iterator[Task]:

@@ -5,7 +5,7 @@ Whoever finds all shards there does it: the part that made the last one, or the 
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -48,7 +48,7 @@ def _finish(folder: SharedFolder, plan: Mapping[str, Any], *, reread: bool) -> i
         card=_card(last, folder.size, verification),
         record=last[MAKING],
         config=None if config is None else config.encode(),
-        verified=None if verification is None else verification.to_record(),
+        verified=None if verification is None else asdict(verification),
     )
     return 0
 
@@ -77,16 +77,18 @@ def _card(last: Mapping[str, Any], size: int, verified: VerificationSummary | No
 
 
 def verification_of(folder: OutputFolder) -> VerificationSummary:
-    """Joins the summaries of the audits of all finished shards."""
-    found = [file.verified for file in folder.finished.values() if file.verified is not None]
-    try:
-        return VerificationSummary.joined(found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise OutputError(
-            f"{folder.out}: what verification noted of its files is damaged; run again with "
-            f"--overwrite, or all parts again in another folder",
-            path=folder.out,
-        ) from error
+    """Sums up the audits of all finished shards."""
+    parts = []
+    for file in folder.finished.values():
+        part = VerificationSummary.from_record(file.verified)
+        if part is None:
+            raise OutputError(
+                f"{folder.out}: what verification noted of its files is damaged; run again with "
+                f"--overwrite, or all parts again in another folder",
+                path=folder.out,
+            )
+        parts.append(part)
+    return VerificationSummary.sum_up(parts)
 
 
 def finish_without_source(

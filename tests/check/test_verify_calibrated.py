@@ -76,7 +76,7 @@ def test_weights_far_from_their_source_are_right(model: Path, out: Path, exact: 
     report = nf4conv.verify(out, source=model, exact=exact)
     assert report.passed
     assert report.identical
-    assert report.checks["calibrated"].passed
+    assert report.checks["calibrated"]
     assert 0.332 < max(row.error for row in report.weights) < 0.8
     assert "byte for byte what calibration recorded" in report.verdict
     assert "quantizing" not in report.verdict

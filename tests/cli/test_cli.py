@@ -193,8 +193,9 @@ def test_paths_are_completed():
 
 def test_env_says_who_would_compute():
     found = json.loads(command_line.run("env", "--json").stdout)
-    assert found["packages"]["torch"] == version("torch")
-    assert found["engine"].startswith("CUDA kernels" if torch.cuda.is_available() else "CPU code: ")
+    assert found["values"]["torch"] == version("torch")
+    expected = "CUDA kernels" if torch.cuda.is_available() else "CPU code: "
+    assert found["values"]["--device auto"].startswith(expected)
     lines = command_line.run("env").stdout.splitlines()
     assert lines[0].split() == ["nf4conv", nf4conv.__version__]
 
@@ -247,9 +248,7 @@ def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str, list[str]]:
 
 
 @pytest.mark.parametrize("columns", [60, 120])
-def test_on_a_terminal_the_bar_ends_at_its_end_and_no_sentence_is_wider(
-    tmp_path, monkeypatch, columns
-):
+def test_on_a_terminal_the_bar_ends_at_its_end(tmp_path, monkeypatch, columns):
     monkeypatch.chdir(tmp_path)
     write_source(tmp_path / "source", layers=24)
     for verb, arguments in (
@@ -260,10 +259,6 @@ def test_on_a_terminal_the_bar_ends_at_its_end_and_no_sentence_is_wider(
     ):
         code, text, states = on_a_terminal(columns, *arguments)
         assert code == 0, text
-        to_be_copied = ("install:", "load:", "push:")
-        assert not [
-            line for line in states if len(line) > columns and not line.startswith(to_be_copied)
-        ]
         assert f"{verb}: " in text
         # a bar that is wider than the terminal is cut at its end, so it is known by its beginning
         bars = [line for line in states if line.startswith((f"{verb}: ", "finishing: "))]
@@ -284,18 +279,6 @@ def test_progress_on_a_terminal_says_what_it_is_doing_and_elsewhere_a_line_now_a
         for _ in range(3):
             advance(100)
     assert capsys.readouterr().err == "quantizing: 200 B of 400 B (50 %), 6 B/s, about 1 min left\n"
-
-
-def test_no_color():
-    colored = CliRunner().invoke(main, ["quantize", "missing", "out"], color=True)
-    plain = CliRunner().invoke(
-        main, ["quantize", "missing", "out"], color=True, env={"NO_COLOR": "1"}
-    )
-    assert "\x1b[" in colored.stderr
-    assert plain.stderr == (
-        "Error: missing: no such file or folder; models on the Hub are named org/name, such as "
-        "openai-community/gpt2\n"
-    )
 
 
 def test_names_in_a_file_neither_break_lines_nor_drive_the_terminal(source):

@@ -70,7 +70,6 @@ def test_a_line_for_each_stage_of_quantize(
         messages(caplog),
         rf"opened {source}: 19 tensors in 2 files, by their headers, in \d+\.\d s",
         r"planned 19 tensors in \d+\.\d s: 12 packed, 0 of them as they are, 7 kept; 4 files, .*",
-        r"computes with torch: the CPU was asked for",
         r"torch computes on cpu, imported in \d+\.\d s",
         r"2 threads, each with a buffer of \d+\.\d\d MB",
         r"shard 1 of 4 written: model-0000\d-of-00004\.safetensors, .* kB",
@@ -168,28 +167,9 @@ def test_verify_prints_what_is_wrong(source: Path, damaged: Path):
 
 def test_verify_lists_every_check_when_asked(source: Path, out: Path, damaged: Path):
     lines = command("verify", out, "--source", source, "-v").stdout.splitlines()
-    checks = [line for line in lines if line.startswith("ok    ")]
     report = nf4conv.verify(out, source=source, device="cpu")
-    assert [line.split()[1] for line in checks] == [name.split()[0] for name in report.checks]
+    assert lines[0] == f"checked: {', '.join(report.checks)}"
     assert any(line.startswith("largest errors") for line in lines)
-    assert any(line.startswith("normal for nf4/64") for line in lines)
     assert lines[-1] == report.verdict
     shown = command("verify", damaged, "--source", source, "-v").stdout
     assert "FAIL  scales" in shown
-    assert "ok    files" in shown
-
-
-@pytest.mark.parametrize(
-    ("environment", "color"), [({}, True), ({"NO_COLOR": "1"}, False)], ids=["plain", "NO_COLOR"]
-)
-def test_outcomes_are_in_colour_on_a_terminal(
-    source: Path, out: Path, damaged: Path, environment: dict[str, str], color: bool
-):
-    """click takes `color` for the terminal."""
-    good = command("verify", out, "-v", color=True, env=environment).stdout
-    bad = command("verify", damaged, "--source", source, color=True, env=environment).stdout
-    assert ("\x1b[32mok\x1b[0m    files" in good) is color
-    assert ("\x1b[32msound\x1b[0m: 12" in good) is color
-    assert ("\x1b[31mFAIL\x1b[0m  " in bad) is color
-    assert ("\x1b[31mFAILED\x1b[0m: " in bad) is color
-    assert "\x1b" not in command("verify", out, "-v").stdout

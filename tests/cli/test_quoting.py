@@ -9,9 +9,8 @@ from checkpoints import write_source
 from command_line import run
 
 import nf4conv
-from nf4conv.errors import OutputError, SourceError
+from nf4conv.errors import OutputError
 from nf4conv.report.card import code
-from nf4conv.sources.adapters.adapter import open_adapter
 
 RUN = {"device": "cpu", "workers": 1}
 
@@ -35,12 +34,6 @@ def test_the_advice_to_verify(source: Path, tmp_path: Path):
         nf4conv.quantize(source, out, **RUN, verify=True)
     command = str(refused.value).split("`")[1]
     assert shlex.split(command) == ["nf4conv", "verify", str(out), "--source", "SRC"]
-
-
-@pytest.mark.parametrize("place", ["", "  "])
-def test_an_empty_adapter_is_refused(place: str):
-    with pytest.raises(SourceError, match="--lora: empty"):
-        open_adapter(place)
 
 
 @pytest.mark.parametrize(

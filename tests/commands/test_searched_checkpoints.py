@@ -30,7 +30,7 @@ from nf4conv.codec import cpu, reference
 from nf4conv.codec.ops import dequantize_4bit
 from nf4conv.codec.quant_state import Decoding, QuantState
 from nf4conv.format.codebook import BLOCKSIZES
-from nf4conv.report.tolerance import RELATIVE_ERRORS
+from nf4conv.report.tolerance import TOLERANCES
 
 CPU = {"device": "cpu", "workers": 2}
 SEARCH = {"scales": "search"}
@@ -178,9 +178,7 @@ def test_verify_finds_a_scale_of_the_wrong_sign(source, plain, tmp_path):
 def test_quantize_with_verify_holds_them_to_the_search(source, tmp_path):
     report = nf4conv.quantize(source, tmp_path / "out", **SEARCH, **CPU, verify=True)
     assert report.verification is not None
-    assert report.verification.largest_relative_error < 0.09
-    (_, least, most), *_ = nf4conv.verify(tmp_path / "out", source=source, **CPU).normal
-    assert least < report.verification.largest_relative_error < most
+    assert 0.083 < report.verification.largest_relative_error < 0.09
 
 
 def error_of_searched(weight: torch.Tensor, quant_type: str, blocksize: int) -> float:
@@ -203,12 +201,8 @@ def test_the_default_tolerance_is_what_heavy_tails_give(quant_type, blocksize):
         2 * torch.sign(p - 0.5) * (quantile - 1).clamp(min=0).sqrt()
     ).float()  # Student's t, 4 degrees
     weight = weight[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
-    normal, _, tolerance = RELATIVE_ERRORS["search", quant_type][blocksize]
+    tolerance = TOLERANCES["search", quant_type][BLOCKSIZES.index(blocksize)]
     assert tolerance - 0.003 < error_of_searched(weight, quant_type, blocksize) <= tolerance
-    light = torch.special.ndtri(p)[
-        torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    ].float()
-    assert error_of_searched(light, quant_type, blocksize) == pytest.approx(normal, abs=0.001)
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

@@ -106,9 +106,7 @@ def test_it_shows_every_weight_and_no_path_of_this_machine(reports: dict[str, Ve
     text = parsed(content).text
     for row in report.weights:
         assert row.name in text
-    for name, check in report.checks.items():
-        assert f"{name}, {check.meaning}" in text
-    assert "Trained weights in nf4/64 usually have 0.092 to 0.099." in text
+    assert f"Checked: {', '.join(report.checks)}" in text
     assert "out, verified against source" in text
     assert str(Path(report.path).parent) not in content
 
@@ -141,22 +139,11 @@ def test_a_person_gets_one_screen(reports: dict[str, VerifyReport]):
     assert "… and 321 more; --json lists them all" in lines
 
 
-def test_it_says_when_and_by_which_command_and_versions(reports: dict[str, VerifyReport]):
+def test_it_says_when_and_by_which_versions(reports: dict[str, VerifyReport]):
     when = datetime(2026, 11, 22, 22, 41, tzinfo=UTC)
     text = parsed(page(reports["passed"], when)).text
-    assert "Made 2026-11-22 22:41 UTC by nf4conv verify out --source source with" in text
-    assert f"torch {version('torch')} and Python {platform.python_version()}" in text
-    strict = dataclasses.replace(
-        reports["passed"].options,
-        source="source",
-        exact=True,
-        tolerance=0.1,
-        lora=("/home/me/my adapter",),
-    )
-    content = page(dataclasses.replace(reports["passed"], options=strict))
-    command = "nf4conv verify out --source source --lora 'my adapter' --tolerance 0.1 --exact"
-    assert command in parsed(content).text
-    assert "/home/me" not in content
+    versions = f"torch {version('torch')} and Python {platform.python_version()}"
+    assert f"Verified 2026-11-22 22:41 UTC with nf4conv {nf4conv.__version__}, {versions}" in text
 
 
 def test_names_cannot_break_the_page(reports: dict[str, VerifyReport]):

@@ -9,7 +9,7 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -286,8 +286,7 @@ def test_verification_of_what_was_decoded(
         without_torch(patch)
         report = nf4conv.verify(out, source=source, exact=True, **BARE)
     assert report.passed
-    assert report.tensors is not None
-    assert report.tensors.compared == 4
+    assert len(report.tensors) == 4
     assert len(gpu) == 1
     tensors = load_file(out / "model.safetensors")
     damaged = "model.layers.0.self_attn.o_proj.weight"
@@ -300,7 +299,7 @@ def test_verification_of_what_was_decoded(
     assert [finding.tensor for finding in found.findings] == [damaged]
     assert found.findings == expected.findings
     assert found.tensors == expected.tensors
-    assert found.tensors.values_differing == 3
+    assert sum(row.errors.differing for row in found.tensors) == 3
 
 
 def test_a_group_index_that_was_never_set(tmp_path: Path):
@@ -498,7 +497,6 @@ def test_torch_takes_all_where_one_tensor_takes_it(
         in_family(source, "GPT2LMHeadModel", "gpt2")
     report = nf4conv.quantize(source, tmp_path / "out", **options, **MIXED, verify=True)
     assert report.totals.packed
-    assert report.verification.bytes_differing == 0
     assert not gpu
 
 
@@ -598,10 +596,8 @@ def test_what_is_right_is_proved(
     other = by_torch(nf4conv.verify, tmp_path / "out", source=source, exact=True)
     same_figures(found, other)
     assert written.verification is not None
-    for row, expected in zip(
-        written.verification.weights, sorted(other.weights, key=lambda row: row.name), strict=True
-    ):
-        same_row(row, replace(expected, bytes=row.bytes, file=row.file))
+    largest = max(row.error or 0.0 for row in other.weights)
+    assert written.verification.largest_relative_error == pytest.approx(largest, abs=1e-6)
 
 
 DOWN = "model.layers.0.mlp.down_proj.weight"

@@ -227,10 +227,10 @@ def in_16_bits(tensors: dict[str, torch.Tensor]) -> None:
 def test_verify_names_experts_that_loaders_cannot_join(mixtures, tmp_path, change, tensor, text):
     pack_one_by_one("qwen3_moe", mixtures["qwen3_moe"], tmp_path / "nf4")
     good = nf4conv.verify(tmp_path / "nf4", **CPU)
-    assert good.checks["experts"].passed
+    assert good.checks["experts"]
     edit(tmp_path / "nf4", change)
     report = nf4conv.verify(tmp_path / "nf4", **CPU)
-    assert not report.checks["experts"].passed
+    assert not report.checks["experts"]
     found = [finding for finding in report.findings if finding.check == "experts"]
     assert any(tensor in finding.tensor and re.search(text, finding.text) for finding in found), (
         found
@@ -240,7 +240,7 @@ def test_verify_names_experts_that_loaders_cannot_join(mixtures, tmp_path, chang
 
 def test_a_stack_of_another_number_of_experts(mixtures, tmp_path):
     pack_stacked(mixtures["gpt_oss"], tmp_path / "nf4")
-    assert nf4conv.verify(tmp_path / "nf4", **CPU).checks["experts"].passed
+    assert nf4conv.verify(tmp_path / "nf4", **CPU).checks["experts"]
     stack = "model.layers.0.mlp.experts.down_proj"
 
     def with_another_expert(tensors: dict[str, torch.Tensor]) -> None:
@@ -271,33 +271,10 @@ def test_verify_names_the_expert_whose_codes_are_damaged(mixtures, tmp_path, fam
 # --- what is told --------------------------------------------------------------------------------
 
 
-def as_transformers_4(source: Path, folder: Path) -> None:
-    pack_one_by_one("qwen3_moe", source, folder)
-
-    def with_packed_routers(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
-            encode(tensors, name, tensors.pop(name))
-
-    edit(folder, with_packed_routers)
-
-
-def dynamic(source: Path, folder: Path) -> None:
-    options = {"moe": "packed", "exclude": ("*layers.1.mlp.experts*",)}
-    nf4conv.quantize(source, folder, **options, **CPU)
-
-
 LAYOUTS: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {
     "packed": ("qwen3_moe", partial(pack_one_by_one, "qwen3_moe"), "one by one, .* vLLM's"),
     "packed, of a stack": ("gpt_oss", partial(pack_one_by_one, "gpt_oss"), "for this family"),
     "stacked": ("gpt_oss", pack_stacked, "as the stacks that they are, .* Unsloth read$"),
-    "Unsloth's gpt-oss": ("gpt_oss", pack_as_unsloth_does_gpt_oss, "names that Unsloth gives"),
-    "transformers 4": ("qwen3_moe", as_transformers_4, "as transformers 4 saves them"),
-    "dynamic": ("qwen3_moe", dynamic, r"\d+ of \d+ weights of experts are in 16 bits .\"dynamic"),
-    "portable": (
-        "qwen3_moe",
-        lambda source, folder: nf4conv.quantize(source, folder, moe="portable", **CPU),
-        "^experts are in 16 bits, which loads everywhere$",
-    ),
     "no experts in 4 bits": ("qwen3_moe", shutil.copytree, "^$"),
 }
 
@@ -311,7 +288,7 @@ def test_inspect_says_which_layout_it_is_and_what_loads_it(mixtures, tmp_path, l
     assert json.loads(to_json(found))["experts"] == found.experts
     shown = "\n".join(inspection_lines(found, None))
     assert found.experts in shown
-    if layout not in ("portable", "no experts in 4 bits"):
+    if layout != "no experts in 4 bits":
         assert "transformers 5 with nf4conv installed" in found.experts
 
 
@@ -354,7 +331,7 @@ def test_a_layout_beside_its_source(mixtures, tmp_path, layout):
     report = nf4conv.verify(packed, source=source, **CPU)
     for name in (*ABOUT, *VALUES):
         faults = [finding.line() for finding in report.findings if finding.check == name]
-        assert report.checks[name].passed, faults
+        assert report.checks[name], faults
     assert {row.error is not None for row in report.weights} == {True}
 
 
@@ -363,8 +340,8 @@ def test_another_model_does_not_pass(mixtures, tmp_path, layout):
     family, make = PACKED[layout]
     make(make_mixture(family, tmp_path / "other", seed=1), tmp_path / "nf4")
     report = nf4conv.verify(tmp_path / "nf4", source=mixtures[family], **CPU)
-    assert report.checks["names"].passed
-    assert not report.checks["source"].passed
+    assert report.checks["names"]
+    assert not report.checks["source"]
     assert not compared(tmp_path / "nf4", mixtures[family], **CPU).within(0.12)
 
 

@@ -131,7 +131,8 @@ def test_the_core_gives_the_same_without_what_windows_lacks(tmp_path: Path, sour
 
     done = run_hidden(tmp_path, words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    lacking = json.loads(done.stdout[done.stdout.rindex("$ env") :].partition("\n")[2])["lacking"]
+    env = json.loads(done.stdout[done.stdout.rindex("$ env") :].partition("\n")[2])["values"]
+    lacking = env["platform lacks"].split("; ")
     assert [line.partition(":")[0] for line in lacking] == [
         "no positional reads and writes",
         "folders cannot be synced",
@@ -259,10 +260,10 @@ def test_words_for_every_signal_that_ends_a_command():
 
 
 def test_env_names_what_this_system_lacks():
-    found = nf4conv.environment()
-    assert found.lacking == machine.lacking()
+    found = nf4conv.environment().values["platform lacks"]
+    assert found == ("; ".join(machine.lacking()) or "nothing")
     if sys.platform == "linux":
-        assert found.lacking == ()
+        assert found == "nothing"
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Shows the results of all commands as lines of text."""
 
-import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -19,12 +18,12 @@ from nf4conv.report.results import (
     VerifyReport,
     grouped,
 )
-from nf4conv.report.text.terminal import count_cell, error_cell, printable, table
+from nf4conv.report.text.terminal import count_cell, error_cell, printable, shortened, table
 from nf4conv.sources.record import recorded_calibration, recorded_weights
-from nf4conv.version import __version__
 
 _MOST_LINES: Final = 16  # about what is wrong: with the verdict they fit on a screen
 _MOST_WEIGHTS: Final = 10  # rows of a table
+_LONGEST_NAME: Final = 24  # of a column
 
 _SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
 """Words for scales that are not absmax, as users read them."""
@@ -136,10 +135,8 @@ def inspection_lines(inspection: Inspection, width: int | None) -> Iterator[str]
         "bits": [f"{kind.bits_per_parameter:.2f}" for kind in kinds],
     }
     yield from table(columns, width)
-    if inspection.notes or inspection.findings:
+    if inspection.findings:
         yield ""
-    for note in inspection.notes:
-        yield f"Note: {printable(note)}"
     yield from _finding_lines(
         inspection.findings,
         lambda found: f"{'wrong' if found.is_fault else 'note'}: {found.line()}",
@@ -215,14 +212,10 @@ def verification_lines(
 ) -> Iterator[str]:
     """Yields what is wrong, and the verdict.
 
-    `every` adds all checks, the worst weights, the kinds of modules, and what errors are normal.
+    `every` adds the names of all checks, the worst weights and the kinds of modules.
     """
     if every:
-        for name, check in report.checks.items():
-            outcome = "ok  " if check.passed else "FAIL"
-            yield f"{outcome}  {name:12} {check.meaning}"
-        if report.findings:
-            yield ""
+        yield f"checked: {', '.join(report.checks)}"
     yield from _finding_lines(
         report.findings,
         lambda found: f"{'FAIL' if found.is_fault else 'note'}  {found.check:12} {found.line()}",
@@ -239,9 +232,6 @@ def verification_lines(
             "worst": [error_cell(kind.largest_relative_error) for kind in kinds],
         }
         yield from table(columns, width)
-        yield ""
-        for name, low, high in report.normal:
-            yield f"normal for {name} on trained weights: {low:g} to {high:g}"
     if report.made is not None and any(row.is_calibrated for row in report.weights):
         yield from _calibration_lines(report.made)
     yield report.verdict
@@ -287,71 +277,23 @@ def _worst_weights(rows: Sequence[TensorRow], width: int | None) -> Iterator[str
 
 
 def evaluation_lines(compared: Evaluations, width: int | None) -> Iterator[str]:
-    """Yields all figures of one form of a model; of several forms a table, and how it was made."""
-    all_forms = compared.evaluations
-    first = all_forms[0]
-    if len(all_forms) == 1:
-        for name, value in first.figures.items():
-            yield f"{name.replace('_', ' '):<20}{value:.5g}"
-        yield f"{'size':<20}{size(first.bytes)}"
-        yield from _evaluated(compared)
-        return
-    columns = {
-        "model": [printable(folder_name(one.out)) for one in all_forms],
-        "size": [size(one.bytes) for one in all_forms],
-    }
-    figures = [one.figures for one in all_forms]
-    if "kl" in first.figures:
-        columns |= {
-            "KL": [f"{one['kl']:.5f}" for one in figures],
-            "±": [
-                f"{one['kl_high'] - one['kl']:.2g}" if "kl_high" in one else "" for one in figures
-            ],
-            "of first": [_ratio(one["kl"], first.figures["kl"]) for one in figures],
-            "same token": [f"{one['agreement']:.2%}" for one in figures],
-            "perplexity": [f"{one['perplexity']:.5g}" for one in figures],
-        }
-    else:
-        distance = 1 - first.figures["cosine"]
-        columns |= {
-            "1 - cosine": [f"{1 - one['cosine']:.5f}" for one in figures],
-            "of first": [_ratio(1 - one["cosine"], distance) for one in figures],
-            "pooled": [f"{1 - one['cosine_pooled']:.5f}" for one in figures],
-            "least cosine": [f"{one['cosine_least']:.4f}" for one in figures],
-        }
+    """Yields a table of all figures with a column for each form of the model, and what was read."""
+    forms = compared.evaluations
+    figures = list(forms[0].figures)
+    names = [folder_name(one.out) for one in forms]
+    if len({*names}) < len(names):
+        names = [one.out for one in forms]
+    columns = {"": ["size", *(name.replace("_", " ") for name in figures)]}
+    for name, one in zip(names, forms, strict=True):
+        values = [f"{one.figures[figure]:.5g}" for figure in figures]
+        columns[shortened(printable(name), _LONGEST_NAME)] = [size(one.bytes), *values]
     yield from table(columns, width)
     yield ""
-    if "perplexity_source" in first.figures:
-        source = printable(folder_name(compared.source))
-        yield f"{source} itself: perplexity {first.figures['perplexity_source']:.5g}"
-        yield "KL in nats a token, ± the 95 % interval of its mean"
-    yield from _evaluated(compared)
-
-
-def _evaluated(compared: Evaluations) -> Iterator[str]:
-    """Yields what all forms of a model read, and how they ran."""
     yield f"{compared.tokens:,} tokens of {printable(compared.text)}"
     yield f"on {compared.device}, {compared.arithmetic}"
 
 
-def _ratio(value: float, first: float) -> str:
-    if first <= 0 or not math.isfinite(value / first):
-        return ""
-    return f"{value / first:.3f}"
-
-
 def environment_lines(found: Environment) -> Iterator[str]:
     """Yields versions, the machine, and what would compute."""
-    rows = {"nf4conv": __version__, "python": found.python}
-    for name, version in found.packages.items():
-        rows[name] = version or "not installed"
-    rows["platform"] = found.platform
-    rows["platform lacks"] = "; ".join(found.lacking) or "nothing"
-    rows["cores"] = str(found.cores)
-    rows["GPUs"] = "; ".join(found.gpus) or "none"
-    rows["--device auto"] = found.engine
-    rows["4-bit experts"] = found.experts
-    for name, folder in found.folders.items():
-        rows[f"folder of {name}"] = folder
-    for name, value in rows.items():
+    for name, value in found.values.items():
         yield f"{name:20} {value}"

@@ -1,6 +1,5 @@
 """Makes text and tables fit for a terminal, and writes lines."""
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -21,46 +20,15 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+def tell(line: str) -> None:
+    """Writes a line to stderr."""
+    click.echo(line, err=True)
+
+
 def tell_notes(notes: Iterable[str]) -> None:
     """Writes what the user should know to stderr."""
     for note in notes:
-        tell(f"{click.style('Note:', fg='yellow')} {printable(note)}")
-
-
-_COLOURS: Final = {
-    "ok ": "green",
-    "passed: ": "green",
-    "sound: ": "green",
-    "within the tolerance: ": "green",
-    "note ": "yellow",
-    "FAIL ": "red",
-    "FAILED: ": "red",
-}
-"""The colour of each word that a line may begin with to say how something came out."""
-
-
-def coloured(line: str) -> str:
-    """Returns a line with the outcome at its beginning in colour."""
-    for word, colour in _COLOURS.items():
-        if line.startswith(word):
-            outcome = word.rstrip(": ")
-            return click.style(outcome, fg=colour) + line[len(outcome) :]
-    return line
-
-
-def show(text: str) -> None:
-    """Writes a text to stdout. Colours appear only on a terminal, and not with NO_COLOR."""
-    click.echo(text, color=_wants_color())
-
-
-def tell(line: str) -> None:
-    """Writes a line to stderr. Colours appear only on a terminal, and not with NO_COLOR."""
-    click.echo(line, err=True, color=_wants_color())
-
-
-def _wants_color() -> bool | None:
-    """Returns False if the user wants none, and None to let click ask the terminal."""
-    return False if os.environ.get("NO_COLOR") else None
+        tell(f"Note: {printable(note)}")
 
 
 def table(
@@ -83,7 +51,7 @@ def table(
         widths[0] = min(widths[0], max(width - sum(widths[1:]) - gaps, _NARROWEST))
     yield ""
     for name, *cells in (tuple(columns), *body):
-        line = [_shortened(name, widths[0]).ljust(widths[0])]
+        line = [shortened(name, widths[0]).ljust(widths[0])]
         line += [cell.rjust(room) for cell, room in zip(cells, widths[1:], strict=True)]
         if ends_with_text:
             line[-1] = cells[-1]
@@ -91,7 +59,8 @@ def table(
         yield text if width is None or len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _shortened(text: str, room: int) -> str:
+def shortened(text: str, room: int) -> str:
+    """Cuts out the middle of a text that has more characters than there is room for."""
     if len(text) <= room:
         return text
     head = (room - 1) // 3
