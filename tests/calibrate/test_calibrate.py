@@ -5,7 +5,6 @@ The models are tiny and random; transformers makes them, and loads what comes of
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,6 +146,9 @@ def test_the_record_says_by_what(text, made):
     assert max(gains) <= 1
     assert min(gains) < 0.9
     assert record["verified"]["largest_relative_error"] > 0.05
+    shown = CliRunner().invoke(main, ["inspect", str(made)])
+    assert "calibrated by 1,024 tokens of ids.npy" in shown.output
+    assert "activations" in (made / "README.md").read_text()
 
 
 def test_verify_accepts_it_and_notices_what_is_wrong(model, made, tmp_path):
@@ -175,12 +177,6 @@ def test_exact_proves_what_was_written(model, made, tmp_path):
     del record["calibrated"]
     (other / "nf4conv.json").write_text(json.dumps(record))
     assert not nf4conv.verify(other, source=model, exact=True).passed
-
-
-def test_inspect_and_card_say_so(made):
-    shown = CliRunner().invoke(main, ["inspect", str(made)])
-    assert "calibrated by 1,024 tokens of ids.npy" in shown.output
-    assert "activations" in (made / "README.md").read_text()
 
 
 def test_other_commands_take_it(made, tmp_path):
@@ -228,11 +224,6 @@ def test_a_source_that_changes_meanwhile(text, tmp_path, monkeypatch):
     monkeypatch.setattr(calibrating, "calibrate_block", changed)
     with pytest.raises(SourceError, match="changed while it was read"):
         plan.execute(tmp_path / "out")
-
-
-def test_the_plan_says_what_is_calibrated(model, text):
-    plan = nf4conv.plan_quantize(model, **options_for(text)).made
-    assert any("calibration: 14 weights in 2 blocks" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(
@@ -331,10 +322,3 @@ def test_encoded_sources_are_decoded_first(model, text, tmp_path):
     found = weights_in(tmp_path / "encoded-out")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_it_is_not_done_in_parts(model, text, tmp_path):
-    for run in ({"part": "1/2"}, {"ray": True}):
-        with pytest.raises(nf4conv.PlanError, match="does not go with --calibrate"):
-            nf4conv.quantize(model, tmp_path / "out", **options_for(text), **run)
-    assert not Path(tmp_path / "out").exists()

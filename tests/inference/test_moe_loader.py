@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("transformers", minversion="5.8")
 pytestmark = pytest.mark.oracle
 
-from hub_server import Repo  # noqa: E402
 from mixtures import MIXTURES, Packing, as_in_mixtral, build, pack, save, stacks_of  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -102,15 +101,6 @@ def test_the_memory_footprint_counts_stored_bytes(tmp_path):
     assert loaded.num_parameters() >= sum(each.numel() for each in packed_of(loaded).values())
 
 
-def test_a_repository_of_the_hub(hub, tmp_path):
-    model = build("qwen3_moe")
-    model.load_state_dict(save(model, "qwen3_moe", tmp_path, Packing()))
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    hub.repos["user/mixture"] = Repo()
-    hub.repos["user/mixture"].commit(files)
-    compare(AutoModelForCausalLM.from_pretrained("user/mixture"), model, stacks_of(model))
-
-
 def test_what_a_forward_pass_decodes(tmp_path, monkeypatch):
     """One token decodes the experts that it is routed to, no other; in every implementation."""
     from nf4conv.inference.moe import weight
@@ -141,12 +131,6 @@ def loaded(tmp_path: Path):
     model = build("qwen3_moe")
     save(model, "qwen3_moe", tmp_path, Packing())
     return AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_takes_the_bytes_of_its_codes(loaded):
-    for weight in packed_of(loaded).values():
-        held = sum(tensor.nbytes for tensor in weight.weight.tensors().values())
-        assert held < 0.75 * weight.numel()  # a byte an element would be 8 bits
 
 
 def test_a_copy_is_independent(loaded):
