@@ -64,32 +64,26 @@ def linear_4bit(
         return _traced(x, packed, quant_state, bias)
     weight = _weight_of(packed, quant_state)
     trains = _trains(x, bias)
-    if type(x) is not torch.Tensor:
+    is_plain = type(x) is torch.Tensor
+    product = None
+    if is_plain:
+        # torch's dispatcher, which the operators go through, takes longer than the launch
+        product = weight.product_for(x, bias)
+    else:
         weight.check(x, bias)
-        operator = train_op if trains else linear_op
-        return _through_dispatcher(operator, x, packed, quant_state, bias)
-    # torch's dispatcher, which the operators go through, takes longer than the launch
-    product = weight.product_for(x, bias)
-    if product is None:
-        if trains:
-            return _through_dispatcher(train_op, x, packed, quant_state, bias)
-        return multiply_packed(x, bias, *_operands(packed, quant_state))
-    if trains:
+    if product is not None and not trains:
+        return product(x, weight.kernel_addresses, bias)
+    operands = _operands(packed, quant_state)
+    if product is not None:
         decode = weight.decode_to(x.dtype)
-        *tensors, _, _, _ = _operands(packed, quant_state)
-        return multiply_with_gradients(x, bias, product, decode, weight.kernel_addresses, tensors)
-    return product(x, weight.kernel_addresses, bias)
-
-
-def _through_dispatcher(
-    operator: Any,
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    state: QuantState,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """Computes `linear_4bit` by an operator of torch; the operands are checked."""
-    result: torch.Tensor = operator(x, bias, *_operands(packed, state))
+        trained: torch.Tensor = multiply_with_gradients(
+            x, bias, product, decode, weight.kernel_addresses, operands[:5]
+        )
+        return trained
+    if is_plain and not trains:
+        return multiply_packed(x, bias, *operands)
+    operator = train_op if trains else linear_op
+    result: torch.Tensor = operator(x, bias, *operands)
     return result
 
 
@@ -272,24 +266,6 @@ def _weight_of(packed: torch.Tensor, state: QuantState) -> _Weight:
 _weights: dict[int, _Weight] = {}  # by id of the state
 
 
-def multiply_with_gradients(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    multiply: "Multiply",
-    decode: "Decode",
-    addresses: Addresses,
-    tensors: Sequence[torch.Tensor | None],
-) -> torch.Tensor:
-    """Computes x · Wᵀ + bias, checked operands, with gradients of x and bias.
-
-    `decode` decodes W in the dtype of x, for the gradient. `addresses` are where the weight is now;
-    the graph of the gradients keeps `tensors`, the packed codes and `Decoding.tensors`.
-    """
-    apply: Any = _Product.apply  # which has no types
-    result: torch.Tensor = apply(x, bias, multiply, decode, addresses, tensors)
-    return result
-
-
 class _Product(torch.autograd.Function):
     """Multiplies, and decodes the weight again for the gradient of x.
 
@@ -322,3 +298,9 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_bias = gradient_of_bias(grad, ctx.bias_dtype)
         return grad_x, grad_bias, None, None, None, None
+
+
+multiply_with_gradients: Any = _Product.apply  # which has no types
+"""x, bias, what multiplies and what decodes W in the dtype of x, where the weight is now, and its
+packed codes and `Decoding.tensors`, which the graph keeps → x · Wᵀ + bias, with gradients.
+"""

@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+import types
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -153,5 +154,11 @@ def test_without_tensor_maps_weights_are_decoded(
 
     monkeypatch.setattr(choosing, "prepare_panel", prepare)
     monkeypatch.setattr(choosing, "_prepare_decoded", lambda *given: given)
+    monkeypatch.setattr(choosing, "_there", lambda multiply, _: multiply)
+    monkeypatch.setattr(choosing, "is_faster", lambda *_: True)
+    monkeypatch.setattr(choosing.launches, "is_hopper", lambda _: True)
+    processors = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
     asked = torch.Size((40, 4096)), torch.bfloat16, CPU, MATRIX
-    assert choosing._prepare_panel(*asked) == (torch.bfloat16, CPU, MATRIX)
+    found: Any = choosing.prepare_multiply.__wrapped__(*asked)
+    assert found == (torch.bfloat16, CPU, MATRIX)

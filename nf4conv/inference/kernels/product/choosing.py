@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, ParamSpec, TypeVar
+from contextlib import suppress
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.nn import functional
@@ -49,14 +50,18 @@ def prepare_multiply(
     x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrix: Matrix
 ) -> Multiply:
     """Prepares what multiplies all x of one shape and dtype with all weights of one kind."""
-    way = _way(x_shape[:-1].numel(), matrix, dtype, device)
-    if way == "decoded":
-        multiply = _prepare_decoded(dtype, device, matrix)
-    elif way == "panel":
-        multiply = _prepare_panel(x_shape, dtype, device, matrix)
-    else:
-        product = launches.prepare_product(x_shape, dtype, device, matrix.n, matrix.form)
-        multiply = _with_bias(product)
+    rows = x_shape[:-1].numel()
+    product = None
+    if rows > 0 and has_kernel(matrix, dtype):
+        n, k, form, _ = matrix
+        if rows <= launches.most_rows(device):
+            product = launches.prepare_product(x_shape, dtype, device, n, form)
+        elif launches.is_hopper(device):
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            if is_faster(rows, n, k, processors):
+                with suppress(TensorMapError, CannotLaunchError):  # driver or Triton cannot
+                    product = prepare_panel(x_shape, dtype, device, n, form)
+    multiply = _prepare_decoded(dtype, device, matrix) if product is None else _with_bias(product)
     return _there(multiply, device)
 
 
@@ -74,21 +79,6 @@ def _there(multiply: Callable[_P, _T], device: torch.device) -> Callable[_P, _T]
             return multiply(*args, **kwargs)
 
     return multiply_there
-
-
-def _way(
-    rows: int, matrix: Matrix, dtype: torch.dtype, device: torch.device
-) -> Literal["fused", "panel", "decoded"]:
-    """Returns what multiplies so many rows of x with a weight."""
-    if rows == 0 or not has_kernel(matrix, dtype):
-        return "decoded"
-    if rows <= launches.most_rows(device):
-        return "fused"
-    if launches.is_hopper(device):
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        if is_faster(rows, matrix.n, matrix.k, processors):
-            return "panel"
-    return "decoded"
 
 
 def has_kernel(matrix: Matrix, dtype: torch.dtype) -> bool:
@@ -111,16 +101,6 @@ def _with_bias(product: Product) -> Multiply:
         return out
 
     return multiply
-
-
-def _prepare_panel(
-    x_shape: torch.Size, dtype: torch.dtype, device: torch.device, matrix: Matrix
-) -> Multiply:
-    """Prepares to multiply by panels, or to decode if neither driver nor Triton can."""
-    try:
-        return _with_bias(prepare_panel(x_shape, dtype, device, matrix.n, matrix.form))
-    except (TensorMapError, CannotLaunchError):
-        return _prepare_decoded(dtype, device, matrix)
 
 
 @functools.lru_cache(maxsize=1024)

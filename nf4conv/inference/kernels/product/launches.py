@@ -73,30 +73,23 @@ def prepare_product(
     )
     current_stream = stream_of(device)
     count = division.programs
-    if shift == 0:
-
-        def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
-            x = readable(x)
-            out = x.new_empty(out_shape)
-            launch(count, current_stream(), x.data_ptr(), out.data_ptr(), weight, *behind)
-            return out
-
-        return multiply
-
-    add = prepare_sum(device, dtype, 1 << shift, shape.early)
+    add = prepare_sum(device, dtype, 1 << shift, shape.early) if shift > 0 else None
     parts_size = (2 * m * n) << shift  # float32, in 16-bit elements
 
-    def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
         x = readable(x)
         out = x.new_empty(out_shape)
+        stream = current_stream()
+        if add is None:
+            launch(count, stream, x.data_ptr(), out.data_ptr(), weight, *behind)
+            return out
         parts = x.new_empty(parts_size)
         target = parts.data_ptr()
-        stream = current_stream()
         launch(count, stream, x.data_ptr(), target, weight, *behind)
         add(stream, target, out.data_ptr(), m * n)
         return out
 
-    return multiply_parts
+    return multiply
 
 
 class PackedWeight(NamedTuple):

@@ -50,31 +50,23 @@ def prepare_panel(
     launch = _prepare_launch(plan, dtype, device, form, behind[1:])
     clusters = -(-m // panel.columns) * -(-n // panel.rows) * splits
     current_stream = stream_of(device)
-    if splits == 1:
-
-        def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
-            x = readable(x)
-            out = x.new_empty(out_shape)
-            stream = current_stream()
-            launch(clusters, stream, out.data_ptr(), weight, (x.data_ptr(), *x_map), *behind)
-            return out
-
-        return multiply
-
-    add = prepare_sum(device, dtype, splits, early=True)
+    add = prepare_sum(device, dtype, splits, early=True) if splits > 1 else None
     parts_size = 2 * splits * m * n  # float32, in 16-bit elements
 
-    def multiply_parts(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: Addresses) -> torch.Tensor:
         x = readable(x)
         out = x.new_empty(out_shape)
+        stream = current_stream()
+        if add is None:
+            launch(clusters, stream, out.data_ptr(), weight, (x.data_ptr(), *x_map), *behind)
+            return out
         parts = x.new_empty(parts_size)
         target = parts.data_ptr()
-        stream = current_stream()
         launch(clusters, stream, target, weight, (x.data_ptr(), *x_map), *behind)
         add(stream, target, out.data_ptr(), m * n)
         return out
 
-    return multiply_parts
+    return multiply
 
 
 def _prepare_launch(
