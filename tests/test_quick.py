@@ -288,7 +288,7 @@ def test_linear():
 
 
 def test_the_fused_product():
-    """Only a GPU runs its kernels, which helpers/emulator.py executes; here they are imported."""
+    """Only a GPU runs its kernels; here they are imported."""
     from nf4conv.inference.kernels.product import choosing, launches
 
     form = choosing.Form("nf4", 64, True)

@@ -1,10 +1,10 @@
-"""Compiles plans without a GPU: what a variant's machine code needs, and its PTX."""
+"""Compiles panels for Hopper without a GPU, and says what their machine code needs."""
 
 import re
 import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -14,32 +14,25 @@ from triton.compiler import ASTSource
 
 from nf4conv.inference.kernels.product.launches import PackedWeight
 from nf4conv.inference.kernels.product.panels.kernels import panel_kernel
-from nf4conv.inference.kernels.product.panels.plans import Plan
+from nf4conv.inference.kernels.product.panels.plans import PANELS, Plan
 from nf4conv.inference.kernels.product.panels.prepare import MAP_WORDS, TYPES
 
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
-class Needs(NamedTuple):
-    """What a thread of a kernel needs.
+def spilled(cluster: int) -> list[str]:
+    """Returns the panels whose kernels keep registers in memory, in clusters of a size."""
+    found = []
+    for panel in PANELS:
+        for dtype in TYPES:
+            plan = Plan(panel, cluster, 1)
+            if local_bytes(compiled(plan, dtype).asm["cubin"]):
+                found.append(f"{plan} {dtype}")
+    return found
 
-    Attributes:
-        registers: at most.
-        spilled: bytes of local memory.
-    """
 
-    registers: int
-    spilled: int
-
-
-def compiled(plan: Plan, dtype: torch.dtype, capped: bool = True) -> Any:
-    """Compiles a plan's kernel for Hopper, with Triton.
-
-    Args:
-        plan: with a panel for nested absmax, or a plain one.
-        dtype: of x.
-        capped: with no more registers than its panel allows; the PTX is the same without.
-    """
+def compiled(plan: Plan, dtype: torch.dtype) -> Any:
+    """Compiles a plan's kernel for an x of some dtype."""
     panel, cluster, splits = plan
     out = "*fp32" if splits > 1 else _POINTERS[dtype]
     absmax = "*u8" if panel.nested else "*fp32"
@@ -51,19 +44,16 @@ def compiled(plan: Plan, dtype: torch.dtype, capped: bool = True) -> Any:
     for name in panel_kernel.arg_names:
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
     options: dict[str, Any] = {"num_warps": 4 * panel.groups, "launch_pdl": True}
-    options |= {"enable_fp_fusion": False}
-    if capped:
-        options["maxnreg"] = panel.registers
+    options |= {"enable_fp_fusion": False, "maxnreg": panel.registers}
     source = ASTSource(fn=panel_kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def needs_of(cubin: bytes) -> Needs:
-    """Returns what a kernel needs, as cuobjdump says, which Triton brings."""
+def local_bytes(cubin: bytes) -> int:
+    """Returns the local memory of a thread, as cuobjdump says, which Triton brings."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
-    return Needs(found["REG"], found["STACK"] + found["LOCAL"])
+    return sum(int(value) for value in re.findall(r"(?:STACK|LOCAL):(\d+)", told))

@@ -4,7 +4,6 @@ decoded experts give.
 
 import pytest
 import torch
-from own_process import run_compiling
 from test_experts import as_a_stack, one_by_one
 
 from nf4conv.inference.experts import PackedExperts, decode, product, projection
@@ -112,13 +111,3 @@ def test_decodes_into_the_layout_of_a_grouped_product(dtype):
     found = product.decode_active((gate,), ends, dtype)
     used = torch.tensor([0, 2])
     assert torch.equal(found[used], decode(gate, used, dtype))
-
-
-@pytest.mark.slow
-def test_few_rows():
-    """The PTX of the kernel, executed without a GPU: several units and stages, and an expert that
-    does not exist.
-    """
-    done = run_compiling("tests/helpers/experts_emulator.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "as in float64\n"

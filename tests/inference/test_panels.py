@@ -37,20 +37,9 @@ MOST_SHARED = 232_448  # bytes that a program may have
 SPILLED = """
 import sys
 sys.path.insert(0, "tests/helpers")
-from panels_emulator import spilled
+from panels_compiling import spilled
 print(spilled(2))
 """
-
-
-@compiles
-@pytest.mark.slow
-def test_the_kernels_multiply() -> None:
-    """Their PTX, executed: every panel, clusters of one and two programs, what hangs over an edge,
-    and plans by chance.
-    """
-    done = run_compiling("tests/helpers/panels_emulator.py", 6)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == len(plans.PANELS) + 6
 
 
 @compiles

@@ -32,10 +32,9 @@ def compile(function, constants, options):
     print(function.__name__, constants, compiled.metadata.shared)
 
 
-# tests/helpers/emulator.py compiles for 90
 for rows, n, k in ((1, 8, 4096), (1, 8192, 4096), (1, 8192, 5120), (8, 8, 4096), (64, 8, 4096)):
-    shape = shapes.shape_for(rows, n, k, nested=True, early=False)
-    options = {"num_warps": shape.warps, "maxnreg": shape.registers, "launch_pdl": False}
+    shape = shapes.shape_for(rows, n, k, nested=True, early=capability == 90)
+    options = {"num_warps": shape.warps, "maxnreg": shape.registers, "launch_pdl": capability == 90}
     function = held.held_kernel if shape.holds_x else kernel.product_kernel
     compile(function, {"SHAPE": shape}, options)
 """
@@ -44,7 +43,12 @@ for rows, n, k in ((1, 8, 4096), (1, 8192, 4096), (1, 8192, 5120), (8, 8, 4096),
 @compiles
 @pytest.mark.parametrize(
     "capability",
-    [80, 100, 120, *(pytest.param(one, marks=pytest.mark.architectures) for one in (86, 89, 103))],
+    [
+        80,
+        90,
+        120,
+        *(pytest.param(n, marks=pytest.mark.architectures) for n in (86, 89, 100, 103)),
+    ],
 )
 def test_compiles_for(capability: int) -> None:
     """In a process of its own: Triton cannot compile where kernels are interpreted."""
