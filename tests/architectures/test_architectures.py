@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 import transformers
-from cases import CASES, EXPERTS_ONE_BY_ONE, FAST, FORWARD_UNKNOWN, NOTHING_PACKED
+from cases import EVERY, EXPERTS_ONE_BY_ONE, FAST, FORWARD_UNKNOWN, NOTHING_PACKED
 from roundtrip import (
     UNKNOWN,
     UNREADABLE,
@@ -36,7 +36,6 @@ from nf4conv.models.family_table import READ_DIRECTLY
 UNREAD = {"_load_in_4bit": True, "_load_in_8bit": False}
 """Keys that transformers writes into quantization_config, and no loader reads."""
 
-EVERY = [architecture for group in CASES.values() for architecture in group]
 ALL = [
     pytest.param(architecture, marks=() if architecture in FAST else pytest.mark.architectures)
     for architecture in EVERY

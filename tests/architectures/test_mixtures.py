@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from cases import (
-    CASES,
+    EVERY,
     FAST,
     FORWARD_UNKNOWN,
     GENERATE_UNKNOWN,
@@ -28,8 +28,6 @@ from tiny import tiny_config
 
 import nf4conv.inference.moe  # noqa: F401
 from nf4conv.inference.moe.tensor import Experts4bit
-
-EVERY = [name for group in CASES.values() for name in group]
 
 
 def in_ci(name):

@@ -6,144 +6,37 @@ wrongly or not at all.
 """
 
 import inspect
+import json
+import lzma
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from changes import CHANGES
 
-WIDTH = 64
-
-# names that configs have for one kind of size
-HIDDEN_WIDTHS = [
-    "hidden_size", "d_model", "n_embd", "embed_dim", "embedding_size", "hidden_dim", "dim",
-    "emb_dim", "word_embed_proj_dim", "projection_dim", "output_dim", "hidden_act_dim",
-    "encoder_dim", "decoder_dim", "rotary_dim_base", "encoder_hidden_size", "decoder_hidden_size",
-    "attention_hidden_size", "text_hidden_size", "q_lora_rank", "kv_lora_rank",
-    "proj_codevector_dim", "codevector_dim", "classifier_proj_size", "conv_dim_in",
-    "bottleneck_size", "true_hidden_size", "intra_bottleneck_size", "lru_width", "adapter_dim",
-    "proj_size", "vision_feature_size", "out_hidden_size", "index_hidden",
-]  # fmt: skip
-INNER_WIDTHS = [
-    "intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff",
-    "hidden_dim_ffn", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "expert_ffn_hidden_size", "ffn_hidden_size", "shared_intermediate_size", "d_inner",
-    "moe_shared_expert_intermediate_size", "block_ff_dim", "mlp_hidden_size",
-    "intermediate_size_mlp", "dense_intermediate_size", "mlp_dim", "inner_dim",
-]  # fmt: skip
-LAYERS = [
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
-    "num_decoder_layers", "num_encoder_layers", "decoder_num_layers",
-]  # fmt: skip
-HEADS = [
-    "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
-    "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
-]  # fmt: skip
-KEY_VALUE_HEADS = [
-    "num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num",
-]  # fmt: skip
-HEAD_WIDTHS = [
-    "head_dim", "d_kv", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_head_dim",
-    "kv_channels", "d_head", "global_head_dim", "index_head_dim", "swa_head_dim",
-]  # fmt: skip
-EXPERTS = [
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
-]  # fmt: skip
-EXPERTS_PER_TOKEN = [
-    "num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "top_k_experts",
-]  # fmt: skip
-EXPERT_GROUPS = [
-    "n_group", "topk_group", "num_shared_experts", "n_shared_experts",
-]  # fmt: skip
-
-# every setting that makes a model small, by its name in a config
-TINY = {
-    **dict.fromkeys(HIDDEN_WIDTHS, WIDTH),
-    **dict.fromkeys(INNER_WIDTHS, 2 * WIDTH),
-    **dict.fromkeys(LAYERS, 2),
-    **dict.fromkeys(HEADS, 2),
-    **dict.fromkeys(KEY_VALUE_HEADS, 1),
-    **dict.fromkeys(HEAD_WIDTHS, 32),
-    **dict.fromkeys(EXPERTS, 4),
-    **dict.fromkeys(EXPERTS_PER_TOKEN, 2),
-    **dict.fromkeys(EXPERT_GROUPS, 1),
-    "first_k_dense_replace": 1,
-    # words
-    "vocab_size": 320,
-    "unpadded_vocab_size": 320,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "n_ctx": 128,
-    "max_seq_len": 128,
-    "vocab_size_per_layer_input": 320,
-    "hidden_size_per_layer_input": 64,
-    "type_vocab_size": 2,
-    # state spaces and recurrences
-    "state_size": 16,
-    "time_step_rank": 32,
-    "mamba_d_state": 16,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_dt_rank": 32,
-    "mamba_n_groups": 1,
-    "mamba_d_ssm": 128,
-    "ssm_state_size": 16,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 32,
-    "n_mamba_heads": 4,
-    "mamba_headdim": 32,
-    "mamba_ngroups": 1,
-    "n_groups": 1,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    # pictures and sound
-    "image_size": 32,
-    "patch_size": 8,
-    "num_mel_bins": 16,
-    "max_source_positions": 64,
-    "max_target_positions": 64,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "vision_embed_dim": WIDTH,
-    "depth": 2,
-    "depths": [1, 1, 1, 1],
-    "hidden_sizes": [64, 64, 64, 64],
-    "num_labels": 32,
-    # tokens
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 0,
-}
+RECORDED: dict[str, dict[str, Any]] = json.loads(
+    lzma.decompress(Path(__file__).with_name("decisions.json.xz").read_bytes())
+)
+"""By architecture, the config of a tiny model, and what test_decisions.py compares."""
 
 
-def tiny_settings(default: "transformers.PreTrainedConfig", **changes: object) -> dict[str, object]:
-    """Arguments that make a config small: every setting of TINY that the default config has, its
-    parts included.
+def readable(value: Any) -> Any:
+    """Returns part of a config of transformers 5 as every release reads it: with numbers that JSON
+    lacks, and with the old name of what turns positions.
     """
-    present = default.to_dict()
-    present |= {name: present.get(target) for name, target in default.attribute_map.items()}
-    settings: dict[str, object] = {
-        name: value
-        for name, value in TINY.items()
-        if name in present
-        and isinstance(present[name], (list, tuple, dict)) == isinstance(value, list)
-    }
-    if "kv_lora_rank" in settings:
-        # latent attention knows no groups
-        settings["num_key_value_heads"] = settings["num_attention_heads"]
-    for name in type(default).sub_configs:
-        part = getattr(default, name, None)
-        if part is not None:
-            settings[name] = {"model_type": part.model_type, **tiny_settings(part)}
-    for name, value in changes.items():
-        settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
-    return settings
+    if isinstance(value, list):
+        return [readable(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "__float__" in value:
+        return float(value["__float__"])
+    found = {key: readable(one) for key, one in value.items()}
+    if transformers.__version__ < "5" and "mrope_section" in (found.get("rope_parameters") or {}):
+        found["rope_scaling"] = found["rope_parameters"]
+    return found
 
 
 @contextmanager
@@ -158,10 +51,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def tiny_config(architecture: str) -> "transformers.PreTrainedConfig":
     config_class = getattr(transformers, architecture).config_class
-    config = config_class(**tiny_settings(config_class(), **CHANGES.get(architecture, {})))
-    config.architectures = [architecture]
-    config.dtype = torch.bfloat16
-    return config
+    return config_class.from_dict(readable(RECORDED[architecture]["config"]))
 
 
 def tiny_model(architecture: str) -> "transformers.PreTrainedModel":

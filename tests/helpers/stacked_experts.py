@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import torch
 import transformers
-from changes import CHANGES
-from tiny import default_dtype, tiny_settings
+from tiny import default_dtype, tiny_config
 
-MORE_CHANGES: dict[str, dict[str, object]] = {
+WITH_EXPERTS: dict[str, dict[str, object]] = {
     "Gemma4ForCausalLM": {
         "enable_moe_block": True,
         "num_experts": 4,
@@ -17,7 +16,7 @@ MORE_CHANGES: dict[str, dict[str, object]] = {
     },
     "Step3p7ForConditionalGeneration": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
 }
-"""Settings that tiny.py leaves out, without which a model has no experts."""
+"""Settings without which a model has no experts."""
 
 Place = tuple[int, int, str]
 """(layer, expert, projection)."""
@@ -25,12 +24,12 @@ Place = tuple[int, int, str]
 
 def build(architecture: str) -> transformers.PreTrainedModel:
     """Returns a random model in bfloat16, the same on every call."""
+    config = tiny_config(architecture)
+    for name, value in WITH_EXPERTS.get(architecture, {}).items():
+        part = getattr(config, name) if isinstance(value, dict) else config
+        for key, one in value.items() if isinstance(value, dict) else [(name, value)]:
+            setattr(part, key, one)
     model_class = getattr(transformers, architecture)
-    config_class = model_class.config_class
-    changes = CHANGES.get(architecture, {}) | MORE_CHANGES.get(architecture, {})
-    config = config_class(**tiny_settings(config_class(), **changes))
-    config.architectures = [architecture]
-    config.dtype = torch.bfloat16
     torch.manual_seed(0)
     with default_dtype(torch.bfloat16):
         model = model_class(config).eval()
