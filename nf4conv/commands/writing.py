@@ -27,7 +27,7 @@ from nf4conv.report.results import PlanReport, RunReport, VerificationSummary
 from nf4conv.report.text.progress_bar import Step, begin
 from nf4conv.sources.diffusers import DiffusersFolder
 from nf4conv.sources.opening import open_stored
-from nf4conv.sources.reader import read_small
+from nf4conv.sources.reader import read_small, reading_speed
 from nf4conv.sources.source import Source
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.folders import remove
@@ -55,8 +55,16 @@ def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
         kinds=summed(rows),
         tensors=tuple(rows),
         config=plan.config,
+        reading_seconds=_reading_seconds(plan, totals.bytes_before),
         notes=tuple(plan.notes),
     )
+
+
+def _reading_seconds(plan: WritingPlan | DiffusersPlan[Any], nbytes: int) -> float | None:
+    """Estimates how long the source is read, by how fast some of it is read now."""
+    plans = plan.submodels.values() if isinstance(plan, DiffusersPlan) else [plan]
+    speed = reading_speed([file for one in plans for file in one.source.files])
+    return None if speed is None else nbytes / speed
 
 
 def tell_what_is_read(

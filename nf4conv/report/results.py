@@ -33,6 +33,9 @@ class PlanReport:
         tensors: one row for each tensor and what becomes of it.
         config: the content of the output's config.json; for a diffusers pipeline, that of each
             submodel, by its name. None if the source has no config.json.
+        reading_seconds: an estimate of the seconds that reading the source takes on this machine,
+            after reading a little of it. Computing and writing go on meanwhile, and can take
+            longer. None for a source that is not on this disk.
         notes: lines that the user should read.
     """
 
@@ -42,6 +45,7 @@ class PlanReport:
     kinds: tuple[KindRow, ...]
     tensors: tuple[TensorRow, ...]
     config: Mapping[str, Any] | None
+    reading_seconds: float | None
     notes: tuple[str, ...]
 
 

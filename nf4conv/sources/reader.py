@@ -8,6 +8,7 @@ network.
 
 import hashlib
 import json
+import random
 import stat
 import threading
 import time
@@ -33,6 +34,10 @@ _SLOW: Final = 2e-9  # seconds a byte: a fraction of what the page cache gives
 
 _AT_A_TIME: Final = 8  # small reads, of as many files
 _LONG: Final = 1e-3  # seconds that a small read takes from a disk, or over a network, at least
+
+_PROBE: Final = 2**24  # bytes that are read at a time to see how fast a disk is
+_PROBES: Final = 16
+_PROBING: Final = 1.0  # seconds after which no other probe begins
 
 _CHUNK: Final = 2**22  # bytes of a whole file that are read at a time
 _LARGEST_READ: Final = 2**22  # bytes of a small tensor
@@ -243,6 +248,30 @@ def read_json(path: Path, most: int = _LARGEST_JSON) -> dict[str, Any]:
     if _is_deeper(content, _DEEPEST_JSON):
         raise SourceError(f"{path}: not JSON: nested more than {_DEEPEST_JSON} times", path=path)
     return content
+
+
+def reading_speed(files: Iterable[Path]) -> float | None:
+    """Returns the bytes a second at which places all over some files were read just now, in about a
+    second. None if there is nothing to read, or if a file is not on this disk.
+    """
+    places = []
+    for file in sorted(files):
+        if not file.exists():
+            return None
+        size = file.stat().st_size
+        places += [(file, start, min(_PROBE, size - start)) for start in range(0, size, _PROBE)]
+    buffer = memoryview(bytearray(_PROBE))
+    count = 0
+    seconds = 0.0
+    with Reader() as reader:
+        for file, start, size in random.Random(0).sample(places, min(len(places), _PROBES)):
+            began = time.perf_counter()
+            reader.read_into(file, start, buffer[:size])
+            seconds += time.perf_counter() - began
+            count += size
+            if seconds > _PROBING:
+                break
+    return count / seconds if count else None
 
 
 def read_small(path: Path, most: int = _LARGEST_JSON) -> bytes:

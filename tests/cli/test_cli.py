@@ -132,6 +132,28 @@ def test_dry_run_shows_every_tensor_with_its_reason_and_writes_nothing(source, t
     assert "12 weights packed, 7 tensors kept, 1 files" in text
 
 
+@pytest.mark.parametrize("command", ["quantize", "dequantize"])
+def test_a_dry_run_says_how_long_reading_takes(source, tmp_path, monkeypatch, command):
+    if command == "dequantize":
+        command_line.run("quantize", source, tmp_path / "packed", "--device", "cpu")
+        source = tmp_path / "packed"
+    files = sorted(source.glob("*.safetensors"))
+    speeds = {tuple(files): 1000.0}
+    monkeypatch.setattr(
+        "nf4conv.commands.writing.reading_speed", lambda found: speeds[tuple(sorted(found))]
+    )
+    asked = [command, source, tmp_path / "out", "--dry-run"]
+    plan = json.loads(command_line.run(*asked, "--json").stdout)
+    seconds = plan["reading_seconds"]
+    assert seconds == plan["totals"]["bytes_before"] / 1000
+    words = f"reading takes about {seconds / 60:.0f} min here, as a sample was read at 1.00 kB a "
+    assert words in command_line.run(*asked).stdout
+    # not a word about what takes no time, or about the Hub
+    for speed in (10.0**9, None):
+        speeds[tuple(files)] = speed
+        assert "reading takes" not in command_line.run(*asked).stdout
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("1GiB", 2**30), ("77 B", 77)]
 )

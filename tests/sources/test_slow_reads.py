@@ -14,7 +14,7 @@ from test_resume import OPTIONS, RUN
 
 import nf4conv
 from nf4conv.errors import SourceError
-from nf4conv.sources.reader import Reader
+from nf4conv.sources.reader import Reader, reading_speed
 
 BLOCK = 2**20
 LATENCY = 0.05
@@ -64,6 +64,17 @@ def test_many_reads_are_in_flight_at_a_time(tmp_path: Path, monkeypatch: pytest.
         reader.read_into(tmp_path / "file", 7, buffer[7:])
     assert buffer == content
     assert most == 32
+
+
+@pytest.mark.usefixtures("slow")
+def test_the_speed_of_a_disk_is_measured_in_about_a_second(tmp_path: Path):
+    files = [tmp_path / name for name in "ab"]
+    for file in files:
+        write(file, 160)
+    speed = reading_speed(files)
+    assert speed is not None
+    assert speed < 16 * BLOCK / LATENCY  # a probe has 16 blocks
+    assert reading_speed([*files, tmp_path / "on the Hub"]) is None
 
 
 def test_what_is_slow_stays_so_while_many_reads_make_it_fast(

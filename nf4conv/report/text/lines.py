@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.check.structure import Finding
-from nf4conv.format.units import size
+from nf4conv.format.units import duration, size
 from nf4conv.plan.rows import TensorRow, distance
 from nf4conv.plan.writing import NO_CONFIG
 from nf4conv.report.page import folder_name
@@ -44,6 +44,12 @@ def plan_lines(plan: PlanReport, width: int | None) -> Iterator[str]:
     else:
         copied = f"{totals.copied:,} tensors copied, {totals.shards} files"
         yield f"{totals.decoded:,} weights decoded, {copied}: {sizes}"
+    if plan.reading_seconds is not None and plan.reading_seconds >= 1:
+        speed = size(totals.bytes_before / plan.reading_seconds)
+        yield (
+            f"reading takes about {duration(plan.reading_seconds)} here, as a sample was read at "
+            f"{speed} a second; computing and writing go on meanwhile, and can take longer"
+        )
     kinds = sorted(plan.kinds, key=lambda kind: -(kind.bytes_before or 0))
     columns = {
         "kind of module": [printable(kind.kind) for kind in kinds],
