@@ -251,9 +251,8 @@ class Foreign(Encoding):
                 if wanted != size:
                     raise misfit(tensor, _other(found, parts))
         told = cls.told(parts, stem, siblings)
-        candidates = list(cls.candidates(parts, told, siblings.description))
         wrong = tensor
-        for candidate in candidates:
+        for candidate in cls.candidates(parts, told, siblings.description):
             sizes = {**known, **candidate}
             unfit = _unfit(parts, forms, sizes)
             if unfit is None:
@@ -261,14 +260,7 @@ class Foreign(Encoding):
                     siblings.solved[key] = sizes
                 return sizes
             wrong = unfit
-        if len(candidates) == 1:
-            raise misfit(tensor, _other(wrong, parts))
-        raise cls.unknown(tensor, siblings)
-
-    @classmethod
-    def unknown(cls, tensor: TensorInfo, siblings: SiblingTensors) -> SourceError:
-        """Returns the error of a weight whose shapes fit nothing that the config describes."""
-        raise NotImplementedError
+        raise misfit(tensor, _other(wrong, parts))
 
     def rows_together(self, tensor: TensorInfo) -> int | None:
         return None if self.is_transposed else 1

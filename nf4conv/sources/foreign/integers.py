@@ -98,16 +98,6 @@ class PackedIntegers(Foreign):
     def check(self, groups: int, description: Description) -> None:
         """Raises a SourceError if parts do not go with each other, or with the config."""
 
-    @classmethod
-    def unknown(cls, tensor: TensorInfo, siblings: SiblingTensors) -> SourceError:
-        named = ", ".join(str(bits) for bits, _ in siblings.description.schemes) or "none"
-        return SourceError.about(
-            tensor.file,
-            tensor.name,
-            f"{tensor.dtype} {list(tensor.shape)} and its other tensors fit no {cls.packing} that "
-            f"nf4conv decodes (bits in the config: {named})",
-        )
-
 
 def _group_size(parts: Mapping[str, TensorInfo], sizes: Sizes, description: Description) -> int:
     """Returns the columns of a group, of which the last may have fewer; raises a SourceError if the
