@@ -156,9 +156,6 @@ NUMBERS: Final = {block_type.name: number for number, block_type in BLOCK_TYPES.
 ROTARY: Final = "rotary"
 """Rows of queries and keys: the halves of each head were put side by side."""
 
-FUSED: Final = "fused"
-"""Rows of fused queries, keys and values: they were sorted by kind."""
-
 PLUS_ONE: Final = "plus one"
 """Norms: 1 was added to them."""
 

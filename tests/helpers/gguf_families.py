@@ -63,9 +63,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "StableLmForCausalLM": {"use_qkv_bias": True},
     "NemotronForCausalLM": {},
     "GPT2LMHeadModel": OF_GPT2,
-    "GPTNeoXForCausalLM": {},
-    "BloomForCausalLM": {"n_head": 4, "n_layer": 2},
-    "FalconForCausalLM": {"new_decoder_architecture": False, "multi_query": True, "bias": False},
     "MambaForCausalLM": {"intermediate_size": 128, "state_size": 16, "expand": 2},
 }
 LATENT = {
@@ -107,12 +104,6 @@ STATES = {
 T5 = {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4, "n_positions": 128}
 
 FAMILIES |= {
-    "FalconForCausalLM:40B": {
-        "new_decoder_architecture": True,
-        "num_kv_heads": 2,
-        "num_ln_in_parallel_attn": None,
-        "bias": False,
-    },
     "GptOssForCausalLM": {
         **LOCAL,
         "head_dim": 16,
@@ -370,9 +361,6 @@ FAMILIES |= {
 # what the converter wants in config.json, and transformers does not write any more
 FOR_CONVERTER = {
     "GPT2LMHeadModel": {"n_ctx": 128},
-    "GPTNeoXForCausalLM": {"rotary_pct": 0.25},
-    "FalconForCausalLM": {"num_kv_heads": 1},
-    "FalconForCausalLM:40B": {"num_kv_heads": 2},
     "PhimoeForCausalLM": {
         "architectures": ["PhiMoEForCausalLM"],
         "original_max_position_embeddings": 128,
@@ -417,12 +405,9 @@ TIED = (
     "CohereForCausalLM",
     "CohereForCausalLM:plus",
     "GPT2LMHeadModel",
-    "BloomForCausalLM",
-    "FalconForCausalLM",
     "Starcoder2ForCausalLM",
     "MambaForCausalLM",
     "Cohere2ForCausalLM",
-    "FalconForCausalLM:40B",
     "Lfm2ForCausalLM",
     "Lfm2MoeForCausalLM",
     "T5ForConditionalGeneration",

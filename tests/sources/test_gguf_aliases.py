@@ -32,7 +32,6 @@ JUDGED = {
         "XLMRobertaForSequenceClassification": REFUSED,
         "NomicBertModel": NEVER,
     },
-    "bloom": {"BloomModel": SAME},
     "chatglm": {"ChatGLMForConditionalGeneration": REFUSED},
     "deepseek2": {
         "DeepseekOCRForCausalLM": NEVER,
@@ -47,7 +46,6 @@ JUDGED = {
     "eurobert": {"JinaEmbeddingsV5Model": SAME},
     "exaone-moe": {"ExaoneMoEForCausalLM": SAME},
     "exaone4": {"Exaone4_5_ForConditionalGeneration": SAME},
-    "falcon": {"RWForCausalLM": SAME},
     "gemma3": {"Gemma3ForConditionalGeneration": SAME},
     "gemma3n": {"Gemma3nForConditionalGeneration": SAME},
     "gemma4": {

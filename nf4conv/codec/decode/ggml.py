@@ -13,7 +13,6 @@ from nf4conv.codec.decode.scaled import chunks
 from nf4conv.errors import CodecError
 from nf4conv.format.gguf import (
     BY_NAME,
-    FUSED,
     LAYOUTS,
     NEGATIVE_EXP,
     NIBBLES,
@@ -63,22 +62,17 @@ def _decode_by_package(number: int, blocks: torch.Tensor, out: torch.Tensor) -> 
 # --- what the converter did -----------------------------------------------------------------------
 
 
-def undo_change(
-    values: torch.Tensor, change: str, heads: int, key_value_heads: int
-) -> torch.Tensor:
+def undo_change(values: torch.Tensor, change: str, heads: int, shared: int) -> torch.Tensor:
     """Returns a weight, [rows] or [rows, columns], as it was before the converter changed it.
 
-    `heads` are those that rows are divided into; of fused rows, those of the queries; of tiled
-    columns, those of the keys. `key_value_heads` are those of fused keys and of fused values; of
-    tiled columns, the heads that share a key. The result is in float32 after arithmetic.
+    `heads` are those that rows are divided into; of tiled columns, those of the keys, each of which
+    `shared` heads have in common. The result is in float32 after arithmetic.
     """
     if change == ROTARY:
         halves = values.view(heads, -1, 2, *values.shape[1:])
         return halves.transpose(1, 2).reshape(values.shape)
-    if change == FUSED:
-        return _undo_fused(values, heads, key_value_heads)
     if change == TILED:
-        by_number = values.view(values.shape[0], key_value_heads, heads, -1)
+        by_number = values.view(values.shape[0], shared, heads, -1)
         return by_number.transpose(1, 2).reshape(values.shape)
     if change == TRANSPOSED:
         return values.t().contiguous()
@@ -87,21 +81,6 @@ def undo_change(
     if change == NEGATIVE_EXP:
         return torch.log(-values.float())
     raise AssertionError(change)
-
-
-def _undo_fused(values: torch.Tensor, heads: int, key_value_heads: int) -> torch.Tensor:
-    """Returns rows in groups: the queries that share a key and a value, that key, that value."""
-    size = values.shape[0] // (heads + 2 * key_value_heads)
-    rest = values.shape[1:]
-    queries, keys, values_of_heads = torch.split(
-        values, [heads * size, key_value_heads * size, key_value_heads * size]
-    )
-    groups = [
-        queries.reshape(key_value_heads, -1, size, *rest),
-        keys.reshape(key_value_heads, 1, size, *rest),
-        values_of_heads.reshape(key_value_heads, 1, size, *rest),
-    ]
-    return torch.cat(groups, dim=1).reshape(values.shape)
 
 
 # --- blocks: a row for each -----------------------------------------------------------------------

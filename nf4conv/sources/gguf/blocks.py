@@ -23,8 +23,8 @@ class GgufBlocks(Encoding):
         str  # as llama.cpp spells it; "F32", "F16" or "BF16" if the values are stored as such
     )
     changed: str | None = None  # what the converter did, a word of format/gguf.py
-    heads: int = 0  # of the rows that it moved
-    key_value_heads: int = 0
+    heads: int = 0  # of the rows that it moved; of tiled columns, those of the keys
+    shared: int = 0  # heads that share a key, of tiled columns
 
     @property
     def name(self) -> str:
@@ -87,15 +87,15 @@ def as_stored(tensor: GgufTensor, dtype: str) -> TensorInfo:
     return values._replace(dtype=dtype, shape=shape, encoding=GgufBlocks(values, block_type.name))
 
 
-def undone(stored: TensorInfo, change: str, heads: int = 0, groups: int = 0) -> TensorInfo:
+def undone(stored: TensorInfo, change: str, heads: int = 0, shared: int = 0) -> TensorInfo:
     """Returns a tensor of which a change, a word of format/gguf.py, is undone when it is read.
 
-    `heads` and `groups` count those whose rows or columns the change moved.
+    `heads` and `shared` are as of GgufBlocks.
     """
     encoding = stored.encoding or GgufBlocks(stored, stored.dtype)
     assert isinstance(encoding, GgufBlocks)
     shape = stored.shape[::-1] if change == TRANSPOSED else stored.shape
-    blocks = replace(encoding, changed=change, heads=heads, key_value_heads=groups)
+    blocks = replace(encoding, changed=change, heads=heads, shared=shared)
     return stored._replace(shape=shape, encoding=blocks)
 
 

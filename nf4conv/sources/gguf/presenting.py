@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from nf4conv.errors import SourceError
-from nf4conv.format.gguf import FUSED, PLUS_ONE, ROTARY, TRANSPOSED
+from nf4conv.format.gguf import PLUS_ONE, ROTARY, TRANSPOSED
 from nf4conv.sources.gguf.blocks import as_stored, matrix_of, undone
 from nf4conv.sources.gguf.families import CHANNELS, FLAT, GgufFamily, Join
 from nf4conv.sources.gguf.header import GgufTensor, counts_of, positive
@@ -156,18 +156,16 @@ def _joined(
 
 def _changed(tensor: TensorInfo, module: str, change: str, heads: tuple[int, int]) -> TensorInfo:
     """Returns a tensor that the converter changed, as it was before."""
-    of_rows, groups = heads
-    if change == ROTARY and module.endswith("attn_k"):
-        of_rows = groups
     if change == TRANSPOSED and len(tensor.shape) != 2:
         raise _misfit(tensor, f"is of shape {list(tensor.shape)}, and no matrix")
-    together = of_rows * 2 if change == ROTARY else of_rows + 2 * groups
+    if change != ROTARY:
+        return undone(tensor, change)
+    queries, keys = heads
+    count = keys if module.endswith("attn_k") else queries
     rows = math.prod(tensor.shape[:1])
-    if change in (ROTARY, FUSED) and rows % together != 0:
-        raise _misfit(
-            tensor, f"has {rows} rows, which do not go with {of_rows} heads in the metadata"
-        )
-    return undone(tensor, change, of_rows, groups)
+    if rows % (2 * count) != 0:
+        raise _misfit(tensor, f"has {rows} rows, which do not go with {count} heads")
+    return undone(tensor, change, count)
 
 
 def _reshaped(presented: TensorInfo, shape: str) -> TensorInfo:

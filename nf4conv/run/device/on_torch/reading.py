@@ -140,7 +140,7 @@ def _decode_gguf(encoding: GgufBlocks, values: torch.Tensor, dtype: torch.dtype)
         wanted = torch.float32 if encoding.changed in (PLUS_ONE, NEGATIVE_EXP) else dtype
         values = decode_ggml(values, encoding.block_type, wanted)
     if encoding.changed is not None:
-        values = undo_change(values, encoding.changed, encoding.heads, encoding.key_value_heads)
+        values = undo_change(values, encoding.changed, encoding.heads, encoding.shared)
     return values.to(dtype).contiguous()
 
 
