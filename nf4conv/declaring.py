@@ -9,7 +9,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import partial, reduce, wraps
 from operator import or_
@@ -19,7 +19,6 @@ from typing import (
     Concatenate,
     Final,
     Literal,
-    NamedTuple,
     ParamSpec,
     TypeVar,
     get_args,
@@ -53,7 +52,7 @@ class Group(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """Says of an option what its type and default do not: the metadata of its field.
+    """Describes an option of a command: a field of its class of options.
 
     Attributes:
         group: where --help shows it.
@@ -67,6 +66,9 @@ class Option:
         check: returns True for a value that it may have.
         is_size: True for a number of bytes, which the command line reads with a unit.
         in_python: True for what only callers in Python can give.
+        name: the name of the field. `options_of` tells it, and what follows.
+        hint: the type of the field.
+        default: MISSING if it must be given.
     """
 
     group: Group
@@ -80,6 +82,22 @@ class Option:
     check: Callable[[str], bool] | None = None
     is_size: bool = False
     in_python: bool = False
+    name: str = ""
+    hint: Any = None
+    default: Any = None
+
+    @property
+    def kind(self) -> Any:
+        """Returns its type, without None."""
+        parts = get_args(self.hint)
+        if NoneType not in parts:
+            return self.hint
+        return reduce(or_, [part for part in parts if part is not NoneType])
+
+    @property
+    def holds_names(self) -> bool:
+        """Returns True if it holds several names."""
+        return any(get_origin(part) is tuple for part in get_args(self.kind))
 
 
 def option(
@@ -96,29 +114,7 @@ def option(
     return field(default=default, repr=repr, compare=compare, metadata=metadata)
 
 
-class Declared(NamedTuple):
-    """Describes an option by the field that declares it."""
-
-    name: str
-    hint: Any  # its type
-    default: Any  # MISSING if it must be given
-    said: Option
-
-    @property
-    def kind(self) -> Any:
-        """Returns its type, without None."""
-        parts = get_args(self.hint)
-        if NoneType not in parts:
-            return self.hint
-        return reduce(or_, [part for part in parts if part is not NoneType])
-
-    @property
-    def holds_names(self) -> bool:
-        """Returns True if it holds several names."""
-        return any(get_origin(part) is tuple for part in get_args(self.kind))
-
-
-def options_of(kind: Any) -> list[Declared]:
+def options_of(kind: Any) -> list[Option]:
     """Returns the options of a command, in the order of their groups.
 
     A command whose class declares a field again with `init=False` does not have that option.
@@ -129,13 +125,14 @@ def options_of(kind: Any) -> list[Declared]:
         for one in fields(kind):
             if one.init:
                 said = one.metadata["option"]
-                found.append(Declared(one.name, hints[one.name], one.default, said))
+                known = {"name": one.name, "hint": hints[one.name], "default": one.default}
+                found.append(replace(said, **known))
         order = list(Group)
-        _OPTIONS[kind] = sorted(found, key=lambda option: order.index(option.said.group))
+        _OPTIONS[kind] = sorted(found, key=lambda option: order.index(option.group))
     return _OPTIONS[kind]
 
 
-_OPTIONS: Final[dict[Any, list[Declared]]] = {}
+_OPTIONS: Final[dict[Any, list[Option]]] = {}
 
 
 def deciding(options: Any) -> dict[str, Any]:
@@ -166,10 +163,10 @@ class Checked:
             if option.holds_names:
                 object.__setattr__(self, option.name, _names(option.name, value))
                 continue
-            expected = _expected(option.kind, value, option.said)
+            expected = _expected(option, value)
             if expected:
                 raise OptionError(option.name, value, expected)
-            needed = option.said.needs
+            needed = option.needs
             if needed and value != option.default and not getattr(self, needed):
                 raise PlanError(f"{typed(option.name)} means nothing without {typed(needed)}")
 
@@ -191,8 +188,9 @@ def _names(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _expected(kind: Any, value: Any, said: Option) -> str:
+def _expected(option: Option, value: Any) -> str:
     """Returns what a value was expected to be; nothing if it is that."""
+    kind = option.kind
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         return "" if value in choices else f"one of {', '.join(map(str, choices))}"
@@ -200,19 +198,15 @@ def _expected(kind: Any, value: Any, said: Option) -> str:
         return "" if isinstance(value, bool) else "True or False"
     if kind in (int, float):
         is_number = isinstance(value, int | kind) and not isinstance(value, bool)
-        if is_number and math.isfinite(value) and said.least <= value <= said.most:
+        if is_number and math.isfinite(value) and option.least <= value <= option.most:
             return ""
-        return said.expected or _range(said)
-    if said.check is not None:
-        fits = isinstance(value, str) and said.check(value)
-        return "" if fits else said.expected
+        end = "on" if math.isinf(option.most) else f"to {option.most:.0f}"
+        start = f"a whole number from {option.least} "
+        return option.expected or (start + end)
+    if option.check is not None:
+        fits = isinstance(value, str) and option.check(value)
+        return "" if fits else option.expected
     return ""
-
-
-def _range(said: Option) -> str:
-    if math.isinf(said.most):
-        return f"a whole number from {said.least} on"
-    return f"a whole number from {said.least} to {said.most:.0f}"
 
 
 def after_one_place(
@@ -246,7 +240,12 @@ def _taking_keywords(kind: Any, function: Callable[..., Any]) -> Any:
         one.replace(kind=inspect.Parameter.POSITIONAL_ONLY)
         for one in list(signature.parameters.values())[:-1]
     ]
-    parameters += [_parameter(option) for option in options_of(kind)]
+    for option in options_of(kind):
+        default = inspect.Parameter.empty if option.default is MISSING else option.default
+        keyword = inspect.Parameter(
+            option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option.hint
+        )
+        parameters.append(keyword)
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     above, args, below = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
     own, gap, rest = below.partition("\n\n")
@@ -255,19 +254,12 @@ def _taking_keywords(kind: Any, function: Callable[..., Any]) -> Any:
     return call
 
 
-def _parameter(option: Declared) -> inspect.Parameter:
-    default = inspect.Parameter.empty if option.default is MISSING else option.default
-    return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option.hint
-    )
-
-
 def _entries(kind: type[Any]) -> Iterator[str]:
     """Yields an entry of a docstring for each option, wrapped and indented."""
     for option in options_of(kind):
-        default = f"  [default: {option.said.unset}]" if option.said.unset else ""
+        default = f"  [default: {option.unset}]" if option.unset else ""
         yield textwrap.fill(
-            f"{option.name}: {option.said.help}{default}",
+            f"{option.name}: {option.help}{default}",
             _COLUMNS,
             initial_indent=" " * 4,
             subsequent_indent=" " * 8,

@@ -13,7 +13,6 @@ from nf4conv.cli.parameters import (
     Place,
     display_options,
     examples,
-    option,
     options_from,
 )
 from nf4conv.cli.running import (
@@ -22,9 +21,7 @@ from nf4conv.cli.running import (
     begin,
     raise_terminated,
     silence_libraries,
-    terminal_width,
 )
-from nf4conv.declaring import Group
 from nf4conv.options import (
     DequantizeOptions,
     EvaluateOptions,
@@ -33,8 +30,6 @@ from nf4conv.options import (
     VerifyOptions,
 )
 from nf4conv.system.signals import handle_stop
-
-_LOG = "Say what is done and how long it takes, on stderr."
 
 
 @click.group(
@@ -71,19 +66,17 @@ def main() -> None:
 )
 @click.argument("path", metavar="PATH|REPO", type=Place("file"))
 @options_from(InspectOptions)
-@display_options(verbose=_LOG)
+@display_options("as_json", "verbose")
 def inspect(path: str, **values: Any) -> None:
     """Show what a checkpoint holds, from its headers.
 
     Lists formats, sizes, bits per parameter, and what is unusual. PATH is a folder or a weight
     file. REPO is a model on the Hugging Face Hub; nf4conv does not download its weights.
     """
-    from nf4conv.report.text.lines import inspection_lines  # importing it holds up --help
-
     display, given = begin(InspectOptions, values, path)
     silence_libraries()  # what is downloaded here is too small for progress bars
     found = nf4conv.inspect(path, **given)
-    display.show(found, inspection_lines(found, terminal_width()))
+    display.show(found)
 
 
 @main.command(
@@ -98,7 +91,7 @@ def inspect(path: str, **values: Any) -> None:
 @click.argument("source", metavar="SRC", type=Place("file"))
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @options_from(QuantizeOptions)
-@display_options(quiet="Show no progress and no summary.", verbose=_LOG, dry_run=True)
+@display_options("dry_run", "as_json", "quiet", "verbose")
 def quantize(source: str, out: str, **values: Any) -> None:
     """Quantize the checkpoint SRC into the folder OUT.
 
@@ -107,18 +100,16 @@ def quantize(source: str, out: str, **values: Any) -> None:
     in 4 bits of bitsandbytes anew: weights in the format asked for, by default their own, stay bit
     for bit. In a diffusers pipeline, --include 'transformer/*' chooses submodels.
     """
-    from nf4conv.report.text.lines import plan_lines, run_lines  # this holds up --help
-
     display, given = begin(QuantizeOptions, values, source)
     if display.dry_run:
         from nf4conv.commands.quantize import dry_run  # importing it holds up --help
 
         planned = dry_run(source, QuantizeOptions(**given))
-        display.show(planned, plan_lines(planned, terminal_width()))
+        display.show(planned)
         return
     with display.progress() as progress:
         report = nf4conv.quantize(source, out, **given, progress=progress)
-    display.show(report, run_lines(report))
+    display.show(report)
 
 
 @main.command(
@@ -131,16 +122,7 @@ def quantize(source: str, out: str, **values: Any) -> None:
 )
 @click.argument("path", metavar="PATH", type=Place("file"))
 @options_from(VerifyOptions)
-@display_options(
-    quiet="Show no progress and no tables: the exit code tells the result.",
-    verbose="List every check, and say on stderr what is done and how long it takes.",
-)
-@option(
-    "--report",
-    group=Group.DISPLAY,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write a page to look at, in HTML, to this file.",
-)
+@display_options("report", "as_json", "quiet", "verbose")
 def verify(path: str, report: Path | None, **values: Any) -> None:
     """Verify the checkpoint PATH, in 4 bits or decoded.
 
@@ -148,14 +130,12 @@ def verify(path: str, report: Path | None, **values: Any) -> None:
     again, and every bit must be the same. Exit codes: 0 everything is right, 1 something is wrong,
     2 nf4conv could not verify it.
     """
-    from nf4conv.report.text.lines import verification_lines  # importing it holds up --help
-
     display, given = begin(VerifyOptions, values, values["source"])
     with display.progress() as progress:
         found = nf4conv.verify(path, **given, progress=progress)
     if report is not None:
         nf4conv.write_page(found, report)
-    display.show(found, verification_lines(found, terminal_width(), every=display.verbose))
+    display.show(found)
     sys.exit(found.exit_code)
 
 
@@ -168,9 +148,7 @@ def verify(path: str, report: Path | None, **values: Any) -> None:
 )
 @click.argument("outs", metavar="OUT...", type=Place("dir"), nargs=-1, required=True)
 @options_from(EvaluateOptions)
-@display_options(
-    quiet="Show no progress and no table: the exit code tells the result.", verbose=_LOG
-)
+@display_options("as_json", "quiet", "verbose")
 def evaluate(outs: tuple[str, ...], **values: Any) -> None:
     """Compare what the models OUT and SRC predict on the same text.
 
@@ -179,12 +157,10 @@ def evaluate(outs: tuple[str, ...], **values: Any) -> None:
     'nf4conv[evaluate]'. Exit codes: 0 done, 1 past --max-kl, 2 nf4conv cannot use a model or the
     tokens.
     """
-    from nf4conv.report.text.lines import evaluation_lines  # importing it holds up --help
-
     display, given = begin(EvaluateOptions, values, values["source"])
     with display.progress() as progress:
         found = nf4conv.evaluate(outs, **given, progress=progress)
-    display.show(found, evaluation_lines(found, terminal_width()))
+    display.show(found)
     sys.exit(0 if found.passed else 1)
 
 
@@ -201,7 +177,7 @@ def evaluate(outs: tuple[str, ...], **values: Any) -> None:
 @click.argument("source", metavar="SRC", type=Place("file"))
 @click.argument("out", metavar="OUT", type=Place("dir"))
 @options_from(DequantizeOptions)
-@display_options(quiet="Show no progress and no summary.", verbose=_LOG, dry_run=True)
+@display_options("dry_run", "as_json", "quiet", "verbose")
 def dequantize(source: str, out: str, **values: Any) -> None:
     """Decode the quantized checkpoint SRC into the folder OUT.
 
@@ -210,28 +186,24 @@ def dequantize(source: str, out: str, **values: Any) -> None:
     each. SRC is a folder, a .safetensors or .gguf file, or a model on the Hugging Face Hub. OUT
     loads as any 16-bit model, and llama.cpp converts it to GGUF.
     """
-    from nf4conv.report.text.lines import plan_lines, run_lines  # this holds up --help
-
     display, given = begin(DequantizeOptions, values, source)
     if display.dry_run:
         from nf4conv.commands.dequantize import dry_run  # importing it holds up --help
 
         planned = dry_run(source, DequantizeOptions(**given))
-        display.show(planned, plan_lines(planned, terminal_width()))
+        display.show(planned)
         return
     with display.progress() as progress:
         report = nf4conv.dequantize(source, out, **given, progress=progress)
-    display.show(report, run_lines(report))
+    display.show(report)
 
 
 @main.command(cls=Command, epilog=examples("env", "env --json"))
-@display_options()
+@display_options("as_json")
 def env(**values: Any) -> None:
     """Show versions, and what nf4conv would compute with.
 
     A bug report should contain this.
     """
-    from nf4conv.report.text.lines import environment_lines  # importing it holds up --help
-
     found = nf4conv.environment()
-    Display(**values).show(found, environment_lines(found))
+    Display(**values).show(found)

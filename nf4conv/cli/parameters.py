@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from nf4conv.cli.running import show_log
-from nf4conv.declaring import Declared, Group, Option, options_of, typed
+from nf4conv.declaring import Group, Option, options_of, typed
 from nf4conv.options import DTYPES
 
 Decorator: TypeAlias = Callable[[Callable[..., None]], Callable[..., None]]
@@ -104,63 +104,51 @@ class GroupedOption(click.Option):
         self.group = group
 
 
-def option(*names: str, group: Group, help: str, **attributes: Any) -> Decorator:
-    """Declares an option of a command, as a decorator.
-
-    Args:
-        names: its spellings, and the name of its parameter if that is another.
-        group: the group in which --help shows it. A group shows its options in the order in which
-            they are declared.
-        help: a sentence. A default that click cannot show comes behind it in brackets.
-        attributes: what else `click.option` takes.
-    """
-    return click.option(*names, cls=GroupedOption, group=group, help=help, **attributes)
-
-
-def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def options_from(kind: type[Any]) -> Decorator:
     """Declares the options of a command by the fields of its class of options."""
 
     def declare(command: Callable[..., None]) -> Callable[..., None]:
         for one in reversed(options_of(kind)):
-            if not one.said.in_python:
-                command = _option(one)(command)
+            if not one.in_python:
+                name, attributes = _attributes(one)
+                command = click.option(name, cls=GroupedOption, **attributes)(command)
         return command
 
     return declare
 
 
-def _option(declared: Declared) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declares an option by its field."""
-    name = typed(declared.name)
-    said = declared.said
-    default = declared.default
-    help = said.help
-    if said.unset:
-        help += f"  [default: {said.unset}]"
-    attributes: dict[str, Any] = {"metavar": said.metavar}
-    if declared.kind is bool and default is None:
+def _attributes(option: Option) -> tuple[str, dict[str, Any]]:
+    """Returns an option as it is typed, and what click is to know of it."""
+    name = typed(option.name)
+    default = option.default
+    help = option.help
+    if option.unset:
+        help += f"  [default: {option.unset}]"
+    attributes: dict[str, Any] = {"group": option.group, "metavar": option.metavar}
+    if option.kind is bool and default is None:
         name = f"{name}/--no-{name[2:]}"
         attributes["default"] = None
-    elif declared.kind is bool:
+    elif option.kind is bool:
         attributes["is_flag"] = True
-    elif declared.holds_names:
+    elif option.holds_names:
         attributes["multiple"] = True
         help += " May be given again."
     else:
-        attributes["type"] = _type_of(declared.kind, said)
+        attributes["type"] = _type_of(option)
         attributes["required"] = default is MISSING
         if default is not MISSING and default is not None:
             attributes["default"] = default
-            attributes["show_default"] = not said.is_size
-            if said.is_size:
+            attributes["show_default"] = not option.is_size
+            if option.is_size:
                 help += f"  [default: {_spelled(default)}]"
-    return option(name, group=said.group, help=help, **attributes)
+    return name, {**attributes, "help": help}
 
 
-def _type_of(kind: Any, said: Option) -> Any:
+def _type_of(option: Option) -> Any:
     """Returns click's type of an option that has one value."""
+    kind = option.kind
     choices = get_args(kind)
-    if said.is_size:
+    if option.is_size:
         return Size()
     if choices[: len(DTYPES)] == DTYPES:
         return Dtype(choices)
@@ -177,93 +165,53 @@ def _spelled(size: int) -> str:
     return f"{size // unit}{letter}B"
 
 
-def display_options(*, quiet: str = "", verbose: str = "", dry_run: bool = False) -> Decorator:
-    """Declares the options that say what a command shows, which only the command line has.
+_DISPLAY: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
+    "report": (
+        ("--report",),
+        {
+            "type": click.Path(dir_okay=False, path_type=Path),
+            "help": "Write a page to look at, in HTML, to this file.",
+        },
+    ),
+    "dry_run": (
+        ("--dry-run",),
+        {"is_flag": True, "help": "Show what would become of SRC, and write nothing."},
+    ),
+    "as_json": (
+        ("--json", "as_json"),
+        {"is_flag": True, "help": "Print the result as JSON (docs/options.md)."},
+    ),
+    "quiet": (
+        ("-q", "--quiet"),
+        {"is_flag": True, "help": "Show no progress, and of the result only the exit code."},
+    ),
+    "verbose": (
+        ("-v", "--verbose"),
+        {
+            "is_flag": True,
+            "callback": show_log,
+            "help": "Say more: what is done and how long it takes, on stderr.",
+        },
+    ),
+}
+"""The options that say what a command shows, which only the command line has."""
 
-    Args:
-        quiet: the help of --quiet; empty for a command without it.
-        verbose: the help of --verbose; empty for a command without it.
-        dry_run: True for a command that has --dry-run.
-    """
-    options = [
-        option(
-            "--json",
-            "as_json",
-            group=Group.DISPLAY,
-            is_flag=True,
-            help="Print the result as JSON (docs/options.md).",
-        )
-    ]
-    if dry_run:
-        help = "Show what would become of SRC, and write nothing."
-        options.insert(0, option("--dry-run", group=Group.DISPLAY, is_flag=True, help=help))
-    if quiet:
-        options.append(option("-q", "--quiet", group=Group.DISPLAY, is_flag=True, help=quiet))
-    if verbose:
-        options.append(
-            option(
-                "-v",
-                "--verbose",
-                group=Group.DISPLAY,
-                is_flag=True,
-                callback=show_log,
-                help=verbose,
-            )
-        )
+
+def display_options(*names: str) -> Decorator:
+    """Declares some of the options that say what a command shows."""
 
     def declare(command: Callable[..., None]) -> Callable[..., None]:
-        for one in reversed(options):
-            command = one(command)
+        for name in reversed(names):
+            spellings, attributes = _DISPLAY[name]
+            add = click.option(*spellings, cls=GroupedOption, group=Group.DISPLAY, **attributes)
+            command = add(command)
         return command
 
     return declare
 
 
-_OPTIONS_OF_OTHERS: Final = {
-    "--force": "--overwrite deletes what is in OUT",
-    "-f": "--overwrite deletes what is in OUT",
-    "--yes": "--overwrite deletes what is in OUT",
-    "-o": "OUT is the second argument",
-    "--output": "OUT is the second argument",
-    "--output-dir": "OUT is the second argument",
-    "--output_dir": "OUT is the second argument",
-    "--out": "OUT is the second argument",
-    "--outfile": "OUT is the second argument",
-    "--model": "SRC is the first argument",
-    "--model-id": "SRC is the first argument",
-    "--outtype": "--quant-type nf4 or fp4 is the data type",
-    "--load-in-4bit": "packing to 4 bits is what this does; --quant-type is the data type",
-    "--load_in_4bit": "packing to 4 bits is what this does; --quant-type is the data type",
-    "--bnb-4bit-quant-type": "--quant-type nf4 or fp4",
-    "--bnb_4bit_quant_type": "--quant-type nf4 or fp4",
-    "--bnb_4bit_use_double_quant": "double quantization is on; --no-double-quant turns it off",
-    "--gpu": "--device cuda",
-    "--bits": "weights are packed to 4 bits; --quant-type nf4 or fp4 is the data type",
-    "--load-in-8bit": "weights are packed to 4 bits; --quant-type is the data type",
-    "--load_in_8bit": "weights are packed to 4 bits; --quant-type is the data type",
-    "--group-size": "--blocksize is the number of elements that share a scale",
-    "--torch-dtype": "--dtype",
-    "--torch_dtype": "--dtype",
-    "--trust-remote-code": "code of a repository is never run",
-    "--trust_remote_code": "code of a repository is never run",
-}
-"""Tells what to use here in place of an option of another tool, which users type by habit."""
-
-
 class Command(click.Command):
-    """Is a command whose --help shows options in groups, and which knows options of other tools."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Reads the options; an error about one of another tool says what stands here for it."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            instead = _OPTIONS_OF_OTHERS.get(error.option_name)
-            if instead is None:
-                raise
-            raise click.UsageError(
-                f"No such option '{error.option_name}': {instead}.", ctx
-            ) from error
+    """Is a command whose --help shows options in groups."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the options that are not hidden, group after group."""

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
+from nf4conv.declaring import typed
 from nf4conv.errors import Nf4convError, VerificationError
 from nf4conv.options import SourceOptions
 from nf4conv.report.text.progress_bar import ProgressBar
@@ -56,7 +57,7 @@ def begin(
     """
     display = Display(**_fields_of(Display, values))
     given = _fields_of(kind, values)
-    _check_source_options(kind(**given), [] if place is None else [str(place)])
+    _check_source_options(kind(**given), place)
     if display.quiet:
         silence_libraries()
     return display, given
@@ -68,36 +69,20 @@ def _fields_of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def _refuse_alone(useless: str, *, needed: str) -> NoReturn:
-    """Refuses an option that has no effect without another one."""
-    raise click.UsageError(f"{useless} means nothing without {needed}")
-
-
-def _check_source_options(where: SourceOptions, places: Sequence[str]) -> None:
-    """Refuses options about the Hub or about GGUF files if they have no effect on any place."""
-    _check_hub_options(where, places)
-    has_gguf = where.gguf_file is not None or any(".gguf" in place for place in places)
-    if where.config_from is not None and not has_gguf:
-        _refuse_alone("--config-from", needed="a GGUF file: name one, or give --gguf-file")
-
-
-def _check_hub_options(where: SourceOptions, places: Sequence[str]) -> None:
-    """Refuses options about the Hub if all places are on this disk."""
-    given = []
-    if where.revision:
-        given.append("--revision")
-    if where.stream:
-        given.append("--stream")
-    if where.local_files_only:
-        given.append("--local-files-only")
-    on_the_hub = [place for place in places if not Path(place).exists()]
-    if not given or on_the_hub:
+def _check_source_options(where: SourceOptions, place: str | Path | None) -> None:
+    """Refuses options about the Hub or about GGUF files that have no effect on a place."""
+    for name in ("revision", "stream", "local_files_only"):
+        if getattr(where, name) and place is None:
+            raise click.UsageError(f"{typed(name)} means nothing without --source")
+        if getattr(where, name) and Path(str(place)).exists():
+            raise click.UsageError(
+                f"{typed(name)} is about a model on the Hub, not about {place}, which is on this "
+                f"disk"
+            )
+    if where.config_from is None or where.gguf_file is not None or ".gguf" in str(place):
         return
-    if not places:
-        _refuse_alone(given[0], needed="--source")
     raise click.UsageError(
-        f"{given[0]} is about a model on the Hub, "
-        f"not about {' and '.join(places)}, which is on this disk"
+        "--config-from means nothing without a GGUF file: name one, or give --gguf-file"
     )
 
 
@@ -124,15 +109,17 @@ class Display:
         if self.quiet and self.verbose:
             raise click.UsageError("--quiet and --verbose contradict each other")
 
-    def show(self, result: Any, lines: Iterable[str]) -> None:
-        """Prints a result as JSON or as `lines`."""
+    def show(self, result: Any) -> None:
+        """Prints a result as JSON or as lines."""
         if self.as_json:
             from nf4conv.report.as_json import write_json  # importing it holds up --help
 
             write_json(result, sys.stdout)
             sys.stdout.flush()
         elif not self.quiet:
-            for line in lines:
+            from nf4conv.report.text.lines import lines_of  # importing it holds up --help
+
+            for line in lines_of(result, _terminal_width(), every=self.verbose):
                 click.echo(line)
 
     def progress(self) -> ProgressBar:
@@ -149,7 +136,7 @@ def silence_libraries() -> None:
         library.setLevel(logging.ERROR)
 
 
-def terminal_width() -> int | None:
+def _terminal_width() -> int | None:
     """Returns the columns of the terminal; None if stdout is a file or a pipe.
 
     A file or a program gets names in full.
@@ -277,8 +264,6 @@ def _explained(error: Exception, command: str) -> str:
             "the system starts no more threads; try fewer --workers, or allow more of them "
             "(ulimit -u)"
         )
-    if isinstance(error, ValueError) and str(error).startswith("embedded null"):
-        return "a name holds a zero character, which no file's name can"
     found = f"{type(error).__name__}: {error}"
     return (
         f"{found[:300]}: this is a bug in nf4conv, please report it; "

@@ -5,7 +5,7 @@ plan ▸ open the repository to push to ▸ calibrate ▸ write ▸ commit what 
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -309,11 +309,9 @@ def _write_one(
     return _with_commands(report, plan)
 
 
-def _card(
-    plan: QuantizationPlan, bytes_after: int, verified: VerificationSummary | None
-) -> str | None:
+def _card(plan: AnyPlan, bytes_after: int, verified: VerificationSummary | None) -> str | None:
     """Writes the model card; None for a submodel."""
-    if plan.is_submodel:
+    if isinstance(plan, QuantizationPlan) and plan.is_submodel:
         return None
     from nf4conv.report.card import model_card  # importing YAML takes a moment
 
@@ -371,20 +369,10 @@ def _write_pipeline(
             part, folder, options, lambda name, path: offer(f"{folder.name}/{name}", path)
         )
 
-    card = partial(_pipeline_card, plan)
+    def card(report: RunReport) -> str | None:
+        return _card(plan, report.totals.bytes_after, report.verification)
+
     return _with_commands(write_submodels(plan, out, options, write, card), plan)
-
-
-def _pipeline_card(
-    plan: DiffusersPlan[QuantizationPlan], report: RunReport, reports: Sequence[RunReport]
-) -> str:
-    """Writes the model card of a diffusers pipeline."""
-    from nf4conv.report.card import diffusers_card  # importing YAML takes a moment
-
-    sizes = {
-        name: part.totals.bytes_after for name, part in zip(plan.submodels, reports, strict=True)
-    }
-    return diffusers_card(plan, sizes, report.verification)
 
 
 # --- uploading ----------------------------------------------------------------------------------

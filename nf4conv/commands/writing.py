@@ -130,7 +130,7 @@ def write_submodels(
     out: Path,
     options: OptionsT,
     write: Callable[[PlanT, Path, OptionsT], RunReport],
-    card: Callable[[RunReport, Sequence[RunReport]], str] | None = None,
+    card: Callable[[RunReport], str | None] | None = None,
 ) -> RunReport:
     """Carries out the plans of all submodels.
 
@@ -139,8 +139,7 @@ def write_submodels(
         out: the output folder.
         options: how to use the machine, and whom to tell the number of source bytes that are read.
         write: carries out the plan of one submodel; it recognises one that is there already.
-        card: returns the README.md of the pipeline, given its report and those of the submodels;
-            None if it gets none.
+        card: returns the README.md of the pipeline, given its report; None if it gets none.
     """
     index = plan.folder.index
     if (out / index.name).is_file() and not is_unfinished(out) and not options.overwrite:
@@ -163,8 +162,9 @@ def write_submodels(
         for file in plan.folder.files:
             workspace.copy(str(file), plan.folder.folder / file)
         report = _joined(plan, out, reports, workspace.left_out)
-        if card is not None:
-            workspace.write("README.md", card(report, reports).encode(errors="backslashreplace"))
+        text = None if card is None else card(report)
+        if text is not None:
+            workspace.write("README.md", text.encode(errors="backslashreplace"))
         workspace.complete({index.name: read_small(index)})
     return report
 

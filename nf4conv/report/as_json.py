@@ -79,7 +79,7 @@ def _write_rows(rows: Sequence[Any], file: TextIO) -> None:
 def _fields_of(value: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass by name; of the options of a command, those for users."""
     if isinstance(value, Checked):
-        names = [one.name for one in options_of(type(value)) if not one.said.in_python]
+        names = [one.name for one in options_of(type(value)) if not one.in_python]
     else:
         names = [field.name for field in fields(value)]
     return {name: _spelled(getattr(value, name)) for name in names}

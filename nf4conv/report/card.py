@@ -6,7 +6,7 @@ card.md.jinja is the text. This module finds out what stands in it.
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -129,52 +129,45 @@ def card_of(source: Source) -> tuple[OriginalCard, tuple[str, ...]]:
 
 
 def model_card(
-    plan: QuantizationPlan, bytes_after: int, verified: VerificationSummary | None
-) -> str:
-    """Returns the card of a quantized checkpoint, given the size of its weight files."""
-    source = plan.source
-    before = sum(tensor.nbytes for tensor in source.tensors)
-    jobs = list(plan.whole.jobs)
-    weights = Counter(plan.weights.values()).most_common()
-    quantization = (plan.config or {}).get("quantization_config") or {}
-    return _quantized_card(
-        _name_original(source, plan.front, plan.options.base_model),
-        _Packed(weights, jobs, list(not_packed(plan.whole, plan.weights))),
-        measured_rows(before, bytes_after, verified, _parameters(jobs)),
-        loading_of_plan(plan),
-        library="transformers" if source.stem == "model" else "diffusers",
-        compute_dtype=quantization.get("bnb_4bit_compute_dtype"),
-        readers=plan.readers,
-    )
-
-
-def diffusers_card(
-    plan: DiffusersPlan[QuantizationPlan],
-    sizes: Mapping[str, int],
+    plan: QuantizationPlan | DiffusersPlan[QuantizationPlan],
+    bytes_after: int,
     verified: VerificationSummary | None,
 ) -> str:
-    """Returns the card of a quantized diffusers pipeline, given the sizes of its submodels."""
+    """Returns the card of a quantized checkpoint or pipeline, given the size of its weights."""
+    is_pipeline = isinstance(plan, DiffusersPlan)
+    parts = list(plan.submodels.values()) if isinstance(plan, DiffusersPlan) else [plan]
+    first = parts[0]
     weights: Counter[Provenance] = Counter()
     jobs: list[Job] = []
-    kept: list[CopyJob] = []
-    components = []
-    before = 0
-    for name, part in plan.submodels.items():
+    others: list[CopyJob] = []
+    for part in parts:
         weights.update(part.weights.values())
-        jobs += part.output.jobs
-        kept += not_packed(part.output, part.weights)
-        packed = sum(isinstance(job, PackJob) for job in part.output.jobs)
-        bytes_before = part.totals().bytes_before
-        before += bytes_before
-        components.append((name, f"{packed:,}", bytes_before, sizes[name]))
-    first = next(iter(plan.submodels.values()))
-    base_model = first.options.base_model or plan.front.base_of_ours
-    return _quantized_card(
-        _name_original(first.source, plan.front, base_model, in_pipeline=True),
-        _Packed(weights.most_common(), jobs, kept),
-        measured_rows(before, sum(sizes.values()), verified, _parameters(jobs)),
-        loading_of_plan(plan),
-        components=components,
+        jobs += part.whole.jobs
+        others += not_packed(part.whole, part.weights)
+    packed = _Packed(weights.most_common(), jobs, others)
+    before = sum(tensor.nbytes for part in parts for tensor in part.source.tensors)
+    original = _name_original(first.source, plan.front, first.options.base_model, is_pipeline)
+    loading = loading_of_plan(plan)
+    is_of_transformers = not is_pipeline and first.source.stem == "model"
+    library = "transformers" if is_of_transformers else "diffusers"
+    quantization = (plan.config or {}).get("quantization_config") or {}
+    quant_types = " and ".join(quant_type.upper() for quant_type in packed.quant_types)
+    made = f"its linear layers packed to bitsandbytes {quant_types} with"
+    if all(weight.origin == KEPT for weight in weights):
+        made = f"its linear layers in bitsandbytes {quant_types}, kept bit for bit by"
+    tags = [*original.card.tags, "bitsandbytes", "4-bit", *packed.quant_types]
+    return _rendered(
+        front=_front_matter(original, library, loading, tags),
+        title=f"{_escaped(original.short)} in 4 bits",
+        introduction=f"{original.link}{_merged_with(original)}, {made} nf4conv {__version__}.",
+        settings=_settings(packed, quantization.get("bnb_4bit_compute_dtype")),
+        measured=measured_rows(before, bytes_after, verified, _parameters(jobs)),
+        kept=_kept(jobs),
+        meanings=list(_meanings(packed)),
+        check=f"nf4conv verify . --source {_source_arguments(original)}",
+        loading=loading,
+        original=original.card,
+        readers=None if is_pipeline else first.readers,
     )
 
 
@@ -209,37 +202,6 @@ def with_repository(card: str, loading: Loading, repo: str) -> str:
     """Returns a card whose code loads the model from the Hub."""
     here = f"{loading.call(_HERE)}\n{_ELSEWHERE}\n"
     return card.replace(here, f"{loading.call(repo)}\n")
-
-
-def _quantized_card(
-    original: _Original,
-    packed: _Packed,
-    measured: str,
-    loading: Loading | None,
-    *,
-    library: str = "diffusers",
-    compute_dtype: object = None,
-    **facts: Any,
-) -> str:
-    """Fills the template for a quantized checkpoint or pipeline."""
-    quant_types = " and ".join(quant_type.upper() for quant_type in packed.quant_types)
-    made = f"its linear layers packed to bitsandbytes {quant_types} with"
-    if all(weight.origin == KEPT for weight, _ in packed.weights):
-        made = f"its linear layers in bitsandbytes {quant_types}, kept bit for bit by"
-    tags = [*original.card.tags, "bitsandbytes", "4-bit", *packed.quant_types]
-    return _rendered(
-        front=_front_matter(original, library, loading, tags),
-        title=f"{_escaped(original.short)} in 4 bits",
-        introduction=f"{original.link}{_merged_with(original)}, {made} nf4conv {__version__}.",
-        settings=_settings(original, packed, compute_dtype),
-        measured=measured,
-        kept=_kept(packed.jobs),
-        meanings=list(_meanings(packed)),
-        check=f"nf4conv verify . --source {_source_arguments(original)}",
-        loading=loading,
-        original=original.card,
-        **facts,
-    )
 
 
 def _rendered(**facts: Any) -> str:
@@ -281,7 +243,7 @@ def _front_matter(
 
 
 def _name_original(
-    source: Source, card: OriginalCard, base_model: str | None, *, in_pipeline: bool = False
+    source: Source, card: OriginalCard, base_model: str | None, in_pipeline: bool = False
 ) -> _Original:
     """Names the original by the user's word, its place on the Hub, its card or its config.
 
@@ -319,7 +281,7 @@ def _merged_with(original: _Original) -> str:
     return f", merged with the LoRA {noun} {', '.join(names)}"
 
 
-def _settings(original: _Original, packed: _Packed, compute_dtype: object) -> dict[str, str]:
+def _settings(packed: _Packed, compute_dtype: object) -> dict[str, str]:
     """Returns what is known of a result before its weights are written, by names of rows."""
     jobs = [job for job in packed.jobs if isinstance(job, PackJob)]
     parameters = _parameters(packed.jobs)
@@ -349,10 +311,6 @@ def _settings(original: _Original, packed: _Packed, compute_dtype: object) -> di
     others = _other_quantizations(packed)
     if others:
         rows["quantized before"] = f"{others}, which were decoded first"
-    bases = [base for base in original.card.bases_of_others if is_repo_id(base)]
-    if others and bases:
-        links = " and ".join(_repo_link(base) for base in bases)
-        rows["quantized before from"] = f"{links}, says the card of the original"
     return rows
 
 

@@ -37,9 +37,6 @@ _PACKAGES: Final = {
 _WITH_EXPERTS: Final = '"transformers>=5.8"'
 """The releases of transformers into which nf4conv brings 4-bit experts."""
 
-_LONGEST_NAME: Final = 80
-"""Characters; the Hub takes 96 with the name of the owner."""
-
 
 @dataclass(frozen=True)
 class Loading:
@@ -164,21 +161,8 @@ def _auto_class(architecture: str, config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def push_command(out: Path, repo: str = "") -> str:
-    """Returns the command that pushes a result; without `repo`, for the user to complete."""
-    inside = out.name if out.is_file() else "."
-    if not repo:
-        name = out.resolve().stem if out.is_file() else out.resolve().name
-        repo = f"YOUR_NAME/{_repository_name(name)}"
-    return " ".join(["hf", "upload", *map(shlex.quote, (repo, str(out), inside))])
-
-
-def _repository_name(name: str) -> str:
-    """Returns a name that the Hub takes: letters, digits, and single dots, dashes and underscores.
-
-    Source: https://huggingface.co/docs/hub/repositories-getting-started, and validate_repo_id of
-    huggingface_hub.
-    """
-    taken = re.sub(r"[^A-Za-z0-9._-]", "-", name)
-    taken = re.sub(r"-{2,}", "-", re.sub(r"\.{2,}", ".", taken)).removesuffix(".git")
-    return taken[:_LONGEST_NAME].strip("-.") or "model"
+def push_command(out: Path) -> str:
+    """Returns the command that pushes a result, for the user to complete."""
+    name = re.sub(r"[^A-Za-z0-9_.]+|\.{2,}", "-", out.resolve().name).strip("-.") or "model"
+    words = ["hf", "upload", f"YOUR_NAME/{name}", str(out), "."]
+    return " ".join(map(shlex.quote, words))

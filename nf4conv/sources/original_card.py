@@ -43,14 +43,6 @@ class OriginalCard:
         return base if self.is_ours and isinstance(base, str) else None
 
     @property
-    def bases_of_others(self) -> tuple[str, ...]:
-        """Returns what a card that nf4conv did not write names as the base models."""
-        bases = self.fields.get("base_model", ())
-        if self.is_ours:
-            return ()
-        return (bases,) if isinstance(bases, str) else tuple(bases)
-
-    @property
     def tags(self) -> list[str]:
         """Returns its tags, without those that nf4conv wrote."""
         found = self.fields.get("tags", [])

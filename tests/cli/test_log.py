@@ -70,7 +70,6 @@ def test_a_line_for_each_stage_of_quantize(
         messages(caplog),
         rf"opened {source}: 19 tensors in 2 files, by their headers, in \d+\.\d s",
         r"planned 19 tensors in \d+\.\d s: 12 packed, 0 of them as they are, 7 kept; 4 files, .*",
-        r"torch computes on cpu, imported in \d+\.\d s",
         r"2 threads, each with a buffer of \d+\.\d\d MB",
         r"shard 1 of 4 written: model-0000\d-of-00004\.safetensors, .* kB",
         r"shard 4 of 4 written: .*",

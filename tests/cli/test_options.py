@@ -54,7 +54,7 @@ OF_DISPLAY = {
 def test_the_command_line_has_each_field_with_its_default_and_its_choices(name: str):
     kind, words = COMMANDS[name]
     command = main.commands[name]
-    fields = {field.name: field for field in options_of(kind) if not field.said.in_python}
+    fields = {field.name: field for field in options_of(kind) if not field.in_python}
     spelled = {}
     for parameter in command.params:
         if isinstance(parameter, click.Option):
@@ -90,7 +90,7 @@ def test_the_function_shows_each_field_in_signature_and_help(name: str):
         if field.default is not dataclasses.MISSING:
             assert parameters[field.name].default == field.default
         (line,) = [line for line in lines if line.startswith(f"        {field.name}: ")]
-        assert line.split()[1] == field.said.help.split()[0]
+        assert line.split()[1] == field.help.split()[0]
 
 
 def test_progress_is_a_keyword_but_no_option_and_in_no_record(source: Path, tmp_path: Path):

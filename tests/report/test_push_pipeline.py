@@ -96,7 +96,6 @@ def test_the_card(hub: Hub, pipeline: Path, tmp_path: Path):
     assert "from diffusers import FluxPipeline" in body
     assert "torch_dtype=torch.bfloat16" in body
     assert "| what is not packed | bfloat16 |" in body
-    assert "| vae | 0 | 0.03 MB → 0.03 MB |" in body
     assert "| packed | 2 weights, 66.7 % of 49,152 parameters |" in body
     assert f"{8 * report.totals.bytes_after / 49152:.2f} bits a parameter" in body
     assert report.verification is not None

@@ -29,6 +29,24 @@ _SCALES: Final = {"search": "searched scales", "calibrated": "calibrated"}
 """Words for scales that are not absmax, as users read them."""
 
 
+def lines_of(result: Any, width: int | None, *, every: bool) -> Iterator[str]:
+    """Yields what a terminal of this width shows of a result; of a file or pipe, names in full.
+
+    `every` adds to a verification what passed, too.
+    """
+    if isinstance(result, VerifyReport):
+        return verification_lines(result, width, every=every)
+    if isinstance(result, RunReport):
+        return run_lines(result)
+    if isinstance(result, PlanReport):
+        return plan_lines(result, width)
+    if isinstance(result, Inspection):
+        return inspection_lines(result, width)
+    if isinstance(result, Evaluations):
+        return evaluation_lines(result, width)
+    return environment_lines(result)
+
+
 # --- quantize and dequantize ---
 
 

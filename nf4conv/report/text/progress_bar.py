@@ -3,23 +3,24 @@
 import os
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
 
-from nf4conv.format.units import size
 from nf4conv.report.text.terminal import tell, tell_notes
 
 _SECONDS_BETWEEN_LINES: Final = 30.0
 
-_BAR_OF_SHARES: Final = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
+_BAR: Final = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left, {rate_fmt}]"
+_BAR_OF_SHARES: Final = "{desc}: {percentage:3.0f}%|{bar}| [{remaining} left]"
+_LINE_OF_SHARES: Final = "{desc}: {percentage:.0f} %, {remaining} left"
+_LINE: Final = "{desc}: {n_fmt}B of {total_fmt}B ({percentage:.0f} %), {rate_fmt}, {remaining} left"
 
 
 @dataclass(frozen=True)
 class Step:
-    """Is a step of a command, whose progress is counted by itself.
+    """Is a step of a command.
 
     Attributes:
         verb: what is being done, such as "quantizing".
@@ -45,26 +46,38 @@ class ProgressBar:
         wanted = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper()
         self._shows_notes = not hidden
         self._shows_steps = not hidden and wanted not in ("1", "ON", "YES", "TRUE")
-        self._steps: list[_Running] = []
+        self._steps: Sequence[Step] = ()
+        self._bar: Any = None
         self._lock = threading.Lock()
 
     def begin(self, steps: Sequence[Step], notes: tuple[str, ...] = ()) -> None:
-        """Shows notes, and the first step."""
+        """Shows notes, and that nothing is done yet."""
         if self._shows_notes:
             tell_notes(notes)
         if self._shows_steps:
-            self._steps = [_Running(step) for step in steps]
-            self._steps[0].begin()
+            self._steps = steps
+            self._bar = _bar(steps)
 
     def __call__(self, count: float) -> None:
         """Counts units that are done since the last call; from any thread."""
         with self._lock:
-            while self._steps:
-                count = self._steps[0].advance(count)
-                if not self._steps[0].is_over or len(self._steps) == 1:
-                    return
-                self._steps.pop(0).close()
-                self._steps[0].begin()
+            if self._bar is None:
+                return
+            self._bar.update(
+                min(count, self._bar.total - self._bar.n)
+            )  # one that overruns vanishes
+            doing = self._doing()
+            if doing != self._bar.desc:
+                self._bar.set_description_str(doing, refresh=sys.stderr.isatty())
+
+    def _doing(self) -> str:
+        """Returns what is being done after what has been counted."""
+        done = self._bar.n
+        for step in self._steps:
+            if done < step.total:
+                return step.verb
+            done -= step.total
+        return self._steps[-1].last
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -75,8 +88,8 @@ class ProgressBar:
         _error: BaseException | None,
         _trace: TracebackType | None,
     ) -> None:
-        for step in self._steps:
-            step.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 def begin(progress: object, steps: Sequence[Step], notes: tuple[str, ...] = ()) -> None:
@@ -85,65 +98,37 @@ def begin(progress: object, steps: Sequence[Step], notes: tuple[str, ...] = ()) 
         progress.begin(steps, notes)
 
 
-class _Running:
-    """Counts and shows one step."""
+def _bar(steps: Sequence[Step]) -> Any:
+    """Makes a bar for all steps; where no terminal is, one that writes lines."""
+    from tqdm import tqdm  # this import takes a moment
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._done: float = 0
-        self._started = 0.0
-        self._last_line = 0.0
-        self._bar: Any = None
+    is_share = steps[0].is_share
+    shape: dict[str, Any] = {"bar_format": _BAR_OF_SHARES if is_share else _BAR}
+    if not sys.stderr.isatty():
+        shape = {
+            "bar_format": _LINE_OF_SHARES if is_share else _LINE,
+            "file": _Lines(),
+            "delay": _SECONDS_BETWEEN_LINES,
+            "mininterval": _SECONDS_BETWEEN_LINES,
+            "maxinterval": _SECONDS_BETWEEN_LINES,
+        }
+    return tqdm(
+        total=sum(step.total for step in steps),
+        desc=steps[0].verb,
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        **shape,
+    )
 
-    @property
-    def is_over(self) -> bool:
-        return self._done >= self._step.total
 
-    def begin(self) -> None:
-        self._started = self._last_line = time.monotonic()
-        if not sys.stderr.isatty():
-            return
-        from tqdm import tqdm  # this import takes a moment
+class _Lines:
+    """Is a file for tqdm that makes a line of each state of a bar."""
 
-        shape = {"bar_format": _BAR_OF_SHARES} if self._step.is_share else {}
-        self._bar = tqdm(
-            total=self._step.total,
-            desc=self._step.verb,
-            unit="B",
-            unit_scale=True,
-            leave=False,
-            **shape,
-        )
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line:
+            tell(line)
 
-    def advance(self, count: float) -> float:
-        """Counts units of this step, and returns those that are left for the next one."""
-        part = min(count, self._step.total - self._done)  # a bar that overruns would vanish
-        self._done += part
-        if self._bar is None:
-            self._write_line()
-            return count - part
-        self._bar.update(part)
-        if self.is_over:
-            self._bar.set_description(self._step.last)
-        return count - part
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def _write_line(self) -> None:
-        now = time.monotonic()
-        if now - self._last_line < _SECONDS_BETWEEN_LINES or not self._done:
-            return
-        self._last_line = now
-        seconds = now - self._started
-        minutes_left = (self._step.total - self._done) * seconds / self._done / 60
-        tell(f"{self._step.verb}: {self._describe(seconds)}, about {minutes_left:.0f} min left")
-
-    def _describe(self, seconds: float) -> str:
-        """Says how much is done after a number of seconds."""
-        done, total = self._done, self._step.total
-        share = f"{100 * done / total:.0f} %"
-        if self._step.is_share:
-            return share
-        return f"{size(done)} of {size(total)} ({share}), {size(done / seconds)}/s"
+    def flush(self) -> None:
+        """Does nothing: a line is written at once."""
