@@ -197,15 +197,6 @@ def test_a_push_between_the_first_requests_is_noticed(
         open_source(REPO, where)
 
 
-def test_an_older_revision(hub: Hub, files: dict[str, bytes], where: SourceOptions):
-    repo = publish(hub, files)
-    older = repo.head
-    repo.commit(files | {"tokenizer.json": b"newer"})
-    source = open_source(REPO, SourceOptions(cache_dir=where.cache_dir, revision=older))
-    assert (source.folder / "tokenizer.json").read_bytes() == files["tokenizer.json"]
-    assert source.fetched.origin.commit == older
-
-
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import contents
-from click.testing import CliRunner
 from hub_server import Fault, Hub, Repo
 from safetensors.torch import save
 
 import nf4conv
 import nf4conv.sources.remote.asking as asking_module
-from nf4conv.cli import main
 from nf4conv.errors import OutputError, SourceError, VerificationError
 from nf4conv.format.units import size
 from nf4conv.options import SourceOptions
@@ -213,15 +211,6 @@ def test_planning_fetches_headers_only(hub: Hub, where: dict[str, Any]):
     )
 
 
-def test_a_header_longer_than_the_first_request(hub: Hub, where: dict[str, Any]):
-    tensors = {
-        f"model.layers.{number}.norm.weight": torch.ones(2).bfloat16() for number in range(3000)
-    }
-    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(64, 64).bfloat16()
-    publish(hub, {"config.json": CONFIG, "model.safetensors": save(tensors)})
-    assert len(nf4conv.plan_quantize(REPO, **OPTIONS, **where).made.source.tensors) == 3001
-
-
 def test_what_the_cache_has_is_not_fetched(
     hub: Hub, where: dict[str, Any], expected: dict[str, bytes], tmp_path: Path
 ):
@@ -409,24 +398,6 @@ def test_pickles_are_not_streamed(hub: Hub, where: dict[str, Any], tmp_path: Pat
     publish(hub, {"config.json": CONFIG, "pytorch_model.bin": (tmp_path / "x.bin").read_bytes()})
     with pytest.raises(SourceError, match="only safetensors can be streamed; run without --stream"):
         nf4conv.plan_quantize(REPO, **OPTIONS, **where)
-
-
-def test_the_command(hub: Hub, where: dict[str, Any], expected: dict[str, bytes], tmp_path: Path):
-    publish(hub, checkpoint())
-    arguments = [
-        "quantize",
-        REPO,
-        str(tmp_path / "out"),
-        "--stream",
-        "--cache-dir",
-        str(where["cache_dir"]),
-    ]
-    done = CliRunner().invoke(
-        main, [*arguments, "--max-shard-size", "100kB", "--device", "cpu", "--json"]
-    )
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["totals"]["packed"] == 2 * SHARDS
-    assert without_card(contents(tmp_path / "out")) == expected
 
 
 @pytest.mark.parametrize("kind", ["packed", "kept"])

@@ -118,13 +118,6 @@ def is_unreachable(error: Exception) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """Returns what an error says on one line, without the number of the request.
-
-    An error that is none of HUB_ERRORS comes of an answer that nobody expected, or of a system
-    that starts no more threads.
-    """
+    """Returns what an error says on one line, without the number of the request."""
     text = re.sub(r"\(Request ID: [^)]*\)", "", str(error))
-    line = " ".join(text.split())[:_LONGEST_LINE] or type(error).__name__
-    if isinstance(error, (*HUB_ERRORS, RuntimeError, MemoryError)):
-        return line
-    return f"the hub's answer makes no sense ({type(error).__name__}: {line})"
+    return " ".join(text.split())[:_LONGEST_LINE] or type(error).__name__

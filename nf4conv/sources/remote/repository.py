@@ -46,8 +46,7 @@ class RemoteFile(NamedTuple):
 
     name: str  # its path in the repository
     size: int  # bytes
-    sha256: str | None  # of its content; None for a small file that is kept in git itself
-    blob: str | None  # git's name for it; None if unknown
+    digest: str | None  # SHA-256 of a large file, git's name of a small one; None if unknown
 
 
 def check_content(path: Path, file: RemoteFile) -> str | None:
@@ -55,16 +54,13 @@ def check_content(path: Path, file: RemoteFile) -> str | None:
     size = path.stat().st_size
     if size != file.size:
         return f"has {size:,} bytes, not the {file.size:,} that the hub says"
-    if file.sha256 is not None:
-        digest = hashlib.sha256()
-        expected = file.sha256
-    elif file.blob is not None:
-        digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)  # as git computes it
-        expected = file.blob
-    else:
+    if file.digest is None:
         return None
-    if digest_of(path, digest) != expected:
-        return f"its hash is not {expected}, which the hub says"
+    digest = hashlib.sha256()
+    if len(file.digest) == 40:
+        digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)  # as git computes it
+    if digest_of(path, digest) != file.digest:
+        return f"its hash is not {file.digest}, which the hub says"
     return None
 
 
@@ -101,8 +97,8 @@ class Repository:
                 self.commit = str(info.sha)
                 for file in info.siblings or ():
                     name = str(file.rfilename)
-                    sha256 = None if file.lfs is None else file.lfs.sha256
-                    self.files[name] = RemoteFile(name, file.size or 0, sha256, file.blob_id)
+                    digest = file.blob_id if file.lfs is None else file.lfs.sha256
+                    self.files[name] = RemoteFile(name, file.size or 0, digest)
 
     def _look_into_the_cache(self) -> None:
         """Lists the files of the snapshot in the cache, whether their content is there or not."""
@@ -126,7 +122,7 @@ class Repository:
         for path in folder.rglob("*"):
             if path.is_symlink() or path.is_file():
                 name = path.relative_to(folder).as_posix()
-                self.files[name] = RemoteFile(name, 0, None, None)
+                self.files[name] = RemoteFile(name, 0, None)
         self._snapshot = folder
 
     def _why_offline(self) -> str:
