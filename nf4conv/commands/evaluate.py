@@ -371,8 +371,8 @@ def _token_figures(pairs: _Answers) -> dict[str, float]:
         divergences.append(terms.sum(dim=-1, dtype=torch.float64).cpu())  # in nats
         agreements.append((before.argmax(dim=-1) == after.argmax(dim=-1)).cpu())
         tokens = targets[..., None]
-        losses_of_source.append(-before.gather(-1, tokens).cpu())
-        losses.append(-after.gather(-1, tokens).cpu())
+        losses_of_source.append(-before.gather(-1, tokens).cpu().double())
+        losses.append(-after.gather(-1, tokens).cpu().double())
     divergence = torch.cat(divergences)  # [windows, positions]
     means = divergence.mean(dim=-1)
     figures = {"kl": float(divergence.mean())}
@@ -383,14 +383,9 @@ def _token_figures(pairs: _Answers) -> dict[str, float]:
     figures["kl_median"] = float(np.median(divergence))
     figures["kl_99th"] = float(np.quantile(divergence, 0.99))
     figures["agreement"] = float(torch.cat(agreements).double().mean())
-    figures["perplexity_source"] = _perplexity(losses_of_source)
-    figures["perplexity"] = _perplexity(losses)
+    figures["perplexity_source"] = float(torch.cat(losses_of_source).mean().exp())
+    figures["perplexity"] = float(torch.cat(losses).mean().exp())
     return figures
-
-
-def _perplexity(losses: list[torch.Tensor]) -> float:
-    mean = float(torch.cat(losses).double().mean())
-    return math.exp(min(mean, 700))  # a larger exponent gives no float
 
 
 def _state_figures(pairs: _Answers) -> dict[str, float]:

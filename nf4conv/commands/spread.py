@@ -42,6 +42,9 @@ from nf4conv.system.signals import (
 Made: TypeAlias = RunReport | Exception
 """The report of a part, or the error that ended it."""
 
+Work: TypeAlias = tuple[Path, Callable[[], Any], Callable[..., RunReport], Path]
+"""The first arguments of `make_part`, which are the same for all parts."""
+
 _MOST_CORES: Final = 8  # of a task of Ray's: more gain nothing
 _PARTS_PER_TASK: Final = 4  # so that a slower host carries out fewer
 
@@ -68,24 +71,25 @@ def carry_out(
         )
     started = time.perf_counter()
     alone = replace(options, ray=False, device="cpu", overwrite=False, progress=None)
+    work = (Path.cwd(), plan.again, execute, out)
     opened: AbstractContextManager[Crew]
     if options.ray:
         asked_by = "--ray"
-        opened = open_ray(options)
+        opened = open_ray(options, work)
     else:
         asked_by = f"--device {options.device}"
         places = find_places(options.device)
         alone = replace(alone, device=places[0].device)
         if len(places) == 1:
             return execute(plan, out, replace(options, device=places[0].device))
-        opened = open_processes(places)
+        opened = open_processes(places, work)
     plan_part(plan, replace(alone, part="1/1"), asked_by)  # refuses what has no parts
     tell_what_is_read(plan, options)
     with opened as crew:
         if options.overwrite:
             with Workspace(out, {}, overwrite=True) as emptied:
                 emptied.complete({})
-        reports = _make_parts(crew, plan, execute, out, options)
+        reports = _make_parts(crew, plan, out, options)
     elapsed = time.perf_counter() - started
     # a run into a finished folder computes nothing, and reports what is there; each part has
     # verified its own shards
@@ -98,21 +102,14 @@ def carry_out(
     return _joined(report, reports, elapsed, time.perf_counter() - started)
 
 
-def _make_parts(
-    crew: "Crew",
-    plan: Any,
-    execute: Callable[[Any, Path, OptionsT], RunReport],
-    out: Path,
-    options: OptionsT,
-) -> list[RunReport]:
+def _make_parts(crew: "Crew", plan: Any, out: Path, options: RunOptions) -> list[RunReport]:
     """Has the crew make all parts; raises the first error of a worker."""
     progress = options.progress or ignore
     count = min(crew.parts, plan.totals().shards)
     each = replace(options, ray=False, overwrite=False, progress=None)
     pending = set()
     for number in range(1, count + 1):
-        run = replace(each, part=f"{number}/{count}")
-        pending.add(crew.submit(PartWork(Path.cwd(), plan.again, execute, out, run)))
+        pending.add(crew.submit(replace(each, part=f"{number}/{count}")))
     runs: list[RunReport] = []
     told = 0
     while pending:
@@ -167,42 +164,32 @@ def _joined(whole: RunReport, runs: list[RunReport], elapsed: float, seconds: fl
 # --- workers ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PartWork:
-    """Tells a worker what to do. All of it can be pickled."""
-
-    # folder that the driver works in, from which the user's relative paths start
-    folder: Path
-    # makes the same plan anew
-    again: Callable[[], Any]
-    # carries out the plan
-    execute: Callable[..., RunReport]
-    # output folder
-    out: Path
-    # how to run, and which part to make
-    options: RunOptions
-
-
 class Crew(NamedTuple):
     """Knows workers: how many parts keep all of them busy, and how one is made to make a part."""
 
     parts: int
-    submit: Callable[[PartWork], "Future[Made]"]
+    submit: Callable[[RunOptions], "Future[Made]"]
 
 
-def make_part(work: PartWork) -> Made:
-    """Makes a part.
+def make_part(
+    folder: Path,
+    again: Callable[[], Any],
+    execute: Callable[..., RunReport],
+    out: Path,
+    options: RunOptions,
+) -> Made:
+    """Makes a part in another process, to which all arguments travel.
 
-    Returns:
-        Its report; or an error of a kind that can travel, which Ray then does not try again.
+    `folder` is where the user's relative paths start; `again` makes the plan anew, and `execute`
+    carries it out. Returns the report, or an error that can travel, which Ray does not try again.
     """
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the driver has a bar of its own
     with suppress(OSError):  # on another host the folder need not be there
-        os.chdir(work.folder)
+        os.chdir(folder)
     try:
-        plan = plan_part(work.again(), work.options)
+        plan = plan_part(again(), options)
         part = replace(plan.part, is_watched=True)
-        return work.execute(replace(plan, part=part), work.out, replace(work.options, part=None))
+        return execute(replace(plan, part=part), out, replace(options, part=None))
     except Exception as error:  # noqa: BLE001 - the driver raises it again
         return _travelling(error)
 
@@ -271,18 +258,18 @@ def _cores_beside(device: str) -> frozenset[int]:
 
 
 @contextmanager
-def open_processes(places: list[Place]) -> Iterator[Crew]:
+def open_processes(places: list[Place], work: Work) -> Iterator[Crew]:
     """Opens a crew of a process for each place; they end with this process, however it ends."""
     context = get_context("spawn")
     turns = cycle(places)
     processes: list[SpawnProcess] = []
 
-    def submit(work: PartWork) -> "Future[Made]":
+    def submit(options: RunOptions) -> "Future[Made]":
         place = next(turns)
-        mine = replace(work, options=replace(work.options, device=place.device))
+        mine = (*work, replace(options, device=place.device))
         answer, theirs = context.Pipe()
         # not a daemon, which could start no process to compile kernels
-        process = context.Process(target=_serve, args=(theirs, place.cores, mine))
+        process = context.Process(target=_serve, args=(theirs, place.cores, *mine))
         # it has no answer of its own to an interrupt before it runs `_serve`
         with interrupts_held_back():
             process.start()
@@ -308,13 +295,13 @@ def _receive(answer: Connection) -> Made:
         )
 
 
-def _serve(driver: Connection, cores: frozenset[int], work: PartWork) -> None:
+def _serve(driver: Connection, cores: frozenset[int], *work: Any) -> None:
     """Makes a part in a process of its own, which ends with the driver."""
     # an interrupt from a terminal reaches all processes; the driver answers it
     ignore_interrupts()
     keep_to(cores)  # before there are threads, and memory of theirs
     threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
-    driver.send(make_part(work))
+    driver.send(make_part(*work))
 
 
 def _end_with(driver: Connection) -> None:
@@ -326,7 +313,7 @@ def _end_with(driver: Connection) -> None:
 
 
 @contextmanager
-def open_ray(run: RunOptions) -> Iterator[Crew]:
+def open_ray(run: RunOptions, work: Work) -> Iterator[Crew]:
     """Opens the cluster that RAY_ADDRESS names, or else one on this machine.
 
     The cluster on this machine ends with this process. Each task takes one GPU, or up to eight
@@ -347,14 +334,14 @@ def open_ray(run: RunOptions) -> Iterator[Crew]:
             with suppress(ValueError):  # this is not the main thread
                 restore_stop_handler(stopping)  # Ray's own answer is a page of its stack
             hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            yield _crew_of(ray, hosts, run)
+            yield _crew_of(ray, hosts, run, work)
         except (ray.exceptions.RayError, ConnectionError) as error:
             raise Nf4convError(f"Ray: {str(error).strip().splitlines()[0]}") from error
         finally:
             ray.shutdown()
 
 
-def _crew_of(ray: Any, hosts: list[dict[str, float]], run: RunOptions) -> Crew:
+def _crew_of(ray: Any, hosts: list[dict[str, float]], run: RunOptions, work: Work) -> Crew:
     """Chooses what each task takes, given the resources of all hosts."""
     has_gpus = any("GPU" in host for host in hosts)
     device = "cuda" if has_gpus and run.device != "cpu" else "cpu"
@@ -369,9 +356,9 @@ def _crew_of(ray: Any, hosts: list[dict[str, float]], run: RunOptions) -> Crew:
     fitting = sum(int(host[kind] // (cores if device == "cpu" else 1)) for host in hosts)
     task = ray.remote(num_cpus=cores, num_gpus=int(device == "cuda"))(make_part)
 
-    def submit(work: PartWork) -> "Future[Made]":
-        options = replace(work.options, device=device, workers=run.workers or cores)
-        future: Future[Made] = task.remote(replace(work, options=options)).future()
+    def submit(options: RunOptions) -> "Future[Made]":
+        mine = replace(options, device=device, workers=run.workers or cores)
+        future: Future[Made] = task.remote(*work, mine).future()
         return future
 
     return Crew(_PARTS_PER_TASK * fitting, submit)

@@ -1,4 +1,4 @@
-"""What quantize and dequantize share: dry runs, what is told of a run, and diffusers pipelines.
+"""Describes plans, tells what a run reads, and writes pipelines, for quantize and dequantize.
 
 The submodels of a pipeline are written one after the other:
 

@@ -21,8 +21,10 @@ from safetensors.torch import load_file, save_file
 
 import nf4conv
 from nf4conv.cli import main
+from nf4conv.commands.verify import plan_checkpoint
 from nf4conv.errors import PlanError, SourceError
 from nf4conv.format.codebook import BLOCKSIZES, CODEBOOKS
+from nf4conv.options import VerifyOptions
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.tolerance import TOLERANCES
 
@@ -253,6 +255,17 @@ def skip_list(change: str, entry: str) -> Callable[[Path], None]:
     )
 
 
+def add(name: str) -> Callable[[Path], None]:
+    """A tensor that the source lacks, in a file and in the index."""
+
+    def damage(folder: Path) -> None:
+        path = shards(folder)[0]
+        save(load_file(path) | {name: torch.zeros(4).bfloat16()}, path)
+        index(lambda table: table["weight_map"].update({name: path.name}))(folder)
+
+    return damage
+
+
 def rename(old: str, new: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         path = shard_of(folder, old)
@@ -408,6 +421,7 @@ DAMAGE_SEEN_BY_THE_SOURCE: Damages = {
         "offset": blob(nested_offset=0.25),
         "scales of two weights swapped": swap(f"{UP}.absmax", f"{OTHER_UP}.absmax"),
     }),
+    "a tensor too many": (add("model.layers.0.bias"), "names", "model.layers.0.bias"),
     "kept tensor: a bit": (change(EMBED, flipped(77, 1)), "copies", EMBED),
     **failing("copies", NORM, {
         "kept vector: a bit": change(NORM, flipped(0, 0)),
@@ -571,6 +585,14 @@ def test_our_own_passes_and_is_identical(good: Path, source: Path, run: dict[str
     assert all(0.08 < row.error < 0.10 for row in report.weights)
     for row in report.weights:
         assert row.errors.outside == row.errors.not_nearest == row.errors.differing == 0
+
+
+def test_progress_comes_to_its_end(good: Path, source: Path):
+    for options in ({}, {"source": source}):
+        read: list[int] = []
+        nf4conv.verify(good, **options, **CPU, progress=read.append)
+        planned = plan_checkpoint(good, VerifyOptions(**options)).bytes_to_read
+        assert sum(read) == pytest.approx(planned, rel=0.01)
 
 
 def test_without_a_source_nothing_is_compared(good: Path):

@@ -18,6 +18,7 @@ from test_integer_sources import write as write_integers
 from test_lora import write_adapter
 from test_verify import (
     Damages,
+    add,
     add_stray,
     assert_found,
     change,
@@ -33,7 +34,6 @@ from test_verify import (
     record,
     rename,
     run_command,
-    save,
     shards,
     swap,
     write_text,
@@ -151,17 +151,6 @@ def drop_everywhere(name: str) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         drop(name)(folder)
         index(lambda table: table["weight_map"].pop(name))(folder)
-
-    return damage
-
-
-def add(name: str) -> Callable[[Path], None]:
-    """A tensor that the source lacks, in a file and in the index."""
-
-    def damage(folder: Path) -> None:
-        path = shards(folder)[0]
-        save(load_file(path) | {name: torch.zeros(4).bfloat16()}, path)
-        index(lambda table: table["weight_map"].update({name: path.name}))(folder)
 
     return damage
 

@@ -20,7 +20,7 @@ from checkpoints import contents, write_source
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.commands.spread import PartWork, find_places, make_part
+from nf4conv.commands.spread import find_places, make_part
 from nf4conv.errors import OptionError, PlanError, SourceError
 from nf4conv.options import RunOptions
 
@@ -284,8 +284,8 @@ def test_errors_of_parts_travel(
     def fail() -> None:
         raise error
 
-    work = PartWork(tmp_path, fail, fail, tmp_path / "out", RunOptions(part="1/2"))
-    travelled = pickle.loads(pickle.dumps(make_part(work)))  # noqa: S301
+    made = make_part(tmp_path, fail, fail, tmp_path / "out", RunOptions(part="1/2"))
+    travelled = pickle.loads(pickle.dumps(made))  # noqa: S301
     assert type(travelled) is kind
     assert str(travelled) == str(error)
     assert getattr(travelled, "path", None) == getattr(error, "path", None)
