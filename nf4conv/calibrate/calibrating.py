@@ -11,18 +11,19 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from nf4conv.calibrate.block import calibrate_block, restore_block
 from nf4conv.calibrate.gradients import find_output_moments, output_moments
 from nf4conv.calibrate.hidden import HiddenStates
-from nf4conv.calibrate.kept import parts_of
+from nf4conv.calibrate.kept import KeptFiles, parts_of
 from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.moments import BlockAtWork
-from nf4conv.calibrate.session import PreparedCalibration, Session, open_session
+from nf4conv.calibrate.session import PreparedCalibration, Session
 from nf4conv.choose.decisions import PackedMatrix
 from nf4conv.errors import Nf4convError
 from nf4conv.options import RunOptions
@@ -30,14 +31,18 @@ from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.run.device.on_torch.buffers import SharedTensors, TorchBuffers
 from nf4conv.run.device.on_torch.device import find_device
+from nf4conv.run.worker import Worker
 from nf4conv.sources.foreign.bitsandbytes import as_written_anew, read_weight
 from nf4conv.sources.header import read_header
-from nf4conv.sources.reader import read_bytes
+from nf4conv.sources.reader import Reader, read_bytes
 from nf4conv.sources.record import CalibratedBlock, CalibrationResult
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import CALIBRATED, WORK_FOLDER
 from nf4conv.version import __version__
+
+_BUFFER: Final = 2**25  # bytes of host memory to read into
 
 
 def calibrate(
@@ -52,14 +57,17 @@ def calibrate(
     assert isinstance(plan.calibration, PreparedCalibration)
     made_by = _made_by(device, plan.calibration.transformers)
     asked = fingerprint(plan, str(device))
-    kept = out / WORK_FOLDER / CALIBRATED
+    kept = KeptFiles(out / WORK_FOLDER / CALIBRATED, made_by)
     with (
-        open_session(plan, device, kept, made_by, progress) as session,
+        Reader() as reader,
         Workspace(out, asked, overwrite=run.overwrite) as folder,
         _naming_memory(device),
         _full_precision(),
         torch.no_grad(),
     ):
+        worker = Worker(reader, _BUFFER, lambda _: None)  # progress is told by blocks
+        buffers = TorchBuffers(device, SharedTensors(), None, worker)
+        session = Session(plan, device, buffers, kept, progress)
         folder.check_space(plan.space_needed(folder.finished) + _space_needed(session))
         finished = _calibrate_all(session)
         components: dict[str, TensorInfo] = {}
@@ -172,10 +180,7 @@ def _made_by(device: torch.device, transformers: str) -> dict[str, str]:
         "transformers": transformers,
     }
     if device.type == "cuda":
-        try:
-            made_by["triton"] = version("triton")
-        except PackageNotFoundError:
-            made_by["triton"] = "none"
+        made_by["triton"] = version("triton")
     return made_by
 
 

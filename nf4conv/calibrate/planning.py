@@ -169,22 +169,15 @@ def _places(
 
 
 def _require_filled(source: Source, flow: Flow, fillings: Sequence[Filling]) -> None:
-    """Raises a PlanError if a parameter that is needed is not in the checkpoint."""
-    needed = set(flow.needed)
-    for name, _ in flow.model.named_parameters():
-        if flow.blocks.number_of(name) is not None:
-            needed.add(name)
-    for filling in fillings:
-        needed.difference_update(filling.parameters)
-    needed.difference_update(name for name, _ in flow.model.named_buffers())
-    if needed:
-        what = min(needed)
-        if len(needed) > 1:
-            what = f"{what} and {len(needed) - 1:,} more"
-        raise PlanError(
-            f"{source}: --calibrate: transformers expects {what}, which the checkpoint does not "
-            f"have"
-        )
+    """Raises a PlanError if a parameter of a block, or the embedding, is not in the checkpoint."""
+    embedding = flow.model.get_input_embeddings().weight  # type: ignore[operator]
+    filled = {name for filling in fillings for name in filling.parameters}
+    for name, parameter in flow.model.named_parameters():
+        is_needed = parameter is embedding or flow.blocks.number_of(name) is not None
+        if is_needed and name not in filled:
+            raise PlanError(
+                f"{source}: --calibrate: transformers expects {name}, which is not in it"
+            )
 
 
 def _windows(

@@ -1,9 +1,7 @@
 """Runs parts of one model on one device: what calibration and the backward pass share."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -18,10 +16,8 @@ from nf4conv.codec.quant_state import DTYPES
 from nf4conv.plan.calibration import Calibration
 from nf4conv.plan.fingerprint import require_unchanged
 from nf4conv.plan.quantization import QuantizationPlan
-from nf4conv.run.device.on_torch.buffers import SharedTensors, TorchBuffers
+from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.reading import read_values
-from nf4conv.run.worker import Worker
-from nf4conv.sources.reader import Reader
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.system.machine import available_memory
 
@@ -29,8 +25,6 @@ _BATCH_TOKENS: Final = {"cuda": 8192, "cpu": 4096}
 """Tokens that go through a block together. They decide the order of sums, and so the bytes."""
 
 _SHARE_OF_MEMORY: Final = 4  # hidden states take no more than 1/4 of what is free of the host
-
-_BUFFER: Final = 2**25  # bytes of host memory to read into
 
 
 @dataclass(frozen=True)
@@ -118,7 +112,7 @@ class Session:
             and the calls of the blocks by batch.
         """
         flow = self.calibration.flow
-        contents = self.outside(flow.needed)
+        contents = self.outside()
         hidden = HiddenStates(self.device, len(self.batches), memory, self.kept.folder)
         calls: list[list[Call]] = []
         for ids in self.batches:
@@ -128,12 +122,10 @@ class Session:
         contents.release()
         return hidden, calls
 
-    def outside(self, names: tuple[str, ...] | None = None) -> Contents:
-        """Fills parameters outside the blocks: those of some names, or all."""
+    def outside(self) -> Contents:
+        """Fills parameters outside the blocks."""
         model = self.calibration.flow.model
         fillings = self.calibration.fillings.get(None, ())
-        if names is not None:
-            fillings = [one for one in fillings if not set(names).isdisjoint(one.parameters)]
         contents = Contents(model, fillings, self._read, self.device)
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -162,22 +154,3 @@ class Session:
         if any(name in parameter for name in strict or ()):
             dtype = torch.float32
         return values.to(dtype if values.is_floating_point() else values.dtype, copy=True)
-
-
-@contextmanager
-def open_session(
-    plan: QuantizationPlan,
-    device: torch.device,
-    folder: Path,
-    made_by: Mapping[str, str],
-    progress: Callable[[int], None],
-) -> Iterator[Session]:
-    """Opens a session that keeps files in a folder; Session and KeptFiles describe the rest."""
-    with Reader() as reader:
-        worker = Worker(reader, _BUFFER, _ignore)
-        buffers = TorchBuffers(device, SharedTensors(), None, worker)
-        yield Session(plan, device, buffers, KeptFiles(folder, made_by), progress)
-
-
-def _ignore(count: int) -> None:
-    """Counts nothing: progress is told by blocks."""

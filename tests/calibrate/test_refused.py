@@ -191,7 +191,7 @@ SOURCES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (without_config, "needs the config.json"),
     "of nobody": (with_config(architectures=["NobodysModel"]), "has no NobodysModel"),
     "cannot be built": (with_config(num_attention_heads=0), "cannot build LlamaForCausalLM"),
-    "layers that are missing": (with_config(num_hidden_layers=3), "which the checkpoint does not"),
+    "layers that are missing": (with_config(num_hidden_layers=3), "which is not in it"),
 }
 
 

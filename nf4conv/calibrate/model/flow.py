@@ -57,13 +57,11 @@ class Flow:
         model: the model.
         blocks: its blocks.
         is_tuple: True if the parent of the blocks expects a tuple from each.
-        needed: names of the parameters and buffers that the part before the blocks uses.
     """
 
     model: nn.Module
     blocks: BlockList
     is_tuple: bool
-    needed: tuple[str, ...]
 
     def calls(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[Call]]:
         """Embeds windows of tokens, and notes what each block is called with.
@@ -167,11 +165,9 @@ def find_flow(model: nn.Module, blocks: BlockList) -> Flow:
     for is_tuple in (False, True):
         catcher = _Catcher(blocks.blocks, is_tuple=is_tuple, changes=True)
         try:
-            with _noting_parameters(model) as used:
-                catcher.run(model, ids)
+            catcher.run(model, ids)
             if not catcher.fault:
-                names = tuple(name for name in used if blocks.number_of(name) is None)
-                return Flow(model, blocks, is_tuple, names)
+                return Flow(model, blocks, is_tuple)
             faults.append(catcher.fault)
         except Exception as error:  # noqa: BLE001 - the code of a model raises anything
             faults.append(first_line(error))
@@ -186,21 +182,3 @@ def _fill_with_zeros(model: nn.Module, blocks: BlockList) -> None:
         if parameter.is_meta and blocks.number_of(name) is None:
             zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
             set_tensor(model, name, zeros)
-
-
-@contextmanager
-def _noting_parameters(model: nn.Module) -> Iterator[dict[str, None]]:
-    """Notes names of parameters and buffers of the modules that run, in their order."""
-    prefixes: dict[nn.Module, str] = {}
-    used: dict[str, None] = {}
-
-    def note(module: nn.Module, args: Any) -> None:  # noqa: ARG001
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                used[f"{prefixes[module]}{name}"] = None
-
-    with ExitStack() as stack:
-        for path, module in model.named_modules():
-            prefixes[module] = f"{path}." if path else ""
-            stack.callback(module.register_forward_pre_hook(note).remove)
-        yield used
