@@ -66,9 +66,8 @@ def decoding_options(structure: Structure, options: VerifyOptions) -> Dequantize
 def _recorded(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a record that decide what is decoded, and to what."""
     found: dict[str, Any] = {}
-    for name in ("dtype", "fp8_scales"):
-        if options.get(name) is not None:
-            found[name] = options[name]
+    if options.get("dtype") is not None:
+        found["dtype"] = options["dtype"]
     for name in ("include", "exclude"):
         patterns = options.get(name)
         if isinstance(patterns, list):

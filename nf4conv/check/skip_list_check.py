@@ -146,7 +146,7 @@ def _linear_modules(structure: Structure, config: Mapping[str, Any]) -> Iterator
             for matrix in decision.matrices:
                 yield _LinearModule(tensor, module_of(matrix.name), is_sure=True)
         elif isinstance(decision, Keep) and decision.is_linear:
-            yield _LinearModule(tensor, module_of(name), decision.why in _SURELY_LINEAR)
+            yield _LinearModule(tensor, module_of(name), decision.reason in _SURELY_LINEAR)
 
 
 def _before_packing(structure: Structure, config: Mapping[str, Any]) -> Iterator[TensorInfo]:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nf4conv.choose.evidence import Why
-
 
 class PackedMatrix(NamedTuple):
     """Describes one 4-bit weight of the output, and where in its source it comes from.
@@ -45,24 +43,16 @@ class Keep(NamedTuple):
     """Decides that a tensor is copied.
 
     Attributes:
-        why: one of the reasons that code asks for, or any other as a text.
+        reason: what the user reads about it.
         keep_dtype: True if the tensor is float32 by design and is not cast to the checkpoint's
             dtype.
         is_linear: True if a loader may hold the tensor in an `nn.Linear`. The skip list must then
             name its module.
-        detail: what follows the reason; empty if nothing does.
     """
 
-    why: Why | str
+    reason: str
     keep_dtype: bool = False
     is_linear: bool = False
-    detail: str = ""
-
-    @property
-    def reason(self) -> str:
-        """The reason as the user reads it."""
-        text = self.why.value if isinstance(self.why, Why) else self.why
-        return f"{text}: {self.detail}" if self.detail else text
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ Evidence answers whether a tensor is an embedding, a head, a router, part of a t
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final
 
 from nf4conv.models.config import levels
@@ -32,8 +31,8 @@ from nf4conv.sources.tensors import TensorInfo
 FEWEST_ROWS: Final = 32
 
 
-class Why(Enum):
-    """Names the reasons for keeping a tensor that code asks for; the value is what users read."""
+class Why:
+    """Reasons for keeping a tensor that code asks for, as users read them."""
 
     ROUTER = "a router"
     EXPERT = "an expert, which transformers 5 loads in 16 bits only (--moe packed packs it)"
@@ -43,7 +42,6 @@ class Why(Enum):
     RENAMED_TOWER = "in a vision or audio part, which transformers 5 loads under other names"
     HEAD = "an output head"
     FEW_ROWS = f"fewer than {FEWEST_ROWS} rows"
-    UNSURE = "unsure"  # the decision says more in its detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ class Evidence:
         in_4_bits = tensor.encoding is not None and is_in_4_bits(tensor)
         return (stack, rest, tensor.shape, tensor.dtype, in_4_bits)
 
-    def why_not_linear(self, name: str, shape: tuple[int, ...]) -> Why | str | None:
+    def why_not_linear(self, name: str, shape: tuple[int, ...]) -> str | None:
         """Returns why a tensor is certainly not the weight of an `nn.Linear`; None if it may be."""
         if len(shape) > 2:
             if re.search(r"(^|\.)experts\.", name):
@@ -147,7 +145,7 @@ class Evidence:
 
     def why_kept(
         self, module: str, shape: tuple[int, ...], *, towers: bool, experts: bool
-    ) -> Why | str | None:
+    ) -> str | None:
         """Returns why a matrix that may be an `nn.Linear` is not packed; None when it is packed."""
         if 0 in shape:
             return "empty"
@@ -170,7 +168,7 @@ class Evidence:
             return None
         return self._why_no_layer(module, shape) or self._why_special(module, shape, experts)
 
-    def _why_no_layer(self, module: str, shape: tuple[int, ...]) -> Why | str | None:
+    def _why_no_layer(self, module: str, shape: tuple[int, ...]) -> str | None:
         """Returns why a matrix is no layer between the model's input and its output."""
         if is_embedding(module.rpartition(".")[2]):
             return "an input embedding"
@@ -183,7 +181,7 @@ class Evidence:
             return "a layer beyond the model's, for predicting several tokens"
         return None
 
-    def _why_special(self, module: str, shape: tuple[int, ...], experts: bool) -> Why | str | None:
+    def _why_special(self, module: str, shape: tuple[int, ...], experts: bool) -> str | None:
         """Returns why a matrix inside a layer has to stay unpacked."""
         if ROUTER.search(module):
             return Why.ROUTER
@@ -201,7 +199,7 @@ class Evidence:
         return None
 
     def why_unsure(self, module: str, shape: tuple[int, ...]) -> str | None:
-        """Returns why a matrix that looks like an `nn.Linear` may be none: detail of Why.UNSURE."""
+        """Returns why a matrix that looks like an `nn.Linear` may be none; None if it is sure."""
         bias = self.shapes.get(f"{module}.bias")
         if bias == (shape[0],):
             return None

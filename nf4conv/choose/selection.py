@@ -190,7 +190,7 @@ def _decide(
     if not is_sure:
         doubt = evidence.why_unsure(module, tensor.shape)
         if doubt is not None:
-            return Keep(Why.UNSURE, keep_dtype, is_linear=True, detail=doubt)
+            return Keep(f"unsure: {doubt}", keep_dtype, is_linear=True)
 
     rows, columns = tensor.shape
     if is_transposed(module, evidence.families):
@@ -239,11 +239,11 @@ def _kept_whole(
 
 def _notes(tensors: Sequence[TensorInfo], decisions: Mapping[str, Pack | Keep]) -> Iterator[str]:
     """Yields a line for each reason that an option could change, if bytes are kept for it."""
-    kept: Counter[Why | str] = Counter()
+    kept: Counter[str] = Counter()
     for tensor in tensors:
         decision = decisions[tensor.name]
-        if isinstance(decision, Keep) and decision.why in _HINTS:
-            kept[decision.why] += tensor.nbytes
+        if isinstance(decision, Keep) and decision.reason in _HINTS:
+            kept[decision.reason] += tensor.nbytes
     if not kept:
         return
     total = sum(tensor.nbytes for tensor in tensors)

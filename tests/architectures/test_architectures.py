@@ -42,10 +42,10 @@ ALL = [
 ]
 
 DELIBERATE = (
-    Why.EXPERT.value,
-    Why.RENAMED_TOWER.value,
-    Why.ROUTER.value,
-    Why.TOWER.value,
+    Why.EXPERT,
+    Why.RENAMED_TOWER,
+    Why.ROUTER,
+    Why.TOWER,
     "transformers 5 splits or merges this weight when it loads it",
     READ_DIRECTLY,
     "shared by layers and stored with any one of them, of which transformers 5 finds some only "
@@ -186,10 +186,8 @@ def test_towers_load_when_they_are_packed_too(python_with_transformers_4, tmp_pa
     for architecture in EVERY:
         source = save_tiny(architecture, tmp_path / architecture)
         rows = nf4conv.plan_quantize(source).made.rows()
-        if any(row.reason == Why.TOWER.value for row in rows):
-            wanted = [
-                row.name for row in rows if row.action == "pack" or row.reason == Why.TOWER.value
-            ]
+        if any(row.reason == Why.TOWER for row in rows):
+            wanted = [row.name for row in rows if row.action == "pack" or row.reason == Why.TOWER]
             options = {"double_quant": False, "include": wanted, "moe": "portable"}
             nf4conv.quantize(source, tmp_path / architecture / "out", **options)
         else:

@@ -132,15 +132,14 @@ def job(name: str, reason: str, bits: float, after: float, action: str = "copy")
 
 
 def test_a_run_that_saves_little_says_why():
-    experts = [job(f"expert.{number}", Why.EXPERT.value, 16, 16) for number in range(4)]
+    experts = [job(f"expert.{number}", Why.EXPERT, 16, 16) for number in range(4)]
     packed = job("q", "linear", 16, 4.5, "pack")
     assert "".join(advice([packed, *experts])) == (
-        "this saves only 14 % of 10.00 MB: 8.00 MB are not packed, 8.00 MB of it "
-        f"{Why.EXPERT.value}"
+        f"this saves only 14 % of 10.00 MB: 8.00 MB are not packed, 8.00 MB of it {Why.EXPERT}"
     )
     assert "".join(advice([packed, experts[0]])) == (
         "the result has 10.25 bits per parameter: 2.00 MB are not packed, 2.00 MB of it "
-        f"{Why.EXPERT.value}"
+        f"{Why.EXPERT}"
     )
     assert not [*advice([packed, packed, packed, packed, packed, packed, packed, experts[0]])]
 
