@@ -72,19 +72,7 @@ class Evidence:
     @classmethod
     def gather(cls, tensors: Sequence[TensorInfo], config: Mapping[str, Any]) -> "Evidence":
         """Looks at all tensors of a checkpoint and at the content of its config.json."""
-        shapes = {}
-        total_bytes = 0
-        float32_bytes = 0
-        plain_experts = True
-        for tensor in tensors:
-            name = tensor.name
-            shapes[name] = tensor.shape
-            total_bytes += tensor.nbytes
-            if tensor.dtype == "F32":
-                float32_bytes += tensor.nbytes
-            if ".experts." in name and not name.endswith(".weight"):
-                plain_experts = False
-
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
         vocab_sizes = set()
         layers = 0
         for key, number in numbers_of(config):
@@ -97,16 +85,15 @@ class Evidence:
         names_in_blocks = set()
         if any(family.only_blocks for family in families):
             names_in_blocks = _names_in_blocks(shapes)
-        is_mostly_half = 2 * float32_bytes < total_bytes
         return cls(
             shapes=shapes,
             families=families,
             vocab_sizes=frozenset(vocab_sizes),
             layers=layers,
             multimodal=is_multimodal(config),
-            mostly_half=is_mostly_half,
+            mostly_half=_are_mostly_half(tensors),
             names_in_blocks=frozenset(names_in_blocks),
-            plain_experts=plain_experts,
+            plain_experts=all(name.endswith(".weight") for name in shapes if ".experts." in name),
         )
 
     def kind_of(self, tensor: TensorInfo) -> Hashable:
@@ -241,6 +228,17 @@ class Evidence:
 
     def _is_linear_by_family(self, module: str) -> bool:
         return any(family.linear and re.search(family.linear, module) for family in self.families)
+
+
+def _are_mostly_half(tensors: Sequence[TensorInfo]) -> bool:
+    """Returns True if most bytes are not float32."""
+    float32 = sum(tensor.nbytes for tensor in tensors if tensor.dtype == "F32")
+    total = 0
+    for tensor in tensors:  # few of them tell, as a rule
+        total += tensor.nbytes
+        if total > 2 * float32:
+            return True
+    return False
 
 
 def _names_in_blocks(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:

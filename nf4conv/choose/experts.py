@@ -282,13 +282,16 @@ def alike_in_layers(decisions: Decisions, experts: Experts) -> dict[str, Pack | 
     alike = dict(decisions)
     if "model_type" not in experts.config:
         return alike
-    packed: dict[str, list[str]] = {}
     kept: dict[str, list[str]] = {}
     for name, layer in experts.layers.items():
-        group = kept if isinstance(decisions[name], Keep) else packed
-        group.setdefault(layer, []).append(name)
-    for layer, names in kept.items():
-        others = packed.get(layer, [])
+        if isinstance(decisions[name], Keep):
+            kept.setdefault(layer, []).append(name)
+    packed: dict[str, list[str]] = {layer: [] for layer in kept}
+    for name, layer in experts.layers.items():
+        if layer in kept and isinstance(decisions[name], Pack):
+            packed[layer].append(name)
+    for layer, others in packed.items():
+        names = kept[layer]
         if not others or _is_mixed_in_source(experts, names, others):
             continue
         first = decisions[names[0]]

@@ -102,20 +102,24 @@ def with_skip_list(
     Where loaders could not tell a packed module from one that they must skip, it is kept too.
     """
     decisions = dict(decisions)
+    each_expert = False
     while True:
         kept = _kept_modules(decisions)
-        unpacked, split = skip_list.fused_modules(
-            (module for module, _ in _packed_modules(decisions)), kept
-        )
+        modules = [module for module, _ in _packed_modules(decisions)]
+        each_expert |= any(".experts." in module for module in kept)
+        if not each_expert:
+            modules = _with_one_expert(modules)
+        unpacked, split = skip_list.fused_modules(modules, kept)
         skipped: list[str] = []
         for module in (*kept, *unpacked):
             skipped += names.spellings(module)
-        packed = chain.from_iterable(
-            names.spellings(module) for module, _ in _packed_modules(decisions)
-        )
+        packed = chain.from_iterable(map(names.spellings, modules))
         entries, mistaken = skip_list.build_skip_modules(packed, skipped, names.absent)
         if not mistaken:
             return Selection(decisions, entries, (*notes, *_note_on_split(split)))
+        if not each_expert and any(".experts." in module for module in mistaken):
+            each_expert = True
+            continue
         for module, tensor in list(_packed_modules(decisions)):
             if mistaken.isdisjoint(names.spellings(module)):
                 continue
@@ -143,6 +147,20 @@ def _packed_modules(decisions: Mapping[str, Pack | Keep]) -> Iterator[tuple[str,
     for tensor, decision in decisions.items():
         for matrix in _matrices_of(decision):
             yield module_of(matrix.name), tensor
+
+
+def _with_one_expert(modules: Sequence[str]) -> list[str]:
+    """Leaves out all experts of a layer but the first.
+
+    No name in a skip list tells them apart if none of them is kept. They are most of the modules.
+    """
+    found: dict[Hashable, str] = {}
+    for module in modules:
+        layer, _, rest = module.partition(".experts.")
+        number, _, projection = rest.partition(".")
+        kind = (layer, projection) if number.isdecimal() else module
+        found.setdefault(kind, module)
+    return list(found.values())
 
 
 def _kept_modules(decisions: Mapping[str, Pack | Keep]) -> list[str]:

@@ -4,7 +4,6 @@ Field names are the keys of --json, in their order.
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -12,8 +11,6 @@ from typing import Final
 
 from nf4conv.format.layout import Format
 from nf4conv.models.module_names import module_of
-
-_NUMBER: Final = re.compile(r"(^|\.)(\d+)(?=\.|$)")
 
 _FATES: Final = {
     "pack": "packed",
@@ -209,19 +206,18 @@ def kind_of(name: str) -> str:
 
     The star stands for the number of the layer; further numbers, of experts, are left out.
     """
-    module = module_of(name.removesuffix(".bias"))
-    number = _NUMBER.search(module)
-    if number is None:
-        return module
-    stack = module[: number.start()]
-    inside = _NUMBER.sub("", module[number.end() :]).strip(".") or stack
-    return f"{stack}.*.{inside}" if stack else inside
+    parts = module_of(name.removesuffix(".bias")).split(".")
+    for place, part in enumerate(parts):
+        if part.isdecimal():
+            inside = [other for other in parts[place + 1 :] if not other.isdecimal()]
+            return ".".join([*parts[:place], "*", *(inside or parts[:place])])
+    return ".".join(parts)
 
 
 def layer_of(name: str) -> int | None:
     """Returns the number of the layer that a tensor is in; None if its name has no number."""
-    number = _NUMBER.search(name)
-    return None if number is None else int(number[2])
+    numbers = (int(part) for part in name.split(".") if part.isdecimal())
+    return next(numbers, None)
 
 
 def summed(rows: Iterable[TensorRow]) -> tuple[KindRow, ...]:
