@@ -10,12 +10,9 @@ from typing import Any, Final
 
 from nf4conv.check.structure import Structure
 from nf4conv.errors import SourceError
-from nf4conv.output.folder import OWN_NAMES
 from nf4conv.sources.files import is_file
 from nf4conv.sources.reader import digest_of, read_json
-from nf4conv.sources.record import MAKING
 from nf4conv.sources.source import Source
-from nf4conv.system.folders import FolderNames
 
 CHECK: Final = "copied files"
 
@@ -37,10 +34,7 @@ def check_copied_files(structure: Structure, source: Source) -> None:
 
 def check_files(structure: Structure, source: Path, names: Iterable[PurePosixPath]) -> None:
     """Notes every file of a folder of ours that is not the one it was copied from."""
-    taken = FolderNames(structure.folder / MAKING, OWN_NAMES)
     for name in names:
-        if taken.take(str(name)) is not None:
-            continue  # it could not be copied
         copy = structure.folder / name
         if not is_file(copy):
             text = "is missing; the source has it"

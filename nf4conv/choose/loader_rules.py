@@ -10,7 +10,7 @@ with those that the modules have in memory:
     vLLM, SGLang     an entry is one part of the path, or a dotted prefix of it
 
 (transformers 4.57.6 integrations/bitsandbytes.py, 5.23.0 quantizers/quantizers_utils.py; vLLM's
-bitsandbytes quantization.)
+bitsandbytes quantization.) The rules here are for entries that are names, in which a dot is a dot.
 """
 
 import re
@@ -18,13 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Final, TypeAlias
 
-from nf4conv.choose.path_tree import PathTree
-from nf4conv.errors import PlanError
-
 Rule: TypeAlias = Callable[[str], bool]
 """Tells of a path whether the loader leaves the module alone."""
-
-_END_OF_A_PART: Final = r"(?:(?<=\.)|(?=\.|$))"
 
 
 def is_name(entry: str) -> bool:
@@ -38,61 +33,34 @@ def is_name(entry: str) -> bool:
 def transformers_4(entries: Iterable[str]) -> Rule:
     """Returns the rule of transformers 4 for a list."""
     names = frozenset(entries)
-    ends = _ending_with_any(names - {""})
+    ends = _ending_with_any(names)
 
     @lru_cache(maxsize=2**16)  # the modules of a checkpoint come in groups
     def has_skipped_above(path: str) -> bool:
         parent, dot, _ = path.rpartition(".")
-        # an empty entry stands before any dot
-        return dot != "" and ("" in names or ends(parent) or has_skipped_above(parent))
+        return dot != "" and (ends(parent) or has_skipped_above(parent))
 
     return lambda path: path in names or _last_part(path) in names or has_skipped_above(path)
 
 
 def transformers_5(entries: Iterable[str]) -> Rule:
     """Returns the rule of transformers 5.21 and newer: an entry matches to the end of a part."""
-    return _rule_of_transformers_5(entries, _END_OF_A_PART)
+    names = frozenset(entries)
+    ends = _ending_with_any(names)
+
+    @lru_cache(maxsize=2**16)
+    def is_within(path: str) -> bool:
+        return path in names or ("." in path and is_within(path.rpartition(".")[0]))
+
+    return lambda path: ends(path) or is_within(path)
 
 
 def transformers_5_0(entries: Iterable[str]) -> Rule:
     """Returns the rule of transformers 5.0 … 5.20: "layers.1" also matches "layers.11"."""
-    return _rule_of_transformers_5(entries, "")
-
-
-def _rule_of_transformers_5(entries: Iterable[str], end: str) -> Rule:
-    """Returns the rule for entries that match up to such an end."""
-    names = tuple(entries)
-    if not all(map(is_name, names)):
-        starts = _expression(names, end)
-        return lambda path: path.endswith(names) or starts(path) is not None
-    tree = PathTree(names)
+    names = frozenset(entries)
     ends = _ending_with_any(names)
-
-    def is_skipped(path: str) -> bool:
-        if ends(path):
-            return True
-        stops = tree.ends_in(path)
-        if not end:
-            return next(stops, None) is not None
-        return any(_is_end_of_part(path, stop) for stop in stops)
-
-    return is_skipped
-
-
-def _is_end_of_part(path: str, stop: int) -> bool:
-    return path[stop : stop + 1] in ("", ".") or path[stop - 1] == "."
-
-
-def _expression(patterns: tuple[str, ...], end: str) -> Callable[[str], re.Match[str] | None]:
-    try:
-        return re.compile("|".join(f"(?:{pattern}){end}" for pattern in patterns)).match
-    except (re.error, OverflowError, RecursionError) as error:
-        odd = [pattern for pattern in patterns if not re.fullmatch(r"[\w.-]*", pattern)]
-        shown = ", ".join(odd[:3])
-        raise PlanError(
-            f"llm_int8_skip_modules cannot name {shown}: "
-            f"transformers 5 takes it for a regular expression, which fails: {error}"
-        ) from error
+    sizes = sorted({len(name) for name in names})
+    return lambda path: ends(path) or any(path[:size] in names for size in sizes)
 
 
 def vllm(entries: Iterable[str]) -> Rule:

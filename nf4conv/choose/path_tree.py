@@ -103,23 +103,17 @@ class PathTree:
         return found
 
     def begun_by(self, name: str, place: Place = None) -> Iterator[str]:
-        """Yields the places below at which a path begins with a name, a dot being any character.
-
-        The name may end inside a part.
-        """
-        first = name.partition(".")[0]
+        """Yields the places below at which a path begins with a name, which may end in a part."""
+        first, dot, rest = name.partition(".")
+        if dot:
+            if first in self.below(place):
+                yield from self.begun_by(rest, _joined(place, first))
+            return
         in_order = self._in_order(place)
         for number in range(bisect_left(in_order, first), len(in_order)):
-            part = in_order[number]
-            if not part.startswith(first):
+            if not in_order[number].startswith(first):
                 return
-            size = len(part)
-            if not are_alike(name[:size], part[: len(name)]):
-                continue
-            if len(name) <= size:
-                yield _joined(place, part)
-            elif name[size] == ".":
-                yield from self.begun_by(name[size + 1 :], _joined(place, part))
+            yield _joined(place, in_order[number])
 
     def _in_order(self, place: Place) -> list[str]:
         """Returns the parts that follow a place, sorted."""
@@ -127,29 +121,6 @@ class PathTree:
             self._sorted[place] = sorted(self.below(place))
         return self._sorted[place]
 
-    def ends_in(self, path: str, start: int = 0, place: Place = None) -> Iterator[int]:
-        """Yields where the paths below end in a path that begins with them from `start` on.
-
-        To them, and not to that path, a dot is any character.
-        """
-        parts = self.below(place)
-        for size in {len(part) for part in parts}:
-            part = path[start : start + size]
-            if part not in parts:
-                continue
-            stop = start + size
-            if parts[part]:
-                yield stop
-            if stop < len(path):
-                yield from self.ends_in(path, stop + 1, _joined(place, part))
-
 
 def _joined(place: Place, part: str) -> str:
     return part if place is None else f"{place}.{part}"
-
-
-def are_alike(name: str, text: str) -> bool:
-    """Returns True if a text is a name of its length, in which a dot is any character."""
-    if name == text:
-        return True
-    return "." in name and all(mine in (".", its) for mine, its in zip(name, text, strict=True))

@@ -6,7 +6,7 @@ from typing import Final
 from nf4conv.report.results import Environment
 from nf4conv.run.device.on_driver.kernels import version_of
 from nf4conv.system.files import cache_folder
-from nf4conv.system.machine import lacking, usable_cores
+from nf4conv.system.machine import usable_cores
 from nf4conv.version import __version__
 
 _PACKAGES: Final = (
@@ -43,7 +43,6 @@ def environment() -> Environment:
             "python": platform.python_version(),
             **{name: version_of(name) or "not installed" for name in _PACKAGES},
             "platform": platform.platform(),
-            "platform lacks": "; ".join(lacking()) or "nothing",
             "cores": str(len(usable_cores())),
             "GPUs": "; ".join(gpus) or "none",
             "--device auto": engine,

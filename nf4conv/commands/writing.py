@@ -161,7 +161,7 @@ def write_submodels(
             reports.append(write(part, out / name, replace(options, overwrite=again)))
         for file in plan.folder.files:
             workspace.copy(str(file), plan.folder.folder / file)
-        report = _joined(plan, out, reports, workspace.left_out)
+        report = _joined(plan, out, reports)
         text = None if card is None else card(report)
         if text is not None:
             workspace.write("README.md", text.encode(errors="backslashreplace"))
@@ -169,13 +169,8 @@ def write_submodels(
     return report
 
 
-def _joined(
-    plan: DiffusersPlan[Any],
-    out: Path,
-    runs: Sequence[RunReport],
-    left_out: Sequence[str] = (),
-) -> RunReport:
-    """Joins what came of all submodels; `left_out` are lines about files that are not copied."""
+def _joined(plan: DiffusersPlan[Any], out: Path, runs: Sequence[RunReport]) -> RunReport:
+    """Joins what came of all submodels."""
     shards_resumed = 0
     for run, part in zip(runs, plan.submodels.values(), strict=True):
         shards_resumed += len(part.output.shards) if run.already_complete else run.shards_resumed
@@ -189,7 +184,7 @@ def _joined(
         host_peak_bytes=max(run.host_peak_bytes for run in runs),
         device_peak_bytes=max(run.device_peak_bytes for run in runs),
         shards_resumed=shards_resumed,
-        notes=(*plan.notes, *left_out),
+        notes=plan.notes,
         verification=_verification(runs),
     )
 

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -33,10 +32,7 @@ from nf4conv.sources.unfinished import (
     record_name,
 )
 from nf4conv.system.files import space_taken, sync_folder
-from nf4conv.system.folders import FolderNames, is_link, remove
-
-OWN_NAMES: Final = ("config.json", "README.md", MAKING)
-"""Names of files that are written anew, and so no file of the source gets."""
+from nf4conv.system.folders import is_forbidden, is_link, remove
 
 LOCK: Final = "lock"
 
@@ -51,14 +47,12 @@ class OutputFolder:
     Attributes:
         out: the folder.
         finished: the shards that are complete, by name.
-        left_out: lines about files that are not copied, for the user.
         downloads: a folder for source files that are fetched while the run needs them.
     """
 
     def __init__(self, out: Path, private: Path) -> None:
         self.out = out
         self.finished: dict[str, FinishedFile] = {}
-        self.left_out: list[str] = []
         self.downloads = private / "source"
         self._private = private
         self._work = out / WORK_FOLDER
@@ -194,33 +188,19 @@ class OutputFolder:
 
     def require_name(self, name: str) -> None:
         """Checks that a file or folder can have a name here."""
-        reason = self._names.take(name)
-        if reason is not None:
-            path = self.out / name
-            raise OutputError(f"{path}: cannot be written here: {reason}", path=path)
+        path = self.out / name
+        if is_forbidden(name):
+            raise OutputError(f"{path}: no file has such a name on Windows", path=path)
         self._require_no_link_to_a_folder(name)
 
-    def copy(self, name: str, source: Path) -> bool:
-        """Copies a file of the source, of any size, into the result.
-
-        A file whose name cannot be written here is left out, and noted in `left_out`.
-        """
-        reason = self._names.take(name)
-        if reason is not None:
-            self.left_out.append(f"{name}: {reason}; it is not copied")
-            return False
+    def copy(self, name: str, source: Path) -> None:
+        """Copies a file of the source, of any size, into the result."""
         self.write_pieces(name, read_chunks(source))
-        return True
-
-    @cached_property
-    def _names(self) -> FolderNames:
-        """The names that are taken in the folder, once its work folder is there."""
-        return FolderNames(self._work, OWN_NAMES)
 
     def write_pieces(self, name: str, chunks: Iterable[bytes]) -> None:
         """Writes a file of the result piece by piece."""
         path = self.out / name
-        self._require_no_link_to_a_folder(name)
+        self.require_name(name)
         with named(path, OutputError, inside=True):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, chunks, folder=self._private)
@@ -319,30 +299,12 @@ def require_same_run(
     """Checks that a run makes what the one makes that has begun in the same folder."""
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if changed:
-        place, was, found = _first_difference(changed[0], before, now)
-        names = ", ".join(changed)
+        first = changed[0]
         raise OutputError(
-            f"{out}: holds an unfinished run that differs in {names} "
-            f"({place} was {shortened(was)}, is {shortened(found)}); {advice}",
+            f"{out}: holds an unfinished run that differs in {', '.join(changed)} ({first} was "
+            f"{shortened(before.get(first))}, is {shortened(now.get(first))}); {advice}",
             path=out,
         )
-
-
-def _first_difference(
-    key: str, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> tuple[str, object, object]:
-    """Finds the first value that differs within one of a fingerprint, such as a file's stamp."""
-    places = [key]
-    was = before.get(key)
-    found = now.get(key)
-    while isinstance(was, Mapping) and isinstance(found, Mapping):
-        names = [name for name in {**was, **found} if was.get(name) != found.get(name)]
-        if not names:  # one of them has a null that the other lacks
-            break
-        places.append(json.dumps(names[0], ensure_ascii=False)[1:-1])
-        was = was.get(names[0])
-        found = found.get(names[0])
-    return f"{': '.join(places):.200}", was, found
 
 
 def as_json(value: Any) -> Any:

@@ -81,7 +81,7 @@ def write_checkpoint(
             device_peak_bytes=backend.device_memory(),
             shards_resumed=resumed,
             shards_missing=missing,
-            notes=(*plan.notes, *folder.left_out),
+            notes=plan.notes,
             verification=verification,
         )
 

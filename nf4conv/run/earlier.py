@@ -11,14 +11,12 @@ from typing import Any, Final
 from nf4conv.check.structure import read_structure
 from nf4conv.errors import Nf4convError, OutputError, VerificationError
 from nf4conv.options import RunOptions
-from nf4conv.output.folder import OWN_NAMES
 from nf4conv.output.workspace import tidy
 from nf4conv.plan.jobs import Shard
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import RunReport, VerificationSummary
 from nf4conv.sources.record import MAKING, read_record
 from nf4conv.sources.unfinished import is_unfinished
-from nf4conv.system.folders import FolderNames
 
 _log: Final = logging.getLogger(__name__)
 
@@ -133,11 +131,8 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_whole(plan: WritingPlan, out: Path) -> bool:
     """Returns True if all files beside the weights are there, by their names and sizes."""
-    names = FolderNames(out / MAKING, OWN_NAMES)
     with plan.source.whole_folder() as originals:
         for name in plan.auxiliary:
-            if names.take(str(name)) is not None:
-                continue  # it was not copied either
             copy, original = out / name, originals / name
             if not copy.is_file() or copy.stat().st_size != original.stat().st_size:
                 return False

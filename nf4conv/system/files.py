@@ -1,8 +1,7 @@
 """Reads and writes files at positions, syncs them, and keeps private ones in the user's cache.
 
 Many threads share one file. On Linux and macOS they share a descriptor too, since `preadv` and
-`pwrite` move no file position. Windows has neither: there each thread opens the file for itself,
-and moves a position of its own.
+`pwrite` move no file position. Windows has neither: there one thread after the other moves it.
 """
 
 import os
@@ -49,56 +48,37 @@ class _SharedDescriptor:
             self._descriptor = -1
 
 
-class _HandleOfEachThread:
-    """Opens the file once for each thread that uses it, and moves the position of its handle.
+class _OneHandle:
+    """Moves the position of one handle, for one thread after the other: as on Windows.
 
     Its methods are those of _SharedDescriptor.
     """
 
-    def __init__(self, path: Path, mode: str, first: FileIO) -> None:
-        # a relative path would change its meaning with the working directory
-        self._path = path.absolute()
-        self._mode = mode
-        self._handles = [first]
+    def __init__(self, handle: FileIO) -> None:
+        self._handle = handle
         self._lock = threading.Lock()
-        self._of_thread = threading.local()
-        self._of_thread.handle = first
-
-    def _handle(self) -> FileIO:
-        """Returns the handle of the calling thread."""
-        found: FileIO | None = getattr(self._of_thread, "handle", None)
-        if found is None:
-            found = FileIO(self._path, self._mode)
-            self._of_thread.handle = found
-            with self._lock:
-                self._handles.append(found)
-        return found
 
     def read(self, buffer: memoryview, position: int) -> int:
-        handle = self._handle()
-        handle.seek(position)
-        return handle.readinto(buffer) or 0
+        with self._lock:
+            self._handle.seek(position)
+            return self._handle.readinto(buffer) or 0
 
     def write(self, data: memoryview, position: int) -> int:
-        handle = self._handle()
-        handle.seek(position)
-        return handle.write(data) or 0
+        with self._lock:
+            self._handle.seek(position)
+            return self._handle.write(data) or 0
 
     def truncate(self, size: int) -> None:
-        os.ftruncate(self._handle().fileno(), size)
+        self._handle.truncate(size)
 
     def sync(self) -> None:
-        # handles have no buffers of their own, and the system writes what belongs to the file
-        os.fsync(self._handle().fileno())
+        os.fsync(self._handle.fileno())
 
     def close(self) -> None:
-        with self._lock:
-            for handle in self._handles:
-                handle.close()
-            self._handles.clear()
+        self._handle.close()
 
 
-PositionedFile: TypeAlias = _SharedDescriptor | _HandleOfEachThread
+PositionedFile: TypeAlias = _SharedDescriptor | _OneHandle
 """An open file that any thread may read and write at any position."""
 
 
@@ -107,7 +87,7 @@ def open_to_read(path: Path) -> PositionedFile:
     descriptor = os.open(path, os.O_RDONLY | _PLAIN)
     if hasattr(os, "preadv"):
         return _SharedDescriptor(descriptor)
-    return _HandleOfEachThread(path, "rb", FileIO(descriptor, "rb"))
+    return _OneHandle(FileIO(descriptor, "rb"))
 
 
 def create_to_write(path: Path) -> PositionedFile:
@@ -115,7 +95,7 @@ def create_to_write(path: Path) -> PositionedFile:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, 0o666)
     if hasattr(os, "pwrite"):
         return _SharedDescriptor(descriptor)
-    return _HandleOfEachThread(path, "r+b", FileIO(descriptor, "r+b"))
+    return _OneHandle(FileIO(descriptor, "r+b"))
 
 
 def create(path: Path, mode: int) -> int:

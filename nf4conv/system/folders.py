@@ -1,4 +1,4 @@
-"""Removes what is in folders and follows no link to it; locks a folder; knows names it can take.
+"""Removes what is in folders and follows no link to it; locks a folder; knows forbidden names.
 
 A lock is held for as long as the descriptor is open, and ends with the process, however it ends.
 """
@@ -7,7 +7,7 @@ import importlib
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -90,30 +90,6 @@ def hold(lock: int) -> None:
     msvcrt.locking(lock, msvcrt.LK_NBLCK, 1)  # the first byte, which need not be there
 
 
-class FolderNames:
-    """Knows the names that are taken in a folder, and refuses those that it cannot take too.
-
-    Names of a source come from other systems. Windows and most disks of macOS take two names that
-    differ only by case for one.
-    """
-
-    def __init__(self, probe: Path, taken: Iterable[str]) -> None:
-        self._ignores_case = ignores_case(probe)
-        self._taken = {self._key(name): name for name in taken}
-
-    def take(self, name: str) -> str | None:
-        """Takes a name, or a path with slashes below the folder; or returns why it cannot."""
-        if not set(name).isdisjoint(_FORBIDDEN):
-            return "no name has such a character on Windows"
-        other = self._taken.setdefault(self._key(name), name)
-        if other != name:
-            return f"this folder takes the name for that of {other}"
-        return None
-
-    def _key(self, name: str) -> str:
-        return name.casefold() if self._ignores_case else name
-
-
-def ignores_case(path: Path) -> bool:
-    """Returns True if a file or folder that exists is found by its name in the other case, too."""
-    return path.exists() and path.with_name(path.name.swapcase()).exists()
+def is_forbidden(name: str) -> bool:
+    """Returns True for a name from another system that leads elsewhere on Windows."""
+    return not set(name).isdisjoint(_FORBIDDEN)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,10 @@ import torch
 from checkpoints import contents, save_model
 from click.testing import CliRunner
 
-import nf4conv
 from nf4conv.cli import main
 from nf4conv.errors import OutputError
 from nf4conv.output.workspace import Workspace
 from nf4conv.system import files, folders, machine, signals
-from nf4conv.system.folders import FolderNames
 
 LIKE_WINDOWS = Path(__file__).parents[1] / "helpers/like_windows.py"
 
@@ -131,16 +128,6 @@ def test_the_core_gives_the_same_without_what_windows_lacks(tmp_path: Path, sour
 
     done = run_hidden(tmp_path, words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    env = json.loads(done.stdout[done.stdout.rindex("$ env") :].partition("\n")[2])["values"]
-    lacking = env["platform lacks"].split("; ")
-    assert [line.partition(":")[0] for line in lacking] == [
-        "no positional reads and writes",
-        "folders cannot be synced",
-        "no owners and modes of files",
-        "the page cache cannot be told to drop a file",
-        "processes cannot be kept to cores",
-        "no fork",
-    ]
     found = results(tmp_path)
     for name in found:
         for path in (tmp_path / name).rglob("*"):
@@ -155,9 +142,9 @@ def test_the_core_gives_the_same_without_what_windows_lacks(tmp_path: Path, sour
 # --- one function at a time -----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["shared descriptor", "a handle for each thread"])
+@pytest.fixture(params=["shared descriptor", "one handle"])
 def kind_of_file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "a handle for each thread":
+    if request.param == "one handle":
         monkeypatch.delattr(os, "preadv", raising=False)
         monkeypatch.delattr(os, "pwrite", raising=False)
     elif not hasattr(os, "preadv"):
@@ -211,33 +198,6 @@ def test_a_file_to_write_is_new(tmp_path: Path):
     assert (tmp_path / "file").read_bytes() == b"precious"
 
 
-def test_a_thread_opens_its_handle_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(os, "preadv", raising=False)
-    opened = []
-
-    class Counted(FileIO):
-        def __init__(self, *given: object) -> None:
-            opened.append(threading.get_ident())
-            super().__init__(*given)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(files, "FileIO", Counted)
-    (tmp_path / "file").write_bytes(b"abcdef")
-    reading = files.open_to_read(tmp_path / "file")
-
-    def read(place: int) -> None:
-        for _ in range(3):
-            reading.read(memoryview(bytearray(2)), place)
-
-    read(0)
-    threads = [threading.Thread(target=read, args=(place,)) for place in (2, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    reading.close()
-    assert len(opened) == 3
-
-
 def test_figures_of_this_machine():
     assert 2**28 < machine.total_memory() < 2**50
     assert 2**20 < machine.resident() <= machine.peak_resident() < machine.total_memory()
@@ -259,80 +219,13 @@ def test_words_for_every_signal_that_ends_a_command():
     assert not signals.is_unread(OSError(28, "No space left on device"))
 
 
-def test_env_names_what_this_system_lacks():
-    found = nf4conv.environment().values["platform lacks"]
-    assert found == ("; ".join(machine.lacking()) or "nothing")
-    if sys.platform == "linux":
-        assert found == "nothing"
-
-
 # --- names ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def without_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "ignores_case", lambda _: True)
-
-
-@pytest.fixture
-def on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_leads_elsewhere_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(folders, "_FORBIDDEN", ":")
-
-
-def test_case_is_found_out(tmp_path: Path):
-    (tmp_path / "probe").touch()
-    has_both = folders.ignores_case(tmp_path / "probe")
-    assert has_both == (tmp_path / "PROBE").exists()
-    (tmp_path / "PROBE").touch()
-    assert folders.ignores_case(tmp_path / "probe")
-    assert not folders.ignores_case(tmp_path / "missing")
-
-
-@pytest.mark.usefixtures("without_case")
-def test_two_names_that_are_one_there(tmp_path: Path):
-    taken = FolderNames(tmp_path, ["README.md"])
-    assert taken.take("readme.md") == "this folder takes the name for that of README.md"
-    assert taken.take("Vocab.txt") is None
-    assert taken.take("Vocab.txt") is None
-    assert taken.take("vocab.txt") == "this folder takes the name for that of Vocab.txt"
-
-
-def left_out(source: Path, *names: str) -> list[str]:
-    """Adds files to a source, quantizes it, and returns the notes about those that are left out."""
-    for name in names:
-        (source / name).write_text(name)
-    out = source.parent / "out"
-    report = nf4conv.quantize(source, out, device="cpu")
-    lost = [line for line in report.notes if line.endswith("; it is not copied")]
-    assert {path.name for path in out.iterdir()} & {*names} == {*names[: -len(lost)]}
-    again = nf4conv.quantize(source, out, device="cpu")
-    assert again.already_complete
-    return lost
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="has files whose names others lack")
-@pytest.mark.usefixtures("without_case")
-def test_a_file_that_differs_by_case_is_left_out(source: Path):
-    assert left_out(source, "Notes.txt", "notes.txt") == [
-        "notes.txt: this folder takes the name for that of Notes.txt; it is not copied"
-    ]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="has files whose names others lack")
-@pytest.mark.usefixtures("on_windows")
-def test_a_file_whose_name_windows_cannot_write(tmp_path: Path, source: Path):
-    assert left_out(source, "a:b.json") == [
-        "a:b.json: no name has such a character on Windows; it is not copied"
-    ]
-    run = {"device": "cpu", "part": "1/2"}
-    with pytest.raises(OutputError, match=r"a:b\.json: cannot be written here: no name has such"):
-        nf4conv.quantize(source, tmp_path / "parts", **run)
-    assert not list((tmp_path / "parts").glob("*.safetensors"))
-
-
-@pytest.mark.usefixtures("on_windows")
-def test_a_shard_with_such_a_name_is_refused(tmp_path: Path):
     with Workspace(tmp_path / "out", {}, overwrite=False) as space:
         space.require_name("unet")
-        with pytest.raises(OutputError, match=r"c:a\.safetensors: cannot be written here"):
-            space.open_shard("c:a.safetensors", 8, 8)
+        for write in (space.open_shard, space.copy):
+            with pytest.raises(OutputError, match=r"c:a: no file has such a name on Windows"):
+                write("c:a", *([8, 8] if write == space.open_shard else [tmp_path / "a"]))
