@@ -268,12 +268,6 @@ class DequantizeOptions(SourceOptions, RunOptions):
         metavar="DTYPE",
         unset="as before they were quantized",
     )
-    include: Names = option(
-        Group.WEIGHTS, "Decode only weights whose names match.", default=(), metavar="GLOB"
-    )
-    exclude: Names = option(
-        Group.WEIGHTS, "Leave weights whose names match in 4 bits.", default=(), metavar="GLOB"
-    )
     max_shard_size: int = option(Group.RESULT, _SHARD_SIZE, default=10**9, least=1, is_size=True)
     lora: Names = option(
         Group.USUAL,

@@ -6,7 +6,6 @@ nf4conv.json says it, or the config, or weights in 4 bits do.
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any
 
 from nf4conv.check.structure import Structure
 from nf4conv.errors import OptionError, PlanError
@@ -56,20 +55,8 @@ def decoding_options(structure: Structure, options: VerifyOptions) -> Dequantize
         )
     asked = DequantizeOptions(lora=options.lora)
     try:
-        return replace(asked, **_recorded(record["options"]))
+        return replace(asked, dtype=record["options"].get("dtype"))
     except OptionError as error:
         text = f"its options are none that dequantize takes: {error}"
         structure.note("record", MAKING, "", text)
         return asked
-
-
-def _recorded(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a record that decide what is decoded, and to what."""
-    found: dict[str, Any] = {}
-    if options.get("dtype") is not None:
-        found["dtype"] = options["dtype"]
-    for name in ("include", "exclude"):
-        patterns = options.get(name)
-        if isinstance(patterns, list):
-            found[name] = tuple(patterns)
-    return found

@@ -21,7 +21,7 @@ from nf4conv.format.layout import Format
 from nf4conv.format.units import size
 from nf4conv.models.families import is_transposed
 from nf4conv.models.module_names import ModuleNames, module_of
-from nf4conv.options import DequantizeOptions, QuantizeOptions
+from nf4conv.options import QuantizeOptions
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
@@ -282,21 +282,13 @@ def why_unwanted(name: str, options: QuantizeOptions) -> str | None:
     return None
 
 
-def is_wanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Returns True if the globs let a tensor pass; no include glob at all includes everything."""
-    is_included = not include or _matches(name, include)
-    return is_included and not _matches(name, exclude)
-
-
 def _matches(name: str, globs: Sequence[str]) -> bool:
     """Returns True if a name matches one of the globs."""
     # most runs have no globs, and a checkpoint may have 100,000 tensors
     return bool(globs) and any(fnmatchcase(name, glob) for glob in globs)
 
 
-def unmatched(
-    options: QuantizeOptions | DequantizeOptions, sources: Sequence[tuple[str, Source]]
-) -> Iterator[str]:
+def unmatched(options: QuantizeOptions, sources: Sequence[tuple[str, Source]]) -> Iterator[str]:
     """Yields a line for each pattern of the user that matches nothing, which is likely a typo.
 
     A pattern such as "transformer/*.attn.*" is about one submodel of a diffusers pipeline, which is

@@ -7,10 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from nf4conv.choose.selection import unmatched
 from nf4conv.commands.writing import (
     describe,
-    open_unchanged,
     tell_what_is_read,
     write_submodels,
 )
@@ -20,7 +18,7 @@ from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions, SourceOptions
 from nf4conv.plan import dequantization
 from nf4conv.plan.dequantization import DequantizationPlan
-from nf4conv.plan.diffusers import DiffusersPlan, for_submodel, is_included
+from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.report.results import PlanReport, RunReport
 from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
@@ -89,9 +87,7 @@ def make_plan(source: str | Path, options: DequantizeOptions) -> AnyPlan:
     except DiffusersFolderError:
         plan = _plan_pipeline(source, open_diffusers(source, options), options)
     else:
-        notes = (*plan.notes, *unmatched(options, [("", plan.source)]))
-        again = partial(make_plan, source, replace(options, progress=None))
-        plan = replace(plan, notes=notes, again=again)
+        plan = replace(plan, again=partial(make_plan, source, replace(options, progress=None)))
     totals = plan.totals()
     _log.info(
         "planned %d tensors in %.1f s: %d decoded, %d kept; %d files, %s",
@@ -131,9 +127,8 @@ def _plan_pipeline(
     """Plans a diffusers pipeline; raises a PlanError if nothing in it is quantized."""
     submodels = {}
     for name, place in folder.submodels.items():
-        submodels[name] = plan_submodel(folder, name, options, place)
-    parts = [(name, part.source) for name, part in submodels.items()]
-    plan = DiffusersPlan(folder, submodels, complaints=tuple(unmatched(options, parts)))
+        submodels[name] = plan_submodel(folder, options, place)
+    plan = DiffusersPlan(folder, submodels)
     if not plan.totals().decoded:
         raise PlanError(
             f"{source}: no submodel of this diffusers pipeline has a quantized weight to decode"
@@ -142,14 +137,13 @@ def _plan_pipeline(
 
 
 def plan_submodel(
-    folder: DiffusersFolder, name: str, options: DequantizeOptions, where: SourceOptions
+    folder: DiffusersFolder, options: DequantizeOptions, where: SourceOptions
 ) -> DequantizationPlan:
     """Plans a submodel; keeps its tensors as they are if nothing in it is decoded."""
-    mine = for_submodel(name, options)
     opened = open_readable(folder.place, where)
-    if is_included(name, options) and dequantization.has_wanted_weights(opened, mine):
-        return plan_checkpoint(folder.place, mine, where)
-    return dequantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
+    if any(tensor.is_quantized for tensor in opened.tensors):
+        return plan_checkpoint(folder.place, options, where)
+    return dequantization.plan_unchanged_submodel(opened, options)
 
 
 def execute(plan: AnyPlan, out: Path, options: DequantizeOptions) -> RunReport:

@@ -287,7 +287,7 @@ def _plan_pipeline(
             if name not in origin.submodels:
                 raise PlanError(f"{source}: has no submodel {name}, which {path} has")
             where = origin.submodels[name]
-            decode = partial(dequantize.plan_submodel, origin, name, where=where)
+            decode = partial(dequantize.plan_submodel, origin, where=where)
             submodels[name] = _plan_beside(
                 submodel, structure, relation, options, origin.place, where, decode
             )

@@ -116,7 +116,7 @@ def open_unchanged(folder: DiffusersFolder, name: str, where: SourceOptions) -> 
     check_config(structure)
     for finding in structure.findings:
         if finding.is_fault:
-            decode = f"nf4conv dequantize {shlex.quote(folder.place)} DECODED --include '{name}/*'"
+            decode = f"nf4conv dequantize {shlex.quote(folder.place)} DECODED"
             message = (
                 f"{folder.place}: {name}/{finding.line()}; this submodel would stay as it is; "
                 f"decode it first: {decode}"

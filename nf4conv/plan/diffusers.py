@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
-from nf4conv.options import DequantizeOptions, QuantizeOptions
+from nf4conv.options import QuantizeOptions
 from nf4conv.plan.jobs import Job
 from nf4conv.plan.rows import PlanTotals, TensorRow, add_totals
 from nf4conv.plan.writing import WritingPlan
@@ -15,7 +15,6 @@ from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.reader import read_json
 
 PlanT = TypeVar("PlanT", bound=WritingPlan)
-OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
 
 
 @dataclass(frozen=True)
@@ -76,17 +75,17 @@ class DiffusersPlan(Generic[PlanT]):
         return "DiffusionPipeline"
 
 
-def for_submodel(name: str, options: OptionsT) -> OptionsT:
+def for_submodel(name: str, options: QuantizeOptions) -> QuantizeOptions:
     """Returns the options that concern a submodel.
 
     Globs may begin with the submodel's name and a slash; all others apply to every submodel.
     """
-    include = applying(options.include, name)
-    exclude = applying(options.exclude, name)
+    include = _applying(options.include, name)
+    exclude = _applying(options.exclude, name)
     return replace(options, include=include, exclude=exclude)
 
 
-def applying(patterns: Sequence[str], submodel: str) -> tuple[str, ...]:
+def _applying(patterns: Sequence[str], submodel: str) -> tuple[str, ...]:
     """Returns the patterns that concern a submodel, without its name before them.
 
     Names of tensors have no slash, so a slash always ends the name of a submodel.
@@ -99,8 +98,6 @@ def applying(patterns: Sequence[str], submodel: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def is_included(submodel: str, options: QuantizeOptions | DequantizeOptions) -> bool:
+def is_included(submodel: str, options: QuantizeOptions) -> bool:
     """Returns True if the options' include patterns may match something in a submodel."""
-    if not options.include:
-        return True
-    return bool(applying(options.include, submodel))
+    return not options.include or bool(_applying(options.include, submodel))

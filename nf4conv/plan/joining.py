@@ -4,7 +4,7 @@ Nothing is read: a stack is a tensor with the encoding StackedExperts, and is pu
 expert when it is written.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,15 +40,14 @@ class _Layer:
 def join_experts(
     tensors: Sequence[TensorInfo],
     config: Mapping[str, Any],
-    apart: Collection[str] = (),
     layouts: Sequence[ExpertLayout] | None = None,
 ) -> tuple[TensorInfo, ...]:
     """Joins the experts of families that store them stacked, and gives them the names they had.
 
-    A stack is in the place of its first matrix. Layers that have one of the tensors `apart` stay as
-    they are; without layouts, stacks are those that the family has on disk.
+    A stack is in the place of its first matrix. Without layouts, stacks are those that the family
+    has on disk.
     """
-    layers = _layers(tensors, apart)
+    layers = _layers(tensors)
     if not layers:
         return tuple(tensors)
     if layouts is None:
@@ -69,20 +68,17 @@ def join_experts(
     return _with_plain_routers(found) if is_gpt_oss(config) else tuple(found)
 
 
-def _layers(tensors: Sequence[TensorInfo], apart: Collection[str]) -> list[_Layer]:
+def _layers(tensors: Sequence[TensorInfo]) -> list[_Layer]:
     """Returns the layers of experts that are stored one by one."""
     layers: dict[str, _Layer] = {}
-    left_out = set()
     for tensor in tensors:
         single = single_expert(tensor.name)
         if single is None:
             continue
-        if tensor.name in apart:
-            left_out.add(single.experts)
         layer = layers.setdefault(single.experts, _Layer(single.experts, single.is_of_unsloth))
         matrices = layer.tensors.setdefault((single.projection, single.leaf), {})
         matrices[single.expert] = tensor
-    return [layer for layer in layers.values() if layer.experts not in left_out]
+    return list(layers.values())
 
 
 def _stacks_of(

@@ -172,22 +172,13 @@ def model_card(
 
 
 def merged_card(plan: WritingPlan) -> str:
-    """Returns the card of a model that adapters are merged into, and that is not packed.
-
-    Some of its weights may have stayed in 4 bits.
-    """
+    """Returns the card of a model that adapters are merged into, and that is not packed."""
     loading = loading_of_plan(plan)
     original = _name_original(plan.source, plan.front, None)
-    packed = _Packed(Counter(plan.weights.values()).most_common(), (), ())
     origin = original.origin
     base = _repo_link(origin.repo) if origin is not None else _escaped(plan.source.folder.name)
     made = f"{base}{_merged_with(original)}, by nf4conv {__version__}."
-    kept = packed.count(is_kept=True)
-    if kept:
-        made += f" {kept:,} weights are in bitsandbytes' 4 bits, as they were."
     tags = [tag for tag in original.card.tags if tag not in OWN_TAGS]
-    if packed.weights:
-        tags += ["bitsandbytes", "4-bit", *packed.quant_types]
     return _rendered(
         front=_front_matter(original, "transformers", loading, tags),
         title="A merged model",

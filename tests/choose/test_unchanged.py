@@ -367,12 +367,6 @@ def test_the_storage_of_a_source_stays_unless_another_is_asked_for(source, tmp_p
         ).read_bytes()
 
 
-def test_part_of_a_stored_checkpoint_stays_in_its_storage(source, tmp_path):
-    nf4conv.quantize(source, tmp_path / "fsdp", quant_storage="bfloat16", **CPU)
-    nf4conv.dequantize(tmp_path / "fsdp", tmp_path / "part", include=("*layers.0*",), **CPU)
-    assert nf4conv.verify(tmp_path / "part", **CPU).passed
-
-
 def test_a_weight_whose_bytes_do_not_divide_stays_in_16_bits(tmp_path):
     folder = tmp_path / "source"
     odd, even = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"

@@ -3,15 +3,13 @@ write.
 """
 
 import json
-import re
 
 import bitsandbytes.functional as bnb
 import pytest
 import torch
 from adapters import make_model
-from checkpoints import contents, save_model, tensors_of, write_source
+from checkpoints import contents, save_model, tensors_of
 from four_bit import pack, write
-from safetensors.torch import load_file
 from weights import same_bits, special_weight
 
 import nf4conv
@@ -202,40 +200,6 @@ def test_leftovers_of_the_quantization_are_gone(tmp_path):
         "hidden_size": 64
     }
     assert not (tmp_path / "out/quantize_config.json").exists()
-
-
-@pytest.mark.parametrize("limit", [1, 10**9])
-def test_what_is_excluded_stays_packed_in_one_shard_and_is_not_listed_as_skipped(tmp_path, limit):
-    nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "packed", **CPU)
-    options = {"include": ("*.up_proj.*",), "exclude": ("*.2.*",), "max_shard_size": limit}
-    nf4conv.dequantize(tmp_path / "packed", tmp_path / "out", **options, **CPU)
-    before, after = tensors_of(tmp_path / "packed"), tensors_of(tmp_path / "out")
-    unpacked = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1, 3, 4, 5)}
-    assert after.keys() == {
-        key for key in before if not any(key.startswith(f"{name}.") for name in unpacked)
-    }
-    for key, tensor in after.items():
-        expected = decoded(before, key) if key in unpacked else before[key]
-        assert torch.equal(tensor, expected), key
-    for file in (tmp_path / "out").glob("*.safetensors"):
-        held = set(load_file(file))
-        for key in held:
-            weight = re.sub(r"(\.weight)\..*", r"\1", key)
-            assert weight in held
-    quantization = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
-    assert {f"model.layers.{layer}.mlp" for layer in (0, 1, 3, 4, 5)} <= set(
-        quantization["llm_int8_skip_modules"]
-    )
-    assert not any(
-        "q_proj" in entry or ".2." in entry for entry in quantization["llm_int8_skip_modules"]
-    )
-    whole = nf4conv.dequantize(tmp_path / "out", tmp_path / "rest", **CPU)
-    assert whole.totals.decoded == 7
-    nf4conv.dequantize(tmp_path / "packed", tmp_path / "at once", **CPU)
-    at_once = tensors_of(tmp_path / "at once")
-    assert all(
-        torch.equal(tensor, at_once[name]) for name, tensor in tensors_of(tmp_path / "rest").items()
-    )
 
 
 def test_what_is_not_quantized_is_refused(source, tmp_path):

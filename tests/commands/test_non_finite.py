@@ -60,13 +60,9 @@ def test_dequantize_refuses_what_decodes_to_nan(
     tmp_path: Path, double_quant: bool, damage: str, value: float
 ):
     source = packed_source(tmp_path / "source", double_quant, damage, value)
-    with pytest.raises(SourceError, match=rf"{NAME}: has scales that are NaN or infinite.*exclude"):
+    with pytest.raises(SourceError, match=rf"{NAME}: has scales that are NaN or infinite"):
         nf4conv.dequantize(source, tmp_path / "out", **RUN)
     assert not (tmp_path / "out").exists()
-    nf4conv.dequantize(source, tmp_path / "out", exclude=(NAME,), **RUN)
-    tensors = load_file(tmp_path / "out/model.safetensors")
-    assert tensors[NAME].dtype == torch.uint8
-    assert tensors[OTHER].isfinite().all()
 
 
 @pytest.mark.parametrize("merged", [False, True], ids=["plain", "below an adapter"])

@@ -25,7 +25,7 @@ from nf4conv.format.codebook import SCALES
 from nf4conv.format.layout import Format
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.provenance import Provenance, groups_of
-from nf4conv.sources.record import PACKED, any_number, recorded_scales
+from nf4conv.sources.record import PACKED, any_number
 
 CPU = {"device": "cpu", "workers": 2}
 LAYERS = 3
@@ -358,26 +358,6 @@ def test_a_result_says_what_is_in_it(world: World, tmp_path: Path, source, optio
 def test_a_result_of_another_release_is_another_job(world: World):
     with pytest.raises(OutputError, match="another release of nf4conv wrote it"):
         nf4conv.quantize(world.plain, world.sources["0.1.0"], **CPU)
-
-
-@pytest.mark.parametrize("source", ["searched", "two kinds of scales"])
-def test_what_dequantize_leaves_in_4_bits_keeps_its_provenance(
-    world: World, tmp_path: Path, source: str
-):
-    out = tmp_path / "out"
-    options = {"exclude": ("*.layers.1.*",)}
-    nf4conv.dequantize(world.sources[source], out, **options, **CPU)
-    left = [name for name in NAMES if ".layers.1." in name]
-    record = record_of(out)
-    assert sum(group["count"] for group in record["weights"]) == len(left)
-    assert {group["origin"] for group in record["weights"]} == {"kept as found"}
-    assert record["not_packed"] == {"bfloat16": 2 + len(NAMES) - len(left)}
-    scales_of = recorded_scales(out)
-    for name in left:
-        assert scales_of(name) == world.scales[source][name]
-    assert faults(out) == []
-    nf4conv.quantize(out, tmp_path / "again", **CPU)
-    assert faults(tmp_path / "again", out, exact=True) == []
 
 
 def test_groups_of_100_000_weights_take_little_room():

@@ -210,7 +210,6 @@ def narrow_blocks(made: Checkpoint) -> None:
         (of_another_method, FP8, "is for experts in MXFP4 of a model that is in FP8 otherwise"),
         (in_int8, FP8, rf"{TRUNK}\.weight: is INT8, .* --dtype bfloat16 decodes it"),
         (narrow_blocks, FP8, r"weight_block_size of its config is \[100, 80\]"),
-        (None, {**FP8, "exclude": ("*.experts.0.*",)}, "leaves it as it is"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -127,7 +127,6 @@ NEXT = (
     ("quantize", {}),
     ("quantize", {"blocksize": 128}),
     ("dequantize", {}),
-    ("dequantize", {"exclude": ("*q_proj*", "*to_q*")}),
 )
 
 

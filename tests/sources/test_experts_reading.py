@@ -112,20 +112,6 @@ def test_experts_decode_straight_to_another_dtype(mixtures, tmp_path, dtype):
     assert not torch.equal(found[experts].float(), expected[experts].float())
 
 
-def test_layers_that_stay_in_4_bits_stay_one_by_one(mixtures, tmp_path):
-    expected = pack_one_by_one("gpt_oss", mixtures["gpt_oss"], tmp_path / "nf4")
-    options = {"exclude": ("*layers.1.*",)}
-    nf4conv.dequantize(tmp_path / "nf4", tmp_path / "out", **options, **CPU)
-    found, packed = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "nf4")
-    for name, tensor in found.items():
-        if ".layers.1." in name:
-            assert torch.equal(tensor, packed[name]), name
-        else:
-            assert torch.equal(tensor, expected[name]), name
-    assert "model.layers.0.mlp.experts.gate_up_proj" in found
-    assert "model.layers.1.mlp.experts.3.up_proj.weight.absmax" in found
-
-
 # --- what does not fit ---------------------------------------------------------------------------
 
 EXPERT = "model.layers.0.mlp.experts.2.up_proj.weight"

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nf4conv
 from nf4conv.commands.dequantize import make_plan
-from nf4conv.errors import Nf4convError, PlanError, SourceError
+from nf4conv.errors import Nf4convError, SourceError
 from nf4conv.options import DequantizeOptions
 
 CPU = {"device": "cpu", "workers": 2, "buffer_size": 1}
@@ -617,9 +617,3 @@ def test_a_group_index_out_of_range_is_refused(tmp_path: Path, group: int):
             command(source, out, **CPU)
         assert "\n" not in str(error.value)
         assert not (out / "config.json").exists()
-
-
-def test_a_part_cannot_stay_in_gptq(tmp_path: Path):
-    source, _ = write(tmp_path / "source", gptq, GPTQ)
-    with pytest.raises(PlanError, match="only weights in bitsandbytes' 4 bits can stay"):
-        make_plan(source, DequantizeOptions(include=("*q_proj*",)))

@@ -471,16 +471,6 @@ def test_a_base_of_another_name_is_a_note(tmp_path):
     assert not any("was trained on" in note for note in merge_llama(tmp_path, same).notes)
 
 
-def test_a_weight_that_changes_cannot_stay_in_4_bits(tmp_path):
-    make_model(tmp_path / "base", "llama")
-    nf4conv.quantize(tmp_path / "base", tmp_path / "nf4", **CPU)
-    adapter = write_adapter(tmp_path / "adapter", FACTORS)
-    with pytest.raises(PlanError, match="leaves it in 4 bits, but an adapter changes it"):
-        make_plan(
-            tmp_path / "nf4", DequantizeOptions(lora=(str(adapter),), exclude=("*layers.0*",))
-        )
-
-
 def test_the_plan_shows_what_is_merged(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", FACTORS | {"lm_head.weight": torch.ones(96, 64)})
     make_model(tmp_path / "base", "llama")

@@ -119,7 +119,7 @@ def check_scales(jobs: Sequence[Job], source: Source, run: MachineOptions) -> No
                 job.source.file,
                 job.name,
                 "has scales that are NaN or infinite, and would decode to NaN; "
-                "repair the checkpoint, or leave it in 4 bits with --exclude",
+                "quantize the original again",
             )
         # what was float16 before decodes to what bitsandbytes makes of it, infinity included
         is_cast_to_float16 = job.dtype == "F16" and encoding.dtype != "F16"
