@@ -165,32 +165,6 @@ def flux_2() -> Denoiser:
     )
 
 
-def chroma() -> Denoiser:
-    return Denoiser(
-        "ChromaTransformer2DModel",
-        {
-            **HEADS,
-            "in_channels": 4,
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "joint_attention_dim": WIDTH,
-            "axes_dims_rope": (4, 4, 8),
-            "approximator_num_channels": WIDTH,
-            "approximator_hidden_dim": WIDTH,
-            "approximator_layers": 1,
-        },
-        {
-            "hidden_states": noise(1, 16, 4),
-            "encoder_hidden_states": prompt(),
-            "timestep": time(),
-            "img_ids": torch.zeros(16, 3),
-            "txt_ids": torch.zeros(TOKENS, 3),
-        },
-        frozenset({"context_embedder", "x_embedder"})
-        | below("distilled_guidance_layer", "in_proj", "out_proj"),
-    )
-
-
 def stable_diffusion_3() -> Denoiser:
     return Denoiser(
         "SD3Transformer2DModel",
@@ -263,78 +237,6 @@ def sana() -> Denoiser:
         frozenset({"proj_out", "time_embed.linear"})
         | mlp("caption_projection")
         | mlp("time_embed.emb.timestep_embedder"),
-    )
-
-
-def auraflow() -> Denoiser:
-    return Denoiser(
-        "AuraFlowTransformer2DModel",
-        {
-            **HEADS,
-            "sample_size": 8,
-            "num_mmdit_layers": 1,
-            "num_single_dit_layers": 1,
-            "joint_attention_dim": WIDTH,
-            "caption_projection_dim": WIDTH,
-            "pos_embed_max_size": 16,
-        },
-        {"hidden_states": image(), "encoder_hidden_states": prompt(), "timestep": noise(1)},
-        frozenset({"context_embedder", "norm_out.linear", "pos_embed.proj", "proj_out"})
-        | mlp("time_step_proj"),
-    )
-
-
-def lumina_2() -> Denoiser:
-    return Denoiser(
-        "Lumina2Transformer2DModel",
-        {
-            "sample_size": 8,
-            "in_channels": 4,
-            "hidden_size": WIDTH,
-            "num_layers": 1,
-            "num_refiner_layers": 1,
-            "num_attention_heads": 4,
-            "num_kv_heads": 2,
-            "multiple_of": WIDTH,
-            "axes_dim_rope": (4, 6, 6),
-            "axes_lens": (32, 16, 16),
-            "cap_feat_dim": WIDTH,
-        },
-        {
-            "hidden_states": image(),
-            "timestep": noise(1),
-            "encoder_hidden_states": prompt(),
-            "encoder_attention_mask": mask(),
-        },
-        frozenset({"time_caption_embed.caption_embedder.N", "x_embedder"})
-        | mlp("norm_out")
-        | mlp("time_caption_embed.timestep_embedder"),
-    )
-
-
-def z_image() -> Denoiser:
-    return Denoiser(
-        "ZImageTransformer2DModel",
-        {
-            "in_channels": 4,
-            "dim": WIDTH,
-            "n_layers": 1,
-            "n_refiner_layers": 1,
-            "n_heads": 4,
-            "n_kv_heads": 4,
-            "cap_feat_dim": WIDTH,
-            "axes_dims": [4, 6, 6],
-            "axes_lens": [64, 16, 16],
-        },
-        {"x": [noise(4, 1, 8, 8)], "t": noise(1), "cap_feats": [noise(TOKENS, WIDTH)]},
-        frozenset(
-            {
-                "all_final_layer.2-1.adaLN_modulation.N",
-                "all_final_layer.2-1.linear",
-                "all_x_embedder.2-1",
-            }
-        )
-        | {"cap_embedder.N", "t_embedder.mlp.N"},
     )
 
 
@@ -411,42 +313,6 @@ def wan() -> Denoiser:
     )
 
 
-def wan_from_image() -> Denoiser:
-    text = wan()
-    return Denoiser(
-        text.name,
-        {**text.config, "image_dim": WIDTH, "added_kv_proj_dim": WIDTH},
-        {**text.inputs, "encoder_hidden_states_image": noise(1, 257, WIDTH)},
-        text.kept | {"condition_embedder.image_embedder.ff.net.N"},
-    )
-
-
-def ltx_video() -> Denoiser:
-    return Denoiser(
-        "LTXVideoTransformer3DModel",
-        {
-            **HEADS,
-            "in_channels": 8,
-            "out_channels": 8,
-            "cross_attention_dim": WIDTH,
-            "caption_channels": WIDTH,
-            "num_layers": 1,
-        },
-        {
-            "hidden_states": noise(1, 16, 8),
-            "encoder_hidden_states": prompt(),
-            "encoder_attention_mask": mask(),
-            "timestep": time(),
-            "num_frames": 1,
-            "height": 4,
-            "width": 4,
-        },
-        frozenset({"proj_in", "proj_out", "time_embed.linear"})
-        | mlp("caption_projection")
-        | mlp("time_embed.emb.timestep_embedder"),
-    )
-
-
 def hunyuan_video() -> Denoiser:
     return Denoiser(
         "HunyuanVideoTransformer3DModel",
@@ -477,82 +343,6 @@ def hunyuan_video() -> Denoiser:
         | mlp("time_text_embed.guidance_embedder")
         | mlp("time_text_embed.text_embedder")
         | mlp("time_text_embed.timestep_embedder"),
-    )
-
-
-def cogvideox() -> Denoiser:
-    return Denoiser(
-        "CogVideoXTransformer3DModel",
-        {
-            **HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "time_embed_dim": WIDTH,
-            "text_embed_dim": WIDTH,
-            "num_layers": 1,
-            "sample_width": 8,
-            "sample_height": 8,
-            "sample_frames": 1,
-            "max_text_seq_length": TOKENS,
-        },
-        {
-            "hidden_states": noise(1, 1, 4, 8, 8),
-            "encoder_hidden_states": prompt(),
-            "timestep": time(),
-        },
-        frozenset({"norm_out.linear", "patch_embed.text_proj", "proj_out"}) | mlp("time_embedding"),
-    )
-
-
-def cogview_4() -> Denoiser:
-    return Denoiser(
-        "CogView4Transformer2DModel",
-        {
-            **HEADS,
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_layers": 1,
-            "text_embed_dim": WIDTH,
-            "time_embed_dim": WIDTH,
-            "condition_dim": WIDTH,
-            "sample_size": 8,
-            "rope_axes_dim": (16, 16),
-        },
-        {
-            "hidden_states": image(),
-            "encoder_hidden_states": prompt(),
-            "timestep": time(),
-            "original_size": torch.full((1, 2), 64.0),
-            "target_size": torch.full((1, 2), 64.0),
-            "crop_coords": torch.zeros(1, 2),
-        },
-        frozenset({"norm_out.linear", "proj_out"})
-        | below("patch_embed", "proj", "text_proj")
-        | mlp("time_condition_embed.condition_embedder")
-        | mlp("time_condition_embed.timestep_embedder"),
-    )
-
-
-def mochi() -> Denoiser:
-    return Denoiser(
-        "MochiTransformer3DModel",
-        {
-            **HEADS,
-            "num_layers": 2,
-            "pooled_projection_dim": WIDTH,
-            "in_channels": 4,
-            "text_embed_dim": WIDTH,
-            "time_embed_dim": WIDTH,
-        },
-        {
-            "hidden_states": video(),
-            "encoder_hidden_states": prompt(),
-            "timestep": time(),
-            "encoder_attention_mask": mask(),
-        },
-        frozenset({"norm_out.linear", "proj_out", "time_embed.caption_proj"})
-        | below("time_embed.pooler", "to_kv", "to_out", "to_q")
-        | mlp("time_embed.timestep_embedder"),
     )
 
 
@@ -617,15 +407,6 @@ def krea_2() -> Denoiser:
     )
 
 
-def dit() -> Denoiser:
-    return Denoiser(
-        "DiTTransformer2DModel",
-        {**HEADS, "num_layers": 1, "sample_size": 8, "num_embeds_ada_norm": 7},
-        {"hidden_states": image(), "timestep": time(), "class_labels": torch.tensor([2])},
-        frozenset({"proj_out_1", "proj_out_2"}),
-    )
-
-
 DENOISERS: Final[Mapping[str, Callable[[], Denoiser]]] = {
     make.__name__: make
     for make in (
@@ -633,24 +414,14 @@ DENOISERS: Final[Mapping[str, Callable[[], Denoiser]]] = {
         stable_diffusion_xl,
         flux,
         flux_2,
-        chroma,
         stable_diffusion_3,
         pixart,
         sana,
-        auraflow,
-        lumina_2,
-        z_image,
         qwen_image,
         hidream,
         wan,
-        wan_from_image,
-        ltx_video,
         hunyuan_video,
-        cogvideox,
-        cogview_4,
-        mochi,
         kandinsky_5,
         krea_2,
-        dit,
     )
 }
