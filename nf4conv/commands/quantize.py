@@ -16,7 +16,6 @@ from nf4conv.choose.experts import Experts
 from nf4conv.choose.selection import unmatched
 from nf4conv.commands.writing import (
     describe,
-    open_unchanged,
     tell_what_is_read,
     write_submodels,
 )
@@ -43,6 +42,7 @@ from nf4conv.sources.diffusers import (
     is_packed_by_default,
     open_diffusers,
 )
+from nf4conv.sources.opening import open_stored
 from nf4conv.system.machine import uncollected
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def _plan_submodel(
         plan = plan_checkpoint(folder.place, mine, where)
         if plan.packs_anything:
             return replace(plan, is_submodel=True)
-    return quantization.plan_unchanged_submodel(open_unchanged(folder, name, where), mine)
+    return quantization.plan_unchanged_submodel(open_stored(folder.place, where), mine)
 
 
 # --- writing ------------------------------------------------------------------------------------

@@ -7,17 +7,12 @@ OUT/<submodel>          a checkpoint of its own: a rerun finds by its record tha
 OUT/model_index.json    last of all: without it diffusers does not take the folder for a pipeline
 """
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nf4conv.check.config_check import check_config
-from nf4conv.check.structure import structure_of
-from nf4conv.errors import PlanError
-from nf4conv.format.layout import has_components
-from nf4conv.options import DequantizeOptions, QuantizeOptions, SourceOptions
+from nf4conv.options import DequantizeOptions, QuantizeOptions
 from nf4conv.output.workspace import Workspace, tidy
 from nf4conv.plan.diffusers import DiffusersPlan, PlanT
 from nf4conv.plan.quantization import QuantizationPlan
@@ -25,10 +20,7 @@ from nf4conv.plan.rows import summed
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.results import PlanReport, RunReport, VerificationSummary
 from nf4conv.report.text.progress_bar import Step, begin
-from nf4conv.sources.diffusers import DiffusersFolder
-from nf4conv.sources.opening import open_stored
 from nf4conv.sources.reader import read_small, reading_speed
-from nf4conv.sources.source import Source
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.folders import remove
 from nf4conv.system.machine import uncollected
@@ -95,34 +87,6 @@ def tell_what_is_read(
 
 
 # --- diffusers pipelines ------------------------------------------------------------------------
-
-
-def open_unchanged(folder: DiffusersFolder, name: str, where: SourceOptions) -> Source:
-    """Opens a submodel whose tensors stay as they are.
-
-    Args:
-        folder: the pipeline.
-        name: the submodel.
-        where: what to take of the pipeline, and how to reach the Hub.
-
-    Raises:
-        SourceError: the submodel cannot be read.
-        PlanError: it has weights in 4 bits in which `verify` finds a fault. They would keep it.
-    """
-    stored = open_stored(folder.place, where)
-    if not has_components(tensor.name for tensor in stored.tensors):
-        return stored
-    structure = structure_of(stored)
-    check_config(structure)
-    for finding in structure.findings:
-        if finding.is_fault:
-            decode = f"nf4conv dequantize {shlex.quote(folder.place)} DECODED"
-            message = (
-                f"{folder.place}: {name}/{finding.line()}; this submodel would stay as it is; "
-                f"decode it first: {decode}"
-            )
-            raise PlanError(message, path=folder.folder / name, tensor=finding.tensor or None)
-    return stored
 
 
 def write_submodels(

@@ -10,7 +10,7 @@ from typing import Any
 from nf4conv.declaring import deciding, typed
 from nf4conv.errors import SourceError
 from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
-from nf4conv.plan.jobs import CopyJob, Job, Plan
+from nf4conv.plan.jobs import Plan
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.reader import digest_of
 from nf4conv.sources.record import MAKING
@@ -93,14 +93,5 @@ def plan_fingerprint(output: Plan) -> str:
     """
     digest = hashlib.sha256()
     for shard in output.shards:
-        jobs = [(job.name, _kind(job)) for job in shard.jobs]
-        digest.update(repr((shard.name, jobs)).encode())
+        digest.update(repr((shard.name, [(job.name, job.nbytes) for job in shard.jobs])).encode())
     return digest.hexdigest()
-
-
-def _kind(job: Job) -> str:
-    if isinstance(job, CopyJob):
-        return "copied"
-    if job.original is not None:
-        return "calibrated"
-    return "packed" if job.stored is None else "unchanged"

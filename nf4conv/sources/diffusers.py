@@ -141,7 +141,7 @@ def _describe(
                 variant=where.variant if _has_variant(own, where.variant) else None,
             )
         else:
-            _refuse_weights(folder / part, own, value[1])
+            _require_no_model(folder / part, own, value[1])
             # such as those of a tokenizer
             copied = {*auxiliary_names(own), PurePosixPath("config.json")}
             files += [PurePosixPath(part, name) for name in own if PurePosixPath(name) in copied]
@@ -163,21 +163,14 @@ def _by_folder(names: Iterable[str]) -> tuple[list[str], Mapping[str, list[str]]
     return at_top, below
 
 
-def _refuse_weights(folder: Path, names: Collection[str], class_name: str) -> None:
-    """Refuses a submodel whose weights are not read here, or gone: the result would have none."""
-    found = sorted(name for name in names if name.endswith(SUFFIXES_OF_OTHERS))
-    if found:
-        instead = "its weights there as safetensors"
-        if found[0].endswith(".gguf"):
-            instead = "there what `nf4conv dequantize` makes of it"
+def _require_no_model(folder: Path, names: Collection[str], class_name: str) -> None:
+    """Refuses a model without weights that are read here: the result would have none."""
+    has_others = any(name.endswith(SUFFIXES_OF_OTHERS) for name in names)
+    if has_others or ("config.json" in names and not class_name.endswith(_NO_MODELS)):
         raise SourceError(
-            f"{folder}: has its weights in {found[0]} alone, which is not read in a pipeline; put "
-            f"{instead}",
+            f"{folder}: {class_name:.80} without weights in safetensors or PyTorch's format; the "
+            f"download is incomplete, or they are in another format",
             path=folder,
-        )
-    if "config.json" in names and not class_name.endswith(_NO_MODELS):
-        raise SourceError(
-            f"{folder}: {class_name:.80} without weights; the download is incomplete", path=folder
         )
 
 

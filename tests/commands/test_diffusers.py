@@ -191,19 +191,11 @@ def test_choosing(pipeline, options, expected):
     assert packed(nf4conv.plan_quantize(pipeline, **options).made) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("encoder-Q4_0.gguf", "put there what `nf4conv dequantize` makes of it"),
-        ("model.onnx", "put its weights there as safetensors"),
-        ("flax_model.msgpack", "put its weights there as safetensors"),
-    ],
-)
-def test_weights_of_other_programs_are_not_left_out_unsaid(pipeline, name, advice):
+@pytest.mark.parametrize("name", ["encoder-Q4_0.gguf", "model.onnx", "flax_model.msgpack"])
+def test_weights_of_other_programs_are_not_left_out_unsaid(pipeline, name):
     [weights] = (pipeline / "text_encoder").glob("*.safetensors")
     weights.rename(weights.with_name(name))
-    message = f"text_encoder: has its weights in {name} alone, which is not read in a pipeline; "
-    with pytest.raises(SourceError, match=re.escape(f"{message}{advice}")):
+    with pytest.raises(SourceError, match=r"text_encoder: .* without weights in safetensors"):
         nf4conv.plan_quantize(pipeline)
 
 
@@ -217,7 +209,7 @@ def test_a_model_whose_weights_are_lost_is_refused(pipeline: Path):
     content = {"metadata": {}, "weight_map": {"decoder": weights.name}}
     index.write_text(json.dumps(content))
     weights.unlink()
-    message = f"{vae}: AutoencoderKL without weights; the download is incomplete"
+    message = f"{vae}: AutoencoderKL without weights"
     with pytest.raises(SourceError, match=re.escape(message)):
         nf4conv.plan_quantize(pipeline)
     parts = json.loads((pipeline / "model_index.json").read_text())

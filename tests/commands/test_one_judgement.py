@@ -1,7 +1,6 @@
 """What one command accepts, the others accept too; and what one refuses, all refuse."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from comparing import compared
 from safetensors.torch import load_file, save_file
 
 import nf4conv
-from nf4conv.errors import PlanError
 
 CPU = {"device": "cpu", "workers": 2}
 EXACT = {"exact": True}
@@ -49,33 +47,6 @@ def add_to_quant_states(folder: Path, **fields: object) -> None:
                 state = json.loads(bytes(tensor.tolist())) | fields
                 tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         save_file(tensors, file)
-
-
-@pytest.fixture
-def vae_in_4_bits(tmp_path: Path) -> Path:
-    """A pipeline whose VAE is in 4 bits, with a nested_offset that belongs to nothing."""
-    plain = write_pipeline(tmp_path / "plain")
-    nf4conv.quantize(plain / "vae", tmp_path / "vae", double_quant=False, **CPU)
-    nf4conv.quantize(plain, tmp_path / "packed", **CPU)
-    shutil.copytree(tmp_path / "vae", plain / "vae", dirs_exist_ok=True)
-    add_to_quant_states(plain / "vae", nested_offset=0.0123)
-    return plain
-
-
-def test_a_stale_nested_offset_is_refused_where_it_would_be_kept(vae_in_4_bits, tmp_path):
-    said = "vae/.*: has nested_offset, but there is no nested_absmax"
-    shutil.copytree(vae_in_4_bits / "vae", tmp_path / "packed/vae", dirs_exist_ok=True)
-    found = nf4conv.verify(tmp_path / "packed", source=vae_in_4_bits, **EXACT, **CPU)
-    assert not found.passed
-    with pytest.raises(PlanError, match=f"{said}.*decode it first: nf4conv dequantize"):
-        nf4conv.plan_quantize(vae_in_4_bits)
-
-
-def test_a_stale_nested_offset_is_repaired_as_the_error_says(vae_in_4_bits, tmp_path):
-    nf4conv.dequantize(vae_in_4_bits, tmp_path / "decoded", **CPU)
-    nf4conv.quantize(tmp_path / "decoded", tmp_path / "out", **CPU)
-    found = nf4conv.verify(tmp_path / "out", source=tmp_path / "decoded", **EXACT, **CPU)
-    assert found.passed, found.verdict
 
 
 @pytest.mark.parametrize(
