@@ -6,12 +6,13 @@ by different paths is listed under each of them.
 """
 
 import re
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
 from nf4conv.choose.loader_rules import is_name
-from nf4conv.choose.path_tree import PathTree
 from nf4conv.errors import PlanError
 from nf4conv.models.family_table import GATE_UP, QKV
 from nf4conv.models.module_names import ADDED
@@ -33,6 +34,59 @@ class SkipList(NamedTuple):
 
     entries: tuple[str, ...]
     mistaken: frozenset[str]
+
+
+class Paths:
+    """Paths of packed modules, and what a name in a skip list hits among them."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._sorted = sorted(set(paths))
+        self.places: set[str] = set()  # the paths, and whatever is above one
+        for path in self._sorted:
+            while path and path not in self.places:
+                self.places.add(path)
+                path = path.rpartition(".")[0]
+        # places by their last parts, as many as a name has behind its first
+        self._by_end: dict[int, dict[str, list[str]]] = {}
+
+    def begun_by(self, name: str) -> Sequence[str]:
+        """Returns the paths that begin with a name, which may end inside a part."""
+        start = bisect_left(self._sorted, name)
+        return self._sorted[start : bisect_left(self._sorted, f"{name}\U0010ffff", start)]
+
+    def hit_by(self, name: str) -> Iterator[str]:
+        """Yields the paths that at least one loader would skip.
+
+        Two rules are enough. Whatever transformers 5.21 skips by a beginning, 5.0 skips too; and
+        what vLLM skips, transformers 4 skips by an end of the path above, or 5.0 by a beginning.
+        """
+        yield from self.begun_by(name)
+        for place in self._ending_with(name):
+            found = self.begun_by(place)
+            yield from (path for path in found if path == place or path[len(place)] == ".")
+
+    def _ending_with(self, name: str) -> Iterator[str]:
+        """Yields the places that end with a name, which may begin inside of a part."""
+        rest = name.partition(".")[2]
+        parts = name.count(".")
+        if parts not in self._by_end:
+            groups = self._by_end[parts] = {}
+            for place in self.places:
+                above, *end = place.rsplit(".", parts)
+                if above and len(end) == parts:
+                    groups.setdefault(".".join(end), []).append(place)
+        for place in self._by_end[parts].get(rest, ()):
+            if place.endswith(name):
+                yield place
+
+    def base(self) -> str | None:
+        """Returns the first part of most paths; None if it is itself the list of layers."""
+        sizes = Counter(path.partition(".")[0] for path in self._sorted)
+        base = max(sizes, key=sizes.__getitem__, default="")
+        if 2 * sizes[base] <= sizes.total() or self.begun_by(base)[0] == base:
+            return None
+        below = (path.split(".", 2)[1] for path in self.begun_by(f"{base}."))
+        return None if any(part.isdecimal() for part in below) else base
 
 
 def fused_modules(packed: Iterable[str], kept: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -76,32 +130,31 @@ def build_skip_modules(
     module is named by its own path. What is listed is also listed as it is called in the model
     without its head.
     """
-    tree = PathTree(packed)
+    paths = Paths(packed)
     kept = list(kept)
-    covered = _covering(kept, tree)
+    covered = _covering(kept, paths)
     _check_names(covered)
-    entries = {entry for entry in absent if not _is_too_wide(entry, tree)}
+    entries = {entry for entry in absent if not _is_too_wide(entry, paths)}
     mistaken: set[str] = set()
-    for entry, paths in covered.items():
-        if not _is_too_wide(entry, tree):
+    for entry, modules in covered.items():
+        if not _is_too_wide(entry, paths):
             entries.add(entry)
             continue
-        _check_names(paths)
-        entries.update(paths)
-        for path in paths:
-            for place in tree.hit_by(path):
-                mistaken.update(tree.paths(place))
+        _check_names(modules)
+        entries.update(modules)
+        for module in modules:
+            mistaken.update(paths.hit_by(module))
     if not mistaken:
-        entries |= without_base(entries, tree, kept)
+        entries |= without_base(entries, paths, kept)
     return SkipList(_in_order(entries), frozenset(mistaken))
 
 
-def _is_too_wide(entry: str, tree: PathTree) -> bool:
+def _is_too_wide(entry: str, packed: Paths) -> bool:
     """Returns True if at least one loader would skip a packed module because of an entry."""
-    return any(True for _ in tree.hit_by(entry))
+    return any(True for _ in packed.hit_by(entry))
 
 
-def _covering(kept: Iterable[str], packed: PathTree) -> dict[str, list[str]]:
+def _covering(kept: Iterable[str], packed: Paths) -> dict[str, list[str]]:
     """Returns the highest modules that cover the kept ones, each with those that it covers."""
     covered: dict[str, list[str]] = {}
     for parent, group in groupby(kept, lambda path: path.rpartition(".")[0]):
@@ -111,20 +164,16 @@ def _covering(kept: Iterable[str], packed: PathTree) -> dict[str, list[str]]:
     return covered
 
 
-def _highest_without(packed: PathTree, path: str) -> str:
+def _highest_without(packed: Paths, path: str) -> str:
     """Returns the shortest beginning of a path that has nothing packed below; "" if none is so."""
-    place = None
-    end = 0
-    for part in path.split(".") if path else ():
-        end += len(part)
-        if part not in packed.below(place):
-            return path[:end]
-        place = path[:end]
-        end += 1
-    return ""
+    highest = ""
+    while path and path not in packed.places:
+        highest = path
+        path = path.rpartition(".")[0]
+    return highest
 
 
-def without_base(entries: set[str], packed: PathTree, kept: Iterable[str]) -> set[str]:
+def without_base(entries: set[str], packed: Paths, kept: Iterable[str]) -> set[str]:
     """Returns what to list for the model without its head, and for another head on the same base.
 
     "model.layers.0.gate" in a Qwen2MoeForCausalLM is "layers.0.gate" in a Qwen2MoeModel, into which
@@ -132,13 +181,13 @@ def without_base(entries: set[str], packed: PathTree, kept: Iterable[str]) -> se
     Where that would match a packed module, the modules that the entry stands for are listed
     instead, as far as they match none.
     """
-    base = _base_of(packed)
+    base = packed.base()
     if base is None:
         return set()
 
     def fits(entry: str) -> bool:
         # an end of a path without the base is one of the whole path, too
-        return not _is_too_wide(entry, packed) and next(packed.begun_by(entry, base), None) is None
+        return not _is_too_wide(entry, packed) and not packed.begun_by(f"{base}.{entry}")
 
     prefix = f"{base}."
     more = {entry.removeprefix(prefix) for entry in entries if entry.startswith(prefix)}
@@ -148,16 +197,6 @@ def without_base(entries: set[str], packed: PathTree, kept: Iterable[str]) -> se
     too_wide = tuple(f"{prefix}{entry}." for entry in more - fitting)
     instead = {path.removeprefix(prefix) for path in kept if path.startswith(too_wide)}
     return fitting | set(filter(fits, instead))
-
-
-def _base_of(packed: PathTree) -> str | None:
-    """Returns the first part of most paths; None if it is itself the list of layers."""
-    sizes = packed.sizes()
-    base = max(sizes, key=sizes.__getitem__, default="")
-    if 2 * sizes[base] <= sizes.total():
-        return None
-    is_list_of_layers = any(part.isdecimal() for part in packed.below(base))
-    return None if is_list_of_layers or packed.has_path(base) else base
 
 
 def _check_names(entries: Iterable[str]) -> None:

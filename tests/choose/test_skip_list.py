@@ -14,8 +14,7 @@ from nf4conv.choose.loader_rules import (
     transformers_5_0,
     vllm,
 )
-from nf4conv.choose.path_tree import PathTree
-from nf4conv.choose.skip_list import build_skip_modules, fused_modules, without_base
+from nf4conv.choose.skip_list import Paths, build_skip_modules, fused_modules, without_base
 from nf4conv.errors import PlanError
 
 LLAMA = [
@@ -179,13 +178,13 @@ def test_heads_that_a_loader_may_add_are_listed_unless_they_hit_a_packed_module(
     ],
 )
 def test_a_list_is_completed_for_the_model_without_its_head(entries, packed, added):
-    assert without_base(set(entries), PathTree(packed), entries) - set(entries) == added
+    assert without_base(set(entries), Paths(packed), entries) - set(entries) == added
 
 
 def test_an_entry_that_is_too_wide_without_the_base_gives_way_to_its_modules():
     packed = [f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)]
     kept = ["lm_head", "model.mlp.fc9"]
-    assert without_base({"lm_head", "model.mlp"}, PathTree(packed), kept) == {"mlp.fc9"}
+    assert without_base({"lm_head", "model.mlp"}, Paths(packed), kept) == {"mlp.fc9"}
 
 
 @settings(max_examples=300)
@@ -202,9 +201,7 @@ def test_a_tree_finds_the_paths_that_a_loader_would_skip(entry, paths):
     for path in paths:
         if f"{entry}." in f"{path}." or path.startswith(entry):
             expected.add(path)
-    tree = PathTree(paths)
-    found = {path for place in tree.hit_by(entry) for path in tree.paths(place)}
-    assert found == expected
+    assert {*Paths(paths).hit_by(entry)} == expected
 
 
 def test_many_entries_and_many_modules_that_some_of_them_hit_take_no_time():
