@@ -151,7 +151,7 @@ def test_a_source_that_was_replaced_after_it_was_planned_is_refused(source, tmp_
 def test_another_job_is_refused(tmp_path, monkeypatch, change):
     source, out = stop_after_the_first_shard(tmp_path, monkeypatch)
     options = OPTIONS
-    message = r"files \(source files: model-00001-of-00002.safetensors was \[[\d, ]+\], is \["
+    message = r"differs in .*source files"
     shard = source / "model-00001-of-00002.safetensors"
     if change == "option":
         options, message = (
@@ -169,7 +169,7 @@ def test_another_job_is_refused(tmp_path, monkeypatch, change):
     else:
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps(config | {"rope_theta": 1.0}))
-        message = r"source config \(source config: rope_theta was not given, is 1.0\)"
+        message = r"differs in .*source config"
     before = contents(out)
     with pytest.raises(OutputError, match=message):
         nf4conv.quantize(source, out, **options, **RUN)
