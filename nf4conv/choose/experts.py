@@ -205,29 +205,8 @@ def _cut_stack(
 # --- layers ---------------------------------------------------------------------------------------
 
 
-def check_layout(decisions: Decisions, experts: Experts, moe: str | None) -> None:
-    """Checks the experts that are stored one by one and are to be packed.
-
-    `moe` is None for a source in 4 bits that keeps its layout.
-    """
-    if moe is None:
-        check_whole(experts.tensors.values(), experts.config)
-        return
-    names = [name for name in experts.layers if isinstance(decisions[name], Pack)]
-    _check_layers([experts.tensors[name] for name in names], experts.config)
-
-
-def check_whole(tensors: Iterable[TensorInfo], config: Config) -> None:
-    """Checks the experts that are stored one by one, packed or not.
-
-    Nothing is checked if the config does not say how many experts there are.
-    """
-    if experts_in(config):
-        _check_layers(tensors, config)
-
-
-def _check_layers(tensors: Iterable[TensorInfo], config: Config) -> None:
-    """Raises a PlanError unless all single experts of each layer are there and have one shape."""
+def check_layers(tensors: Iterable[TensorInfo], config: Config) -> None:
+    """Checks that all experts of each layer that are stored one by one are there, in one shape."""
     if has_uneven_experts(config) or "model_type" not in config:
         return
     layers: dict[str, dict[str, dict[int, TensorInfo]]] = {}  # by projection and number

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from nf4conv.choose.evidence import Evidence
-from nf4conv.choose.experts import check_whole
+from nf4conv.choose.experts import check_layers
 from nf4conv.choose.formats import dominant_dtype
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
@@ -64,7 +64,7 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
         return _as_fp8(place, source, options)
     config = source.config or {}
     tensors = join_experts(source.tensors, config)
-    check_whole(tensors, config)
+    check_layers(tensors, config)
     evidence = Evidence.gather(tensors, config)
     jobs = [_decode_or_keep(one, _output_dtype(one, evidence, options)) for one in tensors]
     dtype = options.dtype or _dtype_of_model(config, [job.source for job in jobs])

@@ -211,38 +211,25 @@ class CalibrationResult:
 
 
 def recorded_calibration(record: Mapping[str, Any] | None) -> CalibrationResult:
-    """Returns what a record says of calibrated weights; whatever is no such fact is left out."""
-    asked = _mapping((record or {}).get("calibration"))
-    found = _mapping((record or {}).get("calibrated"))
-    blocks = []
-    for block in map(_mapping, _list(found.get("blocks"))):
-        gains = _mapping(block.get("gains"))
-        if gains and all(map(is_gain, gains.values())) and isinstance(block.get("sha256"), str):
-            blocks.append(
-                CalibratedBlock(block["sha256"], gains, _mapping(block.get("few_tokens")))
-            )
-    texts = [_mapping(text) for text in _list(asked.get("texts"))]
-    tokens = asked.get("tokens")
-    return CalibrationResult(
-        made_by={what: str(which) for what, which in _mapping(found.get("made_by")).items()},
-        blocks=tuple(blocks),
-        texts=tuple((str(text.get("name")), str(text.get("sha256"))) for text in texts),
-        tokens=tokens if type(tokens) is int else 0,
-        knows=str(asked.get("knows")),
-    )
-
-
-def is_gain(value: object) -> bool:
-    """Returns True for an error relative to a larger one, which is finite."""
-    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    """Returns what a record says of calibrated weights; nothing if it is damaged."""
+    try:
+        asked, found = (record or {})["calibration"], (record or {})["calibrated"]
+        blocks = []
+        for block in found["blocks"]:
+            gains = {name: float(gain) for name, gain in block["gains"].items()}
+            if not all(0 <= gain < math.inf for gain in gains.values()):
+                raise ValueError(f"gains of {gains}")
+            few_tokens = dict(block.get("few_tokens", {}))
+            blocks.append(CalibratedBlock(str(block["sha256"]), gains, few_tokens))
+        return CalibrationResult(
+            made_by={what: str(which) for what, which in found["made_by"].items()},
+            blocks=tuple(blocks),
+            texts=tuple((str(text["name"]), str(text["sha256"])) for text in asked["texts"]),
+            tokens=int(asked["tokens"]),
+            knows=str(asked["knows"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+        return CalibrationResult({}, ())
 
 
 def _scales_or_absmax(scales: object) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import load, make_model
-from checkpoints import contents, save_model, tensors_of, write_source
+from checkpoints import save_model, tensors_of, write_source
 from click.testing import CliRunner
 from comparing import compared
 from four_bit import pack, write
@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig
 
 import nf4conv
 from nf4conv.cli import main
-from nf4conv.errors import PlanError, SourceError
+from nf4conv.errors import SourceError
 from nf4conv.format.codebook import CODEBOOKS
 from nf4conv.format.layout import COMPONENT_SUFFIXES
 
@@ -302,22 +302,6 @@ def test_inspect_has_nothing_against_a_good_checkpoint(tmp_path):
     nf4conv.quantize(write_source(tmp_path / "source"), tmp_path / "out", **CPU)
     assert nf4conv.inspect(tmp_path / "out").findings == ()
     assert nf4conv.inspect(tmp_path / "source").findings == ()
-
-
-def test_an_interrupted_copy_resumes(tmp_path, monkeypatch):
-    source = write(tmp_path / "source", *weights(), kept())
-    options = {"max_shard_size": 10_000}
-    nf4conv.quantize(source, tmp_path / "whole", **options, **CPU)
-    with monkeypatch.context() as patched:
-        patched.setattr("nf4conv.output.workspace.Workspace.write", stop)
-        with pytest.raises(PlanError, match="stopped"):
-            nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
-    assert nf4conv.quantize(source, tmp_path / "out", **options, **CPU).shards_resumed
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def stop(*_: object) -> None:
-    raise PlanError("stopped")
 
 
 # packed bytes as another dtype, for FSDP

@@ -2,19 +2,15 @@
 over.
 """
 
-import hashlib
-import json
 import multiprocessing
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoints import contents
 
 from nf4conv.errors import OutputError, SourceError
-from nf4conv.output.digest import digest_of
 from nf4conv.output.workspace import Workspace
 from nf4conv.sources.header import read_header
 from nf4conv.sources.unfinished import WORK_FOLDER
@@ -255,13 +251,6 @@ def test_a_folder_that_cannot_be_made(tmp_path, place):
         workspace(tmp_path / place)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_lock_that_cannot_be_opened_is_one_clear_line(tmp_path, overwrite):
-    (tmp_path / "out" / WORK_FOLDER / "lock").mkdir(parents=True)
-    with pytest.raises(OutputError, match=rf"{WORK_FOLDER}/lock: Is a directory"):
-        workspace(tmp_path / "out", overwrite=overwrite)
-
-
 def test_room_is_asked_for_what_is_still_to_be_written(tmp_path):
     interrupted(tmp_path / "out", "a.safetensors")
     partial = tmp_path / "out" / WORK_FOLDER / "b.safetensors.partial"
@@ -273,19 +262,6 @@ def test_room_is_asked_for_what_is_still_to_be_written(tmp_path):
             match=r"out: the result takes 1,000,000,000,000,000,000 bytes but the disk has",
         ):
             space.check_space(10**18)
-
-
-def test_the_records_are_readable_by_people(tmp_path):
-    interrupted(tmp_path / "out", "a.safetensors")
-    work = tmp_path / "out" / WORK_FOLDER
-    run, shard = ((work / name).read_bytes() for name in ("run.json", "shards/a.safetensors.json"))
-    raw = (tmp_path / "out/a.safetensors").read_bytes()
-    assert json.loads(run) == {"fingerprint": json.loads(json.dumps(RUN))}
-    beside = {"source_bytes": 0, "verified": None, "plan": hashlib.sha256(run).hexdigest()}
-    known = {"size": len(raw), "digest": digest_of(memoryview(raw), 0)}
-    described = json.loads(shard)
-    assert re.fullmatch(r"[0-9a-f]{64}", described.pop("sha256 of this record"))
-    assert described == {"name": "a.safetensors", **known, **beside}
 
 
 @pytest.mark.parametrize(
@@ -302,25 +278,6 @@ def test_a_damaged_record_of_a_shard_is_none(tmp_path, content):
         write_shard(space, "b.safetensors")
     with workspace(tmp_path / "out") as space:
         assert set(space.finished) == {"a.safetensors", "b.safetensors"}
-
-
-def written_bytes() -> int:
-    """Returns the bytes that this process has written so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
-
-
-def test_a_record_costs_the_same_however_many_there_are(tmp_path):
-    with workspace(tmp_path / "out") as space:
-        (tmp_path / "out/a").write_bytes(b"")
-        written = []
-        for start in (0, 300):
-            before = written_bytes()
-            for number in range(start, start + 300):
-                space.record(f"model-{number:05d}-of-00600.safetensors", 0, 0)
-            written.append(written_bytes() - before)
-    assert written[1] < 1.2 * written[0]
-    assert written[0] < 90_000
 
 
 def test_the_link_of_a_stranger_is_not_written_through(tmp_path):
@@ -385,23 +342,6 @@ def test_a_run_that_comes_while_another_ends_takes_nothing_from_it(tmp_path):
     for place in tmp_path.iterdir():
         assert set(contents(place)) == {"a.safetensors", "config.json"}
         assert not (place / WORK_FOLDER).exists()
-
-
-def test_a_work_folder_that_goes_while_it_is_looked_at_is_no_error(tmp_path, monkeypatch):
-    """A run that ends removes its work folder at any moment, also while another looks for links."""
-    work = tmp_path / "out" / WORK_FOLDER
-    work.mkdir(parents=True)
-
-    list_folder = Path.iterdir
-
-    def removed_meanwhile(path: Path) -> Iterator[Path]:
-        if path == work and work.is_dir():
-            work.rmdir()
-        return list_folder(path)
-
-    monkeypatch.setattr(Path, "iterdir", removed_meanwhile)
-    with workspace(tmp_path / "out") as space:
-        assert space.finished == {}
 
 
 def test_what_makes_a_folder_a_checkpoint_is_deleted_first(tmp_path, monkeypatch):

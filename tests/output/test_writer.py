@@ -11,7 +11,6 @@ from safetensors import safe_open
 from nf4conv.errors import OutputError, SourceError
 from nf4conv.output.writer import ShardWriter, write_file
 from nf4conv.sources.header import build_header
-from nf4conv.sources.reader import Reader
 
 ENTRIES = [("a", "F32", (2,), 0, 8), ("b", "U8", (3,), 8, 11)]
 
@@ -125,33 +124,3 @@ def test_a_small_file_is_there_whole_or_not_at_all(tmp_path):
     with pytest.raises(OutputError, match=r"config.json: No space left on device"):
         write_file(file, breaking())
     assert file.read_bytes() == b"onetwo"
-
-
-def test_reads_of_many_threads_and_the_end_of_a_file(tmp_path):
-    file = tmp_path / "file"
-    content = random.Random(1).randbytes(1_000_000)
-    file.write_bytes(content)
-    wrong: list[int] = []
-    with Reader() as reader:
-
-        def read(seed: int) -> None:
-            chosen = random.Random(seed)
-            for _ in range(200):
-                start, length = chosen.randrange(900_000), chosen.randrange(100_000)
-                buffer = bytearray(length)
-                reader.read_into(file, start, memoryview(buffer))
-                if buffer != content[start : start + length]:
-                    wrong.append(start)
-
-        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
-        with pytest.raises(
-            SourceError, match="file: ends at byte 1,000,000; it was cut off while being read"
-        ):
-            reader.read_into(file, 999_990, memoryview(bytearray(11)))
-        with pytest.raises(SourceError, match="gone: No such file or directory"):
-            reader.read_into(tmp_path / "gone", 0, memoryview(bytearray(1)))

@@ -1,22 +1,13 @@
-"""File systems and users that are not as usual: no locks, renames that fail, no rights, no more
-threads, and names that no system has.
-"""
+"""File systems that are not as usual: no locks, calls that fail; and no more threads."""
 
 import errno
 import fcntl
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import contents, write_source
 from click.testing import CliRunner, Result
 
@@ -105,67 +96,7 @@ def test_an_operation_that_fails_ends_the_run_and_the_next_goes_on(
     assert contents(out) == whole
 
 
-# --- a user without rights ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def common() -> Iterator[Path]:
-    """A folder that a user without rights may enter and write to."""
-    folder = Path(tempfile.mkdtemp(prefix="nf4conv-nobody-"))
-    folder.chmod(0o777)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def as_nobody(*words: object) -> subprocess.CompletedProcess[str]:
-    """Runs a command as a user who owns nothing; as this one, if this one is not root."""
-    more: dict[str, Any] = {}
-    if os.geteuid() == 0:
-        more = {"user": 65534, "group": 65534, "extra_groups": []}
-    home = Path(tempfile.gettempdir(), "no such home")
-    environment = os.environ | {"HOME": str(home), "XDG_CACHE_HOME": str(home)}
-    packages = Path(torch.__file__).parents[1]
-    environment |= {"PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{packages}"}
-    command = ["-m", "nf4conv", *map(str, words), "--device", "cpu"]
-    # that of root may be in root's home, which nobody else may enter
-    system = f"/usr/bin/python3.{sys.version_info.minor}"
-    for python in (sys.executable, system):
-        with suppress(PermissionError, FileNotFoundError):
-            return subprocess.run(
-                [python, *command],
-                capture_output=True,
-                text=True,
-                check=False,
-                env=environment,
-                **more,
-            )
-    pytest.skip("nobody but root may enter the folder of this Python, and the system has none")
-
-
-def test_a_user_who_is_not_root(source: Path, common: Path, whole: dict[str, bytes]):
-    readable = Path(shutil.copytree(source, common / "source"))
-    for path in readable.iterdir():
-        path.chmod(0o644)
-    done = as_nobody("quantize", readable, common / "out", "--max-shard-size", "60kB")
-    assert done.returncode == 0, done.stderr
-    found = contents(common / "out")
-    assert found.keys() == whole.keys()
-    weights = [name for name in found if name.endswith(".safetensors")]
-    assert all(found[name] == whole[name] for name in weights)
-    secret = readable / "model-00001-of-00002.safetensors"
-    secret.chmod(0)
-    closed = common / "closed"
-    closed.mkdir(mode=0o555)
-    for words in ((readable, common / "new"), (common / "out", closed / "new")):
-        done = as_nobody("quantize", *words)
-        assert done.returncode == 2
-        errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-        assert len(errors) == 1, done.stderr
-        assert "Permission denied" in errors[0]
-        assert "Traceback" not in done.stderr
-
-
-# --- threads and names ----------------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
 
 def command(*words: object) -> Result:
@@ -190,33 +121,3 @@ def test_a_system_that_starts_no_more_threads(
     assert not (out / "config.json").exists()
     assert command(*words).exit_code == 0
     assert contents(out) == whole
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("inspect", "a\0b"),
-        ("quantize", "a\0b", "OUT"),
-        ("quantize", "SRC", "o\0ut"),
-        ("quantize", "SRC", "OUT", "--lora", "a\0b"),
-        ("quantize", "SRC", "OUT", "--calibrate", "a\0b.npy"),
-        ("quantize", "SRC", "OUT", "--subfolder", "a\0b"),
-        ("quantize", "SRC", "OUT", "--cache-dir", "a\0b"),
-        ("dequantize", "a\0b", "OUT"),
-        ("verify", "SRC", "--source", "a\0b"),
-        ("verify", "SRC", "--report", "a\0b"),
-        ("evaluate", "SRC", "--source", "SRC", "--text", "a\0b.npy"),
-    ],
-    ids=repr,
-)
-def test_zero_characters_in_names(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-):
-    """No argument of a program can hold one, but those of the Python API can."""
-    monkeypatch.delenv("NF4CONV_DEBUG", raising=False)
-    names = {"SRC": str(source), "OUT": str(tmp_path / "out")}
-    done = command(*(names.get(word, word) for word in words))
-    assert "bug" not in done.stderr, done.stderr
-    if done.exit_code:
-        assert done.exit_code in (1, 2)
-        assert not (tmp_path / "out/config.json").exists()
