@@ -1,44 +1,31 @@
-"""Chooses everything about the quantization of one checkpoint: what is packed, how, what stays."""
+"""Chooses the format of packed weights, and which weights of a 4-bit source stay as they are.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+A weight that is in the format asked for is not decoded and packed again, which would round its
+scales a second time. Around its codes and scales everything is written as current loaders want it:
+all tensors in one shard, the code map, the quant state, the shape of the codes. A weight with any
+other fault that verify would find is packed anew.
+"""
 
-from nf4conv.choose.decisions import Pack, Selection
-from nf4conv.choose.selection import select
-from nf4conv.choose.unchanged import common_format, weights_that_stay
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from nf4conv.choose.decisions import Keep, Pack
 from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype
 from nf4conv.options import DTYPES, QuantizeOptions
-from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
-from nf4conv.sources.source import Source
+from nf4conv.sources.foreign.bitsandbytes import (
+    Bitsandbytes4bit,
+    Severity,
+    as_written_anew,
+    check_weight,
+)
+from nf4conv.sources.record import recorded_scales
+from nf4conv.sources.source import Source, read_together
 from nf4conv.sources.tensors import TensorInfo
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Holds what was chosen for one checkpoint."""
-
-    # what becomes of each tensor, and the modules that loaders must skip
-    selection: Selection
-    # how weights are packed
-    format: Format
-    # for weights that are in 4 bits already and are to be packed, by name: what their components
-    # are copied from, or a text that says why they are packed anew
-    unchanged: Mapping[str, Bitsandbytes4bit | str]
-
-
-def choose(source: Source, options: QuantizeOptions) -> Choice:
-    """Chooses what is packed, in which format, and what stays as it is."""
-    config = source.config or {}
-    dtype = options.dtype or _dtype_of_source(source)
-    format = choose_format(source, dtype, options)
-    selection = select(source.tensors, config, options, format=format)
-    if options.dtype is None:
-        _check_float64(source, selection)
-    unchanged = weights_that_stay(source, selection.decisions, format, options)
-    return Choice(selection, format, unchanged)
 
 
 def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -> Format:
@@ -48,7 +35,7 @@ def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -
     """
     default = Format("nf4", 64, True, dtype)
     if source is not None:
-        default = common_format(source.tensors, source.recorded_in) or default
+        default = _common_format(source.tensors, source.recorded_in) or default
     double_quant = options.double_quant
     if double_quant is None:
         double_quant = default.double_quant
@@ -64,7 +51,7 @@ def choose_format(source: Source | None, dtype: str, options: QuantizeOptions) -
     )
 
 
-def _dtype_of_source(source: Source) -> str:
+def dtype_of_source(source: Source) -> str:
     """Returns the dtype that weights are cast to before packing, and that others are stored in."""
     dtype = checkpoint_dtype(source.config or {}) or dominant_dtype(source.tensors)
     if dtype not in DTYPES:
@@ -73,17 +60,6 @@ def _dtype_of_source(source: Source) -> str:
             f"give --dtype {', '.join(DTYPES)}"
         )
     return dtype
-
-
-def _check_float64(source: Source, selection: Selection) -> None:
-    """Raises a PlanError if a weight in float64 is to be packed."""
-    for tensor in source.tensors:
-        if tensor.dtype == "F64" and isinstance(selection.decisions[tensor.name], Pack):
-            raise PlanError.about(
-                tensor.file,
-                tensor.name,
-                f"float64 cannot be packed; say what to cast it to: --dtype {', '.join(DTYPES)}",
-            )
 
 
 def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:
@@ -95,3 +71,83 @@ def dominant_dtype(tensors: Iterable[TensorInfo]) -> str:
     if not sizes:
         return "float32"
     return DTYPE_NAMES[max(sizes, key=sizes.__getitem__)]
+
+
+def _common_format(tensors: Iterable[TensorInfo], place: Path) -> Format | None:
+    """Returns the format in which most elements are packed; None where nothing is in 4 bits.
+
+    Its scales are those of most elements in 4 bits.
+    """
+    elements: Counter[Format] = Counter()
+    elements_by_scales: Counter[str] = Counter()
+    scales_of = recorded_scales(place)
+    for tensor in tensors:
+        encoding = tensor.unmerged.encoding
+        if isinstance(encoding, Bitsandbytes4bit):
+            elements[encoding.format] += tensor.elements
+            elements_by_scales[scales_of(encoding.values.name)] += tensor.elements
+    if not elements:
+        return None
+    format, _ = elements.most_common(1)[0]
+    scales, _ = elements_by_scales.most_common(1)[0]
+    return replace(format, scales=scales)
+
+
+def _copied_from(
+    tensor: TensorInfo, format: Format, scales: str, read: Callable[[TensorInfo], bytes]
+) -> Bitsandbytes4bit | str:
+    """Returns what a weight is copied from, or a text that says why it has to be packed anew.
+
+    The format's dtype does not matter: it is that of other tensors. Nor do its scales: a search
+    cannot improve values that are in 4 bits already.
+    """
+    encoding = tensor.encoding
+    assert isinstance(encoding, Bitsandbytes4bit)
+    if not encoding.format.decodes_like(format):
+        return f"stored as {encoding.format}"
+    components = dict(encoding.parts)
+    values = components.pop("values")
+    _, faults = check_weight(values, components, read, scales)
+    for fault in faults:
+        if fault.severity >= Severity.LASTING:
+            return f"{fault.check}: {fault.text}"
+    return as_written_anew(replace(encoding, scales=scales))
+
+
+def weights_that_stay(
+    source: Source,
+    decisions: Mapping[str, Pack | Keep],
+    format: Format,
+    options: QuantizeOptions,
+) -> dict[str, Bitsandbytes4bit | str]:
+    """Finds the weights of a 4-bit source that are to be packed and can stay as they are.
+
+    Reads the small tensors beside them. Returns, for each weight in 4 bits that is to be packed,
+    what its components are copied from, or why it has to be packed anew.
+    """
+    packed: list[tuple[TensorInfo, Bitsandbytes4bit]] = []
+    for tensor in source.tensors:
+        encoding = tensor.encoding
+        if isinstance(encoding, Bitsandbytes4bit) and isinstance(decisions[tensor.name], Pack):
+            packed.append((tensor, encoding))
+    parts: list[TensorInfo] = []
+    for _, encoding in packed:
+        if encoding.format.decodes_like(format):
+            small_ones = (encoding.quant_map, encoding.nested_quant_map, encoding.quant_state)
+            parts += [part for part in small_ones if part is not None]
+    small = read_together(source, parts)
+    scales_of = recorded_scales(source.recorded_in)
+    found: dict[str, Bitsandbytes4bit | str] = {}
+    for tensor, encoding in packed:
+        scales = scales_of(encoding.values.name)
+        decision = decisions[tensor.name]
+        dtype = encoding.format.dtype
+        if isinstance(decision, Pack) and len(decision.matrices) > 1:
+            found[tensor.name] = "taken out of a stack"
+        elif options.dtype not in (None, dtype):
+            found[tensor.name] = f"stored as {dtype}"
+        elif scales == "search" and options.scales == "absmax":
+            found[tensor.name] = "stored with searched scales"
+        else:
+            found[tensor.name] = _copied_from(tensor, format, scales, lambda part: small[part.name])
+    return found

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from nf4conv.choose.formats import Choice, choose, choose_format
+from nf4conv.choose.decisions import Pack, Selection
+from nf4conv.choose.formats import choose_format, dtype_of_source, weights_that_stay
+from nf4conv.choose.selection import select
 from nf4conv.errors import PlanError
 from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
@@ -77,26 +79,41 @@ class QuantizationPlan(WritingPlan):
 
 def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
     """Plans the quantization of one opened checkpoint."""
-    choice = choose(source, options)
+    format = choose_format(source, options.dtype or dtype_of_source(source), options)
+    selection = select(source.tensors, source.config or {}, options, format=format)
+    if options.dtype is None:
+        _check_float64(source, selection)
+    unchanged = weights_that_stay(source, selection.decisions, format, options)
     output = make_plan(
         source.tensors,
-        choice.selection.decisions,
-        choice.format,
+        selection.decisions,
+        format,
         max_shard_size=options.max_shard_size,
         stem=source.stem,
-        unchanged=choice.unchanged,
+        unchanged=unchanged,
     )
-    config = _config(source, choice, options)
+    config = _config(source, format, selection.skip_modules, options)
     notes = (
         *source.notes,
-        *choice.selection.notes,
-        *_notes_on_unchanged(choice.unchanged, options),
+        *selection.notes,
+        *_notes_on_unchanged(unchanged, options),
         *_notes_on_few_bits(output),
         *notes_on_files(source, output),
     )
     if source.config is None:
         notes = (NO_CONFIG, *notes)
     return QuantizationPlan(options, source, output, config, notes)
+
+
+def _check_float64(source: Source, selection: Selection) -> None:
+    """Raises a PlanError if a weight in float64 is to be packed."""
+    for tensor in source.tensors:
+        if tensor.dtype == "F64" and isinstance(selection.decisions[tensor.name], Pack):
+            raise PlanError.about(
+                tensor.file,
+                tensor.name,
+                f"float64 cannot be packed; say what to cast it to: --dtype {', '.join(DTYPES)}",
+            )
 
 
 def require_searched(source: object, plans: Sequence[QuantizationPlan]) -> None:
@@ -151,17 +168,19 @@ def _notes_on_few_bits(output: Plan) -> Iterator[str]:
         )
 
 
-def _config(source: Source, choice: Choice, options: QuantizeOptions) -> Mapping[str, Any] | None:
+def _config(
+    source: Source, format: Format, skip_modules: Sequence[str], options: QuantizeOptions
+) -> Mapping[str, Any] | None:
     """Returns the content of the output's config.json; None when the source has none."""
     if source.config is None:
         return None
     is_of_diffusers = "_class_name" in source.config
     return quantized_config(
         source.config,
-        choice.format,
-        compute_dtype=options.compute_dtype or _compute_dtype(source.config, choice.format),
-        skip_modules=choice.selection.skip_modules,
-        dtype=None if is_of_diffusers else choice.format.dtype,  # diffusers does not know the key
+        format,
+        compute_dtype=options.compute_dtype or _compute_dtype(source.config, format),
+        skip_modules=skip_modules,
+        dtype=None if is_of_diffusers else format.dtype,  # diffusers does not know the key
     )
 
 
