@@ -18,9 +18,6 @@ _KEYS: Final = frozenset(
 _ENDINGS: Final = ("_implementation", "_implementation_internal")
 """Ends of keys that name a kernel: those of attention, of experts, and of what comes next."""
 
-_ADDRESSES: Final = ("hf-hub:", "hf_hub:")
-"""Beginnings of names of backbones that timm looks up on the Hub, before it builds them."""
-
 
 def parse_config(config: Mapping[str, Any], config_class: Any) -> Any:
     """Returns what a class of transformers, or AutoConfig, makes of a config.json without code."""
@@ -35,7 +32,11 @@ def without_fetched_code(config: Mapping[str, Any]) -> dict[str, Any]:
 
     transformers then takes what it brings along, as for a config that names nothing.
     """
-    return {key: _cleaned(value) for key, value in config.items() if not _is_code(key, value)}
+    return {
+        key: _cleaned(value)
+        for key, value in config.items()
+        if key not in _KEYS and not key.endswith(_ENDINGS)
+    }
 
 
 def _cleaned(value: object) -> object:
@@ -44,10 +45,3 @@ def _cleaned(value: object) -> object:
     if isinstance(value, list):
         return [_cleaned(item) for item in value]
     return value
-
-
-def _is_code(key: str, value: object) -> bool:
-    """Returns True for an entry of a config that makes transformers fetch code."""
-    if key in _KEYS or key.endswith(_ENDINGS):
-        return True
-    return isinstance(value, str) and value.startswith(_ADDRESSES)

@@ -137,13 +137,11 @@ def test_all_levels_of_a_config_are_looked_at():
         "hidden_size": 64,
         "text_config": {"_attn_implementation_internal": EVIL, "vocab_size": 96},
         "parts": [{"auto_map": {}, "depth": 2}, 3],
-        "vision_config": {"backbone": "hf-hub:evil/backbone", "name": "hub"},
     }
     assert without_fetched_code(config) == {
         "hidden_size": 64,
         "text_config": {"vocab_size": 96},
         "parts": [{"depth": 2}, 3],
-        "vision_config": {"name": "hub"},
     }
 
 
