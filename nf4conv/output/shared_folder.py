@@ -5,12 +5,12 @@ finds all shards there writes the last files. The processes may run on any hosts
 folder.
 
     OUT/.nf4conv/run.json            what all parts make, written by the one that came first
-    OUT/.nf4conv/auxiliary           what is copied beside the weights, so that nobody needs the
-                                     source at the end
     OUT/.nf4conv/shards/NAME.json    a record of each finished shard, see FinishedFile
     OUT/.nf4conv/HOST.PID.RANDOM     what one process is writing or fetching; left behind if it is
                                      killed
     OUT/*.safetensors                finished shards
+    OUT/tokenizer.json …             what is copied beside the weights by the part that comes first,
+                                     so that nobody needs the source at the end
 
 No lock, clock, inode number or time of change is used, for hosts do not share them. Two things are
 relied on: a rename is atomic, and a link is not made where a file is. Where there are no links, two
@@ -27,18 +27,16 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from nf4conv.errors import OutputError, named
 from nf4conv.output.folder import OutputFolder, as_json, require_same_run
 from nf4conv.output.writer import write_file
 from nf4conv.plan.jobs import Plan
-from nf4conv.sources.reader import digest_of, read_chunks
+from nf4conv.sources.reader import digest_of
 from nf4conv.sources.record import MAKING
 from nf4conv.sources.unfinished import LAST_FILES, RECORD, SHARDS, WORK_FOLDER
 from nf4conv.system.folders import remove
-
-_AUXILIARY: Final = "auxiliary"
 
 
 class SharedFolder(OutputFolder):
@@ -67,11 +65,10 @@ class SharedFolder(OutputFolder):
             advice = "all parts take the same command and source; choose another folder for others"
             require_same_run(self.out, self.read_plan(), as_json(plan), advice)
             (self._work / SHARDS).mkdir(exist_ok=True)
-            (self._work / _AUXILIARY).mkdir(exist_ok=True)
-            for name in copies:
-                self.require_name(name)
             for name, digest in copies.items():
-                self._stage(auxiliary / name, digest)
+                copy = self.out / name
+                if not copy.is_file() or digest_of(copy) != digest:
+                    self.copy(name, auxiliary / name)
         self.finished = self.intact(self.known(shard.name for shard in part.shards))
 
     def _publish(self, content: bytes) -> None:
@@ -104,15 +101,6 @@ class SharedFolder(OutputFolder):
             )
         return plan
 
-    def _stage(self, source: Path, digest: str) -> None:
-        """Copies a file to one that is named by its digest, unless another part has."""
-        copy = self._work / _AUXILIARY / digest
-        if copy.is_file() and digest_of(copy) == digest:
-            return
-        write_file(copy, read_chunks(source), folder=self._private)
-        if digest_of(copy) != digest:
-            raise OutputError(f"{source}: changed while it was read; run again", path=source)
-
     def take_all(self, names: Sequence[str], *, reread: bool) -> int:
         """Takes over the shards of others, if all are there; returns how many are missing.
 
@@ -130,17 +118,6 @@ class SharedFolder(OutputFolder):
                 path=self.out,
             )
         self.finished = known
-        return 0
-
-    def copy_staged(self, auxiliary: Mapping[str, str]) -> None:
-        """Copies what belongs beside the shards, given its digests by its names."""
         with named(self.out, OutputError, inside=True):
             self._private.mkdir(exist_ok=True)
-        for name, digest in auxiliary.items():
-            self.require_name(name)
-            staged = self._work / _AUXILIARY / digest
-            if digest_of(staged) != digest:
-                raise OutputError(
-                    f"{staged}: is not what was written; run any of the parts again", path=staged
-                )
-            self.copy(name, staged)
+        return 0

@@ -40,7 +40,6 @@ def _finish(folder: SharedFolder, plan: Mapping[str, Any], *, reread: bool) -> i
     missing = folder.take_all(last["shards"], reread=reread)
     if missing:
         return missing
-    folder.copy_staged(last["auxiliary"])
     verification = verification_of(folder) if plan["--verify"] else None
     config = last["config.json"]
     folder.finish(
@@ -109,8 +108,7 @@ def finish_without_source(
             return None
         try:
             last = plan[LAST_FILES]
-            names = [*last["shards"], *last["auxiliary"], *last["auxiliary"].values()]
-            _require_inside(out, names)
+            _require_inside(out, last["shards"])
             if finish_if_whole(folder, reread=True):
                 return None
             names = [one.name for one in fields(PlanTotals) if one.init]

@@ -125,7 +125,7 @@ def part_killed_at_its_end(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(SharedFolder, "copy_staged", stop)
+        patched.setattr(SharedFolder, "finish", stop)
         with pytest.raises(KeyboardInterrupt):
             part(source, out, name, options, **others)
 
@@ -313,8 +313,8 @@ def edited(name: str, text: str) -> Callable[[Path], object]:
 CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "weights": (other_weights, {}, "source, last files "),
     "headers": (renamed_tensor, {}, "source headers"),
-    "tokenizer": (edited("tokenizer.json", "[]"), {}, r"last files \(last files: auxiliary: "),
-    "card": (edited("README.md", "another"), {}, r"last files \(last files: model card "),
+    "tokenizer": (edited("tokenizer.json", "[]"), {}, "last files "),
+    "card": (edited("README.md", "another"), {}, "last files "),
     "config": (edited("config.json", '{"model_type": "llama"}'), {}, "source config, "),
     "version": (other_version, {}, "version, "),
     "verify": (lambda _: None, {"verify": True}, "--verify "),
@@ -423,8 +423,7 @@ def test_a_damaged_copy_of_what_stands_beside_the_weights(
     source: Path, tmp_path: Path, expected: Contents
 ):
     part(source, tmp_path / "out", "1/2")
-    for staged in (tmp_path / "out/.nf4conv/auxiliary").iterdir():
-        staged.write_bytes(b"other")
+    (tmp_path / "out/tokenizer.json").write_bytes(b"other")
     part(source, tmp_path / "out", "2/2")
     assert contents(tmp_path / "out") == expected
 
