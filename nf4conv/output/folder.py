@@ -32,7 +32,7 @@ from nf4conv.sources.unfinished import (
     record_name,
 )
 from nf4conv.system.files import space_taken, sync_folder
-from nf4conv.system.folders import is_forbidden, is_link, remove
+from nf4conv.system.folders import is_link, leads_elsewhere, remove
 
 LOCK: Final = "lock"
 
@@ -189,8 +189,8 @@ class OutputFolder:
     def require_name(self, name: str) -> None:
         """Checks that a file or folder can have a name here."""
         path = self.out / name
-        if is_forbidden(name):
-            raise OutputError(f"{path}: no file has such a name on Windows", path=path)
+        if leads_elsewhere(name):
+            raise OutputError(f"{path}: such a name may lead out of the folder", path=path)
         self._require_no_link_to_a_folder(name)
 
     def copy(self, name: str, source: Path) -> None:

@@ -1,4 +1,4 @@
-"""Removes what is in folders and follows no link to it; locks a folder; knows forbidden names.
+"""Removes what is in folders and follows no link to it; locks a folder; refuses names that leave it.
 
 A lock is held for as long as the descriptor is open, and ends with the process, however it ends.
 """
@@ -9,7 +9,7 @@ import shutil
 import stat
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from nf4conv.system.machine import IS_POSIX
@@ -90,6 +90,7 @@ def hold(lock: int) -> None:
     msvcrt.locking(lock, msvcrt.LK_NBLCK, 1)  # the first byte, which need not be there
 
 
-def is_forbidden(name: str) -> bool:
-    """Returns True for a name from another system that leads elsewhere on Windows."""
-    return not set(name).isdisjoint(_FORBIDDEN)
+def leads_elsewhere(name: str) -> bool:
+    """Returns True for a path with slashes that may lead out of the folder that it is meant for."""
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts or not set(name).isdisjoint(_FORBIDDEN)
