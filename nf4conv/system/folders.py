@@ -1,4 +1,4 @@
-"""Removes what is in folders and follows no link to it; locks a folder; refuses names that leave it.
+"""Removes what is in folders and follows no link to it; locks a folder; knows names that leave it.
 
 A lock is held for as long as the descriptor is open, and ends with the process, however it ends.
 """

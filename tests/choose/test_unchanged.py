@@ -134,7 +134,7 @@ def test_what_other_tools_packed_stays_packed(tmp_path):
     did.
     """
     names = [
-        "model.layers.0.mlp.experts.3.up_proj",
+        "model.layers.0.mlp.experts.0.up_proj",
         "visual.blocks.0.mlp.fc1",
         "model.strange_projection",
     ]
