@@ -121,7 +121,7 @@ def part_killed_at_its_end(
 ) -> None:
     """Makes all shards of a part, which ends before it writes the last files."""
 
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
