@@ -19,7 +19,8 @@ CPU = {"device": "cpu", "workers": 2, "buffer_size": 1}
 FILE = "model.safetensors"
 Q = "model.layers.0.self_attn.q_proj"
 INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
-TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
+INT8_OF_TORCHAO = {"_type": "Int8WeightOnlyConfig", "_data": {"group_size": 32}}
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": INT8_OF_TORCHAO}}
 
 
 def write(folder: Path, description: dict[str, Any], parts: dict[str, torch.Tensor]) -> Path:
@@ -118,8 +119,7 @@ def test_experts_and_layers_of_torchao_that_differ(tmp_path: Path):
     other = Q.replace("q_proj", "k_proj")
     parts |= {f"{other}.{name}": part for name, part in int4.parts.items()}
     int4_config = {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 64}}
-    int8_config = {"_type": "Int8DynamicActivationInt8WeightConfig", "_data": {}}
-    both = {"re:.*k_proj": int4_config, "_default": int8_config}
+    both = {"re:.*k_proj": int4_config, "_default": INT8_OF_TORCHAO}
     fqn = {"_type": "FqnToConfig", "_data": {"fqn_to_config": both}}
     source = write(tmp_path / "source", TORCHAO | {"quant_type": fqn}, parts)
     nf4conv.dequantize(source, tmp_path / "out", **CPU)
@@ -160,11 +160,11 @@ def test_floats_of_torchao(tmp_path: Path):
             {"zero_point": torch.ones(8, 128).half()},
             "does not go with .*_weight_scale, F32",
         ),
-        (of_int4({}), {"qdata": torch.ones(128, 64).int()}, "does not go with .*_weight_scale"),
+        (of_int4({}), {"qdata": torch.ones(128, 64).int()}, "_weight_scale: part of a weight"),
         (of_int4({}), {"scale": torch.ones(4), "zero_point": torch.ones(4)}, "does not go with"),
         (TORCHAO | {"quant_type": "int4_weight_only"}, {}, "quant_type int4_weight_only"),
         (TORCHAO | {"quant_type": None}, {}, "quant_type nothing"),
-        (TORCHAO, {"scale": None}, "_weight_qdata: I8 "),
+        (TORCHAO, {"scale": None}, "_weight_qdata: part of a weight"),
         (TORCHAO, {"scale": torch.ones(8, 128)}, r"_weight_scale, F32 \[8, 128\]"),
         (TORCHAO, {"zero_point": torch.ones(128, 1)}, r"_weight_zero_point, F32 \[128, 1\]"),
         (TORCHAO, {"act_pre_scale": torch.ones(1)}, "_weight_act_pre_scale: part of a weight"),

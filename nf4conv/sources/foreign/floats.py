@@ -168,7 +168,10 @@ class PlainFp4(Fp4):
 
 @dataclass(frozen=True, slots=True)
 class Scaled(Foreign):
-    """8-bit values times scales that blocks of them share, or without any: FP8, MXFP8, INT8."""
+    """8-bit values times scales that blocks of them share, or without any: FP8, MXFP8, INT8.
+
+    Fields of torchao's tensors are named as in its prototype/safetensors/safetensors_support.py.
+    """
 
     decoder: ClassVar[str] = "nf4conv.codec.decode.scaled:decode_scaled"
     only_in: ClassVar[str] = "F8_E4M3 F8_E5M2 I8"
@@ -208,8 +211,12 @@ class Scaled(Foreign):
     @classmethod
     def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
         description = siblings.description
-        scale = siblings.part_of(tensor.name, _SCALES.split())
-        zero = siblings.by_name.get(f"{tensor.name}_zero_point")
+        name = stem = tensor.name
+        if description.method == "torchao":  # P.weight is in P._weight_qdata, P._weight_scale …
+            stem = name.removesuffix("_qdata")
+            name = ".".join(stem.rsplit("._", 1))
+        scale = siblings.part_of(stem, _SCALES.split())
+        zero = siblings.by_name.get(f"{stem}_zero_point")
         if scale is None and tensor.dtype == "I8":
             return None
         if scale is None and description.method is not None:
@@ -224,9 +231,13 @@ class Scaled(Foreign):
             rows, columns = tensor.shape if len(tensor.shape) == 2 else (0, 0)
             if not any(rows <= height and columns <= width for height, width in description.blocks):
                 raise misfit(tensor, scale)
-        return tensor._replace(
-            dtype=siblings.dtype, encoding=_scaled(tensor, scale, zero, description.blocks)
-        )
+        block = None if scale is None else _block_of(tensor, scale, description.blocks)
+        if zero is not None:
+            fits = tensor.dtype == zero.dtype == "I8" and len(tensor.shape) == 2
+            if not fits or scale is None or zero.shape != scale.shape:
+                raise misfit(tensor, zero)
+        encoding = Scaled(tensor, scale, block, zero)
+        return tensor._replace(name=name, dtype=siblings.dtype, encoding=encoding)
 
     def rows_together(self, tensor: TensorInfo) -> int:
         return 1 if self.block is None else self.block[0]
@@ -257,54 +268,6 @@ class Scaled(Foreign):
         if scale is not None:
             scale = _matrix_of(scale, tensor, index)
         return replace(self, values=_matrix_of(self.values, tensor, index), scale=scale)
-
-
-class TorchaoBytes(Scaled):
-    """Int8Tensor, IntxUnpackedToInt8Tensor and Float8Tensor of torchao 0.18.
-
-    Fields are named as in its prototype/safetensors/safetensors_support.py. Its other classes have
-    fields of the same names, so the config was asked before, and TorchaoInt4.
-    """
-
-    __slots__ = ()
-
-    method = "torchao"
-    only_in: ClassVar[str] = ""
-
-    @classmethod
-    def recognised(cls, tensor: TensorInfo, siblings: SiblingTensors) -> TensorInfo | None:
-        stored = tensor.name.removesuffix("_qdata")
-        module, is_field, weight = stored.rpartition("._")
-        if stored == tensor.name or not is_field:
-            return None
-        scale = siblings.by_name.get(f"{stored}_scale")
-        is_matrix = len(tensor.shape) == 2 and tensor.dtype in _BYTES
-        if scale is None or not is_matrix:
-            raise misfit(tensor, scale or tensor)
-        columns = tensor.shape[1]
-        groups = scale.shape[-1] if len(scale.shape) == 2 else 0
-        blocks = []
-        if groups > 0 and columns % groups == 0:
-            blocks.append((1, columns // groups))
-        zero = siblings.by_name.get(f"{stored}_zero_point")
-        name = f"{module}.{weight}"
-        encoding = _scaled(tensor, scale, zero, blocks)
-        return tensor._replace(name=name, dtype=siblings.dtype, encoding=encoding)
-
-
-def _scaled(
-    tensor: TensorInfo,
-    scale: TensorInfo | None,
-    zero: TensorInfo | None,
-    blocks: Sequence[Block],
-) -> Scaled:
-    """Returns the encoding of values, given blocks that may share a scale; checks all shapes."""
-    block = None if scale is None else _block_of(tensor, scale, blocks)
-    if zero is not None:
-        fits = tensor.dtype == zero.dtype == "I8" and len(tensor.shape) == 2
-        if not fits or scale is None or zero.shape != scale.shape:
-            raise misfit(tensor, zero)
-    return Scaled(tensor, scale, block, zero)
 
 
 def _block_of(tensor: TensorInfo, scale: TensorInfo, blocks: Sequence[Block]) -> Block | None:

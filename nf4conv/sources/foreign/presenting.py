@@ -23,7 +23,6 @@ from nf4conv.sources.foreign.floats import (
     GptOss,
     PlainFp4,
     Scaled,
-    TorchaoBytes,
 )
 from nf4conv.sources.foreign.formats import Foreign, SiblingTensors
 from nf4conv.sources.foreign.integers import Awq, CompressedIntegers, Gptq, TorchaoInt4
@@ -39,7 +38,6 @@ FORMATS: Final[list[type[Foreign]]] = [
     PlainFp4,
     Bitsandbytes4bit,
     Bitsandbytes8bit,
-    TorchaoBytes,
     Scaled,
 ]
 """The first format that recognises a tensor decides."""

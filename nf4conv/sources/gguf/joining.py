@@ -192,12 +192,14 @@ def _experts(parts: Parts, *, is_transposed: bool = False, is_interleaved: bool 
     dimensions = {len(part.shape) for part in parts}
     if len(columns) != 1 or not dimensions <= {2, 3}:
         raise ValueError("is no stack of experts that goes with the others of its layer")
-    experts = range(_common_count(parts))
-    groups = tuple(tuple(matrix_of(part, expert) for part in parts) for expert in experts)
+    groups = []
+    for expert in range(_common_count(parts)):
+        matrices = [matrix_of(part, expert) for part in parts]
+        groups.append(tuple(matrices))
     matrix = (sum(part.shape[1] for part in parts), *parts[0].shape[2:])
     if is_transposed:
         matrix = matrix[::-1]
-    return StackedExperts(groups, is_transposed, is_interleaved), (len(groups), *matrix)
+    return StackedExperts(tuple(groups), is_transposed, is_interleaved), (len(groups), *matrix)
 
 
 def _common_count(stacks: Sequence[TensorInfo]) -> int:
