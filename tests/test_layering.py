@@ -250,23 +250,6 @@ def test_only_one_room_knows_how_operating_systems_differ():
     assert not {name: parts for name, parts in found.items() if parts}
 
 
-def test_the_converter_reaches_calibration_by_one_function():
-    found = []
-    for name, file in MODULES.items():
-        if not is_in(name, "calibrate"):
-            found += [(name, other) for other in own(file) if is_in(other, "calibrate")]
-    assert found == [("commands.quantize", "calibrate.request")]
-
-
-def test_that_room_would_be_noticed():
-    found = set()
-    for name, file in MODULES.items():
-        if is_in(name, "system"):
-            found |= parts_of_some_systems(file)
-    assert {"signal", "CDLL", "preadv", "pwrite", "fsync", "O_NOFOLLOW", "st_blocks"} <= found
-    assert {"sysconf", "sched_setaffinity", "geteuid", "dup2", "/proc/self/status"} <= found
-
-
 def test_the_command_line_calls_public_names_only():
     used = set()
     for name, file in MODULES.items():
@@ -305,22 +288,6 @@ def test_torch_is_not_imported_for_it(program):
     subprocess.run([sys.executable, "-c", check], check=True, capture_output=True)
 
 
-def test_the_converter_runs_without_its_wings(tmp_path):
-    from checkpoints import write_source
-
-    source = write_source(tmp_path / "source")
-    program = (
-        "import sys\nfrom nf4conv.cli import main\n"
-        "sys.modules['nf4conv.inference'] = sys.modules['nf4conv.calibrate'] = None\n"
-        "for words in (['quantize', 'source', 'out', '--verify'], ['dequantize', 'out', 'back'],\n"
-        "              ['verify', 'out', '--source', 'source']):\n"
-        "    main([*words, '--device', 'cpu'], standalone_mode=False)\n"
-    )
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, cwd=source.parent
-    )
-
-
 def test_a_dry_run_needs_no_torch(tmp_path):
     """Unless transformers is there to be asked for its opinion."""
     from checkpoints import write_source
@@ -355,13 +322,3 @@ def test_type_checkers_see_the_public_names_where_they_are():
                     assert alias.asname == alias.name, "without `as` it is not exported"
                     seen[alias.name] = statement.module
     assert seen == nf4conv._MODULE_OF
-
-
-def test_no_line_is_long():
-    """ruff's formatter leaves long strings and comments."""
-    long = []
-    for name, file in MODULES.items():
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
-            if len(line.partition("  # type: ignore")[0]) > 100:
-                long.append(f"{name}:{number}")
-    assert not long

@@ -1,20 +1,12 @@
-"""Plants small faults in a copy of the package, and says which of them the tests find.
+"""Plants small faults in the package, one at a time, and says which of them the tests find.
 
     git worktree add ../planted && cd ../planted
-    python tests/helpers/planted_faults.py plant --seed 1 --count 80
-    python tests/helpers/planted_faults.py reach -n 2 --dist loadgroup -m "not gpu and not browser"
-    python tests/helpers/planted_faults.py find
+    python tests/helpers/planted_faults.py --seed 1 --count 80 --json found.json [--kernels]
 
-`plant` rewrites nf4conv/ where it stands: never do that in a tree that is worth something. Every
-fault stands beside the right expression, `(wrong if planted(7) else right)`, and is asleep unless
-NF4CONV_PLANTED names it. So one run of all tests, by `reach`, tells which tests come by which
-fault, in child processes too. `find` wakes one fault after the other, and runs the tests that come
-by it, quick ones first, until one fails. Words behind `reach` are those of pytest.
-
-planted/ then holds faults.json, reached.txt, tests.txt and found-1.json.
-
-Kernels of Triton are left out, for Triton reads their source: `kernels` plants faults in these one
-by one, and runs all tests of their room.
+Each fault is written into nf4conv/ where it stands (never do that in a tree that is worth
+something), the tests of its room and test_quick.py run until one fails, and the file is put back.
+Faults are in all rooms, as many as these have lines; with --kernels they are in kernels of Triton
+alone. planted_faults.json keeps an earlier run, which tried all tests that come by a fault.
 """
 
 import argparse
@@ -28,32 +20,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
-
-import pytest
+from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-FOLDER: Final = ROOT / "planted"
-
-SWITCH: Final = '''\
-"""Wakes the planted fault that NF4CONV_PLANTED names, or notes who comes by which."""
-
-import os
-
-_AWAKE = int(os.environ.get("NF4CONV_PLANTED", "0"))
-_NOTES = os.environ.get("NF4CONV_REACHED")
-_seen: set[tuple[int, str]] = set()
-
-
-def planted(number: int) -> bool:
-    if _NOTES is not None:
-        key = (number, os.environ.get("PYTEST_CURRENT_TEST", "import").rsplit(" (", 1)[0])
-        if key not in _seen:
-            _seen.add(key)
-            with open(_NOTES, "a") as notes:
-                notes.write(f"{number} {key[1]}\\n")
-    return number == _AWAKE
-'''
 
 COMPARISONS: Final = {
     ast.Lt: "<=",
@@ -69,9 +38,7 @@ COMPARISONS: Final = {
 EASY: Final = ("isinstance", "getattr", "hasattr", "min", "max", "setattr", "issubclass", "gcd")
 """Functions whose arguments are not swapped: any test finds that, or none can."""
 
-QUICK: Final = 30  # tests that are tried first
-MOST: Final = 400  # tests that are tried at all, quick ones first
-LONGEST: Final = 1200  # seconds that these tests may take; a test that hangs has found the fault
+LONGEST: Final = 1200  # seconds that tests may take; a test that hangs has found the fault
 
 
 @dataclass(frozen=True)
@@ -174,8 +141,7 @@ def choose(seed: int, count: int, *, of_kernels: bool) -> list[Fault]:
     for path in sorted((ROOT / "nf4conv").rglob("*.py")):
         if is_of_kernels(path) != of_kernels:
             continue
-        parts = path.relative_to(ROOT / "nf4conv").parts
-        room = parts[0] if len(parts) > 1 else "top"
+        room = room_of(path)
         lines[room] += len(path.read_text().splitlines())
         by_function: dict[str, list[Fault]] = defaultdict(list)
         for fault in candidates(path):
@@ -191,143 +157,50 @@ def choose(seed: int, count: int, *, of_kernels: bool) -> list[Fault]:
     return chosen
 
 
-def plant(faults: list[Fault]) -> None:
-    """Writes all faults into the package, asleep, and their list into planted/."""
-    FOLDER.mkdir(exist_ok=True)
-    (FOLDER / ".gitignore").write_text("*\n")
-    (ROOT / "nf4conv" / "_planted.py").write_text(SWITCH)
-    by_file: dict[str, list[tuple[int, Fault]]] = defaultdict(list)
-    for number, fault in enumerate(faults, 1):
-        by_file[fault.file].append((number, fault))
-    for file, planted in by_file.items():
-        content = (ROOT / file).read_bytes()
-        for number, fault in sorted(planted, key=lambda entry: -entry[1].start):
-            both = f"(({fault.wrong}) if _planted({number}) else ({fault.right}))"
-            content = content[: fault.start] + both.encode() + content[fault.stop :]
-        (ROOT / file).write_text(_with_import(content.decode()))
-        compile((ROOT / file).read_text(), file, "exec")
-    listed = [{"number": number} | asdict(fault) for number, fault in enumerate(faults, 1)]
-    (FOLDER / "faults.json").write_text(json.dumps(listed, indent=1))
+def room_of(path: Path) -> str:
+    """Returns the room of a module, "top" for those beside the rooms."""
+    parts = path.relative_to(ROOT / "nf4conv").parts
+    return parts[0] if len(parts) > 1 else "top"
 
 
-def _with_import(source: str) -> str:
-    """Returns a module that knows `_planted`."""
-    line = "from nf4conv._planted import planted as _planted\n"
-    body = ast.parse(source).body
-    behind = 0
-    for statement in body[:2]:
-        is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-        if is_text or is_future:
-            behind = statement.end_lineno or 0
-    lines = source.splitlines(keepends=True)
-    return "".join([*lines[:behind], line, *lines[behind:]])
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Notes how long each test takes, and whether it passes: this module is a plugin of pytest."""
-    notes = os.environ.get("NF4CONV_TESTS")
-    # the controller of several processes hears of all tests once more
-    is_heard_twice = "PYTEST_XDIST_WORKER" not in os.environ and hasattr(report, "node")
-    if notes and report.when == "call" and not is_heard_twice:
-        with Path(notes).open("a") as file:
-            file.write(f"{report.duration:.3f} {report.outcome} {report.nodeid}\n")
-
-
-def run_pytest(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
-    known = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
-    return subprocess.run(
-        command, cwd=ROOT, env=known, capture_output=True, text=True, timeout=LONGEST
-    )
-
-
-def find(share: int, shares: int) -> None:
-    """Wakes each fault of a share, and writes which test finds it."""
-    faults = json.loads((FOLDER / "faults.json").read_text())
-    times: dict[str, float] = {}
-    failing = set()
-    for line in (FOLDER / "tests.txt").read_text().splitlines():
-        seconds, outcome, test = line.split(" ", 2)
-        times[test] = float(seconds)
-        if outcome == "failed":
-            failing.add(test)
-    reached = defaultdict(set)
-    for line in (FOLDER / "reached.txt").read_text().splitlines():
-        number, test = line.split(" ", 1)
-        reached[int(number)].add(test)
-    path = FOLDER / f"found-{share}.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for fault in faults:
-        number = fault["number"]
-        if str(number) in found or number % shares != share - 1:
-            continue
-        tests = sorted((reached[number] & times.keys()) - failing, key=lambda test: times[test])
-        found[str(number)] = fault | {"tests": len(tests), "found": _finder(number, tests)}
-        path.write_text(json.dumps(found, indent=1))
-        print(number, fault["file"], fault["line"], fault["kind"], found[str(number)]["found"])
-
-
-def _finder(number: int, tests: list[str]) -> str | None:
-    """Returns the first test that a fault makes fail; None if all of them pass."""
-    for part in (tests[:QUICK], tests[QUICK:MOST]):
-        if not part:
-            continue
-        words = FOLDER / f"words-{number}.txt"
-        words.write_text("\n".join(part))
-        try:
-            done = run_pytest(["-x", f"@{words}"], NF4CONV_PLANTED=str(number))
-        except subprocess.TimeoutExpired:
-            return "no test ends"
-        if done.returncode:
-            lines = [line for line in done.stdout.splitlines() if line[:6] in ("FAILED", "ERROR ")]
-            return lines[0].split(" - ")[0] if lines else done.stdout[-300:] + done.stderr[-300:]
-    return None
-
-
-def find_in_kernels(seed: int, count: int) -> None:
-    """Plants faults in kernels, each alone, and runs the tests of their room."""
-    found = []
-    for fault in choose(seed, count, of_kernels=True):
-        path = ROOT / fault.file
-        right = path.read_bytes()
-        path.write_bytes(right[: fault.start] + fault.wrong.encode() + right[fault.stop :])
-        room = f"tests/{Path(fault.file).parts[1]}"
-        try:
-            done = run_pytest(["-x", "-m", "not gpu and not slow", room])
-            lines = [line for line in done.stdout.splitlines() if line[:6] in ("FAILED", "ERROR ")]
-            finder = lines[0].split(" - ")[0] if lines else None
-        except subprocess.TimeoutExpired:
-            finder = "no test ends"
-        finally:
-            path.write_bytes(right)
-        found.append(asdict(fault) | {"found": finder})
-        (FOLDER / "kernels.json").write_text(json.dumps(found, indent=1))
-        print(fault.file, fault.line, fault.kind, finder)
+def finder_of(fault: Fault) -> str | None:
+    """Plants a fault and runs tests. Returns the one that fails, or None if all of them pass."""
+    path = ROOT / fault.file
+    room = ROOT / "tests" / room_of(path)
+    right = path.read_bytes()
+    wrong = f"({fault.wrong})".encode()
+    known = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-qx", "-m", "not gpu and not browser and not slow"]
+    command += ["tests/test_quick.py", *([str(room)] if room.is_dir() else [])]
+    path.write_bytes(right[: fault.start] + wrong + right[fault.stop :])
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=known, capture_output=True, text=True, timeout=LONGEST
+        )
+    except subprocess.TimeoutExpired:
+        return "no test ends"
+    finally:
+        path.write_bytes(right)
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stdout.splitlines() if line[:6] in ("FAILED", "ERROR ")]
+    return lines[0].split(" - ")[0] if lines else done.stdout[-300:] + done.stderr[-300:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("step", choices=["plant", "reach", "find", "kernels"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=80)
-    parser.add_argument("--share", default="1/1", help="I/N: the faults that `find` wakes")
-    chosen, words = parser.parse_known_args()
-    if chosen.step == "plant":
-        plant(choose(chosen.seed, chosen.count, of_kernels=False))
-    elif chosen.step == "reach":
-        notes = {"NF4CONV_REACHED": str(FOLDER / "reached.txt")}
-        notes |= {"NF4CONV_TESTS": str(FOLDER / "tests.txt")}
-        paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])}
-        os.environ.update(notes | paths | {"OMP_NUM_THREADS": "1"})
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "planted_faults", *words]
-        subprocess.run(command, cwd=ROOT, check=False)
-    elif chosen.step == "find":
-        share, shares = (int(part) for part in chosen.share.split("/"))
-        find(share, shares)
-    else:
-        find_in_kernels(chosen.seed, chosen.count)
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--json", type=Path, required=True)
+    chosen = parser.parse_args()
+    faults = []
+    for fault in choose(chosen.seed, chosen.count, of_kernels=chosen.kernels):
+        faults.append(asdict(fault) | {"found": finder_of(fault)})
+        print(fault.file, fault.line, fault.kind, faults[-1]["found"], flush=True)
+        found = sum(one["found"] is not None for one in faults)
+        record = {"seed": chosen.seed, "planted": len(faults), "found": found, "faults": faults}
+        chosen.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
