@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 from checkpoints import write_source
 
@@ -30,23 +29,6 @@ import generate  # noqa: E402 - from docs/
 def test_what_is_generated_is_up_to_date():
     page = (DOCS / "options.md").read_text(encoding="utf-8")
     assert page == generate.options_page(), "run: make docs"
-
-
-def test_every_option_is_documented():
-    page = (DOCS / "options.md").read_text(encoding="utf-8")
-    sections = dict(
-        re.findall(r"^## nf4conv (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    )
-    assert sections.keys() == main.commands.keys()
-    for name, command in main.commands.items():
-        options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-        missing = [
-            spelling
-            for option in options
-            for spelling in option.opts
-            if f"{spelling}" not in sections[name]
-        ]
-        assert not missing, name
 
 
 PUBLIC = {name: getattr(nf4conv, name) for name in nf4conv.__all__}
@@ -189,12 +171,3 @@ def test_paths_named_in_documents_exist(page: Path):
             *ROOT.glob(f"nf4conv/**/{path}"),
         ]
         assert not is_ours or is_module or any((top / path).exists() for top in tops), path
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_prose_has_lines_of_100_columns(page: Path):
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for line in text.splitlines():
-        is_prose = not line.startswith(("|", "    ", "<"))
-        without_links = re.sub(r"\]\([^)]*\)", "]()", line)
-        assert not is_prose or len(without_links) <= 100, line

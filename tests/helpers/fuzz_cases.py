@@ -4,19 +4,16 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fuzz_templates as templates
-import integers
-from checkpoints import write_mixture
 from fuzz_case import Case, Kind, is_same, passes_verify
 from fuzz_gguf import bytes_case, words_case, write_files
-from fuzz_hub import hub_case
+from inputs import SOURCES
 from mutations import mutate_checkpoint
-from test_encoded import ENCODINGS
 
 from nf4conv.sources.unfinished import is_model
 
@@ -191,65 +188,15 @@ def calibrate_case(chosen: random.Random, whole: Path, work: Path) -> Case:
     return Case(words, out, partial(passes_verify, words, out))
 
 
-_SOURCES: dict[str, Callable[[Path], None]] = {
-    "safetensors": templates.plain,
-    "pickle": templates.pickled,
-    "sharded pickles": lambda folder: templates.pickled(folder, shards=2),
-    "nf4": lambda folder: templates.four_bit(folder, double_quant=False),
-    "nf4 with double quantization": templates.four_bit,
-    "fp4": lambda folder: templates.four_bit(folder, quant_type="fp4"),
-    "our own result": templates.own,
-    "diffusers pipeline": templates.diffusers,
-    "mixture": write_mixture,
-    **{encode.__name__: templates.encoded(encode) for encode in ENCODINGS},
-}
-
-_GROUPS = {"bits": 4, "group_size": 32}
-_PACKED: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "a": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}},
-        "b": {"weights": {"num_bits": 3, "type": "int", "strategy": "channel"}},
-    },
-}
-_INTEGERS: dict[str, Callable[[Path], None]] = {
-    "pack-quantized": templates.integers(
-        _PACKED,
-        partial(integers.compressed, is_symmetric=False, is_reordered=True),
-        partial(integers.compressed, bits=3, group_size=None, is_symmetric=False),
-    ),
-    "gptq": templates.integers(
-        {"quant_method": "gptq", **_GROUPS, "dynamic": {"+:x": {"bits": 3}}},
-        partial(integers.gptq, is_reordered=True),
-        partial(integers.gptq, bits=3),
-    ),
-    "awq": templates.integers({"quant_method": "awq", **_GROUPS, "version": "gemm"}, integers.awq),
-    "auto-round": templates.integers(
-        {
-            "quant_method": "auto-round",
-            **_GROUPS,
-            "packing_format": "auto_round:gptqmodel",
-            "data_type": "int",
-            "extra_config": {"x": {"bits": 8}},
-        },
-        partial(integers.gptq, version=2),
-        partial(integers.gptq, bits=8, version=2),
-    ),
-    "torchao": templates.torchao,
-    "Quark MXFP4": templates.quark_mxfp4,
-    "torchao INT4": templates.integers(
-        {
-            "quant_method": "torchao",
-            "quant_type": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}},
-        },
-        integers.torchao,
-    ),
-}
+OF_OTHER_CASES = ("adapter", "dora", "adapter of experts")
 
 KINDS: dict[str, Kind] = {
-    **{name: Kind(write, source_case) for name, write in _INTEGERS.items()},
-    **{name: Kind(write, source_case) for name, write in _SOURCES.items()},
+    **{
+        name: Kind(write, source_case)
+        for name, write in SOURCES.items()
+        if not name.startswith("gguf ") and name not in OF_OTHER_CASES
+    },
+    "our own result": Kind(templates.own, source_case),
     "adapter": Kind(templates.adapter, adapter_case),
     "adapter of experts": Kind(templates.adapter_of_experts, adapter_case),
     "finished result": Kind(templates.finished, finished_case),
@@ -261,7 +208,6 @@ KINDS: dict[str, Kind] = {
     "calibrate": Kind(templates.runnable, calibrate_case),
     "bytes of GGUF": Kind(write_files, bytes_case),
     "words of GGUF": Kind(write_files, words_case),
-    "hostile hub": Kind(templates.adapter, hub_case),
 }
 
 

@@ -16,8 +16,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -217,7 +216,9 @@ class _Handler(BaseHTTPRequestHandler):
     def info(self, repo: str, revision: str | None = None) -> None:
         found = self._repo(repo, self.token)
         commit = self._commit(found, revision or "main")
-        siblings = [_sibling(name, content) for name, content in found.commits[commit].items()]
+        keys = ("rfilename", "blobId", "sha256")
+        files = found.commits[commit]
+        siblings = [_entry(name, content, keys) for name, content in files.items()]
         self._json(
             {
                 "id": repo,
@@ -234,7 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
         entries = []
         for name, content in files.items():
             if name.startswith(folder or ""):
-                entries.append(_tree_entry(name, content))
+                keys = ("path", "oid", "oid")
+                entries.append({"type": "file", **_entry(name, content, keys)})
         self._json(entries)
 
     def resolve(self, repo: str, revision: str, name: str) -> None:
@@ -398,46 +400,14 @@ def _blob(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def _sibling(name: str, content: bytes) -> dict[str, Any]:
-    entry: dict[str, Any] = {"rfilename": name, "size": len(content), "blobId": _blob(content)}
+def _entry(name: str, content: bytes, keys: tuple[str, str, str]) -> dict[str, Any]:
+    """Returns an entry of a listing, whose keys for path, blob and LFS object differ."""
+    path, blob, of_lfs = keys
+    entry: dict[str, Any] = {path: name, "size": len(content), blob: _blob(content)}
     if len(content) >= LFS_THRESHOLD:
-        entry["lfs"] = {
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "size": len(content),
-            "pointerSize": 134,
-        }
+        sha256 = hashlib.sha256(content).hexdigest()
+        entry["lfs"] = {of_lfs: sha256, "size": len(content), "pointerSize": 134}
     return entry
-
-
-def _tree_entry(name: str, content: bytes) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "type": "file",
-        "path": name,
-        "size": len(content),
-        "oid": _blob(content),
-    }
-    if len(content) >= LFS_THRESHOLD:
-        entry["lfs"] = {
-            "oid": hashlib.sha256(content).hexdigest(),
-            "size": len(content),
-            "pointerSize": 134,
-        }
-    return entry
-
-
-@contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Sets environment variables for a while."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 HUB = Hub()
