@@ -12,8 +12,6 @@ from four_bit import error_sums
 from weights import DTYPES, SPECIAL_BLOCKS, random_weight, special_weight, spread_values, tie_weight
 
 from nf4conv.codec import kernels, ops
-from nf4conv.codec.kernels import launch
-from nf4conv.codec.kernels.packing import pack
 from nf4conv.codec.quant_state import Decoding, code_table
 from nf4conv.format.codebook import BLOCKSIZES
 
@@ -72,15 +70,6 @@ def test_special_blocks(quant_type: str, dtype: str, blocksize: int) -> None:
     for tail in ("", *SPECIAL_BLOCKS):
         weight = special_weight(DTYPES[dtype], blocksize, tail).to(CUDA)
         assert_equals_bitsandbytes(weight, quant_type, blocksize, False)
-
-
-@pytest.mark.parametrize("name", SPECIAL_BLOCKS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quant_type", QUANT_TYPES)
-def test_special_block_with_double_quantization(quant_type: str, dtype: str, name: str) -> None:
-    weight = random_weight(64 * 300, DTYPES[dtype])
-    SPECIAL_BLOCKS[name](weight[640:704])
-    assert_equals_bitsandbytes(weight.to(CUDA), quant_type, 64, True)
 
 
 @pytest.mark.parametrize("blocksize", [32, 64, 4096])
@@ -190,14 +179,6 @@ def test_batch_means_are_torchs() -> None:
         assert_same_bits(found, values[offset : offset + count].clone().mean())
 
 
-def test_compiles_without_a_graph_break() -> None:
-    weight = random_weight(1 << 16, torch.bfloat16).to(CUDA).view(256, 256)
-    for double_quant in (False, True):
-        packed, state = ops.quantize_4bit(weight, double_quant=double_quant)
-        compiled = torch.compile(lambda p, s: ops.dequantize_4bit(p, s) * 2, fullgraph=True)
-        assert_same_bits(compiled(packed, state), ops.dequantize_4bit(packed, state) * 2)
-
-
 def test_uses_the_current_stream_of_the_calling_thread() -> None:
     weight = random_weight(1 << 22, torch.bfloat16).to(CUDA)
     expected, _ = ops.quantize_4bit(weight)
@@ -210,13 +191,3 @@ def test_uses_the_current_stream_of_the_calling_thread() -> None:
         packed, _ = ops.quantize_4bit(late)
     stream.synchronize()
     assert_same_bits(packed, expected)
-
-
-def test_launcher_compiles_once_for_each_variant() -> None:
-    kernel = pack._launch
-    assert isinstance(kernel, launch.Launcher)
-    before = len(kernel._compiled)
-    weight = random_weight(4096 * 3, torch.bfloat16).to(CUDA)
-    for pieces in (1, 2, 3):
-        ops.quantize_4bit(weight[: 4096 * pieces], "nf4", 2048)
-    assert len(kernel._compiled) <= before + 1

@@ -4,13 +4,10 @@ autocast, the default device. With two threads, and with nothing in the caches b
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from checkpoints import contents
-from safetensors.torch import save_file
 
 import nf4conv
 
@@ -96,17 +93,3 @@ def test_the_state_of_the_caller_changes_nothing(call: str) -> None:
         for found in (under_state, with_its_tables):
             for one, other in zip(found, expected, strict=True):
                 assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_commands_under_the_state_of_the_caller(state: str, tmp_path: Path) -> None:
-    source = tmp_path / "source" / "model.safetensors"
-    source.parent.mkdir()
-    save_file({"model.layers.0.mlp.down_proj.weight": values_of(ROWS, torch.bfloat16)}, source)
-    for name, entered in (("plain", nullcontext), (state, STATES[state])):
-        out = tmp_path / name
-        with entered():
-            nf4conv.quantize(source, out / "nf4", device="cpu", workers=2, verify=True)
-            nf4conv.dequantize(out / "nf4", out / "decoded", device="cpu", workers=2)
-    for folder in ("nf4", "decoded"):
-        assert contents(tmp_path / state / folder) == contents(tmp_path / "plain" / folder)

@@ -95,18 +95,6 @@ def test_nan_equals_nan_and_infinity_itself(tmp_path):
     assert not compared(paths[0], paths[4]).within(2)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.int64, pytest.param(torch.uint64, marks=writable(torch.uint64))],
-    ids=["int64", "uint64"],
-)
-def test_integers_are_compared_exactly(tmp_path, dtype):
-    large = torch.tensor([2**62, 2**62 + 1]).to(dtype)
-    flipped = torch.tensor([2**62 + 1, 2**62]).to(dtype)
-    found = compared(plain(tmp_path / "a", {"x": large}), plain(tmp_path / "b", {"x": flipped}))
-    assert found.differences["x"].differing == 2
-
-
 @writable(torch.complex64)
 def test_complex_numbers_are_compared_by_their_bytes(tmp_path):
     paths = [

@@ -3,6 +3,7 @@ over a device, or decoded and cast.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 from nf4conv.format.layout import QUANT_MAPS
@@ -36,9 +37,11 @@ def write_converted(destination: Writable, parts: Sequence[CopyPart], worker: Wo
             destination.write(job.offset + start, values)
 
 
-def copy_as_it_is(destination: Destination, parts: Sequence[CopyPart], worker: Worker) -> None:
+def copy_as_it_is(
+    destination: Destination, calls: Sequence[Sequence[CopyPart]], worker: Worker
+) -> None:
     """Copies tensors, or parts of them, that are kept as they are."""
-    for job, piece in parts:
+    for job, piece in chain.from_iterable(calls):
         part = piece.tensor
         start_in_tensor = part.start - job.source.start
         offset = job.offset + start_in_tensor

@@ -42,8 +42,8 @@ def shard_tasks(
     """
     groups = [
         _packing_tasks(destination, jobs, backend, piece),
-        _copying_tasks(destination, jobs, piece),
-        _converting_tasks(destination, jobs, backend, piece),
+        _kept_tasks(destination, jobs, backend, piece, is_changed=False),
+        _kept_tasks(destination, jobs, backend, piece, is_changed=True),
         _stored_tasks(destination, jobs, piece),
     ]
     return list(interleave(groups, len(groups)))
@@ -108,63 +108,39 @@ def _tasks_of_batch(
     return tasks
 
 
-def _copying_tasks(destination: Destination, jobs: Sequence[Job], piece: int) -> list[ShardTask]:
-    """Returns the tasks of tensors that are kept as they are."""
-
-    def parts() -> Iterator[CopyPart]:
-        for job in jobs:
-            if isinstance(job, CopyJob) and not job.is_changed:
-                most = piece * 8 // DTYPE_BITS[job.dtype]
-                for of_job in pieces_of(job.source, most):
-                    yield CopyPart(job, of_job)
-
-    def room(part: CopyPart) -> int:
-        most = piece * 8 // DTYPE_BITS[part.job.dtype]
-        return part.piece.tensor.elements * piece // most
-
-    tasks = []
-    for batch in batches(parts(), room, piece, _file_of, LARGEST_BATCH):
-        run = partial(copy_as_it_is, destination, batch)
-        tasks.append(ShardTask(_file_of(batch[0]), run))
-    return tasks
-
-
-def _converting_tasks(
-    destination: Destination, jobs: Sequence[Job], backend: Backend, piece: int
+def _kept_tasks(
+    destination: Destination, jobs: Sequence[Job], backend: Backend, piece: int, *, is_changed: bool
 ) -> list[ShardTask]:
-    """Returns the tasks of kept tensors that are decoded or cast.
+    """Returns the tasks of kept tensors: of those that are decoded or cast, or of the others.
 
-    All parts of a task go through the same dtypes, and all are encoded or none.
+    All parts of a task are of one file, and if they are changed, of the same dtypes, and encoded or
+    not. Pieces that are decoded from the same bytes are one task, in a call each.
     """
-    alone: list[tuple[Sequence[CopyPart], ...]] = []
 
-    def parts() -> Iterator[CopyPart]:
-        for job in jobs:
-            if isinstance(job, CopyJob) and job.is_changed:
-                most = backend.copy_elements(job, piece)
-                of_job = [CopyPart(job, one) for one in pieces_of(job.source, most)]
-                if len(of_job) > 1 and share_parts(of_job[0].piece.tensor):
-                    alone.append(tuple([part] for part in of_job))
-                else:
-                    yield from of_job
+    def most(job: CopyJob) -> int:
+        if is_changed:
+            return backend.copy_elements(job, piece)
+        return piece * 8 // DTYPE_BITS[job.dtype]
 
     def room(part: CopyPart) -> int:
-        return part.piece.tensor.elements * piece // backend.copy_elements(part.job, piece)
+        return part.piece.tensor.elements * piece // most(part.job)
 
     def kind(part: CopyPart) -> object:
         source = part.job.source
-        return source.file, part.job.steps, source.encoding is None
+        return source.file, is_changed and (part.job.steps, source.encoding is None)
 
-    together = [(batch,) for batch in batches(parts(), room, piece, kind, LARGEST_BATCH)]
-    tasks = []
-    for of_task in [*together, *alone]:
-        run = partial(convert, destination, of_task)
-        tasks.append(ShardTask(_file_of(of_task[0][0]), run))
-    return tasks
-
-
-def _file_of(part: CopyPart) -> Path:
-    return part.job.source.file
+    parts: list[CopyPart] = []
+    calls: list[list[Sequence[CopyPart]]] = []  # of each task
+    for job in jobs:
+        if isinstance(job, CopyJob) and job.is_changed == is_changed:
+            of_job = [CopyPart(job, one) for one in pieces_of(job.source, most(job))]
+            if len(of_job) > 1 and share_parts(of_job[0].piece.tensor):
+                calls.append([[part] for part in of_job])
+            else:
+                parts += of_job
+    calls += [[batch] for batch in batches(parts, room, piece, kind, LARGEST_BATCH)]
+    run = convert if is_changed else copy_as_it_is
+    return [ShardTask(one[0][0].job.source.file, partial(run, destination, one)) for one in calls]
 
 
 def _stored_tasks(destination: Destination, jobs: Sequence[Job], piece: int) -> list[ShardTask]:

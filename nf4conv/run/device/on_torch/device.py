@@ -26,9 +26,6 @@ _OUT_OF_MEMORY: Final = ("not enough memory", "can't allocate memory")
 _CHUNK: Final = 2**18
 """Values that are compared at a time. In float64 they take a few times their memory in a file."""
 
-_WIDE: Final = (torch.int64, torch.uint64)
-"""Integers, not all of which float64 holds."""
-
 
 class TorchBackend:
     """torch on one device: "auto", "cpu", "cuda" or "cuda:N"; a PlanError if there is none."""
@@ -148,18 +145,12 @@ class TorchDevice(TorchBuffers):
 def difference(a: torch.Tensor, b: torch.Tensor) -> Errors:
     """Compares the values of two flat tensors of one length and any dtypes."""
     device = a.device
-    are_wide = a.dtype == b.dtype and a.dtype in _WIDE
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, a.numel(), _CHUNK):
-        left = a[start : start + _CHUNK]
-        right = b[start : start + _CHUNK]
-        x = left.double()
-        y = right.double()
-        if are_wide:
-            unequal = left.view(torch.int64) != right.view(torch.int64)
-        else:
-            unequal = x != y
+        x = a[start : start + _CHUNK].double()
+        y = b[start : start + _CHUNK].double()
+        unequal = x != y
         are_nan = x.isnan() & y.isnan()
         unequal &= ~are_nan
         apart = (x - y).abs()
