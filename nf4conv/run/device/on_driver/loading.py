@@ -245,23 +245,17 @@ def _regions(
 ) -> list[int]:
     """Returns where the values are in each of the dtypes that they go through."""
     sizes = [bytes_of(tag, elements) for tag in steps]
-    regions: list[int | None] = [None] * len(steps)
+    places: dict[int, int] = {}
     if not is_encoded:
-        regions[0] = batch.address(0)
+        places[0] = batch.address(0)
     if make_room is not None:
-        regions[-1] = make_room(sizes[-1])
-    needed = 0
-    for region, size in zip(regions, sizes, strict=True):
-        if region is None:
-            needed += size
-    place = batch.buffers.scratch(needed) if needed else 0
-    found = []
-    for region, size in zip(regions, sizes, strict=True):
-        if region is None:
-            region = place
-            place += size
-        found.append(region)
-    return found
+        places[len(steps) - 1] = make_room(sizes[-1])
+    others = [step for step in range(len(steps)) if step not in places]
+    offsets = starts(sizes[step] for step in others)
+    base = batch.buffers.scratch(offsets[-1]) if offsets[-1] else 0
+    for step, offset in zip(others, offsets, strict=False):
+        places[step] = base + offset
+    return [places[step] for step in range(len(steps))]
 
 
 def _cast_launch(
