@@ -46,13 +46,6 @@ def test_gptq_is_that_of_gptqmodel(bits: int):
         same_bits(decode(weight, "GPTQ", bits, 32, zeros_less_one=version == 1), weight.decoded)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
-@pytest.mark.parametrize(("columns", "group_size"), [(160, 160), (160, 64), (1024, 128)], ids=str)
-def test_gptq_with_any_groups_and_scales(dtype: torch.dtype, columns: int, group_size: int):
-    weight = gptq(64, columns, group_size=group_size, dtype=dtype)
-    same_bits(decode(weight, "GPTQ", 4, group_size, zeros_less_one=True), weight.decoded)
-
-
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize(("columns", "group_size"), [(128, 32), (192, 192)], ids=str)
 def test_awq_is_that_of_autoawq(dtype: torch.dtype, columns: int, group_size: int):
@@ -107,15 +100,6 @@ def test_a_group_index_that_was_never_set_means_groups_in_order():
 def test_columns_that_end_inside_a_word(bits: int):
     weight = compressed(40, 61, bits=bits, group_size=None, is_symmetric=False)
     same_bits(decode(weight, "compressed-tensors", bits, 61), weight.decoded)
-
-
-def test_streams_of_a_single_word():
-    weight = compressed(8, 64, bits=2, is_symmetric=False)
-    same_bits(decode(weight, "compressed-tensors", 2, 32), weight.decoded)
-    weight = gptq(40, 8, group_size=8)
-    same_bits(decode(weight, "GPTQ", 4, 8, zeros_less_one=True), weight.decoded)
-    weight = awq(8, 16, group_size=16)
-    same_bits(decode(weight, "AWQ", 4, 16), weight.decoded)
 
 
 def test_version_1_adds_to_whole_words():
