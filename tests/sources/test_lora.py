@@ -9,7 +9,6 @@ import pytest
 import torch
 from adapters import INPUT, LINEAR, load, make_model, merged_by_peft, train
 from checkpoints import contents, save_adapter
-from click.testing import CliRunner
 from hub_server import Hub, Repo
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -27,7 +26,6 @@ from transformers import (
 )
 
 import nf4conv
-from nf4conv.cli import main
 from nf4conv.commands.dequantize import make_plan
 from nf4conv.errors import Nf4convError, OutputError, PlanError, SourceError
 from nf4conv.options import DequantizeOptions
@@ -317,22 +315,6 @@ def test_pickled_adapters_are_read_too(tmp_path):
     assert weights_of(tmp_path / "safe-out") == weights_of(tmp_path / "pickled-out")
 
 
-def test_neither_workers_nor_pieces_change_a_byte(tmp_path):
-    base = make_model(
-        tmp_path / "base", "llama", torch.bfloat16, hidden_size=256, intermediate_size=704
-    )
-    train(load(base).float(), tmp_path / "adapter", target_modules=LINEAR["llama"], use_dora=True)
-    options = {"lora": (str(tmp_path / "adapter"),)}
-    for number, (workers, buffer) in enumerate([(1, 65536), (2, 2 * 65536), (4, 2**26)]):
-        run = {"device": "cpu", "workers": workers, "buffer_size": buffer}
-        nf4conv.dequantize(base, tmp_path / f"out{number}", **options, **run)
-    assert (
-        weights_of(tmp_path / "out0")
-        == weights_of(tmp_path / "out1")
-        == weights_of(tmp_path / "out2")
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -474,20 +456,10 @@ def test_a_base_of_another_name_is_a_note(tmp_path):
 def test_the_plan_shows_what_is_merged(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", FACTORS | {"lm_head.weight": torch.ones(96, 64)})
     make_model(tmp_path / "base", "llama")
-    command = [
-        "quantize",
-        str(tmp_path / "base"),
-        str(tmp_path / "out"),
-        "--lora",
-        str(adapter),
-        "--dry-run",
-    ]
-    shown = CliRunner().invoke(main, command)
-    assert shown.exit_code == 0
-    rows = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)["tensors"]
-    merged = [row["name"] for row in rows if "merged with an adapter" in str(row)]
+    plan = nf4conv.plan_quantize(tmp_path / "base", lora=(str(adapter),))
+    merged = [row.name for row in plan.rows if "merged with an adapter" in str(row)]
     assert merged == [f"{Q}.weight"]
-    assert "1 modules changed, 1 tensors replaced" in shown.output
+    assert any("1 modules changed, 1 tensors replaced" in note for note in plan.made.notes)
 
 
 def test_an_adapter_in_the_place_of_a_model_is_refused_with_the_command_to_use(tmp_path, hub):
