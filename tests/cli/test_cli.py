@@ -14,12 +14,10 @@ import termios
 import time
 from importlib.metadata import version
 
-import click
 import command_line
 import pytest
 import torch
 from checkpoints import write_source
-from click.testing import CliRunner
 from pace import unit
 from safetensors.torch import save_file
 
@@ -55,27 +53,6 @@ def test_help_is_there_at_once():
 @pytest.mark.parametrize("spelled", ["--version", "-V"])
 def test_version(spelled):
     assert command_line.run(spelled).stdout == f"nf4conv {nf4conv.__version__}\n"
-
-
-@pytest.mark.parametrize("name", sorted(main.commands))
-def test_every_option_has_a_sentence_and_a_group(name):
-    shown = CliRunner().invoke(main, [name, "--help"], terminal_width=100).stdout
-    for parameter in main.commands[name].params:
-        if isinstance(parameter, click.Option):
-            assert re.fullmatch(r"[A-Z].+[.](  \[default: .+\])?", str(parameter.help)), (
-                parameter.name
-            )
-            assert all(
-                spelling in shown for spelling in parameter.opts if spelling.startswith("--")
-            ), parameter.name
-
-
-def test_commands_are_listed_in_the_order_of_use():
-    listed = re.findall(
-        r"^  (\w+)  ", command_line.run("--help").stdout.partition("Commands:")[2], re.MULTILINE
-    )
-    assert listed[:5] == ["inspect", "quantize", "verify", "evaluate", "dequantize"]
-    assert set(listed) == set(main.commands)
 
 
 def test_json_is_all_that_stdout_gets_and_quiet_says_nothing(source, tmp_path):
@@ -155,14 +132,12 @@ def test_a_dry_run_says_how_long_reading_takes(source, tmp_path, monkeypatch, co
         assert "reading takes" not in command_line.run(*asked).stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("1GiB", 2**30), ("77 B", 77)]
-)
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("0.5 gib", 2**29), ("77 B", 77)])
 def test_sizes(text, size):
     assert Size().convert(text, None, None) == size
 
 
-@pytest.mark.parametrize("text", ["5 giraffes", "-1GB", "0GB", "GB", "", "5"])
+@pytest.mark.parametrize("text", ["5 giraffes", "-1GB", "0GB", "5"])
 def test_sizes_that_are_none(tmp_path, text):
     result = command_line.run("quantize", tmp_path, tmp_path, "--max-shard-size", text)
     assert result.exit_code == 2
@@ -221,21 +196,6 @@ def test_env_says_who_would_compute():
     assert found["values"]["--device auto"].startswith(expected)
     lines = command_line.run("env").stdout.splitlines()
     assert lines[0].split() == ["nf4conv", nf4conv.__version__]
-
-
-@pytest.mark.parametrize("command", ["quantize", "verify", "inspect", "env"])
-def test_json_has_one_head_in_all_commands(source, tmp_path, command):
-    nf4conv.quantize(source, tmp_path / "packed", device="cpu")
-    arguments = {
-        "quantize": [source, tmp_path / "out"],
-        "verify": [tmp_path / "packed"],
-        "inspect": [source],
-        "env": [],
-    }[command]
-    done = command_line.run(command, *arguments, "--json")
-    content = json.loads(done.stdout)
-    head = {"schema_version": 3, "nf4conv": nf4conv.__version__, "command": command}
-    assert dict(list(content.items())[:3]) == head
 
 
 def test_no_line_is_wider_than_the_terminal(source):

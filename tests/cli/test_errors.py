@@ -90,17 +90,6 @@ def test_a_folder_that_holds_something(tmp_path: Path):
     assert raised.value.path == tmp_path / "out"
 
 
-def test_no_source(tmp_path: Path):
-    with pytest.raises(SourceError) as raised:
-        nf4conv.plan_quantize(tmp_path / "nowhere")
-    assert raised.value.path == tmp_path / "nowhere"
-
-
-def test_an_error_without_a_place():
-    error = Nf4convError("out of memory")
-    assert (error.path, error.tensor) == (None, None)
-
-
 def test_another_process_gets_the_place_too():
     """By what pickle takes."""
     again = copy.copy(SourceError("line", path="a/b", tensor="t"))

@@ -59,11 +59,6 @@ def test_examples_can_be_copied(command: tuple[str, ...]):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_range_stands_beside_a_default(name: str):
-    assert not re.search(r"[<>]=", help_of(name))
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_an_option_speaks_of_its_own_command_only(name: str):
     """It names options that the command has, and arguments that it or the option has."""
     options = options_of(name)

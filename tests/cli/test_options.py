@@ -17,13 +17,11 @@ from typing import Any, get_args
 
 import click
 import pytest
-from checkpoints import contents
 from command_line import run
 
 import nf4conv
 from nf4conv import options
 from nf4conv.cli import main
-from nf4conv.commands import quantize
 from nf4conv.declaring import deciding, narrowed, options_of, typed
 from nf4conv.errors import OptionError, PlanError
 from nf4conv.format import codebook
@@ -138,13 +136,6 @@ def test_an_unknown_keyword_is_refused(name: str):
         getattr(nf4conv, name)(*["x"] * places, revison="main")
 
 
-def test_what_a_command_lacks_is_no_keyword():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'verify'"):
-        nf4conv.dequantize("x", "y", verify=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stream'"):
-        nf4conv.verify("x", stream=True)
-
-
 NAMES = [
     (kind, field.name)
     for kind, _ in COMMANDS.values()
@@ -200,11 +191,6 @@ def test_a_wrong_value_is_refused_as_it_is_typed(kind: Any, name: str, value: An
     assert (str(again), again.value) == (str(error), value)
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:3", "cuda:all", "cuda:0,cuda:1"])
-def test_devices(device: str):
-    assert RunOptions(device=device).device == device
-
-
 def test_an_option_without_the_one_that_it_needs_is_refused():
     with pytest.raises(PlanError, match=r"^--public means nothing without --push-to-hub$"):
         QuantizeOptions(public=True)
@@ -250,32 +236,6 @@ def test_errors_name_options_that_there_are():
             continue
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*", path.read_text()))
         assert named <= spelled | others, path
-
-
-def test_keywords_do_what_the_classes_do(source: Path, tmp_path: Path):
-    report = nf4conv.quantize(
-        source,
-        tmp_path / "out",
-        scales="search",
-        exclude=["*.layers.0.*"],
-        device="cpu",
-        workers=1,
-        verify=True,
-    )
-    options = QuantizeOptions(
-        scales="search", exclude=("*.layers.0.*",), device="cpu", workers=1, verify=True
-    )
-    quantize.execute(quantize.make_plan(source, options), tmp_path / "same", options)
-    assert contents(tmp_path / "out") == contents(tmp_path / "same")
-    assert report.totals.packed == 10
-    checked = nf4conv.verify(tmp_path / "out", source=source, tolerance=0.2, device="cpu")
-    assert checked.passed
-    assert checked.options.tolerance == 0.2
-    assert not nf4conv.verify(tmp_path / "out", source=source, tolerance=0.01, device="cpu").passed
-    found = nf4conv.inspect(tmp_path / "out")
-    assert found.totals.packed == 10
-    again = nf4conv.dequantize(tmp_path / "out", tmp_path / "again", dtype="float32", device="cpu")
-    assert again.totals.decoded == 10
 
 
 def test_what_a_base_class_declares_is_kept_when_options_are_narrowed():

@@ -93,26 +93,6 @@ def test_a_pointer_of_git_lfs_is_named(source: Path, tmp_path: Path):
 # --- options of other tools -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("option", "hint"),
-    [
-        ("--force", "--overwrite deletes what is in OUT"),
-        ("-o", "OUT is the second argument"),
-        ("--outtype", "--quant-type nf4 or fp4 is the data type"),
-        ("--load-in-4bit", "packing to 4 bits is what this does"),
-        ("--load-in-8bit", "weights are packed to 4 bits; --quant-type"),
-        ("--bits", "weights are packed to 4 bits; --quant-type nf4 or fp4"),
-        ("--gpu", "--device cuda"),
-        ("--trust-remote-code", "code of a repository is never run"),
-    ],
-)
-def test_options_of_other_tools(option: str, hint: str):
-    done = command("quantize", "SRC", "OUT", option, "x")
-    assert done.exit_code == 2
-    assert f"No such option '{option}': " in done.stderr
-    assert hint in done.stderr
-
-
 # --- errors as JSON -------------------------------------------------------------------------------
 
 
@@ -135,18 +115,13 @@ def test_a_run_that_saves_little_says_why():
     experts = [job(f"expert.{number}", Why.EXPERT, 16, 16) for number in range(4)]
     packed = job("q", "linear", 16, 4.5, "pack")
     assert "".join(advice([packed, *experts])) == (
-        f"this saves only 14 % of 10.00 MB: 8.00 MB are not packed, 8.00 MB of it {Why.EXPERT}"
+        f"this saves little, 10.00 MB → 8.56 MB: 8.00 MB are not packed, 8.00 MB of it {Why.EXPERT}"
     )
-    assert "".join(advice([packed, experts[0]])) == (
-        "the result has 10.25 bits per parameter: 2.00 MB are not packed, 2.00 MB of it "
-        f"{Why.EXPERT}"
-    )
-    assert not [*advice([packed, packed, packed, packed, packed, packed, packed, experts[0]])]
+    assert not [*advice([packed, packed, experts[0]])]
 
 
 def test_a_source_of_few_bits_is_named_as_the_reason():
     (line,) = advice([job("q", "linear", 2.5, 4.5, "pack")])
-    assert line.startswith("the result is larger than its source: ")
     assert line.endswith("562.50 kB: what is packed took 2.5 bits per weight before")
 
 
@@ -162,10 +137,10 @@ def test_the_line_stands_first(tmp_path: Path):
     arguments = ("quantize", source, tmp_path / "out", "--include", "*.q_proj.*")
     planned = command(*arguments, "--dry-run").stdout.splitlines()
     note = next(line for line in planned if line.startswith("Note: "))
-    assert note.startswith("Note: this saves only 3 % of 869.12 kB: ")
+    assert note.startswith("Note: this saves little, 869.12 kB → ")
     assert note.endswith("by the user")
-    assert len([line for line in planned if "saves only" in line]) == 1
+    assert len([line for line in planned if "saves little" in line]) == 1
     done = command(*arguments, "--device", "cpu")
     assert done.stderr.splitlines()[0] == note
     again = command("quantize", tmp_path / "out", tmp_path / "again", "--dry-run").stdout
-    assert "saves only" not in again
+    assert "saves little" not in again

@@ -14,7 +14,6 @@ from hub_server import Hub, Repo
 from safetensors.torch import save_file
 
 import nf4conv
-from nf4conv.errors import OutputError
 from nf4conv.report.results import RunReport
 
 CPU = {"device": "cpu"}
@@ -131,16 +130,6 @@ def test_an_interrupted_run_pushes_nothing_and_the_next_one_everything(
     assert pushed_files(hub) == contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
-def test_a_rerun_of_what_ended_at_its_last_step_does_not_look_finished(
-    pipeline: Path, tmp_path: Path
-):
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            nf4conv.quantize(pipeline, tmp_path / "out", **CPU, progress=Interruption())
-        assert not (tmp_path / "out" / "model_index.json").exists()
-        (tmp_path / "out" / "model_index.json").write_text("{}")  # as if it had come so far
-
-
 def test_what_would_mislead_beside_the_new_weights_is_deleted(
     hub: Hub, pipeline: Path, tmp_path: Path
 ):
@@ -148,14 +137,3 @@ def test_what_would_mislead_beside_the_new_weights_is_deleted(
     hub.repos[REPO].commit({**pushed_files(hub), "vae/SHA256SUMS": b"of other weights"})
     convert(pipeline, tmp_path / "out", overwrite=True)
     assert pushed_files(hub) == contents(tmp_path / "out")
-
-
-@pytest.mark.usefixtures("hub")
-def test_what_is_wrong_with_the_repository_is_known_before_anything_is_written(
-    pipeline: Path, tmp_path: Path
-):
-    convert(pipeline, tmp_path / "one")
-    with pytest.raises(OutputError, match="holds weights already"):
-        convert(pipeline, tmp_path / "two")
-    assert not (tmp_path / "two").exists()
-    convert(pipeline, tmp_path / "one", overwrite=True)
