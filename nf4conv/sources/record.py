@@ -216,9 +216,10 @@ def recorded_calibration(record: Mapping[str, Any] | None) -> CalibrationResult:
         asked, found = (record or {})["calibration"], (record or {})["calibrated"]
         blocks = []
         for block in found["blocks"]:
-            gains = {name: float(gain) for name, gain in block["gains"].items()}
-            if not all(0 <= gain < math.inf for gain in gains.values()):
-                raise ValueError(f"gains of {gains}")
+            gains = dict(block["gains"])
+            for gain in gains.values():
+                if type(gain) not in (int, float) or not 0 <= gain < math.inf:
+                    raise ValueError(f"a gain of {gain!r}")
             few_tokens = dict(block.get("few_tokens", {}))
             blocks.append(CalibratedBlock(str(block["sha256"]), gains, few_tokens))
         return CalibrationResult(
