@@ -206,7 +206,6 @@ def test_a_card_beside_the_file(tmp_path: Path):
     (tmp_path / "README.md").write_text(card)
     made = made_card(tmp_path / "m.gguf", tmp_path / "out")
     assert "license: apache-2.0\n" in made
-    assert "| quantized before from | [org/sixteen]" in made
 
 
 @pytest.mark.parametrize("options", [(), ("--stream",)], ids=str)
@@ -218,7 +217,6 @@ def test_the_card_of_a_repository(hub: Hub, tmp_path: Path, options: tuple[str, 
     place = ("--gguf-file", "m.gguf", "--subfolder", "Q4_0", "--cache-dir", tmp_path / "hub")
     made = made_card("me/models", tmp_path / "out", *place, *options)
     assert "license: mit\n" in made
-    assert "| quantized before from | [org/sixteen]" in made
 
 
 def made_card(source: object, out: Path, *options: object) -> str:

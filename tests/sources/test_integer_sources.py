@@ -392,17 +392,6 @@ def test_what_is_lost_is_said(tmp_path: Path):
     assert "GPTQ 4-bit, groups of 32" in (out / "README.md").read_text()
 
 
-def test_the_card_says_from_what_the_source_was_made(tmp_path: Path):
-    source, _ = write(tmp_path / "source", gptq, GPTQ)
-    bases = "[org/Original-2B, 'not | a name']"
-    (source / "README.md").write_text(f"---\nbase_model: {bases}\n---\n# GPTQ of it\n")
-    nf4conv.quantize(source, tmp_path / "out", **CPU)
-    card = (tmp_path / "out/README.md").read_text()
-    link = "[org/Original-2B](https://huggingface.co/org/Original-2B)"
-    assert f"| quantized before from | {link}, says the card of the original |" in card
-    assert "not | a name" not in card
-
-
 # --- each command, each option: whatever is made of both has the same bytes ----------------------
 
 OTHERS = MAKERS | {

@@ -6,8 +6,9 @@ others `tokenizer_files` returns nothing. The layout is that of the library toke
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 from nf4conv.sources.gguf.header import Texts
@@ -57,6 +58,8 @@ _BPE: Final = {
 }
 """A model of BPE without its vocabulary and its merges."""
 
+_AT_A_TIME: Final = 4096  # merges
+
 _ROLES: Final = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -65,7 +68,7 @@ _ROLES: Final = {
 }
 
 
-def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Callable[[], list[bytes]]] | None:
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Callable[[], Iterable[bytes]]] | None:
     """Returns what makes the files of a tokenizer; None if the metadata does not say enough."""
     if not _is_known(metadata):
         return None
@@ -92,8 +95,8 @@ def _is_known(metadata: Mapping[str, Any]) -> bool:
     return kind == "llama" and isinstance(scores, list) and len(scores) == len(tokens)
 
 
-def tokenizer_json(metadata: Mapping[str, Any]) -> list[bytes]:
-    """Returns the content of tokenizer.json."""
+def tokenizer_json(metadata: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yields the content of tokenizer.json, in pieces: lists of all merges would be large."""
     is_of_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
     tokens = list(metadata["tokenizer.ggml.tokens"])
     if is_of_sentencepiece:
@@ -101,9 +104,8 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> list[bytes]:
         merges = _merges_by_score(tokens, metadata["tokenizer.ggml.scores"])
     else:
         made = _byte_level(metadata)
-        merges = [merge.split(" ") for merge in metadata["tokenizer.ggml.merges"]]
-    numbers = {token: number for number, token in enumerate(tokens)}
-    made["model"] |= {"vocab": numbers, "merges": merges}
+        merges = (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])
+    made["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
     whole = {
         "version": "1.0",
         "truncation": None,
@@ -112,7 +114,13 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> list[bytes]:
         "post_processor": _post_processor(metadata, tokens, begins=is_of_sentencepiece),
         **made,
     }
-    return [json.dumps(whole).encode(), b"\n"]
+    # the model is the last of the whole, and its merges are the last of the model
+    yield json.dumps(whole).removesuffix("}}").encode() + b', "merges": ['
+    separator = ""
+    while some := list(islice(merges, _AT_A_TIME)):
+        yield f"{separator}{json.dumps(some)[1:-1]}".encode()
+        separator = ", "
+    yield b"]}}\n"
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,8 +163,8 @@ def _of_sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dic
     }
 
 
-def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[list[str]]:
-    """Returns the merges that do what SentencePiece does: the best token of two others first.
+def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> Iterator[list[str]]:
+    """Yields the merges that do what SentencePiece does: the best token of two others first.
 
     A token can be made of several pairs. Those whose parts have smaller numbers come first.
     """
@@ -169,7 +177,8 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[lis
             if left is not None and right is not None:
                 found.append((-scores[number], number, left, right))
     found.sort()
-    return [[tokens[left], tokens[right]] for _, _, left, right in found]
+    for _, _, left, right in found:
+        yield [tokens[left], tokens[right]]
 
 
 def _added_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[dict[str, Any]]:
