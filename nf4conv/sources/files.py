@@ -189,19 +189,6 @@ Some of them hold small weights of their own.
 """
 
 
-def auxiliary_files(
-    folder: Path, root: Path | None = None, *, strays: bool = False
-) -> tuple[PurePosixPath, ...]:
-    """Lists the files of a checkpoint folder that are copied as they are, relative to it, sorted.
-
-    Links may not lead out of `root`, by default the folder itself; with `strays`, those are listed
-    that do.
-    """
-    own, others = own_files(folder, root or folder)
-    chosen = auxiliary_names([*own, *others])
-    return tuple(path for path in chosen if (str(path) in others) == strays)
-
-
 def auxiliary_names(names: Collection[str]) -> tuple[PurePosixPath, ...]:
     """Chooses the files that are copied as they are from a listing of a checkpoint's folder. They
     are sorted.

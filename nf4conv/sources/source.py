@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from nf4conv.errors import SourceError, named
-from nf4conv.sources.files import auxiliary_files
+from nf4conv.sources.files import auxiliary_names, own_files
 from nf4conv.sources.reader import each, read_bytes
 from nf4conv.sources.tensors import TensorInfo
 
@@ -103,7 +103,9 @@ class Source:
             return ()
         if self.made is not None:
             return () if strays else tuple(map(PurePosixPath, sorted(self.made)))
-        return auxiliary_files(self.folder, self.root, strays=strays)
+        own, others = own_files(self.folder, self.root)
+        chosen = auxiliary_names([*own, *others])
+        return tuple(path for path in chosen if (str(path) in others) == strays)
 
     @contextmanager
     def whole_folder(self) -> Iterator[Path]:

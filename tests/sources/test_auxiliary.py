@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from nf4conv.sources.files import QUANTIZATION_LEFTOVERS, WEIGHT_SUFFIXES, auxiliary_files
+from nf4conv.sources.files import (
+    QUANTIZATION_LEFTOVERS,
+    WEIGHT_SUFFIXES,
+    auxiliary_names,
+    own_files,
+)
 
 
 def found(folder: Path, *names: str) -> list[str]:
@@ -12,7 +17,7 @@ def found(folder: Path, *names: str) -> list[str]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if not (folder / name).exists():
             (folder / name).write_text("")
-    return [str(name) for name in auxiliary_files(folder)]
+    return [str(name) for name in auxiliary_names(own_files(folder, folder)[0])]
 
 
 @pytest.mark.parametrize(
