@@ -20,7 +20,7 @@ from nf4conv.models.experts import FUSED, USUAL_NAMES, stack_name
 from nf4conv.models.families import layouts_of
 from nf4conv.models.family_table import GPT_OSS
 from nf4conv.sources.adapters.adapter import Adapter, Targeted
-from nf4conv.sources.adapters.modules import Base, Change, factors_of, misfit
+from nf4conv.sources.adapters.modules import Base, factors_of, misfit
 from nf4conv.sources.arranged import LowRankDelta
 from nf4conv.sources.files import ADAPTER_CONFIG
 from nf4conv.sources.tensors import TensorInfo
@@ -43,7 +43,7 @@ class _Place(NamedTuple):
 
 def changes_of_parameters(
     base: Base, adapter: Adapter, module: str, parts: Sequence[Targeted]
-) -> Iterator[Change]:
+) -> Iterator[tuple[TensorInfo, LowRankDelta]]:
     """Yields what an adapter does to the parameters of a module, of which the outermost wrapper
     comes first in `parts`.
     """
@@ -54,15 +54,10 @@ def changes_of_parameters(
             leaves.add(leaf)
     if len(leaves) != len(parts):
         raise base.lacks(adapter, module)
-    from_outermost = sorted(leaves, key=_wrapping_order, reverse=True)
-    for part, leaf in zip(parts, from_outermost, strict=True):
+    # PEFT wraps the fused ones first, in this order
+    in_order = [leaf for leaf in FUSED if leaf in leaves] + sorted(leaves - FUSED.keys())
+    for part, leaf in zip(parts, reversed(in_order), strict=True):
         yield from _changes_of_parameter(base, adapter, part, leaf)
-
-
-def _wrapping_order(leaf: str) -> tuple[int, str]:
-    """Returns a sort key: parameters in the order in which PEFT wraps them."""
-    place = list(FUSED).index(leaf) if leaf in FUSED else len(FUSED)
-    return place, leaf
 
 
 def _places_of(base: Base, module: str, leaf: str) -> list[_Place]:
@@ -78,7 +73,9 @@ def _places_of(base: Base, module: str, leaf: str) -> list[_Place]:
         return [_Place(single, expert) for expert, single in enumerate(singles)]
     if leaf not in FUSED:
         return []
-    is_interleaved = _is_interleaved(base, leaf)
+    # rows of gate and up alternate in the parameter
+    of_gpt_oss = any(layout is GPT_OSS for layout in layouts_of(base.config))
+    is_interleaved = leaf == "gate_up_proj" and of_gpt_oss
     for names in ({}, _OTHER_NAMES):
         down = names.get("down_proj", "down_proj")
         if base.find(f"{module}.0.{down}.weight") is None:
@@ -106,11 +103,6 @@ def _stack_of_another_name(base: Base, module: str, leaf: str) -> _Place | None:
     return None
 
 
-def _is_interleaved(base: Base, leaf: str) -> bool:
-    """Returns True if the rows of two projections alternate in a parameter of the model."""
-    return leaf == "gate_up_proj" and any(layout is GPT_OSS for layout in layouts_of(base.config))
-
-
 def _numbered(base: Base, module: str, name: str) -> Iterator[TensorInfo]:
     """Yields the tensors of this name, expert by expert, until there is none."""
     for expert in count():
@@ -122,7 +114,7 @@ def _numbered(base: Base, module: str, name: str) -> Iterator[TensorInfo]:
 
 def _changes_of_parameter(
     base: Base, adapter: Adapter, part: Targeted, leaf: str
-) -> Iterator[Change]:
+) -> Iterator[tuple[TensorInfo, LowRankDelta]]:
     """Yields what is added to the experts that a parameter stacks (PEFT: ParamWrapper)."""
     path = f"{part.module}.{leaf}"
     up, down, _ = factors_of(adapter, part)
@@ -162,7 +154,7 @@ def _changes_of_parameter(
             experts=experts,
             expert=place.expert,
         )
-        yield Change(place.tensor, delta)
+        yield place.tensor, delta
 
 
 def _is_transposed(base: Base, adapter: Adapter, part: Targeted, place: _Place) -> bool:

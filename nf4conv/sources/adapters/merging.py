@@ -23,7 +23,7 @@ from nf4conv.models.name_patterns import is_embedding
 from nf4conv.options import SourceOptions
 from nf4conv.sources.adapters.adapter import Adapter, Targeted, open_adapter
 from nf4conv.sources.adapters.experts import changes_of_parameters
-from nf4conv.sources.adapters.modules import Base, change_of_module, misfit
+from nf4conv.sources.adapters.modules import Base, delta_of_module, misfit
 from nf4conv.sources.arranged import LowRankDelta, Merged, Strided
 from nf4conv.sources.opening import open_source
 from nf4conv.sources.source import Source, stamps_of
@@ -65,25 +65,21 @@ class _Merging:
     def add(self, adapter: Adapter) -> None:
         """Merges an adapter into the source as it is by now."""
         note = separate_head(self._base, adapter)
-        for name, tensor in adapter.replaced.items():
-            self._replace(adapter, name, tensor)
+        for name, replacement in adapter.replaced.items():
+            self._replace(adapter, name, replacement)
         modules: dict[str, list[Targeted]] = {}
         for part in adapter.targeted:
             modules.setdefault(part.module, []).append(part)
         for module, parts in modules.items():
             weight = self._base.find(f"{module}.weight")
             if weight is not None and len(parts) == 1:
-                changes = [change_of_module(self._base, adapter, parts[0], weight)]
+                changes = [(weight, delta_of_module(self._base, adapter, parts[0], weight))]
             else:  # parts of the module's own parameters
                 changes = list(changes_of_parameters(self._base, adapter, module, parts))
-            for change in changes:
-                self._deltas.setdefault(change.tensor.name, []).append(change.delta)
+            for tensor, delta in changes:
+                self._deltas.setdefault(tensor.name, []).append(delta)
         counts = f"{len(modules):,} modules changed, {len(adapter.replaced):,} tensors replaced"
         self._notes.append(f"{adapter} merged: {counts}{note}")
-        self._note_other_base(adapter)
-
-    def _note_other_base(self, adapter: Adapter) -> None:
-        """Notes an adapter that was trained on a model of another name."""
         trained_on = str(adapter.config.get("base_model_name_or_path") or "")
         name = PurePosixPath(trained_on).name
         source = str(self._base.source)

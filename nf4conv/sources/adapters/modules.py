@@ -88,13 +88,6 @@ def misfit(adapter: Adapter, tensor: TensorInfo, found: TensorInfo, more: str = 
     return SourceError(f"{adapter.place}: {given} does not go with {expected}{more}")
 
 
-class Change(NamedTuple):
-    """A change that an adapter makes to one tensor."""
-
-    tensor: TensorInfo  # of the source
-    delta: LowRankDelta
-
-
 class Factors(NamedTuple):
     """The two matrices whose product is added to a weight."""
 
@@ -121,8 +114,10 @@ def factors_of(adapter: Adapter, part: Targeted) -> Factors:
     )
 
 
-def change_of_module(base: Base, adapter: Adapter, part: Targeted, weight: TensorInfo) -> Change:
-    """Returns what an adapter does to a module's weight."""
+def delta_of_module(
+    base: Base, adapter: Adapter, part: Targeted, weight: TensorInfo
+) -> LowRankDelta:
+    """Returns what an adapter adds to a module's weight."""
     path = part.module
     if adapter.targets(f"{part.module}.weight"):
         path = f"{part.module}.weight"
@@ -133,7 +128,7 @@ def change_of_module(base: Base, adapter: Adapter, part: Targeted, weight: Tenso
     magnitude = part.tensors.get("lora_magnitude_vector")
     if magnitude is not None and magnitude.elements != up.shape[0]:
         raise misfit(adapter, magnitude, weight)
-    return Change(weight, LowRankDelta(up, down, adapter.scale(path), transposed, magnitude))
+    return LowRankDelta(up, down, adapter.scale(path), transposed, magnitude)
 
 
 def _is_product_transposed(
