@@ -63,7 +63,6 @@ test-others: $(VENV)/.others $(OTHERS:%=$(VENV)/%/.installed) ## test with other
 	  $(VENV)/$$release/bin/python -m pytest tests/inference/test_moe_*.py || exit 1; done
 	LLAMA_CPP=$(VENV)/llama.cpp $(BIN)/python -m pytest -m "not gpu" tests/diffusers tests/sources tests/test_docs.py \
 	  tests/commands/test_ray.py tests/inference/test_moe_trl.py
-	PYTHONPATH=tests/helpers $(BIN)/python tests/helpers/load_lines.py $(OTHERS:%=$(VENV)/%/bin/python)
 
 # the oldest releases that pyproject.toml allows, and the tests that need neither transformers nor bitsandbytes
 FLOORS := torch==2.9.1 huggingface_hub==0.34.0 click==8.1.0 tqdm==4.66.0 numpy==1.26.0 pyyaml==6.0 safetensors==0.5.0
