@@ -17,8 +17,6 @@ Tensors have one element for each thread of a program, so an asm statement is th
 thread. A lane (g, t) of a warp, g = lane // 4 and t = lane % 4, holds *slots*, rows of W that are
 8 / ranges apart. SHAPE is a shapes.Shape. `0 + SHAPE.x` makes a constexpr of an attribute, where
 Triton asks for one.
-
-tests/helpers/emulator.py runs what this compiles to.
 """
 
 import triton
