@@ -238,19 +238,20 @@ def verification_report(
         _note_faults(structure, measured, options, source)
     order = list(CHECKS)
     findings = tuple(sorted(structure.findings, key=lambda finding: order.index(finding.check)))
-    weights = structure.weights.values()
-    others = structure.plain.values()
+    rows = tuple(result.row(options) for result in measured.weights.values())
+    stored: list[Bitsandbytes4bit | TensorInfo] = [*structure.weights.values()]
+    stored += structure.plain.values()
     return VerifyReport(
         path=path,
         source=source,
         checks=_outcomes(_ran(source, options, structure, relation), findings),
         findings=findings,
         made=structure.record,
-        weights=tuple(result.row(options) for result in measured.weights.values()),
+        weights=rows,
         tensors=tuple(copy.row() for copy in measured.copies.values()),
         relation=str(relation),
-        bytes=sum(one.nbytes for one in weights) + sum(one.nbytes for one in others),
-        parameters=sum(one.elements for one in weights) + sum(one.elements for one in others),
+        bytes=sum(one.nbytes for one in stored),
+        parameters=sum(one.elements for one in stored),
         options=replace(options, token=None, progress=None),
         device=measured.device,
         seconds=time.perf_counter() - started,

@@ -256,8 +256,6 @@ def verification_lines(
             "worst": [error_cell(kind.largest_relative_error) for kind in kinds],
         }
         yield from table(columns, width)
-    if report.made is not None and any(row.is_calibrated for row in report.weights):
-        yield from _calibration_lines(report.made)
     yield report.verdict
 
 
