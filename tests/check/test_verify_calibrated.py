@@ -115,7 +115,7 @@ def faults_of(folder: Path, source: Path) -> set[tuple[str, str]]:
     return {(finding.check, finding.tensor) for finding in report.findings if finding.is_fault}
 
 
-@pytest.mark.parametrize("damage", ["a bit", "no digests", "a list", NAN, -1.0, True])
+@pytest.mark.parametrize("damage", ["a bit", "no digests", "a list", NAN, -1.0])
 def test_bytes_that_were_not_recorded_are_a_fault(
     model: Path, out: Path, tmp_path: Path, damage: str | float
 ) -> None:

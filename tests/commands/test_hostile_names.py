@@ -15,9 +15,6 @@ from command_line import run
 from pace import time_limit
 from safetensors.torch import load_file
 
-from nf4conv.choose.skip_list import build_skip_modules
-from nf4conv.errors import PlanError
-
 GOOD = "model.layers.0.mlp.up_proj.weight"
 EVIL = "model.layers.0.mlp.(a+)+$"
 VICTIM = f"model.layers.0.mlp.{'a' * 60}!"
@@ -74,20 +71,6 @@ def test_such_weights_are_packed_like_others(tmp_path, name):
     assert command("verify", tmp_path / "out", "--source", source).exit_code == 0
     assert command("dequantize", tmp_path / "out", tmp_path / "plain").exit_code == 0
     assert command("verify", tmp_path / "plain", "--source", tmp_path / "out").exit_code == 0
-    part = command("dequantize", tmp_path / "out", tmp_path / "part", "--exclude", GOOD)
-    assert part.exit_code == 2  # decoded, it would have to be listed
-    assert f"cannot name {name!r}" in part.stderr
-
-
-def test_a_dot_in_a_name_does_not_stand_for_another_character():
-    entries, mistaken = build_skip_modules(["layers.aXb"], ["layers.a.b"], ())
-    # transformers 5 takes it so, and it is said
-    assert (entries, mistaken) == (("layers.a.b",), {"layers.aXb"})
-    with pytest.raises(PlanError, match=r"cannot name 'a\.\*'"):
-        build_skip_modules(["a.b"], ["a.*"], ())
-    # nor by "head", the name of a packed one
-    with pytest.raises(PlanError, match=r"cannot name 'head\.\*'"):
-        build_skip_modules(["layers.0.head"], ["head.*"], ())
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_link_that_comes_in_meanwhile_leads_nowhere(
 # --- links in OUT ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["", "/shards", "/auxiliary"])
+@pytest.mark.parametrize("name", ["", "/shards"])
 @pytest.mark.parametrize("command", ["gone", "part", "quantize", "overwrite"])
 def test_work_folders_that_are_links_are_refused(
     source: Path,
