@@ -155,30 +155,6 @@ def test_front_matter_that_cannot_be_read_is_said_before_the_work(
     assert "license" not in (tmp_path / "out/README.md").read_text()
 
 
-# --- cards ----------------------------------------------------------------------------------------
-
-
-def test_names_of_submodels_are_text_in_a_card(tmp_path: Path):
-    name = "text_encoder"
-    evil = "x | <script>alert(1)</script> [a](b) `c` \n# d"
-    root = tmp_path / "pipeline"
-    root.mkdir()
-    write_source(root / name)
-    write_source(root / "evil").rename(root / evil.replace("/", "\\"))
-    parts = {
-        name: ["transformers", "LlamaModel"],
-        evil.replace("/", "\\"): ["transformers", "LlamaModel"],
-    }
-    (root / "model_index.json").write_text(json.dumps({"_class_name": "Pipeline", **parts}))
-    assert command("quantize", root, tmp_path / "out").exit_code == 0
-    card = (tmp_path / "out/README.md").read_text()
-    assert "<script>" not in card
-    assert "[a](b)" not in card
-    assert "\n# d" not in card
-    [row] = [line for line in card.splitlines() if "alert" in line]
-    assert row.count("|") == 4
-
-
 def test_a_source_that_is_a_stranger_s_tree_of_links_ends(source: Path, tmp_path: Path):
     (source / "loop.json").symlink_to("loop.json")
     (source / "up").symlink_to("..")
