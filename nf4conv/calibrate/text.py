@@ -125,7 +125,7 @@ def tokenized(text: Text, needed: int, tokenizer: Any) -> Ids:
         passages = _parts(passages[0], _CHARACTERS * needed)
     try:
         for passage in passages:
-            ids += tokenizer(passage, verbose=False)["input_ids"]
+            ids += tokenizer(passage, add_special_tokens=False, verbose=False)["input_ids"]
             if len(ids) > 4 * needed:
                 break
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
