@@ -180,7 +180,7 @@ def _json_type(hint: Any) -> str:
     text = re.sub(r"<(?:class|enum) '(?:\w+\.)*(\w+)'>|(?:\w+\.)+(\w+)", r"\1\2", str(hint))
     text = re.sub(r"(?:Mapping|dict)\[(.*?)\]", "object", text)
     text = text.replace("tuple[", "list[").replace(", ...]", "]")
-    return text.replace("|", "or").replace("Status", "str").replace("Any", "any")
+    return text.replace("|", "or").replace("Any", "any")
 
 
 def _escaped(text: str) -> str:
