@@ -79,7 +79,6 @@ WITH_TORCH = "run.device.on_torch"
 EXCEPT = {
     "sources.pickle_header": "lets torch read pickles",
     "sources.reader": "reads arrays of numpy",
-    "output.digest": "sums words of 64 bits at the speed of memory",
     "run.device.on_driver.kernels": "compiles with torch, once",
     "run.tasks.diagnose": "says by torch how tensors differ",
 }

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from nf4conv.errors import OutputError, SourceError, named
-from nf4conv.output.digest import digest_of_file
+from nf4conv.output.crc32 import crc32_of_file
 from nf4conv.output.writer import ShardWriter, write_file
 from nf4conv.sources.reader import read_chunks, read_small
 from nf4conv.sources.record import MAKING, as_bytes
@@ -120,7 +120,7 @@ class OutputFolder:
         path = self.out / name
         if is_link(path) or not path.is_file() or path.stat().st_size != file.size:
             return False
-        return digest_of_file(path) == file.digest
+        return crc32_of_file(path) == file.crc32
 
     def known(self, names: Iterable[str] | None = None) -> dict[str, FinishedFile]:
         """Returns the shards of this plan that have been recorded as finished, by name."""
@@ -169,14 +169,14 @@ class OutputFolder:
         self,
         name: str,
         size: int,
-        digest: int,
+        crc32: int,
         source_bytes: int = 0,
         verified: Mapping[str, Any] | None = None,
     ) -> None:
         """Records that a shard is complete. May be called from any thread."""
         with named(self.out / name, OutputError, inside=True):
             sync_folder(self.out)  # no record may outlive its shard
-        file = FinishedFile(size, digest, source_bytes, verified)
+        file = FinishedFile(size, crc32, source_bytes, verified)
         content = describe_finished(name, file._replace(plan=self._plan))
         record = self._work / SHARDS / record_name(name)
         write_file(record, [content], folder=self._private)

@@ -5,19 +5,20 @@ fsync and the final name.
 """
 
 import os
+import zlib
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 from nf4conv.errors import OutputError, named
-from nf4conv.output.digest import MODULUS, digest_of
+from nf4conv.output.crc32 import Piece, crc32_of_pieces
 from nf4conv.sources.header import build_header, read_header
 from nf4conv.system.files import create, create_to_write, sync
 
-_LARGE: Final = 2**20  # bytes, whose digest is computed while they are written
+_LARGE: Final = 2**24  # bytes, whose CRC-32 is computed while they are written
 
-_digesting: Final = ThreadPoolExecutor(8, "digest")
+_background: Final = ThreadPoolExecutor(8, "crc32")
 
 
 class ShardWriter:
@@ -27,18 +28,18 @@ class ShardWriter:
     positional and do not overlap, so that any thread may write.
 
     Attributes:
-        digest: that of the finished file (digest.py). It comes from the pieces that were written,
-            not from what the disk made of them.
+        crc32: the CRC-32 of the finished file. It comes from the pieces that were written, not from
+            what the disk made of them.
     """
 
     def __init__(self, temporary: Path, final: Path, header_size: int, data_size: int) -> None:
-        self.digest = 0
+        self.crc32 = 0
         self._temporary = temporary
         self._final = final
         self._header_size = header_size
         self._data_size = data_size
         # threads append to it, which is atomic
-        self._digests: list[int] = []
+        self._pieces: list[Piece] = []
         with named(temporary, OutputError):
             temporary.unlink(missing_ok=True)
             self._file = create_to_write(temporary)
@@ -51,15 +52,16 @@ class ShardWriter:
     def write(self, offset: int, data: memoryview) -> None:
         """Writes bytes at an offset from the end of the header. May be called from any thread."""
         position = self._header_size + offset
-        digest: Future[int] | None = None
-        if len(data) >= _LARGE:
-            digest = _digesting.submit(digest_of, data, position)
-        try:
+        if len(data) < _LARGE:
             self._place(position, data)
-        finally:
-            if digest is not None:  # the caller may give the memory back, after an error too
-                wait([digest])
-        self._digests.append(digest_of(data, position) if digest is None else digest.result())
+            crc32 = zlib.crc32(data)
+        else:
+            waiting = _background.submit(zlib.crc32, data)
+            try:
+                self._place(position, data)
+            finally:
+                crc32 = waiting.result()  # the caller may give the memory back, after an error too
+        self._pieces.append(Piece(position, position + len(data), crc32))
 
     def _place(self, position: int, data: memoryview) -> None:
         with named(self._final, OutputError):
@@ -88,7 +90,7 @@ class ShardWriter:
             self.close()
             self._check(ranges, size)
             self._temporary.replace(self._final)
-        self.digest = sum(self._digests) % MODULUS
+        self.crc32 = crc32_of_pieces(self._pieces, size)
         return size
 
     def _check(self, ranges: dict[str, tuple[int, int]], size: int) -> None:
