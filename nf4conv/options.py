@@ -17,6 +17,7 @@ Blocksize: TypeAlias = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
 Scales: TypeAlias = Literal["absmax", "search"]
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
 DecodedDtype: TypeAlias = Literal["bfloat16", "float16", "float32", "fp8"]
+Fp8Scales: TypeAlias = Literal["e8m0", "float32"]
 QuantStorage: TypeAlias = Literal["uint8", "bfloat16", "float16", "float32"]
 Moe: TypeAlias = Literal["packed", "portable"]
 CalibrateOutput: TypeAlias = Literal["qkv", "all"]
@@ -267,6 +268,9 @@ class DequantizeOptions(SourceOptions, RunOptions):
         "model that is in FP8 otherwise, such as DeepSeek-V4: no value is rounded.",
         metavar="DTYPE",
         unset="as before they were quantized",
+    )
+    fp8_scales: Fp8Scales | None = option(
+        Group.RESULT, "With --dtype fp8, store all scales in this dtype.", unset="as in SRC"
     )
     max_shard_size: int = option(Group.RESULT, _SHARD_SIZE, default=10**9, least=1, is_size=True)
     lora: Names = option(

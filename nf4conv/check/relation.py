@@ -55,7 +55,8 @@ def decoding_options(structure: Structure, options: VerifyOptions) -> Dequantize
         )
     asked = DequantizeOptions(lora=options.lora)
     try:
-        return replace(asked, dtype=record["options"].get("dtype"))
+        recorded = record["options"]
+        return replace(asked, dtype=recorded.get("dtype"), fp8_scales=recorded.get("fp8_scales"))
     except OptionError as error:
         text = f"its options are none that dequantize takes: {error}"
         structure.note("record", MAKING, "", text)

@@ -56,6 +56,8 @@ class DequantizationPlan(WritingPlan):
 
 def plan_source(place: object, source: Source, options: DequantizeOptions) -> DequantizationPlan:
     """Plans the dequantization of one opened checkpoint."""
+    if options.fp8_scales is not None and options.dtype != "fp8":
+        raise PlanError("--fp8-scales means nothing without --dtype fp8")
     is_encoded = any(tensor.is_quantized for tensor in source.tensors)
     # a GGUF file becomes a folder of transformers even if nothing in it is decoded
     if not is_encoded and not options.lora and not source.is_gguf:
@@ -90,7 +92,7 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
 def _as_fp8(place: object, source: Source, options: DequantizeOptions) -> DequantizationPlan:
     """Plans to store MXFP4 as FP8, and to copy the rest."""
     output = arrange(
-        list(fp8_groups(place, source)),
+        list(fp8_groups(place, source, options)),
         Format("nf4", 64, False, "bfloat16"),  # nothing is packed
         max_shard_size=options.max_shard_size,
         stem=source.stem,

@@ -9,27 +9,30 @@ from typing import Any, Final
 
 from nf4conv.errors import PlanError
 from nf4conv.models.config import OF_EXPERTS, at_all_levels
+from nf4conv.options import DequantizeOptions
 from nf4conv.plan.jobs import CopyJob
 from nf4conv.sources.foreign.config import Block, quantization_of
 from nf4conv.sources.foreign.floats import Scaled
-from nf4conv.sources.foreign.fp8 import GROUP, as_fp8, is_mxfp4
+from nf4conv.sources.foreign.fp8 import GROUP, POWERS_OF_TWO, as_fp8, is_mxfp4
 from nf4conv.sources.source import Source
 
 _ENCODED: Final = "from MXFP4 to FP8"
 _KEPT: Final = "in FP8 already"
 
 
-def fp8_groups(place: object, source: Source) -> Iterator[list[CopyJob]]:
+def fp8_groups(
+    place: object, source: Source, options: DequantizeOptions
+) -> Iterator[list[CopyJob]]:
     """Yields the jobs of each source tensor, which must be in one shard."""
     block = _block_of(place, source)
-    dtype = _dtype_of_scales(source)
+    dtype = _dtype_of_scales(source, options)
     for tensor in source.tensors:
         if tensor.encoding is None:
             yield [CopyJob(tensor, tensor.dtype, "not quantized")]
         elif is_mxfp4(tensor):
             yield [CopyJob(part, part.dtype, _ENCODED) for part in as_fp8(tensor, block, dtype)]
         elif isinstance(tensor.encoding, Scaled) and tensor.encoding.values.dtype == "F8_E4M3":
-            yield [CopyJob(part, part.dtype, _KEPT) for _, part in tensor.encoding.parts]
+            yield _jobs_of_fp8(tensor.encoding, options)
         else:
             raise PlanError.about(
                 tensor.file,
@@ -75,10 +78,33 @@ def _block_of(place: object, source: Source) -> Block:
     )
 
 
-def _dtype_of_scales(source: Source) -> str:
-    """Returns the tag of the dtype that scales of experts get: as the rest has."""
+def _dtype_of_scales(source: Source, options: DequantizeOptions) -> str:
+    """Returns the tag of the dtype that scales of experts get: as asked, or as the rest has."""
+    if options.fp8_scales is not None:
+        return "F32" if options.fp8_scales == "float32" else "F8_E8M0"
     found = set()
     for tensor in source.tensors:
         if isinstance(tensor.encoding, Scaled) and tensor.encoding.scale is not None:
             found.add(tensor.encoding.scale.dtype)
     return "F32" if found == {"F32"} else "F8_E8M0"
+
+
+def _jobs_of_fp8(encoding: Scaled, options: DequantizeOptions) -> list[CopyJob]:
+    """Returns the jobs that copy a weight in FP8, and cast its scales if that is asked for."""
+    jobs = [CopyJob(encoding.values, encoding.values.dtype, _KEPT)]
+    scale = encoding.scale
+    if scale is None:
+        return jobs
+    dtype = scale.dtype
+    if options.fp8_scales == "float32":
+        dtype = "F32"
+        if scale.dtype == "U8":
+            scale = scale._replace(dtype="F8_E8M0")
+    elif options.fp8_scales == "e8m0" and dtype not in POWERS_OF_TWO:
+        raise PlanError.about(
+            scale.file,
+            scale.name,
+            f"is {dtype}, which E8M0 need not hold; --fp8-scales float32 stores all scales alike",
+        )
+    jobs.append(CopyJob(scale, dtype, _KEPT))
+    return jobs

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import nf4conv
 from nf4conv.errors import Nf4convError, PlanError
+from nf4conv.options import Fp8Scales
 
 CPU = {"device": "cpu", "workers": 2}
 SMALL = {"device": "cpu", "workers": 2, "buffer_size": 1}
@@ -96,18 +97,20 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def test_both_decode_to_equal_values(tmp_path: Path, source: Path):
+@pytest.mark.parametrize("scales", [None, "e8m0", "float32"])
+def test_both_decode_to_equal_values(tmp_path: Path, source: Path, scales: Fp8Scales | None):
     """And what was in FP8, or in floats, is as it was."""
     out = tmp_path / "out"
-    report = nf4conv.dequantize(source, out, **FP8, **CPU)
+    report = nf4conv.dequantize(source, out, **{**FP8, "fp8_scales": scales}, **CPU)
     assert (report.totals.decoded, report.totals.copied) == (8, 16)
     assert report.totals.bytes_before == sum(part.nbytes for part in v4().values())
     assert json.loads((out / "config.json").read_text()) == {**CONFIG, "expert_dtype": "fp8"}
     before, after = v4(), tensors_of(out)
     assert before.keys() == after.keys()
+    wanted = torch.float32 if scales == "float32" else torch.float8_e8m0fnu
     for name, tensor in after.items():
         if name.endswith(".scale"):
-            assert tensor.dtype == torch.float8_e8m0fnu
+            assert tensor.dtype == wanted
         if ".experts." in name and name.endswith(".weight"):
             assert tensor.dtype == torch.float8_e4m3fn
             rows, pairs = before[name].shape
@@ -152,9 +155,11 @@ def test_verify_compares_every_byte(tmp_path: Path, source: Path):
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_the_same_bytes(tmp_path: Path, source: Path):
+@pytest.mark.parametrize("scales", [None, "float32"])
+def test_a_gpu_gives_the_same_bytes(tmp_path: Path, source: Path, scales: Fp8Scales | None):
+    options = {**FP8, "fp8_scales": scales}
     for device in ("cpu", "cuda"):
-        nf4conv.dequantize(source, tmp_path / device, **FP8, device=device)
+        nf4conv.dequantize(source, tmp_path / device, **options, device=device)
         assert nf4conv.verify(tmp_path / device, source=source, device=device).passed
     assert contents(tmp_path / "cpu") == contents(tmp_path / "cuda")
 
@@ -203,6 +208,10 @@ def narrow_blocks(made: Checkpoint) -> None:
     made.config["quantization_config"]["weight_block_size"] = [100, 80]
 
 
+def in_float32(made: Checkpoint) -> None:
+    made.tensors[f"{TRUNK}.scale"] = made.tensors[f"{TRUNK}.scale"].float()
+
+
 @pytest.mark.parametrize(
     ("damage", "options", "message"),
     [
@@ -210,6 +219,13 @@ def narrow_blocks(made: Checkpoint) -> None:
         (of_another_method, FP8, "is for experts in MXFP4 of a model that is in FP8 otherwise"),
         (in_int8, FP8, rf"{TRUNK}\.weight: is INT8, .* --dtype bfloat16 decodes it"),
         (narrow_blocks, FP8, r"weight_block_size of its config is \[100, 80\]"),
+        (in_float32, {**FP8, "fp8_scales": "e8m0"}, rf"{TRUNK}\.scale: is F32"),
+        (None, {"fp8_scales": "e8m0"}, "means nothing without --dtype fp8"),
+        (
+            None,
+            {"dtype": "bfloat16", "fp8_scales": "float32"},
+            "means nothing without --dtype fp8",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

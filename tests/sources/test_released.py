@@ -26,6 +26,7 @@ from transformers import (
 
 import nf4conv
 from nf4conv.errors import Nf4convError
+from nf4conv.options import Fp8Scales
 
 GOLDEN = Path(__file__).parents[1] / "golden/decoded"
 CPU = {"device": "cpu"}
@@ -399,12 +400,14 @@ def test_models_are_those_that_transformers_decodes(tmp_path: Path, name: str):
     assert torch.equal(logits, expected)
 
 
-def test_deepseek_v4_in_fp8_is_the_same_model(tmp_path: Path):
+@pytest.mark.parametrize("scales", ["e8m0", "float32"])
+def test_deepseek_v4_in_fp8_is_the_same_model(tmp_path: Path, scales: Fp8Scales):
     """transformers decodes FP8 experts to what nf4conv decodes MXFP4 ones to."""
     model = MODELS["DeepSeek-V4"]
     source, _ = released(model, tmp_path)
     nf4conv.dequantize(source, tmp_path / "decoded", **CPU)
-    nf4conv.dequantize(source, tmp_path / "out", dtype="fp8", **CPU)
+    options = {"dtype": "fp8", "fp8_scales": scales}
+    nf4conv.dequantize(source, tmp_path / "out", **options, **CPU)
     config = json.loads((tmp_path / "out/config.json").read_text())
     description = config["quantization_config"] | {"dequantize": True}
     reference = FineGrainedFP8Config(**description, expert_dtype=config["expert_dtype"])
