@@ -153,10 +153,12 @@ class Gptq(PackedIntegers):
     ) -> Iterator[Sizes]:
         named = [bits for bits, _ in description.schemes]
         for bits in dict.fromkeys([*named, 4, 8, 2, 3]):
+            if bits not in (2, 3, 4, 8):
+                continue
             words = (parts["values"].shape[0], parts["zeros"].shape[1])
             # codes that cross the borders of words fill all of them
             is_whole = WORD % bits == 0 or all(number % bits == 0 for number in words)
-            if bits in (2, 3, 4, 8) and is_whole:
+            if is_whole:
                 yield {"bits": bits}
 
     def check(self, groups: int, description: Description) -> None:
