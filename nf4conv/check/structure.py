@@ -8,7 +8,7 @@ are recognised and named.
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,6 @@ from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit, Severity, che
 from nf4conv.sources.header import read_header
 from nf4conv.sources.reader import read_bytes, read_json
 from nf4conv.sources.record import read_record, scales_in
-from nf4conv.sources.source import Source, read_tensor
 from nf4conv.sources.tensors import TensorInfo
 from nf4conv.sources.unfinished import check_finished
 
@@ -112,15 +111,6 @@ def read_structure(path: Path) -> Structure:
     readable = _read_headers(structure, files)
     if weight_map is not None:
         _check_index(structure, weight_map, readable)
-    return look_at(structure)
-
-
-def structure_of(source: Source) -> Structure:
-    """Looks at what describes the packed weights of a checkpoint that is open."""
-    tensors = {tensor.name: tensor for tensor in source.tensors}
-    structure = Structure(source.folder, tensors, read=partial(read_tensor, source))
-    structure.record = read_record(source.recorded_in)
-    structure.scales = scales_in(structure.record)
     return look_at(structure)
 
 

@@ -214,12 +214,6 @@ def kind_of(name: str) -> str:
     return ".".join(parts)
 
 
-def layer_of(name: str) -> int | None:
-    """Returns the number of the layer that a tensor is in; None if its name has no number."""
-    numbers = (int(part) for part in name.split(".") if part.isdecimal())
-    return next(numbers, None)
-
-
 def summed(rows: Iterable[TensorRow]) -> tuple[KindRow, ...]:
     """Sums up the rows of each kind of module of which the same becomes."""
     groups: defaultdict[tuple[str, str, str], list[TensorRow]] = defaultdict(list)

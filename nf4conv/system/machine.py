@@ -154,17 +154,6 @@ def peak_resident() -> int:
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
 
 
-def resident() -> int:
-    """Returns the bytes of memory that this process uses now.
-
-    On macOS, which does not tell, the most that it has used so far.
-    """
-    if not IS_POSIX:
-        return _process_of_windows()[2]
-    found = _status("VmRSS")
-    return peak_resident() if found is None else found
-
-
 def _status(name: str) -> int | None:
     """Returns a figure in bytes that Linux keeps of this process; None on other systems."""
     found = _number_in(Path("/proc/self/status"), f"{name}:")
