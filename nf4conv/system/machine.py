@@ -146,18 +146,12 @@ def peak_resident() -> int:
         return _process_of_windows()[1]
     # getrusage would do, but on Linux its figure includes what the parent held when it started this
     # process
-    found = _status("VmHWM")
+    found = _number_in(Path("/proc/self/status"), "VmHWM:")
     if found is not None:
-        return found
+        return found * 1024
     resource = importlib.import_module("resource")  # Windows has none
     unit = 1 if sys.platform == "darwin" else 1024
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
-
-
-def _status(name: str) -> int | None:
-    """Returns a figure in bytes that Linux keeps of this process; None on other systems."""
-    found = _number_in(Path("/proc/self/status"), f"{name}:")
-    return None if found is None else found * 1024
 
 
 def _memory_of_windows() -> "ctypes.Array[ctypes.c_uint64]":
