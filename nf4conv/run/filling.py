@@ -229,6 +229,7 @@ def _open_reader(plan: WritingPlan, folder: OutputFolder) -> Reader:
         return Reader()
     from nf4conv.sources.remote.stream import ShardStream  # importing huggingface_hub takes a while
 
+    folder.remove_downloads()  # left by a run that was killed
     mine = {shard.name for shard in plan.output.shards}
     unfinished = [shard for shard in plan.output.shards if shard.name not in folder.finished]
     others = [shard for shard in plan.whole.shards if shard.name not in mine]

@@ -11,7 +11,6 @@ read, such as a scale in another file than its weight, are asked for by range.
 """
 
 import errno
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -56,7 +55,7 @@ class ShardStream(RemoteReader):
     """Fetches absent files in the order of their use; use it as a context manager.
 
     `order` has the place of every file, absent or not. Only those that are needed are fetched, into
-    a folder that is emptied first, and which its owner removes in the end.
+    a folder that is not there yet, and which its owner removes in the end.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class ShardStream(RemoteReader):
         self._fetching = Background(self._fetch_all, "nf4conv-fetch")
 
     def __enter__(self) -> "ShardStream":
-        shutil.rmtree(self._folder, ignore_errors=True)  # left by a run that was killed
         self._fetching.start()
         return self
 
