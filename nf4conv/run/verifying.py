@@ -122,7 +122,9 @@ def _look_at_values(
     limits = dict.fromkeys(by_name, math.inf)
     counts = count_values(by_name, limits, run, None, progress)
     not_finite = {name: count.not_finite for name, count in counts.items()}
-    return Measured(open_torch(run).name, {}, {}, not_finite)
+    from nf4conv.run.device.on_torch.device import find_device  # counting has imported torch
+
+    return Measured(str(find_device(run.device)), {}, {}, not_finite)
 
 
 def _diagnose(
