@@ -1,9 +1,9 @@
 """Computes the CRC-32 of a file whose pieces are written in any order, from those of the pieces.
 
-What a piece contributes to the CRC of the whole depends on the bytes after it only by their number
-n: it is multiplied by x^8n modulo the polynomial (Ross Williams, A Painless Guide to CRC Error
-Detection Algorithms, 1993; zlib.h: crc32_combine). A CRC finds every flipped bit and all but one in
-2^32 of other accidents, at the speed of memory.
+To append n bytes multiplies the CRC of what is before them by x^8n, modulo the polynomial, whatever
+the bytes are; their own CRC is then added (Ross Williams, A Painless Guide to CRC Error Detection
+Algorithms, 1993; zlib.h: crc32_combine). A CRC finds every flipped bit and all but one in 2^32 of
+other accidents, at the speed of memory.
 """
 
 import zlib

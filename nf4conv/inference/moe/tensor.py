@@ -426,7 +426,7 @@ METADATA |= {
     torch.Tensor.is_floating_point, torch.is_floating_point, torch.Tensor.is_contiguous,
     torch.Tensor.element_size, torch.Tensor.detach, torch.Tensor.__repr__,
 }  # fmt: skip
-"""What adapters change nothing of."""
+"""Properties and methods that adapters do not change."""
 
 OPERATIONS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,

@@ -63,9 +63,8 @@ class ProgressBar:
         with self._lock:
             if self._bar is None:
                 return
-            self._bar.update(
-                min(count, self._bar.total - self._bar.n)
-            )  # one that overruns vanishes
+            # a bar that overruns its total vanishes
+            self._bar.update(min(count, self._bar.total - self._bar.n))
             doing = self._doing()
             if doing != self._bar.desc:
                 self._bar.set_description_str(doing, refresh=sys.stderr.isatty())

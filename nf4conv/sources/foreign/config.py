@@ -71,7 +71,7 @@ _KINDS_OF_QUARK: Final = (
     "fp8_e5m2 per_tensor", "fp8_e5m2 per_channel", "fp8_e5m2 per_block",
     "int8 per_tensor", "int8 per_channel", "fp4 per_group",
 )  # fmt: skip
-"""What is decoded of AMD's Quark: dtype and qscheme of weights."""
+"""The kinds of weights of AMD's Quark that are decoded: dtype and qscheme."""
 
 _AXES_OF_QUARK: Final = {"per_channel": (0, None), "per_group": (1, -1, None)}
 """The values of ch_axis that are decoded: scales of rows, and of groups of their columns."""

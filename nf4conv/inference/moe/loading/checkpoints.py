@@ -27,7 +27,7 @@ QUANTIZER: Final = "transformers.quantizers.quantizer_bnb_4bit"
 _CLASS: Final = "Bnb4BitHfQuantizer"
 
 Filled = dict[str, tuple[int, tuple[str, ...]]]
-"""By names, how many positions and which keywords of a call are filled."""
+"""For each function by name: how many positional arguments a call gives it, and which keywords."""
 
 _METHODS: Final[Filled] = {
     f"{_CLASS}._process_model_before_weight_loading": (2, ("device_map", "checkpoint_files")),
@@ -53,7 +53,7 @@ HOOKS: Final[dict[str, Filled]] = {
         "grouped_mm_experts_forward": (4, ()),
     },
 }
-"""What the loader hooks into, by modules of transformers."""
+"""The functions of transformers that the loader calls or replaces, by their modules."""
 
 
 @dataclass

@@ -34,9 +34,10 @@ _OUTPUT_SLACK: Final = 2**20
 
 
 class Gpu:
-    """What all threads share of one GPU: memory, and kernels, whose tables are copied there.
+    """Holds the memory and the kernels of one GPU, which all threads share.
 
-    `returned` bytes at most come back for each that goes there.
+    The kernels' tables are copied there. For each byte that goes there, at most `returned` come
+    back.
     """
 
     def __init__(
