@@ -405,6 +405,8 @@ def _pushed(report: RunReport, repository: "Push", out: Path, plan: AnyPlan) -> 
     if loading is not None:
         report = replace(report, loading=loading.code(repository.repo))
         if card.is_file():
+            for left in out.glob(".README.md.*.partial"):  # by a run that was killed just here
+                left.unlink()
             text = with_repository(card.read_text(encoding="utf-8"), loading, repository.repo)
             write_file(card, [text.encode()])
     quant_type = first.output.format.quant_type

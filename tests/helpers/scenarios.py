@@ -51,12 +51,14 @@ class Scenario:
         prepare: puts into the folder what was there before.
         mark: the file without which no loader takes the folder for a model.
         elsewhere: says what is wrong outside the folder: (the folder, whether all must be there).
+        midway: the files of a whole result that the run changes once more before it ends.
     """
 
     run: Callable[[Path], Any]
     prepare: Callable[[Path], None] = lambda _: None
     mark: str = "config.json"
     elsewhere: Callable[[Path, bool], list[str]] = lambda *_: []
+    midway: dict[str, bytes] | None = None
 
 
 def scenario(name: str, folder: Path) -> Scenario:
@@ -127,8 +129,9 @@ def quantizing_pipeline(folder: Path, source: Path) -> Scenario:
     return Scenario(quantize, mark="model_index.json")
 
 
-def pushing(_: Path, source: Path) -> Scenario:
+def pushing(folder: Path, source: Path) -> Scenario:
     """Each run that begins anew finds no repository, and pushes to the same one: cards name it."""
+    nf4conv.quantize(source, folder / "not pushed", **OPTIONS, **RUN)
     server = start_server(source)
 
     def ask(what: str) -> dict[str, str]:
@@ -155,7 +158,8 @@ def pushing(_: Path, source: Path) -> Scenario:
         sums = {name: digest for name, digest in sums.items() if ".nf4conv/" not in name}
         return [] if pushed == sums else [f"pushed: {sorted(pushed)}"]
 
-    return Scenario(push, prepare, elsewhere=elsewhere)
+    midway = contents(folder / "not pushed")
+    return Scenario(push, prepare, elsewhere=elsewhere, midway=midway)
 
 
 def calibrating(folder: Path, _: Path) -> Scenario:
