@@ -156,8 +156,8 @@ def count_calls(made: Scenario, out: Path) -> int:
 def finished(out: Path, mark: str) -> dict[str, bytes] | None:
     """Returns the files that a loader would find, or None if it would find no model.
 
-    What a run keeps beside them, in `.nf4conv/`, `NAME.unfinished/` or `.NAME.partial`, the next run
-    clears.
+    What a run keeps beside them, in `.nf4conv/`, `NAME.unfinished/` or `.NAME.partial`, the next
+    run clears.
     """
     if not (out / mark).exists():
         return None
