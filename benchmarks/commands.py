@@ -120,6 +120,7 @@ class Contests:
                 self.words, "dequantize", "packed", "--dtype", "float16"
             ),
             "quantize from fp8 blocks": partial(self.words, "quantize", "fp8 blocks"),
+            "dequantize from fp8 blocks": partial(self.words, "dequantize", "fp8 blocks"),
             "quantize from mxfp4": partial(self.words, "quantize", "mxfp4"),
             "quantize from 4 bits, blocksize 128": partial(
                 self.words, "quantize", "packed", "--blocksize", 128
