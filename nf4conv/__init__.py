@@ -16,13 +16,15 @@ them. Whatever a user can mend is an `nf4conv.Nf4convError`, which knows its `pa
 "nf4conv" what they do.
 """
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from nf4conv.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    # type checkers and editors read these imports; tests/test_layering.py holds the table to them
+    # the public names, for type checkers and editors; `_MODULE_OF` is made from these lines
     from nf4conv.check.structure import Finding as Finding
     from nf4conv.codec.ops import dequantize_4bit as dequantize_4bit
     from nf4conv.codec.ops import quantize_4bit as quantize_4bit
@@ -57,34 +59,13 @@ if TYPE_CHECKING:
     from nf4conv.report.results import VerifyReport as VerifyReport
 
 
-# The public names by their modules. A name is imported when it is first used, because
-# `nf4conv --help` and plans must not wait for torch, whose import takes seconds.
-_NAMES_IN: Final = {
-    "nf4conv.check.structure": "Finding",
-    "nf4conv.codec.ops": "dequantize_4bit quantize_4bit",
-    "nf4conv.codec.quant_state": "QuantState",
-    "nf4conv.commands.dequantize": "dequantize",
-    "nf4conv.commands.environment": "environment",
-    "nf4conv.commands.evaluate": "evaluate",
-    "nf4conv.commands.inspect": "inspect",
-    "nf4conv.commands.quantize": "Plan plan_quantize quantize",
-    "nf4conv.commands.verify": "verify",
-    "nf4conv.errors": (
-        "CodecError Nf4convError OptionError OutputError PlanError SourceError VerificationError"
-    ),
-    "nf4conv.inference.linear": "linear_4bit",
-    "nf4conv.inference.patching": "patch_linear_4bit unpatch_linear_4bit",
-    "nf4conv.plan.rows": "PlanTotals TensorRow",
-    "nf4conv.report.as_json": "to_json",
-    "nf4conv.report.page": "write_page",
-    "nf4conv.report.results": (
-        "Environment Evaluation Evaluations Inspection RunReport VerifyReport"
-    ),
-}
-
+# A public name is imported when it is first used, because `nf4conv --help` and plans must not wait
+# for torch, whose import takes seconds.
 _MODULE_OF: Final[dict[str, str]] = {}
-for _module, _names in _NAMES_IN.items():
-    _MODULE_OF.update(dict.fromkeys(_names.split(), _module))
+for _node in ast.walk(ast.parse(Path(__file__).read_text("utf-8"))):
+    if isinstance(_node, ast.ImportFrom) and _node.col_offset:  # those above are indented
+        for _alias in _node.names:
+            _MODULE_OF[str(_alias.asname)] = str(_node.module)
 
 __all__ = sorted(_MODULE_OF)
 

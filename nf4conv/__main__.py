@@ -26,15 +26,6 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
         os._exit(128 + number)
 
 
-def _exit_code(code: object) -> int:
-    """Returns the exit code that Python would use for the argument of SystemExit."""
-    if isinstance(code, int):
-        return code
-    if code is None:
-        return 0
-    return 1
-
-
 def run() -> NoReturn:
     """Runs the command line and ends the process."""
     handle_end(_leave)
@@ -48,7 +39,7 @@ def run() -> NoReturn:
         try:
             main(prog_name="nf4conv")
         except SystemExit as end:
-            code = _exit_code(end.code)
+            code = int(end.code or 0)
         sys.stdout.flush()
     except OSError as error:
         # Stdout cannot be written: --help, --version, or what was left in the buffer.

@@ -309,15 +309,3 @@ def test_public_names_exist_and_are_sorted():
     assert {*nf4conv.__all__} <= {*dir(nf4conv)}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         nf4conv.nothing  # noqa: B018
-
-
-def test_type_checkers_see_the_public_names_where_they_are():
-    seen = {}
-    for node in ast.parse(MODULES[""].read_text()).body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for statement in node.body:
-                assert isinstance(statement, ast.ImportFrom)
-                for alias in statement.names:
-                    assert alias.asname == alias.name, "without `as` it is not exported"
-                    seen[alias.name] = statement.module
-    assert seen == nf4conv._MODULE_OF
