@@ -8,11 +8,10 @@ options from the same fields, docs/generate.py a page.
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from functools import partial, reduce, wraps
-from operator import or_
+from functools import partial, wraps
 from types import NoneType
 from typing import (
     Any,
@@ -34,8 +33,6 @@ PlaceT = TypeVar("PlaceT")
 OutT = TypeVar("OutT")
 ResultT = TypeVar("ResultT")
 
-_COLUMNS: Final = 100
-
 
 class Group(Enum):
     """Names the groups of options, in the order in which --help shows them."""
@@ -52,66 +49,50 @@ class Group(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """Describes an option of a command: a field of its class of options.
+    """Describes an option of a command: a field of its class of options."""
 
-    Attributes:
-        group: where --help shows it.
-        help: a sentence or two. --help and docs/options.md show it, and help() of the function.
-        metavar: what stands for its value in --help.
-        unset: what None takes, for --help to show as the default.
-        needs: the name of the option without which this one has no effect.
-        least: the smallest value.
-        most: the largest value.
-        expected: the values that it may have, in words, where the type does not tell.
-        check: returns True for a value that it may have.
-        is_size: True for a number of bytes, which the command line reads with a unit.
-        in_python: True for what only callers in Python can give.
-        name: the name of the field. `options_of` tells it, and what follows.
-        hint: the type of the field.
-        default: MISSING if it must be given.
-    """
-
-    group: Group
-    help: str
-    metavar: str | None = None
-    unset: str = ""
-    needs: str = ""
-    least: int = 0
+    text: str  # a sentence or two
+    group: Group | None = None  # None shows it in the group of the class that declares it
+    metavar: str | None = None  # stands for its value in --help
+    unset: str = ""  # what None takes, to be shown as the default
+    needs: str = ""  # the option without which this one has no effect
+    least: int = 0  # of a number
     most: float = math.inf
-    expected: str = ""
-    check: Callable[[str], bool] | None = None
-    is_size: bool = False
-    in_python: bool = False
+    check: Callable[[str], bool] | None = None  # returns True for a text that it may have
+    expected: str = ""  # those texts, in words
+    is_size: bool = False  # the command line reads a number of bytes with a unit
+    in_python: bool = False  # only callers in Python can give it
+    is_secret: bool = False
+    # `options_of` tells the rest
     name: str = ""
-    hint: Any = None
-    default: Any = None
+    hint: Any = None  # the type of the field
+    default: Any = None  # MISSING if it must be given
 
     @property
-    def kind(self) -> Any:
-        """Returns its type, without None."""
-        parts = get_args(self.hint)
-        if NoneType not in parts:
-            return self.hint
-        return reduce(or_, [part for part in parts if part is not NoneType])
+    def kinds(self) -> tuple[Any, ...]:
+        """Returns the types that it may have, without None."""
+        if get_origin(self.hint) is Literal:
+            return (self.hint,)
+        return tuple(one for one in get_args(self.hint) or [self.hint] if one is not NoneType)
 
     @property
     def holds_names(self) -> bool:
         """Returns True if it holds several names."""
-        return any(get_origin(part) is tuple for part in get_args(self.kind))
+        return get_origin(self.kinds[0]) is tuple
+
+    @property
+    def help(self) -> str:
+        """Returns its text with what None takes."""
+        return f"{self.text}  [default: {self.unset}]" if self.unset else self.text
 
 
-def option(
-    group: Group,
-    help: str,
-    *,
-    default: Any = None,
-    repr: bool = True,
-    compare: bool = True,
-    **more: Any,
-) -> Any:
+def option(text: str, *, default: Any = None, **more: Any) -> Any:
     """Declares an option: the field of a dataclass; `more` are other attributes of `Option`."""
-    metadata = {"option": Option(group, help, **more)}
-    return field(default=default, repr=repr, compare=compare, metadata=metadata)
+    one = Option(text, **more)
+    seen = not one.in_python
+    return field(
+        default=default, repr=seen and not one.is_secret, compare=seen, metadata={"option": one}
+    )
 
 
 def options_of(kind: Any) -> list[Option]:
@@ -125,9 +106,11 @@ def options_of(kind: Any) -> list[Option]:
         for one in fields(kind):
             if one.init:
                 said = one.metadata["option"]
+                declares = next(base for base in kind.__mro__ if one.name in base.__annotations__)
+                group = said.group or declares.group
                 known = {"name": one.name, "hint": hints[one.name], "default": one.default}
-                found.append(replace(said, **known))
-        order = list(Group)
+                found.append(replace(said, group=group, **known))
+        order: list[Any] = list(Group)
         _OPTIONS[kind] = sorted(found, key=lambda option: order.index(option.group))
     return _OPTIONS[kind]
 
@@ -142,8 +125,8 @@ def deciding(options: Any) -> dict[str, Any]:
     say where the source is and how to use the machine.
     """
     own = type(options).__annotations__
-    names = {option.name for option in options_of(type(options)) if option.name in own}
-    return {one.name: getattr(options, one.name) for one in fields(options) if one.name in names}
+    names = [one.name for one in fields(options) if one.init and one.name in own]
+    return {name: getattr(options, name) for name in names}
 
 
 def narrowed(options: Any, kind: type[OptionsT]) -> OptionsT:
@@ -160,12 +143,11 @@ class Checked:
             value = getattr(self, option.name)
             if value is None and option.default is None:
                 continue
-            if option.holds_names:
-                object.__setattr__(self, option.name, _names(option.name, value))
-                continue
             expected = _expected(option, value)
             if expected:
-                raise OptionError(option.name, value, expected)
+                raise OptionError(f"{typed(option.name)} {value}: expected {expected}")
+            if option.holds_names:
+                object.__setattr__(self, option.name, tuple(value))
             needed = option.needs
             if needed and value != option.default and not getattr(self, needed):
                 raise PlanError(f"{typed(option.name)} means nothing without {typed(needed)}")
@@ -176,37 +158,29 @@ def typed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _names(name: str, value: object) -> tuple[str, ...]:
-    """Returns the names that an option holds.
-
-    A str would be read as its letters: "*.layers.0.*" as twelve globs, of which "*" matches all.
-    """
-    if isinstance(value, str):
-        raise OptionError(name, value, f"several names, such as ({value!r},)")
-    if not isinstance(value, (tuple, list)) or not all(isinstance(one, str) for one in value):
-        raise OptionError(name, value, "a tuple of names, each of which is a str")
-    return tuple(value)
-
-
 def _expected(option: Option, value: Any) -> str:
     """Returns what a value was expected to be; nothing if it is that."""
-    kind = option.kind
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        return "" if value in choices else f"one of {', '.join(map(str, choices))}"
-    if kind is bool:
-        return "" if isinstance(value, bool) else "True or False"
-    if kind in (int, float):
+    kind = option.kinds[0]
+    expected = option.expected
+    if option.holds_names:
+        # a str would be read as its letters: "*.norm" as six globs, of which "*" matches all names
+        fits = isinstance(value, tuple | list) and all(isinstance(one, str) for one in value)
+        expected = "several names, such as ('*.norm', '*.bias')"
+    elif get_origin(kind) is Literal:
+        fits = value in get_args(kind)
+        expected = f"one of {', '.join(map(str, get_args(kind)))}"
+    elif kind is bool:
+        fits = isinstance(value, bool)
+        expected = "True or False"
+    elif kind in (int, float):
         is_number = isinstance(value, int | kind) and not isinstance(value, bool)
-        if is_number and math.isfinite(value) and option.least <= value <= option.most:
-            return ""
+        fits = is_number and option.least <= value <= option.most
+        noun = "a whole number" if kind is int else "a number"
         end = "on" if math.isinf(option.most) else f"to {option.most:.0f}"
-        start = f"a whole number from {option.least} "
-        return option.expected or (start + end)
-    if option.check is not None:
-        fits = isinstance(value, str) and option.check(value)
-        return "" if fits else option.expected
-    return ""
+        expected = f"{noun} from {option.least} {end}"
+    else:
+        fits = option.check is None or (isinstance(value, str) and option.check(value))
+    return "" if fits else expected
 
 
 def after_one_place(
@@ -236,33 +210,13 @@ def _taking_keywords(kind: Any, function: Callable[..., Any]) -> Any:
         return function(*places, kind(**options))
 
     signature = inspect.signature(function)
-    parameters = [
-        one.replace(kind=inspect.Parameter.POSITIONAL_ONLY)
-        for one in list(signature.parameters.values())[:-1]
-    ]
-    for option in options_of(kind):
-        default = inspect.Parameter.empty if option.default is MISSING else option.default
-        keyword = inspect.Parameter(
-            option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option.hint
-        )
-        parameters.append(keyword)
+    *places, _ = signature.parameters.values()
+    parameters = [one.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for one in places]
+    parameters += inspect.signature(kind).parameters.values()
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    above, args, below = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
-    own, gap, rest = below.partition("\n\n")
-    entries = "\n".join(_entries(kind))
-    call.__doc__ = f"{above}{args}{own}\n{entries}{gap}{rest}"
-    return call
-
-
-def _entries(kind: type[Any]) -> Iterator[str]:
-    """Yields an entry of a docstring for each option, wrapped and indented."""
+    lines = [inspect.cleandoc(function.__doc__ or ""), "", "Options:"]
     for option in options_of(kind):
-        default = f"  [default: {option.unset}]" if option.unset else ""
-        yield textwrap.fill(
-            f"{option.name}: {option.help}{default}",
-            _COLUMNS,
-            initial_indent=" " * 4,
-            subsequent_indent=" " * 8,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        entry = textwrap.wrap(f"{option.name}: {option.help}", 92, break_on_hyphens=False)
+        lines.append(textwrap.indent("\n    ".join(entry), "    "))
+    call.__doc__ = "\n".join(lines)
+    return call

@@ -1,44 +1,20 @@
 """Defines the errors that a user meets. Each message is one line: where, what is wrong, what to do.
 
-Nf4convError                    base of all; the command line prints the line and exits with 2
-├── SourceError                 the input is missing, truncated, malformed or unsupported
-│   ├── DiffusersFolderError    the input is a diffusers pipeline, but must be one checkpoint
-│   ├── NoDiffusersFolderError  the input is no diffusers pipeline, but must be one
-│   ├── AdapterError            the input is a LoRA adapter, but must be a model
-│   ├── UndecodableError        the input is quantized by a method that nf4conv does not decode
-│   ├── NonFiniteError          a weight to pack holds NaN or infinity (run/device/protocol.py)
-│   └── CastError               a value is too large for its dtype (run/device/protocol.py)
-├── PlanError                   the input is readable, but the options do not fit it
-│   └── OptionError             an option has a value that it cannot have; also a ValueError
-├── OutputError                 the output exists already, is in use, or the disk is full
-├── VerificationError           the output differs from what was planned; exit code 1
-├── CodecError                  the codec cannot take a tensor or quant state; also a ValueError
-└── CudaError                   a call of the CUDA driver failed (run/device/on_driver/driver.py)
-    └── CudaOutOfMemoryError    the GPU is full, or the host can pin no more memory
+The command line prints the line and exits with 2; after a VerificationError, with 1. Errors of a
+device are beside what raises them: run/device/protocol.py, run/device/on_driver/driver.py.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
-
-_Error = TypeVar("_Error", bound="Nf4convError")
+from typing import Self
 
 
 class Nf4convError(Exception):
     """Is the base of every error that is meant for the user. Its text is one line.
 
-    It names options as they are typed on the command line.
-
-    Args:
-        message: the line.
-        path: the file or folder that the error is about. None if it is about none, or if that is
-            not known.
-        tensor: the name of the tensor that it is about. None likewise.
-
-    Attributes:
-        path: as given.
-        tensor: as given.
+    It names options as they are typed on the command line. `path` is the file or folder that it is
+    about, and `tensor` the name of the tensor, as far as these are known.
     """
 
     def __init__(
@@ -49,21 +25,17 @@ class Nf4convError(Exception):
         self.tensor = tensor
 
     @classmethod
-    def about(cls: type[_Error], path: str | Path, tensor: str, what: str) -> _Error:
+    def about(cls, path: str | Path, tensor: str, what: str) -> Self:
         """Makes the error about one tensor of a file: `path: tensor: what`."""
         return cls(f"{path}: {tensor}: {what}", path=path, tensor=tensor)
 
 
 class SourceError(Nf4convError):
-    """Says that the source checkpoint cannot be read."""
+    """Says that the source is missing, truncated, malformed or unsupported."""
 
 
 class DiffusersFolderError(SourceError):
     """Says that the source is a diffusers pipeline, which holds several checkpoints, not one."""
-
-
-class NoDiffusersFolderError(SourceError):
-    """Says that the source is no diffusers pipeline, although one was expected."""
 
 
 class AdapterError(SourceError):
@@ -79,28 +51,7 @@ class PlanError(Nf4convError):
 
 
 class OptionError(PlanError, ValueError):
-    """Says that an option has a value that it cannot have.
-
-    Args:
-        option: the name of the field, or of the keyword.
-        value: the value that it has.
-        expected: the values that it may have, in words.
-
-    Attributes:
-        option: as given.
-        value: as given.
-        expected: as given.
-    """
-
-    def __init__(self, option: str, value: object, expected: str) -> None:
-        super().__init__(f"--{option.replace('_', '-')} {value}: expected {expected}")
-        self.option = option
-        self.value = value
-        self.expected = expected
-
-    def __reduce__(self) -> tuple[type["OptionError"], tuple[str, object, str]]:
-        """Says how to make it again in another process."""
-        return OptionError, (self.option, self.value, self.expected)
+    """Says that an option has a value that it cannot have."""
 
 
 class VerificationError(Nf4convError):
@@ -108,7 +59,7 @@ class VerificationError(Nf4convError):
 
 
 class OutputError(Nf4convError):
-    """Says that the output cannot be written."""
+    """Says that the output exists already, is in use, or cannot be written."""
 
 
 class CodecError(Nf4convError, ValueError):
@@ -117,15 +68,9 @@ class CodecError(Nf4convError, ValueError):
 
 @contextmanager
 def named(path: str | Path, kind: type[Nf4convError], *, inside: bool = False) -> Iterator[None]:
-    """Turns an OSError of the `with` block into an error that names a file.
+    """Turns an OSError of the `with` block into an error of the class `kind` that names `path`.
 
-    Args:
-        path: the file or folder that the error names.
-        kind: the class of the error to raise.
-        inside: True names the file inside `path` that the OSError tells, if it tells one.
-
-    Raises:
-        Nf4convError: of the class `kind`, with the words of the operating system.
+    `inside` names the file inside `path` that the OSError tells, if it tells one.
     """
     try:
         yield

@@ -1,14 +1,15 @@
 """Declares the options of every command, each of them once. Imports no torch.
 
 From a field come click's option (cli/parameters.py), the check of its value (declaring.py), the
-keyword of the function in Python, and its line in docs/options.md.
+keyword of the function in Python, and its line in docs/options.md. --help shows it in the `group`
+of the class that declares it, or in one that the field names.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from nf4conv.declaring import Checked, Group, Option, option
 
@@ -16,19 +17,13 @@ QuantType: TypeAlias = Literal["nf4", "fp4"]
 Blocksize: TypeAlias = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
 Scales: TypeAlias = Literal["absmax", "search"]
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32"]
-DecodedDtype: TypeAlias = Literal["bfloat16", "float16", "float32", "fp8"]
 Fp8Scales: TypeAlias = Literal["e8m0", "float32"]
-QuantStorage: TypeAlias = Literal["uint8", "bfloat16", "float16", "float32"]
-Moe: TypeAlias = Literal["packed", "portable"]
-CalibrateOutput: TypeAlias = Literal["qkv", "all"]
 Names: TypeAlias = tuple[str, ...] | list[str]
 """Several names; a class of options makes a tuple of them."""
 
 DTYPES: Final = get_args(Dtype)
 
-_RELATIVE_ERROR: Final = "a relative error such as 0.1, and at most 2"
 _SHARD_SIZE: Final = "Make no file larger. Several are written at a time."
-_ONE_DEVICE: Final = "Compute on auto, cpu, cuda or cuda:N."
 
 
 def _is_device(name: str) -> bool:
@@ -41,14 +36,9 @@ def _is_part(part: str) -> bool:
     return match is not None and 1 <= int(match[1]) <= int(match[2])
 
 
-def _device(help: str, group: Group = Group.MACHINE) -> Any:
-    return option(
-        group,
-        help,
-        default="auto",
-        check=_is_device,
-        expected="auto, cpu, cuda or cuda:N (cuda is an NVIDIA GPU; anywhere else, cpu is the one)",
-    )
+def _device(text: str, group: Group | None = None) -> Any:
+    expected = "auto, cpu, cuda or cuda:N (cuda is an NVIDIA GPU; anywhere else, cpu is the one)"
+    return option(text, default="auto", group=group, check=_is_device, expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,28 +48,22 @@ class SourceOptions(Checked):
     For models on the Hub, the environment variables of huggingface_hub apply as well.
     """
 
-    revision: str | None = option(
-        Group.SOURCE, "Take this branch, tag or commit on the Hub.", unset="main"
-    )
-    subfolder: str | None = option(Group.SOURCE, "Take the checkpoint in this subfolder.")
-    variant: str | None = option(Group.SOURCE, "Take weight files with this word, such as fp16.")
-    gguf_file: str | None = option(
-        Group.SOURCE, "Take the GGUF file with this name in a folder.", metavar="NAME"
-    )
+    group: ClassVar = Group.SOURCE
+
+    revision: str | None = option("Take this branch, tag or commit on the Hub.", unset="main")
+    subfolder: str | None = option("Take the checkpoint in this subfolder.")
+    variant: str | None = option("Take weight files with this word, such as fp16.")
+    gguf_file: str | None = option("Take the GGUF file with this name in a folder.", metavar="NAME")
     config_from: str | None = option(
-        Group.SOURCE, "Take config and tokenizer for a GGUF file here.", metavar="MODEL"
+        "Take config and tokenizer for a GGUF file here.", metavar="MODEL"
     )
-    stream: bool = option(
-        Group.SOURCE, "Fetch weights as they are needed; keep no copy.", default=False
-    )
+    stream: bool = option("Fetch weights as they are needed; keep no copy.", default=False)
     cache_dir: str | Path | None = option(
-        Group.SOURCE, "Keep downloads in this folder.", metavar="DIRECTORY", unset="HF_HUB_CACHE"
+        "Keep downloads in this folder.", metavar="DIRECTORY", unset="HF_HUB_CACHE"
     )
-    local_files_only: bool = option(
-        Group.SOURCE, "Take what was downloaded, and ask no Hub.", default=False
-    )
+    local_files_only: bool = option("Take what was downloaded, and ask no Hub.", default=False)
     token: str | None = option(
-        Group.SOURCE, "Use this token for the Hub.", repr=False, unset="that of hf auth login"
+        "Use this token for the Hub.", is_secret=True, unset="that of hf auth login"
     )
 
 
@@ -87,27 +71,19 @@ class SourceOptions(Checked):
 class MachineOptions(Checked):
     """Says how a command uses the machine. No option of this class changes a byte of the result."""
 
-    device: str = _device(_ONE_DEVICE)
-    workers: int = option(
-        Group.MACHINE,
-        "Use so many threads; 0 lets nf4conv choose.",
-        default=0,
-        metavar="N",
-        most=1024,
-    )
+    group: ClassVar = Group.MACHINE
+
+    device: str = _device("Compute on auto, cpu, cuda or cuda:N.")
+    workers: int = option("Use so many threads; 0 lets nf4conv choose.", default=0, most=1024)
     buffer_size: int = option(
-        Group.MACHINE,
         "Bytes of memory for reading, all threads together.",
         default=64 * 10**6,
         least=1,
         in_python=True,
     )
     progress: Callable[[int], None] | None = option(
-        Group.MACHINE,
-        "Is called with the number of bytes that have been read since the last call, from any "
-        "thread.",
-        repr=False,
-        compare=False,
+        "Is called with what was done since the last call, from any thread: bytes that were read, "
+        "or tokens that a model read in `evaluate`.",
         in_python=True,
     )
 
@@ -120,28 +96,26 @@ class RunOptions(MachineOptions):
         "Compute on auto, cpu, cuda, cuda:N, cuda:all or cuda:0,cuda:1.", Group.USUAL
     )
     ray: bool = option(
-        Group.MACHINE,
-        "Spread the work over the Ray cluster of RAY_ADDRESS, or a local one.",
-        default=False,
+        "Spread the work over the Ray cluster of RAY_ADDRESS, or a local one.", default=False
     )
     part: str | None = option(
-        Group.MACHINE,
         "Make part I of N in a folder that all processes see; the last one makes OUT whole.",
         metavar="I/N",
         check=_is_part,
         expected="I/N with I from 1 to N, such as 2/3",
     )
-    overwrite: bool = option(Group.USUAL, "Delete what is in OUT, and start anew.", default=False)
+    overwrite: bool = option(
+        "Delete what is in OUT, and start anew.", default=False, group=Group.USUAL
+    )
     verify: bool = option(
-        Group.USUAL, "Read the result back and compare it with SRC.", default=False
+        "Read the result back and compare it with SRC.", default=False, group=Group.USUAL
     )
     tolerance: float | None = option(
-        Group.CHECKS,
         "With --verify, let no weight have a larger relative error.",
+        group=Group.CHECKS,
         unset="0.112 for NF4 in blocks of 64",
         needs="verify",
         most=2,
-        expected=_RELATIVE_ERROR,
     )
 
     @property
@@ -154,14 +128,13 @@ class RunOptions(MachineOptions):
 class PushOptions(SourceOptions):
     """Says where a checkpoint comes from, and where a result goes on the Hub."""
 
+    group: ClassVar = Group.PUBLISHING
+
     push_to_hub: str | None = option(
-        Group.PUBLISHING, "Upload shards to this model repository as they are made.", metavar="REPO"
+        "Upload shards to this model repository as they are made.", metavar="REPO"
     )
     public: bool = option(
-        Group.PUBLISHING,
-        "With --push-to-hub, let everybody see the repository.",
-        default=False,
-        needs="push_to_hub",
+        "With --push-to-hub, let everybody see the repository.", default=False, needs="push_to_hub"
     )
 
 
@@ -173,88 +146,71 @@ class QuantizeOptions(PushOptions, RunOptions):
     `quant_storage` and `scales` takes what most of its weights have.
     """
 
-    quant_type: QuantType | None = option(
-        Group.RESULT, "Pack weights to this type.", unset="nf4, or SRC's own"
-    )
+    group: ClassVar = Group.RESULT
+
+    quant_type: QuantType | None = option("Pack weights to this type.", unset="nf4, or SRC's own")
     blocksize: Blocksize | None = option(
-        Group.RESULT,
-        "Let 32, 64, … or 4096 weights share a scale.",
-        metavar="N",
-        unset="64, or SRC's own",
+        "Let 32, 64, … or 4096 weights share a scale.", unset="64, or SRC's own"
     )
     double_quant: bool | None = option(
-        Group.RESULT,
-        "Quantize scales too: 4.13 instead of 4.5 bits a weight.",
-        unset="as in SRC, or do",
+        "Quantize scales too: 4.13 instead of 4.5 bits a weight.", unset="as in SRC, or do"
     )
     compute_dtype: Dtype | None = option(
-        Group.RESULT,
-        "Let loaders compute in this dtype.",
-        metavar="DTYPE",
-        unset="--dtype, or bfloat16 for float32",
+        "Let loaders compute in this dtype.", unset="--dtype, or bfloat16 for float32"
     )
     dtype: Dtype | None = option(
-        Group.RESULT,
-        "Store the rest in bf16, fp16 or fp32.",
-        metavar="DTYPE",
-        unset="that of config.json",
+        "Store the rest in bf16, fp16 or fp32.", unset="that of config.json"
     )
     include: Names = option(
-        Group.WEIGHTS,
         "Pack only tensors whose names match this pattern, also in vision and audio parts.",
+        group=Group.WEIGHTS,
         default=(),
         metavar="GLOB",
     )
     exclude: Names = option(
-        Group.WEIGHTS, "Keep tensors whose names match.", default=(), metavar="GLOB"
+        "Keep tensors whose names match.", group=Group.WEIGHTS, default=(), metavar="GLOB"
     )
-    moe: Moe | None = option(
-        Group.WEIGHTS,
+    moe: Literal["packed", "portable"] | None = option(
         "Pack experts, which transformers 5 loads with nf4conv, or keep them in 16 bits, which "
         "loads everywhere.",
+        group=Group.WEIGHTS,
         unset="packed if they are most of the model and nothing is pushed",
     )
-    max_shard_size: int = option(Group.RESULT, _SHARD_SIZE, default=10**9, least=1, is_size=True)
+    max_shard_size: int = option(_SHARD_SIZE, default=10**9, least=1, is_size=True)
     lora: Names = option(
-        Group.USUAL,
         "First merge this PEFT adapter, a folder or model on the Hub, into the 16-bit SRC (or the "
         "4-bit one that it was trained on).",
+        group=Group.USUAL,
         default=(),
         metavar="ADAPTER",
     )
-    quant_storage: QuantStorage | None = option(
-        Group.RESULT,
-        "Store codes as uint8, or for FSDP in a float dtype.",
-        metavar="DTYPE",
-        unset="uint8, or SRC's own",
+    quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] | None = option(
+        "Store codes as uint8, or for FSDP in a float dtype.", unset="uint8, or SRC's own"
     )
     base_model: str | None = option(
-        Group.PUBLISHING, "Name this original in the model card.", metavar="REPO", unset="by SRC"
+        "Name this original in the model card.",
+        group=Group.PUBLISHING,
+        metavar="REPO",
+        unset="by SRC",
     )
     scales: Scales | None = option(
-        Group.USUAL,
         "Scale blocks as bitsandbytes does, or search for scales with smaller errors.",
+        group=Group.USUAL,
         unset="absmax, or SRC's own",
     )
     calibrate: str | None = option(
-        Group.USUAL,
         "Lose less: let the model read this text (.txt, .jsonl, .npy; 'default' for what nf4conv "
         "ships) meanwhile.",
+        group=Group.USUAL,
         metavar="TEXT",
     )
-    calibrate_output: CalibrateOutput | None = option(
-        Group.RESULT,
+    calibrate_output: Literal["qkv", "all"] | None = option(
         "With --calibrate, count how much the predictions depend on the outputs of queries, keys "
         "and values, or of all weights: one backward pass more.",
         needs="calibrate",
     )
     calibration_tokens: int | None = option(
-        Group.RESULT,
-        "Calibrate by this number of tokens.",
-        metavar="N",
-        unset="65536",
-        least=512,
-        needs="calibrate",
+        "Calibrate by this number of tokens.", unset="65536", least=512, needs="calibrate"
     )
 
 
@@ -262,21 +218,21 @@ class QuantizeOptions(PushOptions, RunOptions):
 class DequantizeOptions(SourceOptions, RunOptions):
     """Says what `dequantize` makes of a 4-bit checkpoint, where that comes from, and how."""
 
-    dtype: DecodedDtype | None = option(
-        Group.RESULT,
+    group: ClassVar = Group.RESULT
+
+    dtype: Literal["bfloat16", "float16", "float32", "fp8"] | None = option(
         "Store weights in this dtype (short: bf16, fp16, fp32). fp8 is for MXFP4 experts of a "
         "model that is in FP8 otherwise, such as DeepSeek-V4: no value is rounded.",
-        metavar="DTYPE",
         unset="as before they were quantized",
     )
     fp8_scales: Fp8Scales | None = option(
-        Group.RESULT, "With --dtype fp8, store all scales in this dtype.", unset="as in SRC"
+        "With --dtype fp8, store all scales in this dtype.", unset="as in SRC"
     )
-    max_shard_size: int = option(Group.RESULT, _SHARD_SIZE, default=10**9, least=1, is_size=True)
+    max_shard_size: int = option(_SHARD_SIZE, default=10**9, least=1, is_size=True)
     lora: Names = option(
-        Group.USUAL,
         "Merge this PEFT adapter into the decoded weights: a folder, or a model on the Hub, with "
         "or without @revision.",
+        group=Group.USUAL,
         default=(),
         metavar="ADAPTER",
     )
@@ -288,73 +244,53 @@ class DequantizeOptions(SourceOptions, RunOptions):
 class VerifyOptions(SourceOptions, MachineOptions):
     """Says what `verify` requires of a checkpoint, and what it compares it with."""
 
+    group: ClassVar = Group.CHECKS
+
     source: str | Path | None = option(
-        Group.CHECKS,
         "Compare every value with this checkpoint, such as the one that PATH was made from.",
         metavar="SRC",
     )
     tolerance: float | None = option(
-        Group.CHECKS,
         "With --source, let no weight in 4 bits have a larger relative error, nor any tensor "
         "where nothing says how PATH was made. What dequantize decoded must be equal.",
         unset="0.112 for NF4 in blocks of 64",
         most=2,
-        expected=_RELATIVE_ERROR,
     )
     exact: bool = option(
-        Group.CHECKS,
         "With --source, require the bytes that converting SRC gives, in config and files too; "
         "of calibrated weights, those that were recorded.",
         default=False,
     )
     lora: Names = option(
-        Group.CHECKS,
-        "Merge this adapter into SRC before the comparison.",
-        default=(),
-        metavar="ADAPTER",
+        "Merge this adapter into SRC before the comparison.", default=(), metavar="ADAPTER"
     )
     stream: bool = field(default=False, init=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(SourceOptions):
+class EvaluateOptions(SourceOptions, MachineOptions):
     """Says how `evaluate` compares models in 4 bits with their original."""
+
+    group: ClassVar = Group.CHECKS
 
     source: str | Path = field(
         metadata={
-            "option": Option(
-                Group.CHECKS, "Compare OUT with this model, from which it was made.", metavar="SRC"
-            )
+            "option": Option("Compare OUT with this model, from which it was made.", metavar="SRC")
         }
     )
     text: str | Path | None = option(
-        Group.CHECKS,
         "Let all models read this text, or these token ids (.npy).",
         metavar="FILE",
         unset="Python's own reference",
     )
     tokens: int | None = option(
-        Group.CHECKS,
         "Read this number of tokens.",
-        metavar="N",
         unset="16384, or fewer, to write no more than 2 GiB",
         least=2,
     )
-    max_kl: float | None = option(
-        Group.CHECKS,
-        "Let the mean divergence be no larger, in nats.",
-        metavar="NATS",
-        expected="a divergence in nats, such as 0.05",
-    )
-    device: str = _device(_ONE_DEVICE)
-    progress: Callable[[float], None] | None = option(
-        Group.MACHINE,
-        "Is called with the share of the work that was done since the last call; all shares add "
-        "up to 1.",
-        repr=False,
-        compare=False,
-        in_python=True,
-    )
+    max_kl: float | None = option("Let the mean divergence be no larger, in nats.", metavar="NATS")
+    workers: int = field(default=0, init=False)
+    buffer_size: int = field(default=0, init=False)
     gguf_file: str | None = field(default=None, init=False)
     config_from: str | None = field(default=None, init=False)
     stream: bool = field(default=False, init=False)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, get_args, get_origin
+from typing import Any, Final, TypeAlias, get_args
 
 import click
 from click.shell_completion import CompletionItem
@@ -122,19 +122,18 @@ def _attributes(option: Option) -> tuple[str, dict[str, Any]]:
     name = typed(option.name)
     default = option.default
     help = option.help
-    if option.unset:
-        help += f"  [default: {option.unset}]"
     attributes: dict[str, Any] = {"group": option.group, "metavar": option.metavar}
-    if option.kind is bool and default is None:
+    if option.kinds == (bool,) and default is None:
         name = f"{name}/--no-{name[2:]}"
         attributes["default"] = None
-    elif option.kind is bool:
+    elif option.kinds == (bool,):
         attributes["is_flag"] = True
     elif option.holds_names:
         attributes["multiple"] = True
         help += " May be given again."
     else:
-        attributes["type"] = _type_of(option)
+        attributes["type"], metavar = _type_of(option)
+        attributes["metavar"] = option.metavar or metavar
         attributes["required"] = default is MISSING
         if default is not MISSING and default is not None:
             attributes["default"] = default
@@ -144,19 +143,19 @@ def _attributes(option: Option) -> tuple[str, dict[str, Any]]:
     return name, {**attributes, "help": help}
 
 
-def _type_of(option: Option) -> Any:
-    """Returns click's type of an option that has one value."""
-    kind = option.kind
+def _type_of(option: Option) -> tuple[Any, str | None]:
+    """Returns click's type of an option that has one value, and what stands for that in --help."""
+    kind = option.kinds[0]
     choices = get_args(kind)
     if option.is_size:
-        return Size()
-    if choices[: len(DTYPES)] == DTYPES:
-        return Dtype(choices)
-    if get_origin(kind) is Literal and isinstance(choices[0], str):
-        return click.Choice(choices)
-    if get_origin(kind) is Literal:
-        return int
-    return Place("file") if Path in choices else kind
+        return Size(), None
+    if {*DTYPES} <= {*choices}:
+        return Dtype(choices), "DTYPE"
+    if choices and isinstance(choices[0], str):
+        return click.Choice(choices), None
+    if choices or kind is int:
+        return int, "N"
+    return (Place("file") if Path in option.kinds else kind), None
 
 
 def _spelled(size: int) -> str:

@@ -27,6 +27,7 @@ from nf4conv.models.parsing import parse_config
 from nf4conv.options import EvaluateOptions, SourceOptions
 from nf4conv.report.results import Evaluation, Evaluations
 from nf4conv.report.text.progress_bar import Step, begin
+from nf4conv.run.checkpoint import ignore
 from nf4conv.run.device.on_torch.device import find_device
 from nf4conv.sources.files import ADAPTER_CONFIG
 from nf4conv.sources.opening import open_stored
@@ -111,9 +112,10 @@ def _ask_all(
     question: "Question", original: Source, outs: Sequence[Source], options: EvaluateOptions
 ) -> list[dict[str, float]]:
     """Asks the original, then each model in 4 bits, and measures how far the answers are apart."""
-    progress = options.progress or (lambda _: None)
-    begin(progress, [Step("evaluating", 1, "evaluating", is_share=True)])
-    share = 1 / len(question.ids) / (1 + len(outs))
+    progress = options.progress or ignore
+    work = question.ids.numel() * (1 + len(outs))
+    begin(progress, [Step("evaluating", work, "evaluating", " tokens")])
+    window = question.ids.shape[1]
     measure = _state_figures if question.kind == "encoder" else _token_figures
 
     def answers_of(out: Source) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -122,12 +124,12 @@ def _ask_all(
             stored = bytearray(file.read(answer.numel() * answer.itemsize))
             before = torch.frombuffer(stored, dtype=torch.float32).view(answer.shape)
             yield before.to(answer.device), answer, targets
-            progress(len(answer) * share)
+            progress(len(answer) * window)
 
     with tempfile.TemporaryFile() as file, torch.inference_mode():
         for answer, _ in answers(load(question, original, options.variant), question):
             file.write(answer.cpu().numpy().tobytes())
-            progress(len(answer) * share)
+            progress(len(answer) * window)
         return [measure(answers_of(out)) for out in outs]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from nf4conv.errors import NoDiffusersFolderError, SourceError
+from nf4conv.errors import SourceError
 from nf4conv.options import SourceOptions
 from nf4conv.sources.files import (
     LOADED_SUFFIXES,
@@ -70,13 +70,13 @@ def open_diffusers(source: str | Path, where: SourceOptions | None = None) -> Di
     """Finds out what a diffusers pipeline consists of: a folder, or "org/name" on the Hub, of which
     all files but weights are fetched.
 
-    A submodel that has no files of the variant is read without. Raises a NoDiffusersFolderError for
-    anything else.
+    A submodel that has no files of the variant is read without. Raises a SourceError for anything
+    else.
     """
     source, where = from_address(str(source), where or SourceOptions())
     path = Path(source)
     if path.is_file():
-        raise NoDiffusersFolderError(f"{source}: a file, which is no diffusers pipeline")
+        raise SourceError(f"{source}: a file, which is no diffusers pipeline")
     if path.is_dir():
         return _open_local(path, where)
     if not is_repo_id(str(source)):
@@ -89,7 +89,7 @@ def _open_local(root: Path, where: SourceOptions) -> DiffusersFolder:
     folder = root / prefix_of(where)
     index = folder / MODEL_INDEX
     if not index.is_file():
-        raise NoDiffusersFolderError(
+        raise SourceError(
             f"{folder}: no {MODEL_INDEX}, so this is no diffusers pipeline", path=folder
         )
     require_own(index, root)

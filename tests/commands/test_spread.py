@@ -269,7 +269,7 @@ class ForeignError(ValueError):
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (OptionError("dtype", "int4", "float16"), OptionError),
+        (OptionError("--dtype int4: expected float16"), OptionError),
         (SourceError("a.bin: torn", path="a.bin"), SourceError),
         (ForeignError("torn"), ValueError),
     ],

@@ -13,9 +13,9 @@ from nf4conv.report.text.terminal import tell, tell_notes
 _SECONDS_BETWEEN_LINES: Final = 30.0
 
 _BAR: Final = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left, {rate_fmt}]"
-_BAR_OF_SHARES: Final = "{desc}: {percentage:3.0f}%|{bar}| [{remaining} left]"
-_LINE_OF_SHARES: Final = "{desc}: {percentage:.0f} %, {remaining} left"
-_LINE: Final = "{desc}: {n_fmt}B of {total_fmt}B ({percentage:.0f} %), {rate_fmt}, {remaining} left"
+_LINE: Final = (
+    "{desc}: {n_fmt}{unit} of {total_fmt}{unit} ({percentage:.0f} %), {rate_fmt}, {remaining} left"
+)
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,14 @@ class Step:
 
     Attributes:
         verb: what is being done, such as "quantizing".
-        total: the number of bytes that are read for it.
+        total: the number of bytes that are read for it, or of what `unit` names.
         last: what is being done after all of them.
-        is_share: True if `total` is 1, of whatever is done; then no bytes are shown.
     """
 
     verb: str
-    total: float
+    total: int
     last: str = "finishing"
-    is_share: bool = False
+    unit: str = "B"
 
 
 class ProgressBar:
@@ -58,7 +57,7 @@ class ProgressBar:
             self._steps = steps
             self._bar = _bar(steps)
 
-    def __call__(self, count: float) -> None:
+    def __call__(self, count: int) -> None:
         """Counts units that are done since the last call; from any thread."""
         with self._lock:
             if self._bar is None:
@@ -101,11 +100,10 @@ def _bar(steps: Sequence[Step]) -> Any:
     """Makes a bar for all steps; where no terminal is, one that writes lines."""
     from tqdm import tqdm  # this import takes a moment
 
-    is_share = steps[0].is_share
-    shape: dict[str, Any] = {"bar_format": _BAR_OF_SHARES if is_share else _BAR}
+    shape: dict[str, Any] = {"bar_format": _BAR}
     if not sys.stderr.isatty():
         shape = {
-            "bar_format": _LINE_OF_SHARES if is_share else _LINE,
+            "bar_format": _LINE,
             "file": _Lines(),
             "delay": _SECONDS_BETWEEN_LINES,
             "mininterval": _SECONDS_BETWEEN_LINES,
@@ -114,7 +112,7 @@ def _bar(steps: Sequence[Step]) -> Any:
     return tqdm(
         total=sum(step.total for step in steps),
         desc=steps[0].verb,
-        unit="B",
+        unit=steps[0].unit,
         unit_scale=True,
         leave=False,
         **shape,
