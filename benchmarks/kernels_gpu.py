@@ -36,8 +36,11 @@ from benchmarks.timing import (
     seconds,
     take_turns,
 )  # fmt: skip
-from nf4conv.calibrate import rounding
 from nf4conv.calibrate.moments import SecondMoments
+from nf4conv.calibrate.rounding.calibrated import round_calibrated
+from nf4conv.calibrate.rounding.factor import factor as factor_of
+from nf4conv.calibrate.rounding.rounded import layer_cost, search
+from nf4conv.calibrate.rounding.two_sided import round_two_sided
 from nf4conv.codec import kernels, ops
 from nf4conv.codec.quant_state import decoding_of
 
@@ -226,16 +229,16 @@ def rounded(name: str, outputs: Shape, inputs: int) -> Iterator[Row]:
     step("moments of 8192 tokens", partial(moments.add, tokens))
     del tokens
     mean = more_than_full(moments, inputs)
-    factor = step("factor", lambda: rounding.factor(mean, 64))
+    factor = step("factor", lambda: factor_of(mean, 64))
     weights = [normal(n, inputs) for n in outputs]
-    searched = step("search", lambda: [rounding.search(weight) for weight in weights])
-    step("whole", lambda: rounding.round_calibrated(weights, searched, factor))
-    step("one judgement", lambda: rounding.layer_cost(weights[0], searched[0], factor.moments))
+    searched = step("search", lambda: [search(weight) for weight in weights])
+    step("whole", lambda: round_calibrated(weights, searched, factor))
+    step("one judgement", lambda: layer_cost(weights[0], searched[0], factor.moments))
     if outputs[0] * inputs < 1 << 27:
         gradients = more_than_full(
             SecondMoments.zeros(outputs[0], torch.device(DEVICE)), outputs[0]
         )
-        two_sided = partial(rounding.round_two_sided, weights[0], searched[0], factor, gradients)
+        two_sided = partial(round_two_sided, weights[0], searched[0], factor, gradients)
         step("two-sided", two_sided)
     yield row
 

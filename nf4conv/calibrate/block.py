@@ -9,16 +9,10 @@ from nf4conv.calibrate.hidden import give_back
 from nf4conv.calibrate.kept import Tensors, components_of, digest_of_components, parts_of
 from nf4conv.calibrate.model.filling import matrix_in
 from nf4conv.calibrate.moments import BlockAtWork, moments_of
-from nf4conv.calibrate.rounding import (
-    Rounded,
-    factor,
-    layer_cost,
-    relative_error,
-    round_calibrated,
-    round_two_sided,
-    search,
-    two_sided_cost,
-)
+from nf4conv.calibrate.rounding.calibrated import round_calibrated
+from nf4conv.calibrate.rounding.factor import factor
+from nf4conv.calibrate.rounding.rounded import Rounded, layer_cost, relative_error, search
+from nf4conv.calibrate.rounding.two_sided import round_two_sided, two_sided_cost
 from nf4conv.calibrate.stages import Stage, Target, find_stages
 from nf4conv.codec.quant_state import DTYPES, QuantState
 from nf4conv.errors import SourceError

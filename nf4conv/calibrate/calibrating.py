@@ -61,14 +61,13 @@ def calibrate(
     with (
         Reader() as reader,
         Workspace(out, asked, overwrite=run.overwrite) as folder,
-        _naming_memory(device),
-        _full_precision(),
+        _computing(device),
         torch.no_grad(),
     ):
         worker = Worker(reader, _BUFFER, lambda _: None)  # progress is told by blocks
         buffers = TorchBuffers(device, SharedTensors(), None, worker)
         session = Session(plan, device, buffers, kept, progress)
-        folder.check_space(plan.space_needed(folder.finished) + _space_needed(session))
+        folder.check_space(plan.space_needed(folder.finished))
         finished = _calibrate_all(session)
         components: dict[str, TensorInfo] = {}
         for number in finished:
@@ -76,15 +75,6 @@ def calibrate(
                 components[tensor.name] = tensor
     result = CalibrationResult(made_by, tuple(finished[number] for number in sorted(finished)))
     return replace(with_calibrated_weights(plan, components), calibrated=result)
-
-
-def _space_needed(session: Session) -> int:
-    """Returns the bytes that will be written to disk beside the result."""
-    calibration = session.calibration
-    files = [session.kept.file(_name(number)) for number in calibration.targets]
-    there = sum(file.stat().st_size for file in files if file.is_file())
-    hidden = calibration.hidden_elements * session.dtype.itemsize
-    return calibration.disk_bytes - there + max(hidden - session.memory, 0)
 
 
 def _calibrate_all(session: Session) -> dict[int, CalibratedBlock]:
@@ -122,7 +112,6 @@ def _work_on(
     calibration = session.calibration
     contents = session.fill_block(number)
     block = BlockAtWork(
-        path=f"{calibration.flow.blocks.path}.{number}",
         module=session.blocks[number],
         contents=contents,
         targets=calibration.targets.get(number, ()),
@@ -185,8 +174,10 @@ def _made_by(device: torch.device, transformers: str) -> dict[str, str]:
 
 
 @contextmanager
-def _naming_memory(device: torch.device) -> Iterator[None]:
-    """Turns a failure for lack of memory into one line."""
+def _computing(device: torch.device) -> Iterator[None]:
+    """Computes products in float32's precision, without TF32; lack of memory becomes one line."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -195,14 +186,5 @@ def _naming_memory(device: torch.device) -> Iterator[None]:
             f"command goes on with them when more is free. Fewer --calibration-tokens take less, "
             f"and so does another --device; both start anew, with --overwrite"
         ) from error
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Lets products of float32 matrices keep float32's precision: no TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -21,8 +21,8 @@ from nf4conv.calibrate.model.flow import Call
 from nf4conv.calibrate.moments import SecondMoments
 from nf4conv.calibrate.session import Session
 from nf4conv.calibrate.stages import Target, find_stages
-from nf4conv.calibrate.windows import SEED
-from nf4conv.errors import OutputError, SourceError
+from nf4conv.calibrate.text import SEED
+from nf4conv.errors import SourceError
 
 
 def output_moments(session: Session, number: int) -> Tensors:
@@ -30,9 +30,7 @@ def output_moments(session: Session, number: int) -> Tensors:
     if session.calibration.outputs is None:
         return {}
     found = session.kept.read(_name(number))
-    if found is None:
-        file = session.kept.file(_name(number))
-        raise OutputError(f"{file}: was changed while it was used; run again", path=file)
+    assert found is not None  # find_output_moments has looked at it
     return {name: square.to(session.device) for name, square in found[0].items()}
 
 
@@ -87,6 +85,11 @@ def _gradients_behind(session: Session, hidden: HiddenStates, memory: int) -> Hi
                 logits = flow.predictions(window.to(session.device), leaf).float()
                 log_probabilities = logits.log_softmax(-1).flatten(0, -2)
                 probabilities = log_probabilities.detach().exp()
+                if not bool(probabilities.sum().isfinite()):
+                    raise SourceError(
+                        f"{session.plan.source}: predicts NaN or infinity, as if a weight did or "
+                        f"were missing; leave --calibrate-output out"
+                    )
                 labels = torch.multinomial(probabilities, 1, generator=generator)
                 log_likelihood = log_probabilities.gather(1, labels).sum()
                 (gradient,) = torch.autograd.grad(log_likelihood, leaf)

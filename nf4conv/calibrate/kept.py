@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from nf4conv.calibrate.hidden import bytes_of
-from nf4conv.calibrate.rounding import Rounded
+from nf4conv.calibrate.rounding.rounded import Rounded
 from nf4conv.errors import OutputError, named
 from nf4conv.format.layout import COMPONENT_SUFFIXES, Format
 from nf4conv.output.writer import write_file

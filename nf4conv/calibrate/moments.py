@@ -90,7 +90,6 @@ class BlockAtWork:
     """Holds a block while its weights are in memory.
 
     Attributes:
-        path: the path of the block in the model, for errors.
         module: the block.
         contents: its weights.
         targets: the weights that are calibrated.
@@ -100,7 +99,6 @@ class BlockAtWork:
         format: the format of the weights in 4 bits.
     """
 
-    path: str
     module: nn.Module
     contents: Contents
     targets: Sequence[Target]
@@ -180,7 +178,7 @@ def moments_of(block: BlockAtWork, stage: Stage) -> Iterator[Moments]:
         found = {expert: Moments.zeros(members[expert], device) for expert in mine}
         _add_all(block, stage, found, pooled if start == 0 else None)
         if start == 0:
-            _require_finite(block, stage, pooled or found[0])
+            _require_finite(stage, pooled or found[0])
         for expert in mine:
             if pooled is None:
                 yield found.pop(expert)
@@ -202,10 +200,9 @@ def _add_all(
                 pooled.add(inputs[expert], calibrates=calibrates)
 
 
-def _require_finite(block: BlockAtWork, stage: Stage, moments: Moments) -> None:
+def _require_finite(stage: Stage, moments: Moments) -> None:
     if not bool(moments.calibrating.sums.diagonal().sum().isfinite()):
         raise SourceError(
-            f"{block.path}.{stage[0].path}: what goes into it holds NaN or infinity, so it cannot "
-            f"be calibrated; --exclude the weights of the block that makes them, or leave "
-            f"--calibrate out"
+            f"{stage[0].job.name}: what goes into it holds NaN or infinity, as if a weight before "
+            f"it did or were missing; --exclude the weights of its block, or leave --calibrate out"
         )

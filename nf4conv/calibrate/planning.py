@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ from nf4conv.calibrate.model.filling import Filling, follow_names
 from nf4conv.calibrate.model.flow import Flow, find_flow
 from nf4conv.calibrate.session import PreparedCalibration
 from nf4conv.calibrate.stages import Target
-from nf4conv.calibrate.text import Text, require_known
-from nf4conv.calibrate.windows import LENGTH, TOKENS, Windows, cut_windows
+from nf4conv.calibrate.text import LENGTH, TOKENS, Text, Windows, cut_windows
 from nf4conv.errors import PlanError
 from nf4conv.models.module_names import module_of
 from nf4conv.options import QuantizeOptions
@@ -28,8 +27,6 @@ from nf4conv.plan.calibration import CalibrationText
 from nf4conv.plan.jobs import Job, PackJob
 from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.sources.source import Source
-
-_USUAL_WIDTH: Final = 4096  # hidden states of a token, where the config does not say
 
 _Jobs = Mapping[str, Sequence[PackJob]]
 """The jobs that pack a weight anew, by the tensor that they read."""
@@ -66,17 +63,12 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
             f"out"
         )
     calibrating, judging = _windows(source, options, model, texts)
-    outputs = options.calibrate_output
-    tokens = calibrating.size + judging.size
     block_bytes = [0] * len(blocks.blocks)
     for number, of_block in fillings.items():
         if number is not None:
             block_bytes[number] = sum(one.nbytes for each in of_block for one in each.tensors)
-    # with gradients: before each block, behind the last, and the gradients
-    kept = 1 if outputs is None else len(blocks.blocks) + 2
-    width = getattr(model.config.get_text_config(), "hidden_size", _USUAL_WIDTH)
     calibration = PreparedCalibration(
-        texts=tuple(CalibrationText(text.name, text.sha256) for text in texts),
+        texts=tuple(CalibrationText(text.path.name, text.sha256) for text in texts),
         tokens=calibrating.size,
         judging_tokens=judging.size,
         window=calibrating.shape[1],
@@ -84,10 +76,8 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
         block_bytes=tuple(block_bytes),
         bytes_spared=sum(job.source_bytes - job.nbytes for job in chosen),
         weights=frozenset(job.name for job in chosen),
-        outputs=outputs,
+        outputs=options.calibrate_output,
         carry_out=calibrate,
-        disk_bytes=_disk_bytes(chosen, outputs, len(blocks.blocks)),
-        hidden_elements=kept * tokens * width,
         calibrating=calibrating,
         judging=judging,
         flow=flow,
@@ -111,15 +101,6 @@ def _jobs_of(plan: QuantizationPlan) -> _Jobs:
         if isinstance(job, PackJob) and job.stored is None:
             jobs[job.source.name].append(job)
     return jobs
-
-
-def _disk_bytes(chosen: Sequence[PackJob], outputs: str | None, blocks: int) -> int:
-    """Returns the most bytes of finished weights and of second moments of gradients."""
-    squares = sorted(job.matrix.shape[0] ** 2 for job in chosen) if outputs is not None else []
-    if outputs == "qkv":
-        # the first weights of a block are its smallest ones, if not by much
-        squares = squares[: 4 * blocks]
-    return sum(job.nbytes for job in chosen) + 4 * sum(squares)
 
 
 def _find_targets(
@@ -192,9 +173,12 @@ def _windows(
     tokens = options.calibration_tokens or TOKENS
     windows = cut_windows(texts, tokens, _length(model), load)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    name = ", ".join(text.name for text in texts)
     for part in windows:
-        require_known(part, vocabulary, name, str(source))
+        if part.min() < 0 or part.max() >= vocabulary:
+            names = ", ".join(text.path.name for text in texts)
+            raise PlanError(
+                f"{names}: holds token ids that are none of the {vocabulary:,} of {source}"
+            )
     return windows
 
 

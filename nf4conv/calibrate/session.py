@@ -11,7 +11,7 @@ from nf4conv.calibrate.kept import KeptFiles
 from nf4conv.calibrate.model.filling import Contents, Filling
 from nf4conv.calibrate.model.flow import Call, Flow
 from nf4conv.calibrate.stages import Target
-from nf4conv.calibrate.windows import Windows
+from nf4conv.calibrate.text import Windows
 from nf4conv.codec.quant_state import DTYPES
 from nf4conv.plan.calibration import Calibration
 from nf4conv.plan.fingerprint import require_unchanged
@@ -32,9 +32,6 @@ class PreparedCalibration(Calibration):
     """Holds what carries out a calibration, beside what describes it.
 
     Attributes:
-        disk_bytes: the most bytes in the output's work folder, hidden states apart.
-        hidden_elements: the number of hidden states that are kept: in memory, and where there is
-            too little of it on disk.
         calibrating: the windows that calibrate.
         judging: the windows that judge.
         flow: runs the model up to its blocks.
@@ -43,8 +40,6 @@ class PreparedCalibration(Calibration):
         targets: the weights of each block that are calibrated.
     """
 
-    disk_bytes: int
-    hidden_elements: int
     calibrating: Windows
     judging: Windows
     flow: Flow

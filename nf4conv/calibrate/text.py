@@ -1,4 +1,5 @@
-"""Reads the text that calibrates a model, before torch and transformers are imported.
+"""Reads the text that calibrates a model, and cuts it into windows of tokens, of which some
+calibrate and others judge. It imports neither torch nor transformers.
 
 A text is a file, or "default" for the files that nf4conv ships:
 
@@ -9,7 +10,8 @@ A text is a file, or "default" for the files that nf4conv ships:
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +31,23 @@ _SUFFIXES: Final = (".txt", ".jsonl", ".npy")
 _CHARACTERS: Final = 16  # of text that are read for a token that is wanted
 _PARTS: Final = 64  # of a long text that are read, at equal distances
 
+TOKENS: Final = 65536
+"""Tokens that calibrate, unless the user asks for another number."""
+
+LENGTH: Final = 512
+"""Tokens of a window; fewer for a model that takes fewer."""
+
+SEED: Final = 0
+"""Decides which windows of a text are read."""
+
+_HELD_OUT: Final = 8  # for so many windows that calibrate there is one that judges
+
+_FEWEST: Final = 4  # windows that calibrate
+
 Ids = npt.NDArray[np.integer[Any]]
+
+Windows = npt.NDArray[np.int64]
+"""Token ids, [windows, length]."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +65,6 @@ class Text:
     sha256: str
     ids: Ids | None
     passages: Sequence[str]
-
-    @property
-    def name(self) -> str:
-        """The file's own name."""
-        return self.path.name
 
 
 def read_texts(place: str) -> list[Text]:
@@ -116,7 +129,40 @@ def _passage(entry: Any) -> str:
     return text
 
 
-def tokenized(text: Text, needed: int, tokenizer: Any) -> Ids:
+def cut_windows(
+    texts: Sequence[Text], tokens: int, length: int, load_tokenizer: Callable[[], Any]
+) -> tuple[Windows, Windows]:
+    """Chooses windows of texts, as many of each: those that calibrate, and those that judge.
+
+    `tokens` should calibrate. A window has `length` of them, with the marks that encoders expect
+    around it. The model's tokenizer is loaded only if texts are not token ids already.
+    """
+    calibrating = max(tokens // length, 1)
+    wanted = calibrating + max(calibrating // _HELD_OUT, 1)
+    ends: tuple[int, ...] = ()
+    found = [text.ids for text in texts if text.ids is not None]
+    if not found:
+        tokenizer = load_tokenizer()
+        ends = _ends(tokenizer)
+        needed = -(-wanted * length // len(texts))
+        found = [_tokenized(text, needed, tokenizer) for text in texts]
+    inner = length - len(ends)
+    windows = _chosen(found, wanted, inner)
+    judging = max(len(windows) // (_HELD_OUT + 1), 1)
+    if len(windows) - judging < _FEWEST:
+        names = ", ".join(text.path.name for text in texts)
+        total = sum(ids.size for ids in found)
+        least = (_FEWEST + 1) * inner
+        raise PlanError(
+            f"{names}: {total:,} tokens are too few to calibrate with: at least {least:,} are "
+            f"needed, and {TOKENS:,} are usual"
+        )
+    if ends:
+        windows = np.pad(windows, ((0, 0), (1, 1)), constant_values=((0, 0), ends))
+    return windows[:-judging], windows[-judging:]
+
+
+def _tokenized(text: Text, needed: int, tokenizer: Any) -> Ids:
     """Returns the ids of a text, or of parts of a long one, of which so many are needed."""
     path = text.path
     ids: list[int] = []
@@ -147,12 +193,25 @@ def _parts(whole: str, most: int) -> list[str]:
     return parts
 
 
-def require_known(ids: Ids, vocabulary: int, name: str, model: str) -> None:
-    """Raises a PlanError if token ids of a text are not those of a model with so many tokens."""
-    least = int(ids.min())
-    largest = int(ids.max())
-    if least < 0 or largest >= vocabulary:
-        wrong = least if least < 0 else largest
-        raise PlanError(
-            f"{name}: holds the token id {wrong:,}, but {model} has {vocabulary:,} tokens"
-        )
+def _chosen(texts: Sequence[Ids], wanted: int, length: int) -> Windows:
+    """Returns windows of token ids in a shuffled order."""
+    shuffled = random.Random(SEED)
+    of_each = max((2 * wanted + len(texts)) // (2 * len(texts)), 1)
+    chosen = []
+    for ids in texts:
+        count = ids.size // length
+        order = list(range(count))
+        shuffled.shuffle(order)
+        cut = ids[: count * length].reshape(count, length)
+        chosen.append(cut[order[:of_each]].astype(np.int64))
+    windows = np.concatenate(chosen)
+    order = list(range(len(windows)))
+    shuffled.shuffle(order)
+    return windows[order[:wanted]]
+
+
+def _ends(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the ids that encoders such as BERT expect around a text; none for other models."""
+    first = getattr(tokenizer, "cls_token_id", None)
+    last = getattr(tokenizer, "sep_token_id", None)
+    return () if first is None or last is None else (first, last)

@@ -205,10 +205,35 @@ def test_nan_is_named_by_block_and_module(text, tmp_path):
     tensors = load_file(file)
     tensors[name][3] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(SourceError, match=r"model\.layers\.1\.self_attn\.q_proj: .*NaN"):
+    with pytest.raises(SourceError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight: .*NaN"):
         nf4conv.quantize(source, tmp_path / "out", **options_for(text), **CPU)
     assert not (tmp_path / "out" / "config.json").exists()
     assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("lacking", "outputs", "error"),
+    [
+        ("transformer.wpe.weight", None, r"h\.0\.attn\.c_attn\.weight: .* were missing"),
+        ("transformer.ln_f.weight", "qkv", "predicts NaN or infinity"),
+    ],
+)
+def test_what_is_used_outside_the_blocks_must_be_there(lacking, outputs, error, text, tmp_path):
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": LENGTH}
+    source = make_model(tmp_path / "model", "gpt2", **sizes)
+    found = 0
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        found += tensors.pop(lacking, None) is not None
+        save_file(tensors, file, metadata={"format": "pt"})
+    for index in source.glob("*.index.json"):
+        content = json.loads(index.read_text())
+        del content["weight_map"][lacking]
+        index.write_text(json.dumps(content))
+    assert found
+    options = options_for(text, calibrate_output=outputs)
+    with pytest.raises(SourceError, match=error):
+        nf4conv.quantize(source, tmp_path / "out", **options, **CPU)
 
 
 def test_a_source_that_changes_meanwhile(text, tmp_path, monkeypatch):

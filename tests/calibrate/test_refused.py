@@ -117,8 +117,8 @@ def test_what_can_be_known_early_is_refused_before_torch_is_imported(model: Path
 
 
 LATE: dict[str, tuple[str, Any, str]] = {
-    "unknown ids": ("ids.npy", np.full((40, 100), VOCABULARY), "holds the token id 96"),
-    "negative ids": ("ids.npy", np.full(4000, -1), "holds the token id -1"),
+    "unknown ids": ("ids.npy", np.full((40, 100), VOCABULARY), "that are none of the 96 of"),
+    "negative ids": ("ids.npy", np.full(4000, -1), "that are none of the 96 of"),
     "short": ("text.txt", b"abc" * 20, "60 tokens are too few to calibrate with: at least 160"),
     "short ids": ("ids.npy", np.arange(20), "20 tokens are too few"),
     "empty lines": ("text.jsonl", b"\n\n", "0 tokens are too few"),

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 import nf4conv
-from nf4conv.calibrate import rounding
 from nf4conv.calibrate.moments import SecondMoments
 from nf4conv.calibrate.rounding import calibrated, steps
+from nf4conv.calibrate.rounding.calibrated import round_calibrated
 from nf4conv.calibrate.rounding.draft import Draft
+from nf4conv.calibrate.rounding.factor import Factor
+from nf4conv.calibrate.rounding.factor import factor as factor_of
 from nf4conv.calibrate.rounding.levels import ascending, levels_of
+from nf4conv.calibrate.rounding.rounded import layer_cost, search
 from nf4conv.errors import CodecError
 
 CPU = torch.device("cpu")
@@ -41,12 +44,10 @@ def weight_of(
 
 
 def believed(
-    weights: list[torch.Tensor], factor: rounding.Factor, quant_type: str, double_quant: bool
+    weights: list[torch.Tensor], factor: Factor, quant_type: str, double_quant: bool
 ) -> torch.Tensor:
     """Returns the values that the first draft of stacked weights believes in, [out, in]."""
-    found = [
-        rounding.search(weight, quant_type, factor.blocksize, double_quant) for weight in weights
-    ]
+    found = [search(weight, quant_type, factor.blocksize, double_quant) for weight in weights]
     draft = Draft.beside([one.state for one in found], factor)
     calibrated.choose(draft, calibrated.ordered(weights, factor), factor)
     return draft.values()[factor.order.argsort()].T
@@ -59,10 +60,10 @@ def test_loaders_decode_what_was_chosen(quant_type: str, blocksize: int, double_
 
     inputs = max(256, blocksize)
     moments = moments_of(inputs, tokens=1024)
-    factor = rounding.factor(moments.mean(), blocksize)
+    factor = factor_of(moments.mean(), blocksize)
     weights = [weight_of(40, inputs), weight_of(24, inputs, 1) + 0.02]
-    searched = [rounding.search(weight, quant_type, blocksize, double_quant) for weight in weights]
-    results = rounding.round_calibrated(weights, searched, factor, sweeps=0)
+    searched = [search(weight, quant_type, blocksize, double_quant) for weight in weights]
+    results = round_calibrated(weights, searched, factor, sweeps=0)
     chosen = believed(weights, factor, quant_type, double_quant).split([40, 24])
     for weight, result, expected in zip(weights, results, chosen, strict=True):
         assert torch.equal(result.values(torch.float32), expected)
@@ -77,14 +78,14 @@ def test_loaders_decode_what_was_chosen(quant_type: str, blocksize: int, double_
 def test_the_largest_blocks_are_stored_as_chosen():
     """The factor of 4096 inputs takes too long for a test; this one is made up."""
     places = torch.arange(4096).flip(0)
-    factor = rounding.Factor(places, torch.eye(4096), torch.eye(4096), 4096, 0.0)
+    factor = Factor(places, torch.eye(4096), torch.eye(4096), 4096, 0.0)
     weight = weight_of(4, 4096)
-    searched = rounding.search(weight, "fp4", 4096)
-    (result,) = rounding.round_calibrated([weight], [searched], factor, sweeps=0)
+    searched = search(weight, "fp4", 4096)
+    (result,) = round_calibrated([weight], [searched], factor, sweeps=0)
     expected = believed([weight], factor, "fp4", double_quant=True)
     assert torch.equal(result.values(torch.float32), expected)
-    (result,) = rounding.round_calibrated([weight], [searched], factor, sweeps=1)
-    costs = [rounding.layer_cost(weight, one, factor.moments) for one in (result, searched)]
+    (result,) = round_calibrated([weight], [searched], factor, sweeps=1)
+    costs = [layer_cost(weight, one, factor.moments) for one in (result, searched)]
     assert costs[0] < costs[1]
 
 
@@ -92,13 +93,13 @@ def test_the_largest_blocks_are_stored_as_chosen():
 def test_it_costs_less_than_the_search(quant_type: str, blocksize: int, double_quant: bool):
     inputs = max(256, blocksize)
     moments = moments_of(inputs, tokens=1024).mean()
-    factor = rounding.factor(moments, blocksize)
+    factor = factor_of(moments, blocksize)
     weight = weight_of(32, inputs, dtype=torch.float32)
-    searched = rounding.search(weight, quant_type, blocksize, double_quant)
-    costs = [rounding.layer_cost(weight, searched, moments)]
+    searched = search(weight, quant_type, blocksize, double_quant)
+    costs = [layer_cost(weight, searched, moments)]
     for sweeps in (0, 1, 2):
-        (result,) = rounding.round_calibrated([weight], [searched], factor, sweeps)
-        costs.append(rounding.layer_cost(weight, result, moments))
+        (result,) = round_calibrated([weight], [searched], factor, sweeps)
+        costs.append(layer_cost(weight, result, moments))
     assert costs[1] < 0.75 * costs[0]
     assert costs == sorted(costs, reverse=True)
 
@@ -107,9 +108,9 @@ def test_a_weight_of_levels_stays_as_it_is():
     levels = nf4conv.quantize_4bit(torch.zeros(64))[1].code
     weight = levels[torch.randint(0, 16, (16, 64), generator=torch.Generator().manual_seed(0))]
     weight[:, 0] = 1
-    factor = rounding.factor(torch.eye(64), 64)
-    searched = rounding.search(weight, "nf4", 64, double_quant=False)
-    (result,) = rounding.round_calibrated([weight], [searched], factor)
+    factor = factor_of(torch.eye(64), 64)
+    searched = search(weight, "nf4", 64, double_quant=False)
+    (result,) = round_calibrated([weight], [searched], factor)
     assert torch.equal(result.values(), weight)
 
 
@@ -117,12 +118,12 @@ def test_dead_inputs_and_few_tokens_are_damped():
     moments = moments_of(128, tokens=5)
     moments.sums[7] = 0
     moments.sums[:, 7] = 0
-    factor = rounding.factor(moments.mean(), 64)
+    factor = factor_of(moments.mean(), 64)
     assert factor.upper.isfinite().all()
     weight = weight_of(32, 128)
-    searched = rounding.search(weight)
-    (result,) = rounding.round_calibrated([weight], [searched], factor)
-    costs = [rounding.layer_cost(weight, one, moments.mean()) for one in (result, searched)]
+    searched = search(weight)
+    (result,) = round_calibrated([weight], [searched], factor)
+    costs = [layer_cost(weight, one, moments.mean()) for one in (result, searched)]
     assert costs[0] < 0.5 * costs[1]
 
 
@@ -130,7 +131,7 @@ def test_the_damping_grows_until_the_factor_holds():
     indefinite = torch.diag(torch.tensor([-1e-3] + [1.0] * 63))
     indefinite[0, 0] = 1e-9
     indefinite[0, 1] = indefinite[1, 0] = 0.5
-    factor = rounding.factor(indefinite, 64)
+    factor = factor_of(indefinite, 64)
     assert factor.damping > 0.01
     damped = factor.moments.double()
     damped.diagonal().add_(factor.damping * indefinite.diagonal().double().mean())
@@ -139,11 +140,11 @@ def test_the_damping_grows_until_the_factor_holds():
 
 
 def test_groups_of_inputs_are_ordered_by_energy():
-    factor = rounding.factor(torch.diag(torch.arange(1.0, 129)), 64)
+    factor = factor_of(torch.diag(torch.arange(1.0, 129)), 64)
     assert factor.order.tolist() == list(range(127, -1, -1))
     mixed = torch.ones(128)
     mixed[3] = 100
-    factor = rounding.factor(torch.diag(mixed), 32)
+    factor = factor_of(torch.diag(mixed), 32)
     assert factor.order[0] == 3
     assert sorted(factor.order[:32].tolist()) == list(range(32))
 
@@ -163,7 +164,7 @@ def test_nan_in_activations_is_refused():
     moments = moments_of(64).mean()
     moments[3, 4] = float("nan")
     with pytest.raises(CodecError, match="not finite"):
-        rounding.factor(moments, 64)
+        factor_of(moments, 64)
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

@@ -14,10 +14,12 @@ from test_rounding import moments_of, weight_of
 
 import nf4conv.calibrate.rounding.kernels as kernel_steps
 import nf4conv.calibrate.rounding.steps as plain_steps
-from nf4conv.calibrate import rounding
 from nf4conv.calibrate.rounding import calibrated
 from nf4conv.calibrate.rounding.draft import Draft
+from nf4conv.calibrate.rounding.factor import Factor
+from nf4conv.calibrate.rounding.factor import factor as factor_of
 from nf4conv.calibrate.rounding.levels import levels_of
+from nf4conv.calibrate.rounding.rounded import search
 
 # 1 / 0 is meant
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -31,22 +33,22 @@ MOST_TIES = 0.25
 
 def problem(
     quant_type: str, blocksize: int, double_quant: bool, inputs: int, outputs: int
-) -> tuple[Draft, torch.Tensor, rounding.Factor]:
+) -> tuple[Draft, torch.Tensor, Factor]:
     weight = weight_of(outputs, inputs)
-    factor = rounding.factor(moments_of(inputs, tokens=1000).mean(), blocksize)
-    found = rounding.search(weight, quant_type, blocksize, double_quant)
+    factor = factor_of(moments_of(inputs, tokens=1000).mean(), blocksize)
+    found = search(weight, quant_type, blocksize, double_quant)
     draft = Draft.beside([found.state], factor)
     return draft, calibrated.ordered([weight], factor), factor
 
 
-def choose(draft: Draft, target: torch.Tensor, factor: rounding.Factor, sweeps: int) -> None:
+def choose(draft: Draft, target: torch.Tensor, factor: Factor, sweeps: int) -> None:
     calibrated.choose(draft, target.clone(), factor)
     gradient = factor.moments @ (target - draft.values())
     for _ in range(sweeps):
         calibrated.sweep(draft, gradient, factor)
 
 
-def choose_there(draft: Draft, target: torch.Tensor, factor: rounding.Factor) -> Draft:
+def choose_there(draft: Draft, target: torch.Tensor, factor: Factor) -> Draft:
     """Returns what the device of the kernels chooses in a draft."""
     moved = draft._changed(lambda tensor: tensor.to(DEVICE))
     moved.levels = levels_of(draft.levels.quant_type, DEVICE)

@@ -1,6 +1,6 @@
 """Builds a model without weights from the installed transformers, and finds its blocks.
 
-A parameter without weights is on torch's meta device, or, where code has to run, one zero that is
+A parameter without weights is on torch's meta device, or, where code has to run, one NaN that is
 repeated: neither takes memory. Buffers, such as the frequencies of rotary embeddings, are real:
 nothing on disk holds them. No code comes from the checkpoint.
 """
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +17,6 @@ from torch import nn
 from nf4conv.errors import Nf4convError, PlanError, first_line
 from nf4conv.models.config import architecture_of, without_quantization
 from nf4conv.models.parsing import parse_config
-
-_ATTENTION: Final = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
             f"without --calibrate the model can be quantized all the same"
         )
     failures = []
-    for attention in _ATTENTION:
+    for attention in ("sdpa", "eager"):
         try:
             parsed = _parse(config, model_class)
             with _without_weights():

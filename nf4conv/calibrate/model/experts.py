@@ -82,13 +82,9 @@ class ExpertWatch(TorchFunctionMode):
                 if not start <= address < stop:
                     continue
                 if factor.dim() == 3:
-                    for expert, of_expert in enumerate(inputs):
-                        self._note(path, expert, _used(of_expert))
+                    for expert, rows in enumerate(inputs):
+                        # tokens of others are zeros
+                        self._note(path, expert, rows[(rows != 0).any(dim=-1)])
                 else:
                     self._note(path, (address - start) // step, inputs)
                 return
-
-
-def _used(inputs: torch.Tensor) -> torch.Tensor:
-    """Returns the tokens that an expert gets, where those of others are zeros."""
-    return inputs[(inputs != 0).any(dim=-1)]

@@ -158,8 +158,12 @@ def _in_place(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def find_flow(model: nn.Module, blocks: BlockList) -> Flow:
-    """Finds out how a model calls its blocks, by running it on zeros; no weight is read."""
-    _fill_with_zeros(model, blocks)
+    """Finds out how a model calls its blocks, by running it without weights."""
+    # NaN takes no memory, and shows later if the checkpoint lacks a parameter that is used
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter.is_meta and blocks.number_of(name) is None:
+            nothing = torch.tensor(torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+            set_tensor(model, name, nothing)
     ids = torch.zeros((2, 8), dtype=torch.int64)
     faults = []
     for is_tuple in (False, True):
@@ -174,11 +178,3 @@ def find_flow(model: nn.Module, blocks: BlockList) -> Flow:
     raise PlanError(
         f"--calibrate: {type(model).__name__} cannot be calibrated block by block: {faults[0]}"
     )
-
-
-def _fill_with_zeros(model: nn.Module, blocks: BlockList) -> None:
-    """Gives zeros that take no memory to all parameters outside the blocks."""
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if parameter.is_meta and blocks.number_of(name) is None:
-            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-            set_tensor(model, name, zeros)

@@ -63,14 +63,11 @@ def factor(moments: torch.Tensor, blocksize: int, damping: float = DAMPING) -> F
     total = moments.sum(dtype=torch.float64)
     if not bool(total.isfinite()):
         raise CodecError("second moments: not finite; the activations hold NaN or infinity")
-    dead = diagonal <= 0
-    mean = diagonal.double().mean()
-    floor = mean.clamp_min(1e-30)
+    floor = diagonal.double().mean().clamp_min(1e-30)
     order = energy_order(diagonal, blocksize)
     upper, used = _factor_of_inverse(moments, order, floor, damping)
     ordered = in_order(moments, order)
-    of_ordered = ordered.diagonal()
-    of_ordered[dead[order]] = floor.float()
+    _give_floor(ordered.diagonal(), floor)
     return Factor(order, ordered, upper, blocksize, used)
 
 
@@ -123,10 +120,13 @@ def _undamped(moments: torch.Tensor, order: torch.Tensor, floor: torch.Tensor) -
     for rows in _pieces(moments.shape[0]):
         piece = moments.index_select(0, order[rows])
         found[rows] = piece.index_select(1, order)
-    diagonal = found.diagonal()
-    alive = diagonal.where(diagonal > 0, floor.float())
-    diagonal.copy_(alive)
+    _give_floor(found.diagonal(), floor)
     return found
+
+
+def _give_floor(diagonal: torch.Tensor, floor: torch.Tensor) -> None:
+    """Gives inputs that were always zero the floor."""
+    diagonal.copy_(diagonal.where(diagonal > 0, floor.float()))
 
 
 def _invert_lower(lower: torch.Tensor) -> None:

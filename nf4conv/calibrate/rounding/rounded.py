@@ -56,11 +56,6 @@ def layer_cost(weight: torch.Tensor, rounded: Rounded, moments: torch.Tensor) ->
 
 def relative_error(weight: torch.Tensor, rounded: Rounded) -> float:
     """Returns ‖W - Ŵ‖ / ‖W‖, summed in float64; 0 for a weight of zeros."""
-    distance = _length(rounded.errors(weight))
-    length = _length(weight)
-    return distance / length if length else 0.0
-
-
-def _length(weight: torch.Tensor) -> float:
+    distance = torch.linalg.vector_norm(rounded.errors(weight), dtype=torch.float64)
     length = torch.linalg.vector_norm(weight, dtype=torch.float64)
-    return float(length)
+    return float(distance / length) if length else 0.0

@@ -4,9 +4,9 @@ Weights are transposed here, [inputs, outputs]: outputs are independent of each 
 the last dimension. rounding/kernels/ offers the same functions for NVIDIA GPUs.
 """
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Final, ParamSpec
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
 
 import torch
 
@@ -17,29 +17,23 @@ _COLUMNS: Final = 16  # rounded one by one before a matrix product takes their e
 
 _CHUNK: Final = 1 << 19  # elements of all candidates of some outputs that are worked on at a time
 
-Arguments = ParamSpec("Arguments")
 
-
-def _on_one_thread(step: Callable[Arguments, None]) -> Callable[Arguments, None]:
+@contextmanager
+def _one_thread() -> Iterator[None]:
     """Lets torch compute a step on one thread.
 
     Its operations are so small that threads would mostly wait for each other: 10 times as long on
     cores that are busy otherwise, and no less on idle ones.
     """
-
-    @wraps(step)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            step(*args, **kwargs)
-        finally:
-            torch.set_num_threads(threads)
-
-    return call
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
-@_on_one_thread
+@_one_thread()
 def round_group(
     draft: Draft, target: torch.Tensor, upper: torch.Tensor, errors: torch.Tensor
 ) -> None:
@@ -136,7 +130,7 @@ def _round_columns(
     return costs
 
 
-@_on_one_thread
+@_one_thread()
 def sweep_group(
     draft: Draft, gradient: torch.Tensor, moments: torch.Tensor, change: torch.Tensor
 ) -> None:
