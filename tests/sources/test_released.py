@@ -1,6 +1,6 @@
 """Releases in 8 and 4 bits decode to the bytes, and to the models, that others' code makes of them.
 
-First every code and the edges of every scale: golden/decoders.py recorded what the formats' own
+First every code and the edges of every scale: golden/decoded/ has what the formats' own
 libraries and scripts decode. Then whole models, which transformers loads from the release and from
 what nf4conv decoded.
 """
