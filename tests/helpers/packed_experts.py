@@ -1,6 +1,6 @@
-"""Mixtures of experts in 4 bits, packed by bitsandbytes, in every layout that tools write.
+"""Tiny mixtures of experts, packed by bitsandbytes in every layout that tools write.
 
-Nothing here is nf4conv's: what it decodes and stacks is compared with these.
+Nothing here is nf4conv's: what it decodes, stacks and loads is compared with these.
 """
 
 import json
@@ -11,13 +11,11 @@ from typing import Any
 import bitsandbytes.functional as bnb
 import torch
 import transformers
-from checkpoints import tensors_of
+from checkpoints import save_model, tensors_of
 from safetensors.torch import save_file
 
-HIDDEN, INNER, EXPERTS = 64, 128, 4
-"""Rows fill blocks, since bitsandbytes decodes others wrongly on a CPU. An expert has fewer blocks
-than share a nested scale.
-"""
+HIDDEN, INNER, EXPERTS = 64, 96, 4
+"""An expert has fewer blocks than share a nested scale. Rows of down_proj do not fill blocks."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -51,15 +49,14 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", {}),
     "mixtral": ("MixtralForCausalLM", {}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", LATENT),
-    "gpt_oss": ("GptOssForCausalLM", {"num_hidden_layers": 2}),
+    # its down_proj is square: nothing but the model says that it is transposed
+    "gpt_oss": ("GptOssForCausalLM", {"intermediate_size": HIDDEN}),
     "granitemoe": ("GraniteMoeForCausalLM", {}),
     "mistral4": ("Mistral4ForCausalLM", {**LATENT, "head_dim": 32}),
 }
 """By family: its class, and what its config has besides SIZES."""
 
-ROWS = {"gate_proj": 0, "up_proj": 1}
-
-Encode = Callable[[dict[str, torch.Tensor], str, torch.Tensor], torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
 def make_mixture(family: str, folder: Path, seed: int = 0) -> Path:
@@ -81,9 +78,7 @@ def make_mixture(family: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def encode(
-    into: dict[str, torch.Tensor], name: str, weight: torch.Tensor, **options: Any
-) -> torch.Tensor:
+def encode(into: Tensors, name: str, weight: torch.Tensor, **options: Any) -> torch.Tensor:
     """Packs a weight with bitsandbytes under a name; returns what it decodes to."""
     settings = {"quant_type": "nf4", "blocksize": 64, "compress_statistics": True, **options}
     packed, state = bnb.quantize_4bit(weight.contiguous(), **settings)
@@ -97,6 +92,8 @@ def encode(
         if key.startswith(f"{name}.")
     }
     stored = bnb.QuantState.from_dict(components, device=torch.device("cpu"))
+    # bitsandbytes' kernel for CPUs decodes rows that are no multiple of a block wrongly
+    stored.shape = torch.Size((weight.numel() // stored.blocksize, stored.blocksize))
     return bnb.dequantize_4bit(packed, stored).view(weight.shape)
 
 
@@ -105,58 +102,60 @@ def split(
 ) -> tuple[str, dict[str, list[torch.Tensor]]] | None:
     """Returns the path of single experts, and [out, in] of each by projection; None of others."""
     path, _, leaf = name.rpartition(".")
-    match family, leaf, path.rpartition(".")[2]:
-        case "gpt_oss", "gate_up_proj", _:
-            return path, {
-                "gate_proj": [matrix[:, 0::2].t() for matrix in stack],
-                "up_proj": [matrix[:, 1::2].t() for matrix in stack],
-            }
-        case "gpt_oss", "down_proj", _:
-            return path, {"down_proj": [matrix.t() for matrix in stack]}
-        case "granitemoe", "weight", "input_linear":
-            experts = path.removesuffix("input_linear") + "experts"
-            return experts, {
-                "gate_proj": [matrix[:INNER] for matrix in stack],
-                "up_proj": [matrix[INNER:] for matrix in stack],
-            }
-        case "granitemoe", "weight", "output_linear":
-            experts = path.removesuffix("output_linear") + "experts"
-            return experts, {"down_proj": list(stack)}
-        case "mistral4", "gate_up_proj", "experts":
-            return path, {
-                "gate_proj": [matrix[:INNER] for matrix in stack],
-                "up_proj": [matrix[INNER:] for matrix in stack],
-            }
-        case "mistral4", "down_proj", "experts":
-            return path, {"down_proj": list(stack)}
-        case _:
-            return None
+    if family == "granitemoe":
+        path, _, module = path.rpartition(".")
+        leaf = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}.get(module, "")
+        path = f"{path}.experts"
+    if leaf not in ("gate_up_proj", "down_proj") or stack.dim() != 3:
+        return None
+    is_like_gpt_oss = family == "gpt_oss"
+    matrices = [matrix.t() if is_like_gpt_oss else matrix for matrix in stack]
+    if leaf == "down_proj":
+        return path, {"down_proj": matrices}
+    gates, ups = [], []
+    for matrix in matrices:
+        gate, up = (matrix[0::2], matrix[1::2]) if is_like_gpt_oss else matrix.chunk(2)
+        gates.append(gate)
+        ups.append(up)
+    return path, {"gate_proj": gates, "up_proj": ups}
 
 
 def joined(family: str, decoded: dict[str, list[torch.Tensor]]) -> torch.Tensor:
     """Returns what `split` takes apart, from decoded experts."""
-    if family == "gpt_oss" and "gate_proj" in decoded:
-        stack = torch.empty(EXPERTS, HIDDEN, 2 * INNER, dtype=torch.bfloat16)
-        for expert in range(EXPERTS):
-            stack[expert, :, 0::2] = decoded["gate_proj"][expert].t()
-            stack[expert, :, 1::2] = decoded["up_proj"][expert].t()
-        return stack
-    if family == "gpt_oss":
-        return torch.stack([matrix.t() for matrix in decoded["down_proj"]])
-    if "gate_proj" in decoded:
-        pairs = zip(decoded["gate_proj"], decoded["up_proj"], strict=True)
-        return torch.stack([torch.cat(pair) for pair in pairs])
-    return torch.stack(decoded["down_proj"])
+    if family != "gpt_oss":
+        return torch.stack([torch.cat(parts) for parts in zip(*decoded.values(), strict=True)])
+    by_turns = [
+        torch.stack(parts, 1).flatten(0, 1) for parts in zip(*decoded.values(), strict=True)
+    ]
+    return torch.stack([matrix.t() for matrix in by_turns])
 
 
 def pack_one_by_one(
-    family: str, source: Path, folder: Path, **options: Any
-) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint with packed single experts; returns what it decodes to, as in SOURCE."""
-    written: dict[str, torch.Tensor] = {}
+    family: str,
+    source: Path,
+    folder: Path,
+    tensors: Tensors | None = None,
+    *,
+    only: str = "",
+    **options: Any,
+) -> Tensors:
+    """Writes a checkpoint with packed single experts.
+
+    Args:
+        family: one of CLASSES; "mistral4" for all stacks of gate beside up, [out, in].
+        source: a checkpoint.
+        folder: what is written.
+        tensors: all of the model; None are those of SOURCE.
+        only: is in the names of the experts that are packed.
+        options: of bitsandbytes.
+
+    Returns:
+        What it decodes to, by the same names as `tensors`.
+    """
+    written: Tensors = {}
     expected = {}
-    for name, tensor in tensors_of(source).items():
-        parts = split(family, name, tensor)
+    for name, tensor in (tensors or tensors_of(source)).items():
+        parts = split(family, name, tensor) if only in name else None
         if parts is not None:
             path, matrices = parts
             decoded: dict[str, list[torch.Tensor]] = {}
@@ -166,7 +165,7 @@ def pack_one_by_one(
                     for number, matrix in enumerate(of_experts)
                 ]
             expected[name] = joined(family, decoded)
-        elif ".experts." in name and name.endswith(".weight"):
+        elif ".experts." in name and name.endswith(".weight") and only in name:
             expected[name] = encode(written, name, tensor, **options)
         else:
             written[name] = expected[name] = tensor
@@ -174,11 +173,13 @@ def pack_one_by_one(
     return expected
 
 
-def pack_stacked(source: Path, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+def pack_stacked(
+    source: Path, folder: Path, tensors: Tensors | None = None, **options: Any
+) -> Tensors:
     """Writes a checkpoint with 3-D packed stacks under their own names, as Unsloth does."""
-    written: dict[str, torch.Tensor] = {}
+    written: Tensors = {}
     expected = {}
-    for name, tensor in tensors_of(source).items():
+    for name, tensor in (tensors or tensors_of(source)).items():
         if tensor.dim() == 3:
             expected[name] = encode(written, name, tensor, **options)
         else:
@@ -187,9 +188,9 @@ def pack_stacked(source: Path, folder: Path, **options: Any) -> dict[str, torch.
     return expected
 
 
-def pack_as_unsloth_does_gpt_oss(source: Path, folder: Path) -> dict[str, torch.Tensor]:
+def pack_as_unsloth_does_gpt_oss(source: Path, folder: Path) -> Tensors:
     """Writes gate_up_projs.N, down_projs.N and router.linear."""
-    written: dict[str, torch.Tensor] = {}
+    written: Tensors = {}
     expected = {}
     for name, tensor in tensors_of(source).items():
         path, _, leaf = name.rpartition(".")
@@ -226,7 +227,8 @@ def save(
     weight_map = {}
     for number, half in enumerate(halves, start=1):
         file = f"model-{number:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in half}, folder / file, {"format": "pt"})
+        content = {name: tensors[name].contiguous() for name in half}
+        save_file(content, folder / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(half, file))
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -241,3 +243,39 @@ def save(
         "llm_int8_skip_modules": None,
     }
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def skip_linear_layers(folder: Path, model: torch.nn.Module) -> None:
+    """Says in a config.json that only experts are in 4 bits, as a loader wants to be told."""
+    config = json.loads((folder / "config.json").read_text())
+    linear = [name for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
+    config["quantization_config"]["llm_int8_skip_modules"] = linear
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def load(folder: Path, loader: Any = transformers.AutoModelForCausalLM) -> Any:
+    return loader.from_pretrained(folder).eval()
+
+
+def loaded_and_decoded(source: Path, folder: Path, pack: Callable[..., Tensors]) -> tuple[Any, Any]:
+    """Returns a packed mixture as transformers loads it, and the same with decoded experts.
+
+    Args:
+        source: a mixture.
+        folder: where the others are written.
+        pack: packs SOURCE into a folder, and returns what that decodes to.
+    """
+    expected = pack(source, folder / "packed")
+    save_model(folder / "decoded", expected, json.loads((source / "config.json").read_text()))
+    decoded = load(folder / "decoded")
+    skip_linear_layers(folder / "packed", decoded)
+    return load(folder / "packed"), decoded
+
+
+def stacks_of(model: Any) -> list[str]:
+    """Returns the names of the stacks of experts of a model that transformers has loaded."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and ".experts." in name
+    ]

@@ -61,11 +61,13 @@ print("packed" if "Experts4bit" in kinds else "not packed")
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     pytest.importorskip("transformers", minversion="5.8")
-    from mixtures import Packing, build, save
+    from packed_experts import load, make_mixture, pack_one_by_one, skip_linear_layers
 
     folder = tmp_path_factory.mktemp("checkpoint")
-    save(build("qwen3_moe"), "qwen3_moe", folder, Packing())
-    return folder
+    source = make_mixture("qwen3_moe", folder / "source")
+    pack_one_by_one("qwen3_moe", source, folder / "packed")
+    skip_linear_layers(folder / "packed", load(source))
+    return folder / "packed"
 
 
 @pytest.mark.oracle
@@ -190,10 +192,10 @@ def test_nothing_is_raised(monkeypatch, caplog):
 
 @pytest.mark.oracle
 def test_stands_back_for_unsloth(checkpoint, monkeypatch):
-    from mixtures import build
+    from packed_experts import load
 
-    files = [str(checkpoint / "model.safetensors")]
-    model = build("qwen3_moe")
+    files = [str(file) for file in checkpoint.glob("*.safetensors")]
+    model = load(checkpoint.with_name("source"))
     assert checkpoints.look_at_packed(model, files, None) is not None
     monkeypatch.setitem(sys.modules, "unsloth", sys)
     assert checkpoints.look_at_packed(model, files, None) is None

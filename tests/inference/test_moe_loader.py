@@ -3,6 +3,7 @@ decoded ones.
 """
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,25 @@ import torch
 pytest.importorskip("transformers", minversion="5.8")
 pytestmark = pytest.mark.oracle
 
-from mixtures import MIXTURES, Packing, as_in_mixtral, build, pack, save, stacks_of  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from checkpoints import tensors_of  # noqa: E402
+from packed_experts import (  # noqa: E402
+    CLASSES,
+    encode,
+    load,
+    loaded_and_decoded,
+    make_mixture,
+    pack_as_unsloth_does_gpt_oss,
+    pack_one_by_one,
+    pack_stacked,
+    save,
+    stacks_of,
+)
 
 import nf4conv.inference.moe  # noqa: E402, F401 - what is tested
 from nf4conv.inference.moe.tensor import Experts4bit  # noqa: E402
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-IDS = torch.tensor([[5, 9, 77, 3, 21, 64], [8, 8, 30, 110, 4, 99]])
+IDS = torch.tensor([[5, 9, 77, 3, 21, 64], [8, 8, 30, 90, 4, 79]])
 
 
 def packed_of(model) -> dict[str, Experts4bit]:
@@ -49,47 +60,63 @@ def compare(loaded, decoded, names):
         assert torch.equal(*generated)
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("mixtures")
+    return {kind: make_mixture(kind, folder / kind) for kind in CLASSES if kind != "mistral4"}
+
+
+def pack_stacks(source: Path, folder: Path, **options: bool) -> dict[str, torch.Tensor]:
+    """Packs the stacks that the model computes with, by the names that they have there."""
+    return pack_stacked(source, folder, load(source).state_dict(), **options)
+
+
 @pytest.mark.parametrize("layout", ["packed", "stacked"])
 @pytest.mark.parametrize("is_nested", [True, False])
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_computes_as_with_decoded_experts(kind, layout, is_nested, tmp_path):
-    model = build(kind)
-    model.load_state_dict(save(model, kind, tmp_path, Packing(layout, is_nested)))
-    compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, stacks_of(model))
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind != "mistral4"])
+def test_computes_as_with_decoded_experts(sources, kind, layout, is_nested, tmp_path):
+    pack = partial(pack_one_by_one, kind) if layout == "packed" else pack_stacks
+    pack = partial(pack, compress_statistics=is_nested)
+    loaded, decoded = loaded_and_decoded(sources[kind], tmp_path, pack)
+    compare(loaded, decoded, stacks_of(decoded))
 
 
-def test_gpt_oss_as_unsloth_names_it(tmp_path):
-    model = build("gpt_oss")
-    model.load_state_dict(save(model, "gpt_oss", tmp_path, Packing("unsloth")))
-    compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, stacks_of(model))
+def test_gpt_oss_as_unsloth_names_it(sources, tmp_path):
+    made = loaded_and_decoded(sources["gpt_oss"], tmp_path, pack_as_unsloth_does_gpt_oss)
+    compare(*made, stacks_of(made[1]))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_layers_in_16_bits_beside_packed_ones(kind, tmp_path):
-    model = build(kind)
-    model.load_state_dict(save(model, kind, tmp_path, Packing(layers=(1,))))
-    names = [name for name in stacks_of(model) if "layers.1." in name]
-    compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, names)
+def test_layers_in_16_bits_beside_packed_ones(sources, kind, tmp_path):
+    pack = partial(pack_one_by_one, kind, only="layers.1.")
+    loaded, decoded = loaded_and_decoded(sources[kind], tmp_path, pack)
+    compare(loaded, decoded, [name for name in stacks_of(decoded) if "layers.1." in name])
 
 
-def test_routers_that_transformers_4_packed_are_decoded(tmp_path):
+def test_routers_that_transformers_4_packed_are_decoded(sources, tmp_path):
     """Its skip list is null, and everything but lm_head is packed; routers are no Linear here."""
-    model = build("mixtral")
-    decoded = save(model, "mixtral", tmp_path, Packing())
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(".mlp.gate.weight")]:
-        key = as_in_mixtral(name)
-        packed, decoded[name] = pack(tensors.pop(name), is_nested=True)
-        tensors |= {f"{key}.{suffix}" if suffix else key: each for suffix, each in packed.items()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model.load_state_dict(decoded)
-    compare(AutoModelForCausalLM.from_pretrained(tmp_path), model, stacks_of(model))
+
+    def pack_with_routers(source: Path, folder: Path) -> dict[str, torch.Tensor]:
+        expected = pack_one_by_one("mixtral", source, folder)
+        tensors = tensors_of(folder)
+        for name in [name for name in expected if name.endswith(".gate.weight")]:
+            expected[name] = encode(tensors, name, tensors[name])
+        save(source, folder, tensors)
+        return expected
+
+    loaded, decoded = loaded_and_decoded(sources["mixtral"], tmp_path, pack_with_routers)
+    compare(loaded, decoded, stacks_of(decoded))
 
 
-def test_the_memory_footprint_counts_stored_bytes(tmp_path):
-    model = build("qwen3_moe")
-    save(model, "qwen3_moe", tmp_path, Packing())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+@pytest.fixture
+def loaded(sources, tmp_path):
+    """A packed mixture that computes in float32."""
+    pack = partial(pack_one_by_one, "qwen3_moe")
+    model, _ = loaded_and_decoded(sources["qwen3_moe"], tmp_path, pack)
+    return torch.nn.Module.to(model, torch.float32)
+
+
+def test_the_memory_footprint_counts_stored_bytes(loaded):
     stored = sum(
         tensor.nbytes
         for each in packed_of(loaded).values()
@@ -101,13 +128,10 @@ def test_the_memory_footprint_counts_stored_bytes(tmp_path):
     assert loaded.num_parameters() >= sum(each.numel() for each in packed_of(loaded).values())
 
 
-def test_what_a_forward_pass_decodes(tmp_path, monkeypatch):
+def test_what_a_forward_pass_decodes(loaded, monkeypatch):
     """One token decodes the experts that it is routed to, no other; in every implementation."""
     from nf4conv.inference.moe import weight
 
-    model = build("qwen3_moe")
-    save(model, "qwen3_moe", tmp_path, Packing())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     decode, counts = weight.decode, []
 
     def counted(part, ids, dtype):
@@ -124,13 +148,6 @@ def test_what_a_forward_pass_decodes(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------- as a parameter of a model
-
-
-@pytest.fixture
-def loaded(tmp_path: Path):
-    model = build("qwen3_moe")
-    save(model, "qwen3_moe", tmp_path, Packing())
-    return AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_copy_is_independent(loaded):

@@ -8,12 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from checkpoints import tensors_of
+from safetensors.torch import save_file
 
 pytest.importorskip("transformers", minversion="5.8")
 pytestmark = pytest.mark.oracle
 
-from mixtures import Packing, build, pack, save  # noqa: E402
+from packed_experts import (  # noqa: E402
+    encode,
+    load,
+    make_mixture,
+    pack_one_by_one,
+    pack_stacked,
+    skip_linear_layers,
+)
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import nf4conv.inference.moe  # noqa: E402, F401 - what is tested
@@ -25,18 +33,19 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    model = build("qwen3_moe")
-    made = {}
-    for layout, is_nested in (("packed", True), ("stacked", True), ("stacked", False)):
-        folder = tmp_path_factory.mktemp("whole") / f"{layout}-{is_nested}"
-        save(model, "qwen3_moe", folder, Packing(layout, is_nested))
-        made[folder.name] = folder
-    return made
+    folder = tmp_path_factory.mktemp("whole")
+    source = make_mixture("qwen3_moe", folder / "source")
+    model = load(source)
+    pack_one_by_one("qwen3_moe", source, folder / "packed")
+    pack_stacked(source, folder / "stacked", model.state_dict())
+    for layout in ("packed", "stacked"):
+        skip_linear_layers(folder / layout, model)
+    return {layout: folder / layout for layout in ("packed", "stacked")}
 
 
 def refused(folder: Path, damaged: Path, damage: Callable[[Tensors], None]) -> str:
     """Returns what is said of a checkpoint after some damage."""
-    tensors = load_file(folder / "model.safetensors")
+    tensors = tensors_of(folder)
     damage(tensors)
     damaged.mkdir(exist_ok=True)
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
@@ -61,8 +70,7 @@ def repacked(name: str, weight: torch.Tensor) -> Callable[[Tensors], None]:
     """Replaces a weight and its components."""
 
     def damage(tensors: Tensors) -> None:
-        for suffix, tensor in pack(weight, is_nested=True)[0].items():
-            tensors[f"{name}.{suffix}" if suffix else name] = tensor
+        encode(tensors, name, weight)
 
     return damage
 
@@ -85,17 +93,17 @@ MISSING = [  # a pattern of names, and what is said
 
 @pytest.mark.parametrize(("pattern", "said"), MISSING)
 def test_what_is_missing_is_named(folders, tmp_path, pattern, said):
-    assert said in refused(folders["packed-True"], tmp_path, without(pattern))
+    assert said in refused(folders["packed"], tmp_path, without(pattern))
 
 
 def test_a_stack_is_missing(folders, tmp_path):
-    message = refused(folders["stacked-True"], tmp_path, without(MISSING[4][0]))
+    message = refused(folders["stacked"], tmp_path, without(MISSING[4][0]))
     assert message.startswith(DOWN)
 
 
 def test_shapes_differ(folders, tmp_path):
     damage = repacked(EXPERT, torch.randn(64, 64))
-    message = refused(folders["packed-True"], tmp_path, damage)
+    message = refused(folders["packed"], tmp_path, damage)
     assert "model.layers.1.mlp.experts.gate_up_proj (mlp.experts.*.up_proj.weight)" in message
     assert "expert 2 is 64 × 64" in message
 
@@ -103,14 +111,14 @@ def test_shapes_differ(folders, tmp_path):
 def test_a_stack_of_another_shape(folders, tmp_path):
     name = "model.layers.0.mlp.experts.down_proj"
     damage = repacked(name, torch.randn(4, 64, 48))
-    message = refused(folders["stacked-True"], tmp_path, damage)
+    message = refused(folders["stacked"], tmp_path, damage)
     assert f"{name}: 4 experts of 64 × 48 in the files" in message
 
 
 def test_a_stack_whose_blocks_belong_to_two_experts(folders, tmp_path):
     name = "model.layers.0.mlp.experts.down_proj"
     damage = repacked(name, torch.randn(4, 8, 4))
-    message = refused(folders["stacked-True"], tmp_path, damage)
+    message = refused(folders["stacked"], tmp_path, damage)
     assert f"{name} (experts.down_proj): experts of 8 × 4 do not fill blocks of 64" in message
 
 
@@ -118,13 +126,13 @@ def test_damaged_codes(folders, tmp_path):
     def damage(tensors: Tensors) -> None:
         tensors[EXPERT] = tensors[EXPERT][:-64].clone()
 
-    message = refused(folders["packed-True"], tmp_path, damage)
+    message = refused(folders["packed"], tmp_path, damage)
     assert "(mlp.experts.*.up_proj.weight)" in message
 
 
 def test_experts_on_the_disk(folders, tmp_path):
     """accelerate's offloading, which transformers allows if the config asks for it."""
-    folder = shutil.copytree(folders["packed-True"], tmp_path / "mixture")
+    folder = shutil.copytree(folders["packed"], tmp_path / "mixture")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["llm_int8_enable_fp32_cpu_offload"] = True
     (folder / "config.json").write_text(json.dumps(config))
