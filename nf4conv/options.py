@@ -146,6 +146,7 @@ class QuantizeOptions(PushOptions, RunOptions):
     `quant_storage` and `scales` takes what most of its weights have.
     """
 
+    command: ClassVar[str] = "quantize"
     group: ClassVar = Group.RESULT
 
     quant_type: QuantType | None = option("Pack weights to this type.", unset="nf4, or SRC's own")
@@ -218,6 +219,7 @@ class QuantizeOptions(PushOptions, RunOptions):
 class DequantizeOptions(SourceOptions, RunOptions):
     """Says what `dequantize` makes of a 4-bit checkpoint, where that comes from, and how."""
 
+    command: ClassVar[str] = "dequantize"
     group: ClassVar = Group.RESULT
 
     dtype: Literal["bfloat16", "float16", "float32", "fp8"] | None = option(
@@ -238,6 +240,10 @@ class DequantizeOptions(SourceOptions, RunOptions):
     )
     verify: bool = field(default=False, init=False)
     tolerance: float | None = field(default=None, init=False)
+
+
+WritingOptions: TypeAlias = QuantizeOptions | DequantizeOptions
+"""The options of a command that writes a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

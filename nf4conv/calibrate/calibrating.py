@@ -30,7 +30,7 @@ from nf4conv.options import RunOptions
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.fingerprint import fingerprint, require_unchanged
 from nf4conv.plan.jobs import Job, PackJob
-from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.plan.writing import WritingPlan
 from nf4conv.run.device.on_torch.buffers import SharedTensors, TorchBuffers
 from nf4conv.run.device.on_torch.device import find_device
 from nf4conv.run.worker import Worker
@@ -46,8 +46,8 @@ _BUFFER: Final = 2**25  # bytes of host memory to read into
 
 
 def calibrate(
-    plan: QuantizationPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
-) -> QuantizationPlan:
+    plan: WritingPlan, out: Path, run: RunOptions, progress: Callable[[int], None]
+) -> WritingPlan:
     """Calibrates what a plan says, or goes on with it, and returns the plan that writes it.
 
     `progress` is called with the source bytes that have been worked through since the last call.
@@ -138,9 +138,7 @@ def _name(number: int) -> str:
     return f"block-{number:05d}"
 
 
-def with_calibrated_weights(
-    plan: QuantizationPlan, components: Mapping[str, TensorInfo]
-) -> QuantizationPlan:
+def with_calibrated_weights(plan: WritingPlan, components: Mapping[str, TensorInfo]) -> WritingPlan:
     """Returns a plan whose calibrated weights are copied from finished blocks.
 
     `components` says where the components of all these weights are, by their names.

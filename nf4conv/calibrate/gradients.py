@@ -40,13 +40,13 @@ def find_output_moments(session: Session, blocks: Iterable[int]) -> None:
     if all(session.kept.read(_name(number)) is not None for number in blocks):
         return
     # hidden states before each block, behind the last, and the gradients
-    memory = session.memory // (calibration.blocks + 2)
+    memory = session.memory // (len(calibration.block_bytes) + 2)
     inputs, calls = _run_forward(session, memory)
     give_back(session.device)
     gradients = _gradients_behind(session, inputs[-1], memory)
     give_back(session.device)
     inputs.pop().remove()
-    for number in reversed(range(calibration.blocks)):
+    for number in reversed(range(len(calibration.block_bytes))):
         _go_back(session, number, inputs.pop(), calls, gradients)
         give_back(session.device)
         session.tell(calibration.block_bytes[number])

@@ -23,9 +23,8 @@ from nf4conv.calibrate.text import LENGTH, TOKENS, Text, Windows, cut_windows
 from nf4conv.errors import PlanError
 from nf4conv.models.module_names import module_of
 from nf4conv.options import QuantizeOptions
-from nf4conv.plan.calibration import CalibrationText
 from nf4conv.plan.jobs import Job, PackJob
-from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.source import Source
 
 _Jobs = Mapping[str, Sequence[PackJob]]
@@ -35,13 +34,14 @@ _Fillings = Mapping[int | None, Sequence[Filling]]
 """The parameters to fill from the checkpoint, by block; None stands for those outside."""
 
 
-def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> QuantizationPlan:
+def plan_calibration(
+    plan: WritingPlan, texts: Sequence[Text], options: QuantizeOptions
+) -> WritingPlan:
     """Adds a calibration to the plan of a checkpoint, whose scales are searched.
 
     request.py has let its source and its options pass.
     """
     source = plan.source
-    options = plan.options
     assert source.config is not None  # or else it would have been refused
     model: Any = build_model(source.config, torch.float32)
     jobs = _jobs_of(plan)
@@ -67,17 +67,25 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
     for number, of_block in fillings.items():
         if number is not None:
             block_bytes[number] = sum(one.nbytes for each in of_block for one in each.tensors)
+    outputs = options.calibrate_output
+    weights = frozenset(job.name for job in chosen)
+    described = {
+        "knows": _known(outputs),
+        "texts": [{"name": text.path.name, "sha256": text.sha256} for text in texts],
+        "tokens": calibrating.size,
+        "judging_tokens": judging.size,
+        "window": calibrating.shape[1],
+        "weights": len(weights),
+    }
+    passes = 1 if outputs is None else 3  # gradients take two more
     calibration = PreparedCalibration(
-        texts=tuple(CalibrationText(text.path.name, text.sha256) for text in texts),
-        tokens=calibrating.size,
-        judging_tokens=judging.size,
-        window=calibrating.shape[1],
+        described=described,
         transformers=version("transformers"),
-        block_bytes=tuple(block_bytes),
+        bytes_to_read=passes * sum(block_bytes),
         bytes_spared=sum(job.source_bytes - job.nbytes for job in chosen),
-        weights=frozenset(job.name for job in chosen),
-        outputs=options.calibrate_output,
         carry_out=calibrate,
+        outputs=outputs,
+        block_bytes=tuple(block_bytes),
         calibrating=calibrating,
         judging=judging,
         flow=flow,
@@ -86,16 +94,16 @@ def plan_calibration(plan: QuantizationPlan, texts: Sequence[Text]) -> Quantizat
     )
 
     def marked(job: Job) -> Job:
-        if isinstance(job, PackJob) and job.name in calibration.weights:
+        if isinstance(job, PackJob) and job.name in weights:
             return replace(job, original=job, reason=f"{job.reason}, calibrated")
         return job
 
     output = plan.output.with_jobs(marked)
-    notes = (*plan.notes, *_notes(calibration, jobs, options))
+    notes = (*plan.notes, *_notes(calibration, weights, jobs, options))
     return replace(plan, output=output, calibration=calibration, notes=notes)
 
 
-def _jobs_of(plan: QuantizationPlan) -> _Jobs:
+def _jobs_of(plan: WritingPlan) -> _Jobs:
     jobs: defaultdict[str, list[PackJob]] = defaultdict(list)
     for job in plan.output.jobs:
         if isinstance(job, PackJob) and job.stored is None:
@@ -198,18 +206,30 @@ def _length(model: Any) -> int:
     return length
 
 
+def _known(outputs: str | None) -> str:
+    """Says what the rounding knows of the model."""
+    if outputs is None:
+        return "activations"
+    which = "all weights" if outputs == "all" else "the first weights of each block"
+    return f"activations, and how predictions depend on the outputs of {which}"
+
+
 def _notes(
-    calibration: PreparedCalibration, jobs: _Jobs, options: QuantizeOptions
+    calibration: PreparedCalibration,
+    weights: frozenset[str],
+    jobs: _Jobs,
+    options: QuantizeOptions,
 ) -> Iterator[str]:
     """Yields the lines about a calibration that the user should read."""
     wanted = options.calibration_tokens or TOKENS
-    texts = ", ".join(text.name for text in calibration.texts)
-    few = "" if calibration.tokens >= wanted - calibration.window else f", of {wanted:,} wanted"
+    texts = ", ".join(text["name"] for text in calibration.described["texts"])
+    windows = calibration.calibrating
+    few = "" if windows.size >= wanted - windows.shape[1] else f", of {wanted:,} wanted"
     yield (
-        f"calibration: {len(calibration.weights):,} weights in {calibration.blocks:,} blocks, "
-        f"by {calibration.tokens:,} tokens of {texts}{few}"
+        f"calibration: {len(weights):,} weights in {len(calibration.block_bytes):,} blocks, "
+        f"by {windows.size:,} tokens of {texts}{few}"
     )
-    left_out = {job.name for each in jobs.values() for job in each} - calibration.weights
+    left_out = {job.name for each in jobs.values() for job in each} - weights
     if left_out:
         yield (
             f"{len(left_out):,} other weights have searched scales, such as {min(left_out)}: they "

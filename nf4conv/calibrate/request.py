@@ -9,11 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from nf4conv.calibrate.text import read_texts
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions
-from nf4conv.plan.quantization import QuantizationPlan, plan_source
+from nf4conv.plan.quantization import plan_source
+from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.source import Source
 
 
-def plan_calibrated(source: Source, options: QuantizeOptions) -> QuantizationPlan:
+def plan_calibrated(source: Source, options: QuantizeOptions) -> WritingPlan:
     """Plans a checkpoint whose weights are calibrated; the plan carries the calibration out.
 
     This is how the rest of nf4conv gets here.
@@ -49,4 +50,4 @@ def plan_calibrated(source: Source, options: QuantizeOptions) -> QuantizationPla
     plan = plan_source(source, replace(options, scales="search"))
     from nf4conv.calibrate.planning import plan_calibration  # importing torch takes seconds
 
-    return plan_calibration(plan, texts)
+    return plan_calibration(plan, texts, options)

@@ -13,9 +13,8 @@ from nf4conv.calibrate.model.flow import Call, Flow
 from nf4conv.calibrate.stages import Target
 from nf4conv.calibrate.text import Windows
 from nf4conv.codec.quant_state import DTYPES
-from nf4conv.plan.calibration import Calibration
 from nf4conv.plan.fingerprint import require_unchanged
-from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.plan.writing import Calibration, WritingPlan
 from nf4conv.run.device.on_torch.buffers import TorchBuffers
 from nf4conv.run.device.on_torch.reading import read_values
 from nf4conv.sources.tensors import TensorInfo
@@ -32,6 +31,9 @@ class PreparedCalibration(Calibration):
     """Holds what carries out a calibration, beside what describes it.
 
     Attributes:
+        outputs: "qkv" or "all", as --calibrate-output has it: the errors of these weights are
+            weighed by how much the predictions depend on each output. None without that option.
+        block_bytes: the bytes of each block in the source.
         calibrating: the windows that calibrate.
         judging: the windows that judge.
         flow: runs the model up to its blocks.
@@ -40,6 +42,8 @@ class PreparedCalibration(Calibration):
         targets: the weights of each block that are calibrated.
     """
 
+    outputs: str | None
+    block_bytes: tuple[int, ...]
     calibrating: Windows
     judging: Windows
     flow: Flow
@@ -69,7 +73,7 @@ class Session:
 
     def __init__(
         self,
-        plan: QuantizationPlan,
+        plan: WritingPlan,
         device: torch.device,
         buffers: TorchBuffers,
         kept: KeptFiles,
@@ -88,7 +92,7 @@ class Session:
         self.told = 0
         self._buffers = buffers
         self._progress = progress
-        step = max(_BATCH_TOKENS[device.type] // self.calibration.window, 1)
+        step = max(_BATCH_TOKENS[device.type] // self.calibration.calibrating.shape[1], 1)
         calibrating = torch.split(torch.from_numpy(self.calibration.calibrating), step)
         judging = torch.split(torch.from_numpy(self.calibration.judging), step)
         self.batches = (*calibrating, *judging)

@@ -14,9 +14,9 @@ from nf4conv.format.dtypes import DTYPE_NAMES, FLOAT_TAGS
 from nf4conv.models.experts import find_stack, single_expert
 from nf4conv.models.families import families_of, is_transposed, layouts_of, stacked_layouts
 from nf4conv.models.module_names import HEADS, module_of
-from nf4conv.plan.dequantization import DequantizationPlan
 from nf4conv.plan.jobs import CopyJob, PackJob, footprint
 from nf4conv.plan.joining import join_experts
+from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.source import Source
@@ -89,7 +89,7 @@ def pair(structure: Structure, source: Source) -> Pairs:
     return Pairs(weights, copies)
 
 
-def pair_decoded(structure: Structure, plan: DequantizationPlan) -> Pairs:
+def pair_decoded(structure: Structure, plan: WritingPlan) -> Pairs:
     """Finds what each tensor of a decoded checkpoint is decoded or copied from, and notes those
     that are not as planned.
     """

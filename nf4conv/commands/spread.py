@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from nf4conv import errors
-from nf4conv.commands.writing import OptionsT, sum_of_seconds, tell_what_is_read
 from nf4conv.errors import Nf4convError, PlanError
-from nf4conv.options import RunOptions
+from nf4conv.options import RunOptions, WritingOptions
 from nf4conv.output.workspace import Workspace
 from nf4conv.plan.parts import plan_part
-from nf4conv.report.results import RunReport, VerificationSummary
+from nf4conv.report.advice import tell_what_is_read
+from nf4conv.report.results import RunReport, VerificationSummary, sum_of_seconds
 from nf4conv.run.checkpoint import ignore
 from nf4conv.run.device.on_driver.driver import bus_id, device_count
 from nf4conv.sources.record import read_record
@@ -50,7 +50,10 @@ _PARTS_PER_TASK: Final = 4  # so that a slower host carries out fewer
 
 
 def carry_out(
-    plan: Any, execute: Callable[[Any, Path, OptionsT], RunReport], out: Path, options: OptionsT
+    plan: Any,
+    execute: Callable[[Any, Path, WritingOptions], RunReport],
+    out: Path,
+    options: WritingOptions,
 ) -> RunReport:
     """Has workers make all parts of a plan, and finishes the checkpoint.
 

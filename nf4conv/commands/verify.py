@@ -32,13 +32,13 @@ from nf4conv.check.record_check import (
 )
 from nf4conv.check.relation import Relation, decoding_options, relation_of
 from nf4conv.check.structure import Finding, Structure, read_structure
-from nf4conv.commands import dequantize
 from nf4conv.declaring import after_one_place, narrowed
 from nf4conv.errors import DiffusersFolderError, PlanError
 from nf4conv.format.dtypes import FLOAT_TAGS
 from nf4conv.format.units import size
 from nf4conv.options import DequantizeOptions, SourceOptions, VerifyOptions
-from nf4conv.plan.dequantization import DequantizationPlan
+from nf4conv.plan import dequantization
+from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.measured import join_reports, verification_report
 from nf4conv.report.results import VerifyReport
 from nf4conv.report.text.progress_bar import Step, begin
@@ -138,7 +138,7 @@ def plan_checkpoint(path: Path, options: VerifyOptions) -> VerificationPlan:
     if options.source is None:
         return _plan_alone(path, structure, relation, options)
     where = narrowed(options, SourceOptions)
-    decode = partial(dequantize.plan_checkpoint, options.source, where=where)
+    decode = partial(dequantization.plan_checkpoint, options.source, where=where)
     return _plan_beside(path, structure, relation, options, str(options.source), where, decode)
 
 
@@ -191,7 +191,7 @@ def _plan_beside(
     options: VerifyOptions,
     place: str,
     where: SourceOptions,
-    decode: Callable[[DequantizeOptions], DequantizationPlan],
+    decode: Callable[[DequantizeOptions], WritingPlan],
 ) -> VerificationPlan:
     """Plans to compare a checkpoint with its source, by how it says that it was made.
 
@@ -287,7 +287,7 @@ def _plan_pipeline(
             if name not in origin.submodels:
                 raise PlanError(f"{source}: has no submodel {name}, which {path} has")
             where = origin.submodels[name]
-            decode = partial(dequantize.plan_submodel, origin, where=where)
+            decode = partial(dequantization.plan_submodel, origin.place, where=where)
             submodels[name] = _plan_beside(
                 submodel, structure, relation, options, origin.place, where, decode
             )

@@ -1,4 +1,6 @@
-"""Describes plans, tells what a run reads, and writes pipelines, for quantize and dequantize.
+"""Carries plans out, for quantize and dequantize: describes them, writes, verifies, uploads.
+
+open the repository to push to ▸ calibrate ▸ write ▸ commit what was uploaded
 
 The submodels of a pipeline are written one after the other:
 
@@ -7,107 +9,219 @@ OUT/<submodel>          a checkpoint of its own: a rerun finds by its record tha
 OUT/model_index.json    last of all: without it diffusers does not take the folder for a pipeline
 """
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from nf4conv.options import DequantizeOptions, QuantizeOptions
+from nf4conv.errors import PlanError, SourceError, VerificationError
+from nf4conv.options import DequantizeOptions, QuantizeOptions, VerifyOptions, WritingOptions
 from nf4conv.output.workspace import Workspace, tidy
-from nf4conv.plan.diffusers import DiffusersPlan, PlanT
-from nf4conv.plan.quantization import QuantizationPlan
+from nf4conv.output.writer import write_file
+from nf4conv.plan.diffusers import DiffusersPlan
+from nf4conv.plan.parts import in_parts, plan_part
 from nf4conv.plan.rows import summed
 from nf4conv.plan.writing import WritingPlan
-from nf4conv.report.results import PlanReport, RunReport, VerificationSummary
-from nf4conv.report.text.progress_bar import Step, begin
+from nf4conv.report.advice import tell_what_is_read
+from nf4conv.report.loading import loading_of_plan, push_command
+from nf4conv.report.results import PlanReport, RunReport, VerificationSummary, sum_of_seconds
+from nf4conv.run.checkpoint import ignore, require_apart, write_checkpoint
+from nf4conv.run.device.protocol import NonFiniteError
+from nf4conv.run.earlier import found_or_written
+from nf4conv.run.filling import Card
+from nf4conv.run.parts import finish_without_source
 from nf4conv.sources.reader import read_small, reading_speed
 from nf4conv.sources.unfinished import is_unfinished
 from nf4conv.system.folders import remove
 from nf4conv.system.machine import uncollected
 
+if TYPE_CHECKING:
+    from nf4conv.output.push import Push
+
+AnyPlan: TypeAlias = WritingPlan | DiffusersPlan
+"""Plan of one checkpoint, or of a diffusers pipeline."""
+
+
 OptionsT = TypeVar("OptionsT", QuantizeOptions, DequantizeOptions)
 
 
+def convert(
+    source: str | Path,
+    out: Path,
+    options: OptionsT,
+    make_plan: Callable[[str | Path, OptionsT], AnyPlan],
+) -> RunReport:
+    """Plans a conversion and carries it out.
+
+    A source that cannot be read is not needed if parts have made all files.
+    """
+    try:
+        plan = make_plan(source, options)
+    except SourceError:
+        found = finish_without_source(out, options)
+        if found is None:
+            raise
+        return found
+    return execute(plan, out, options)
+
+
 @uncollected()
-def describe(plan: WritingPlan | DiffusersPlan[Any]) -> PlanReport:
+def describe(plan: AnyPlan) -> PlanReport:
     """Describes what carrying out a plan would do."""
     rows = plan.rows()
     totals = plan.totals()
-    first: WritingPlan
-    if isinstance(plan, DiffusersPlan):
-        first = next(iter(plan.submodels.values()))
-        source = str(plan.folder.place)
-    else:
-        first = plan
-        source = str(plan.source)
+    plans = list(plan.submodels.values()) if isinstance(plan, DiffusersPlan) else [plan]
+    # how fast some of the source is read now tells how long all of it takes
+    speed = reading_speed([file for one in plans for file in one.source.files])
     return PlanReport(
-        command=first.command,
-        source=source,
+        command=plans[0].command,
+        source=str(plan.folder.place if isinstance(plan, DiffusersPlan) else plan.source),
         totals=totals,
         kinds=summed(rows),
         tensors=tuple(rows),
         config=plan.config,
-        reading_seconds=_reading_seconds(plan, totals.bytes_before),
+        reading_seconds=None if speed is None else totals.bytes_before / speed,
         notes=tuple(plan.notes),
     )
 
 
-def _reading_seconds(plan: WritingPlan | DiffusersPlan[Any], nbytes: int) -> float | None:
-    """Estimates how long the source is read, by how fast some of it is read now."""
-    plans = plan.submodels.values() if isinstance(plan, DiffusersPlan) else [plan]
-    speed = reading_speed([file for one in plans for file in one.source.files])
-    return None if speed is None else nbytes / speed
+def execute(plan: AnyPlan, out: Path, options: WritingOptions) -> RunReport:
+    """Carries out a plan, in as many processes as the options say, and uploads the result."""
+    started = time.perf_counter()
+    options = in_parts(plan, options, out)
+    if options.is_spread:
+        from nf4conv.commands.spread import carry_out  # few runs need to import it
+
+        return carry_out(plan, execute, out, options)
+    plan = plan_part(plan, options)
+    tell_what_is_read(plan, options)
+    require_apart(_source_folder(plan), out)
+    if (
+        isinstance(plan, WritingPlan)
+        and isinstance(options, QuantizeOptions)
+        and not plan.packs_anything
+    ):
+        raise PlanError(
+            f"{plan.source}: no tensor of this checkpoint would be packed; "
+            f"--dry-run shows why each is kept"
+        )
+    with _open_push(options) as repository:
+        if isinstance(plan, DiffusersPlan):
+            report = _write_pipeline(plan, out, options, repository)
+        else:
+            offer = None if repository is None else repository.offer
+            report = _write_one(plan, out, options, offer, partial(_card, plan))
+        if isinstance(options, QuantizeOptions):
+            report = _with_commands(report, plan)
+        if repository is not None:
+            report = _pushed(report, repository, out, plan)
+    return replace(report, seconds=time.perf_counter() - started)
 
 
-def tell_what_is_read(
-    plan: WritingPlan | DiffusersPlan[Any], options: QuantizeOptions | DequantizeOptions
-) -> None:
-    """Tells who watches a run its notes, and the steps that read bytes."""
-    if options.progress is None:
-        return
-    totals = plan.totals()
-    work = totals.bytes_before
-    if isinstance(options, DequantizeOptions):
-        begin(options.progress, [Step("decoding", work)], plan.notes)
-        return
-    verb = "quantizing"
-    if options.verify:
-        work += totals.bytes_before + totals.bytes_after
-        verb = "quantizing and verifying"
-    last = "finishing"
-    if options.push_to_hub is not None:
-        last = f"uploading to {options.push_to_hub}"
-    steps = []
-    calibration = plan.calibration if isinstance(plan, QuantizationPlan) else None
-    if calibration is not None:
-        read = calibration.bytes_to_read
-        steps.append(Step("calibrating", read, "calibrating"))
-        work -= calibration.bytes_spared
-    begin(options.progress, [*steps, Step(verb, work, last)], plan.notes)
+def _source_folder(plan: AnyPlan) -> Path:
+    return plan.folder.folder if isinstance(plan, DiffusersPlan) else plan.source.folder
+
+
+def _write_one(
+    plan: WritingPlan,
+    out: Path,
+    options: WritingOptions,
+    announce: Callable[[str, Path], None] | None,
+    card: Card,
+) -> RunReport:
+    """Carries out the plan of one checkpoint; tells `announce` name and path of finished shards."""
+    progress = options.progress or ignore
+
+    def write() -> RunReport:
+        if isinstance(options, DequantizeOptions):
+            from nf4conv.run.tasks.scan import check_scales  # quantizing does not need it
+
+            check_scales(list(plan.output.jobs), plan.source, options)
+        if plan.calibration is None:
+            return write_checkpoint(plan, out, options, progress, card, announce)
+        made = plan.calibration.carry_out(plan, out, options, progress)
+        after = replace(options, overwrite=False)
+        return write_checkpoint(made, out, after, progress, card, announce)
+
+    try:
+        report = found_or_written(plan, out, options, progress, write)
+    except NonFiniteError as error:
+        from nf4conv.run.tasks.scan import unpackable  # only few runs need to import it
+
+        raise unpackable(error.job, plan.output.format, options, plan.source) from error
+    is_asked = isinstance(options, QuantizeOptions) and options.verify
+    if is_asked and plan.part is None and report.already_complete:
+        _verify_again(plan, out, options)
+    return report
+
+
+def _card(plan: AnyPlan, bytes_after: int, verified: VerificationSummary | None) -> str | None:
+    """Writes the model card; None for a decoded model that no adapter is merged into."""
+    if isinstance(plan, DiffusersPlan) or plan.command == "quantize":
+        from nf4conv.report.card import model_card  # importing YAML takes a moment
+
+        return model_card(plan, bytes_after, verified)
+    if not plan.source.adapters:
+        return None
+    from nf4conv.report.card import merged_card
+
+    return merged_card(plan)
+
+
+def _with_commands(report: RunReport, plan: AnyPlan) -> RunReport:
+    """Adds how the result is loaded and pushed."""
+    loading = loading_of_plan(plan)
+    if loading is not None:
+        report = replace(report, loading=loading.code(report.out), install=loading.install)
+    if plan.config is not None:
+        report = replace(report, push=push_command(Path(report.out)))
+    return report
+
+
+def _verify_again(plan: WritingPlan, out: Path, options: WritingOptions) -> None:
+    """Compares a result that was complete before with its source, byte by byte.
+
+    Raises:
+        VerificationError: it is not what quantizing the source gives.
+    """
+    from nf4conv.commands.verify import verify_result  # few runs need to import it
+
+    required = VerifyOptions(
+        tolerance=options.tolerance,
+        device=options.device,
+        workers=options.workers,
+        buffer_size=options.buffer_size,
+        progress=options.progress,
+    )
+    for finding in verify_result(out, plan.source, required).findings:
+        if finding.is_fault:
+            raise VerificationError(
+                f"{out}: verification failed: {finding.line()}; --overwrite makes it anew", path=out
+            )
 
 
 # --- diffusers pipelines ------------------------------------------------------------------------
 
 
-def write_submodels(
-    plan: DiffusersPlan[PlanT],
-    out: Path,
-    options: OptionsT,
-    write: Callable[[PlanT, Path, OptionsT], RunReport],
-    card: Callable[[RunReport], str | None] | None = None,
+def _write_pipeline(
+    plan: DiffusersPlan, out: Path, options: WritingOptions, repository: "Push | None"
 ) -> RunReport:
-    """Carries out the plans of all submodels.
+    """Carries out the plans of all submodels. On the Hub, folders stand before names of files."""
 
-    Args:
-        plan: the plan of the pipeline.
-        out: the output folder.
-        options: how to use the machine, and whom to tell the number of source bytes that are read.
-        write: carries out the plan of one submodel; it recognises one that is there already.
-        card: returns the README.md of the pipeline, given its report; None if it gets none.
-    """
+    def write(name: str, options: WritingOptions) -> RunReport:
+        def announce(file: str, path: Path) -> None:
+            if repository is not None:
+                repository.offer(f"{name}/{file}", path)
+
+        part = plan.submodels[name]
+        return _write_one(part, out / name, options, announce, lambda *_: None)
+
     index = plan.folder.index
     if (out / index.name).is_file() and not is_unfinished(out) and not options.overwrite:
-        reports = [write(part, out / name, options) for name, part in plan.submodels.items()]
+        reports = [write(name, options) for name in plan.submodels]
         tidy(out)
         return _joined(plan, out, reports)
     begun = {"command": type(options).__name__, "--device": options.device}
@@ -119,21 +233,21 @@ def write_submodels(
         # it is there if an earlier run ended between its last two steps
         remove(out, index.name)
         reports = []
-        for name, part in plan.submodels.items():
+        for name in plan.submodels:
             # one that an earlier run has finished may not be verified
             again = options.verify and not is_unfinished(out / name)
-            reports.append(write(part, out / name, replace(options, overwrite=again)))
+            reports.append(write(name, replace(options, overwrite=again)))
         for file in plan.folder.files:
             workspace.copy(str(file), plan.folder.folder / file)
         report = _joined(plan, out, reports)
-        text = None if card is None else card(report)
-        if text is not None:
-            workspace.write("README.md", text.encode(errors="backslashreplace"))
+        if isinstance(options, QuantizeOptions):
+            card = _card(plan, report.totals.bytes_after, report.verification)
+            workspace.write("README.md", str(card).encode(errors="backslashreplace"))
         workspace.complete({index.name: read_small(index)})
     return report
 
 
-def _joined(plan: DiffusersPlan[Any], out: Path, runs: Sequence[RunReport]) -> RunReport:
+def _joined(plan: DiffusersPlan, out: Path, runs: Sequence[RunReport]) -> RunReport:
     """Joins what came of all submodels."""
     shards_resumed = 0
     for run, part in zip(runs, plan.submodels.values(), strict=True):
@@ -163,10 +277,40 @@ def _verification(runs: Sequence[RunReport]) -> VerificationSummary | None:
     return VerificationSummary.sum_up(parts)
 
 
-def sum_of_seconds(runs: Sequence[RunReport]) -> dict[str, float]:
-    """Returns the seconds that all runs have spent, by activity."""
-    seconds: dict[str, float] = {}
-    for run in runs:
-        for activity, spent in run.seconds_by_activity.items():
-            seconds[activity] = seconds.get(activity, 0.0) + spent
-    return seconds
+# --- uploading ----------------------------------------------------------------------------------
+
+
+def _open_push(
+    options: WritingOptions,
+) -> "AbstractContextManager[Push | None]":
+    """Opens the repository to upload to, so that what is wrong with it is known at once."""
+    if not isinstance(options, QuantizeOptions) or options.push_to_hub is None:
+        return nullcontext()
+    from nf4conv.output.push import Push  # importing huggingface_hub takes a while
+
+    return Push(
+        options.push_to_hub,
+        token=options.token,
+        public=options.public,
+        overwrite=options.overwrite,
+    )
+
+
+def _pushed(report: RunReport, repository: "Push", out: Path, plan: AnyPlan) -> RunReport:
+    """Commits what has been uploaded, and adds the address to the report.
+
+    The code of the card loads the model from the repository from then on.
+    """
+    from nf4conv.report.card import with_repository  # importing YAML takes a moment
+
+    loading = loading_of_plan(plan)
+    card = out / "README.md"
+    if loading is not None:
+        report = replace(report, loading=loading.code(repository.repo))
+        if card.is_file():
+            for left in out.glob(".README.md.*.partial"):  # by a run that was killed just here
+                left.unlink()
+            text = with_repository(card.read_text(encoding="utf-8"), loading, repository.repo)
+            write_file(card, [text.encode()])
+    address = repository.commit(out, "Quantize to 4 bits with nf4conv")
+    return replace(report, pushed=address, push="")

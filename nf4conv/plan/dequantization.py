@@ -5,8 +5,9 @@ So all that is left to do is to store them as such, and to take the quantization
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
 
 from nf4conv.choose.evidence import Evidence
 from nf4conv.choose.experts import check_layers
@@ -15,16 +16,20 @@ from nf4conv.errors import PlanError
 from nf4conv.format.dtypes import FLOAT_TAGS, TAGS
 from nf4conv.format.layout import Format
 from nf4conv.models.config import checkpoint_dtype, plain_config, without_quantization
-from nf4conv.options import DequantizeOptions
+from nf4conv.options import DequantizeOptions, SourceOptions
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.fp8 import fp8_config, fp8_groups
-from nf4conv.plan.jobs import CopyJob, Job
+from nf4conv.plan.jobs import CopyJob
 from nf4conv.plan.joining import join_experts
 from nf4conv.plan.writing import WritingPlan, notes_on_files, plan_unchanged
+from nf4conv.sources.adapters.merging import open_merged
 from nf4conv.sources.arranged import StackedExperts
 from nf4conv.sources.foreign.bitsandbytes import is_in_4_bits
+from nf4conv.sources.opening import open_readable
+from nf4conv.sources.original_card import read_front_matter
 from nf4conv.sources.source import Source
 from nf4conv.sources.tensors import TensorInfo
+from nf4conv.system.machine import uncollected
 
 _KEPT: Final = "not quantized"
 _MERGED: Final = "merged with an adapter"
@@ -32,29 +37,35 @@ _DECODED: Final = "decoded"
 _STACKED: Final = "decoded, and stacked as its family stores experts"
 
 
-@dataclass(frozen=True)
-class DequantizationPlan(WritingPlan):
-    """Plans what becomes of a checkpoint that is decoded: the result of `plan_dequantization`.
+@uncollected()
+def plan_checkpoint(
+    place: str | Path, options: DequantizeOptions, where: SourceOptions
+) -> WritingPlan:
+    """Plans one checkpoint, or a submodel that is `where` in a pipeline.
 
-    Attributes:
-        options: the options that the user gave.
+    Raises:
+        DiffusersFolderError: the source is a diffusers pipeline.
+        PlanError: nothing in the source is quantized, or the request cannot be met for it.
     """
-
-    command: ClassVar[str] = "dequantize"
-
-    options: DequantizeOptions
-
-    def dtype_of(self, job: Job) -> str:
-        assert isinstance(job, CopyJob)
-        return job.dtype
-
-    def action_of(self, job: Job) -> str:
-        if job.source.unmerged is not job.source:
-            return "merge"
-        return super().action_of(job) if job.source.encoding is None else "decode"
+    plan = _plan_source(place, open_merged(place, where, options.lora), options)
+    if not options.lora:
+        return plan  # it gets no card, because its original's card says all there is
+    front, complaints = read_front_matter(plan.source.card)
+    return replace(plan, front=front, notes=(*plan.notes, *complaints))
 
 
-def plan_source(place: object, source: Source, options: DequantizeOptions) -> DequantizationPlan:
+@uncollected()
+def plan_submodel(
+    place: str | Path, options: DequantizeOptions, where: SourceOptions
+) -> WritingPlan:
+    """Plans a submodel; keeps its tensors as they are if nothing in it is decoded."""
+    opened = open_readable(place, where)
+    if any(tensor.is_quantized for tensor in opened.tensors):
+        return _plan_source(place, opened, options)
+    return plan_unchanged(opened, options)
+
+
+def _plan_source(place: object, source: Source, options: DequantizeOptions) -> WritingPlan:
     """Plans the dequantization of one opened checkpoint."""
     if options.fp8_scales is not None and options.dtype != "fp8":
         raise PlanError("--fp8-scales means nothing without --dtype fp8")
@@ -84,12 +95,10 @@ def plan_source(place: object, source: Source, options: DequantizeOptions) -> De
     is_of_others = any(tensor.is_quantized and not is_in_4_bits(tensor) for tensor in tensors)
     if options.lora or is_of_others or source.is_gguf:
         notes = (*source.notes, *notes)
-    return DequantizationPlan(
-        options, source, output, None if source.config is None else config, notes
-    )
+    return WritingPlan(options, source, output, None if source.config is None else config, notes)
 
 
-def _as_fp8(place: object, source: Source, options: DequantizeOptions) -> DequantizationPlan:
+def _as_fp8(place: object, source: Source, options: DequantizeOptions) -> WritingPlan:
     """Plans to store MXFP4 as FP8, and to copy the rest."""
     output = arrange(
         list(fp8_groups(place, source, options)),
@@ -98,7 +107,7 @@ def _as_fp8(place: object, source: Source, options: DequantizeOptions) -> Dequan
         stem=source.stem,
     )
     notes = (*source.notes, *notes_on_files(source, output))
-    return DequantizationPlan(options, source, output, fp8_config(source.config or {}), notes)
+    return WritingPlan(options, source, output, fp8_config(source.config or {}), notes)
 
 
 def _dtype_of_model(config: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> str:
@@ -112,14 +121,6 @@ def _dtype_of_model(config: Mapping[str, Any], tensors: Sequence[TensorInfo]) ->
         return dominant
     has_kept = any(tensor.dtype == "BF16" and tensor.encoding is None for tensor in tensors)
     return "bfloat16" if has_kept else dominant
-
-
-def plan_unchanged_submodel(source: Source, options: DequantizeOptions) -> DequantizationPlan:
-    """Plans a submodel of a diffusers pipeline in which nothing is decoded."""
-    format = Format("nf4", 64, False, dominant_dtype(source.tensors))
-    output = plan_unchanged(source, format, options.max_shard_size)
-    notes = tuple(notes_on_files(source, output))
-    return DequantizationPlan(options, source, output, source.config, notes)
 
 
 def _output_dtype(tensor: TensorInfo, evidence: Evidence, options: DequantizeOptions) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from nf4conv.options import QuantizeOptions
 from nf4conv.plan.jobs import Job
@@ -14,11 +14,9 @@ from nf4conv.sources.diffusers import DiffusersFolder
 from nf4conv.sources.original_card import OriginalCard
 from nf4conv.sources.reader import read_json
 
-PlanT = TypeVar("PlanT", bound=WritingPlan)
-
 
 @dataclass(frozen=True)
-class DiffusersPlan(Generic[PlanT]):
+class DiffusersPlan:
     """Plans what becomes of a diffusers pipeline.
 
     Attributes:
@@ -29,7 +27,7 @@ class DiffusersPlan(Generic[PlanT]):
     """
 
     folder: DiffusersFolder
-    submodels: Mapping[str, PlanT]
+    submodels: Mapping[str, WritingPlan]
     front: OriginalCard = field(default_factory=OriginalCard)
     complaints: tuple[str, ...] = ()
 

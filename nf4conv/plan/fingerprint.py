@@ -9,7 +9,7 @@ from typing import Any
 
 from nf4conv.declaring import deciding, typed
 from nf4conv.errors import SourceError
-from nf4conv.options import DequantizeOptions, QuantizeOptions, RunOptions
+from nf4conv.options import RunOptions, WritingOptions
 from nf4conv.plan.jobs import Plan
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.sources.reader import digest_of
@@ -31,12 +31,21 @@ def fingerprint(plan: WritingPlan, device: str) -> dict[str, Any]:
         "source config": plan.source.config,
         "adapters": [[str(adapter), adapter.config] for adapter in plan.source.adapters],
         **named_options(plan.options),
-        **plan.decided(),
+        **_calibration_of(plan),
         "plan": plan_fingerprint(plan.whole),
     }
 
 
-def named_options(options: QuantizeOptions | DequantizeOptions) -> dict[str, Any]:
+def _calibration_of(plan: WritingPlan) -> dict[str, Any]:
+    if plan.calibration is None:
+        return {}
+    return {
+        "calibration": plan.calibration.described,
+        "transformers": plan.calibration.transformers,
+    }
+
+
+def named_options(options: WritingOptions) -> dict[str, Any]:
     """Returns the options that decide what is made, by their names on the command line."""
     named = {typed(name): value for name, value in deciding(options).items()}
     named.pop("--calibrate", None)  # a path; the plan has the digest of the text

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nf4conv.errors import PlanError
 from nf4conv.options import QuantizeOptions, RunOptions
@@ -13,7 +13,7 @@ from nf4conv.plan.jobs import Shard
 from nf4conv.plan.writing import Part, WritingPlan
 from nf4conv.sources.unfinished import is_filled_in_parts
 
-PlanT = TypeVar("PlanT", bound=WritingPlan | DiffusersPlan[Any])
+PlanT = TypeVar("PlanT", bound=WritingPlan | DiffusersPlan)
 RunT = TypeVar("RunT", bound=RunOptions)
 
 
@@ -44,7 +44,7 @@ def plan_part(plan: PlanT, run: RunOptions, asked_by: str = "--part") -> PlanT:
     return replace(plan, output=replace(plan.whole, shards=mine), part=part, notes=notes)
 
 
-def in_parts(plan: WritingPlan | DiffusersPlan[Any], run: RunT, out: Path) -> RunT:
+def in_parts(plan: WritingPlan | DiffusersPlan, run: RunT, out: Path) -> RunT:
     """Lets a run of a whole plan make all that is missing in a folder that parts have begun."""
     is_whole = isinstance(plan, WritingPlan) and plan.part is None and run.part is None
     if not is_whole or run.overwrite or run.is_spread or not is_filled_in_parts(out):

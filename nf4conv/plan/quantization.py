@@ -4,9 +4,7 @@ choose what is packed → choose the format → find what stays as it is → pla
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from nf4conv.choose.decisions import Pack, Selection
 from nf4conv.choose.formats import choose_format, dtype_of_source, weights_that_stay
@@ -16,68 +14,14 @@ from nf4conv.format.layout import Format
 from nf4conv.models.config import quantized_config
 from nf4conv.options import DTYPES, QuantizeOptions
 from nf4conv.plan.arrange import make_plan
-from nf4conv.plan.calibration import Calibration
 from nf4conv.plan.jobs import PackJob, Plan
-from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_files, plan_unchanged
+from nf4conv.plan.writing import NO_CONFIG, WritingPlan, notes_on_files
 from nf4conv.sources.foreign.bitsandbytes import Bitsandbytes4bit
 from nf4conv.sources.foreign.config import quantization_of
-from nf4conv.sources.record import CalibrationResult
 from nf4conv.sources.source import Source
 
 
-@dataclass(frozen=True)
-class QuantizationPlan(WritingPlan):
-    """Plans what becomes of a checkpoint that is quantized: the result of `plan_quantization`.
-
-    Attributes:
-        options: the options that the user gave.
-        is_submodel: True for a submodel of a diffusers pipeline: it gets no card, and may have
-            nothing to pack.
-        calibration: how weights are calibrated. None if they are not.
-        calibrated: what came of calibrating. None before.
-    """
-
-    command: ClassVar[str] = "quantize"
-
-    options: QuantizeOptions
-    is_submodel: bool = False
-    calibration: Calibration | None = None
-    calibrated: CalibrationResult | None = None
-
-    @property
-    def searches_in_vain(self) -> bool:
-        """Returns True if a search was asked for, and no weight of any part has searched scales."""
-        if self.options.scales != "search" or not self.weights:
-            return False
-        return all(weight.format.scales == "absmax" for weight in self.weights.values())
-
-    @property
-    def packs_anything(self) -> bool:
-        """Returns True if any part of the plan packs a weight."""
-        return any(isinstance(job, PackJob) for job in self.whole.jobs)
-
-    def decided(self) -> dict[str, Any]:
-        """Returns what was found while planning and must be found again when a run resumes."""
-        if self.calibration is None:
-            return {}
-        return {
-            "calibration": self.calibration.described(),
-            "transformers": self.calibration.transformers,
-        }
-
-    @cached_property
-    def record(self) -> dict[str, Any]:
-        """Returns the content of nf4conv.json, but for what calibration and verification found."""
-        record = super().record
-        if self.calibration is None:
-            return record
-        record = {**record, "calibration": self.calibration.described()}
-        if self.calibrated is not None:
-            record["calibrated"] = self.calibrated.described()
-        return record
-
-
-def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
+def plan_source(source: Source, options: QuantizeOptions) -> WritingPlan:
     """Plans the quantization of one opened checkpoint."""
     format = choose_format(source, options.dtype or dtype_of_source(source), options)
     selection = select(source.tensors, source.config or {}, options, format=format)
@@ -102,7 +46,7 @@ def plan_source(source: Source, options: QuantizeOptions) -> QuantizationPlan:
     )
     if source.config is None:
         notes = (NO_CONFIG, *notes)
-    return QuantizationPlan(options, source, output, config, notes)
+    return WritingPlan(options, source, output, config, notes)
 
 
 def _check_float64(source: Source, selection: Selection) -> None:
@@ -116,16 +60,19 @@ def _check_float64(source: Source, selection: Selection) -> None:
             )
 
 
-def require_searched(source: object, plans: Sequence[QuantizationPlan]) -> None:
+def require_searched(
+    source: object, plans: Sequence[WritingPlan], options: QuantizeOptions
+) -> None:
     """Refuses a search from which no weight of any plan would have its scales."""
-    in_vain = [plan for plan in plans if plan.searches_in_vain]
-    if not in_vain or any(plan.weights and not plan.searches_in_vain for plan in plans):
+    if options.scales != "search":
         return
-    raise PlanError(
-        f"{source}: --scales search needs the 16-bit model: its weights are in 4 bits already, and "
-        f"no search finds what they lost. Quantize the original, or leave --scales out to keep "
-        f"them as they are"
-    )
+    scales = {weight.format.scales for plan in plans for weight in plan.weights.values()}
+    if scales == {"absmax"}:
+        raise PlanError(
+            f"{source}: --scales search needs the 16-bit model: its weights are in 4 bits already, "
+            f"and no search finds what they lost. Quantize the original, or leave --scales out to "
+            f"keep them as they are"
+        )
 
 
 def _notes_on_unchanged(
@@ -192,11 +139,3 @@ def _compute_dtype(config: Mapping[str, Any], format: Format) -> str:
     if format.dtype == "float32":
         return "bfloat16"  # computing in float32 would be slow
     return format.dtype
-
-
-def plan_unchanged_submodel(source: Source, options: QuantizeOptions) -> QuantizationPlan:
-    """Plans a submodel of a diffusers pipeline in which nothing is packed."""
-    format = choose_format(None, "float32", options)
-    output = plan_unchanged(source, format, options.max_shard_size)
-    notes = tuple(notes_on_files(source, output))
-    return QuantizationPlan(options, source, output, source.config, notes, is_submodel=True)

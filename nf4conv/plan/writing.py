@@ -5,15 +5,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import PurePosixPath
-from typing import Any, ClassVar, Final
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
 
 from nf4conv.choose.experts import Readers, readers_of
+from nf4conv.choose.formats import dominant_dtype
 from nf4conv.declaring import deciding
 from nf4conv.format.dtypes import DTYPE_NAMES
 from nf4conv.format.layout import Format
 from nf4conv.format.units import size
-from nf4conv.options import DequantizeOptions, QuantizeOptions
+from nf4conv.options import RunOptions, WritingOptions
 from nf4conv.plan.arrange import arrange
 from nf4conv.plan.jobs import CopyJob, Job, PackJob, Plan
 from nf4conv.plan.provenance import (
@@ -26,7 +27,7 @@ from nf4conv.plan.provenance import (
 from nf4conv.plan.rows import PlanTotals, TensorRow
 from nf4conv.sources.foreign.fp8 import Fp8Scales
 from nf4conv.sources.original_card import OriginalCard
-from nf4conv.sources.record import record_of
+from nf4conv.sources.record import CalibrationResult, record_of
 from nf4conv.sources.source import Source
 from nf4conv.version import __version__
 
@@ -47,8 +48,30 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """Plans the calibration of one checkpoint, as the converter sees it.
+
+    Attributes:
+        described: the fields of nf4conv.json that are known before anything is computed.
+        transformers: the version of transformers whose code runs the model.
+        bytes_to_read: the bytes of the source that are read for it.
+        bytes_spared: the source bytes that the run need not read afterwards to write the result: it
+            reads the calibrated weights, which are in 4 bits, instead of the original ones.
+        carry_out: takes a plan, the output folder, how to use the machine, and what to call with
+            the source bytes that have been worked through since the last call. Calibrates what the
+            plan says, or goes on with it, and returns the plan that writes it.
+    """
+
+    described: Mapping[str, Any]
+    transformers: str
+    bytes_to_read: int
+    bytes_spared: int
+    carry_out: Callable[[Any, Path, RunOptions, Callable[[int], None]], Any]
+
+
+@dataclass(frozen=True)
 class WritingPlan:
-    """Plans one output checkpoint. Each command that writes has a subclass.
+    """Plans one output checkpoint, quantized or decoded.
 
     Attributes:
         options: the options that the user gave.
@@ -59,19 +82,25 @@ class WritingPlan:
         front: the front matter of the source's model card, for a result that gets a card.
         part: the part whose shards `output` holds. None if `output` holds all of them.
         again: makes the same plan in another process. None for the submodel of a pipeline.
+        calibration: how weights are calibrated. None if they are not.
+        calibrated: what came of calibrating. None before.
     """
 
-    # name of the command that makes it
-    command: ClassVar[str]
-
-    options: QuantizeOptions | DequantizeOptions
+    options: WritingOptions
     source: Source
     output: Plan
     config: Mapping[str, Any] | None
     notes: tuple[str, ...]
-    front: OriginalCard = field(default_factory=OriginalCard, kw_only=True)
-    part: Part | None = field(default=None, kw_only=True)
-    again: Callable[[], Any] | None = field(default=None, kw_only=True)
+    front: OriginalCard = field(default_factory=OriginalCard)
+    part: Part | None = None
+    again: Callable[[], Any] | None = None
+    calibration: Calibration | None = None
+    calibrated: CalibrationResult | None = None
+
+    @property
+    def command(self) -> str:
+        """Returns the name of the command that makes it."""
+        return self.options.command
 
     @property
     def jobs(self) -> Iterator[Job]:
@@ -89,7 +118,7 @@ class WritingPlan:
 
     def row(self, job: Job, file: str) -> TensorRow:
         """Describes one job, whose result is in this output file."""
-        dtype = self.dtype_of(job)
+        dtype = job.source.dtype if isinstance(job, PackJob) else job.dtype
         return TensorRow(
             name=job.name,
             action=self.action_of(job),
@@ -102,14 +131,15 @@ class WritingPlan:
             file=file,
         )
 
-    def dtype_of(self, job: Job) -> str:
-        """Returns the tag of the dtype that a row has."""
-        return job.source.dtype
-
     def action_of(self, job: Job) -> str:
         """Returns what becomes of a tensor, as TensorRow has it."""
         if isinstance(job, PackJob):
             return "pack" if job.stored is None else "stay"
+        if self.command == "dequantize":
+            if job.source.unmerged is not job.source:
+                return "merge"
+            if job.source.encoding is not None:
+                return "decode"
         return "copy" if job.dtype == job.source.dtype else "cast"
 
     def totals(self) -> PlanTotals:
@@ -143,7 +173,12 @@ class WritingPlan:
         options = deciding(self.options)
         weights = groups_of(self.weights)
         others = count_dtypes(not_packed(self.whole, self.weights))
-        return record_of(self.source, self.command, __version__, options, weights, others)
+        record = record_of(self.source, self.command, __version__, options, weights, others)
+        if self.calibration is not None:
+            record["calibration"] = self.calibration.described
+        if self.calibrated is not None:
+            record["calibrated"] = self.calibrated.described()
+        return record
 
     @cached_property
     def weights(self) -> Mapping[str, Provenance]:
@@ -156,12 +191,10 @@ class WritingPlan:
         matrices = (job.matrix for job in self.whole.jobs if isinstance(job, PackJob))
         return readers_of(matrices, self.source.config or {}, self.whole.format.quant_type)
 
-    def changes_weights(self) -> bool:
-        """Returns True if any weight is packed or decoded."""
-        for job in self.output.jobs:
-            if isinstance(job, PackJob) or job.source.encoding is not None:
-                return True
-        return False
+    @property
+    def packs_anything(self) -> bool:
+        """Returns True if any part packs a weight."""
+        return any(isinstance(job, PackJob) for job in self.whole.jobs)
 
     @property
     def whole(self) -> Plan:
@@ -176,21 +209,24 @@ class WritingPlan:
             return needed
         return needed + sum((self.source.folder / name).stat().st_size for name in self.auxiliary)
 
-    def decided(self) -> dict[str, Any]:
-        """Returns what decides the result's bytes beside source and options, as JSON values."""
-        return {}
-
 
 def _is_counted(job: Job) -> bool:
     """Returns False for scales of a weight that becomes FP8: they are among its parts."""
     return not isinstance(job.source.encoding, Fp8Scales)
 
 
-def plan_unchanged(submodel: Source, format: Format, max_shard_size: int) -> Plan:
-    """Plans the output files of a submodel of a diffusers pipeline in which nothing changes."""
+def plan_unchanged(source: Source, options: WritingOptions) -> WritingPlan:
+    """Plans a submodel of a diffusers pipeline in which nothing changes."""
     reason = "the submodel stays as it is"
-    groups = [[CopyJob(tensor, tensor.dtype, reason)] for tensor in submodel.tensors]
-    return arrange(groups, format, max_shard_size=max_shard_size, stem=submodel.stem)
+    output = arrange(
+        [[CopyJob(tensor, tensor.dtype, reason)] for tensor in source.tensors],
+        Format("nf4", 64, True, dominant_dtype(source.tensors)),  # nothing is packed
+        max_shard_size=options.max_shard_size,
+        stem=source.stem,
+    )
+    return WritingPlan(
+        options, source, output, source.config, tuple(notes_on_files(source, output))
+    )
 
 
 def notes_on_files(source: Source, output: Plan) -> Iterator[str]:

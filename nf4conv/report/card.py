@@ -16,15 +16,15 @@ import jinja2
 import yaml
 
 from nf4conv.format.dtypes import DTYPE_NAMES
+from nf4conv.options import QuantizeOptions
 from nf4conv.plan.diffusers import DiffusersPlan
 from nf4conv.plan.jobs import CopyJob, Job, PackJob
 from nf4conv.plan.provenance import Provenance, not_packed
-from nf4conv.plan.quantization import QuantizationPlan
 from nf4conv.plan.writing import WritingPlan
 from nf4conv.report.loading import Loading, loading_of_plan
 from nf4conv.report.results import VerificationSummary
 from nf4conv.report.text.terminal import printable
-from nf4conv.sources.original_card import OWN_TAGS, OriginalCard, read_front_matter
+from nf4conv.sources.original_card import OWN_TAGS, OriginalCard
 from nf4conv.sources.places import is_repo_id
 from nf4conv.sources.record import KEPT, PACKED, name_of
 from nf4conv.sources.source import AdapterFiles, Source
@@ -123,13 +123,8 @@ class _Packed:
         return total
 
 
-def card_of(source: Source) -> tuple[OriginalCard, tuple[str, ...]]:
-    """Reads the card of a source, and why it cannot be read."""
-    return read_front_matter(source.card)
-
-
 def model_card(
-    plan: QuantizationPlan | DiffusersPlan[QuantizationPlan],
+    plan: WritingPlan | DiffusersPlan,
     bytes_after: int,
     verified: VerificationSummary | None,
 ) -> str:
@@ -146,6 +141,7 @@ def model_card(
         others += not_packed(part.whole, part.weights)
     packed = _Packed(weights.most_common(), jobs, others)
     before = sum(tensor.nbytes for part in parts for tensor in part.source.tensors)
+    assert isinstance(first.options, QuantizeOptions)
     original = _name_original(first.source, plan.front, first.options.base_model, is_pipeline)
     loading = loading_of_plan(plan)
     is_of_transformers = not is_pipeline and first.source.stem == "model"

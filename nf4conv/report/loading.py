@@ -123,14 +123,17 @@ def diffusers_loading(class_name: str, dtype: str) -> Loading:
     return Loading("diffusers", class_name, arguments, variable=variable)
 
 
-def loading_of_plan(plan: WritingPlan | DiffusersPlan[Any]) -> Loading | None:
+def loading_of_plan(plan: WritingPlan | DiffusersPlan) -> Loading | None:
     """Returns how the result of a plan is loaded; None if nothing says how, or nothing loads it.
 
     A diffusers pipeline is loaded in the dtype of what the plan changes in it.
     """
     if isinstance(plan, DiffusersPlan):
-        parts = plan.submodels.values()
-        dtypes = [part.output.format.dtype for part in parts if part.changes_weights()]
+        dtypes = []
+        for part in plan.submodels.values():
+            totals = part.totals()
+            if totals.packed or totals.decoded:
+                dtypes.append(part.output.format.dtype)
         return diffusers_loading(plan.class_name, dtypes[0] if dtypes else "bfloat16")
     beside = [str(name) for name in plan.auxiliary]
     loading = loading_of(plan.config, beside, plan.output.format.dtype)

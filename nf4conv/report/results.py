@@ -143,6 +143,15 @@ class RunReport:
     pushed: str | None = None
 
 
+def sum_of_seconds(runs: Sequence[RunReport]) -> dict[str, float]:
+    """Returns the seconds that all runs have spent, by activity."""
+    seconds: dict[str, float] = {}
+    for run in runs:
+        for activity, spent in run.seconds_by_activity.items():
+            seconds[activity] = seconds.get(activity, 0.0) + spent
+    return seconds
+
+
 def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Groups findings that differ only in the layer or expert, and in numbers; faults first."""
     groups: dict[tuple[str, ...], list[Finding]] = {}

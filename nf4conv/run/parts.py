@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nf4conv.errors import Nf4convError, OutputError
-from nf4conv.options import DequantizeOptions, QuantizeOptions
+from nf4conv.options import WritingOptions
 from nf4conv.output.folder import OutputFolder, as_json, index_of
 from nf4conv.output.shared_folder import SharedFolder
 from nf4conv.plan.fingerprint import named_options
@@ -90,9 +90,7 @@ def verification_of(folder: OutputFolder) -> VerificationSummary:
     return VerificationSummary.sum_up(parts)
 
 
-def finish_without_source(
-    out: Path, command: str, options: QuantizeOptions | DequantizeOptions
-) -> RunReport | None:
+def finish_without_source(out: Path, options: WritingOptions) -> RunReport | None:
     """Writes the last files of a folder if parts have made all its shards, with these options.
 
     Returns None if something is missing, or if parts make something else. Raises an OutputError if
@@ -103,7 +101,7 @@ def finish_without_source(
     with SharedFolder(out) as folder:
         folder.check_links()
         plan = folder.read_plan()
-        asked = {**as_json(named_options(options)), "command": command, "--lora": None}
+        asked = {**as_json(named_options(options)), "command": options.command, "--lora": None}
         if any(plan.get(key) != value for key, value in asked.items()):
             return None
         try:
@@ -113,7 +111,7 @@ def finish_without_source(
             names = [one.name for one in fields(PlanTotals) if one.init]
             totals = PlanTotals(**{name: last["totals"][name] for name in names})
             return RunReport(
-                command=command,
+                command=options.command,
                 out=str(out),
                 totals=replace(totals, bytes_after=folder.size),
                 already_complete=True,
