@@ -27,7 +27,7 @@ def end_to_end() -> None:
     labels = ["transformers + bitsandbytes", "nf4conv"]
     figure, axes = pyplot.subplots(2, 2, figsize=(7, 2.6))
     for row, (place, file) in zip(axes, places.items(), strict=True):
-        runs = result(file)["runs"]["quantize"]
+        runs = result(file)["contests"]["quantize"]["runs"]
         for axis, (unit, (key, scale)) in zip(row, figures.items(), strict=True):
             shown = [statistics.median(run[key] for run in runs[label]) for label in labels]
             shown = [value / scale for value in shown]
