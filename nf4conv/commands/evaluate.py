@@ -75,7 +75,7 @@ def evaluate(outs: str | Path | Sequence[str | Path], options: EvaluateOptions) 
         OptionError: an option has a value that it cannot have.
         PlanError: transformers or bitsandbytes is not installed, or cannot use the architecture or
             the tokens; or the checkpoints are not of one model.
-        SourceError: one of the models cannot be loaded, or cannot be run.
+        SourceError: one of the models cannot be loaded or run, or its tokenizer cannot.
     """
     outs = [outs] if isinstance(outs, str | Path) else outs
     where = narrowed(options, SourceOptions)
@@ -151,49 +151,34 @@ class Question:
 
 
 def make_question(outs: Sequence[Source], options: EvaluateOptions) -> Question:
-    """Chooses what to ask, by the config and the tokenizer of the first model in 4 bits.
-
-    Raises:
-        PlanError: transformers is not installed, or cannot use the architecture or the tokens; or
-            the models are not of one kind.
-    """
-    device = str(find_device(options.device))
+    """Chooses what to ask, by the config and the tokenizer of the first model in 4 bits."""
     first = outs[0]
+    architectures = sorted({architecture_of(out.config or {}) for out in outs})
+    if len(architectures) > 1:
+        raise PlanError(f"evaluate compares forms of one model, not {', '.join(architectures)}")
     kind, loader = _kind_of_model(first.config or {})
     config = _parsed(first, loader).get_text_config()
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is None:
         raise PlanError(f"{first.folder}: its config has no vocab_size, so no token can be checked")
-    for other in outs[1:]:
-        found = architecture_of(other.config or {})
-        if found != architecture_of(first.config or {}):
-            raise PlanError(f"{other.folder}: is {found}; evaluate compares forms of one model")
     width = config.hidden_size if kind == "encoder" else vocabulary
     window = min(_WINDOWS[kind], getattr(config, "max_position_embeddings", None) or _TOKENS)
     wanted = options.tokens or max(window, min(_TOKENS, _MOST_BYTES // (4 * width)))
-    text = None if options.text is None else Path(options.text)
-    mask: int | None = None
-    ends: tuple[int, ...] = ()
-    if text is not None and text.suffix == ".npy":
-        ids = read_ids(text).reshape(-1)[:wanted].astype(np.int64)
+    name = _SHIPPED_TEXT if options.text is None else Path(options.text).name
+    if name.endswith(".npy"):
+        ids = read_ids(Path(str(options.text))).reshape(-1)[:wanted].astype(np.int64)
+        mask, ends = None, ()
     else:
-        ids, mask, ends = _tokenized(first.folder, text, wanted)
+        ids, mask, ends = _tokenized(first.folder, options.text, wanted)
     if kind == "causal":
         ends = ()
     window = min(window - len(ends), ids.size)
-    name = _SHIPPED_TEXT if text is None else text.name
     if window < 2 or ids.min() < 0 or ids.max() >= vocabulary:
         raise PlanError(f"{name}: expected at least two token ids from 0 to {vocabulary - 1:,}")
-    return Question(
-        kind=kind,
-        loader=loader,
-        ids=torch.from_numpy(ids[: ids.size // window * window].reshape(-1, window)),
-        text=name,
-        mask=mask if kind == "masked" else None,
-        ends=ends,
-        width=width,
-        device=device,
-    )
+    windows = torch.from_numpy(ids[: ids.size // window * window].reshape(-1, window))
+    mask = mask if kind == "masked" else None
+    device = str(find_device(options.device))
+    return Question(kind, loader, windows, name, mask, ends, width, device)
 
 
 def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
@@ -211,19 +196,18 @@ def _kind_of_model(config: Mapping[str, Any]) -> tuple[str, Any]:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     name = architecture_of(config)
     model_type = config.get("model_type")
-    tables = [
-        ("masked", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-        ("causal", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        ("causal", auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
-    ]
-    has_two_halves = bool(config.get("is_encoder_decoder"))
-    if has_two_halves:
-        tables = []
-    tables.append(("encoder", auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES))
+    tables = [("encoder", auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES)]
+    if not config.get("is_encoder_decoder"):
+        tables = [
+            ("masked", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+            ("causal", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+            ("causal", auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+            *tables,
+        ]
     for kind, table in tables:
         if name in table.values() and hasattr(transformers, name):
             return kind, getattr(transformers, name)
-    if model_type in auto.MODEL_MAPPING_NAMES and not has_two_halves:
+    if model_type in auto.MODEL_MAPPING_NAMES and len(tables) > 1:
         return "encoder", transformers.AutoModel
     raise PlanError(f"evaluate cannot run {name or 'a model without a name'} ({model_type})")
 
@@ -232,44 +216,38 @@ def _parsed(model: Source, loader: Any) -> Any:
     """Returns what transformers makes of a model's config.json, without code that it names."""
     from transformers import AutoConfig
 
-    with _in_one_line(model.folder, "read its config.json"):
+    with _in_one_line(f"{model.folder}: transformers cannot read its config.json"):
         return parse_config(model.config or {}, getattr(loader, "config_class", None) or AutoConfig)
 
 
 @contextmanager
-def _in_one_line(place: str | Path, doing: str) -> Iterator[None]:
+def _in_one_line(message: str) -> Iterator[None]:
     """Raises a SourceError for whatever transformers raises."""
     try:
         yield
     except Exception as error:
-        raise SourceError(
-            f"{place}: transformers cannot {doing}: {first_line(error)}", path=place
-        ) from error
+        raise SourceError(f"{message}: {first_line(error)}") from error
 
 
 def _tokenized(
-    out: Path, text: Path | None, wanted: int
+    out: Path, text: str | Path | None, wanted: int
 ) -> tuple[Any, int | None, tuple[int, ...]]:
     """Returns a text's token ids, the id of the mask token, and those before and after a text."""
     from pydoc_data.topics import topics  # prose that comes with every Python
 
     import transformers
 
-    try:
+    characters = _CHARACTERS * wanted
+    with _in_one_line(f"{text or out}: cannot be tokenized; give token ids (--text ids.npy)"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             out, trust_remote_code=False, local_files_only=True
         )
         if text is None:
-            content = "\n".join(topics[key] for key in sorted(topics))[: _CHARACTERS * wanted]
+            content = "\n".join(topics[key] for key in sorted(topics))[:characters]
         else:
-            with text.open(encoding="utf-8") as file:
-                content = file.read(_CHARACTERS * wanted)
+            with Path(text).open(encoding="utf-8") as file:
+                content = file.read(characters)
         encoded = tokenizer(content, add_special_tokens=False, verbose=False)
-    except Exception as error:  # transformers raises anything
-        raise PlanError(
-            f"{text or out}: cannot be tokenized ({first_line(error)}); give token ids instead: "
-            f"--text ids.npy"
-        ) from error
     ids = np.array(encoded["input_ids"][:wanted], dtype=np.int64)
     first, last, mask = (
         getattr(tokenizer, f"{role}_token_id", None) for role in ("cls", "sep", "mask")
@@ -286,8 +264,8 @@ def load(question: Question, source: Source, variant: str | None = None) -> Any:
     Code that its config.json names is not fetched.
     """
     is_cpu = question.device == "cpu"
-    advice = "load it (`nf4conv dequantize` makes a plain model of what another method quantized)"
-    with _in_one_line(source.folder, advice):
+    advice = "`nf4conv dequantize` makes a plain model of what another method quantized"
+    with _in_one_line(f"{source.folder}: transformers cannot load it ({advice})"):
         model = question.loader.from_pretrained(
             source.folder,
             config=_parsed(source, question.loader),
@@ -305,10 +283,8 @@ def load(question: Question, source: Source, variant: str | None = None) -> Any:
 
 
 def _decode_layers(model: Any) -> None:
-    """Puts plain layers in the place of those in 4 bits.
-
-    nf4conv decodes them: bitsandbytes' kernels for CPUs decode some weights wrongly whose rows are
-    no multiple of the blocksize.
+    """Puts plain layers in the place of those in 4 bits, which bitsandbytes' kernels for CPUs
+    decode wrongly if rows are no multiple of the blocksize.
     """
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "Linear4bit":
@@ -321,16 +297,13 @@ def _decode_layers(model: Any) -> None:
 
 
 def answers(model: Any, question: Question) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Asks a model, batch after batch.
-
-    Yields:
-        [windows, positions, width] float32 log-probabilities or hidden states; and the token ids
-        that they are about, [windows, positions] int64.
+    """Asks a model, batch after batch; yields [windows, positions, width] float32
+    log-probabilities or hidden states, and the token ids that they are about.
     """
     bytes_of_window = 4 * question.width * question.ids.shape[1]
     step = max(1, min(_LARGEST_BATCH, _BATCH_BYTES // bytes_of_window))
     for batch in torch.split(question.ids, step):
-        with _in_one_line(model.name_or_path, "run it"):
+        with _in_one_line(f"{model.name_or_path}: transformers cannot run it"):
             answer, targets = _answer(model, question, batch.to(question.device))
         answer = answer.float()
         if question.kind != "encoder":

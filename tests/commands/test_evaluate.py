@@ -213,7 +213,7 @@ def test_the_exit_code_is_the_verdict(tmp_path, ids, most, code):
 
 def test_what_cannot_be_asked_is_refused_in_one_line(tmp_path, ids):
     source, out = made(tmp_path, "causal")
-    for arguments, message in (((), "give token ids instead: --text ids.npy"),):
+    for arguments, message in (((), "give token ids (--text ids.npy)"),):
         result = run(out, "--source", source, *arguments)
         assert result.exit_code == 2
         assert message in result.stderr
